@@ -1,0 +1,40 @@
+"""Reductions and gathers under a mask: the only place that sums over padded arrays.
+
+Off the mask a value may be anything, NaN and infinities included; it is replaced before it is used, so that neither a
+sum nor a gradient sees it.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+def keep(values: Float[Array, "..."], mask: Bool[Array, "..."]) -> Float[Array, "..."]:
+    """`values` on the mask, 0 off it; no gradient off it."""
+    return jnp.where(mask, values, 0.0)
+
+
+def total(values: Float[Array, "..."], mask: Bool[Array, "..."]) -> Float[Array, ""]:
+    return keep(values, mask).sum()
+
+
+def mean(values: Float[Array, "..."], mask: Bool[Array, "..."]) -> Float[Array, ""]:
+    """Mean over the mask; 0 where the mask is empty."""
+    return total(values, mask) / jnp.maximum(mask.sum(), 1)
+
+
+def largest(values: Float[Array, "..."], mask: Bool[Array, "..."]) -> Float[Array, ""]:
+    """Maximum over the mask of values >= 0; 0 where the mask is empty."""
+    return keep(values, mask).max()
+
+
+def per_token(values: Float[Array, " S"], segment_ids: Int[Array, "B T"]) -> Float[Array, "B T"]:
+    """Each token's sequence value; 0 on padding."""
+    return jnp.concatenate([jnp.zeros_like(values[:1]), values])[segment_ids]
+
+
+def per_sequence(values: Float[Array, "B T"], segment_ids: Int[Array, "B T"], sequences: int) -> Float[Array, " S"]:
+    """Sum over each sequence's tokens."""
+    return jax.ops.segment_sum(values.ravel(), segment_ids.ravel(), sequences + 1)[1:]

@@ -1,0 +1,69 @@
+"""The sizes of a decoder-only transformer, and the named sets of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from dataclasses import dataclass
+from typing import Any
+
+from areal_jax.types import ArealError
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes and options of `models.transformer.Transformer`; widths in elements."""
+
+    vocab_size: int
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp_width: int
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    is_tied: bool = True
+    """The LM head is the embedding."""
+    has_qkv_bias: bool = False
+    """Qwen2's biases on queries, keys and values."""
+    has_qk_norm: bool = False
+    """Qwen3's RMSNorm over each head of queries and keys."""
+    dtype: str = "float32"
+    """What matrix products read; they accumulate in float32."""
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise ArealError(f"model: kv_heads={self.kv_heads} does not divide heads={self.heads}; choose a divisor")
+        if self.head_dim % 2:
+            raise ArealError(f"model: head_dim={self.head_dim} is odd; rotary embeddings turn pairs, choose an even one")
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": dict(layers=2, width=64, heads=4, kv_heads=4, head_dim=16, mlp_width=256),
+    "5m": dict(layers=6, width=256, heads=8, kv_heads=4, head_dim=32, mlp_width=704),
+    "smollm2-135m": dict(
+        layers=30, width=576, heads=9, kv_heads=3, head_dim=64, mlp_width=1536, rope_theta=100_000.0, vocab_size=49_152
+    ),
+    "qwen2.5-1.5b": dict(
+        layers=28, width=1536, heads=12, kv_heads=2, head_dim=128, mlp_width=8960, rope_theta=1e6, norm_eps=1e-6,
+        has_qkv_bias=True, vocab_size=151_936,
+    ),
+}  # fmt: skip
+
+
+def model_config(shape: str, vocab_size: int, dtype: str = "float32", **overrides: Any) -> ModelConfig:
+    """The sizes of `shape` for a tokenizer of `vocab_size` ids; a shape's own larger vocabulary stays.
+
+    Raises ArealError for a shape or a size that does not exist.
+    """
+    if shape not in SHAPES:
+        raise ArealError(f"no model.shape={shape}; there are: {', '.join(SHAPES)}")
+    known = {field.name for field in dataclasses.fields(ModelConfig)} - {"dtype"}
+    for key in overrides:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            raise ArealError(f"unknown key model.overrides.{key}; did you mean {near[0] if near else sorted(known)}?")
+    sizes = {**SHAPES[shape], **overrides}
+    sizes["vocab_size"] = max(vocab_size, sizes.get("vocab_size", 0))
+    return ModelConfig(dtype=dtype, **sizes)

@@ -1,0 +1,77 @@
+"""A model split at the border: a static graph definition beside a plain tree of parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from areal_jax.models.attention import Attention, KVPages
+from areal_jax.models.config import ModelConfig
+from areal_jax.models.transformer import Transformer
+
+Params = Any
+"""Nested dict of arrays; layers are stacked along axis 0 of every leaf under `blocks`."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """The definition as pure functions of params. Hashable, so that it can be closed over by jitted functions."""
+
+    config: ModelConfig
+    tokenizer: Any
+    """A `tasks.tokenizers.Tokenizer`."""
+
+    @cached_property
+    def _abstract(self) -> tuple[Any, Any]:
+        return nnx.split(nnx.eval_shape(lambda: Transformer(self.config, nnx.Rngs(0))))
+
+    @cached_property
+    def abstract_params(self) -> Params:
+        """The tree of jax.ShapeDtypeStruct."""
+        return nnx.to_pure_dict(self._abstract[1])
+
+    @cached_property
+    def logical_axes(self) -> Params:
+        """The tree of logical axis names, a PartitionSpec a leaf."""
+        return nnx.to_pure_dict(nnx.get_partition_spec(self._abstract[1]))
+
+    @property
+    def parameter_count(self) -> int:
+        return sum(leaf.size for leaf in jax.tree.leaves(self.abstract_params))
+
+    def init(self, seed: int) -> Params:
+        """Random float32 parameters, a function of the seed alone."""
+
+        def make() -> Params:
+            return nnx.to_pure_dict(nnx.state(Transformer(self.config, nnx.Rngs(seed))))
+
+        return jax.jit(make)()
+
+    def hidden(
+        self,
+        params: Params,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        attend: Attention,
+        cache: Any = None,
+        remat: bool = False,
+    ) -> tuple[Float[Array, "B T D"], Any]:
+        return nnx.merge(self._abstract[0], params)(tokens, positions, attend, cache, remat)
+
+    def logits(self, params: Params, hidden: Float[Array, "n D"]) -> Float[Array, "n V"]:
+        """Float32 logits; ids at and beyond the tokenizer's vocabulary are never sampled nor normalised over."""
+        logits = nnx.merge(self._abstract[0], params).logits(hidden)
+        known = self.tokenizer.vocab_size
+        if known == self.config.vocab_size:
+            return logits
+        return jnp.where(jnp.arange(self.config.vocab_size) < known, logits, -jnp.inf)
+
+    def kv_pages(self, pages: int, page_tokens: int) -> KVPages:
+        c = self.config
+        return KVPages.zeros(c.layers, pages, page_tokens, c.kv_heads, c.head_dim, c.dtype)

@@ -1,0 +1,151 @@
+"""The one model definition: a decoder-only transformer (GQA, RoPE, RMSNorm, gated MLP) in Flax NNX.
+
+The trainer's packed forward, the generator's prefill and its decode step are calls of the same `Transformer` with
+another `Attention`. Layers are stacked along a leading axis L and run by a scan. Residuals, norms, rotary embeddings
+and softmax are float32; matrix products read `config.dtype` and accumulate in float32. Logical axis names stand beside
+each parameter's shape and initializer; `parallel.mesh` maps them onto devices.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from areal_jax.models.attention import Attention
+from areal_jax.models.config import ModelConfig
+
+
+def _param(key: Array, shape: tuple[int, ...], axes: tuple[str, ...], scale: float) -> nnx.Param:
+    return nnx.Param(scale * jax.random.normal(key, shape), sharding_names=axes, eager_sharding=False)
+
+
+def _zeros(shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
+    return nnx.Param(jnp.zeros(shape), sharding_names=axes, eager_sharding=False)
+
+
+def _ones(size: int, axis: str) -> nnx.Param:
+    return nnx.Param(jnp.ones(size), sharding_names=(axis,), eager_sharding=False)
+
+
+def rms_norm(x: Float[Array, "... D"], scale: Array, eps: float) -> Float[Array, "... D"]:
+    """x / rms(x) * scale, in float32 (Zhang & Sennrich, arXiv:1910.07467)."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * scale.astype(jnp.float32)
+
+
+def rotate(x: Float[Array, "B T H h"], positions: Int[Array, "B T"], theta: float) -> Float[Array, "B T H h"]:
+    """Rotary position embedding, halves convention (Su et al., arXiv:2104.09864)."""
+    half = x.shape[-1] // 2
+    angles = positions[..., None] * theta ** (-jnp.arange(half, dtype=jnp.float32) / half)  # (B, T, h/2)
+    cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
+    left, right = x[..., :half], x[..., half:]
+    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
+
+
+def project(x: Float[Array, "... I"], weight: Array, dtype: str) -> Float[Array, "... O"]:
+    """x @ weight in `dtype` with float32 accumulation; two-dimensional, which is the form CPUs have kernels for."""
+    flat = weight.reshape(x.shape[-1], -1).astype(dtype)
+    out = jnp.dot(x.reshape(-1, x.shape[-1]).astype(dtype), flat, preferred_element_type=jnp.float32)
+    return out.reshape(*x.shape[:-1], -1)
+
+
+class SelfAttention(nnx.Module):
+    def __init__(self, c: ModelConfig, rngs: nnx.Rngs) -> None:
+        self.config = nnx.static(c)
+        scale = c.width**-0.5
+        self.q = _param(rngs.params(), (c.width, c.heads, c.head_dim), ("embed", "heads", "head_dim"), scale)
+        self.k = _param(rngs.params(), (c.width, c.kv_heads, c.head_dim), ("embed", "kv_heads", "head_dim"), scale)
+        self.v = _param(rngs.params(), (c.width, c.kv_heads, c.head_dim), ("embed", "kv_heads", "head_dim"), scale)
+        out_scale = (2 * c.layers * c.heads * c.head_dim) ** -0.5
+        self.out = _param(rngs.params(), (c.heads, c.head_dim, c.width), ("heads", "head_dim", "embed"), out_scale)
+        if c.has_qkv_bias:
+            self.q_bias = _zeros((c.heads, c.head_dim), ("heads", "head_dim"))
+            self.k_bias = _zeros((c.kv_heads, c.head_dim), ("kv_heads", "head_dim"))
+            self.v_bias = _zeros((c.kv_heads, c.head_dim), ("kv_heads", "head_dim"))
+        if c.has_qk_norm:
+            self.q_norm, self.k_norm = _ones(c.head_dim, "head_dim"), _ones(c.head_dim, "head_dim")
+
+    def __call__(self, layer: Array, x: Array, positions: Array, attend: Attention, cache: Any) -> tuple[Array, Any]:
+        c = self.config
+        q, k, v = (
+            project(x, weight[...], c.dtype).reshape(*x.shape[:-1], *weight.shape[1:])
+            for weight in (self.q, self.k, self.v)
+        )
+        if c.has_qkv_bias:
+            q, k, v = q + self.q_bias[...], k + self.k_bias[...], v + self.v_bias[...]
+        if c.has_qk_norm:
+            q, k = rms_norm(q, self.q_norm[...], c.norm_eps), rms_norm(k, self.k_norm[...], c.norm_eps)
+        q, k = rotate(q, positions, c.rope_theta), rotate(k, positions, c.rope_theta)
+        out, cache = attend(layer, q, k.astype(c.dtype), v.astype(c.dtype), cache)
+        return project(out.reshape(*out.shape[:-2], -1), self.out[...].reshape(-1, c.width), c.dtype), cache
+
+
+class GatedMLP(nnx.Module):
+    """down(silu(gate(x)) * up(x)) (Shazeer, arXiv:2002.05202)."""
+
+    def __init__(self, c: ModelConfig, rngs: nnx.Rngs) -> None:
+        self.config = nnx.static(c)
+        self.gate = _param(rngs.params(), (c.width, c.mlp_width), ("embed", "mlp"), c.width**-0.5)
+        self.up = _param(rngs.params(), (c.width, c.mlp_width), ("embed", "mlp"), c.width**-0.5)
+        self.down = _param(
+            rngs.params(), (c.mlp_width, c.width), ("mlp", "embed"), (2 * c.layers * c.mlp_width) ** -0.5
+        )
+
+    def __call__(self, x: Array) -> Array:
+        dtype = self.config.dtype
+        gated = jax.nn.silu(project(x, self.gate[...], dtype)) * project(x, self.up[...], dtype)
+        return project(gated, self.down[...], dtype)
+
+
+class Block(nnx.Module):
+    def __init__(self, c: ModelConfig, rngs: nnx.Rngs) -> None:
+        self.config = nnx.static(c)
+        self.attention_norm = _ones(c.width, "embed")
+        self.attention = SelfAttention(c, rngs)
+        self.mlp_norm = _ones(c.width, "embed")
+        self.mlp = GatedMLP(c, rngs)
+
+    def __call__(self, layer: Array, x: Array, positions: Array, attend: Attention, cache: Any) -> tuple[Array, Any]:
+        eps = self.config.norm_eps
+        mixed, cache = self.attention(layer, rms_norm(x, self.attention_norm[...], eps), positions, attend, cache)
+        x = x + mixed
+        return x + self.mlp(rms_norm(x, self.mlp_norm[...], eps)), cache
+
+
+class Transformer(nnx.Module):
+    def __init__(self, c: ModelConfig, rngs: nnx.Rngs) -> None:
+        self.config = nnx.static(c)
+        self.embedding = _param(rngs.params(), (c.vocab_size, c.width), ("vocab", "embed"), c.width**-0.5)
+
+        @nnx.split_rngs(splits=c.layers)
+        @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
+        def stacked(rngs: nnx.Rngs) -> Block:
+            return Block(c, rngs)
+
+        self.blocks = stacked(rngs)
+        self.norm = _ones(c.width, "embed")
+        if not c.is_tied:
+            self.head = _param(rngs.params(), (c.width, c.vocab_size), ("embed", "vocab"), c.width**-0.5)
+
+    def __call__(
+        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: Attention, cache: Any, remat: bool
+    ) -> tuple[Float[Array, "B T D"], Any]:
+        """Hidden states after the last norm, and the cache with these tokens in it."""
+        graph, layers = nnx.split(self.blocks)
+
+        def one_layer(carry: tuple[Array, Any], layer: tuple[Array, Any]) -> tuple[tuple[Array, Any], None]:
+            index, params = layer
+            return nnx.merge(graph, params)(index, carry[0], positions, attend, carry[1]), None
+
+        x = self.embedding[...][tokens].astype(jnp.float32)
+        body = jax.checkpoint(one_layer) if remat else one_layer
+        (x, cache), _ = jax.lax.scan(body, (x, cache), (jnp.arange(self.config.layers), layers))
+        return rms_norm(x, self.norm[...], self.config.norm_eps), cache
+
+    def logits(self, hidden: Float[Array, "n D"]) -> Float[Array, "n V"]:
+        weight = self.embedding[...].T if self.config.is_tied else self.head[...]
+        return project(hidden, weight, self.config.dtype)
