@@ -1,0 +1,225 @@
+"""Waits: an actor's seconds add up, the file keeps its shares, and no wait outlives its deadline."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_jax.observe import waits
+from areal_jax.observe.waits import Interval, Timeline, WaitTimeout, idle_share, read_intervals
+
+MS = 1_000_000
+SECOND = 1000 * MS
+
+
+class FakeTime:
+    def __init__(self) -> None:
+        self.now = 17
+
+    def __call__(self) -> int:
+        return self.now
+
+
+def seconds_by_activity(intervals, actor: str) -> dict[str, float]:
+    spans: Counter = Counter()
+    for each in intervals:
+        if each.actor == actor:
+            spans[each.activity] += each.end_s - each.start_s
+    return dict(spans)
+
+
+def assert_tiles(intervals: list[Interval], end_s: float) -> None:
+    """From 0 to the end, in order, without gap or overlap."""
+    assert intervals[0].start_s == 0.0
+    assert intervals[-1].end_s == pytest.approx(end_s, abs=1e-6)
+    for one, other in pairwise(intervals):
+        assert one.end_s == other.start_s
+        assert one.end_s > one.start_s
+
+
+moves = st.lists(
+    st.tuples(
+        st.sampled_from(["trainer", "host"]),
+        st.sampled_from(["update", "decode", "wait: a batch"]),
+        st.integers(0, 3 * SECOND),
+        st.sampled_from(["switch", "take", "flush"]),
+    ),
+    max_size=40,
+)
+
+
+@given(moves)
+def test_an_actors_seconds_add_up_to_the_elapsed_time(moves):
+    now = FakeTime()
+    timeline = Timeline(None, now)
+    clocks = {name: timeline.actor(name) for name in ("trainer", "host")}
+    began, taken_ns = now.now, Counter()
+
+    def take():
+        for actor, totals in timeline.take_totals().items():
+            taken_ns[actor] += sum(round(span * SECOND) for span in totals.values())
+        assert taken_ns["trainer"] == taken_ns["host"] == now.now - began
+
+    for actor, activity, passed, action in moves:
+        clocks[actor].switch(activity)
+        now.now += passed
+        if action == "take":
+            take()
+    take()
+
+
+def test_totals_by_activity_and_idle_share():
+    now = FakeTime()
+    timeline = Timeline(None, now)
+    trainer = timeline.actor("trainer")
+    now.now += 2 * SECOND
+    with trainer.doing("update"):
+        now.now += 5 * SECOND
+        with trainer.doing("wait: weights"):
+            now.now += SECOND
+        assert trainer.activity == "update"
+    now.now += 2 * SECOND
+    totals = timeline.take_totals()["trainer"]
+    assert totals == {"wait: start": 4.0, "update": 5.0, "wait: weights": 1.0}
+    assert idle_share(totals) == 0.5
+    assert timeline.take_totals()["trainer"] == {}
+    assert idle_share({}) == 0.0
+
+
+def test_doing_restores_the_former_activity_when_the_work_raises():
+    clock = Timeline(None, FakeTime()).actor("host", "decode")
+    with pytest.raises(ZeroDivisionError), clock.doing("swap"):
+        raise ZeroDivisionError
+    assert clock.activity == "decode"
+    assert clock.switch("prefill") == "decode"
+
+
+def test_one_name_is_one_clock():
+    timeline = Timeline(None, FakeTime())
+    assert timeline.actor("host") is timeline.actor("host", "another")
+    assert timeline.actor("host").activity == "wait: start"
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1000, 900 * MS)), min_size=1, max_size=60))
+def test_the_file_tiles_the_time_and_keeps_every_share(tmp_path_factory, stretches):
+    path = tmp_path_factory.mktemp("logs") / "timeline.jsonl"
+    now = FakeTime()
+    timeline = Timeline(path, now)
+    clock = timeline.actor("host", stretches[0][0])
+    expected: Counter = Counter()
+    for activity, span in stretches:
+        clock.switch(activity)
+        now.now += span
+        expected[activity] += span / SECOND
+        timeline.flush()
+    timeline.close()
+    intervals = read_intervals(path)
+    assert_tiles(intervals, sum(expected.values()))
+    got = seconds_by_activity(intervals, "host")
+    assert got == pytest.approx(dict(expected), abs=1e-6 * len(intervals))
+
+
+def test_a_busy_minute_stays_small_and_its_last_seconds_stay_exact(tmp_path):
+    now = FakeTime()
+    timeline = Timeline(tmp_path / "timeline.jsonl", now)
+    clock = timeline.actor("host", "decode")
+    for _ in range(10_000):  # two minutes of 9 ms of work and 3 ms of waiting
+        clock.switch("decode")
+        now.now += 9 * MS
+        clock.switch("wait: weights")
+        now.now += 3 * MS
+    timeline.close()
+    intervals = read_intervals(tmp_path / "timeline.jsonl")
+    old = [each for each in intervals if each.end_s < 114.0]
+    assert len(old) <= 2 * 1000
+    assert seconds_by_activity(old, "host")["decode"] == pytest.approx(0.75 * old[-1].end_s, abs=0.1)
+    assert {round(each.end_s - each.start_s, 6) for each in intervals if each.start_s > 116.0} == {
+        0.009,
+        0.003,
+    }
+
+
+def test_long_work_of_one_kind_is_one_interval(tmp_path):
+    now = FakeTime()
+    timeline = Timeline(tmp_path / "timeline.jsonl", now)
+    clock = timeline.actor("trainer", "update")
+    for _ in range(100):
+        now.now += 100 * MS
+        clock.switch("update")
+        timeline.flush()
+    now.now += 60 * SECOND
+    timeline.close()
+    intervals = read_intervals(tmp_path / "timeline.jsonl")
+    assert_tiles(intervals, 70.0)
+    assert len(intervals) <= 30  # what is recent stays in pieces of a window
+
+
+def test_a_resumed_timeline_goes_on_where_the_file_ends(tmp_path):
+    path, now = tmp_path / "logs" / "timeline.jsonl", FakeTime()
+    for _ in range(2):
+        timeline = Timeline(path, now)
+        timeline.actor("trainer", "update")
+        now.now += 3 * SECOND
+        timeline.close()
+        now.now += 1000 * SECOND  # nobody ran
+    with path.open("a") as file:
+        file.write('{"actor": "trainer", "acti')
+    assert [(each.start_s, each.end_s) for each in read_intervals(path)] == [(0.0, 3.0), (3.0, 6.0)]
+
+
+def test_a_clock_switched_by_many_threads_loses_no_time():
+    timeline = Timeline(None)
+    clock = timeline.actor("pool")
+    timeline.take_totals()
+
+    def flip(name: str) -> None:
+        for _ in range(500):
+            clock.switch(name)
+
+    threads = [threading.Thread(target=flip, args=(name,)) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    first = sum(timeline.take_totals()["pool"].values())
+    assert first > 0
+    assert clock.activity in "abcd"
+
+
+def test_get_returns_the_item_and_counts_the_wait():
+    timeline = Timeline(None)
+    clock = timeline.actor("trainer", "update")
+    source: queue.Queue[int] = queue.Queue()
+    source.put(7)
+    assert waits.get(source, who="trainer", what="a batch", deadline_s=1, clock=clock) == 7
+    assert clock.activity == "update"
+    assert "wait: a batch" in timeline.take_totals()["trainer"]
+
+
+def test_a_passed_deadline_names_who_waited_for_what():
+    never: queue.Queue[int] = queue.Queue()
+    with pytest.raises(WaitTimeout) as error:
+        waits.get(never, who="trainer", what="a batch from the control plane", deadline_s=0.01)
+    assert str(error.value).startswith("trainer waited 0.01 s for a batch from the control plane; ")
+    assert "runtime.deadline_s" in str(error.value)
+    with pytest.raises(WaitTimeout, match=r"host-0 waited 0.01 s for version 3 to commit; ask it"):
+        waits.wait(
+            threading.Event(), who="host-0", what="version 3 to commit", deadline_s=0.01, remedy="ask it"
+        )
+    condition = threading.Condition()
+    with condition, pytest.raises(WaitTimeout, match=r"host-1 waited 0.01 s for room"):
+        waits.wait_for(condition, lambda: False, who="host-1", what="room", deadline_s=0.01)
+
+
+def test_an_event_and_a_condition_that_hold_end_the_wait():
+    event, condition = threading.Event(), threading.Condition()
+    event.set()
+    waits.wait(event, who="host", what="weights", deadline_s=1)
+    with condition:
+        waits.wait_for(condition, lambda: True, who="host", what="weights", deadline_s=1)
