@@ -1,0 +1,89 @@
+"""A trajectory as bytes: raw little-endian arrays in msgpack, behind a magic number and a checksum."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any, cast
+
+import msgpack
+import numpy as np
+
+from areal_jax.types import ArealError, SampleId, Sampling, Trajectory
+
+MAGIC = b"AJT1"
+"""The first bytes of a blob; the digit is the format."""
+
+ARRAYS = ("tokens", "loss_mask", "behavior_logp", "versions", "turn_ids", "support")
+DTYPES = {"int32": "<i4", "bool": "|b1", "float32": "<f4"}
+
+_HEAD_BYTES = len(MAGIC) + 4
+
+
+class CodecError(ArealError):
+    """Bytes that are no whole trajectory of this format, or a trajectory that has no such form."""
+
+
+def encode(trajectory: Trajectory) -> bytes:
+    """The blob of a trajectory. Raises CodecError for an array of a dtype that trajectories do not have."""
+    s = trajectory.sampling
+    fields = [
+        [int(part) for part in trajectory.sample],
+        [_encode_array(name, getattr(trajectory, name)) for name in ARRAYS],
+        [float(s.temperature), int(s.top_k), float(s.top_p), float(s.min_p), int(s.max_tokens)],
+        trajectory.stop_reason,
+        None if trajectory.reward is None else float(trajectory.reward),
+        {str(name): float(value) for name, value in trajectory.reward_parts.items()},
+        int(trajectory.interruptions),
+    ]
+    body = cast(bytes, msgpack.packb(fields))
+    return b"".join((MAGIC, zlib.crc32(body).to_bytes(4, "little"), body))
+
+
+def decode(blob: bytes) -> Trajectory:
+    """The trajectory of a blob; its arrays are read-only. Raises CodecError for a foreign or damaged blob."""
+    if blob[: len(MAGIC)] != MAGIC:
+        raise CodecError(
+            f"{len(blob)} bytes that begin with {bytes(blob[:4])!r} are no trajectory (those begin with "
+            f"{MAGIC!r}); was the journal written by another version of areal-jax?"
+        )
+    body = memoryview(blob)[_HEAD_BYTES:]
+    if int.from_bytes(blob[len(MAGIC) : _HEAD_BYTES], "little") != zlib.crc32(body):
+        raise CodecError(
+            f"a trajectory of {len(blob)} bytes is cut short or damaged: its checksum differs; the disk or "
+            "the copy of the journal is at fault, so restore the journal from a backup"
+        )
+    try:
+        sample, arrays, sampling, stop_reason, reward, parts, interruptions = msgpack.unpackb(body)
+        named = {name: _decode_array(packed) for name, packed in zip(ARRAYS, arrays, strict=True)}
+        return Trajectory(
+            sample=SampleId(*sample),
+            sampling=Sampling(*sampling),
+            stop_reason=stop_reason,
+            reward=reward,
+            reward_parts=parts,
+            interruptions=interruptions,
+            **named,
+        )
+    except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
+        raise CodecError(
+            f"a trajectory of {len(blob)} bytes has a form of its own ({error}); use what wrote it"
+        ) from error
+
+
+def _encode_array(name: str, array: Any) -> list[Any] | None:
+    if array is None:
+        return None
+    array = np.asarray(array)
+    wire = DTYPES.get(array.dtype.name)
+    if wire is None:
+        raise CodecError(
+            f"{name} is {array.dtype}; a trajectory's arrays are {', '.join(DTYPES)}: cast it with astype"
+        )
+    return [array.dtype.name, array.shape, array.astype(wire, copy=False).tobytes()]
+
+
+def _decode_array(packed: list[Any] | None) -> Any:
+    if packed is None:
+        return None
+    name, shape, raw = packed
+    return np.frombuffer(raw, DTYPES[name]).reshape(shape).astype(name, copy=False)

@@ -1,0 +1,36 @@
+"""One writer a journal: an OS lock on a file beside it, which the kernel drops however its holder dies."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from pathlib import Path
+
+
+class WriterLock:
+    """The right to write `path`. The lock file stays behind; only the lock on it counts."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path.with_name(path.name + ".lock")
+        self._file: int | None = None
+
+    def acquire(self) -> str | None:
+        """None when the lock is ours now, else a description of who has it."""
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(file, 200).decode(errors="replace").strip()
+            os.close(file)
+            return holder or "another process"
+        os.ftruncate(file, 0)
+        os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        self._file = file
+        return None
+
+    def release(self) -> None:
+        """Let the next writer in. Releasing twice does nothing."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
