@@ -31,8 +31,8 @@ REQUIRED = (
 class MetricsWriter:
     """Appends rows to metrics.jsonl, TensorBoard and Weights & Biases.
 
-    A folder that holds rows is gone on with: a last line cut short is removed, and TensorBoard is told to forget
-    the steps after the last whole row. `wandb` holds the arguments of `wandb.init`; None logs nothing there.
+    A folder that holds rows is gone on with: a last line cut short is removed, and TensorBoard is told to
+    forget the steps after the last whole row. `wandb` holds the arguments of `wandb.init`; None logs nothing.
     """
 
     def __init__(
@@ -144,6 +144,6 @@ def _start_wandb(folder: Path, settings: Mapping[str, Any]) -> Any:
         import wandb  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError:
         raise ArealError(
-            "observe.wandb=true needs wandb, which is missing; pip install 'areal-jax[wandb]' or set it to false"
+            "observe.wandb=true needs wandb, which is missing; install areal-jax[wandb], or set it to false"
         ) from None
     return wandb.init(**{"dir": str(folder), **settings})

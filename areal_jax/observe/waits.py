@@ -1,4 +1,4 @@
-"""Who works and who waits. An actor is always in exactly one activity, so its seconds add up to the time passed.
+"""Who works and who waits. An actor is always in exactly one activity, so its seconds add up.
 
 Activities that start with "wait" are idle time. Every wait has a deadline and an owner: one that passes
 becomes an error that names who waited for what.
@@ -158,8 +158,7 @@ class _Record:
 class Timeline:
     """The clocks of a run, and the file their intervals go to.
 
-    A file that exists is gone on with: a resumed run's time starts where the file ends. `path=None` keeps only
-    totals.
+    A file that exists is gone on with: a resumed run's time starts where the file ends. No path: totals only.
     """
 
     def __init__(self, path: Path | None, now_ns: Callable[[], int] = time.perf_counter_ns) -> None:
