@@ -1,7 +1,7 @@
 """What the control plane is told (events) and what it answers (actions).
 
-Frozen records of plain values with stable names: the journal stores them. A field may be added with a default; none is
-ever renamed or removed without raising `trajectories.store.FORMAT`.
+Frozen records of plain values with stable names: the journal stores them. A field may be added with a
+default; none is ever renamed or removed without raising `trajectories.store.FORMAT`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from areal_jax.types import SampleId, VersionSpan
 
-# --- events ---------------------------------------------------------------------------------------------------------
+# --- events -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,16 @@ class RunStarted:
     """The first event of a journal. Version 0 is committed with it."""
 
     digest: str
+    steps: int = 0
+    """Batches the run was asked for, so that no later config changes the fold; 0 = as configured."""
 
 
 @dataclass(frozen=True)
 class RunResumed:
     """A new process took over: every host is gone, whatever was scoring or training starts again."""
+
+    steps: int = 0
+    """Batches the run is asked for from here on; 0 = as configured."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,7 @@ class VersionCommitted:
 
 @dataclass(frozen=True)
 class VersionReissued:
-    """A batch re-executed after a resume gave other bits than the journal records (another device or mesh)."""
+    """A batch redone after a resume gave other bits than the journal records (another device or mesh)."""
 
     version: int
     old: str
@@ -126,16 +131,16 @@ class CheckpointCommitted:
 
 
 Event = (
-    RunStarted | RunResumed | HostJoined | HostLost | HostAdopted | SampleFinished | SampleFailed | RewardScored
-    | RewardFailed | BatchTrained | VersionCommitted | VersionReissued | CheckpointCommitted
+    RunStarted | RunResumed | HostJoined | HostLost | HostAdopted | SampleFinished | SampleFailed
+    | RewardScored | RewardFailed | BatchTrained | VersionCommitted | VersionReissued | CheckpointCommitted
 )  # fmt: skip
 
-# --- actions --------------------------------------------------------------------------------------------------------
+# --- actions ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Give these samples of one prompt to `host`, which adopts at least `min_version` before their first token."""
+    """Give these samples of one prompt to `host`; it adopts min_version or newer before their first token."""
 
     samples: tuple[SampleId, ...]
     host: str
@@ -191,7 +196,7 @@ class Finish:
 
 Action = Dispatch | Cancel | Score | Train | Drop | Reissue | Finish
 
-# --- wire form ------------------------------------------------------------------------------------------------------
+# --- wire form ----------------------------------------------------------------------------------------------
 
 EVENTS: dict[str, type] = {kind.__name__: kind for kind in Event.__args__}
 ACTIONS: dict[str, type] = {kind.__name__: kind for kind in Action.__args__}
