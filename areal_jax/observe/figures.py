@@ -1,0 +1,157 @@
+"""The report's curves and histograms. Each returns a Figure, or None where there is nothing to draw."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from areal_jax.observe.svg import INK, SERIES, Figure, draw_svg, legend_above
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def reward_curve(rows: Rows) -> Figure | None:
+    if not rows:
+        return None
+    step, reward = _column(rows, "step"), _column(rows, "reward_mean")
+
+    def draw(figure: Any) -> None:
+        top, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+        spread = _column(rows, "reward_std")
+        top.fill_between(step, reward - spread, reward + spread, color=SERIES[0], alpha=0.12, linewidth=0)
+        top.plot(step, reward, color=SERIES[0], alpha=0.35, linewidth=0.8)
+        top.plot(step, _smooth(reward), color=SERIES[0])
+        top.set_title("mean reward, its running mean, ± standard deviation")
+        below.plot(step, _smooth(_column(rows, "signal_share")), color=SERIES[1])
+        below.set_ylim(0, 1.05)
+        below.set_title("share of groups with a signal (rewards that differ)")
+        below.set_xlabel("step")
+
+    first, last = _ends(reward)
+    alt = f"Mean reward over {len(rows)} steps: {first:.2f} in the first tenth, {last:.2f} in the last."
+    return Figure("Reward", draw_svg("reward", draw, (10.6, 4.2), alt), alt)
+
+
+def ages(token_ages: Mapping[int, int], head_ages: Mapping[int, int]) -> Figure | None:
+    """Shares of trained tokens by age, and of trained samples by the age of their first token."""
+    if not token_ages:
+        return None
+    span = range(max([*token_ages, *head_ages]) + 1)
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        for place, (counts, label) in enumerate(((token_ages, "tokens"), (head_ages, "first tokens"))):
+            total = sum(counts.values()) or 1
+            shares = [100 * counts.get(age, 0) / total for age in span]
+            offset = (place - 0.5) * 0.38
+            axes.bar([age + offset for age in span], shares, width=0.36, color=SERIES[place], label=label)
+        axes.set_xlabel("age: trained version − version of the token")
+        axes.set_ylabel("% of all")
+        axes.set_xticks(list(span) if len(span) <= 16 else list(span)[:: len(span) // 8])
+        axes.grid(axis="x", visible=False)
+        legend_above(axes)
+
+    total = sum(token_ages.values())
+    mean = sum(age * count for age, count in token_ages.items()) / total
+    alt = f"Age of {total:,} trained tokens in versions: mean {mean:.2f}, at most {max(token_ages)}."
+    return Figure("Token age", draw_svg("ages", draw, (5.2, 2.9), alt), alt)
+
+
+def lengths(values: Sequence[int]) -> Figure | None:
+    if not values:
+        return None
+    p50, p99 = (float(np.percentile(values, q)) for q in (50, 99))
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        top = max(values)
+        edges = np.arange(0.5, top + 1.5) if top <= 60 else np.linspace(0.5, top + 0.5, 49)
+        axes.hist(values, bins=edges, color=SERIES[0], rwidth=0.9)
+        for value, label in ((p50, "median"), (p99, "99 %")):
+            axes.axvline(value, color=INK, linewidth=0.9, linestyle=(0, (3, 2)))
+            axes.text(value, 1.01, f"{label} {value:.0f}", ha="center", transform=axes.get_xaxis_transform())
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.set_xlabel("completion length, tokens")
+        axes.set_ylabel("samples")
+        axes.grid(axis="x", visible=False)
+
+    alt = f"Length of {len(values):,} completions: median {p50:.0f} tokens, 99th percentile {p99:.0f}."
+    return Figure("Completion length", draw_svg("lengths", draw, (5.2, 2.9), alt), alt)
+
+
+def throughput(rows: Rows) -> Figure | None:
+    if not rows:
+        return None
+    generated, trained = (_column(rows, f"{side}_tokens_per_s") for side in ("generate", "train"))
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        for values, label, colour in (
+            (generated, "generated", SERIES[0]),
+            (trained, "trained", SERIES[1]),
+        ):
+            axes.plot(_column(rows, "step"), _smooth(values), color=colour, label=label)
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("step")
+        axes.set_ylabel("tokens per second")
+        legend_above(axes)
+
+    alt = f"Tokens per second, median: {_median(generated):,.0f} generated, {_median(trained):,.0f} trained."
+    return Figure("Throughput", draw_svg("throughput", draw, (5.2, 2.9), alt), alt)
+
+
+def logp_gap(rows: Rows) -> Figure | None:
+    """How far the log-probs recorded at sampling and recomputed by the trainer differ."""
+    if not rows:
+        return None
+    mean, top = np.abs(_column(rows, "logp_gap_mean")), np.abs(_column(rows, "logp_gap_max"))
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        for values, label, colour in ((top, "largest", SERIES[1]), (mean, "mean", SERIES[0])):
+            axes.plot(_column(rows, "step"), np.where(values > 0, values, np.nan), color=colour, label=label)
+        if np.nanmax(top, initial=0.0) > 0:
+            axes.set_yscale("log")
+        axes.set_xlabel("step")
+        axes.set_ylabel("|difference|, nats")
+        legend_above(axes)
+
+    alt = (
+        "Log-probs at sampling against those of the trainer: "
+        f"mean difference {_median(mean):.2g}, largest {np.nanmax(top, initial=0.0):.2g} nats."
+    )
+    return Figure("Log-prob gap", draw_svg("gap", draw, (5.2, 2.9), alt), alt)
+
+
+def _column(rows: Rows, name: str) -> np.ndarray:
+    """A field of every row; nan where a row has null or lacks it."""
+    values = [row.get(name) for row in rows]
+    return np.array([np.nan if value is None else float(value) for value in values])
+
+
+def _smooth(values: np.ndarray) -> np.ndarray:
+    """Running mean over a twentieth of the run, of what is finite."""
+    width = max(len(values) // 20, 1)
+    kernel = np.ones(width)
+    finite = np.isfinite(values)
+    weight = np.convolve(finite, kernel)[: len(values)]
+    total = np.convolve(np.where(finite, values, 0.0), kernel)[: len(values)]
+    return np.where(weight > 0, total / np.maximum(weight, 1), np.nan)
+
+
+def _ends(values: np.ndarray) -> tuple[float, float]:
+    """Means of the first and of the last tenth."""
+    tenth = max(len(values) // 10, 1)
+    return _mean(values[:tenth]), _mean(values[-tenth:])
+
+
+def _mean(values: np.ndarray) -> float:
+    finite = values[np.isfinite(values)]
+    return float(finite.mean()) if finite.size else float("nan")
+
+
+def _median(values: np.ndarray) -> float:
+    finite = values[np.isfinite(values)]
+    return float(np.median(finite)) if finite.size else float("nan")

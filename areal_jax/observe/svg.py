@@ -1,0 +1,99 @@
+"""matplotlib's figures as inline SVG that takes its colours from the page, light or dark."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from html import escape
+from typing import Any, NamedTuple
+
+PAGE_COLOURS = {
+    "#010101": "var(--ink)",
+    "#020202": "var(--muted)",
+    "#030303": "var(--line)",
+    "#040404": "var(--idle)",
+    "#0a0000": "var(--c0)",
+    "#0a0001": "var(--c1)",
+    "#0a0002": "var(--c2)",
+    "#0a0003": "var(--c3)",
+    "#0a0004": "var(--c4)",
+    "#0a0005": "var(--c5)",
+    "#0a0006": "var(--c6)",
+    "#0a0007": "var(--other)",
+}
+"""Stand-ins that matplotlib draws with -> the page's custom properties."""
+
+INK, MUTED, LINE, IDLE, *SERIES, OTHER = PAGE_COLOURS
+
+SETTINGS: Any = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "areal-jax",
+    "font.size": 9,
+    "text.color": INK,
+    "axes.edgecolor": LINE,
+    "axes.labelcolor": MUTED,
+    "axes.titlecolor": INK,
+    "axes.titlesize": 9,
+    "axes.titlelocation": "left",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": LINE,
+    "grid.linewidth": 0.6,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "legend.borderaxespad": 0.2,
+    "lines.linewidth": 1.6,
+    "lines.solid_joinstyle": "round",
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+}
+
+
+class Figure(NamedTuple):
+    title: str
+    svg: str
+    alt: str
+    """What the picture says, in words."""
+    note: str = ""
+
+
+def draw_svg(name: str, draw: Callable[[Any], None], size: tuple[float, float], alt: str) -> str:
+    """Draw and return inline SVG. Ids get the figure's name, because all figures share one page."""
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure as Canvas
+
+    with matplotlib.rc_context(SETTINGS):
+        figure = Canvas(figsize=size, layout="constrained")
+        FigureCanvasSVG(figure)
+        draw(figure)
+        out = io.StringIO()
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+    svg = out.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'(\bid="|url\(#|xlink:href="#)', rf"\g<1>{name}-", svg)
+    svg = re.sub(r"(\d\.\d\d)\d+", r"\1", svg)  # a hundredth of a point is finer than any screen
+    svg = re.sub("|".join(PAGE_COLOURS), lambda found: PAGE_COLOURS[found[0]], svg)
+    svg = re.sub(r"font(-family)?: ([\d.]+px )?'DejaVu Sans'[^;\"]*", _page_font, svg)
+    svg = re.sub(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', _open_tag(alt), svg, count=1)
+    return svg
+
+
+def _page_font(found: re.Match[str]) -> str:
+    return f"font-size: {found[2].strip()}" if found[2] else ""
+
+
+def _open_tag(alt: str) -> Callable[[re.Match[str]], str]:
+    links = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    return lambda found: f'<svg {links} viewBox="{found[1]}" role="img" aria-label="{escape(alt)}">'
+
+
+def legend_above(axes: Any, columns: int = 2, **settings: Any) -> None:
+    """Beside nothing that is drawn."""
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, handlelength=1.2, **settings)
