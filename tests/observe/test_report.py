@@ -1,0 +1,256 @@
+"""report.html: whole, self-contained, escaped, and with the figures of the run in it."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from itertools import pairwise
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_jax.observe import figures, lanes
+from areal_jax.observe.metrics import REQUIRED
+from areal_jax.observe.report import ReportData, drops_by_reason, mean_share, render
+from areal_jax.observe.sample import Piece, SampleView
+from areal_jax.observe.svg import PAGE_COLOURS
+from areal_jax.observe.waits import Interval
+from areal_jax.types import NOT_SAMPLED
+
+VOID = {"meta", "br", "link", "img", "input", "hr"}
+
+
+def row(step: int, **more: object) -> dict:
+    usual = {"step": step, "version": step + 1, "wall_s": step + 1.0, "reward_mean": step / 20}
+    return {**dict.fromkeys(REQUIRED, 0.25), **usual, "interruptions": 3, "dropped": {"filtered": 1}, **more}
+
+
+INTERVALS = [
+    Interval(actor, activity, start, start + span)
+    for begin in range(10)
+    for actor, activity, start, span in (
+        ("trainer", "update", begin, 0.75),
+        ("trainer", "wait: a batch", begin + 0.75, 0.25),
+        ("host-0", "decode", begin, 1.0),
+    )
+]
+
+WHOLE = ReportData(
+    title="a <run> & its name",
+    command="areal-jax run configs/quickstart.yaml run.name='<x>'",
+    config_yaml="run:\n  name: <x>\n",
+    rows=[row(step) for step in range(20)],
+    intervals=INTERVALS,
+    token_ages={0: 30, 1: 60, 2: 10},
+    head_ages={0: 1, 2: 3},
+    lengths=[1, 2, 3, 4, 5] * 20,
+    samples=[
+        SampleView(
+            "17.3.0",
+            "<script>alert(1)</script>",
+            [
+                Piece("<b>", 3, -0.5),
+                Piece("x\n", 3, -4.0),
+                Piece("tool", NOT_SAMPLED, 0.0),
+                Piece("y", 4, 0.0),
+            ],
+            0.75,
+            {"prefix": 0.5},
+            "length",
+        )
+    ],
+)
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return render(WHOLE)
+
+
+class Balanced(HTMLParser):
+    """Every tag that opens closes, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def test_the_page_is_well_formed_and_holds_every_section(page):
+    parser = Balanced()
+    parser.feed(page)
+    assert parser.open == []
+    assert re.findall("<h2>(.*?)</h2>", page) == [
+        "Learning",
+        "Asynchrony",
+        "Sampling",
+        "Samples",
+        "Reproduce",
+    ]
+    assert page.count("<svg ") == 7
+
+
+def test_the_page_loads_nothing(page):
+    """No address outside it, except the names of XML's namespaces."""
+    addresses = set(re.findall(r"https?://[^\"' <)]+", page))
+    assert addresses <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+    assert not re.search(r"<link|<img|@import|src=", page)
+
+
+def test_what_users_wrote_is_escaped(page):
+    assert "<script>alert" not in page
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
+    assert "a &lt;run&gt; &amp; its name" in page
+    assert "name: &lt;x&gt;" in page
+    assert "run.name=&#x27;&lt;x&gt;&#x27;" in page
+
+
+def test_tiles(page):
+    tiles = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page))
+    assert tiles == {
+        "final reward": "0.925",  # mean of steps 18 and 19
+        "steps": "20",
+        "wall time": "0:20",
+        "trainer waits": "25%",
+        "generator idle": "25%",
+        "interruptions": "60",
+        "dropped": "20",
+    }
+    assert "filtered 20" in page
+
+
+def test_tokens_say_their_version_and_log_prob(page):
+    shown = page[page.index('class="completion"') :]
+    assert (
+        'class="v v3" style="--rare:0.39" title="version 3, log-prob -0.500, p 0.607">&lt;b&gt;</span>'
+        in shown
+    )
+    assert (
+        'class="v v3" style="--rare:0.98" title="version 3, log-prob -4.000, p 0.0183">x↵\n</span>' in shown
+    )
+    assert '<span class="given" title="not sampled">tool</span>' in shown
+    assert 'class="v v4" style="--rare:0.00" title="version 4, log-prob 0.000, p 1">y</span>' in shown
+    assert "v3: 2 tokens" in shown
+
+
+def test_the_waits_table_adds_up(page):
+    lines = re.findall(
+        r"<tr.*?><th scope=row>(.*?)</th><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td></tr>", page
+    )
+    assert lines == [
+        ("trainer", "update", "7.5 s", "75.0 %"),
+        ("trainer", "wait: a batch", "2.5 s", "25.0 %"),
+        ("host-0", "decode", "10.0 s", "100.0 %"),
+    ]
+
+
+def test_a_run_without_a_step_renders():
+    page = render(ReportData("empty", "areal-jax run x.yaml", "run: {}\n"))
+    assert "No step was trained." in page
+    assert re.findall("<h2>(.*?)</h2>", page) == ["Reproduce"]
+
+
+def test_rows_of_nulls_render():
+    """A metric that was not finite is null in metrics.jsonl."""
+    nulls = {name: None for name in REQUIRED if name not in ("step", "version", "wall_s", "dropped")}
+    page = render(ReportData("t", "c", "y", rows=[{**row(0), **nulls}, {**row(1), **nulls, "dropped": 2}]))
+    assert dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page))["final reward"] == "–"
+
+
+def test_every_figure_is_valid_xml_with_alt_text_and_the_pages_colours():
+    drawn = [
+        figures.reward_curve(WHOLE.rows),
+        figures.ages(WHOLE.token_ages, WHOLE.head_ages),
+        figures.lengths(WHOLE.lengths),
+        figures.throughput(WHOLE.rows),
+        figures.logp_gap(WHOLE.rows),
+        lanes.timeline(INTERVALS),
+        lanes.timeline_zoom(INTERVALS),
+    ]
+    ids: list[str] = []
+    for figure in drawn:
+        assert figure is not None
+        root = ElementTree.fromstring(figure.svg)
+        assert root.get("aria-label") == figure.alt
+        assert root.get("role") == "img"
+        assert "var(--ink)" in figure.svg
+        assert not re.search("|".join(PAGE_COLOURS), figure.svg)
+        own = set(re.findall(r'\bid="([^"]+)"', figure.svg))
+        assert set(re.findall(r'(?:url\(#|href="#)([^")]+)', figure.svg)) <= own
+        ids += own
+    assert len(ids) == len(set(ids))  # one page, so one name space
+
+
+def test_alt_texts_hold_the_figures():
+    assert figures.ages({0: 30, 1: 60, 2: 10}, {}).alt == (  # pyright: ignore[reportOptionalMemberAccess]
+        "Age of 100 trained tokens in versions: mean 0.80, at most 2."
+    )
+    lane = lanes.timeline(INTERVALS)
+    assert lane is not None
+    assert lane.alt == "Share of the time that each worked: trainer 75%, host-0 100%."
+    zoom = lanes.timeline_zoom(INTERVALS)
+    assert zoom is not None
+    assert zoom.alt.startswith("The same from 7.0 s to 10.0 s")
+
+
+def test_nothing_to_draw_is_no_figure():
+    assert figures.reward_curve([]) is None
+    assert figures.ages({}, {}) is None
+    assert figures.lengths([]) is None
+    assert lanes.timeline([]) is None
+    assert lanes.timeline_zoom(INTERVALS[:6]) is None  # 2 s have no close-up
+
+
+def test_more_activities_than_colours_share_one():
+    many = [Interval("host-0", f"work {index}", index, index + 1.0) for index in range(12)]
+    lane = lanes.timeline(many)
+    assert lane is not None
+    assert ">other<" in lane.svg
+    assert "var(--other)" in lane.svg
+    assert ">work 11<" not in lane.svg
+
+
+@given(st.lists(st.floats(0.001, 3.0), min_size=1, max_size=30), st.integers(1, 50))
+def test_shares_of_columns_are_the_covered_time(cuts, bins):
+    """Alternate stretches belong to one activity: its share of each column, against sums over a fine grid."""
+    edges_of = np.concatenate([[0.0], np.cumsum(cuts)])
+    spans = [(edges_of[i], edges_of[i + 1]) for i in range(0, len(cuts), 2)]
+    edges = np.linspace(0.0, edges_of[-1], bins + 1)
+    got = lanes._shares(spans, edges)
+    expected = [
+        sum(max(min(stop, high) - max(start, low), 0.0) for start, stop in spans) / (high - low)
+        for low, high in pairwise(edges)
+    ]
+    assert got == pytest.approx(expected, abs=1e-9)
+
+
+def test_bars_too_close_to_tell_apart_are_one():
+    spans = [(0.0, 1.0), (1.0001, 2.0), (3.0, 5.0)]
+    assert lanes._bars(spans, 0.5, 4.5) == [(0.5, 1.5), (3.0, 1.5)]
+
+
+def test_shares_are_weighted_by_the_steps_time_and_drops_by_reason():
+    rows = [row(0, wall_s=1.0, trainer_wait_share=1.0), row(1, wall_s=4.0, trainer_wait_share=0.0)]
+    assert mean_share(rows, "trainer_wait_share") == 0.25
+    assert mean_share([], "trainer_wait_share") == 0.0
+    assert drops_by_reason([row(0), row(1, dropped={"lost": 2, "end": 0}), row(2, dropped=3)]) == {
+        "filtered": 1,
+        "lost": 2,
+        "dropped": 3,
+    }
