@@ -136,6 +136,7 @@ def test_a_busy_minute_stays_small_and_its_last_seconds_stay_exact(tmp_path):
         now.now += 3 * MS
     timeline.close()
     intervals = read_intervals(tmp_path / "timeline.jsonl")
+    assert_tiles(intervals, 120.0)
     old = [each for each in intervals if each.end_s < 114.0]
     assert len(old) <= 2 * 1000
     assert seconds_by_activity(old, "host")["decode"] == pytest.approx(0.75 * old[-1].end_s, abs=0.1)
