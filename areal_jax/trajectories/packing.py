@@ -26,8 +26,8 @@ def allocate(lengths: Sequence[int], capacity: int, k_min: int = 1) -> list[list
     """Indices of `lengths` in bins of at most `capacity`: at least `k_min` bins, each sequence in one.
 
     Longest first; a sequence opens a bin while there are fewer than `k_min` or where nothing fits, and else
-    joins the fitting bin of fewest sequences, the lowest of equals. Fewer sequences than `k_min` get a bin each.
-    Raises PackingError for a sequence longer than `capacity`.
+    joins the fitting bin of fewest sequences, the lowest of equals. Fewer sequences than `k_min` get a bin
+    each. Raises PackingError for a sequence longer than `capacity`.
     Fu et al., AReaL: A Large-Scale Asynchronous RL System for Language Reasoning, Algorithm 1.
     """
     sizes = np.asarray(lengths, np.int64)
@@ -60,7 +60,8 @@ def pack(groups: Sequence[Group], rows: int, length: int, minibatches: int = 1) 
     """The batch of these groups, in ordinal order: micro-batches of `rows` rows of `length` tokens.
 
     Every minibatch has the same number of micro-batches, a power of two, so that few shapes are compiled;
-    rows that got nothing are padding. Segments count from 1 in the order (group, member). Raises PackingError.
+    rows that got nothing are padding. Segments count from 1 in the order (group, member). Raises
+    PackingError.
     """
     groups = sorted(groups, key=lambda group: group.ordinal)
     if not groups or len(groups) % minibatches:

@@ -1,0 +1,83 @@
+"""A task from a JSONL file: one object a line, with a prompt and its answer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from areal_jax.tasks.task import Task, TaskError, row_prompt
+from areal_jax.types import Completion, Prompt, Reward
+
+
+class JsonLines(Task):
+    """Prompts and answers of a JSONL file; the reward is 1 where the stripped text equals the answer.
+
+    The file is checked once, when the task is made, and read by line offsets after that. Subclass it for
+    another reward. Raises TaskError that names the file, the line and what is wrong with it.
+    """
+
+    def __init__(self, *, path: str, prompt: str = "prompt", answer: str = "answer") -> None:
+        """`path` of the file; `prompt` and `answer` name its columns."""
+        self._path = Path(path)
+        self._prompt = prompt
+        self._answer = answer
+        try:
+            self._numbers, self._offsets = self._index()
+        except OSError as error:
+            raise TaskError(f"{path} cannot be read: {error.strerror}; give tasks.jsonl.path=FILE") from error
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def __getitem__(self, i: int) -> Prompt:
+        with self._path.open("rb") as file:
+            file.seek(self._offsets[i])
+            return self._parse(file.readline(), int(self._numbers[i]))
+
+    def score(self, prompt: Prompt, completion: Completion) -> Reward:
+        return Reward(float(completion.text.strip() == self.reference(prompt)))
+
+    def reference(self, prompt: Prompt) -> str:
+        return str(prompt.info[self._answer]).strip()
+
+    def _index(self) -> tuple[np.ndarray, np.ndarray]:
+        """Number and byte offset of every line that is not blank; all of them are parsed."""
+        found: list[tuple[int, int]] = []
+        offset = 0
+        with self._path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    self._parse(line, number)
+                    found.append((number, offset))
+                offset += len(line)
+        lines = np.array(found, np.int64).reshape(-1, 2)
+        return lines[:, 0], lines[:, 1]
+
+    def _parse(self, line: bytes, number: int) -> Prompt:
+        where = f"{self._path}, line {number}"
+        try:
+            row = json.loads(line.decode("utf-8-sig"))
+        except UnicodeDecodeError as error:
+            raise TaskError(f"{where} is not UTF-8 ({error.reason} at byte {error.start})") from error
+        except json.JSONDecodeError as error:
+            raise TaskError(
+                f"{where} is not JSON ({error.msg} at column {error.colno}): {line[:60]!r}; one object a line"
+            ) from error
+        if not isinstance(row, dict):
+            raise TaskError(f"{where} holds a {type(row).__name__}; a line is an object with named columns")
+        self._check_answer(row, where)
+        return row_prompt(row, self._prompt, where)
+
+    def _check_answer(self, row: dict[str, Any], where: str) -> None:
+        if self._answer not in row:
+            raise TaskError(
+                f"{where} has no column {self._answer!r}; its columns are {', '.join(row) or 'none'}"
+            )
+        answer = row[self._answer]
+        if isinstance(answer, bool) or not isinstance(answer, (str, int, float)):
+            raise TaskError(
+                f"{where}: column {self._answer!r} holds {answer!r:.60}; an answer is text or a number"
+            )

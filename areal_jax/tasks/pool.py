@@ -1,0 +1,176 @@
+"""Rewards in worker processes that are really killed at their deadline, one pool task a group."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import queue
+import signal
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import partial
+
+import cloudpickle
+from pebble import ProcessExpired, ProcessPool
+
+from areal_jax.control.events import RewardFailed
+from areal_jax.tasks.scoring import GROUP, Outcome, failed
+from areal_jax.tasks.task import Task, TaskError
+from areal_jax.tasks.worker import EXIT_0, LOAD_DEADLINE_S, WorkerContext, portable, score_blob, start_worker
+from areal_jax.types import Completion, Prompt
+
+_LAUNCHES = 3
+"""How many pools may die under a group before it is given up."""
+
+_TICK_S = 0.25
+_JOIN_S = 10.0
+
+
+@dataclass
+class _Job:
+    ordinal: int
+    attempt: int
+    prompt: Prompt
+    completions: tuple[Completion, ...]
+    on_done: Callable[[Outcome], None]
+    launches: int = 0
+
+
+class RewardPool:
+    """Scores groups in processes; a group that takes longer than its deadline costs its worker's life."""
+
+    def __init__(self, tasks: Mapping[str, Task], workers: int, timeout_s: float) -> None:
+        """`timeout_s` counts from when a worker takes a group. Raises TaskError for a task that cannot travel."""
+        self._blob = portable(tasks)
+        self._workers = workers
+        self._timeout_s = timeout_s
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._pending: dict[int, _Job] = {}
+        self._numbers = itertools.count()
+        self._closed = threading.Event()
+        # A worker dies with the thread that made it, so this thread lives as long as the pool.
+        self._owner = threading.Thread(target=self._own, name="reward-pool", daemon=True)
+        self._owner.start()
+
+    def submit(
+        self,
+        ordinal: int,
+        attempt: int,
+        prompt: Prompt,
+        completions: Sequence[Completion],
+        on_done: Callable[[Outcome], None],
+    ) -> None:
+        """Score a group; `on_done` is called once, from a thread of the pool, and must not block.
+
+        After `close` it is not called any more. Raises TaskError when the pool is closed.
+        """
+        if self._closed.is_set():
+            raise TaskError(f"group {ordinal} came to a closed reward pool; close it after the last group")
+        self._jobs.put(_Job(ordinal, attempt, prompt, tuple(completions), on_done))
+
+    def close(self) -> None:
+        """Kill the workers; groups that are not scored yet are given up. Closing twice does nothing."""
+        self._closed.set()
+        self._jobs.put(None)
+        self._owner.join(_JOIN_S)
+
+    def __enter__(self) -> RewardPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- the owner's thread ---------------------------------------------------------------------------
+
+    def _own(self) -> None:
+        """Own the processes, give them the jobs, and replace the lot when pebble gives it up."""
+        pool = self._launch()
+        while not self._closed.is_set():
+            try:
+                job = self._jobs.get(timeout=_TICK_S)
+            except queue.Empty:
+                job = None
+            if (job is not None or self._pending) and not pool.active:
+                _stop(pool)
+                pool = self._launch()
+                self._again(pool)
+            if job is not None:
+                number = next(self._numbers)
+                self._pending[number] = job
+                self._schedule(pool, number, job)
+        _stop(pool)
+
+    def _launch(self) -> ProcessPool:
+        pool = ProcessPool(
+            max_workers=self._workers,
+            initializer=start_worker,
+            initargs=(os.getpid(), self._blob),
+            context=WorkerContext(),
+        )
+        _ = pool.active  # starts the workers now, from this thread, rather than with the first group
+        return pool
+
+    def _again(self, pool: ProcessPool) -> None:
+        """Give every group that the dead pool did not finish to the new one, or up."""
+        for number, job in list(self._pending.items()):
+            job.launches += 1
+            if job.launches < _LAUNCHES:
+                self._schedule(pool, number, job)
+                continue
+            message = (
+                "reward workers die before they take a group: loading the tasks crashes them or takes longer "
+                f"than {LOAD_DEADLINE_S} s; import heavy things inside score"
+            )
+            self._tell(number, failed(job.ordinal, job.attempt, GROUP, message))
+
+    def _schedule(self, pool: ProcessPool, number: int, job: _Job) -> None:
+        try:
+            blob = cloudpickle.dumps((job.prompt, job.completions))  # users' own classes may be in `info`
+        except Exception as error:  # noqa: BLE001 - anything may be in `info`; counted as a failed reward
+            message = f"{job.prompt.task}: the prompt cannot be sent to a reward worker: {error!r}"
+            self._tell(number, failed(job.ordinal, job.attempt, GROUP, message))
+            return
+        try:
+            future = pool.schedule(score_blob, (job.ordinal, job.attempt, blob), timeout=self._timeout_s)
+        except RuntimeError:  # pebble gave the pool up just now: the next round of `_own` replaces it
+            return
+        future.add_done_callback(partial(self._done, number, job))
+
+    # --- pebble's threads -----------------------------------------------------------------------------
+
+    def _done(self, number: int, job: _Job, future: Future[Outcome]) -> None:
+        try:
+            outcome = future.result(timeout=0)
+        except TimeoutError:
+            message = (
+                f"scoring the group took longer than {self._timeout_s:g} s; raise runtime.reward_timeout_s, "
+                "or make the task's score faster"
+            )
+            outcome = RewardFailed(job.ordinal, job.attempt, GROUP, "timed_out", message)
+        except ProcessExpired as error:
+            message = f"the reward worker died while it scored the group: {_describe_exit(error.exitcode)}"
+            outcome = failed(job.ordinal, job.attempt, GROUP, message)
+        except (BrokenProcessPool, CancelledError):
+            return  # still pending: `_again` sees to it
+        except Exception as error:  # noqa: BLE001 - what pebble could not send or receive; counted as failed
+            outcome = failed(job.ordinal, job.attempt, GROUP, f"the reward worker answered {error!r}")
+        self._tell(number, outcome)
+
+    def _tell(self, number: int, outcome: Outcome) -> None:
+        job = self._pending.pop(number, None)
+        if job is not None and not self._closed.is_set():
+            job.on_done(outcome)
+
+
+def _stop(pool: ProcessPool) -> None:
+    pool.stop()
+    pool.join()
+
+
+def _describe_exit(code: int) -> str:
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name} (a crash, or memory that ran out)"
+    return f"it exited with status {code % EXIT_0}"

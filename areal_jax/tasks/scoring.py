@@ -1,0 +1,94 @@
+"""From what a task's score returned, or raised, to the event that the journal keeps."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from areal_jax.control.events import RewardFailed, RewardScored
+from areal_jax.tasks.task import Task
+from areal_jax.types import Completion, Prompt, Reward
+
+Outcome = RewardScored | RewardFailed
+
+GROUP = -1
+"""`RewardFailed.member` where no single member is at fault."""
+
+_MESSAGE_CHARS = 500
+_FLOAT32_MAX = 3.4028234663852886e38  # rewards are float32 in a batch
+
+
+class _BadRewardError(Exception):
+    """A score that is no finite number."""
+
+
+def score_group(
+    task: Task, prompt: Prompt, completions: Sequence[Completion], ordinal: int, attempt: int = 0
+) -> Outcome:
+    """Score a group in this process. What the task raises, or a reward that is no number, fails the group."""
+    rewards: list[Reward] | None = None
+    try:
+        values = _values(task, prompt, completions)
+        rewards = []
+        for value in values:
+            rewards.append(_checked(value))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 - users' code, and it may exit: counted as failed, never as 0
+        member = GROUP if rewards is None else len(rewards)
+        return failed(ordinal, attempt, member, _describe(task, error))
+    has_parts = any(reward.parts for reward in rewards)
+    return RewardScored(
+        ordinal,
+        attempt,
+        tuple(reward.value for reward in rewards),
+        tuple(tuple(reward.parts.items()) for reward in rewards) if has_parts else (),
+    )
+
+
+def failed(ordinal: int, attempt: int, member: int, message: str) -> RewardFailed:
+    return RewardFailed(ordinal, attempt, member, "failed", message[:_MESSAGE_CHARS])
+
+
+def _values(task: Task, prompt: Prompt, completions: Sequence[Completion]) -> Iterable[Any]:
+    """Scores in member order: one by one, so that a raising one is known, or from score_group."""
+    if type(task).score_group is Task.score_group:
+        return (task.score(prompt, completion) for completion in completions)
+    values = list(task.score_group(prompt, completions))
+    if len(values) != len(completions):
+        raise _BadRewardError(f"score_group gave {len(values)} rewards for {len(completions)} completions")
+    return values
+
+
+def _checked(value: Any) -> Reward:
+    """A Reward of plain floats. Raises _BadRewardError for what is no finite number."""
+    if not isinstance(value, Reward):
+        return Reward(_number(value, "the reward"))
+    parts = {str(name): _number(part, f"the part {name!r} of a reward") for name, part in value.parts.items()}
+    return Reward(_number(value.value, "the reward"), parts)
+
+
+def _number(value: Any, what: str) -> float:
+    # Zero-dimensional arrays of any library are numbers here.
+    plain = value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
+    if not isinstance(plain, numbers.Real):
+        raise _BadRewardError(
+            f"{what} is {value!r:.80}, a {type(value).__name__}; return a number or a Reward"
+        )
+    number = float(plain)
+    if not (math.isfinite(number) and abs(number) <= _FLOAT32_MAX):
+        raise _BadRewardError(f"{what} is {plain}; return a finite number (of float32)")
+    return number
+
+
+def _describe(task: Task, error: BaseException) -> str:
+    """What happened and where: the line that raised."""
+    if isinstance(error, _BadRewardError):
+        return f"{type(task).__name__}: {error}"
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    code = f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})" if trace is not None else ""
+    return f"{type(task).__name__} raised {type(error).__name__}: {error}{code}"
