@@ -90,11 +90,6 @@ class ControlPlane:
         return tuple(sorted(self._state.groups))
 
     @property
-    def complete(self) -> tuple[int, ...]:
-        """Ordinals that wait for a batch, ascending."""
-        return tuple(self._state.complete)
-
-    @property
     def hosts(self) -> Mapping[str, HostState]:
         return MappingProxyType(self._state.hosts)
 
@@ -102,6 +97,10 @@ class ControlPlane:
     def training(self) -> e.Train | None:
         """The batch under way."""
         return self._state.training
+
+    def digest(self, version: int) -> str:
+        """What that version was committed with; versions before the oldest kept checkpoint are forgotten."""
+        return self._state.digests[version]
 
     @property
     def stale_events(self) -> int:

@@ -1,8 +1,8 @@
 """What the control plane knows: groups, hosts and a dozen numbers, all of them plain values.
 
 A group's life: waiting -> decoding -> scoring -> complete -> training, then it is forgotten; a drop forgets
-it at any stage, a reissue sends it back to waiting. So the state is as large as what is in flight, however long
-the run is.
+it at any stage, a reissue sends it back to waiting. So the state is as large as what is in flight, however
+long the run is.
 """
 
 from __future__ import annotations
@@ -85,11 +85,11 @@ class State:
         return group is not None and (group.stage, group.attempt) == ("scoring", attempt)
 
     def roomiest_host(self, group_size: int) -> str | None:
-        """The one with the fewest outstanding samples; one group beyond the slots waits there to refill them."""
-        roomy = [
+        """The one with the fewest outstanding samples; a group beyond its slots waits to refill them."""
+        room = [
             (h.outstanding, name) for name, h in self.hosts.items() if h.outstanding < h.slots + group_size
         ]
-        return min(roomy)[1] if roomy else None
+        return min(room)[1] if room else None
 
     def wait(self, group: GroupState) -> None:
         """The group waits for a host."""

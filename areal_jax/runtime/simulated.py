@@ -114,7 +114,7 @@ def random_schedule(seed: int) -> tuple[Config, Schedule]:
                 "group_size": int(rng.integers(2, 5)),
                 "group_filter": str(rng.choice(["none", "signal"])),
             },
-            "generation": {"slots": int(rng.integers(3, 9)), "length": 72, "max_tokens": 64},
+            "generation": {"slots": int(rng.integers(3, 9)), "length": 136, "max_tokens": 128},
             "control": {
                 "strategy": strategy,
                 "max_staleness": staleness,
@@ -132,10 +132,10 @@ def random_schedule(seed: int) -> tuple[Config, Schedule]:
     ]
     return config, Schedule(
         seed=seed,
-        train_s=float(rng.uniform(0.1, 2.0)),
+        train_s=float(rng.uniform(0.02, 1.0)),
         publish_s=float(rng.uniform(0.01, 1.0)),
         reward_s=float(rng.uniform(0.01, 1.0)),
-        sigma_tokens=float(rng.uniform(0.0, 1.2)),
+        sigma_tokens=float(rng.uniform(0.0, 1.5)),
         equal_rewards=float(rng.choice([0.0, 0.5])),
         failed_rewards=float(rng.choice([0.0, 0.1])),
         failed_samples=float(rng.choice([0.0, 0.03])),

@@ -1,0 +1,119 @@
+"""Choosing a token without sorting the vocabulary, from counted randomness.
+
+Truncation thresholds (top-k, top-p) are found by bisection over the ordered bits of float32: 32 passes, exact. The
+draw is an inverse CDF in two levels with a uniform each, so that a float32 cumulative sum never runs over the whole
+vocabulary. Symbols: N slots, V vocabulary, K ids of a support.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from areal_jax.types import ArealError
+
+BLOCK = 128
+
+
+def sample_key(seed: Int[Array, ""], ordinal: Int[Array, ""], member: Int[Array, ""], attempt: Int[Array, ""]) -> Array:
+    """The key of one sample, as key data (2,) uint32; a function of these four numbers alone."""
+    key = jax.random.key(seed)
+    for number in (ordinal, member, attempt):
+        key = jax.random.fold_in(key, number)
+    return jax.random.key_data(key)
+
+
+def require_counted_randomness() -> None:
+    if not jax.config.jax_threefry_partitionable:  # type: ignore[attr-defined]
+        raise ArealError(
+            "jax_threefry_partitionable is off: sharded hosts would draw other tokens than one device does; set it on"
+        )
+
+
+def uniforms(keys: UInt32[Array, "N 2"], positions: Int[Array, " N"]) -> Float[Array, "N 2"]:
+    """Two uniforms for the token at each position: fold_in(key of the sample, position)."""
+
+    def one(key: Array, position: Array) -> Array:
+        return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key), position), (2,))
+
+    return jax.vmap(one)(keys, positions)
+
+
+def draw(
+    logits: Float[Array, "N V"],
+    randoms: Float[Array, "N 2"],
+    temperature: Float[Array, " N"],
+    top_k: Int[Array, " N"],
+    top_p: Float[Array, " N"],
+    min_p: Float[Array, " N"],
+    support_size: int,
+) -> tuple[Int[Array, " N"], Int[Array, "N K"] | None]:
+    """A token a slot, and the ids it was drawn from (-1 beyond them, and throughout where nothing was cut).
+
+    Order of truncation: top-k, then top-p of what is left, then min-p. Ties at a threshold are kept. Temperature 0 is
+    the likeliest kept id. With support_size 0 no support is returned; a kept set larger than support_size is cut to it.
+    """
+    z = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
+    is_cut = (top_k > 0) | (top_p < 1.0) | (min_p > 0.0)
+    limit = jnp.where(is_cut, support_size or z.shape[-1], z.shape[-1])
+
+    def truncated(z: Array) -> Array:
+        k = jnp.where(top_k > 0, jnp.minimum(top_k, limit), limit)
+        return _truncate(z, k, top_p, min_p)
+
+    z = jax.lax.cond(is_cut.any(), truncated, lambda z: z, z)
+    tokens = jnp.where(temperature > 0, _inverse_cdf(z, randoms), jnp.argmax(z, axis=-1))
+    if not support_size:
+        return tokens, None
+    values, ids = jax.lax.top_k(z, support_size)
+    return tokens, jnp.where(is_cut[:, None] & (values > -jnp.inf), ids, -1)
+
+
+def _truncate(
+    z: Float[Array, "N V"], top_k: Int[Array, " N"], top_p: Float[Array, " N"], min_p: Float[Array, " N"]
+) -> Float[Array, "N V"]:
+    """`z` with -inf for the ids that are cut."""
+    order = _ordered_bits(z)
+    at_least = _largest(lambda bound: (order >= bound).sum(-1) >= top_k, order.shape[0])
+    z = jnp.where(order >= at_least[:, None], z, -jnp.inf)
+    p = jax.nn.softmax(z, axis=-1)
+    at_least = _largest(lambda bound: jnp.where(order >= bound, p, 0.0).sum(-1) >= top_p, order.shape[0])
+    z = jnp.where((order >= at_least[:, None]) | (top_p >= 1.0)[:, None], z, -jnp.inf)
+    return jnp.where(p >= min_p[:, None] * p.max(-1, keepdims=True), z, -jnp.inf)
+
+
+def _ordered_bits(z: Float[Array, "N V"]) -> UInt32[Array, "N V"]:
+    """float32 as uint32 in the same order."""
+    bits = jax.lax.bitcast_convert_type(z.astype(jnp.float32), jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _largest(holds: Callable[[Array], Bool[Array, " N"]], slots: int) -> UInt32[Array, " N"]:
+    """The largest uint32 for which the falling predicate `holds`, a slot; 0 where it holds for none."""
+
+    def one_bit(i: Array, found: Array) -> Array:
+        tried = found | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
+        return jnp.where(holds(tried[:, None]), tried, found)
+
+    return jax.lax.fori_loop(0, 32, one_bit, jnp.zeros(slots, jnp.uint32))
+
+
+def _inverse_cdf(z: Float[Array, "N V"], randoms: Float[Array, "N 2"]) -> Int[Array, " N"]:
+    """A draw from softmax(z): first a block of ids by the blocks' mass, then an id in it."""
+    weights = jnp.exp(z - z.max(-1, keepdims=True))
+    blocks = -(-z.shape[-1] // BLOCK)
+    weights = jnp.pad(weights, ((0, 0), (0, blocks * BLOCK - z.shape[-1]))).reshape(-1, blocks, BLOCK)
+    block = _pick(weights.sum(-1), randoms[:, 0])
+    inside = jnp.take_along_axis(weights, block[:, None, None], axis=1)[:, 0]
+    return block * BLOCK + _pick(inside, randoms[:, 1])
+
+
+def _pick(weights: Float[Array, "N n"], random: Float[Array, " N"]) -> Int[Array, " N"]:
+    """Index i with probability weights[i] / sum; never one of weight 0, also when random * sum rounds up to the sum."""
+    below = jnp.cumsum(weights, axis=-1)
+    index = (below <= random[:, None] * below[:, -1:]).sum(-1)
+    last = weights.shape[-1] - 1 - jnp.argmax(weights[:, ::-1] > 0, axis=-1)
+    return jnp.minimum(index, last)

@@ -1,0 +1,124 @@
+"""From a config to the parts of a run: tasks, model, learner, engines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from areal_jax.config import Config
+from areal_jax.generation.engine import Engine
+from areal_jax.models.config import ModelConfig, model_config
+from areal_jax.models.model import Model, Params
+from areal_jax.runtime.devices import Devices, place
+from areal_jax.tasks.source import PromptStream, WeightedTask, load_tasks
+from areal_jax.tasks.task import Task
+from areal_jax.tasks.tokenizers import ByteTokenizer, Tokenizer
+from areal_jax.trainer.learner import Learner
+from areal_jax.trainer.state import TrainState, make_optimizer
+from areal_jax.trainer.supervised import supervised_start
+from areal_jax.types import ArealError
+
+CHECKED_PROMPTS = 256
+"""Prompts whose length is checked before anything starts."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    config: Config
+    tasks: dict[str, WeightedTask]
+    prompts: PromptStream
+    model: Model
+    devices: Devices
+    learner: Learner
+
+    def engine(self, host: int) -> Engine:
+        """The engine of the host at that place."""
+        return make_engine(self.config, self.model, self.devices.hosts[host])
+
+    def first_state(self) -> TrainState:
+        """Version 0: seeded parameters after the supervised start; a function of the config alone."""
+        return self.learner.init(first_params(self), self.config.run.seed)
+
+    def prompt_tokens(self, ordinal: int) -> tuple[int, ...]:
+        """The exact prompt at that place. Raises ArealError for one that leaves no room for an answer."""
+        prompt = self.prompts.prompt(ordinal)
+        tokens = tuple(self.model.tokenizer.render(prompt))
+        length = self.config.generation.length
+        if not 1 <= len(tokens) < length:
+            raise ArealError(
+                f"the prompt at ordinal {ordinal} (task {prompt.task}) has {len(tokens)} tokens; prompt and completion "
+                f"share generation.length={length}. Raise generation.length, or leave such prompts out of the task"
+            )
+        return tokens
+
+
+def assemble(config: Config, tasks: Sequence[Task] = ()) -> Parts:
+    """Everything that can be checked before a run is checked here. Raises ArealError.
+
+    `tasks` stand in for the config's.
+    """
+    loaded = load_tasks(config.tasks, tasks)
+    model = Model(_sizes(config, tokenizer := _tokenizer(config, loaded)), tokenizer)
+    devices = place(config)
+    steps = config.run.steps * config.algorithm.minibatches
+    learner = Learner(
+        model,
+        config.algorithm,
+        make_optimizer(config.trainer, steps),
+        rows=config.trainer.rows,
+        length=config.row_length,
+        max_tokens=config.generation.max_tokens,
+        mesh=devices.trainer,
+        logp_chunk=config.trainer.logp_chunk,
+        remat=config.trainer.remat,
+    )
+    parts = Parts(config, loaded, PromptStream(loaded, config.run.seed), model, devices, learner)
+    for ordinal in range(CHECKED_PROMPTS):
+        parts.prompt_tokens(ordinal)
+    return parts
+
+
+def first_params(parts: Parts) -> Params:
+    c = parts.config
+    return supervised_start(
+        parts.model,
+        parts.model.init(c.run.seed),
+        make_optimizer(c.trainer, c.trainer.supervised_steps),
+        parts.tasks,
+        c.trainer,
+        length=c.row_length,
+        seed=c.run.seed,
+        mesh=parts.devices.trainer,
+    )
+
+
+def make_engine(config: Config, model: Model, mesh: object = None) -> Engine:
+    g = config.generation
+    return Engine(
+        model,
+        slots=g.slots,
+        length=g.length,
+        decode_steps=g.decode_steps,
+        page_tokens=g.page_tokens,
+        prefill_chunk=g.prefill_chunk,
+        support_size=g.support_size,
+        mesh=mesh,  # type: ignore[arg-type]
+    )
+
+
+def _tokenizer(config: Config, tasks: dict[str, WeightedTask]) -> Tokenizer:
+    if config.model.tokenizer == "byte":
+        return ByteTokenizer()
+    own = {name: weighted.task.tokenizer for name, weighted in tasks.items()}
+    kinds = {type(tokenizer) for tokenizer in own.values()}
+    if len(kinds) > 1:
+        named = ", ".join(f"{name}: {type(t).__name__ if t else 'none'}" for name, t in own.items())
+        raise ArealError(f"the tasks bring different tokenizers ({named}); set model.tokenizer=byte")
+    return next(iter(own.values())) or ByteTokenizer()
+
+
+def _sizes(config: Config, tokenizer: Tokenizer) -> ModelConfig:
+    m = config.model
+    if m.source != "random":
+        raise ArealError(f"model.source={m.source}: there is only random, with model.shape and model.overrides")
+    return model_config(m.shape, tokenizer.vocab_size, m.dtype, **m.overrides)

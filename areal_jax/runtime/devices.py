@@ -1,0 +1,103 @@
+"""Which devices trainer and hosts get, and what will lie on them."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from areal_jax.config import Config
+from areal_jax.models.model import Model
+from areal_jax.parallel.mesh import make_mesh
+from areal_jax.types import ArealError
+
+
+@dataclass(frozen=True)
+class Devices:
+    placement: str  # split | shared
+    trainer: Mesh
+    hosts: tuple[Mesh, ...]
+
+
+def use_virtual_cpus(count: int) -> None:
+    """On a CPU, make `count` devices of it; does nothing once jax has started, or where XLA_FLAGS already say."""
+    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+        return
+    if not jax._src.xla_bridge.backends_are_initialized():
+        jax.config.update("jax_num_cpu_devices", count)
+
+
+def place(config: Config) -> Devices:
+    """Meshes for the config's placement. Raises ArealError when there are too few devices for it."""
+    r = config.runtime
+    trainer_devices, host_devices = config.trainer.mesh.devices, r.hosts * r.host_tensor
+    wanted = r.placement
+    if wanted != "shared":
+        use_virtual_cpus(trainer_devices + host_devices)
+    devices = jax.devices()
+    if wanted == "auto":
+        wanted = "split" if len(devices) >= trainer_devices + host_devices else "shared"
+    if wanted == "split" and len(devices) < trainer_devices + host_devices:
+        raise ArealError(
+            f"runtime.placement=split needs {trainer_devices} devices for the trainer and {host_devices} for the hosts; "
+            f"there are {len(devices)}. Use runtime.placement=shared, or fewer"
+        )
+    if wanted == "shared" and r.hosts * r.host_tensor * trainer_devices > 1 and len(devices) < max(
+        trainer_devices, r.host_tensor
+    ):
+        raise ArealError(f"runtime.placement=shared: a mesh of {max(trainer_devices, r.host_tensor)} devices, there are "
+                         f"{len(devices)}; make trainer.mesh or runtime.host_tensor smaller")  # fmt: skip
+    trainer = make_mesh(config.trainer.mesh.shape, devices, "the trainer")
+    first = trainer_devices if wanted == "split" else 0
+    step = r.host_tensor if wanted == "split" else 0
+    hosts = tuple(
+        make_mesh({"tensor": r.host_tensor}, devices[first + i * step :], f"generation host {i}")
+        for i in range(r.hosts)
+    )
+    return Devices(wanted, trainer, hosts)
+
+
+def memory_table(config: Config, model: Model, placement: str) -> list[tuple[str, str, int]]:
+    """(who, what, bytes) of everything that lives through a run; temporaries of the programs come on top.
+
+    Bytes a parameter: float32 master 4 + Adam 8 + gradient 4, and the serving copy of each host.
+    """
+    n, c = model.parameter_count, model.config
+    wire = 4 if config.weights.wire_dtype == "float32" else 2
+    g = config.generation
+    pages = g.slots * (g.length // (g.page_tokens or g.length)) + 1
+    kv = 2 * c.layers * pages * (g.page_tokens or g.length) * c.kv_heads * c.head_dim * (4 if c.dtype == "float32" else 2)
+    shards = config.trainer.mesh.fsdp * config.trainer.mesh.tensor
+    rows = [
+        ("trainer", "master weights, float32", 4 * n // shards),
+        ("trainer", "Adam moments, float32", 8 * n // shards),
+        ("trainer", "gradient, float32", 4 * n // shards),
+    ]
+    if config.algorithm.kl_coef:
+        rows.append(("trainer", "reference policy, float32", 4 * n // shards))
+    is_overwritten = overwrites_serving(config, placement)
+    held = "serving weights, overwritten in place" if is_overwritten else "serving weights, published and loaded"
+    rows.append(("each host", f"{held}, {config.weights.wire_dtype}", wire * n * (1 if is_overwritten else 2)))
+    rows.append(("each host", f"KV pages, {g.slots} slots x {g.length} tokens", math.ceil(kv / config.runtime.host_tensor)))
+    return rows
+
+
+def overwrites_serving(config: Config, placement: str) -> bool:
+    """Whether publishing overwrites the parameters being served: one host on the trainer's device, swapping at once."""
+    is_alone = config.runtime.hosts == 1 and config.trainer.mesh.devices == 1 and config.runtime.host_tensor == 1
+    return placement == "shared" and is_alone and config.on_update == "recompute"
+
+
+def header(config: Config) -> dict[str, Any]:
+    """What bits depend on; stored with the journal, compared at resume."""
+    return {
+        "device_kind": jax.devices()[0].device_kind,
+        "devices": jax.device_count(),
+        "usable_cores": len(os.sched_getaffinity(0)),
+        "jaxlib": jax.lib.__version__,
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+    }

@@ -1,0 +1,116 @@
+"""A step's metrics row: what trainer, hosts and control plane did since the row before."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from areal_jax.control.events import Action, Drop, Event, HostAdopted, Reissue, RewardFailed
+from areal_jax.generation.host import Host
+from areal_jax.observe.waits import Timeline, idle_share
+from areal_jax.types import Group
+
+
+class RowMaker:
+    """Counts between two rows. `start_s`: seconds the run had taken before this process."""
+
+    def __init__(self, timeline: Timeline, hosts: Sequence[Host], start_s: float = 0.0) -> None:
+        self._timeline, self._hosts = timeline, hosts
+        self._zero_s = time.monotonic() - start_s
+        self._last_s = time.monotonic()
+        self._generated = 0
+        self._counts: Counter[str] = Counter()
+        self._dropped: Counter[str] = Counter()
+        self._reissued: Counter[str] = Counter()
+
+    def see(self, event: Event, actions: Iterable[Action]) -> None:
+        """Count what an event and its actions say."""
+        if isinstance(event, HostAdopted):
+            self._counts["interruptions"] += event.interrupted
+        elif isinstance(event, RewardFailed):
+            self._counts["failed_rewards"] += 1
+        for action in actions:
+            if isinstance(action, Drop):
+                self._dropped[action.reason] += 1
+            elif isinstance(action, Reissue):
+                self._reissued[action.reason] += 1
+
+    def make(self, step: int, groups: Sequence[Group], trained: dict[str, float], digest: str) -> dict[str, Any]:
+        """The row of `step`, whose batch was `groups`; starts the next one."""
+        now = time.monotonic()
+        span, self._last_s = max(now - self._last_s, 1e-9), now
+        generated = sum(host.generated_tokens for host in self._hosts)
+        new_tokens, self._generated = generated - self._generated, generated
+        totals = self._timeline.take_totals()
+        gaps = np.concatenate([[0.0], *(_taken(host) for host in self._hosts)])
+        row = {
+            "step": step,
+            "version": step + 1,
+            "wall_s": now - self._zero_s,
+            **_reward_figures(groups),
+            **_age_figures(step, groups),
+            **_length_figures(groups),
+            "generated_tokens": new_tokens,
+            "generate_tokens_per_s": new_tokens / span,
+            "train_tokens_per_s": trained["trained_tokens"] / span,
+            "trainer_wait_share": idle_share(totals.get("trainer", {})),
+            "generator_idle_share": float(np.mean([idle_share(totals.get(host.name, {})) for host in self._hosts])),
+            "decode_gap_p99_s": float(np.quantile(gaps, 0.99)),
+            "interruptions": self._counts["interruptions"],
+            "failed_rewards": self._counts["failed_rewards"],
+            "dropped": self._dropped.total(),
+            "dropped_by_reason": dict(self._dropped),
+            "reissued_by_reason": dict(self._reissued),
+            "params_digest": digest,
+            "clip_share": 0.0,
+            **trained,
+        }
+        for counter in (self._counts, self._dropped, self._reissued):
+            counter.clear()
+        return row
+
+
+def _taken(host: Host) -> list[float]:
+    return [host.gaps_s.popleft() for _ in range(len(host.gaps_s))]
+
+
+def _reward_figures(groups: Sequence[Group]) -> dict[str, float]:
+    rewards = np.array([[t.reward for t in group.trajectories] for group in groups], float)
+    figures = {
+        "reward_mean": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        "signal_share": float((np.ptp(rewards, axis=1) > 0).mean()),
+    }
+    tasks = sorted({group.prompt.task for group in groups})
+    if len(tasks) > 1:
+        of = np.array([group.prompt.task for group in groups])
+        figures |= {f"reward_mean/{task}": float(rewards[of == task].mean()) for task in tasks}
+    return figures
+
+
+def _age_figures(step: int, groups: Sequence[Group]) -> dict[str, float]:
+    """Ages in versions; the trained version is the one at the start of the update, which is `step`."""
+    trajectories = [t for group in groups for t in group.trajectories]
+    ages = step - np.concatenate([t.versions[t.loss_mask] for t in trajectories])
+    heads = [step - t.first_version for t in trajectories]
+    return {
+        "head_age_mean": float(np.mean(heads)),
+        "token_age_mean": float(ages.mean()),
+        "token_age_min": int(ages.min()),
+        "token_age_median": float(np.median(ages)),
+        "token_age_max": int(ages.max()),
+    }
+
+
+def _length_figures(groups: Sequence[Group]) -> dict[str, float]:
+    lengths = [t.completion_tokens for group in groups for t in group.trajectories]
+    return {
+        "completion_tokens_mean": float(np.mean(lengths)),
+        "completion_tokens_p50": float(np.median(lengths)),
+        "completion_tokens_p99": float(np.quantile(lengths, 0.99)),
+        "truncated_share": float(np.mean([t.truncated for group in groups for t in group.trajectories])),
+    }

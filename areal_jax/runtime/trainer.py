@@ -1,0 +1,94 @@
+"""The trainer's thread: batches in, versions out."""
+
+from __future__ import annotations
+
+import math
+import queue
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from areal_jax.control.events import BatchTrained, CheckpointCommitted, Event, VersionCommitted
+from areal_jax.observe.waits import Clock, get
+from areal_jax.runtime.assembly import Parts
+from areal_jax.runtime.turns import Turns
+from areal_jax.trainer.checkpoint import Checkpointer
+from areal_jax.trainer.state import TrainState
+from areal_jax.trajectories.packing import pack
+from areal_jax.types import ArealError, Group, VersionedParams
+from areal_jax.weights.memory import ParamStore
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """Train step `step` on these groups, in ordinal order."""
+
+    step: int
+    groups: tuple[Group, ...]
+
+
+class Trainer:
+    """`tell(event)` hears of every batch, version and checkpoint, in the order in which they came to be."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        state: TrainState,
+        store: ParamStore,
+        checkpointer: Checkpointer,
+        tell: Callable[[Event], None],
+        turns: Turns,
+        clock: Clock,
+    ) -> None:
+        self.inbox: queue.Queue[TrainBatch | None] = queue.Queue()
+        self.state = state
+        self._parts, self._store, self._checkpointer = parts, store, checkpointer
+        self._tell, self._turns, self._clock = tell, turns, clock
+        self._deadline_s = parts.config.runtime.deadline_s
+
+    def run(self) -> None:
+        """Until told None; then the newest state is checkpointed."""
+        while True:
+            batch = get(
+                self.inbox,
+                who="the trainer",
+                what="a batch from the control plane",
+                deadline_s=self._deadline_s,
+                clock=self._clock,
+            )
+            if batch is None:
+                break
+            self._take(batch)
+        self._checkpoint()
+        self._checkpointer.close(self._deadline_s)
+
+    def _take(self, batch: TrainBatch) -> None:
+        with self._turns.trainer(self._clock):
+            value, metrics = self.train(batch, partial(self._turns.between, self._clock))
+            self._tell(BatchTrained(batch.step, tuple(g.ordinal for g in batch.groups), value.digest, metrics))
+            with self._clock.doing("publish"):
+                self._store.publish(value, lambda wire: self._tell(VersionCommitted(wire.version, wire.digest)))
+        if value.version % self._parts.config.trainer.checkpoint_every == 0:
+            self._checkpoint()
+
+    def train(self, batch: TrainBatch, between: Callable | None = None) -> tuple[VersionedParams, dict[str, float]]:
+        """One batch; the new version, still aliasing the state, and the update's metrics."""
+        c, learner = self._parts.config, self._parts.learner
+        with self._clock.doing("pack"):
+            packed = pack(batch.groups, c.trainer.rows, c.row_length, c.algorithm.minibatches)
+        with self._clock.doing("update"):
+            prepared = learner.prepare(self.state, packed, between)
+            self.state, metrics = learner.update(self.state, prepared, between)
+            value = learner.versioned(self.state)
+        if not math.isfinite(metrics["grad_norm"]):
+            raise ArealError(
+                f"step {batch.step}: the gradient's norm is {metrics['grad_norm']}. The last checkpoint is whole; resume "
+                "from it with a lower trainer.learning_rate, or look at the batch with `areal-jax inspect`"
+            )
+        return value, metrics
+
+    def _checkpoint(self) -> None:
+        with self._clock.doing("checkpoint"):
+            self._checkpointer.save(
+                self.state, lambda version: self._tell(CheckpointCommitted(version)), self._deadline_s
+            )

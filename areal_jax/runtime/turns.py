@@ -1,0 +1,105 @@
+"""Who uses a device when trainer and hosts share one: decode calls and micro-batches take turns.
+
+A host takes a turn a decode call; the trainer takes one a program of its update, and between two of them lets the hosts
+have `decode_calls`. Everybody waits for the result of its own call before giving the turn back, so the device's queue
+holds one program and a wait is blamed on its owner.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import jax
+
+from areal_jax.observe.waits import REMEDY, Clock, WaitTimeout, wait_for
+
+POLL_S = 0.005
+
+
+class Turns(Protocol):
+    def host(self, clock: Clock) -> AbstractContextManager[Any]: ...
+    def trainer(self, clock: Clock) -> AbstractContextManager[Any]: ...
+    def between(self, clock: Clock, result: jax.Array) -> None: ...
+
+
+class OwnDevices:
+    """Split placement: nobody waits for anybody."""
+
+    def host(self, clock: Clock) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def trainer(self, clock: Clock) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def between(self, clock: Clock, result: jax.Array) -> None:
+        return None
+
+
+class OneDevice:
+    """Shared placement. `is_decoding` says whether any host has samples to go on with."""
+
+    def __init__(self, decode_calls: int, is_decoding: Callable[[], bool], deadline_s: float) -> None:
+        self._decode_calls, self._is_decoding, self._deadline_s = decode_calls, is_decoding, deadline_s
+        self._changed = threading.Condition()
+        self._holder: str | None = None
+        self._is_wanted = False
+        self._calls = 0
+
+    @contextmanager
+    def host(self, clock: Clock) -> Iterator[None]:
+        self._take("host", clock, lambda: self._holder is None and not self._is_wanted)
+        try:
+            yield
+        finally:
+            self._calls += 1
+            self._give_back()
+
+    @contextmanager
+    def trainer(self, clock: Clock) -> Iterator[None]:
+        self._take_for_trainer(clock)
+        try:
+            yield
+        finally:
+            self._give_back()
+
+    def between(self, clock: Clock, result: jax.Array) -> None:
+        """Inside the trainer's turn: finish `result`, then let the hosts have their decode calls."""
+        result.block_until_ready()
+        goal = self._calls + self._decode_calls
+        self._give_back()
+        with clock.doing(f"wait: {self._decode_calls} decode calls"), self._changed:
+            end_s = time.monotonic() + self._deadline_s
+            while self._calls < goal and self._is_decoding():
+                self._changed.wait(timeout=POLL_S)  # a host that runs out of samples gives no signal
+                if time.monotonic() > end_s:
+                    raise WaitTimeout(f"the trainer waited {self._deadline_s:g} s for the hosts' decode calls; {REMEDY}")
+        self._take_for_trainer(clock)
+
+    def _take_for_trainer(self, clock: Clock) -> None:
+        self._is_wanted = True
+        try:
+            self._take("trainer", clock, lambda: self._holder is None)
+        finally:
+            self._is_wanted = False
+
+    def _take(self, who: str, clock: Clock, is_free: Callable[[], bool]) -> None:
+        with self._changed:
+            if not is_free():
+                wait_for(
+                    self._changed,
+                    is_free,
+                    who=f"a {who}" if who == "host" else "the trainer",
+                    what=f"its turn on the device, held by the {self._holder or 'trainer'}",
+                    deadline_s=self._deadline_s,
+                    clock=clock,
+                )
+            self._holder = who
+
+    def _give_back(self) -> None:
+        with self._changed:
+            self._holder = None
+            self._changed.notify_all()

@@ -1,0 +1,339 @@
+"""`prepare` and `update` of one algorithm: pure functions of (state, batch), jitted and sharded, state donated.
+
+A batch is scored, then given advantages and weights as a whole (`prepare`); then each micro-batch adds its gradient
+(`accumulate`) and each minibatch takes an optimiser step (`apply`). `update` is exactly that loop, so a driver that
+runs decode calls between micro-batches computes the same bits. Shapes: R rows of T tokens a micro-batch, S sequences.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, Float
+
+from areal_jax.algorithms import masked
+from areal_jax.algorithms.advantages import ADVANTAGES
+from areal_jax.algorithms.kl import kl_loss
+from areal_jax.algorithms.logprobs import TokenStats, packed_stats
+from areal_jax.algorithms.losses import LOSSES, ratio
+from areal_jax.algorithms.weights import off_policy_weight, reduction_weights
+from areal_jax.config import AlgorithmConfig
+from areal_jax.models.attention import PackedAttention
+from areal_jax.models.model import Model, Params
+from areal_jax.parallel.mesh import ROWS, make_mesh, param_shardings, replicated
+from areal_jax.plugin import check_settings, load_object
+from areal_jax.trainer.state import TrainState
+from areal_jax.types import ArealError, Batch, PolicyOutputs, VersionedParams
+from areal_jax.weights.digest import digest
+from areal_jax.weights.memory import wire_copy
+
+Sums = Any
+"""(gradient of the minibatch so far, metric sums so far)."""
+
+PER_SEQUENCE = ("reward", "group_ids", "temperature", "truncated")
+
+
+class Learner:
+    """`rows` x `length` is one micro-batch; `max_tokens` is Dr.GRPO's constant where the algorithm names none."""
+
+    def __init__(
+        self,
+        model: Model,
+        algorithm: AlgorithmConfig,
+        optimizer: optax.GradientTransformation,
+        *,
+        rows: int,
+        length: int,
+        max_tokens: int | None = None,
+        mesh: Mesh | None = None,
+        logp_chunk: int = 1024,
+        remat: bool = True,
+    ) -> None:
+        self.model, self.algorithm, self.optimizer = model, algorithm, optimizer
+        self.rows, self.length = rows, length
+        self.mesh = mesh or make_mesh({"data": 1, "fsdp": 1, "tensor": 1}, jax.devices(), "the trainer")
+        self._constant = algorithm.reduction_constant or float(max_tokens or length)
+        self._chunk, self._remat = logp_chunk, remat
+        self._loss = load_object(algorithm.loss, LOSSES, "loss")
+        self._advantage = load_object(algorithm.advantage, ADVANTAGES, "advantage estimator")
+        check_settings(self._loss, algorithm.loss_settings, "algorithm.loss_settings")
+        check_settings(self._advantage, algorithm.advantage_settings, "algorithm.advantage_settings")
+        shards = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        if rows % shards:
+            raise ArealError(
+                f"trainer.rows={rows} does not divide over the mesh's data x fsdp = {shards} shards; choose a multiple"
+            )
+        self._place_state()
+        self._by_row = NamedSharding(self.mesh, ROWS)
+        self._whole = replicated(self.mesh)
+        self.accumulate = jax.jit(
+            self._accumulate, donate_argnums=1, out_shardings=(self.state_shardings.params, self._whole)
+        )
+        self.apply = jax.jit(
+            self._apply, donate_argnums=0, out_shardings=(self.state_shardings, self._whole)
+        )
+        self._score = jax.jit(self._score_micro_batch)
+        self._finish = jax.jit(self._finish_batch, static_argnames="minibatches")
+        self._split = jax.jit(self._split_batch)
+        self._zeros = jax.jit(self._zero_sums, out_shardings=(self.state_shardings.params, self._whole))
+
+    # --- state ------------------------------------------------------------------------------------------------------
+
+    def _place_state(self) -> None:
+        params = param_shardings(self.model.logical_axes, self.model.abstract_params, self.mesh)
+        whole = replicated(self.mesh)
+        abstract = jax.eval_shape(self.optimizer.init, self.model.abstract_params)
+        optimizer = optax.tree_utils.tree_map_params(
+            self.optimizer, lambda _, sharding: sharding, abstract, params, transform_non_params=lambda _: whole
+        )
+        reference = params if self.algorithm.kl_coef else None
+        self.state_shardings = TrainState(whole, whole, params, optimizer, reference)
+
+    def init(self, params: Params, seed: int = 0) -> TrainState:
+        """The state of version 0; `params` are copied, and are the reference policy where the algorithm has one.
+
+        `seed` is for what an algorithm adds to the policy; nothing that exists so far draws from it.
+        """
+        del seed
+        params = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), params)
+
+        def make(params: Params) -> TrainState:
+            reference = jax.tree.map(jnp.copy, params) if self.algorithm.kl_coef else None
+            zero = jnp.zeros((), jnp.int32)
+            return TrainState(zero, zero, params, self.optimizer.init(params), reference)
+
+        return jax.jit(make, out_shardings=self.state_shardings)(params)
+
+    def abstract_state(self) -> TrainState:
+        """Shapes, dtypes and shardings of the state: what a checkpoint is restored onto."""
+
+        def make(params: Params) -> TrainState:
+            zero = jnp.zeros((), jnp.int32)
+            return TrainState(
+                zero, zero, params, self.optimizer.init(params), params if self.algorithm.kl_coef else None
+            )
+
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            jax.eval_shape(make, self.model.abstract_params),
+            self.state_shardings,
+        )
+
+    def versioned(self, state: TrainState) -> VersionedParams:
+        """The state's own parameters with their version and digest; dead once the state is donated."""
+        return VersionedParams(int(state.version), state.params, digest(state.params))
+
+    def publish(self, state: TrainState) -> VersionedParams:
+        """A copy that outlives the state."""
+        return wire_copy(self.versioned(state), "float32")
+
+    # --- prepare ----------------------------------------------------------------------------------------------------
+
+    def prepare(self, state: TrainState, batch: Batch, between: Callable[[Array], None] | None = None) -> Batch:
+        """The batch with proximal log-probs, advantages, weights and off-policy weights, on the trainer's mesh.
+
+        `between` as in `update`.
+        """
+        batch = self._to_device(batch)
+        proximal, reference = batch.behavior_logp, None
+        if self.algorithm.proximal == "recompute":
+            proximal = self._scores(state.params, batch, between)
+        if self.algorithm.kl_coef:
+            reference = self._scores(state.reference, batch, between)
+        return self._finish(batch, proximal, reference, minibatches=self.algorithm.minibatches)
+
+    def _to_device(self, batch: Batch) -> Batch:
+        rows = batch.tokens.shape[0]
+        per_step = self.rows * self.algorithm.minibatches
+        if batch.tokens.shape[1] != self.length or rows % per_step:
+            raise ArealError(
+                f"a batch of {rows} x {batch.tokens.shape[1]} does not fit this learner, whose micro-batches are "
+                f"{self.rows} x {self.length} with {self.algorithm.minibatches} minibatches; pack with the same numbers"
+            )
+        return Batch(
+            *(
+                None if x is None else jax.device_put(x, self._whole if name in PER_SEQUENCE else self._by_row)
+                for name, x in zip(Batch._fields, batch, strict=True)
+            )
+        )
+
+    def micro_batches(self, batch: Batch) -> list[list[Batch | None]]:
+        """Micro-batches by minibatch; None where a micro-batch holds no token to train."""
+        count = batch.tokens.shape[0] // self.rows
+        has_tokens = np.asarray(batch.loss_mask).reshape(count, -1).any(axis=1)
+        micros = [m if full else None for m, full in zip(self._split(batch), has_tokens, strict=True)]
+        each = count // self.algorithm.minibatches
+        return [micros[start : start + each] for start in range(0, count, each)]
+
+    def _split_batch(self, batch: Batch) -> tuple[Batch, ...]:
+        def rows(start: int) -> Batch:
+            return Batch(
+                *(
+                    x if x is None or name in PER_SEQUENCE else x[start : start + self.rows]
+                    for name, x in zip(Batch._fields, batch, strict=True)
+                )
+            )
+
+        return tuple(rows(start) for start in range(0, batch.tokens.shape[0], self.rows))
+
+    def _scores(self, params: Params, batch: Batch, between: Callable[[Array], None] | None) -> Float[Array, "B T"]:
+        """Log-probs of the loss tokens under `params`, a micro-batch at a time; 0 elsewhere."""
+        scores = []
+        for micro in itertools.chain.from_iterable(self.micro_batches(batch)):
+            if micro is None:
+                scores.append(jnp.zeros((self.rows, self.length), jnp.float32))
+                continue
+            scores.append(self._score(params, micro))
+            if between is not None:
+                between(scores[-1])
+        return jnp.concatenate(scores)
+
+    def _score_micro_batch(self, params: Params, micro: Batch) -> Float[Array, "R T"]:
+        return masked.keep(self._stats(params, micro).logp, micro.loss_mask)
+
+    def _finish_batch(self, batch: Batch, proximal: Array, reference: Array | None, minibatches: int) -> Batch:
+        a = self.algorithm
+        sequences = batch.reward.shape[0]
+        mask = batch.loss_mask
+        if a.truncation == "mask":
+            mask = mask & (masked.per_token(batch.truncated.astype(jnp.float32), batch.segment_ids) == 0)
+        behavior = masked.keep(batch.behavior_logp, mask)
+        proximal = masked.keep(proximal, mask)
+        batch = batch._replace(loss_mask=mask, behavior_logp=behavior, proximal_logp=proximal, ref_logp=reference)
+        advantages = self._advantage(batch.reward, batch, **a.advantage_settings)
+        weights = reduction_weights(mask, batch.segment_ids, sequences, minibatches, a.reduction, self._constant)
+        off_policy, _ = off_policy_weight(proximal, behavior, mask, a.off_policy, a.off_policy_cap)
+        return batch._replace(advantages=masked.keep(advantages, mask), weights=weights, off_policy_weight=off_policy)
+
+    # --- update -----------------------------------------------------------------------------------------------------
+
+    def update(
+        self, state: TrainState, batch: Batch, between: Callable[[Array], None] | None = None
+    ) -> tuple[TrainState, dict[str, float]]:
+        """Train one prepared batch: every micro-batch accumulated, an optimiser step a minibatch. `state` is donated.
+
+        `between` is called after each program with something of its result to block on: where one device also serves,
+        that is when others get their turn.
+        """
+        metrics = []
+        minibatches = self.micro_batches(batch)
+        for index, micros in enumerate(minibatches):
+            sums = self._zeros()
+            for micro in micros:
+                if micro is None:
+                    continue
+                sums = self.accumulate(state.params, sums, micro)
+                if between is not None:
+                    between(sums[1]["tokens"])
+            state, sums_of_minibatch = self.apply(state, sums, np.bool_(index == len(minibatches) - 1))
+            metrics.append(sums_of_minibatch)
+        return state, _to_floats(jax.device_get(metrics))
+
+    def _zero_sums(self) -> Sums:
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), self.model.abstract_params)
+        shapes = jax.eval_shape(self._metric_sums, *self._abstract_micro_batch())
+        return zeros, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+    def _abstract_micro_batch(self) -> tuple[Any, ...]:
+        f32 = jax.ShapeDtypeStruct((self.rows, self.length), jnp.float32)
+        i32 = jax.ShapeDtypeStruct((self.rows, self.length), jnp.int32)
+        mask = jax.ShapeDtypeStruct((self.rows, self.length), jnp.bool_)
+        one = jax.ShapeDtypeStruct((1,), jnp.float32)
+        micro = Batch(i32, i32, i32, mask, f32, i32, i32, one, one, one, one, None, f32, f32, f32, f32)
+        now = PolicyOutputs(f32, f32)
+        own = jax.eval_shape(lambda n, m: self._loss(n, m, **self.algorithm.loss_settings)[1], now, micro)
+        return micro, TokenStats(f32, f32, f32), own
+
+    def _accumulate(self, params: Params, sums: Sums, micro: Batch) -> Sums:
+        grads, metrics = jax.grad(self._objective, has_aux=True)(params, micro)
+        return jax.tree.map(jnp.add, sums[0], grads), _add_metrics(sums[1], metrics)
+
+    def _apply(self, state: TrainState, sums: Sums, is_last: Array) -> tuple[TrainState, dict[str, Array]]:
+        grads, metrics = sums
+        updates, optimizer = self.optimizer.update(grads, state.optimizer, state.params)
+        state = state.replace(
+            step=state.step + 1,
+            version=state.version + is_last.astype(jnp.int32),
+            params=optax.apply_updates(state.params, updates),
+            optimizer=optimizer,
+        )
+        return state, metrics | {"max_grad_norm": optax.global_norm(grads)}
+
+    def _stats(self, params: Params, micro: Batch) -> TokenStats:
+        hidden, _ = self.model.hidden(
+            params, micro.tokens, micro.positions, PackedAttention(micro.segment_ids), remat=self._remat
+        )
+        temperature = masked.per_token(micro.temperature, micro.segment_ids)
+        return packed_stats(
+            hidden,
+            micro.tokens,
+            micro.positions,
+            temperature,
+            lambda h: self.model.logits(params, h),
+            micro.support,
+            self._chunk,
+        )
+
+    def _objective(self, params: Params, micro: Batch) -> tuple[Float[Array, ""], dict[str, Array]]:
+        """What is minimised, summed over the micro-batch: weights x (off-policy weight x loss + KL - entropy)."""
+        a, mask = self.algorithm, micro.loss_mask
+        stats = self._stats(params, micro)
+        now = PolicyOutputs(masked.keep(stats.logp, mask), masked.keep(stats.entropy, mask))
+        loss, own = self._loss(now, micro, **a.loss_settings)
+        objective = micro.weights * micro.off_policy_weight * masked.keep(loss, mask)
+        if a.kl_coef:
+            kl = masked.keep(kl_loss(now.logp, micro.ref_logp, micro.behavior_logp, a.kl_estimator), mask)
+            objective += a.kl_coef * micro.weights * kl
+            own = own | {"kl": kl}
+        if a.entropy_coef:
+            objective -= a.entropy_coef * micro.weights * now.entropy
+        return objective.sum(), jax.lax.stop_gradient(self._metric_sums(micro, stats, own))
+
+    def _metric_sums(self, micro: Batch, stats: TokenStats, own: dict[str, Array]) -> dict[str, Array]:
+        """Sums over the loss mask, and maxima under names that start with `max_`."""
+        mask, cap = micro.loss_mask, self.algorithm.off_policy_cap
+        gap = micro.proximal_logp - micro.behavior_logp
+        is_capped = (ratio(micro.proximal_logp, micro.behavior_logp) > cap).astype(jnp.float32)
+        sums = {
+            "tokens": mask.astype(jnp.float32),
+            "entropy": stats.entropy,
+            "logp_gap_mean": jnp.abs(gap),
+            "mismatch_kl": jnp.exp(jnp.clip(gap, -20, 20)) - 1 - gap,
+            "support_mass_outside": stats.outside,
+            "off_policy_weight_mean": micro.off_policy_weight,
+            "off_policy_capped_share": is_capped,
+            **own,
+        }
+        if self.algorithm.kl_coef and "kl" not in sums:
+            sums["kl"] = jnp.zeros_like(stats.logp)
+        totals = {name: masked.total(values, mask) for name, values in sums.items()}
+        return totals | {"max_logp_gap": masked.largest(jnp.abs(gap), mask)}
+
+
+def _add_metrics(left: dict[str, Array], right: dict[str, Array]) -> dict[str, Array]:
+    return {
+        name: jnp.maximum(left[name], right[name]) if name.startswith("max_") else left[name] + right[name]
+        for name in left
+    }
+
+
+def _to_floats(minibatches: list[dict[str, Any]]) -> dict[str, float]:
+    """Means over all loss tokens of the batch; maxima and gradient norm lose their `max_`."""
+    tokens = sum(float(m["tokens"]) for m in minibatches)
+    out = {"trained_tokens": tokens}
+    for name in minibatches[0]:
+        values = [float(m[name]) for m in minibatches]
+        if name == "max_grad_norm":
+            out["grad_norm"] = sum(values) / len(values)
+        elif name == "max_logp_gap":
+            out["logp_gap_max"] = max(values)
+        elif name != "tokens":
+            out[name] = sum(values) / max(tokens, 1.0)
+    return out

@@ -1,0 +1,42 @@
+"""What the trainer carries from batch to batch, and the optimiser."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optax
+from flax import struct
+from jaxtyping import Array, Int
+
+from areal_jax.config import TrainerConfig
+
+
+class TrainState(struct.PyTreeNode):
+    """No rng: randomness is counted, not carried."""
+
+    step: Int[Array, ""]
+    """Optimiser steps taken."""
+    version: Int[Array, ""]
+    """Policy version: batches trained."""
+    params: Any
+    """float32 master weights."""
+    optimizer: Any
+    """optax state."""
+    reference: Any = None
+    """Frozen parameters of the reference policy; None where the algorithm has no KL term."""
+
+
+def make_optimizer(c: TrainerConfig, optimizer_steps: int) -> optax.GradientTransformation:
+    """AdamW (Loshchilov & Hutter, arXiv:1711.05101) with global-norm clipping, linear warm-up and the schedule."""
+    rates = {
+        "constant": optax.constant_schedule(c.learning_rate),
+        "cosine": optax.cosine_decay_schedule(
+            c.learning_rate, max(1, optimizer_steps - c.lr_warmup_steps), alpha=0.1
+        ),
+    }
+    warmup = optax.linear_schedule(c.learning_rate / max(1, c.lr_warmup_steps), c.learning_rate, c.lr_warmup_steps)
+    schedule = optax.join_schedules([warmup, rates[c.lr_schedule]], [c.lr_warmup_steps])
+    return optax.chain(
+        optax.clip_by_global_norm(c.grad_clip),
+        optax.adamw(schedule, c.adam_b1, c.adam_b2, c.adam_eps, weight_decay=c.weight_decay),
+    )
