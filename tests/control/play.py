@@ -1,0 +1,128 @@
+"""A driver in memory that does what the control plane asks in whatever order a random source picks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+from areal_jax.control import events as e
+from areal_jax.control.audit import Row
+from areal_jax.control.events import Action, Event
+from areal_jax.control.machine import ControlPlane
+from areal_jax.control.rules import Rules
+from areal_jax.types import SampleId, VersionSpan
+
+
+@dataclass(frozen=True)
+class Decoding:
+    sample: SampleId
+    host: str
+    version: int
+
+
+@dataclass
+class Player:
+    """`pending` is what was asked for and not yet answered; `step` answers one of it."""
+
+    rules: Rules
+    random: Random
+    equal_rewards: float = 0.0
+    failed_rewards: float = 0.0
+    failed_samples: float = 0.0
+    slots: int = 4
+    hosts: int = 2
+    rows: list[Row] = field(default_factory=list)
+    pending: list[Decoding | Event] = field(default_factory=list)
+    ages: list[int] = field(default_factory=list)
+    """Trained version - version of each token span, of every trained sample."""
+    spans: dict[SampleId, tuple[VersionSpan, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.plane = ControlPlane(self.rules)
+
+    @property
+    def events(self) -> list[Event]:
+        return [event for _, event, _ in self.rows]
+
+    def start(self) -> Player:
+        self.tell(e.RunStarted("d0"))
+        for index in range(self.hosts):
+            self.tell(e.HostJoined(f"host{index}", self.slots))
+        return self
+
+    def tell(self, event: Event) -> tuple[Action, ...]:
+        training = self.plane.training
+        if isinstance(event, e.BatchTrained) and training is not None:
+            self.ages += [
+                event.step - span.version
+                for ordinal, attempt in zip(training.ordinals, training.attempts, strict=True)
+                for member in range(self.rules.group_size)
+                for span in self.spans[SampleId(ordinal, member, attempt)]
+            ]
+        actions = self.plane.handle(event)
+        self.rows.append((len(self.rows), event, actions))
+        for action in actions:
+            self.do(action)
+        if isinstance(event, e.BatchTrained):
+            self.pending.append(e.VersionCommitted(event.step + 1, f"d{event.step + 1}"))
+        return actions
+
+    def do(self, action: Action) -> None:
+        match action:
+            case e.Dispatch(samples, host, version):
+                self.pending += [Decoding(sample, host, version) for sample in samples]
+            case e.Cancel(samples):
+                self.pending = [p for p in self.pending if getattr(p, "sample", None) not in samples]
+            case e.Score(ordinal, attempt):
+                self.pending.append(self.score(ordinal, attempt))
+            case e.Train(step, ordinals):
+                self.pending.append(e.BatchTrained(step, ordinals, f"d{step + 1}", {}))
+
+    def score(self, ordinal: int, attempt: int) -> Event:
+        if self.random.random() < self.failed_rewards:
+            return e.RewardFailed(ordinal, attempt, 0, "failed", "")
+        is_equal = self.random.random() < self.equal_rewards
+        return e.RewardScored(
+            ordinal, attempt, tuple(0.0 if is_equal else float(m) for m in range(self.rules.group_size))
+        )
+
+    def finish(self, decoding: Decoding) -> Event:
+        """The sample ends now: its head under the version it began with, its tail under the newest."""
+        if self.random.random() < self.failed_samples:
+            return e.SampleFailed(decoding.sample, decoding.host, "")
+        spans = (VersionSpan(decoding.version, 0, 3),)
+        if self.plane.version > decoding.version:
+            spans += (VersionSpan(self.plane.version, 3, 5),)
+        self.spans[decoding.sample] = spans
+        return e.SampleFinished(decoding.sample, decoding.host, spans, "stop")
+
+    def step(self) -> bool:
+        """Answer one thing, chosen at random; commits keep their order. False when nothing is left."""
+        if not self.pending:
+            return False
+        choice = self.random.randrange(len(self.pending))
+        if isinstance(self.pending[choice], e.VersionCommitted):
+            choice = next(i for i, p in enumerate(self.pending) if isinstance(p, e.VersionCommitted))
+        self.answer(self.pending.pop(choice))
+        return True
+
+    def answer(self, pending: Decoding | Event) -> tuple[Action, ...]:
+        return self.tell(self.finish(pending) if isinstance(pending, Decoding) else pending)
+
+    def play(self) -> Player:
+        """Until nothing is left; the run must then be complete."""
+        while self.step():
+            pass
+        assert self.plane.is_finished, self.plane.waits()
+        return self
+
+    def resume(self, steps: int = 0) -> Player:
+        """A new process: all that was under way is forgotten, the journal is folded, hosts join again."""
+        self.plane = ControlPlane.fold(self.rules, self.events)
+        self.pending = []
+        self.tell(e.RunResumed(steps))
+        for version in range(self.plane.version + 1, self.plane.trained_version + 1):
+            self.tell(e.VersionCommitted(version, f"d{version}"))
+        for index in range(self.hosts):
+            self.tell(e.HostJoined(f"host{index}", self.slots))
+        return self
