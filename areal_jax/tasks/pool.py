@@ -43,7 +43,7 @@ class RewardPool:
     """Scores groups in processes; a group that takes longer than its deadline costs its worker's life."""
 
     def __init__(self, tasks: Mapping[str, Task], workers: int, timeout_s: float) -> None:
-        """`timeout_s` counts from when a worker takes a group. Raises TaskError for a task that cannot travel."""
+        """`timeout_s` counts from when a worker takes a group. Raises TaskError for what cannot travel."""
         self._blob = portable(tasks)
         self._workers = workers
         self._timeout_s = timeout_s

@@ -97,7 +97,8 @@ class PromptStream:
     """The run's prompts in order: a pure function of (seed, ordinal), so a resume asks for the same.
 
     Every task is shuffled anew for each of its epochs. Of every BLOCK ordinals each task gets its share by
-    weight, exactly, in an order drawn for that block.
+    weight, exactly, in an order drawn for that block. Shuffles are keyed by a task's place among the tasks,
+    not by its name: the plain loop, which names no tasks, asks for the same prompts as a run.
     """
 
     def __init__(self, tasks: Mapping[str, WeightedTask], seed: int) -> None:

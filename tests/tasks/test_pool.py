@@ -1,0 +1,290 @@
+"""Reward workers: really killed, never a reward of 0, and gone when their run is."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from areal_jax.control.events import RewardFailed, RewardScored
+from areal_jax.tasks.pool import RewardPool
+from areal_jax.tasks.scoring import GROUP
+from areal_jax.tasks.task import Task, TaskError
+from areal_jax.types import Completion, Prompt
+
+ROOT = Path(__file__).parents[2]
+WAIT_S = 60
+
+
+def _start_a_child_and_hang(note: str) -> None:
+    child = subprocess.Popen(["sleep", "1000"])
+    Path(note).write_text(f"{os.getpid()} {child.pid}")
+    time.sleep(1e9)
+
+
+def _hang() -> None:
+    while True:
+        pass
+
+
+DEEDS: dict[str, Callable[..., object]] = {
+    "pid": lambda: float(os.getpid()),
+    "has_jax": lambda: float("jax" in sys.modules),
+    "raise": lambda: 1 / 0,
+    "loop": _hang,
+    "sleep": lambda: time.sleep(1e9),
+    "exit": lambda: os._exit(3),
+    "exit_0": lambda: os._exit(0),
+    "crash": lambda: ctypes.string_at(0),
+    "interrupt": lambda: os.kill(os.getpid(), signal.SIGINT) or 1.0,
+    "child": _start_a_child_and_hang,
+}
+
+
+class Deeds(Task):
+    """Does what the prompt's text says and returns that; any other text scores 1."""
+
+    def score(self, prompt: Prompt, completion: Completion):
+        deed = DEEDS.get(prompt.text)
+        return deed(*prompt.info.get("args", ())) if deed else 1.0
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RewardPool({"deeds": Deeds()}, workers=1, timeout_s=0.5) as pool:
+        yield pool
+
+
+def ask(pool: RewardPool, *deeds: str, members: int = 1, **info: object) -> list[RewardScored | RewardFailed]:
+    """The outcomes of groups submitted at once, in that order."""
+    answers: queue.SimpleQueue = queue.SimpleQueue()
+    completions = [Completion("a", (1, 2), "stop")] * members
+    for ordinal, deed in enumerate(deeds):
+        pool.submit(ordinal, 5, Prompt(deed, info=info, task="deeds"), completions, answers.put)
+    got = [answers.get(timeout=WAIT_S) for _ in deeds]
+    return sorted(got, key=lambda outcome: outcome.ordinal)
+
+
+def gone(pid: int) -> bool:
+    """Whether a process is dead, or a zombie that nobody has waited for yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def wait_until(true: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return true()
+
+
+def test_groups_are_scored_in_another_process_without_jax(pool: RewardPool):
+    one, pid, jax = ask(pool, "one", "pid", "has_jax", members=3)
+    assert one == RewardScored(0, 5, (1.0, 1.0, 1.0))
+    assert pid.rewards[0] != os.getpid()
+    assert jax.rewards == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("deed", ["loop", "sleep"])
+def test_a_group_past_its_deadline_is_timed_out_and_its_worker_is_dead(pool: RewardPool, deed: str):
+    (before,) = ask(pool, "pid")
+    start = time.monotonic()
+    (late,) = ask(pool, deed)
+    assert time.monotonic() - start < 2.5, "pebble's own kill takes 3 s more"
+    assert (late.outcome, late.member) == ("timed_out", GROUP)
+    assert "reward_timeout_s" in late.message
+    assert wait_until(lambda: gone(int(before.rewards[0])), 1)
+    assert ask(pool, "one") == [RewardScored(0, 5, (1.0,))]
+
+
+def test_what_a_killed_score_had_started_dies_with_it(pool: RewardPool, tmp_path: Path):
+    note = tmp_path / "pids"
+    (late,) = ask(pool, "child", args=(str(note),))
+    assert late.outcome == "timed_out"
+    for pid in map(int, note.read_text().split()):
+        assert wait_until(lambda pid=pid: gone(pid), 2)
+
+
+@pytest.mark.parametrize(
+    ("deed", "reason"),
+    [
+        ("raise", "Deeds raised ZeroDivisionError: division by zero"),
+        ("exit", "exited with status 3"),
+        ("exit_0", "exited with status 0"),
+        ("crash", "killed by SIGSEGV"),
+    ],
+)
+def test_a_score_that_raises_or_kills_its_worker_fails_its_group_only(
+    pool: RewardPool, deed: str, reason: str
+):
+    one, bad, other = ask(pool, "one", deed, "one", members=2)
+    assert one == RewardScored(0, 5, (1.0, 1.0))
+    assert other == RewardScored(2, 5, (1.0, 1.0))
+    assert (bad.ordinal, bad.attempt, bad.outcome) == (1, 5, "failed")
+    assert bad.member == (0 if deed == "raise" else GROUP)
+    assert reason in bad.message
+
+
+def test_a_keyboard_interrupt_does_not_reach_a_worker(pool: RewardPool):
+    assert ask(pool, "interrupt") == [RewardScored(0, 5, (1.0,))]
+
+
+def test_an_idle_worker_that_is_killed_costs_nothing(pool: RewardPool):
+    (before,) = ask(pool, "pid")
+    os.kill(int(before.rewards[0]), signal.SIGKILL)
+    time.sleep(0.3)
+    assert ask(pool, "one", "one") == [RewardScored(n, 5, (1.0,)) for n in range(2)]
+
+
+def test_a_prompt_that_cannot_travel_and_an_unknown_task_fail_their_groups(pool: RewardPool):
+    (stuck,) = ask(pool, "one", lock=threading.Lock())
+    assert (stuck.outcome, stuck.member) == ("failed", GROUP)
+    assert "cannot be sent to a reward worker" in stuck.message
+    answers: queue.SimpleQueue = queue.SimpleQueue()
+    pool.submit(0, 0, Prompt("one", task="other"), [], answers.put)
+    assert "no task 'other'; the reward pool has deeds" in answers.get(timeout=WAIT_S).message
+
+
+def test_a_task_that_cannot_travel_is_named_at_once():
+    class Locked(Deeds):
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
+
+    with pytest.raises(TaskError, match=r"tasks\.mine cannot be sent to a reward worker"):
+        RewardPool({"mine": Locked()}, 1, 1.0)
+
+
+def test_a_task_that_cannot_be_loaded_fails_its_groups_with_the_reason():
+    class Elsewhere(Deeds):
+        def __reduce__(self):
+            return __import__, ("no_such_module_anywhere",)
+
+    with RewardPool({"deeds": Elsewhere()}, 1, 5.0) as pool:
+        (bad,) = ask(pool, "one")
+    assert bad.outcome == "failed"
+    assert "cannot load the tasks: ModuleNotFoundError" in bad.message
+
+
+def test_a_task_whose_loading_kills_the_worker_fails_its_groups():
+    class Deadly(Deeds):
+        def __reduce__(self):
+            return os._exit, (9,)
+
+    with RewardPool({"deeds": Deadly()}, 1, 5.0) as pool:
+        (bad,) = ask(pool, "one")
+    assert bad.outcome == "failed"
+    assert "die before they take a group" in bad.message
+
+
+def test_after_closing_nothing_is_reported_and_nothing_is_taken():
+    pool = RewardPool({"deeds": Deeds()}, 1, 30.0)
+    ask(pool, "one")
+    told: list[object] = []
+    pool.submit(0, 0, Prompt("sleep", task="deeds"), [Completion("", (), "stop")], told.append)
+    start = time.monotonic()
+    pool.close()
+    pool.close()
+    assert time.monotonic() - start < 2
+    assert told == []
+    with pytest.raises(TaskError, match="closed reward pool"):
+        pool.submit(1, 0, Prompt("one", task="deeds"), [], told.append)
+
+
+# --- whole programs -----------------------------------------------------------------------------------
+
+SCRIPT = """
+    import os, queue, sys, time
+    from areal_jax.tasks.pool import RewardPool
+    from areal_jax.tasks.task import Task
+    from areal_jax.types import Completion, Prompt, Reward
+
+    print("started", flush=True)
+
+    class Bonus:
+        def __init__(self, value): self.value = value
+
+    class Mine(Task):
+        def score(self, prompt, completion):
+            print("a score speaks")
+            if prompt.text == "sleep": time.sleep(1e9)
+            return Reward(prompt.info["bonus"].value, {"pid": os.getpid()})
+
+    pool = RewardPool({"mine": Mine()}, workers=2, timeout_s=100.0)
+    answers = queue.SimpleQueue()
+    def ask(text):
+        pool.submit(0, 0, Prompt(text, info={"bonus": Bonus(0.5)}, task="mine"),
+                    [Completion("", (), "stop")], answers.put)
+    ask("now")
+    scored = answers.get(timeout=60)
+    print(scored.rewards, dict(scored.parts[0])["pid"], flush=True)
+    ask("sleep")
+    ask("sleep")
+    time.sleep(0.3 if "end" in sys.argv else 1000)
+"""
+
+
+def start_script(tmp_path: Path, *words: str) -> subprocess.Popen[str]:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    return subprocess.Popen(
+        [sys.executable, str(script), *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+def test_a_script_needs_no_main_guard_its_classes_travel_and_its_stdout_stays_its_own(tmp_path: Path):
+    script = start_script(tmp_path, "end")
+    lines = script.communicate(timeout=WAIT_S)[0].splitlines()
+    assert script.returncode == 0
+    assert [line.split()[0] for line in lines] == ["started", "(0.5,)"]
+
+
+def test_killing_the_parent_leaves_no_worker_behind(tmp_path: Path):
+    script = start_script(tmp_path)
+    try:
+        assert script.stdout.readline() == "started\n"
+        worker = int(float(script.stdout.readline().split()[1]))
+        session = [int(p.name) for p in Path("/proc").glob("[0-9]*") if _parent(p) == script.pid]
+        assert worker in session
+        assert len(session) >= 2
+    finally:
+        script.kill()
+        script.communicate(timeout=WAIT_S)
+    for pid in session:
+        assert wait_until(lambda pid=pid: gone(pid), 5), f"process {pid} outlived its parent"
+
+
+def _parent(process: Path) -> int | None:
+    try:
+        return int((process / "stat").read_text().rsplit(")", 1)[1].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def test_what_a_worker_imports_starts_within_a_second_and_without_jax():
+    code = "import areal_jax.tasks.pool, sys; print('jax' in sys.modules, 'pydantic' in sys.modules)"
+    took = []
+    for _ in range(3):  # the best of three: the machine may be busy
+        start = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60, check=True
+        )
+        took.append(time.monotonic() - start)
+        assert done.stdout == "False False\n"
+    assert min(took) < 1.0

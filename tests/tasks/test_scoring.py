@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from areal_jax.control.events import RewardFailed, RewardScored
+from areal_jax.tasks.scoring import GROUP, score_group
+from areal_jax.tasks.task import Task
+from areal_jax.types import Completion, Prompt, Reward
+
+
+class ByText(Task):
+    """Scores a completion as what stands in `info` under its text."""
+
+    def score(self, prompt: Prompt, completion: Completion):
+        value = prompt.info[completion.text]
+        if isinstance(value, BaseException):
+            raise value
+        return value
+
+
+class Whole(ByText):
+    def score_group(self, prompt: Prompt, completions):
+        value = prompt.info["group"]
+        if isinstance(value, BaseException):
+            raise value
+        return value
+
+
+def outcome(*values: object, task: type[Task] = ByText) -> RewardScored | RewardFailed:
+    names = [f"c{n}" for n in range(len(values))]
+    prompt = Prompt("?", info=dict(zip(names, values, strict=True)))
+    return score_group(task(), prompt, [Completion(name, (1,), "stop") for name in names], 7, 2)
+
+
+def whole(value: object) -> RewardScored | RewardFailed:
+    prompt = Prompt("?", info={"group": value})
+    return score_group(Whole(), prompt, [Completion("a", (1,), "stop")] * 2, 7, 2)
+
+
+def test_numbers_of_any_kind_become_floats():
+    scored = outcome(1, 0.5, True, np.float32(0.25), np.int64(3), np.bool_(False), np.array(2.0), Reward(4))
+    assert scored == RewardScored(7, 2, (1.0, 0.5, 1.0, 0.25, 3.0, 0.0, 2.0, 4.0))
+    assert {type(value) for value in scored.rewards} == {float}
+
+
+def test_parts_are_kept_by_member():
+    scored = outcome(Reward(1.0, {"format": 0.5, "right": np.float32(1)}), 0.0)
+    assert scored.parts == ((("format", 0.5), ("right", 1.0)), ())
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (ValueError("no such unit"), r"ByText raised ValueError: no such unit \(.*test_scoring.py:\d+\)"),
+        (SystemExit(3), "ByText raised SystemExit: 3"),
+        (float("nan"), "the reward is nan; return a finite"),
+        (float("-inf"), "the reward is -inf"),
+        (np.float32("nan"), "the reward is nan"),
+        (1e39, r"the reward is 1e\+39; return a finite number \(of float32\)"),
+        (10**400, "raised OverflowError"),
+        (None, "the reward is None, a NoneType; return a number"),
+        ("0.5", "the reward is '0.5', a str"),
+        (1j, "a complex"),
+        (np.zeros(2), "a ndarray"),
+        (Reward(float("nan")), "the reward is nan"),
+        (Reward(1.0, {"format": float("inf")}), "the part 'format' of a reward is inf"),
+    ],
+)
+def test_what_is_no_finite_number_fails_the_group_and_names_the_member(value: object, message: str):
+    failure = outcome(1.0, value, 1.0)
+    assert isinstance(failure, RewardFailed)
+    assert (failure.ordinal, failure.attempt, failure.member, failure.outcome) == (7, 2, 1, "failed")
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(failure.message)
+
+
+def test_a_group_score_is_used_where_there_is_one():
+    assert whole([0.0, 1.0]) == RewardScored(7, 2, (0.0, 1.0))
+    assert whole(iter([0.0, 1.0])) == RewardScored(7, 2, (0.0, 1.0))
+
+
+def test_a_failing_group_score_blames_no_single_member_but_a_bad_reward_does():
+    assert whole(KeyError("x")).member == GROUP
+    short = whole([1.0])
+    assert (short.member, short.message) == (GROUP, "Whole: score_group gave 1 rewards for 2 completions")
+    assert whole([1.0, float("nan")]).member == 1
+
+
+def test_an_interrupt_by_the_person_at_the_keyboard_goes_through():
+    with pytest.raises(KeyboardInterrupt):
+        outcome(KeyboardInterrupt())
+
+
+def test_a_long_message_is_cut():
+    assert len(outcome(ValueError("x" * 10_000)).message) == 500

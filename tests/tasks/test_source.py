@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_jax.tasks.countdown import Countdown
+from areal_jax.tasks.source import BLOCK, BUILTIN, PromptStream, WeightedTask, load_tasks
+from areal_jax.tasks.task import Task
+from areal_jax.types import ArealError, Prompt
+
+
+class Numbered(Task):
+    def __init__(self, *, size: int = 10, flavour: str = "plain") -> None:
+        self.size = size
+        self.flavour = flavour
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, i: int) -> Prompt:
+        return Prompt(str(i))
+
+
+def stream(seed: int = 0, **sizes_and_weights: tuple[int, float]) -> PromptStream:
+    tasks = {n: WeightedTask(Numbered(size=size), w) for n, (size, w) in sizes_and_weights.items()}
+    return PromptStream(tasks, seed)
+
+
+@settings(max_examples=25)
+@given(st.integers(1, 700), st.integers(0, 2**31 - 1))
+def test_every_index_comes_once_an_epoch(size: int, seed: int):
+    prompts = stream(seed, only=(size, 1.0))
+    epochs = [[prompts.place(e * size + i)[1] for i in range(size)] for e in range(3)]
+    assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
+    if size > 20:
+        assert all(one != other for one, other in pairwise(epochs)), "epochs are shuffled anew"
+
+
+@settings(max_examples=10)
+@given(st.integers(0, 2**31 - 1), st.randoms(use_true_random=False))
+def test_a_prompt_is_a_function_of_seed_and_ordinal(seed: int, chance):
+    """Asked at random, by another object, or in order: the same."""
+    sizes = {"one": (13, 2.0), "two": (700, 1.0)}
+    in_order = list(map(stream(seed, **sizes).place, range(2500)))
+    other = stream(seed, **sizes)
+    for ordinal in chance.sample(range(2500), 300):
+        assert other.place(ordinal) == in_order[ordinal]
+
+
+def test_seeds_and_tasks_are_shuffled_differently_and_a_name_changes_nothing():
+    def order(prompts: PromptStream, name: str) -> list[int]:
+        places = [prompts.place(i) for i in range(200)]
+        return [index for task, index in places if task == name][:50]
+
+    def alone(seed: int, name: str) -> list[int]:
+        return order(stream(seed, **{name: (100, 1.0)}), name)
+
+    assert alone(0, "a") != alone(1, "a")
+    assert alone(0, "a") == alone(0, "b"), "the plain loop names its task otherwise than a run does"
+    mixed = stream(0, a=(100, 1.0), b=(100, 1.0))
+    assert order(mixed, "a") != order(mixed, "b")
+
+
+@pytest.mark.parametrize(
+    ("weights", "wanted"),
+    [
+        ((1.0, 1.0, 1.0), (334, 333, 333)),
+        ((0.5, 2.5, 7.0), (50, 250, 700)),
+        ((1.0, 2.0, 4.0), (143, 286, 571)),
+    ],
+)
+def test_each_block_has_exactly_its_shares(weights: tuple[float, ...], wanted: tuple[int, ...]):
+    mixed = stream(3, **{f"t{n}": (17, weight) for n, weight in enumerate(weights)})
+    blocks = [[mixed.place(b * BLOCK + i)[0] for i in range(BLOCK)] for b in range(3)]
+    for block in blocks:
+        counts = Counter(block)
+        assert tuple(counts[f"t{n}"] for n in range(3)) == wanted
+    assert blocks[0] != blocks[1], "the order within a block is drawn for that block"
+
+
+def test_in_a_mixture_every_task_still_sees_each_index_once_an_epoch():
+    mixed = stream(5, small=(7, 1.0), large=(450, 3.0))
+    places = [mixed.place(i) for i in range(3 * BLOCK)]
+    for name, size in (("small", 7), ("large", 450)):
+        indices = [index for task, index in places if task == name]
+        for start in range(0, len(indices) - size + 1, size):
+            assert sorted(indices[start : start + size]) == list(range(size))
+
+
+def test_a_prompt_carries_its_tasks_name():
+    prompts = stream(0, one=(5, 1.0), two=(5, 1.0))
+    for ordinal in range(50):
+        name, index = prompts.place(ordinal)
+        assert prompts.prompt(ordinal) == Prompt(str(index), task=name)
+
+
+def test_a_task_without_prompts_and_one_never_drawn_are_named():
+    with pytest.raises(ArealError, match=r"tasks\.empty has no prompts"):
+        stream(0, full=(5, 1.0), empty=(0, 1.0))
+    with pytest.raises(ArealError, match=r"tasks\.rare\.weight=0\.0001 is below 1/1000"):
+        stream(0, full=(5, 1.0), rare=(5, 0.0001))
+
+
+# --- load_tasks ---------------------------------------------------------------------------------------
+
+
+def test_built_in_and_own_tasks_are_made_with_their_settings():
+    own = f"{__name__}:Numbered"
+    tasks = load_tasks({"countdown": {"size": 9, "weight": 3}, own: {"flavour": "salt"}})
+    assert list(tasks) == ["countdown", own]
+    assert isinstance(tasks["countdown"].task, Countdown)
+    assert (len(tasks["countdown"].task), tasks["countdown"].weight) == (9, 3.0)
+    assert (tasks[own].task.flavour, tasks[own].weight) == ("salt", 1.0)
+
+
+def test_objects_stand_in_for_the_config_and_are_named_by_class():
+    tasks = load_tasks(
+        {"countdown": {}}, [Numbered(), Numbered(size=3), Task.from_rows([], lambda p, c: 0.0)]
+    )
+    assert list(tasks) == ["Numbered", "Numbered-2", "Rows"]
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"countdwn": {}}, "countdwn.*did you mean countdown"),
+        ({"countdown": {"sizes": 3}}, r"tasks\.countdown\.sizes; did you mean tasks\.countdown\.size"),
+        ({"jsonl": {}}, r"tasks\.jsonl\.path is required"),
+        ({"countdown": {"size": "many"}}, r"tasks\.countdown cannot be made"),
+        ({"countdown": {"weight": 0}}, r"tasks\.countdown\.weight=0 is not a positive number"),
+        ({"countdown": {"weight": "much"}}, "weight='much' is not a positive"),
+        ({"nowhere.at_all:Task": {}}, "there is no module nowhere"),
+        ({"collections:Counter": {}}, "makes a Counter, which is no Task"),
+        ({}, "a run needs a task; give tasks=NAME: countdown, jsonl"),
+    ],
+)
+def test_what_is_wrong_with_a_config_is_named(given: dict, problem: str):
+    with pytest.raises(ArealError, match=problem):
+        load_tasks(given)
+
+
+def test_an_object_that_is_no_task_is_named():
+    with pytest.raises(ArealError, match="is no Task; subclass"):
+        load_tasks({}, ["countdown"])
+
+
+def test_every_built_in_name_leads_to_a_task_and_has_one_line_of_doc():
+    for name, (_, doc) in BUILTIN.items():
+        options = {"path": __file__} if name == "jsonl" else {}
+        assert "\n" not in doc
+        if not options:
+            assert isinstance(load_tasks({name: options})[name].task, Task)
