@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -100,4 +101,18 @@ def header(config: Config) -> dict[str, Any]:
         "usable_cores": len(os.sched_getaffinity(0)),
         "jaxlib": jax.lib.__version__,
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
+    }
+
+
+def diagnose() -> dict[str, Any]:
+    """What this machine offers a run."""
+    devices = jax.devices()
+    stats = devices[0].memory_stats() or {}
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+    return {
+        **{package: version(package) for package in packages},
+        "devices": [f"{device.platform} {device.device_kind}" for device in devices],
+        "device_memory_bytes": stats.get("bytes_limit"),
+        "usable_cores": len(os.sched_getaffinity(0)),
+        "placement": "split" if len(devices) > 1 or devices[0].platform == "cpu" else "shared",
     }

@@ -1,0 +1,115 @@
+"""Verbs that train: quickstart, run, resume."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from areal_jax.cli.shell import INTERRUPTED, plain_errors, print_json
+
+if TYPE_CHECKING:
+    from areal_jax.runtime.jobs import RunResult
+
+Words = Annotated[list[str] | None, typer.Argument(help="YAML files and section.key=value, composed left to right.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout; progress goes to stderr.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print config, meshes and memory; start nothing.")]
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(quickstart)
+    app.command()(run)
+    app.command()(resume)
+
+
+@plain_errors
+def quickstart(words: Words = None, json: AsJson = False, dry_run: DryRun = False) -> None:
+    """Train a small model on a procedural task, within a minute."""
+    from importlib.resources import as_file, files
+
+    with as_file(files("areal_jax") / "configs" / "quickstart.yaml") as recipe:
+        _run([str(recipe), *_fresh_folder(words or [])], json, dry_run)
+
+
+@plain_errors
+def run(words: Words = None, json: AsJson = False, dry_run: DryRun = False) -> None:
+    """Train: CONFIG [CONFIG ...] [section.key=value ...]."""
+    if not words:
+        raise typer.BadParameter("name a config file, such as configs/quickstart.yaml; or use `areal-jax quickstart`")
+    _run(words, json, dry_run)
+
+
+@plain_errors
+def resume(folder: Path, words: Words = None, json: AsJson = False) -> None:
+    """Go on with a run after any end: RUN [section.key=value ...]."""
+    _start()
+    from areal_jax.runtime import jobs
+
+    _finish(lambda stream: jobs.resume(folder, words or [], stream=stream), folder, json)
+
+
+def _run(words: list[str], json: bool, is_dry: bool) -> None:
+    _start()
+    from areal_jax.config import load_config
+    from areal_jax.runtime import jobs
+
+    config = load_config(*words)
+    if is_dry:
+        _print_plan(jobs.dry_run(config), json)
+        return
+    _finish(lambda stream: jobs.run(config, stream=stream), config.run.folder, json)
+
+
+def _start() -> None:
+    from areal_jax.runtime.jobs import use_compilation_cache
+
+    use_compilation_cache()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill stops as cleanly as Ctrl-C
+
+
+def _finish(job: Callable[[Any], RunResult], folder: Path, json: bool) -> None:
+    try:
+        result = job(sys.stderr if json else sys.stdout)
+    except KeyboardInterrupt:
+        typer.echo(f"stopped; `areal-jax resume {folder}` goes on", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+    last = result.metrics[-1] if result.metrics else {}
+    if json:
+        print_json({"run": str(result.folder), "report": str(result.report or ""), "steps": len(result.metrics)} | last)
+        return
+    typer.echo(f"reward {last.get('reward_mean', float('nan')):.3f} after {len(result.metrics)} steps")
+    if result.report:
+        typer.echo(f"report: {result.report}")
+
+
+def _fresh_folder(words: list[str]) -> list[str]:
+    """A newcomer runs the quickstart twice: the second run gets a folder of its own."""
+    if any(word.startswith(("run.dir=", "run.name=")) for word in words):
+        return words
+    number = 1
+    while (name := "quickstart" if number == 1 else f"quickstart-{number}") and (Path("runs") / name).exists():
+        number += 1
+    return [*words, f"run.name={name}"]
+
+
+def _print_plan(plan: dict[str, Any], json: bool) -> None:
+    if json:
+        print_json(plan)
+        return
+    import yaml
+    from rich.console import Console
+    from rich.table import Table
+
+    typer.echo(yaml.safe_dump(plan["config"], sort_keys=False))
+    typer.echo(f"placement: {plan['placement']}; {plan['parameters']:,} parameters")
+    for who, shape in plan["meshes"].items():
+        axes = " x ".join(f"{axis}={size}" for axis, size in shape.items())
+        typer.echo(f"mesh of {who}: {axes}")
+    table = Table("who", "what", "MiB")
+    for row in plan["memory"]:
+        table.add_row(row["who"], row["what"], f"{row['bytes'] / 2**20:,.2f}")
+    Console().print(table)
