@@ -99,8 +99,10 @@ class ControlPlane:
         return self._state.training
 
     def digest(self, version: int) -> str:
-        """What that version was committed with; versions before the oldest kept checkpoint are forgotten."""
-        return self._state.digests[version]
+        """What it was committed with. Raises ControlError if it never was, or before every kept checkpoint."""
+        if version not in (known := self._state.digests):
+            raise ControlError(f"no digest of version {version}; known are those of {sorted(known)}")
+        return known[version]
 
     @property
     def stale_events(self) -> int:
@@ -113,13 +115,7 @@ class ControlPlane:
 
     def awaits(self, sample: SampleId, host: str) -> bool:
         """Would this sample's end be taken now? If not, its payload must not replace the one in store."""
-        group = self._state.groups.get(sample.ordinal)
-        return (
-            group is not None
-            and (group.stage, group.attempt, group.host) == ("decoding", sample.attempt, host)
-            and 0 <= sample.member < self._rules.group_size
-            and group.oldest[sample.member] is None
-        )
+        return self._state.awaits(sample, host)
 
     def waits(self) -> tuple[str, ...]:
         """Who waits for whom, one sentence each: what a driver prints when a deadline passes."""

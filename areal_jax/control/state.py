@@ -80,6 +80,16 @@ class State:
         """Groups admitted and neither complete nor dropped."""
         return len(self.groups) - len(self.complete) - (len(self.training.ordinals) if self.training else 0)
 
+    def awaits(self, sample: SampleId, host: str) -> bool:
+        """Is this sample being decoded on this host?"""
+        group = self.groups.get(sample.ordinal)
+        return (
+            group is not None
+            and (group.stage, group.attempt, group.host) == ("decoding", sample.attempt, host)
+            and 0 <= sample.member < len(group.oldest)
+            and group.oldest[sample.member] is None
+        )
+
     def is_scoring(self, ordinal: int, attempt: int) -> bool:
         group = self.groups.get(ordinal)
         return group is not None and (group.stage, group.attempt) == ("scoring", attempt)

@@ -231,6 +231,17 @@ def test_versions_commit_upwards_and_digests_stay():
     assert plane.handle(e.VersionCommitted(1, "other")) == ()
 
 
+def test_digests_are_known_from_the_oldest_kept_checkpoint_on():
+    plane, _ = plane_of(replace(RULES, keep_checkpoints=1), a=20)
+    complete(plane, 0), complete(plane, 1), train(plane)
+    plane.handle(e.VersionCommitted(1, "d1"))
+    assert (plane.digest(0), plane.digest(1)) == ("d0", "d1")
+    plane.handle(e.CheckpointCommitted(1))
+    with pytest.raises(ControlError, match="no digest of version 0"):
+        plane.digest(0)
+    assert plane.handle(e.VersionCommitted(0, "d0")) == ()
+
+
 def test_hosts_adopt_committed_versions_upwards():
     plane, _ = plane_of(a=20)
     complete(plane, 0), complete(plane, 1), train(plane)
