@@ -99,7 +99,7 @@ class ControlPlane:
         return self._state.training
 
     def digest(self, version: int) -> str:
-        """What it was committed with. Raises ControlError if it never was, or before every kept checkpoint."""
+        """What it was committed with. Raises ControlError if never, or before every checkpoint kept."""
         if version not in (known := self._state.digests):
             raise ControlError(f"no digest of version {version}; known are those of {sorted(known)}")
         return known[version]
