@@ -38,7 +38,8 @@ def open_journal(folder: Path) -> SqliteQueue:
 def audit_run(folder: Path) -> AuditResult:
     """Every ordinal trained once, dropped or in flight, and the invariants, from the journal alone."""
     with open_journal(folder) as journal:
-        return audit(load_config(folder / "config.yaml"), journal.rows())
+        rows = ((row.seq, row.event, row.actions) for row in journal.rows())
+        return audit(load_config(folder / "config.yaml"), rows)
 
 
 def ages(journal: SqliteQueue) -> Ages:

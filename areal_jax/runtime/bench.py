@@ -1,0 +1,265 @@
+"""Measurements of this machine: each beside the limit that the same run measured. Medians, never single figures.
+
+Without settings: the SmolLM2-135M shape with random weights; decode with 16 slots and bf16 weights, update and logprob
+8 x 256 in float32.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from importlib.resources import files
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from areal_jax.config import Config, load_config
+from areal_jax.generation.engine import Engine
+from areal_jax.models.config import model_config
+from areal_jax.models.model import Model
+from areal_jax.plugin import check_settings
+from areal_jax.runtime.api import preset
+from areal_jax.tasks.tokenizers import ByteTokenizer
+from areal_jax.trainer.learner import Learner
+from areal_jax.trainer.state import make_optimizer
+from areal_jax.trajectories.packing import pack
+from areal_jax.types import ArealError, Batch, Group, Prompt, SampleId, Sampling, Trajectory, VersionedParams
+
+PEAK_SIZE = 2048
+BANDWIDTH_BYTES = 2**30
+
+
+def bench(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of one measurement. Raises ArealError for a name or a setting that does not exist."""
+    if name not in BENCHES:
+        raise ArealError(f"no bench {name}; there are: {', '.join(BENCHES)}")
+    check_settings(BENCHES[name], settings, f"bench {name}")
+    return BENCHES[name](**settings)
+
+
+def decode(
+    *, shape: str = "smollm2-135m", slots: int = 16, dtype: str = "bfloat16", prompt: int = 64, tokens: int = 32,
+    decode_steps: int = 8, repeats: int = 5,
+) -> dict[str, Any]:  # fmt: skip
+    """Tokens a second of the whole engine, every slot live: sampling, log-probs, paging, stop detection included.
+
+    The limit of a step is the larger of reading the weights once and multiplying by them for every slot.
+    """
+    model = _model(shape, dtype)
+    engine = Engine(model, slots=slots, length=prompt + tokens + decode_steps, decode_steps=decode_steps)
+    value = VersionedParams(0, jax.tree.map(lambda leaf: leaf.astype(dtype), model.init(0)), "")
+    calls = max(1, tokens // decode_steps)
+
+    def fresh() -> Any:
+        state = engine.init_decode_state()
+        prefix = engine.prefill(params=value, padded_tokens=np.arange(prompt) % 200, true_length=prompt)
+        for slot in range(slots):
+            request = engine.request(SampleId(0, slot), 0, Sampling(max_tokens=engine.length), prompt)
+            state = engine.insert(prefix, state, slot, request=request)
+        return state
+
+    def once() -> float:
+        state = fresh()
+        jax.block_until_ready(state)
+        started = time.perf_counter()
+        for _ in range(calls):
+            state, results = engine.generate(value, state)
+        jax.block_until_ready(results.data)
+        return (time.perf_counter() - started) / (calls * decode_steps)
+
+    once()
+    step_s = [once() for _ in range(repeats)]
+    seconds = statistics.median(step_s)
+    weight_bytes = model.parameter_count * jnp.dtype(dtype).itemsize
+    flops = 2 * model.parameter_count * slots
+    limit_s = max(weight_bytes / _bandwidth(), flops / _peak(dtype))
+    return _figures(shape, dtype, seconds, step_s, slots / seconds) | {
+        "slots": slots,
+        "limit": slots / limit_s,
+        "fraction_of_limit": limit_s / seconds,
+    }
+
+
+def logprob(
+    *, shape: str = "smollm2-135m", rows: int = 8, length: int = 256, dtype: str = "float32", repeats: int = 5
+) -> dict[str, Any]:
+    """Tokens a second of the trainer's scoring pass (proximal log-probs) over full packed rows; 2 N FLOPs a token."""
+    learner, state, batch = _trainer(shape, rows, length, dtype)
+
+    def once() -> float:
+        started = time.perf_counter()
+        jax.block_until_ready(learner.prepare(state, batch))
+        return time.perf_counter() - started
+
+    return _of_peak(shape, dtype, 2, learner.model, batch, once, repeats)
+
+
+def update(
+    *, shape: str = "smollm2-135m", rows: int = 8, length: int = 256, dtype: str = "float32", repeats: int = 5
+) -> dict[str, Any]:
+    """Tokens a second of one update (forward, backward, AdamW) of a micro-batch of full rows; 6 N FLOPs a token."""
+    learner, state, batch = _trainer(shape, rows, length, dtype)
+    batch = learner.prepare(state, batch)
+    states = [state]
+
+    def once() -> float:
+        started = time.perf_counter()
+        state, _ = learner.update(states.pop(), batch)
+        jax.block_until_ready(state.params)
+        states.append(state)
+        return time.perf_counter() - started
+
+    return _of_peak(shape, dtype, 6, learner.model, batch, once, repeats)
+
+
+def loop(*, steps: int = 30, repeats: int = 3, median: float = 12.0, seed: int = 0) -> dict[str, Any]:
+    """Asynchronous against synchronous: the quickstart's model, decode-heavy, same engine, seeds and steps, in turn.
+
+    The sizes of the quickstart, with answers three times as long and 16 of 26 letters more; a row is a third of them.
+    """
+    from areal_jax.runtime.jobs import run
+
+    arms = {"async": ["control.strategy=interruptible"], "sync": ["control.strategy=sync", "control.max_staleness=0"]}
+    speeds: dict[str, list[float]] = {arm: [] for arm in arms}
+    rewards: dict[str, list[float]] = {arm: [] for arm in arms}
+    with tempfile.TemporaryDirectory() as folder:
+        for repeat in range(repeats):
+            for arm, words in arms.items():
+                config = _decode_heavy(steps, median, seed + repeat, f"{folder}/{arm}-{repeat}", words)
+                with open(os.devnull, "w") as silent:
+                    rows = run(config, stream=silent).metrics
+                late = rows[steps // 5 :]  # the first steps compile
+                tokens = sum(row["trained_tokens"] for row in late)
+                speeds[arm].append(tokens / (late[-1]["wall_s"] - rows[steps // 5 - 1]["wall_s"]))
+                rewards[arm].append(statistics.mean(row["reward_mean"] for row in rows[-steps // 4 :]))
+    ratios = [a / s for a, s in zip(speeds["async"], speeds["sync"], strict=True)]
+    seconds = [1 / speed for speed in speeds["async"]]
+    return _figures("tiny", "float32", statistics.median(seconds), seconds, statistics.median(speeds["async"])) | {
+        "sync_tokens_per_s": statistics.median(speeds["sync"]),
+        "async_over_sync": statistics.median(ratios),
+        "async_over_sync_runs": ratios,
+        "final_reward_async": rewards["async"],
+        "final_reward_sync": rewards["sync"],
+        "steps": steps,
+        "slots": 8,
+    }
+
+
+BENCHES: dict[str, Callable[..., dict[str, Any]]] = {
+    "decode": decode,
+    "logprob": logprob,
+    "update": update,
+    "loop": loop,
+}
+
+# --- parts ----------------------------------------------------------------------------------------------------------
+
+
+def _model(shape: str, dtype: str) -> Model:
+    tokenizer = ByteTokenizer()
+    config = model_config(shape, tokenizer.vocab_size, dtype)
+    tokenizer.vocab_size = config.vocab_size  # random weights: the whole vocabulary is sampled and normalised over
+    return Model(config, tokenizer)
+
+
+def _trainer(shape: str, rows: int, length: int, dtype: str) -> tuple[Learner, Any, Batch]:
+    model = _model(shape, dtype)
+    config = load_config("trainer.learning_rate=1e-5")
+    learner = Learner(
+        model, preset("grpo", group_size=rows, kl_coef=0), make_optimizer(config.trainer, 100), rows=rows, length=length
+    )
+    numbers = np.random.default_rng(0)
+    members = tuple(_full_row(i, length, numbers, model.config.vocab_size) for i in range(rows))
+    batch = pack([Group(0, Prompt(tokens=[0]), members)], rows, length)
+    return learner, learner.init(model.init(0)), batch
+
+
+def _full_row(member: int, length: int, numbers: np.random.Generator, vocab_size: int) -> Trajectory:
+    is_sampled = np.arange(length) > 0
+    return Trajectory(
+        SampleId(0, member),
+        numbers.integers(0, vocab_size, length).astype(np.int32),
+        is_sampled,
+        np.where(is_sampled, -10.0, 0.0).astype(np.float32),
+        np.where(is_sampled, 0, -1).astype(np.int32),
+        np.where(is_sampled, 0, -1).astype(np.int32),
+        Sampling(),
+        "stop",
+        reward=float(member % 2),
+    )
+
+
+def _decode_heavy(steps: int, median: float, seed: int, folder: str, words: list[str]) -> Config:
+    recipe = str(files("areal_jax") / "configs" / "quickstart.yaml")
+    return load_config(
+        recipe,
+        f"run.dir={folder}",
+        f"run.steps={steps}",
+        f"run.seed={seed}",
+        f"tasks.countdown.median={median}",
+        "tasks.countdown.letters=26",
+        "generation.max_tokens=28",
+        "trainer.checkpoint_every=1000",
+        "observe.tensorboard=false",
+        "observe.report=false",
+        *words,
+    )
+
+
+def _of_peak(
+    shape: str, dtype: str, flops_a_token: int, model: Model, batch: Batch, once: Callable[[], float], repeats: int
+) -> dict[str, Any]:
+    once()
+    runs = [once() for _ in range(repeats)]
+    seconds, tokens, peak = statistics.median(runs), batch.tokens.size, _peak(dtype)
+    flops = flops_a_token * model.parameter_count * tokens
+    return _figures(shape, dtype, seconds, runs, tokens / seconds) | {
+        "batch": list(batch.tokens.shape),
+        "limit": tokens * peak / flops,
+        "fraction_of_peak": flops / seconds / peak,
+    }
+
+
+def _figures(shape: str, dtype: str, seconds: float, runs: list[float], tokens_per_s: float) -> dict[str, Any]:
+    return {
+        "tokens_per_s": tokens_per_s,
+        "seconds": seconds,
+        "seconds_min": min(runs),
+        "seconds_max": max(runs),
+        "shape": shape,
+        "dtype": dtype,
+        "device": jax.devices()[0].device_kind,
+        "versions": {package: version(package) for package in ("jax", "jaxlib", "flax", "areal-jax")},
+        "load": list(os.getloadavg()),
+        "allocator": os.environ.get("GLIBC_TUNABLES", "default"),
+    }
+
+
+def _median_s(call: Callable[[], Any], repeats: int = 5) -> float:
+    def once() -> float:
+        started = time.perf_counter()
+        jax.block_until_ready(call())
+        return time.perf_counter() - started
+
+    once()
+    return statistics.median(once() for _ in range(repeats))
+
+
+def _peak(dtype: str) -> float:
+    """FLOP/s of a square matrix product read in `dtype`, accumulated in float32."""
+    left = jnp.ones((PEAK_SIZE, PEAK_SIZE), dtype)
+    product = jax.jit(lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32))
+    return 2 * PEAK_SIZE**3 / _median_s(lambda: product(left, left))
+
+
+def _bandwidth() -> float:
+    """Bytes a second of reading one large array."""
+    values = jnp.ones(BANDWIDTH_BYTES // 4, jnp.float32)
+    total = jax.jit(jnp.sum)
+    return BANDWIDTH_BYTES / _median_s(lambda: total(values))
