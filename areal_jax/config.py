@@ -289,6 +289,8 @@ def _impossible(c: Config) -> Iterator[str]:
             f"control.max_token_age={c.control.max_token_age} is below control.max_staleness={c.max_staleness}: groups "
             "admitted in time would start again and again; lower max_staleness or raise max_token_age"
         )
+    if a.group_filter == "signal" and a.group_size == 1:
+        yield "algorithm.group_filter=signal drops every group of algorithm.group_size=1; use none, or larger groups"
     if t.batch_size % a.minibatches:
         yield (
             f"algorithm.minibatches={a.minibatches} does not divide trainer.batch_size={t.batch_size} groups; choose a "

@@ -16,7 +16,8 @@ from areal_jax.types import ArealError
 def load_object(spec: str, builtin: Mapping[str, Any], what: str) -> Any:
     """The object named by `spec`: a key of `builtin` (an object or itself `module:name`), or `module:name`.
 
-    Modules are searched where Python searches, the working folder included. Raises ArealError that names what is wrong.
+    Modules are searched where Python searches, the working folder included. Raises ArealError that names what
+    is wrong.
     """
     if spec in builtin:
         found = builtin[spec]
@@ -24,15 +25,19 @@ def load_object(spec: str, builtin: Mapping[str, Any], what: str) -> Any:
     module_name, colon, name = spec.partition(":")
     if not colon:
         near = difflib.get_close_matches(spec, builtin, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(builtin)}; or module:name of your own"
-        raise ArealError(f"no {what} is called {spec!r}; {hint}")
+        known = f"there are: {', '.join(builtin)}; or module:name of your own"
+        raise ArealError(f"no {what} is called {spec!r}; {f'did you mean {near[0]}?' if near else known}")
+    if not all(part.isidentifier() for part in (*module_name.split("."), name)):
+        raise ArealError(f"{what} {spec!r} is not of the form module:name, as in my_pkg.losses:my_clip")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name and not module_name.startswith(error.name):
-            raise
+        if not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module is there; what it imports is not
         if os.getcwd() in sys.path:
-            raise ArealError(f"{what} {spec!r}: there is no module {module_name}; is its folder on PYTHONPATH?") from None
+            raise ArealError(
+                f"{what} {spec!r}: there is no module {module_name}; is its folder on PYTHONPATH?"
+            ) from None
         sys.path.insert(0, os.getcwd())
         return load_object(spec, builtin, what)
     if not hasattr(module, name):
@@ -47,6 +52,8 @@ def check_settings(function: Callable[..., Any], settings: Mapping[str, Any], ke
 
     `key` is the config key they were given under, for the message.
     """
+    if not callable(function):
+        raise ArealError(f"{key}: {function!r:.80} is not a function; name one by module:name")
     parameters = inspect.signature(function).parameters.values()
     named = {p.name: p for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
     if inspect.isclass(function):
@@ -55,7 +62,8 @@ def check_settings(function: Callable[..., Any], settings: Mapping[str, Any], ke
         if name not in named:
             near = difflib.get_close_matches(name, named, n=1)
             known = f"its settings are: {', '.join(named) or 'none'}"
-            raise ArealError(f"unknown key {key}.{name}; {f'did you mean {key}.{near[0]}?' if near else known}")
+            hint = f"did you mean {key}.{near[0]}?" if near else known
+            raise ArealError(f"unknown key {key}.{name}; {hint}")
     missing = [name for name, p in named.items() if p.default is p.empty and name not in settings]
     if missing:
         raise ArealError(f"{key}.{missing[0]} is required; give it as {key}.{missing[0]}=VALUE")

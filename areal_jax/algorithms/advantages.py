@@ -24,9 +24,10 @@ def group_normalized(
 ) -> Float[Array, "B T"]:
     """(R - mean) / (std + eps), broadcast to every token; mean by `center`, std by `scale`.
 
-    group/group is GRPO (arXiv:2402.03300), group/none Dr.GRPO (arXiv:2503.20783), batch/batch AReaL's global-batch
-    normalisation (arXiv:2505.24298). `ddof` 1 is the sample standard deviation, as the public systems take it; 0 the
-    population's. A group (or batch) whose rewards are all equal gets exactly 0.
+    group/group is GRPO (arXiv:2402.03300), group/none Dr.GRPO (arXiv:2503.20783), batch/batch AReaL's
+    global-batch normalisation (arXiv:2505.24298). `ddof` 1 is the sample standard deviation, as the public
+    systems take it; 0 the population's. Equal rewards, in what gives the mean or in what gives the standard
+    deviation, get exactly 0.
     """
     groups = batch.group_ids
     whole = jnp.zeros_like(groups)
@@ -34,8 +35,8 @@ def group_normalized(
     centred = jnp.where(is_flat, 0.0, rewards - mean)
     if scale == "none":
         return per_token(centred, batch.segment_ids)
-    _, std, _ = _statistics(rewards, groups if scale == "group" else whole, ddof)
-    return per_token(centred / (std + eps), batch.segment_ids)
+    _, std, is_flat = _statistics(rewards, groups if scale == "group" else whole, ddof)
+    return per_token(jnp.where(is_flat, 0.0, centred / (std + eps)), batch.segment_ids)
 
 
 def ones(rewards: Float[Array, " S"], batch: Batch) -> Float[Array, "B T"]:

@@ -10,12 +10,15 @@ from areal_jax.algorithms.losses import LOG_RATIO_BOUND, ratio
 
 
 def kl_loss(
-    logp: Float[Array, "B T"], ref_logp: Float[Array, "B T"], behavior_logp: Float[Array, "B T"], estimator: str
+    logp: Float[Array, "B T"],
+    ref_logp: Float[Array, "B T"],
+    behavior_logp: Float[Array, "B T"],
+    estimator: str,
 ) -> Float[Array, "B T"]:
     """Token estimates of KL(current | reference) whose gradient is exact in expectation under the behaviour policy.
 
-    k2 = (logp - ref)^2 / 2 weighted by sg(exp(logp - behaviour)); k3 = e^d - 1 - d, d = ref - logp, weighted by
-    exp(logp - behaviour), differentiated through. Schulman (joschu.net/blog/kl-approx), arXiv:2510.01555,
+    k2 = (logp - ref)^2 / 2 weighted by sg(exp(logp - behaviour)); k3 = e^d - 1 - d, d = ref - logp, weighted
+    by exp(logp - behaviour), differentiated through. Schulman (joschu.net/blog/kl-approx), arXiv:2510.01555,
     arXiv:2512.21852.
     """
     weight = ratio(logp, behavior_logp)

@@ -1,7 +1,8 @@
 """The one log-prob function: log softmax(z / temperature) over the ids that sampling kept.
 
-The generator calls it on the logits it samples from, the trainer on the logits of a packed row, so that the recorded
-and the recomputed log-prob are the same expression. Symbols: n tokens, V vocabulary, K ids of a support.
+The generator calls it on the logits it samples from, the trainer on the logits of a packed row, so that the
+recorded and the recomputed log-prob are the same expression. Symbols: n tokens, V vocabulary, K ids of a
+support.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def token_stats(
 ) -> TokenStats:
     """Log-prob and entropy of softmax(logits / temperature), renormalised over `support` where one is given.
 
-    `support` rows hold the kept ids, -1 beyond them; a row that keeps nothing (-1 throughout) keeps everything.
-    Temperature 0 is the greedy limit, whose log-prob is reported at temperature 1.
+    `support` rows hold the kept ids, -1 beyond them; a row that keeps nothing (-1 throughout) keeps
+    everything. Temperature 0 is the greedy limit, whose log-prob is reported at temperature 1.
     """
     z = logits.astype(jnp.float32) / jnp.where(temperature > 0, temperature, 1.0)[:, None]
     chosen = jnp.take_along_axis(z, tokens[:, None], axis=-1)[:, 0]
@@ -65,9 +66,9 @@ def packed_stats(
 ) -> TokenStats:
     """`token_stats` of a packed row, (B, T) each: index t describes token t given the tokens before it.
 
-    This is the one place where hidden states shift by a token. A segment's first token has no predecessor: its hidden
-    state is 0, so that it never reads its neighbour's. The LM head runs over `chunk` tokens at a time, so no (B, T, V)
-    array exists, in the backward pass neither.
+    This is the one place where hidden states shift by a token. A segment's first token has no predecessor:
+    its hidden state is 0, so that it never reads its neighbour's. The LM head runs over `chunk` tokens at a
+    time, so no (B, T, V) array exists, in the backward pass neither.
     """
     before = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
     before = jnp.where((positions > 0)[..., None], before, 0.0)

@@ -1,8 +1,8 @@
 """Policy losses: pure functions `loss(now, batch, *, settings) -> (token_loss, metrics)`.
 
-`now` (PolicyOutputs) carries the gradients; arrays are (B, T) float32, unreduced, to be minimised. The framework
-multiplies by `batch.weights * batch.off_policy_weight` and adds up; what a function returns off the loss mask is
-ignored. Metrics are (B, T) arrays, averaged over the loss mask.
+`now` (PolicyOutputs) carries the gradients; arrays are (B, T) float32, unreduced, to be minimised. The
+framework multiplies by `batch.weights * batch.off_policy_weight` and adds up; what a function returns off the
+loss mask is ignored. Metrics are (B, T) arrays, averaged over the loss mask.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ def ppo_clip(
 ) -> tuple[Array, dict[str, Array]]:
     """-min(u A, clip(u, 1 - low, 1 + high) A), u = exp(logp - proximal_logp).
 
-    `dual` > 1 bounds the loss of negative advantages: -max(..., dual A). Centred on the proximal policy it is decoupled
-    PPO's trust region. PPO, Schulman et al. (arXiv:1707.06347); asymmetric clip, DAPO (arXiv:2503.14476); decoupled,
-    Hilton et al. (arXiv:2110.00641), AReaL (arXiv:2505.24298); dual clip, Ye et al. (arXiv:1912.09729).
+    `dual` > 1 bounds the loss of negative advantages: -max(..., dual A). Centred on the proximal policy it is
+    decoupled PPO's trust region. PPO, Schulman et al. (arXiv:1707.06347); asymmetric clip, DAPO
+    (arXiv:2503.14476); decoupled, Hilton et al. (arXiv:2110.00641), AReaL (arXiv:2505.24298); dual clip, Ye
+    et al. (arXiv:1912.09729).
     """
     u = ratio(now.logp, batch.proximal_logp)
     clipped = jnp.clip(u, 1 - low, 1 + high) * batch.advantages

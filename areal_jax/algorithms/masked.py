@@ -1,7 +1,7 @@
 """Reductions and gathers under a mask: the only place that sums over padded arrays.
 
-Off the mask a value may be anything, NaN and infinities included; it is replaced before it is used, so that neither a
-sum nor a gradient sees it.
+Off the mask a value may be anything, NaN and infinities included; it is replaced before it is used, so that
+neither a sum nor a gradient sees it.
 """
 
 from __future__ import annotations

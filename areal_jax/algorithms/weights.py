@@ -1,7 +1,7 @@
 """What multiplies a token's loss: the reduction's weight and the off-policy weight.
 
-Both are computed once, over whole minibatches, before any micro-batch is formed; so micro-batch gradients are plain
-sums and their split cannot matter.
+Both are computed once, over whole minibatches, before any micro-batch is formed; so micro-batch gradients are
+plain sums and their split cannot matter.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def reduction_weights(
         return m / jnp.maximum(tokens.sum() / minibatches, 1)
     lengths = per_sequence(m, segment_ids, sequences)
     own_length = jnp.maximum(per_token(lengths, segment_ids), 1)
-    counted = (m / own_length).reshape(minibatches, -1).sum(1).round()  # sequences with loss tokens, a minibatch
-    share = m / jnp.maximum(counted, 1)[of_minibatch][:, None]
+    with_tokens = (m / own_length).reshape(minibatches, -1).sum(1).round()  # sequences, a minibatch
+    share = m / jnp.maximum(with_tokens, 1)[of_minibatch][:, None]
     if reduction == "sequence_mean":
         return share / own_length
     if reduction == "sequence_sum":

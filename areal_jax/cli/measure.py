@@ -49,7 +49,7 @@ def simtest(
     json: AsJson = False,
 ) -> None:
     """The control plane under simulated schedules and faults."""
-    from areal_jax.runtime.simulated import simtest as simulate_all
+    from areal_jax.runtime.simtest import simtest as simulate_all
 
     figures = simulate_all(schedules, seed)
     if json:

@@ -1,8 +1,8 @@
 """Attention for the one model definition: over packed rows, or over pages of KV.
 
-An attention is called once a layer with that layer's queries, keys and values, and threads a cache through. The two
-forms compute the same softmax; only where keys and values live differs. Shapes: B rows, T tokens, H query heads,
-K kv heads, R = H / K, h head dimension, N slots, C tokens a slot gets in this call.
+An attention is called once a layer with that layer's queries, keys and values, and threads a cache through.
+The two forms compute the same softmax; only where keys and values live differs. Shapes: B rows, T tokens, H
+query heads, K kv heads, R = H / K, h head dimension, N slots, C tokens a slot gets in this call.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class PackedAttention(struct.PyTreeNode):
 class PagedAttention(struct.PyTreeNode):
     """Causal attention of N slots over their own pages; first writes the call's C tokens into them.
 
-    Pages are visited in ascending order with an online softmax, so that the number of visited pages changes no bit:
-    a page beyond a slot's tokens multiplies by 1 and adds 0.
+    Pages are visited in ascending order with an online softmax, so that the number of visited pages changes
+    no bit: a page beyond a slot's tokens multiplies by 1 and adds 0.
     """
 
     table: Int[Array, "N M"]

@@ -33,10 +33,18 @@ class ModelConfig:
     """What matrix products read; they accumulate in float32."""
 
     def __post_init__(self) -> None:
+        for name in ("vocab_size", "layers", "width", "heads", "kv_heads", "head_dim", "mlp_width"):
+            size = getattr(self, name)
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ArealError(f"model: {name}={size!r} is no size; give a whole number from 1 on")
         if self.heads % self.kv_heads:
-            raise ArealError(f"model: kv_heads={self.kv_heads} does not divide heads={self.heads}; choose a divisor")
+            raise ArealError(
+                f"model: kv_heads={self.kv_heads} does not divide heads={self.heads}; choose a divisor"
+            )
         if self.head_dim % 2:
-            raise ArealError(f"model: head_dim={self.head_dim} is odd; rotary embeddings turn pairs, choose an even one")
+            raise ArealError(
+                f"model: head_dim={self.head_dim} is odd; rotary embeddings turn pairs, choose an even one"
+            )
 
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -58,12 +66,15 @@ def model_config(shape: str, vocab_size: int, dtype: str = "float32", **override
     Raises ArealError for a shape or a size that does not exist.
     """
     if shape not in SHAPES:
-        raise ArealError(f"no model.shape={shape}; there are: {', '.join(SHAPES)}")
-    known = {field.name for field in dataclasses.fields(ModelConfig)} - {"dtype"}
+        near = difflib.get_close_matches(shape, SHAPES, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(SHAPES)}"
+        raise ArealError(f"no model.shape={shape}; {hint}")
+    known = sorted({field.name for field in dataclasses.fields(ModelConfig)} - {"dtype"})
     for key in overrides:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
-            raise ArealError(f"unknown key model.overrides.{key}; did you mean {near[0] if near else sorted(known)}?")
+            hint = f"did you mean model.overrides.{near[0]}?" if near else f"there are: {', '.join(known)}"
+            raise ArealError(f"unknown key model.overrides.{key}; {hint}")
     sizes = {**SHAPES[shape], **overrides}
     sizes["vocab_size"] = max(vocab_size, sizes.get("vocab_size", 0))
     return ModelConfig(dtype=dtype, **sizes)

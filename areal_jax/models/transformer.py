@@ -1,9 +1,10 @@
 """The one model definition: a decoder-only transformer (GQA, RoPE, RMSNorm, gated MLP) in Flax NNX.
 
-The trainer's packed forward, the generator's prefill and its decode step are calls of the same `Transformer` with
-another `Attention`. Layers are stacked along a leading axis L and run by a scan. Residuals, norms, rotary embeddings
-and softmax are float32; matrix products read `config.dtype` and accumulate in float32. Logical axis names stand beside
-each parameter's shape and initializer; `parallel.mesh` maps them onto devices.
+The trainer's packed forward, the generator's prefill and its decode step are calls of the same `Transformer`
+with another `Attention`. Layers are stacked along a leading axis L and run by a scan. Residuals, norms,
+rotary embeddings and softmax are float32; matrix products read `config.dtype` and accumulate in float32.
+Logical axis names stand beside each parameter's shape and initializer; `parallel.mesh` maps them onto
+devices.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Meshes, and the rules from a parameter's logical axes to a mesh's.
 
-The trainer's mesh has the axes data, fsdp, tensor, context, expert (the last two reserved at size 1); a generation
-host's has tensor alone.
+The trainer's mesh has the axes data, fsdp, tensor, context, expert (the last two reserved at size 1); a
+generation host's has tensor alone.
 """
 
 from __future__ import annotations

@@ -35,6 +35,9 @@ from areal_jax.trajectories.sqlite import Entry, SqliteQueue
 from areal_jax.types import ArealError, Group, Trajectory
 from areal_jax.weights.memory import MemoryStore
 
+MOST_DROPS = 50
+"""Batches' worth of groups that may be dropped between two trained batches before the run gives up."""
+
 STOP_S = 60.0
 """How long a thread may take to end once told to, beyond the work it is in."""
 
@@ -116,6 +119,7 @@ class LocalRun:
         self._groups: dict[int, Group] = {}
         self._trained: deque[tuple[int, tuple[int, ...]]] = deque()
         self._threads: list[threading.Thread] = []
+        self._drops = 0
 
     # --- from start to end ------------------------------------------------------------------------------------------
 
@@ -205,6 +209,7 @@ class LocalRun:
         """Decide, write down, act: in this order."""
         for action in self._record(messages):
             self._act(action)
+        self._require_progress()
 
     def _record(self, messages: Sequence[tuple[Event, Trajectory | None]]) -> list[Action]:
         entries = []
@@ -218,6 +223,7 @@ class LocalRun:
                 event = self._with_row(event)
             actions = self._control.handle(event)
             self._rows.see(event, actions)
+            self._drops += sum(isinstance(action, e.Drop) for action in actions)
             entries.append(Entry(event, actions, trajectory))
         if entries:
             is_durable = any(isinstance(x.event, (e.CheckpointCommitted, e.VersionCommitted)) for x in entries)
@@ -239,6 +245,7 @@ class LocalRun:
             for ordinal in event.ordinals:
                 del self._groups[ordinal]
             self._trained.append((event.step + 1, event.ordinals))
+            self._drops = 0
         elif isinstance(event, e.CheckpointCommitted):
             self._journal.snapshot(self._journal.last_seq, self._control.snapshot())
             self._forget_trained()
@@ -257,6 +264,16 @@ class LocalRun:
             self._journal.forget(ordinals)
             self._trained.popleft()
             count -= len(ordinals)
+
+    def _require_progress(self) -> None:
+        """Replacements of dropped groups are admitted for ever: a run that only drops has to say so and stop."""
+        if self._drops > MOST_DROPS * self._parts.config.trainer.batch_size:
+            reasons = ", ".join(f"{n} {reason}" for reason, n in self._control.dropped.items())
+            raise ArealError(
+                f"{self._drops} groups were dropped since the last trained batch ({reasons} in all): nothing is left to "
+                "learn from. Look at the rewards in logs/ and with `areal-jax inspect`; no_signal: use an easier task or "
+                "algorithm.group_filter=none; failed_reward: mend the task's score"
+            )
 
     # --- groups -----------------------------------------------------------------------------------------------------
 

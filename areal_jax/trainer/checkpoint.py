@@ -1,7 +1,8 @@
 """Checkpoints of the train state through Orbax: staged, written, verified by digest, committed by a rename.
 
-`checkpoints/<version>/` holds Orbax's `state/` and `manifest.json` with every leaf's digest. A folder without a
-manifest was never committed; one whose leaves do not match it is refused by name and the one before is used.
+`checkpoints/<version>/` holds Orbax's `state/` and `manifest.json` with every leaf's digest. A folder without
+a manifest was never committed; one whose leaves do not match it is refused by name and the one before is
+used.
 """
 
 from __future__ import annotations

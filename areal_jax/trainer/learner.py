@@ -1,8 +1,9 @@
 """`prepare` and `update` of one algorithm: pure functions of (state, batch), jitted and sharded, state donated.
 
-A batch is scored, then given advantages and weights as a whole (`prepare`); then each micro-batch adds its gradient
-(`accumulate`) and each minibatch takes an optimiser step (`apply`). `update` is exactly that loop, so a driver that
-runs decode calls between micro-batches computes the same bits. Shapes: R rows of T tokens a micro-batch, S sequences.
+A batch is scored, then given advantages and weights as a whole (`prepare`); then each micro-batch adds its
+gradient (`accumulate`) and each minibatch takes an optimiser step (`apply`). `update` is exactly that loop,
+so a driver that runs decode calls between micro-batches computes the same bits. Shapes: R rows of T tokens a
+micro-batch, S sequences.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class Learner:
         self._split = jax.jit(self._split_batch)
         self._zeros = jax.jit(self._zero_sums, out_shardings=(self.state_shardings.params, self._whole))
 
-    # --- state ------------------------------------------------------------------------------------------------------
+    # --- state ----------------------------------------------------------------------------------------------
 
     def _place_state(self) -> None:
         params = param_shardings(self.model.logical_axes, self.model.abstract_params, self.mesh)
@@ -134,7 +135,7 @@ class Learner:
         """A copy that outlives the state."""
         return wire_copy(self.versioned(state), "float32")
 
-    # --- prepare ----------------------------------------------------------------------------------------------------
+    # --- prepare --------------------------------------------------------------------------------------------
 
     def prepare(self, state: TrainState, batch: Batch, between: Callable[[Array], None] | None = None) -> Batch:
         """The batch with proximal log-probs, advantages, weights and off-policy weights, on the trainer's mesh.
@@ -212,15 +213,15 @@ class Learner:
         off_policy, _ = off_policy_weight(proximal, behavior, mask, a.off_policy, a.off_policy_cap)
         return batch._replace(advantages=masked.keep(advantages, mask), weights=weights, off_policy_weight=off_policy)
 
-    # --- update -----------------------------------------------------------------------------------------------------
+    # --- update ---------------------------------------------------------------------------------------------
 
     def update(
         self, state: TrainState, batch: Batch, between: Callable[[Array], None] | None = None
     ) -> tuple[TrainState, dict[str, float]]:
         """Train one prepared batch: every micro-batch accumulated, an optimiser step a minibatch. `state` is donated.
 
-        `between` is called after each program with something of its result to block on: where one device also serves,
-        that is when others get their turn.
+        `between` is called after each program with something of its result to block on: where one device also
+        serves, that is when others get their turn.
         """
         metrics = []
         minibatches = self.micro_batches(batch)

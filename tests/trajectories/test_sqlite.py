@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import sqlite3
@@ -84,6 +85,12 @@ def test_an_event_and_its_payload_are_written_together_or_not_at_all(queue: Sqli
     bad = Entry(BatchTrained(0, (0,), "d", {"array": np.zeros(3)}))
     with pytest.raises(TypeError, match="ndarray"):
         queue.append([finished(SampleId(0, 0)), bad])
+    assert (queue.last_seq, list(queue.rows())) == (0, [])
+    # This one fails within the transaction: the events are in, the payload's key is too large for SQLite.
+    one = finished(SampleId(0, 0))
+    large = dataclasses.replace(one.trajectory, sample=SampleId(2**63, 0))
+    with pytest.raises(OverflowError):
+        queue.append([one, Entry(one.event, (), large)])
     assert (queue.last_seq, list(queue.rows())) == (0, [])
     with pytest.raises(JournalError, match="no trajectory"):
         queue.trajectory(SampleId(0, 0))
