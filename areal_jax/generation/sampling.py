@@ -1,8 +1,8 @@
 """Choosing a token without sorting the vocabulary, from counted randomness.
 
-Truncation thresholds (top-k, top-p) are found by bisection over the ordered bits of float32: 32 passes, exact. The
-draw is an inverse CDF in two levels with a uniform each, so that a float32 cumulative sum never runs over the whole
-vocabulary. Symbols: N slots, V vocabulary, K ids of a support.
+Truncation thresholds (top-k, top-p) are found by bisection over the ordered bits of float32: 32 passes,
+exact. The draw is an inverse CDF in two levels with a uniform each, so that a float32 cumulative sum never
+runs over the whole vocabulary. Symbols: N slots, V vocabulary, K ids of a support.
 """
 
 from __future__ import annotations
@@ -16,20 +16,25 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from areal_jax.types import ArealError
 
 BLOCK = 128
+GENERATOR = "threefry2x32"  # named, so that no setting of jax changes what a key draws
 
 
-def sample_key(seed: Int[Array, ""], ordinal: Int[Array, ""], member: Int[Array, ""], attempt: Int[Array, ""]) -> Array:
-    """The key of one sample, as key data (2,) uint32; a function of these four numbers alone."""
-    key = jax.random.key(seed)
+def sample_key(
+    seed: Int[Array, ""], ordinal: Int[Array, ""], member: Int[Array, ""], attempt: Int[Array, ""]
+) -> UInt32[Array, "2"]:
+    """The key of one sample, as key data; a function of these four numbers alone."""
+    key = jax.random.key(seed, impl=GENERATOR)
     for number in (ordinal, member, attempt):
         key = jax.random.fold_in(key, number)
     return jax.random.key_data(key)
 
 
 def require_counted_randomness() -> None:
-    if not jax.config.jax_threefry_partitionable:  # type: ignore[attr-defined]
+    """Raises ArealError where draws would depend on the sharding."""
+    if not jax.config.jax_threefry_partitionable:  # pyright: ignore[reportAttributeAccessIssue]
         raise ArealError(
-            "jax_threefry_partitionable is off: sharded hosts would draw other tokens than one device does; set it on"
+            "jax_threefry_partitionable is off: sharded hosts would draw other tokens than one device does; "
+            "set it on"
         )
 
 
@@ -37,7 +42,8 @@ def uniforms(keys: UInt32[Array, "N 2"], positions: Int[Array, " N"]) -> Float[A
     """Two uniforms for the token at each position: fold_in(key of the sample, position)."""
 
     def one(key: Array, position: Array) -> Array:
-        return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key), position), (2,))
+        own = jax.random.wrap_key_data(key, impl=GENERATOR)
+        return jax.random.uniform(jax.random.fold_in(own, position), (2,))
 
     return jax.vmap(one)(keys, positions)
 
@@ -53,8 +59,9 @@ def draw(
 ) -> tuple[Int[Array, " N"], Int[Array, "N K"] | None]:
     """A token a slot, and the ids it was drawn from (-1 beyond them, and throughout where nothing was cut).
 
-    Order of truncation: top-k, then top-p of what is left, then min-p. Ties at a threshold are kept. Temperature 0 is
-    the likeliest kept id. With support_size 0 no support is returned; a kept set larger than support_size is cut to it.
+    Order of truncation: top-k, then top-p of what is left, then min-p. Ties at a threshold are kept.
+    Temperature 0 is the likeliest kept id. With support_size 0 no support is returned; otherwise a kept set
+    larger than support_size is cut to its likeliest ids, lower ids first among equals.
     """
     z = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
     is_cut = (top_k > 0) | (top_p < 1.0) | (min_p > 0.0)
@@ -69,7 +76,11 @@ def draw(
     if not support_size:
         return tokens, None
     values, ids = jax.lax.top_k(z, support_size)
-    return tokens, jnp.where(is_cut[:, None] & (values > -jnp.inf), ids, -1)
+    # Ties may keep more ids than the support has room for: a cut slot draws from the support itself.
+    place = jnp.where(temperature > 0, _inverse_cdf(values, randoms), 0)
+    inside = jnp.take_along_axis(ids, place[:, None], axis=1)[:, 0]
+    support = jnp.where(is_cut[:, None] & (values > -jnp.inf), ids, -1)
+    return jnp.where(is_cut, inside, tokens), support
 
 
 def _truncate(
@@ -87,6 +98,7 @@ def _truncate(
 
 def _ordered_bits(z: Float[Array, "N V"]) -> UInt32[Array, "N V"]:
     """float32 as uint32 in the same order."""
+    z = jnp.where(z == 0, 0.0, z)  # -0 equals 0
     bits = jax.lax.bitcast_convert_type(z.astype(jnp.float32), jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
@@ -112,8 +124,12 @@ def _inverse_cdf(z: Float[Array, "N V"], randoms: Float[Array, "N 2"]) -> Int[Ar
 
 
 def _pick(weights: Float[Array, "N n"], random: Float[Array, " N"]) -> Int[Array, " N"]:
-    """Index i with probability weights[i] / sum; never one of weight 0, also when random * sum rounds up to the sum."""
+    """Index i with probability weights[i] / sum; never one of weight 0.
+
+    A cumulative sum computed in parallel is not monotone to the last bit, and random * sum may round up to
+    the sum: so the weight itself is asked too.
+    """
     below = jnp.cumsum(weights, axis=-1)
-    index = (below <= random[:, None] * below[:, -1:]).sum(-1)
+    is_hit = (below > random[:, None] * below[:, -1:]) & (weights > 0)
     last = weights.shape[-1] - 1 - jnp.argmax(weights[:, ::-1] > 0, axis=-1)
-    return jnp.minimum(index, last)
+    return jnp.where(is_hit.any(-1), jnp.argmax(is_hit, axis=-1), last)
