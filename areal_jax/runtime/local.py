@@ -214,6 +214,8 @@ class LocalRun:
     def _record(self, messages: Sequence[tuple[Event, Trajectory | None]]) -> list[Action]:
         entries = []
         for event, trajectory in messages:
+            if isinstance(event, e.SampleFinished) and not self._control.awaits(event.sample, event.host):
+                trajectory = None  # too late: its payload must not stand in for the one that counts
             if trajectory is not None:
                 sample = trajectory.sample
                 self._members.setdefault((sample.ordinal, sample.attempt), {}).setdefault(sample.member, trajectory)

@@ -1,0 +1,192 @@
+"""The local driver end to end: what would break is the whole point of the system."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from tests.runtime.small import small
+
+from areal_jax.config import Config
+from areal_jax.generation.rollout import rollout
+from areal_jax.observe.metrics import REQUIRED
+from areal_jax.runtime.assembly import assemble
+from areal_jax.runtime.jobs import resume, run
+from areal_jax.runtime.reading import audit_run, open_journal
+from areal_jax.tasks.countdown import Countdown
+from areal_jax.trajectories.packing import pack
+from areal_jax.types import ArealError
+from areal_jax.weights.digest import digest
+
+SYNC = ("control.strategy=sync", "control.max_staleness=0")
+
+
+def start(config: Config, **kwargs):
+    return run(config, stream=io.StringIO(), **kwargs)
+
+
+def plain_loop(config: Config) -> list[str]:
+    """The synchronous loop of the extension page: what η = 0 has to reproduce bit for bit."""
+    parts = assemble(config)
+    engine, learner, state = parts.engine(0), parts.learner, parts.first_state()
+    digests = []
+    size = config.trainer.batch_size
+    for step in range(config.run.steps):
+        groups = rollout(
+            engine,
+            learner.publish(state),
+            parts.tasks,
+            range(step * size, (step + 1) * size),
+            config.algorithm.group_size,
+            config.run.seed,
+            config.generation.sampling,
+        )
+        batch = pack(groups, config.trainer.rows, config.row_length, config.algorithm.minibatches)
+        state, _ = learner.update(state, learner.prepare(state, batch))
+        digests.append(digest(state.params))
+    return digests
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory) -> list[str]:
+    return plain_loop(small(tmp_path_factory.mktemp("plain"), *SYNC, "algorithm.minibatches=2"))
+
+
+@pytest.mark.parametrize("placement", ["split", "shared"])
+@pytest.mark.parametrize("strategy", ["sync", "interruptible"])
+def test_eta_0_is_bit_identical_to_the_plain_loop(tmp_path, oracle, placement, strategy):
+    config = small(
+        tmp_path / "run",
+        f"control.strategy={strategy}",
+        "control.max_staleness=0",
+        "algorithm.minibatches=2",
+        f"runtime.placement={placement}",
+    )
+    rows = start(config).metrics
+    assert [row["params_digest"] for row in rows] == oracle
+    assert len(set(oracle)) == config.run.steps
+    assert {row["token_age_max"] for row in rows} == {0}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """An asynchronous run with long answers and few slots, so that samples are interrupted."""
+    folder = tmp_path_factory.mktemp("async") / "run"
+    start(small(folder, "run.steps=8", "control.max_staleness=2", "runtime.placement=split"))
+    return folder
+
+
+def test_an_asynchronous_run_interrupts_mixes_ages_and_audits_clean(finished):
+    from areal_jax.observe.metrics import read_rows
+
+    rows = read_rows(finished)
+    assert [row["step"] for row in rows] == list(range(8))
+    assert all(name in row for row in rows for name in REQUIRED)
+    assert sum(row["interruptions"] for row in rows) > 0
+    assert max(row["token_age_max"] for row in rows) >= 1
+    assert max(row["head_age_mean"] for row in rows) <= 2 + 1  # the gate bounds the mean, a step may lie above it
+    assert len({row["params_digest"] for row in rows}) == 8
+    assert audit_run(finished).to_json() == {
+        "ok": True, "trained": 32, "dropped": {}, "in_flight": 0, "violations": [],
+    }  # fmt: skip
+
+
+def test_every_recorded_log_prob_is_the_one_of_its_version(finished, tmp_path):
+    """Kept parameters of every version would be needed for the whole run; version 0 is known from the seed."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    from areal_jax.algorithms.logprobs import packed_stats
+    from areal_jax.models.attention import PackedAttention
+
+    parts = assemble(small(tmp_path / "x"))
+    params = parts.first_state().params
+    seen = 0
+    with open_journal(finished) as journal:
+        for t in journal.group(0, 0, 4):
+            length = parts.config.row_length
+            tokens = np.zeros((1, length), np.int32)
+            tokens[0, : len(t.tokens)] = t.tokens
+            positions = np.arange(length)[None]
+            hidden, _ = parts.model.hidden(
+                params, tokens, positions, PackedAttention(jnp.ones_like(jnp.asarray(tokens)))
+            )
+            stats = packed_stats(
+                hidden,
+                jnp.asarray(tokens),
+                jnp.asarray(positions),
+                jnp.ones(tokens.shape),
+                lambda h: parts.model.logits(params, h),
+                None,
+                length,
+            )
+            of_version_0 = t.versions == 0
+            seen += int(of_version_0.sum())
+            gap = np.abs(np.asarray(stats.logp)[0, : len(t.tokens)] - t.behavior_logp)[of_version_0]
+            assert gap.max() <= 1e-4
+    assert seen > 0
+
+
+def test_a_finished_run_goes_on_when_asked_for_more_steps(finished):
+    result = resume(finished, ["run.steps=10"], stream=io.StringIO())
+    assert [row["step"] for row in result.metrics] == list(range(10))
+    assert audit_run(finished).to_json()["trained"] == 40
+    assert audit_run(finished).ok
+
+
+def test_a_folder_is_never_used_twice(finished):
+    with pytest.raises(ArealError, match=r"exists; choose another run\.name"):
+        start(small(finished))
+
+
+def test_resume_refuses_what_changes_the_past(finished):
+    with pytest.raises(ArealError, match=r"trainer\.learning_rate=1: a resumed run takes only"):
+        resume(finished, ["trainer.learning_rate=1"])
+    with pytest.raises(ArealError, match="is not a run's folder"):
+        resume(finished / "logs")
+
+
+class HalfFails(Countdown):
+    """Every second prompt cannot be scored."""
+
+    def score(self, prompt, completion):
+        if ord(prompt.text[0]) % 2:
+            raise ValueError("no verdict")
+        return super().score(prompt, completion)
+
+
+def test_eta_0_with_half_of_all_groups_dropped_does_not_stall(tmp_path):
+    config = small(tmp_path / "run", "control.max_staleness=0", "run.steps=3")
+    rows = start(config, tasks=[HalfFails()]).metrics
+    result = audit_run(tmp_path / "run")
+    assert result.ok and result.trained == 12 and result.dropped["failed_reward"] >= 4
+    assert sum(row["failed_rewards"] for row in rows) >= 2 * sum(row["dropped"] for row in rows) >= 8
+    assert {row["token_age_max"] for row in rows} == {0}
+
+
+class AlwaysFails(Countdown):
+    def score(self, prompt, completion):
+        return float("nan")
+
+
+def test_a_run_that_only_drops_stops_and_says_why(tmp_path, monkeypatch):
+    monkeypatch.setattr("areal_jax.runtime.local.MOST_DROPS", 2)
+    with pytest.raises(ArealError, match=r"groups were dropped since the last trained batch \(\d+ failed_reward"):
+        start(small(tmp_path / "run", "run.steps=3"), tasks=[AlwaysFails()])
+    assert audit_run(tmp_path / "run").ok
+
+
+class Hangs(Countdown):
+    def score(self, prompt, completion):
+        while prompt.text[0] == "b":
+            pass
+        return super().score(prompt, completion)
+
+
+def test_a_reward_that_hangs_times_out_and_costs_only_its_group(tmp_path):
+    config = small(tmp_path / "run", "run.steps=2", "runtime.reward_timeout_s=0.5", "runtime.reward_workers=2")
+    rows = start(config, tasks=[Hangs()]).metrics
+    result = audit_run(tmp_path / "run")
+    assert result.ok and result.trained == 8
+    assert len(rows) == 2
