@@ -69,7 +69,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def preset_settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The `algorithm` section with its preset's defaults under what was given. Raises ValueError for no such preset."""
+    """The `algorithm` section: what was given, over its preset's. Raises ValueError for no such preset."""
     name = given.get("preset", "grpo")
     if name not in PRESETS:
         near = difflib.get_close_matches(str(name), PRESETS, n=1)

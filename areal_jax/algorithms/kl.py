@@ -1,4 +1,4 @@
-"""KL to the reference policy as a loss term, importance-weighted so that its gradient is right off-policy too."""
+"""KL to the reference policy as a loss term, weighted so that its gradient is right off-policy too."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def kl_loss(
     behavior_logp: Float[Array, "B T"],
     estimator: str,
 ) -> Float[Array, "B T"]:
-    """Token estimates of KL(current | reference) whose gradient is exact in expectation under the behaviour policy.
+    """Token estimates of KL(current | reference), their gradient exact in expectation under the behaviour.
 
     k2 = (logp - ref)^2 / 2 weighted by sg(exp(logp - behaviour)); k3 = e^d - 1 - d, d = ref - logp, weighted
     by exp(logp - behaviour), differentiated through. Schulman (joschu.net/blog/kl-approx), arXiv:2510.01555,

@@ -35,6 +35,8 @@ def per_token(values: Float[Array, " S"], segment_ids: Int[Array, "B T"]) -> Flo
     return jnp.concatenate([jnp.zeros_like(values[:1]), values])[segment_ids]
 
 
-def per_sequence(values: Float[Array, "B T"], segment_ids: Int[Array, "B T"], sequences: int) -> Float[Array, " S"]:
+def per_sequence(
+    values: Float[Array, "B T"], segment_ids: Int[Array, "B T"], sequences: int
+) -> Float[Array, " S"]:
     """Sum over each sequence's tokens."""
     return jax.ops.segment_sum(values.ravel(), segment_ids.ravel(), sequences + 1)[1:]

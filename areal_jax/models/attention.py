@@ -36,7 +36,10 @@ class KVPages(struct.PyTreeNode):
     v: Float[Array, "L P page K h"]
 
     @classmethod
-    def zeros(cls, layers: int, pages: int, page_tokens: int, kv_heads: int, head_dim: int, dtype: str) -> KVPages:
+    def zeros(
+        cls, layers: int, pages: int, page_tokens: int, kv_heads: int, head_dim: int, dtype: str
+    ) -> KVPages:
+        """`pages` of them, and the scratch page."""
         shape = (layers, pages + 1, page_tokens, kv_heads, head_dim)
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
@@ -46,7 +49,7 @@ class KVPages(struct.PyTreeNode):
 
 
 class PackedAttention(struct.PyTreeNode):
-    """Causal attention inside each segment of a packed row; no [B, H, T, T] array for rows beyond QUERY_BLOCK."""
+    """Causal attention inside each segment of a packed row; no [B, H, T, T] array beyond QUERY_BLOCK."""
 
     segment_ids: Int[Array, "B T"]
 
@@ -54,16 +57,18 @@ class PackedAttention(struct.PyTreeNode):
         rows, length, heads, head_dim = q.shape
         kv_heads = k.shape[2]
         q = q.reshape(rows, length, kv_heads, heads // kv_heads, head_dim)
-        if length <= QUERY_BLOCK or length % QUERY_BLOCK:
+        if length <= QUERY_BLOCK:
             return self._attend(q, k, v, jnp.arange(length)).reshape(rows, length, heads, head_dim), None
+        blocks = -(-length // QUERY_BLOCK)
+        q = jnp.pad(q, ((0, 0), (0, blocks * QUERY_BLOCK - length), (0, 0), (0, 0), (0, 0)))
 
         @jax.checkpoint
         def one_block(start: Array) -> Array:
             block = jax.lax.dynamic_slice_in_dim(q, start, QUERY_BLOCK, axis=1)
-            return self._attend(block, k, v, start + jnp.arange(QUERY_BLOCK))
+            return self._attend(block, k, v, jnp.minimum(start + jnp.arange(QUERY_BLOCK), length - 1))
 
-        out = jax.lax.map(one_block, jnp.arange(0, length, QUERY_BLOCK))  # (blocks, B, block, K, R, h)
-        return jnp.moveaxis(out, 0, 1).reshape(rows, length, heads, head_dim), None
+        out = jax.lax.map(one_block, jnp.arange(blocks) * QUERY_BLOCK)  # (blocks, B, block, K, R, h)
+        return jnp.moveaxis(out, 0, 1).reshape(rows, -1, heads, head_dim)[:, :length], None
 
     def _attend(self, q: Array, k: Array, v: Array, at: Int[Array, " Q"]) -> Float[Array, "B Q K R h"]:
         same = self.segment_ids[:, at, None] == self.segment_ids[:, None, :]
@@ -92,7 +97,8 @@ class PagedAttention(struct.PyTreeNode):
         page = jnp.take_along_axis(self.table, self.positions // page_tokens, axis=1)
         page = jnp.where(self.is_written, page, 0)
         at = (layer, page, self.positions % page_tokens)
-        cache = KVPages(cache.k.at[at].set(k.astype(cache.k.dtype)), cache.v.at[at].set(v.astype(cache.v.dtype)))
+        keys, values = k.astype(cache.k.dtype), v.astype(cache.v.dtype)
+        cache = KVPages(cache.k.at[at].set(keys), cache.v.at[at].set(values))
         q = q.reshape(slots, tokens, kv_heads, heads // kv_heads, head_dim)
 
         def visit(block: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:

@@ -51,11 +51,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tiny": dict(layers=2, width=64, heads=4, kv_heads=4, head_dim=16, mlp_width=256),
     "5m": dict(layers=6, width=256, heads=8, kv_heads=4, head_dim=32, mlp_width=704),
     "smollm2-135m": dict(
-        layers=30, width=576, heads=9, kv_heads=3, head_dim=64, mlp_width=1536, rope_theta=100_000.0, vocab_size=49_152
+        layers=30, width=576, heads=9, kv_heads=3, head_dim=64, mlp_width=1536, rope_theta=100_000.0,
+        vocab_size=49_152,
     ),
     "qwen2.5-1.5b": dict(
-        layers=28, width=1536, heads=12, kv_heads=2, head_dim=128, mlp_width=8960, rope_theta=1e6, norm_eps=1e-6,
-        has_qkv_bias=True, vocab_size=151_936,
+        layers=28, width=1536, heads=12, kv_heads=2, head_dim=128, mlp_width=8960, rope_theta=1e6,
+        norm_eps=1e-6, has_qkv_bias=True, vocab_size=151_936,
     ),
 }  # fmt: skip
 

@@ -21,7 +21,7 @@ Params = Any
 
 @dataclass(frozen=True)
 class Model:
-    """The definition as pure functions of params. Hashable, so that it can be closed over by jitted functions."""
+    """The definition as pure functions of params; hashable, so that jitted functions can close over it."""
 
     config: ModelConfig
     tokenizer: Any
@@ -65,7 +65,7 @@ class Model:
         return nnx.merge(self._abstract[0], params)(tokens, positions, attend, cache, remat)
 
     def logits(self, params: Params, hidden: Float[Array, "n D"]) -> Float[Array, "n V"]:
-        """Float32 logits; ids at and beyond the tokenizer's vocabulary are never sampled nor normalised over."""
+        """Float32 logits; ids beyond the tokenizer's vocabulary are neither sampled nor normalised over."""
         logits = nnx.merge(self._abstract[0], params).logits(hidden)
         known = self.tokenizer.vocab_size
         if known == self.config.vocab_size:

@@ -48,7 +48,7 @@ def rotate(x: Float[Array, "B T H h"], positions: Int[Array, "B T"], theta: floa
 
 
 def project(x: Float[Array, "... I"], weight: Array, dtype: str) -> Float[Array, "... O"]:
-    """x @ weight in `dtype` with float32 accumulation; two-dimensional, which is the form CPUs have kernels for."""
+    """x @ weight in `dtype` with float32 accumulation; two-dimensional, as CPU kernels want it."""
     flat = weight.reshape(x.shape[-1], -1).astype(dtype)
     out = jnp.dot(x.reshape(-1, x.shape[-1]).astype(dtype), flat, preferred_element_type=jnp.float32)
     return out.reshape(*x.shape[:-1], -1)
@@ -58,11 +58,14 @@ class SelfAttention(nnx.Module):
     def __init__(self, c: ModelConfig, rngs: nnx.Rngs) -> None:
         self.config = nnx.static(c)
         scale = c.width**-0.5
+        kv_shape, kv_axes = (c.width, c.kv_heads, c.head_dim), ("embed", "kv_heads", "head_dim")
         self.q = _param(rngs.params(), (c.width, c.heads, c.head_dim), ("embed", "heads", "head_dim"), scale)
-        self.k = _param(rngs.params(), (c.width, c.kv_heads, c.head_dim), ("embed", "kv_heads", "head_dim"), scale)
-        self.v = _param(rngs.params(), (c.width, c.kv_heads, c.head_dim), ("embed", "kv_heads", "head_dim"), scale)
-        out_scale = (2 * c.layers * c.heads * c.head_dim) ** -0.5
-        self.out = _param(rngs.params(), (c.heads, c.head_dim, c.width), ("heads", "head_dim", "embed"), out_scale)
+        self.k = _param(rngs.params(), kv_shape, kv_axes, scale)
+        self.v = _param(rngs.params(), kv_shape, kv_axes, scale)
+        scale = (2 * c.layers * c.heads * c.head_dim) ** -0.5
+        self.out = _param(
+            rngs.params(), (c.heads, c.head_dim, c.width), ("heads", "head_dim", "embed"), scale
+        )
         if c.has_qkv_bias:
             self.q_bias = _zeros((c.heads, c.head_dim), ("heads", "head_dim"))
             self.k_bias = _zeros((c.kv_heads, c.head_dim), ("kv_heads", "head_dim"))
@@ -70,7 +73,9 @@ class SelfAttention(nnx.Module):
         if c.has_qk_norm:
             self.q_norm, self.k_norm = _ones(c.head_dim, "head_dim"), _ones(c.head_dim, "head_dim")
 
-    def __call__(self, layer: Array, x: Array, positions: Array, attend: Attention, cache: Any) -> tuple[Array, Any]:
+    def __call__(
+        self, layer: Array, x: Array, positions: Array, attend: Attention, cache: Any
+    ) -> tuple[Array, Any]:
         c = self.config
         q, k, v = (
             project(x, weight[...], c.dtype).reshape(*x.shape[:-1], *weight.shape[1:])
@@ -110,9 +115,12 @@ class Block(nnx.Module):
         self.mlp_norm = _ones(c.width, "embed")
         self.mlp = GatedMLP(c, rngs)
 
-    def __call__(self, layer: Array, x: Array, positions: Array, attend: Attention, cache: Any) -> tuple[Array, Any]:
+    def __call__(
+        self, layer: Array, x: Array, positions: Array, attend: Attention, cache: Any
+    ) -> tuple[Array, Any]:
         eps = self.config.norm_eps
-        mixed, cache = self.attention(layer, rms_norm(x, self.attention_norm[...], eps), positions, attend, cache)
+        normed = rms_norm(x, self.attention_norm[...], eps)
+        mixed, cache = self.attention(layer, normed, positions, attend, cache)
         x = x + mixed
         return x + self.mlp(rms_norm(x, self.mlp_norm[...], eps)), cache
 
@@ -133,7 +141,12 @@ class Transformer(nnx.Module):
             self.head = _param(rngs.params(), (c.width, c.vocab_size), ("embed", "vocab"), c.width**-0.5)
 
     def __call__(
-        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: Attention, cache: Any, remat: bool
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        attend: Attention,
+        cache: Any,
+        remat: bool,
     ) -> tuple[Float[Array, "B T D"], Any]:
         """Hidden states after the last norm, and the cache with these tokens in it."""
         graph, layers = nnx.split(self.blocks)

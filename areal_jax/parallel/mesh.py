@@ -28,14 +28,14 @@ ROWS = PartitionSpec(("data", "fsdp"))
 """How a batch's rows lie on the trainer's mesh."""
 
 
-def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device], who: str) -> Mesh:
+def make_mesh(shape: Mapping[str, int], devices: Sequence[Any], who: str) -> Mesh:
     """A mesh of `shape` over the first devices. Raises ArealError when there are too few."""
     needed = int(np.prod(list(shape.values())))
     if needed > len(devices):
         axes = " x ".join(f"{axis}={size}" for axis, size in shape.items() if size > 1)
         raise ArealError(
-            f"{who}'s mesh {axes or 'of one device'} needs {needed} devices, there are {len(devices)}; make it "
-            "smaller, or on a CPU raise the number of virtual devices (runtime.placement=split makes them)"
+            f"{who}'s mesh {axes or 'of one device'} needs {needed} devices, there are {len(devices)}; make "
+            "it smaller, or on a CPU raise the number of virtual devices (runtime.placement=split makes them)"
         )
     return Mesh(np.array(devices[:needed]).reshape(tuple(shape.values())), tuple(shape))
 

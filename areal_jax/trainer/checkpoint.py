@@ -1,8 +1,7 @@
 """Checkpoints of the train state through Orbax: staged, written, verified by digest, committed by a rename.
 
 `checkpoints/<version>/` holds Orbax's `state/` and `manifest.json` with every leaf's digest. A folder without
-a manifest was never committed; one whose leaves do not match it is refused by name and the one before is
-used.
+a manifest was never committed; one whose leaves do not match it is refused by name, and the one before is used.
 """
 
 from __future__ import annotations
@@ -43,17 +42,23 @@ class Checkpointer:
         self._folder, self._keep = folder, keep
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
+        self._last_saved: int | None = None
         folder.mkdir(parents=True, exist_ok=True)
 
     def save(self, state: TrainState, on_commit: Callable[[int], None], deadline_s: float) -> None:
-        """Write `state`; `on_commit(version)` is called from the writer once it is whole on disk."""
+        """Write `state`; `on_commit(version)` is called from the writer once it is whole on disk.
+
+        Does nothing for the version saved last. One that lies there from an earlier process is written anew:
+        it may be the damaged one for whose sake that version was trained again.
+        """
         self.wait(deadline_s)
         version = int(state.version)
-        if (self._folder / str(version) / MANIFEST).exists():
+        if version == self._last_saved:
             return
         digests = leaf_digests(state)
         on_host = jax.device_get(state)
         self._pending = self._writer.submit(self._write, version, on_host, digests, on_commit)
+        self._last_saved = version
 
     def wait(self, deadline_s: float) -> None:
         """Until the write under way is committed; raises what it raised, CheckpointError at the deadline."""
@@ -63,7 +68,8 @@ class Checkpointer:
             self._pending.result(timeout=deadline_s)
         except TimeoutError:
             raise CheckpointError(
-                f"writing a checkpoint to {self._folder} took longer than {deadline_s:.0f} s; is the disk full or gone?"
+                f"writing a checkpoint to {self._folder} took longer than {deadline_s:.0f} s; is the disk "
+                "full or gone?"
             ) from None
         self._pending = None
 
@@ -75,12 +81,13 @@ class Checkpointer:
         """Committed versions, oldest first."""
         return committed(self._folder)
 
-    def _write(self, version: int, state: Any, digests: dict[str, str], on_commit: Callable[[int], None]) -> None:
+    def _write(
+        self, version: int, state: Any, digests: dict[str, str], on_commit: Callable[[int], None]
+    ) -> None:
         import orbax.checkpoint as ocp
 
         staged, final = self._folder / f".staged-{version}", self._folder / str(version)
         shutil.rmtree(staged, ignore_errors=True)
-        shutil.rmtree(final, ignore_errors=True)  # a folder without a manifest, from a crash
         staged.mkdir()
         with ocp.PyTreeCheckpointer(use_ocdbt=True) as checkpointer:
             checkpointer.save((staged / "state").absolute(), to_plain(state))
@@ -89,11 +96,17 @@ class Checkpointer:
             json.dump(manifest, file)
             file.flush()
             os.fsync(file.fileno())
+        shutil.rmtree(final, ignore_errors=True)
         staged.rename(final)
         _fsync(self._folder)
-        for old in self.kept()[: -self._keep]:
-            shutil.rmtree(self._folder / str(old))
+        self._prune(version)
         on_commit(version)
+
+    def _prune(self, newest: int) -> None:
+        """Keep `newest` and the `keep - 1` before it; whatever is newer was refused, and does not count."""
+        before = [version for version in self.kept() if version < newest]
+        for old in before[: max(0, len(before) - self._keep + 1)]:
+            shutil.rmtree(self._folder / str(old))
 
 
 def committed(folder: Path) -> list[int]:
@@ -122,23 +135,27 @@ def _read(path: Path, like: TrainState) -> TrainState:
     import orbax.checkpoint as ocp
 
     plain = to_plain(like)
-    args = jax.tree.map(lambda leaf: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape), plain)
+    args = jax.tree.map(
+        lambda leaf: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape), plain
+    )
     try:
-        manifest = json.loads((path / MANIFEST).read_text())["leaves"]
+        manifest = dict(json.loads((path / MANIFEST).read_text())["leaves"])
         with ocp.PyTreeCheckpointer(use_ocdbt=True) as checkpointer:
             found = checkpointer.restore((path / "state").absolute(), item=plain, restore_args=args)
     except (ValueError, KeyError, TypeError, OSError) as error:
-        reason = str(error).splitlines()[0][:200]
+        reason = (str(error) or type(error).__name__).splitlines()[0][:200]
         raise CheckpointError(f"checkpoint {path} is cut short or damaged: {reason}") from None
     state = jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in plain])
     for name, value in leaf_digests(state).items():
         if manifest.get(name) != value:
-            raise CheckpointError(f"checkpoint {path}: leaf {name} has digest {value}, written as {manifest.get(name)}")
+            raise CheckpointError(
+                f"checkpoint {path} is damaged: leaf {name} has digest {value}, was {manifest.get(name)}"
+            )
     return state
 
 
 def to_plain(state: TrainState) -> dict[str, Any]:
-    """The state as a flat dict of leaves by path: few kinds of nodes, so that any tool can read the checkpoint."""
+    """The state as a flat dict of leaves by path: few kinds of nodes, so that any tool can read it."""
     named = jax.tree_util.tree_leaves_with_path(state)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in named}
 

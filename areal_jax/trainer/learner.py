@@ -1,4 +1,4 @@
-"""`prepare` and `update` of one algorithm: pure functions of (state, batch), jitted and sharded, state donated.
+"""`prepare` and `update` of one algorithm: pure functions of (state, batch), jitted, sharded, state donated.
 
 A batch is scored, then given advantages and weights as a whole (`prepare`); then each micro-batch adds its
 gradient (`accumulate`) and each minibatch takes an optimiser step (`apply`). `update` is exactly that loop,
@@ -39,10 +39,18 @@ Sums = Any
 """(gradient of the minibatch so far, metric sums so far)."""
 
 PER_SEQUENCE = ("reward", "group_ids", "temperature", "truncated")
+MAXIMUM = "logp_gap_max"
+"""The one metric that is no mean over tokens."""
 
 
 class Learner:
-    """`rows` x `length` is one micro-batch; `max_tokens` is Dr.GRPO's constant where the algorithm names none."""
+    """`rows` x `length` is one micro-batch; `max_tokens` is Dr.GRPO's constant where the algorithm has none.
+
+    The loop that `update` runs, for a driver that has other work between the programs:
+    `sums = zero_sums()`, `sums = accumulate(state.params, sums, micro)` for each of a minibatch's
+    micro-batches (`micro_batches`), `state, metrics = apply(state, sums, is_last)`. Sums and state are
+    donated.
+    """
 
     def __init__(
         self,
@@ -69,61 +77,56 @@ class Learner:
         shards = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
         if rows % shards:
             raise ArealError(
-                f"trainer.rows={rows} does not divide over the mesh's data x fsdp = {shards} shards; choose a multiple"
+                f"trainer.rows={rows} does not divide over the mesh's data x fsdp = {shards} shards; choose "
+                "a multiple"
             )
-        self._place_state()
         self._by_row = NamedSharding(self.mesh, ROWS)
         self._whole = replicated(self.mesh)
-        self.accumulate = jax.jit(
-            self._accumulate, donate_argnums=1, out_shardings=(self.state_shardings.params, self._whole)
-        )
-        self.apply = jax.jit(
-            self._apply, donate_argnums=0, out_shardings=(self.state_shardings, self._whole)
-        )
+        self.state_shardings = self._place_state()
+        sums = (self.state_shardings.params, self._whole)
+        self.zero_sums = jax.jit(self._zero_sums, out_shardings=sums)
+        self.accumulate = jax.jit(self._accumulate, donate_argnums=1, out_shardings=sums)
+        self.apply = jax.jit(self._apply, donate_argnums=0, out_shardings=(self.state_shardings, self._whole))
         self._score = jax.jit(self._score_micro_batch)
         self._finish = jax.jit(self._finish_batch, static_argnames="minibatches")
         self._split = jax.jit(self._split_batch)
-        self._zeros = jax.jit(self._zero_sums, out_shardings=(self.state_shardings.params, self._whole))
 
     # --- state ----------------------------------------------------------------------------------------------
 
-    def _place_state(self) -> None:
+    def _first_state(self, params: Params) -> TrainState:
+        zero = jnp.zeros((), jnp.int32)
+        reference = jax.tree.map(jnp.copy, params) if self.algorithm.kl_coef else None
+        return TrainState(zero, zero, params, self.optimizer.init(params), reference)
+
+    def _place_state(self) -> TrainState:
+        """A sharding for every leaf; the optimiser's moments lie as the parameters they belong to."""
+        abstract = jax.eval_shape(self._first_state, self.model.abstract_params)
         params = param_shardings(self.model.logical_axes, self.model.abstract_params, self.mesh)
-        whole = replicated(self.mesh)
-        abstract = jax.eval_shape(self.optimizer.init, self.model.abstract_params)
         optimizer = optax.tree_utils.tree_map_params(
-            self.optimizer, lambda _, sharding: sharding, abstract, params, transform_non_params=lambda _: whole
+            self.optimizer,
+            lambda _, sharding: sharding,
+            abstract.optimizer,
+            params,
+            transform_non_params=lambda _: self._whole,
         )
         reference = params if self.algorithm.kl_coef else None
-        self.state_shardings = TrainState(whole, whole, params, optimizer, reference)
+        whole = jax.tree.map(lambda _: self._whole, abstract)
+        return whole.replace(params=params, optimizer=optimizer, reference=reference)
 
     def init(self, params: Params, seed: int = 0) -> TrainState:
-        """The state of version 0; `params` are copied, and are the reference policy where the algorithm has one.
+        """The state of version 0; `params` are copied, and are the reference where the algorithm has one.
 
         `seed` is for what an algorithm adds to the policy; nothing that exists so far draws from it.
         """
         del seed
         params = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), params)
-
-        def make(params: Params) -> TrainState:
-            reference = jax.tree.map(jnp.copy, params) if self.algorithm.kl_coef else None
-            zero = jnp.zeros((), jnp.int32)
-            return TrainState(zero, zero, params, self.optimizer.init(params), reference)
-
-        return jax.jit(make, out_shardings=self.state_shardings)(params)
+        return jax.jit(self._first_state, out_shardings=self.state_shardings)(params)
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state: what a checkpoint is restored onto."""
-
-        def make(params: Params) -> TrainState:
-            zero = jnp.zeros((), jnp.int32)
-            return TrainState(
-                zero, zero, params, self.optimizer.init(params), params if self.algorithm.kl_coef else None
-            )
-
         return jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            jax.eval_shape(make, self.model.abstract_params),
+            jax.eval_shape(self._first_state, self.model.abstract_params),
             self.state_shardings,
         )
 
@@ -137,8 +140,10 @@ class Learner:
 
     # --- prepare --------------------------------------------------------------------------------------------
 
-    def prepare(self, state: TrainState, batch: Batch, between: Callable[[Array], None] | None = None) -> Batch:
-        """The batch with proximal log-probs, advantages, weights and off-policy weights, on the trainer's mesh.
+    def prepare(
+        self, state: TrainState, batch: Batch, between: Callable[[Array], None] | None = None
+    ) -> Batch:
+        """The batch with proximal log-probs, advantages and both kinds of weights, on the trainer's mesh.
 
         `between` as in `update`.
         """
@@ -151,40 +156,42 @@ class Learner:
         return self._finish(batch, proximal, reference, minibatches=self.algorithm.minibatches)
 
     def _to_device(self, batch: Batch) -> Batch:
-        rows = batch.tokens.shape[0]
-        per_step = self.rows * self.algorithm.minibatches
-        if batch.tokens.shape[1] != self.length or rows % per_step:
+        rows, length = batch.tokens.shape
+        minibatches = self.algorithm.minibatches
+        if length != self.length or rows % (self.rows * minibatches):
             raise ArealError(
-                f"a batch of {rows} x {batch.tokens.shape[1]} does not fit this learner, whose micro-batches are "
-                f"{self.rows} x {self.length} with {self.algorithm.minibatches} minibatches; pack with the same numbers"
+                f"a batch of {rows} x {length} does not fit this learner, whose micro-batches are "
+                f"{self.rows} x {self.length} with {minibatches} minibatches; pack with the same numbers"
             )
-        return Batch(
-            *(
-                None if x is None else jax.device_put(x, self._whole if name in PER_SEQUENCE else self._by_row)
-                for name, x in zip(Batch._fields, batch, strict=True)
+
+        def put(name: str, x: Any) -> Any:
+            return (
+                None
+                if x is None
+                else jax.device_put(x, self._whole if name in PER_SEQUENCE else self._by_row)
             )
-        )
+
+        return Batch(*(put(name, x) for name, x in zip(Batch._fields, batch, strict=True)))
 
     def micro_batches(self, batch: Batch) -> list[list[Batch | None]]:
         """Micro-batches by minibatch; None where a micro-batch holds no token to train."""
         count = batch.tokens.shape[0] // self.rows
-        has_tokens = np.asarray(batch.loss_mask).reshape(count, -1).any(axis=1)
-        micros = [m if full else None for m, full in zip(self._split(batch), has_tokens, strict=True)]
+        masks = np.split(np.asarray(batch.loss_mask), count)
+        micros = [m if mask.any() else None for m, mask in zip(self._split(batch), masks, strict=True)]
         each = count // self.algorithm.minibatches
         return [micros[start : start + each] for start in range(0, count, each)]
 
     def _split_batch(self, batch: Batch) -> tuple[Batch, ...]:
-        def rows(start: int) -> Batch:
-            return Batch(
-                *(
-                    x if x is None or name in PER_SEQUENCE else x[start : start + self.rows]
-                    for name, x in zip(Batch._fields, batch, strict=True)
-                )
-            )
+        def part(name: str, x: Any, start: int) -> Any:
+            return x if x is None or name in PER_SEQUENCE else x[start : start + self.rows]
 
-        return tuple(rows(start) for start in range(0, batch.tokens.shape[0], self.rows))
+        named = list(zip(Batch._fields, batch, strict=True))
+        starts = range(0, batch.tokens.shape[0], self.rows)
+        return tuple(Batch(*(part(name, x, start) for name, x in named)) for start in starts)
 
-    def _scores(self, params: Params, batch: Batch, between: Callable[[Array], None] | None) -> Float[Array, "B T"]:
+    def _scores(
+        self, params: Params, batch: Batch, between: Callable[[Array], None] | None
+    ) -> Float[Array, "B T"]:
         """Log-probs of the loss tokens under `params`, a micro-batch at a time; 0 elsewhere."""
         scores = []
         for micro in itertools.chain.from_iterable(self.micro_batches(batch)):
@@ -199,7 +206,9 @@ class Learner:
     def _score_micro_batch(self, params: Params, micro: Batch) -> Float[Array, "R T"]:
         return masked.keep(self._stats(params, micro).logp, micro.loss_mask)
 
-    def _finish_batch(self, batch: Batch, proximal: Array, reference: Array | None, minibatches: int) -> Batch:
+    def _finish_batch(
+        self, batch: Batch, proximal: Array, reference: Array | None, minibatches: int
+    ) -> Batch:
         a = self.algorithm
         sequences = batch.reward.shape[0]
         mask = batch.loss_mask
@@ -207,18 +216,25 @@ class Learner:
             mask = mask & (masked.per_token(batch.truncated.astype(jnp.float32), batch.segment_ids) == 0)
         behavior = masked.keep(batch.behavior_logp, mask)
         proximal = masked.keep(proximal, mask)
-        batch = batch._replace(loss_mask=mask, behavior_logp=behavior, proximal_logp=proximal, ref_logp=reference)
+        batch = batch._replace(
+            loss_mask=mask, behavior_logp=behavior, proximal_logp=proximal, ref_logp=reference
+        )
         advantages = self._advantage(batch.reward, batch, **a.advantage_settings)
-        weights = reduction_weights(mask, batch.segment_ids, sequences, minibatches, a.reduction, self._constant)
         off_policy, _ = off_policy_weight(proximal, behavior, mask, a.off_policy, a.off_policy_cap)
-        return batch._replace(advantages=masked.keep(advantages, mask), weights=weights, off_policy_weight=off_policy)
+        return batch._replace(
+            advantages=masked.keep(advantages, mask),
+            weights=reduction_weights(
+                mask, batch.segment_ids, sequences, minibatches, a.reduction, self._constant
+            ),
+            off_policy_weight=off_policy,
+        )
 
     # --- update ---------------------------------------------------------------------------------------------
 
     def update(
         self, state: TrainState, batch: Batch, between: Callable[[Array], None] | None = None
     ) -> tuple[TrainState, dict[str, float]]:
-        """Train one prepared batch: every micro-batch accumulated, an optimiser step a minibatch. `state` is donated.
+        """Train a prepared batch: micro-batches accumulated, an optimiser step a minibatch; donates `state`.
 
         `between` is called after each program with something of its result to block on: where one device also
         serves, that is when others get their turn.
@@ -226,7 +242,7 @@ class Learner:
         metrics = []
         minibatches = self.micro_batches(batch)
         for index, micros in enumerate(minibatches):
-            sums = self._zeros()
+            sums = self.zero_sums()
             for micro in micros:
                 if micro is None:
                     continue
@@ -239,18 +255,22 @@ class Learner:
 
     def _zero_sums(self) -> Sums:
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), self.model.abstract_params)
-        shapes = jax.eval_shape(self._metric_sums, *self._abstract_micro_batch())
+        shapes = jax.eval_shape(self._metric_sums_of_nothing)
         return zeros, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
-    def _abstract_micro_batch(self) -> tuple[Any, ...]:
-        f32 = jax.ShapeDtypeStruct((self.rows, self.length), jnp.float32)
-        i32 = jax.ShapeDtypeStruct((self.rows, self.length), jnp.int32)
-        mask = jax.ShapeDtypeStruct((self.rows, self.length), jnp.bool_)
-        one = jax.ShapeDtypeStruct((1,), jnp.float32)
-        micro = Batch(i32, i32, i32, mask, f32, i32, i32, one, one, one, one, None, f32, f32, f32, f32)
-        now = PolicyOutputs(f32, f32)
-        own = jax.eval_shape(lambda n, m: self._loss(n, m, **self.algorithm.loss_settings)[1], now, micro)
-        return micro, TokenStats(f32, f32, f32), own
+    def _metric_sums_of_nothing(self) -> dict[str, Array]:
+        """Traced for its shapes: only the loss knows which metrics it returns."""
+        values = jnp.zeros((self.rows, self.length))
+        ids, mask = values.astype(jnp.int32), values.astype(bool)
+        reward, group, truncated = jnp.zeros(1), jnp.zeros(1, jnp.int32), jnp.zeros(1, bool)
+        micro = Batch(ids, ids, ids, mask, values, ids, ids, reward, group, reward, truncated)
+        micro = micro._replace(
+            proximal_logp=values, advantages=values, weights=values, off_policy_weight=values, ref_logp=values
+        )
+        _, own = self._loss(PolicyOutputs(values, values), micro, **self.algorithm.loss_settings)
+        if self.algorithm.kl_coef:
+            own = own | {"kl": values}
+        return self._metric_sums(micro, TokenStats(values, values, values), own)
 
     def _accumulate(self, params: Params, sums: Sums, micro: Batch) -> Sums:
         grads, metrics = jax.grad(self._objective, has_aux=True)(params, micro)
@@ -265,7 +285,7 @@ class Learner:
             params=optax.apply_updates(state.params, updates),
             optimizer=optimizer,
         )
-        return state, metrics | {"max_grad_norm": optax.global_norm(grads)}
+        return state, metrics | {"grad_norm": optax.global_norm(grads)}
 
     def _stats(self, params: Params, micro: Batch) -> TokenStats:
         hidden, _ = self.model.hidden(
@@ -283,58 +303,62 @@ class Learner:
         )
 
     def _objective(self, params: Params, micro: Batch) -> tuple[Float[Array, ""], dict[str, Array]]:
-        """What is minimised, summed over the micro-batch: weights x (off-policy weight x loss + KL - entropy)."""
+        """The micro-batch's part of what is minimised, and its metrics.
+
+        sum over the loss mask of weights (off-policy weight loss + kl_coef KL - entropy_coef entropy).
+        """
         a, mask = self.algorithm, micro.loss_mask
         stats = self._stats(params, micro)
         now = PolicyOutputs(masked.keep(stats.logp, mask), masked.keep(stats.entropy, mask))
         loss, own = self._loss(now, micro, **a.loss_settings)
-        objective = micro.weights * micro.off_policy_weight * masked.keep(loss, mask)
+        objective = micro.off_policy_weight * loss
         if a.kl_coef:
-            kl = masked.keep(kl_loss(now.logp, micro.ref_logp, micro.behavior_logp, a.kl_estimator), mask)
-            objective += a.kl_coef * micro.weights * kl
+            kl = kl_loss(now.logp, micro.ref_logp, micro.behavior_logp, a.kl_estimator)
+            objective += a.kl_coef * kl
             own = own | {"kl": kl}
         if a.entropy_coef:
-            objective -= a.entropy_coef * micro.weights * now.entropy
-        return objective.sum(), jax.lax.stop_gradient(self._metric_sums(micro, stats, own))
+            objective -= a.entropy_coef * now.entropy
+        metrics = jax.lax.stop_gradient(self._metric_sums(micro, stats, own))
+        return masked.total(micro.weights * objective, mask), metrics
 
     def _metric_sums(self, micro: Batch, stats: TokenStats, own: dict[str, Array]) -> dict[str, Array]:
-        """Sums over the loss mask, and maxima under names that start with `max_`."""
-        mask, cap = micro.loss_mask, self.algorithm.off_policy_cap
+        """Sums over the loss mask, and one maximum; a loss's own metrics replace none of the framework's."""
+        a, mask = self.algorithm, micro.loss_mask
         gap = micro.proximal_logp - micro.behavior_logp
-        is_capped = (ratio(micro.proximal_logp, micro.behavior_logp) > cap).astype(jnp.float32)
+        _, is_capped = off_policy_weight(
+            micro.proximal_logp, micro.behavior_logp, mask, a.off_policy, a.off_policy_cap
+        )
         sums = {
+            **own,
             "tokens": mask.astype(jnp.float32),
             "entropy": stats.entropy,
             "logp_gap_mean": jnp.abs(gap),
-            "mismatch_kl": jnp.exp(jnp.clip(gap, -20, 20)) - 1 - gap,
+            "mismatch_kl": ratio(micro.proximal_logp, micro.behavior_logp) - 1 - gap,
             "support_mass_outside": stats.outside,
             "off_policy_weight_mean": micro.off_policy_weight,
-            "off_policy_capped_share": is_capped,
-            **own,
+            "off_policy_capped_share": is_capped.astype(jnp.float32),
         }
-        if self.algorithm.kl_coef and "kl" not in sums:
-            sums["kl"] = jnp.zeros_like(stats.logp)
         totals = {name: masked.total(values, mask) for name, values in sums.items()}
-        return totals | {"max_logp_gap": masked.largest(jnp.abs(gap), mask)}
+        return totals | {MAXIMUM: masked.largest(jnp.abs(gap), mask)}
 
 
 def _add_metrics(left: dict[str, Array], right: dict[str, Array]) -> dict[str, Array]:
     return {
-        name: jnp.maximum(left[name], right[name]) if name.startswith("max_") else left[name] + right[name]
+        name: jnp.maximum(left[name], right[name]) if name == MAXIMUM else left[name] + right[name]
         for name in left
     }
 
 
 def _to_floats(minibatches: list[dict[str, Any]]) -> dict[str, float]:
-    """Means over all loss tokens of the batch; maxima and gradient norm lose their `max_`."""
+    """Means over all loss tokens of the batch; of the gradient norm, over the minibatches."""
     tokens = sum(float(m["tokens"]) for m in minibatches)
     out = {"trained_tokens": tokens}
     for name in minibatches[0]:
         values = [float(m[name]) for m in minibatches]
-        if name == "max_grad_norm":
-            out["grad_norm"] = sum(values) / len(values)
-        elif name == "max_logp_gap":
-            out["logp_gap_max"] = max(values)
+        if name == "grad_norm":
+            out[name] = sum(values) / len(values)
+        elif name == MAXIMUM:
+            out[name] = max(values)
         elif name != "tokens":
             out[name] = sum(values) / max(tokens, 1.0)
     return out

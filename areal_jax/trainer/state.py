@@ -27,14 +27,18 @@ class TrainState(struct.PyTreeNode):
 
 
 def make_optimizer(c: TrainerConfig, optimizer_steps: int) -> optax.GradientTransformation:
-    """AdamW (Loshchilov & Hutter, arXiv:1711.05101) with global-norm clipping, linear warm-up and the schedule."""
+    """AdamW (Loshchilov & Hutter, arXiv:1711.05101) after clipping by global norm.
+
+    The rate rises linearly from learning_rate / lr_warmup_steps; after the warm-up it is the schedule's.
+    """
     rates = {
         "constant": optax.constant_schedule(c.learning_rate),
         "cosine": optax.cosine_decay_schedule(
             c.learning_rate, max(1, optimizer_steps - c.lr_warmup_steps), alpha=0.1
         ),
     }
-    warmup = optax.linear_schedule(c.learning_rate / max(1, c.lr_warmup_steps), c.learning_rate, c.lr_warmup_steps)
+    first = c.learning_rate / max(1, c.lr_warmup_steps)
+    warmup = optax.linear_schedule(first, c.learning_rate, c.lr_warmup_steps)
     schedule = optax.join_schedules([warmup, rates[c.lr_schedule]], [c.lr_warmup_steps])
     return optax.chain(
         optax.clip_by_global_norm(c.grad_clip),

@@ -1,4 +1,4 @@
-"""The supervised start: maximum likelihood on a task's reference answers, by the same update with advantage 1."""
+"""The supervised start: maximum likelihood on reference answers, by the same update with advantage 1."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from areal_jax.config import AlgorithmConfig, TrainerConfig
 from areal_jax.models.model import Model, Params
@@ -26,16 +27,16 @@ def supervised_start(
     *,
     length: int,
     seed: int,
-    mesh: object = None,
+    mesh: Mesh | None = None,
 ) -> Params:
-    """Parameters after `c.supervised_steps` updates; the prompts come from a stream of their own, so none is seen twice.
+    """Parameters after `c.supervised_steps` updates, on prompts from a stream of their own.
 
     Raises TaskError for a task without reference answers, PackingError for an answer longer than a row.
     """
     if not c.supervised_steps:
         return params
     algorithm = AlgorithmConfig.model_validate(preset_settings({"preset": "sft"}))
-    learner = Learner(model, algorithm, optimizer, rows=c.rows, length=length, mesh=mesh, remat=c.remat)  # type: ignore[arg-type]
+    learner = Learner(model, algorithm, optimizer, rows=c.rows, length=length, mesh=mesh, remat=c.remat)
     state = learner.init(params)
     for groups in _batches(tasks, model.tokenizer, c, seed):
         batch = learner.prepare(state, pack(groups, c.rows, length))
