@@ -21,15 +21,15 @@ from areal_jax.models.config import ModelConfig
 
 
 def _param(key: Array, shape: tuple[int, ...], axes: tuple[str, ...], scale: float) -> nnx.Param:
-    return nnx.Param(scale * jax.random.normal(key, shape), sharding_names=axes, eager_sharding=False)
+    return nnx.Param(scale * jax.random.normal(key, shape), out_sharding=axes, eager_sharding=False)
 
 
 def _zeros(shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
-    return nnx.Param(jnp.zeros(shape), sharding_names=axes, eager_sharding=False)
+    return nnx.Param(jnp.zeros(shape), out_sharding=axes, eager_sharding=False)
 
 
 def _ones(size: int, axis: str) -> nnx.Param:
-    return nnx.Param(jnp.ones(size), sharding_names=(axis,), eager_sharding=False)
+    return nnx.Param(jnp.ones(size), out_sharding=(axis,), eager_sharding=False)
 
 
 def rms_norm(x: Float[Array, "... D"], scale: Array, eps: float) -> Float[Array, "... D"]:

@@ -285,7 +285,7 @@ class Learner:
             params=optax.apply_updates(state.params, updates),
             optimizer=optimizer,
         )
-        return state, metrics | {"grad_norm": optax.global_norm(grads)}
+        return state, metrics | {"grad_norm": optax.tree.norm(grads)}
 
     def _stats(self, params: Params, micro: Batch) -> TokenStats:
         hidden, _ = self.model.hidden(

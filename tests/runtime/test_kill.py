@@ -1,0 +1,142 @@
+"""A killed run goes on: nothing is lost, nothing happens twice. Every run here is its own process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from areal_jax.control.events import BatchTrained, RunResumed
+from areal_jax.runtime.reading import audit_run, open_journal
+from tests.runtime.small import RECIPE, WORDS
+
+CLI = [sys.executable, "-m", "areal_jax.cli.main"]
+
+
+def rows_of(folder: Path) -> list[dict]:
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def begin(folder: Path, *words: str) -> subprocess.Popen:
+    words = (*WORDS, f"run.dir={folder}", "observe.live=false", *words)
+    return subprocess.Popen([*CLI, "run", str(RECIPE), *words], stdout=subprocess.DEVNULL, env=env())
+
+
+def env() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if key != "JAX_NUM_CPU_DEVICES"}
+
+
+def wait_until(holds, process: subprocess.Popen, deadline_s: float = 120) -> None:
+    end = time.monotonic() + deadline_s
+    while not holds():
+        assert process.poll() is None, "the run ended before it could be killed"
+        assert time.monotonic() < end, "the run did not come that far"
+        time.sleep(0.02)
+
+
+def call(*args: str) -> subprocess.CompletedProcess:
+    return subprocess.run([*CLI, *args], capture_output=True, text=True, env=env(), timeout=240)
+
+
+def check_whole(folder: Path, steps: int) -> None:
+    done = call("audit", str(folder), "--json")
+    figures = json.loads(done.stdout)
+    assert done.returncode == 0 and figures["ok"] and figures["violations"] == []
+    assert figures["trained"] == steps * 4 and figures["in_flight"] == 0
+    assert [row["step"] for row in rows_of(folder)] == list(range(steps))
+
+
+def test_kill_9_in_the_middle_then_resume(tmp_path):
+    folder = tmp_path / "run"
+    process = begin(folder, "run.steps=40", "trainer.checkpoint_every=7")
+    wait_until(lambda: len(rows_of(folder)) >= 10, process)
+    process.kill()
+    process.wait()
+    assert audit_run(folder).ok
+    before = rows_of(folder)
+    resumed = call("resume", str(folder), "--json")
+    assert resumed.returncode == 0, resumed.stderr
+    assert json.loads(resumed.stdout)["steps"] == 40
+    assert rows_of(folder)[: len(before) - 1] == before[:-1]
+    check_whole(folder, 40)
+    with open_journal(folder) as journal:
+        assert sum(isinstance(row.event, RunResumed) for row in journal.rows()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["before the first batch", "early", "late"])
+def test_kill_9_at_any_moment(tmp_path, moment):
+    folder = tmp_path / "run"
+    process = begin(folder, "run.steps=60", "trainer.checkpoint_every=13")
+    reached = {
+        "before the first batch": lambda: (folder / "journal.sqlite").exists(),
+        "early": lambda: len(rows_of(folder)) >= 3,
+        "late": lambda: len(rows_of(folder)) >= 45,
+    }[moment]
+    wait_until(reached, process)
+    process.kill()
+    process.wait()
+    resumed = call("resume", str(folder))
+    assert resumed.returncode == 0, resumed.stderr
+    check_whole(folder, 60)
+
+
+@pytest.mark.slow
+def test_at_eta_0_a_killed_run_ends_with_the_same_bits_as_an_untouched_one(tmp_path):
+    words = ("run.steps=30", "control.max_staleness=0", "trainer.checkpoint_every=8")
+    untouched = begin(tmp_path / "untouched", *words)
+    assert untouched.wait(240) == 0
+    process = begin(tmp_path / "killed", *words)
+    wait_until(lambda: len(rows_of(tmp_path / "killed")) >= 13, process)
+    process.kill()
+    process.wait()
+    assert call("resume", str(tmp_path / "killed")).returncode == 0
+    digests = [[row["params_digest"] for row in rows_of(tmp_path / name)] for name in ("untouched", "killed")]
+    assert digests[0] == digests[1] and len(digests[0]) == 30
+
+
+def test_a_second_process_cannot_resume_a_run_in_progress(tmp_path):
+    folder = tmp_path / "run"
+    process = begin(folder, "run.steps=400")
+    try:
+        wait_until(lambda: len(rows_of(folder)) >= 2, process)
+        second = call("resume", str(folder))
+        assert second.returncode == 1 and str(process.pid) in second.stderr
+    finally:
+        process.send_signal(signal.SIGINT)
+    assert process.wait(120) == 130
+    assert audit_run(folder).ok
+    steps = len(rows_of(folder))
+    assert 2 <= steps < 400
+    with open_journal(folder) as journal:  # Ctrl-C leaves a checkpoint of the newest version: nothing to train again
+        trained = [row.event.step for row in journal.rows() if isinstance(row.event, BatchTrained)]
+    assert trained == list(range(steps))
+    assert (folder / "checkpoints" / str(steps) / "manifest.json").exists()
+
+
+def flip_one_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_gives_the_same_bits(tmp_path):
+    folder = tmp_path / "run"
+    process = begin(folder, "run.steps=9", "trainer.checkpoint_every=3", "trainer.keep_checkpoints=3")
+    assert process.wait(240) == 0
+    last = [row["params_digest"] for row in rows_of(folder)]
+    biggest = max((folder / "checkpoints" / "9" / "state").rglob("d/*"), key=lambda path: path.stat().st_size)
+    flip_one_byte(biggest)
+    resumed = call("resume", str(folder), "run.steps=10")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "refused: checkpoint" in resumed.stdout and "checkpoints/9" in resumed.stdout
+    assert "training steps 6 to 8 again" in resumed.stdout and "reissued" not in resumed.stdout
+    assert [row["params_digest"] for row in rows_of(folder)][:9] == last
+    check_whole(folder, 10)
