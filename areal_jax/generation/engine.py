@@ -1,16 +1,16 @@
 """The decode engine: JetStream's members over static slots and paged KV.
 
-A slot holds one sample. `prefill` computes a prompt's KV but for its last token; `insert` copies it into a slot;
-`generate` feeds each live slot's last token and samples the next one, several times a call. `recompute` rebuilds the
-live slots' KV under other parameters. The shape of every call is fixed by the constructor, never by what the slots
-hold, so a sample's tokens do not depend on its neighbours. Extensions beyond JetStream's members: log-probs, versions,
-supports, `recompute`, `free_resource`.
+A slot holds one sample. `prefill` computes a prompt's KV but for its last token; `insert` copies it into a
+slot; `generate` feeds each live slot's last token and samples the next one, several times a call. `recompute`
+rebuilds the live slots' KV under other parameters. The shape of every call is fixed by the constructor, never
+by what the slots hold, so a sample's tokens do not depend on its neighbours. Extensions beyond JetStream's
+members: log-probs, versions, supports, `recompute`, `free_resource`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,25 +29,28 @@ from areal_jax.types import ArealError, SampleId, Sampling, VersionedParams
 MAX_STOP_TOKENS = 4
 CANARY_TOKENS = 16
 
+HostArray = np.ndarray | Array
+"""Made on the host, and traced inside `insert`."""
+
 
 class Prefix(struct.PyTreeNode):
     """A prompt's KV (all tokens but the last) and its tokens; shared by the samples of a group."""
 
     cache: KVPages  # of one slot: pages 1..M
-    tokens: Int[Array, " length"]
-    true_length: Int[Array, ""]
+    tokens: Int[HostArray, " length"]
+    true_length: Int[HostArray, ""]
 
 
 class Request(struct.PyTreeNode):
     """How one slot samples; scalars, so that one compiled `insert` serves every request."""
 
-    numbers: Int[Array, "4"]  # seed, ordinal, member, attempt
-    temperature: Float[Array, ""]
-    top_k: Int[Array, ""]
-    top_p: Float[Array, ""]
-    min_p: Float[Array, ""]
-    limit: Int[Array, ""]  # prompt + completion at most
-    stop_tokens: Int[Array, "E"]
+    numbers: Int[HostArray, "4"]  # seed, ordinal, member, attempt
+    temperature: Float[HostArray, ""]
+    top_k: Int[HostArray, ""]
+    top_p: Float[HostArray, ""]
+    min_p: Float[HostArray, ""]
+    limit: Int[HostArray, ""]  # prompt + completion at most
+    stop_tokens: Int[HostArray, "E"]
 
 
 class DecodeState(struct.PyTreeNode):
@@ -65,12 +68,21 @@ class DecodeState(struct.PyTreeNode):
     stop_tokens: Int[Array, "N E"]
 
 
+class _Sampled(NamedTuple):
+    """Of one step, a slot each; scanned, so with k in front."""
+
+    tokens: Array
+    is_valid: Array
+    logp: Array
+    support: Array | None
+
+
 @dataclass(frozen=True)
 class ResultTokens:
     """What one `generate` call sampled, in one int32 array: one device-to-host copy a call.
 
-    Columns, with k steps a call: tokens k | valid k | length | log-probs k (float32 bits) | version | is_live |
-    support k * K. The first three are JetStream's.
+    Columns, with k steps a call: tokens k | valid k | length | log-probs k (float32 bits) | version |
+    is_live | support k * K. The first three are JetStream's.
     """
 
     data: Any  # (N, columns) int32
@@ -135,16 +147,20 @@ class Engine:
         self._chunk = min(prefill_chunk, length)
         self._mesh = mesh or make_mesh({"tensor": 1}, jax.devices(), "a generation host")
         self.param_shardings = param_shardings(model.logical_axes, model.abstract_params, self._mesh)
-        self._prefill_chunk = jax.jit(self._prefill_one_chunk, donate_argnums=1)
-        self._insert = jax.jit(self._insert_prefix, donate_argnums=0)
-        self._generate = jax.jit(self._generate_steps, donate_argnums=2)
-        self._recompute = jax.jit(self._recompute_live, donate_argnums=1)
+        # Results lie where arguments do, or a program would be compiled again for its own results.
+        cache, whole = self._cache_sharding(), replicated(self._mesh)
+        state = jax.tree.map(lambda _: whole, jax.eval_shape(self._make_state)).replace(cache=cache)
+        self._empty_prefix = jax.jit(self._make_prefix_cache, out_shardings=cache)
+        self._empty_state = jax.jit(self._make_state, out_shardings=state)
+        self._prefill_chunk = jax.jit(self._prefill_one_chunk, donate_argnums=1, out_shardings=cache)
+        self._insert = jax.jit(self._insert_prefix, donate_argnums=0, out_shardings=state)
+        self._generate = jax.jit(self._generate_steps, donate_argnums=2, out_shardings=(state, whole))
+        self._recompute = jax.jit(self._recompute_live, donate_argnums=1, out_shardings=state)
+        self._release = jax.jit(self._end_sample, donate_argnums=0, out_shardings=state)
         self.canary = jax.jit(self._canary_logp)
-        """`canary(params) -> (n,)`: log-probs of a fixed sequence; store and hosts compare them at each adoption."""
-        self._release = jax.jit(lambda state, slot: state.replace(is_live=state.is_live.at[slot].set(False)))
-        self._empty_prefix = jax.jit(self._make_prefix_cache, out_shardings=self._cache_sharding())
+        """`canary(params) -> (n,)`: log-probs of a fixed sequence, compared at each adoption."""
 
-    # --- JetStream's members ----------------------------------------------------------------------------------------
+    # --- JetStream's members -------------------------------------------------------------------------------
 
     @property
     def max_concurrent_decodes(self) -> int:
@@ -177,27 +193,7 @@ class Engine:
         return value._replace(params=jax.device_put(value.params, self.param_shardings))
 
     def init_decode_state(self) -> DecodeState:
-        n, whole = self.slots, replicated(self._mesh)
-
-        def make() -> DecodeState:
-            table = 1 + jnp.arange(n * self.pages_per_slot, dtype=jnp.int32).reshape(n, self.pages_per_slot)
-            return DecodeState(
-                cache=self.model.kv_pages(n * self.pages_per_slot, self.page_tokens),
-                table=table,
-                tokens=jnp.zeros((n, self.length), jnp.int32),
-                filled=jnp.ones(n, jnp.int32),
-                is_live=jnp.zeros(n, bool),
-                key=jnp.zeros((n, 2), jnp.uint32),
-                temperature=jnp.ones(n),
-                top_k=jnp.zeros(n, jnp.int32),
-                top_p=jnp.ones(n),
-                min_p=jnp.zeros(n),
-                limit=jnp.full(n, self.length, jnp.int32),
-                stop_tokens=jnp.full((n, MAX_STOP_TOKENS), -1, jnp.int32),
-            )
-
-        shardings = jax.tree.map(lambda _: whole, jax.eval_shape(make))
-        return jax.jit(make, out_shardings=shardings.replace(cache=self._cache_sharding()))()
+        return self._empty_state()
 
     def prefill(
         self,
@@ -207,13 +203,16 @@ class Engine:
         true_length: int,
         existing_prefix: Any = None,
     ) -> Prefix:
-        """KV of the prompt `padded_tokens[:true_length]` but for its last token, in fixed chunks from position 0."""
+        """KV of the prompt `padded_tokens[:true_length]` but for its last token, in chunks from position 0.
+
+        Raises ArealError for a prompt that leaves no room for a completion.
+        """
         if existing_prefix is not None:
             raise ArealError("prefill does not continue an existing prefix; give the whole prompt")
         if not 1 <= true_length < self.length:
             raise ArealError(
-                f"a prompt of {true_length} tokens does not fit generation.length={self.length}, which holds prompt and "
-                "completion; raise generation.length or shorten the prompt"
+                f"a prompt of {true_length} tokens does not fit generation.length={self.length}, which holds "
+                "prompt and completion; raise generation.length or shorten the prompt"
             )
         tokens = np.zeros(self.length + self._chunk, np.int32)
         tokens[:true_length] = padded_tokens[:true_length]
@@ -221,37 +220,52 @@ class Engine:
         for start in range(0, true_length - 1, self._chunk):
             chunk = tokens[None, start : start + self._chunk]
             cache = self._prefill_chunk(params.params, cache, chunk, start, true_length - 1)
-        return Prefix(cache, tokens[: self.length], np.int32(true_length))
+        return Prefix(cache, tokens[: self.length], np.asarray(true_length, np.int32))
 
     def insert(
         self, prefix: Prefix, decode_state: DecodeState, slot: int, *, request: Request | None = None
     ) -> DecodeState:
-        """Start a sample of the prompt in `slot`; without a request: temperature 1, to the engine's length."""
-        return self._insert(decode_state, prefix, slot, request or self.request(SampleId(0, 0), 0, Sampling(), 0))
+        """Start a sample of the prompt in `slot`; without a request: temperature 1, up to the length."""
+        return self._insert(
+            decode_state, prefix, slot, request or self.request(SampleId(0, 0), 0, Sampling(), 0)
+        )
 
-    def generate(self, params: VersionedParams, decode_state: DecodeState) -> tuple[DecodeState, ResultTokens]:
+    def generate(
+        self, params: VersionedParams, decode_state: DecodeState
+    ) -> tuple[DecodeState, ResultTokens]:
         """`decode_steps` tokens for every live slot; the version of `params` is stamped on each."""
         decode_state, data = self._generate(params.params, params.version, decode_state)
         return decode_state, ResultTokens(data, self.decode_steps, self.support_size)
 
-    # --- extensions -------------------------------------------------------------------------------------------------
+    # --- extensions ----------------------------------------------------------------------------------------
 
     def request(
-        self, sample: SampleId, seed: int, sampling: Sampling, prompt_tokens: int, stop_tokens: tuple[int, ...] = ()
+        self,
+        sample: SampleId,
+        seed: int,
+        sampling: Sampling,
+        prompt_tokens: int,
+        stop_tokens: tuple[int, ...] = (),
     ) -> Request:
-        """The request of one sample. Raises ArealError for more stop tokens than there is room for."""
+        """The request of one sample; with `prompt_tokens` 0 only the engine's length limits it.
+
+        Raises ArealError for more stop tokens than there is room for.
+        """
         if len(stop_tokens) > MAX_STOP_TOKENS:
-            raise ArealError(f"{len(stop_tokens)} stop tokens; at most {MAX_STOP_TOKENS} a request")
+            raise ArealError(
+                f"a request has {len(stop_tokens)} stop tokens, there is room for {MAX_STOP_TOKENS}; "
+                "give fewer"
+            )
         stops = np.full(MAX_STOP_TOKENS, -1, np.int32)
         stops[: len(stop_tokens)] = stop_tokens
         room = sampling.max_tokens + prompt_tokens if prompt_tokens else self.length
         return Request(
             np.array([seed, *sample], np.int32),
-            np.float32(sampling.temperature),
-            np.int32(sampling.top_k),
-            np.float32(sampling.top_p),
-            np.float32(sampling.min_p),
-            np.int32(min(room, self.length)),
+            np.asarray(sampling.temperature, np.float32),
+            np.asarray(sampling.top_k, np.int32),
+            np.asarray(sampling.top_p, np.float32),
+            np.asarray(sampling.min_p, np.float32),
+            np.asarray(min(room, self.length), np.int32),
             stops,
         )
 
@@ -263,7 +277,7 @@ class Engine:
         """The slot stops decoding."""
         return self._release(decode_state, slot)
 
-    # --- jitted -----------------------------------------------------------------------------------------------------
+    # --- jitted --------------------------------------------------------------------------------------------
 
     def _cache_sharding(self) -> KVPages:
         axis = "tensor" if self.model.config.kv_heads % self._mesh.shape["tensor"] == 0 else None
@@ -273,6 +287,26 @@ class Engine:
     def _make_prefix_cache(self) -> KVPages:
         return self.model.kv_pages(self.pages_per_slot, self.page_tokens)
 
+    def _make_state(self) -> DecodeState:
+        n, pages = self.slots, self.pages_per_slot
+        return DecodeState(
+            cache=self.model.kv_pages(n * pages, self.page_tokens),
+            table=1 + jnp.arange(n * pages, dtype=jnp.int32).reshape(n, pages),
+            tokens=jnp.zeros((n, self.length), jnp.int32),
+            filled=jnp.ones(n, jnp.int32),
+            is_live=jnp.zeros(n, bool),
+            key=jnp.zeros((n, 2), jnp.uint32),
+            temperature=jnp.ones(n),
+            top_k=jnp.zeros(n, jnp.int32),
+            top_p=jnp.ones(n),
+            min_p=jnp.zeros(n),
+            limit=jnp.full(n, self.length, jnp.int32),
+            stop_tokens=jnp.full((n, MAX_STOP_TOKENS), -1, jnp.int32),
+        )
+
+    def _end_sample(self, state: DecodeState, slot: Array) -> DecodeState:
+        return state.replace(is_live=state.is_live.at[slot].set(False))
+
     def _canary_logp(self, params: Params) -> Float[Array, " n"]:
         tokens = (jnp.arange(CANARY_TOKENS) * 7 % self.model.tokenizer.vocab_size)[None]
         positions = jnp.arange(CANARY_TOKENS)[None]
@@ -280,7 +314,9 @@ class Engine:
         logits = self.model.logits(params, hidden[0, :-1])
         return token_stats(logits, tokens[0, 1:], jnp.ones(CANARY_TOKENS - 1)).logp
 
-    def _prefill_one_chunk(self, params: Params, cache: KVPages, tokens: Array, start: Array, count: Array) -> KVPages:
+    def _prefill_one_chunk(
+        self, params: Params, cache: KVPages, tokens: Array, start: Array, count: Array
+    ) -> KVPages:
         positions = start + jnp.arange(self._chunk)[None]
         table = 1 + jnp.arange(self.pages_per_slot)[None]
         attend = PagedAttention(table, jnp.minimum(positions, self.length - 1), positions < count)
@@ -305,48 +341,52 @@ class Engine:
             stop_tokens=state.stop_tokens.at[slot].set(r.stop_tokens),
         )
 
-    def _generate_steps(self, params: Params, version: Array, state: DecodeState) -> tuple[DecodeState, Array]:
-        def one_step(state: DecodeState, _: None) -> tuple[DecodeState, tuple[Array, ...]]:
-            at = state.filled - 1
-            fed = jnp.take_along_axis(state.tokens, at[:, None], axis=1)
-            attend = PagedAttention(state.table, at[:, None], state.is_live[:, None])
-            hidden, cache = self.model.hidden(params, fed, at[:, None], attend, state.cache)
-            logits = self.model.logits(params, hidden[:, 0])
-            tokens, support = draw(
-                logits,
-                uniforms(state.key, state.filled),
-                state.temperature,
-                state.top_k,
-                state.top_p,
-                state.min_p,
-                self.support_size,
-            )
-            logp = token_stats(logits, tokens, state.temperature, support).logp
-            live = state.is_live
-            slots = jnp.arange(self.slots)
-            written = state.tokens.at[slots, jnp.minimum(state.filled, self.length - 1)].set(tokens)
-            filled = state.filled + live
-            is_stop = (tokens[:, None] == state.stop_tokens).any(-1)
-            state = state.replace(
-                cache=cache,
-                tokens=jnp.where(live[:, None], written, state.tokens),
-                filled=filled,
-                is_live=live & ~is_stop & (filled < state.limit),
-            )
-            return state, (tokens, live, logp, support)
+    def _generate_steps(
+        self, params: Params, version: Array, state: DecodeState
+    ) -> tuple[DecodeState, Int[Array, "N columns"]]:
+        def one_step(state: DecodeState, _: None) -> tuple[DecodeState, _Sampled]:
+            return self._sample_token(params, state)
 
-        state, (tokens, live, logp, support) = jax.lax.scan(one_step, state, None, self.decode_steps)
+        state, sampled = jax.lax.scan(one_step, state, None, self.decode_steps)
         columns = [
-            tokens.T,
-            live.T.astype(jnp.int32),
+            sampled.tokens.T,
+            sampled.is_valid.T.astype(jnp.int32),
             state.filled[:, None],
-            jax.lax.bitcast_convert_type(logp.T, jnp.int32),
+            jax.lax.bitcast_convert_type(sampled.logp.T, jnp.int32),
             jnp.broadcast_to(jnp.asarray(version, jnp.int32), (self.slots, 1)),
             state.is_live[:, None].astype(jnp.int32),
         ]
-        if support is not None:
-            columns.append(jnp.moveaxis(support, 0, 1).reshape(self.slots, -1))
+        if sampled.support is not None:
+            columns.append(jnp.moveaxis(sampled.support, 0, 1).reshape(self.slots, -1))
         return state, jnp.concatenate(columns, axis=1)
+
+    def _sample_token(self, params: Params, state: DecodeState) -> tuple[DecodeState, _Sampled]:
+        at = state.filled - 1
+        fed = jnp.take_along_axis(state.tokens, at[:, None], axis=1)
+        attend = PagedAttention(state.table, at[:, None], state.is_live[:, None])
+        hidden, cache = self.model.hidden(params, fed, at[:, None], attend, state.cache)
+        logits = self.model.logits(params, hidden[:, 0])
+        tokens, support = draw(
+            logits,
+            uniforms(state.key, state.filled),
+            state.temperature,
+            state.top_k,
+            state.top_p,
+            state.min_p,
+            self.support_size,
+        )
+        logp = token_stats(logits, tokens, state.temperature, support).logp
+        live, slots = state.is_live, jnp.arange(self.slots)
+        written = state.tokens.at[slots, jnp.minimum(state.filled, self.length - 1)].set(tokens)
+        filled = state.filled + live
+        is_stop = (tokens[:, None] == state.stop_tokens).any(-1)
+        state = state.replace(
+            cache=cache,
+            tokens=jnp.where(live[:, None], written, state.tokens),
+            filled=filled,
+            is_live=live & ~is_stop & (filled < state.limit),
+        )
+        return state, _Sampled(tokens, live, logp, support)
 
     def _recompute_live(self, params: Params, state: DecodeState) -> DecodeState:
         known = jnp.where(state.is_live, state.filled - 1, 0)
@@ -356,7 +396,9 @@ class Engine:
             start = i * self._chunk
             positions = jnp.broadcast_to(start + jnp.arange(self._chunk), (self.slots, self._chunk))
             tokens = jax.lax.dynamic_slice_in_dim(padded, start, self._chunk, axis=1)
-            attend = PagedAttention(state.table, jnp.minimum(positions, self.length - 1), positions < known[:, None])
+            attend = PagedAttention(
+                state.table, jnp.minimum(positions, self.length - 1), positions < known[:, None]
+            )
             return self.model.hidden(params, tokens, positions, attend, cache)[1]
 
         chunks = -(-known.max() // self._chunk)

@@ -1,8 +1,8 @@
 """A generation host: the one decode loop there is.
 
-Between two jitted calls it takes commands, adopts a newer version if one is committed, refills free slots, decodes a
-few tokens, and hands on the samples that ended. Weights change in the middle of a sample: its KV is rebuilt under the
-new version and it goes on; every token keeps the version and log-prob it was sampled with.
+Between two jitted calls it takes commands, adopts a newer version if one is committed, refills free slots,
+decodes a few tokens, and hands on the samples that ended. Weights change in the middle of a sample: its KV is
+rebuilt under the new version and it goes on; every token keeps the version and log-prob it was sampled with.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ import numpy as np
 
 from areal_jax.control.events import Event, HostAdopted, SampleFinished
 from areal_jax.generation.engine import Engine, Prefix, ResultTokens
-from areal_jax.observe.waits import Clock, Timeline, get
+from areal_jax.observe.waits import REMEDY, Clock, Timeline, WaitTimeout, get
 from areal_jax.types import NOT_SAMPLED, SampleId, Sampling, Trajectory, VersionedParams
-from areal_jax.weights.memory import ParamStore
+from areal_jax.weights.memory import ParamStore, load_latest
 
 Emit = Callable[[Event, Trajectory | None], None]
+
+POLL_S = 0.001
 
 
 @dataclass(frozen=True)
@@ -58,11 +60,15 @@ class _Waiting:
     min_version: int
 
 
+def _group(sample: SampleId) -> tuple[int, int]:
+    return sample.ordinal, sample.attempt
+
+
 class Host:
     """`emit(event, trajectory)` hears what happens; `turn()` guards every use of parameters and device.
 
-    `on_update` is what a newer version does to live samples: `recompute` rebuilds their KV under it, `drain` lets them
-    end first and admits nobody meanwhile.
+    `on_update` is what a newer version does to live samples: `recompute` rebuilds their KV under it, `drain`
+    lets them end first and admits nobody meanwhile.
     """
 
     def __init__(
@@ -97,14 +103,15 @@ class Host:
         self._support = np.full((*shape, engine.support_size), -1, np.int32) if engine.support_size else None
         self._filled = np.ones(engine.slots, np.int64)
         self._last_call_s: float | None = None
+        self._stalled_since_s: float | None = None
         self.generated_tokens = 0
         self.gaps_s: deque[float] = deque(maxlen=100_000)
         """Seconds between two decode calls' results while a sample was live through both."""
 
-    # --- the loop ---------------------------------------------------------------------------------------------------
+    # --- the loop ------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Until told to stop. Raises WaitTimeout when nobody sends anything for the deadline."""
+        """Until told to stop. Raises WaitTimeout when no command, or no version, comes for the deadline."""
         while self.take_commands(is_patient=not self.has_work):
             self.step()
 
@@ -113,7 +120,8 @@ class Host:
         return bool(self._live or self._waiting)
 
     def step(self) -> None:
-        """Adopt, refill, decode once."""
+        """Adopt, refill, decode once. Raises WaitTimeout when the waiting samples get no version in time."""
+        results = None
         with self._turn():
             self._adopt_newer()
             self._refill()
@@ -121,32 +129,37 @@ class Host:
                 with self._clock.doing("decode"):
                     self._state, results = self._engine.generate(self._current(), self._state)
                     results = results.convert_to_numpy()
-        if self._live:
+        if results is not None:
             self._collect(results)
-        else:
-            self._last_call_s = None
+            self._stalled_since_s = None
+        elif self._waiting:
+            self._wait_for_version()
 
     def take_commands(self, is_patient: bool = False) -> bool:
         """Do what the inbox says, waiting for a first command when patient. False: the loop ends."""
         while is_patient or not self.inbox.empty():
             if is_patient:
-                self._last_call_s = None
-                with self._clock.doing("wait: samples from the control plane"):
-                    command = get(
-                        self.inbox, who=f"host {self.name}", what="samples", deadline_s=self._deadline_s
-                    )
+                command = get(
+                    self.inbox,
+                    who=self.name,
+                    what="samples from the control plane",
+                    deadline_s=self._deadline_s,
+                    clock=self._clock,
+                )
             else:
                 command = self.inbox.get_nowait()
             is_patient = False
             if isinstance(command, Start):
-                self._waiting.extend(_Waiting(s, command.prompt, command.min_version) for s in command.samples)
+                self._waiting.extend(
+                    _Waiting(s, command.prompt, command.min_version) for s in command.samples
+                )
             elif command.samples:
                 self._cancel(set(command.samples))
             else:
                 return False
         return True
 
-    # --- weights ----------------------------------------------------------------------------------------------------
+    # --- weights -------------------------------------------------------------------------------------------
 
     def _current(self) -> VersionedParams:
         assert self._params is not None, "a host decodes only after it has adopted a version"
@@ -160,16 +173,33 @@ class Host:
             return
         with self._clock.doing("swap"):
             former = self._params
-            self._params = self._store.load(latest, self._engine.param_shardings)
-            interrupted = [live for slot, live in self._live.items() if self._filled[slot] > live.prompt_tokens]
+            self._params = load_latest(self._store, self._engine.param_shardings)
+            interrupted = [
+                live for slot, live in self._live.items() if self._filled[slot] > live.prompt_tokens
+            ]
             if self._live and former is not None and former.digest != self._params.digest:
                 self._state = self._engine.recompute(self._params, self._state)
             for live in interrupted:
                 live.interruptions += 1
             self._prefixes.clear()
-        self._emit(HostAdopted(self.name, latest, self._params.digest, len(interrupted)), None)
+        adopted = HostAdopted(self.name, self._params.version, self._params.digest, len(interrupted))
+        self._emit(adopted, None)
 
-    # --- slots ------------------------------------------------------------------------------------------------------
+    def _wait_for_version(self) -> None:
+        """Nothing is live and nobody may start: the version that the next sample needs is on its way."""
+        needed = self._waiting[0].min_version
+        now = time.monotonic()
+        if self._stalled_since_s is None:
+            self._stalled_since_s = now
+        if now > self._stalled_since_s + self._deadline_s:
+            raise WaitTimeout(
+                f"{self.name} waited {self._deadline_s:g} s for version {needed} from the trainer, while the "
+                f"store's latest is {self._store.latest()}; {REMEDY}"
+            )
+        with self._clock.doing("wait: a version from the trainer"):
+            time.sleep(POLL_S)
+
+    # --- slots ---------------------------------------------------------------------------------------------
 
     def _refill(self) -> None:
         is_draining = self._params is None or self._store.latest() != self._params.version
@@ -194,28 +224,33 @@ class Host:
 
     def _prefix(self, waiting: _Waiting) -> Prefix:
         """One prefill for the samples of a group, as long as they start under one version."""
-        group = (waiting.sample.ordinal, waiting.sample.attempt)
+        group = _group(waiting.sample)
         if group not in self._prefixes:
             self._prefixes[group] = self._engine.prefill(
-                params=self._current(), padded_tokens=np.asarray(waiting.prompt), true_length=len(waiting.prompt)
+                params=self._current(),
+                padded_tokens=np.asarray(waiting.prompt),
+                true_length=len(waiting.prompt),
             )
-        is_shared = any((w.sample.ordinal, w.sample.attempt) == group for w in self._waiting)
+        is_shared = any(_group(w.sample) == group for w in self._waiting)
         return self._prefixes[group] if is_shared else self._prefixes.pop(group)
 
     def _cancel(self, samples: set[SampleId]) -> None:
         self._waiting = deque(w for w in self._waiting if w.sample not in samples)
+        waiting = {_group(w.sample) for w in self._waiting}
+        self._prefixes = {group: prefix for group, prefix in self._prefixes.items() if group in waiting}
         for slot in [slot for slot, live in self._live.items() if live.sample in samples]:
             self._state = self._engine.free_resource(slot, self._state)
             del self._live[slot]
+        if not self._live:
+            self._last_call_s = None
 
-    # --- results ----------------------------------------------------------------------------------------------------
+    # --- results -------------------------------------------------------------------------------------------
 
     def _collect(self, results: ResultTokens) -> None:
         """Copy what was sampled into the slots' records; emit the samples that ended."""
         now = time.perf_counter()
         if self._last_call_s is not None:
             self.gaps_s.append(now - self._last_call_s)
-        self._last_call_s = now
         valid = results.valid
         slots, steps = np.nonzero(valid)
         at = self._filled[slots] + steps  # a slot's valid steps are its first ones
@@ -230,9 +265,14 @@ class Host:
         for slot in [slot for slot in self._live if not is_live[slot]]:
             trajectory = self._trajectory(slot, self._live.pop(slot))
             finished = SampleFinished(
-                trajectory.sample, self.name, trajectory.spans, trajectory.stop_reason, trajectory.interruptions
+                trajectory.sample,
+                self.name,
+                trajectory.spans,
+                trajectory.stop_reason,
+                trajectory.interruptions,
             )
             self._emit(finished, trajectory)
+        self._last_call_s = now if self._live else None
 
     def _trajectory(self, slot: int, live: _Live) -> Trajectory:
         end = int(self._filled[slot])

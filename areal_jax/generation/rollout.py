@@ -55,7 +55,9 @@ def rollout(
 
     store = MemoryStore(engine.canary)
     store.publish(params)
-    host = Host("rollout", engine, store, collect, seed=seed, sampling=sampling or Sampling(max_tokens=engine.length))
+    host = Host(
+        "rollout", engine, store, collect, seed=seed, sampling=sampling or Sampling(max_tokens=engine.length)
+    )
     asked = {ordinal: prompts.prompt(ordinal) for ordinal in sorted(ordinals)}
     for ordinal, prompt in asked.items():
         samples = tuple(SampleId(ordinal, member) for member in range(group_size))

@@ -1,7 +1,8 @@
 """A digest of a parameter tree that does not depend on how it is sharded, computed where the parameters are.
 
-Per leaf: sum over elements of (bits xor mix(global index)) mod 2^32. One changed bit always changes it. The leaves'
-sums, their names, shapes and dtypes are hashed into 16 hex digits.
+Per leaf: the sum over its elements of mix(bits xor mix(global index)) mod 2^32. `mix` is a bijection, so one
+changed element always changes the sum; it is not linear, so elements that change places do too but for one
+chance in 2^32. The leaves' sums, their names, shapes and dtypes are hashed into 16 hex digits.
 """
 
 from __future__ import annotations
@@ -45,6 +46,11 @@ def _sum(leaf: jax.Array) -> jax.Array:
     index = jnp.zeros(leaf.shape, jnp.uint32)
     for axis, size in enumerate(leaf.shape):  # the row-major index, whatever the sharding
         index = index * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
-    mixed = (index ^ (index >> 16)) * jnp.uint32(0x85EBCA6B)
-    mixed = (mixed ^ (mixed >> 13)) * jnp.uint32(0xC2B2AE35)
-    return jnp.sum(bits ^ mixed, dtype=jnp.uint32)
+    return jnp.sum(_mix(bits ^ _mix(index)), dtype=jnp.uint32)
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    """The finaliser of MurmurHash3 (A. Appleby): a bijection of uint32 in which every bit moves all others."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)

@@ -1,0 +1,100 @@
+"""What the tests of this room share: one tiny model, engines made once, and dense forwards as the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from areal_jax.algorithms.logprobs import packed_stats
+from areal_jax.generation.engine import Engine
+from areal_jax.models.attention import PackedAttention
+from areal_jax.models.config import model_config
+from areal_jax.models.model import Model
+from areal_jax.tasks.tokenizers import CharTokenizer
+from areal_jax.types import Trajectory, VersionedParams
+from areal_jax.weights.digest import digest
+
+LENGTH, SLOTS, STEPS, SUPPORT = 32, 5, 2, 6
+
+DenseLogp = Callable[..., np.ndarray]
+
+
+@pytest.fixture(scope="session")
+def model() -> Model:
+    tokenizer = CharTokenizer("abcdefghijklmnopq")
+    sizes = model_config(
+        "tiny",
+        tokenizer.vocab_size + 3,
+        width=32,
+        heads=4,
+        kv_heads=2,
+        head_dim=8,
+        mlp_width=64,
+        is_tied=False,
+    )  # three ids more than the tokenizer knows
+    return Model(sizes, tokenizer)
+
+
+@pytest.fixture(scope="session")
+def versions(model: Model, engine: Engine) -> Callable[[int], VersionedParams]:
+    """Version -> its parameters, each far from the others, under which tokens depend on all tokens before."""
+
+    @cache
+    def make(version: int) -> VersionedParams:
+        params = jax.tree.map(lambda leaf: leaf if leaf.ndim < 3 else 2 * leaf, model.init(100 + version))
+        return engine.load_params(VersionedParams(version, params, digest(params)))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def engine(model: Model) -> Engine:
+    return make_engine(model)
+
+
+@pytest.fixture(scope="session")
+def one_page_engine(model: Model) -> Engine:
+    """A page a slot and a chunk a prompt, which are the defaults."""
+    return make_engine(model, page_tokens=None, prefill_chunk=LENGTH)
+
+
+@pytest.fixture(scope="session")
+def support_engine(model: Model) -> Engine:
+    return make_engine(model, support_size=SUPPORT)
+
+
+def make_engine(model: Model, **changes: Any) -> Engine:
+    sizes = {"slots": SLOTS, "length": LENGTH, "decode_steps": STEPS, "page_tokens": 8, "prefill_chunk": 4}
+    return Engine(model, **{**sizes, **changes})
+
+
+@pytest.fixture(scope="session")
+def dense(model: Model) -> DenseLogp:
+    """(n,) log-probs of a trajectory under one version's parameters: one packed row, no KV pages."""
+
+    def stats(params: Any, tokens: Any, temperature: Any, support: Any) -> Any:
+        positions = jnp.arange(tokens.shape[1])[None]
+        hidden, _ = model.hidden(params, tokens, positions, PackedAttention(jnp.ones_like(tokens)))
+        return packed_stats(
+            hidden, tokens, positions, temperature, lambda h: model.logits(params, h), support, 64
+        ).logp
+
+    jitted = jax.jit(stats)
+
+    def logp(params: Any, t: Trajectory) -> np.ndarray:
+        tokens = np.zeros((1, LENGTH), np.int32)
+        tokens[0, : len(t.tokens)] = t.tokens  # what stands behind a token never reaches it
+        support = None
+        if t.support is not None:
+            support = np.full((1, LENGTH, t.support.shape[1]), -1, np.int32)
+            support[0, : len(t.tokens)] = t.support
+        temperature = np.full((1, LENGTH), t.sampling.temperature, np.float32)
+        return np.asarray(jitted(params, tokens, temperature, support))[0, : len(t.tokens)]
+
+    return logp

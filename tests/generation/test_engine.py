@@ -1,0 +1,283 @@
+"""The engine against dense forwards, itself with other neighbours, and JetStream's interface."""
+
+from __future__ import annotations
+
+import inspect
+
+import jax
+import numpy as np
+import pytest
+
+from areal_jax.generation.engine import CANARY_TOKENS, MAX_STOP_TOKENS, Engine
+from areal_jax.types import ArealError, SampleId, Sampling
+from tests.generation.conftest import LENGTH, SLOTS, STEPS, SUPPORT, make_engine
+from tests.generation.decoding import Asked, decode, fill
+
+PROMPT = (5, 9, 2, 14, 3, 3, 7)
+EOS = 1
+
+
+def asked(member: int, prompt=PROMPT, stops=(), **sampling) -> Asked:
+    return Asked(prompt, SampleId(3, member), Sampling(**{"max_tokens": 64, **sampling}), stops)
+
+
+# --- log-probs ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", ["pages and chunks", "one page", "uneven chunks"])
+def test_recorded_logp_is_that_of_a_dense_forward(model, engine, one_page_engine, versions, dense, shape):
+    """Prefill, pages and decode steps are another way to compute what the trainer computes."""
+    if shape == "one page":
+        engine = one_page_engine
+    elif shape == "uneven chunks":
+        engine = make_engine(model, page_tokens=4, prefill_chunk=3)
+    temperatures = [0.7, 1.0, 1.3, 1.0, 0.0]
+    slots = {i: asked(i, PROMPT[: 1 + i], temperature=t) for i, t in enumerate(temperatures)}
+    done = decode(engine, versions(0), slots)
+    for trajectory in done.values():
+        assert len(trajectory.tokens) == LENGTH
+        gap = np.abs(trajectory.behavior_logp - dense(versions(0).params, trajectory))
+        assert gap[trajectory.loss_mask].max() < 1e-5
+
+
+def test_recorded_logp_over_a_support_is_that_of_a_dense_forward(support_engine, versions, dense):
+    cuts = [
+        dict(top_k=SUPPORT, top_p=0.8, temperature=0.7),
+        dict(top_k=SUPPORT, min_p=0.05, temperature=1.3),
+        dict(top_k=SUPPORT, top_p=0.8, min_p=0.05),
+        dict(top_k=2),
+        dict(temperature=1.3),
+    ]
+    done = decode(support_engine, versions(0), {i: asked(i, **cut) for i, cut in enumerate(cuts)})
+    for i, trajectory in done.items():
+        sampled = trajectory.loss_mask
+        gap = np.abs(trajectory.behavior_logp - dense(versions(0).params, trajectory))
+        assert gap[sampled].max() < 1e-5
+        assert trajectory.support is not None
+        support, tokens = trajectory.support[sampled], trajectory.tokens[sampled]
+        if i == 4:  # nothing cut: every id
+            assert (support == -1).all()
+        else:
+            assert (support == tokens[:, None]).any(axis=1).all()
+            assert ((support >= 0).sum(axis=1) <= cuts[i]["top_k"]).all()
+    sizes = (done[2].support[done[2].loss_mask] >= 0).sum(axis=1)
+    assert sizes.min() < SUPPORT  # top-p and min-p cut further
+    assert ((done[3].support[done[3].loss_mask] >= 0).sum(axis=1) == 2).all()
+
+
+def test_only_ids_of_the_tokenizer_are_sampled(model, engine, versions):
+    done = decode(engine, versions(0), {i: asked(i, temperature=50.0) for i in range(SLOTS)})
+    tokens = np.concatenate([t.tokens[t.loss_mask] for t in done.values()])
+    assert len(set(tokens.tolist())) > 10
+    assert tokens.max() < model.tokenizer.vocab_size
+
+
+def test_temperature_0_takes_the_likeliest(model, engine, versions):
+    """The greedy continuation, one dense forward a token."""
+    import jax.numpy as jnp
+
+    from areal_jax.models.attention import PackedAttention
+
+    @jax.jit
+    def likeliest(tokens):
+        hidden, _ = model.hidden(
+            versions(0).params, tokens, jnp.arange(LENGTH)[None], PackedAttention(jnp.ones_like(tokens))
+        )
+        return model.logits(versions(0).params, hidden[0]).argmax(-1)
+
+    tokens = np.zeros((1, LENGTH), np.int32)
+    tokens[0, : len(PROMPT)] = PROMPT
+    for at in range(len(PROMPT), LENGTH):
+        tokens[0, at] = likeliest(tokens)[at - 1]
+    greedy = decode(engine, versions(0), {1: asked(0, temperature=0.0)})[1]
+    np.testing.assert_array_equal(greedy.tokens, tokens[0])
+
+
+# --- neighbours ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cut", [{}, dict(top_k=4, top_p=0.8)])
+def test_a_sample_does_not_change_by_a_bit_with_its_slot_or_its_neighbours(
+    engine, support_engine, versions, cut
+):
+    used = support_engine if cut else engine
+    mine = asked(0, **cut)
+    alone = decode(used, versions(0), {0: mine})[0]
+    others = {
+        "elsewhere": {SLOTS - 1: mine},
+        "longer": {0: asked(7, PROMPT * 4), 2: mine, 4: asked(8, PROMPT * 3, temperature=0.5)},
+        "ended": {1: asked(9, max_tokens=1), 3: mine, 0: asked(6, (4,), max_tokens=3)},
+        "same": dict.fromkeys(range(SLOTS), mine),
+    }
+    for slots in others.values():
+        done = decode(used, versions(0), slots)
+        for slot in [slot for slot, other in slots.items() if other is mine]:
+            np.testing.assert_array_equal(done[slot].tokens, alone.tokens)
+            np.testing.assert_array_equal(
+                done[slot].behavior_logp.view(np.int32), alone.behavior_logp.view(np.int32)
+            )
+
+
+def test_seed_member_and_attempt_draw_anew(engine, versions):
+    one = decode(engine, versions(0), {0: asked(0), 1: asked(1), 2: Asked(PROMPT, SampleId(3, 0, 1))})
+    other = decode(engine, versions(0), {0: asked(0)}, seed=1)
+    texts = {tuple(t.tokens.tolist()) for t in (*one.values(), *other.values())}
+    assert len(texts) == 4
+
+
+# --- ends and limits ----------------------------------------------------------------------------------------
+
+
+def test_a_stop_token_ends_a_sample_and_is_its_last(engine, versions):
+    free = decode(engine, versions(0), {0: asked(0)})[0].tokens
+    stop = int(free[len(PROMPT) + 5])
+    place = int(np.flatnonzero(free[len(PROMPT) :] == stop)[0]) + len(PROMPT)
+    stopped = decode(engine, versions(0), {0: asked(0, stops=(20, stop, 21))})[0]
+    np.testing.assert_array_equal(stopped.tokens, free[: place + 1])
+    assert stopped.stop_reason == "stop"
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 7])
+def test_each_request_has_its_own_length(engine, versions, max_tokens):
+    done = decode(engine, versions(0), {0: asked(0, max_tokens=max_tokens), 1: asked(0)})
+    assert len(done[0].tokens) == len(PROMPT) + max_tokens
+    assert len(done[1].tokens) == LENGTH
+    np.testing.assert_array_equal(done[0].tokens, done[1].tokens[: len(PROMPT) + max_tokens])
+
+
+def test_a_prompt_of_one_token_and_the_longest_prompt(engine, versions, dense):
+    longest = tuple(int(i) for i in np.arange(LENGTH - 1) % 15)
+    done = decode(engine, versions(0), {0: asked(0, (4,)), 1: asked(1, longest)})
+    assert [len(done[i].tokens) for i in (0, 1)] == [LENGTH, LENGTH]
+    assert [int(done[i].loss_mask.sum()) for i in (0, 1)] == [LENGTH - 1, 1]
+    for trajectory in done.values():
+        gap = np.abs(trajectory.behavior_logp - dense(versions(0).params, trajectory))
+        assert gap[trajectory.loss_mask].max() < 1e-5
+
+
+@pytest.mark.parametrize("length", [0, LENGTH, LENGTH + 5])
+def test_a_prompt_that_does_not_fit_is_refused(engine, versions, length):
+    with pytest.raises(ArealError, match=rf"a prompt of {length} tokens .* raise generation.length"):
+        engine.prefill(params=versions(0), padded_tokens=np.ones(length, np.int32), true_length=length)
+
+
+def test_what_cannot_be_served_is_refused(model, engine, versions):
+    with pytest.raises(ArealError, match=f"{MAX_STOP_TOKENS + 1} stop tokens, there is room for"):
+        engine.request(SampleId(0, 0), 0, Sampling(), 3, tuple(range(MAX_STOP_TOKENS + 1)))
+    with pytest.raises(ArealError, match="page_tokens=5 does not divide length=32"):
+        make_engine(model, page_tokens=5)
+    with pytest.raises(ArealError, match="existing prefix"):
+        engine.prefill(
+            params=versions(0), padded_tokens=np.array(PROMPT), true_length=len(PROMPT), existing_prefix=1
+        )
+
+
+def test_a_released_slot_samples_nothing_more(engine, versions):
+    state = fill(engine, versions(0), {0: asked(0), 1: asked(1)})
+    state = engine.free_resource(0, state)
+    state, results = engine.generate(versions(0), state)
+    results = results.convert_to_numpy()
+    np.testing.assert_array_equal(results.valid.sum(axis=1), [0, STEPS, 0, 0, 0])
+    np.testing.assert_array_equal(results.is_live, [False, True, False, False, False])
+
+
+# --- JetStream's interface ----------------------------------------------------------------------------------
+
+
+def parameters(member) -> list[str]:
+    return [name for name in inspect.signature(member).parameters if name != "self"]
+
+
+def test_the_twelve_members_have_jetstreams_names(model, engine, versions):
+    calls = {
+        "prefill": ["params", "padded_tokens", "true_length", "existing_prefix"],
+        "insert": ["prefix", "decode_state", "slot"],
+        "generate": ["params", "decode_state"],
+        "init_decode_state": [],
+        "get_tokenizer": [],
+        "get_prefix_destination_sharding": [],
+    }
+    for name, expected in calls.items():
+        given = parameters(getattr(Engine, name))
+        assert given[: len(expected)] == expected
+        rest = list(inspect.signature(getattr(Engine, name)).parameters.values())[1 + len(expected) :]
+        assert all(p.default is not inspect.Parameter.empty for p in rest)
+    assert callable(engine.load_params)
+    assert engine.get_tokenizer() is model.tokenizer
+    assert (engine.max_concurrent_decodes, engine.samples_per_slot) == (SLOTS, 1)
+    assert engine.max_prefill_length == LENGTH
+    assert isinstance(engine.mesh, jax.sharding.Mesh)
+    assert engine.colocated_cpus is None
+    assert isinstance(engine.get_prefix_destination_sharding(), jax.sharding.Sharding)
+
+
+def test_jetstreams_loop_decodes(engine, versions):
+    """prefill, insert, generate with JetStream's arguments alone, and its first columns of the result."""
+    params = engine.load_params(versions(0))
+    state = engine.init_decode_state()
+    padded = np.zeros(16, np.int32)
+    padded[: len(PROMPT)] = PROMPT
+    prefix = engine.prefill(params=params, padded_tokens=padded, true_length=len(PROMPT))
+    state = engine.insert(prefix, state, slot=2)
+    state, results = engine.generate(params, state)
+    data = np.asarray(results.data)
+    assert data.dtype == np.int32
+    assert data.shape == (SLOTS, 3 * STEPS + 3)
+    same = decode(engine, versions(0), {2: Asked(PROMPT, SampleId(0, 0))})[2].tokens
+    np.testing.assert_array_equal(data[2, :STEPS], same[len(PROMPT) : len(PROMPT) + STEPS])
+    np.testing.assert_array_equal(data[:, STEPS : 2 * STEPS].sum(axis=1), [0, 0, STEPS, 0, 0])
+    assert data[2, 2 * STEPS] == len(PROMPT) + STEPS
+
+
+def test_load_params_places_the_value_on_the_engines_mesh(model, versions):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[1:3]), ("tensor",))
+    other = make_engine(model, mesh=mesh)
+    loaded = other.load_params(versions(0))
+    assert (loaded.version, loaded.digest) == (0, versions(0).digest)
+    assert loaded.params["embedding"].sharding.device_set == set(jax.devices()[1:3])
+    assert loaded.params["blocks"]["mlp"]["up"].sharding.spec[2] == "tensor"
+
+
+# --- programs -----------------------------------------------------------------------------------------------
+
+
+def test_refilling_slots_and_other_requests_compile_nothing(one_page_engine, versions):
+    """One program each, whatever is in the slots and whichever program its arguments come from."""
+    engine = one_page_engine
+    state = fill(engine, versions(0), {0: asked(0)})
+    for slot, request in enumerate([asked(1, (4,)), asked(2, PROMPT * 4, temperature=0.3, stops=(1, 2))]):
+        state, _ = engine.generate(versions(slot), state)
+        prefix = engine.prefill(
+            params=versions(slot),
+            padded_tokens=np.array(request.prompt),
+            true_length=len(request.prompt),
+        )
+        numbers = engine.request(request.sample, slot, request.sampling, len(request.prompt), request.stops)
+        state = engine.insert(prefix, state, slot, request=numbers)
+        state = engine.recompute(versions(slot), state)
+        state = engine.free_resource(slot, state)
+    state, _ = engine.generate(versions(1), state)
+    programs = [engine._prefill_chunk, engine._insert, engine._generate, engine._recompute, engine._release]
+    assert [program._cache_size() for program in programs] == [1, 1, 1, 1, 1]
+
+
+def test_the_decode_state_is_updated_in_place(engine, versions):
+    """Donated: two copies of the KV pages would not fit where one fills the device."""
+    state = fill(engine, versions(0), {0: asked(0)})
+    pages = state.cache.k.unsafe_buffer_pointer()
+    after, _ = engine.generate(versions(0), state)
+    assert state.cache.k.is_deleted() and state.tokens.is_deleted()
+    assert after.cache.k.unsafe_buffer_pointer() == pages
+    rebuilt = engine.recompute(versions(0), after)
+    assert after.cache.k.is_deleted()
+    prefix = engine.prefill(params=versions(0), padded_tokens=np.array(PROMPT), true_length=len(PROMPT))
+    inserted = engine.insert(prefix, rebuilt, 1)
+    assert rebuilt.cache.k.is_deleted() and not prefix.cache.k.is_deleted()
+    assert inserted.cache.k.unsafe_buffer_pointer() == pages
+
+
+def test_the_canary_tells_parameters_apart(engine, versions, dense):
+    logp = np.asarray(engine.canary(versions(0).params))
+    assert logp.shape == (CANARY_TOKENS - 1,)
+    assert np.isfinite(logp).all()
+    assert np.abs(logp - np.asarray(engine.canary(versions(1).params))).max() > 0.1
