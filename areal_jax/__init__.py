@@ -17,7 +17,16 @@ if TYPE_CHECKING:
     from areal_jax.tasks.task import Task
     from areal_jax.trainer.learner import Learner
     from areal_jax.trajectories.packing import pack
-    from areal_jax.types import Batch, Completion, Group, Prompt, Reward, Sampling, Trajectory, VersionedParams
+    from areal_jax.types import (
+        Batch,
+        Completion,
+        Group,
+        Prompt,
+        Reward,
+        Sampling,
+        Trajectory,
+        VersionedParams,
+    )
 
 _HOMES = {
     "AlgorithmConfig": "config",

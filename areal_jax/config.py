@@ -107,7 +107,7 @@ def _impossible(c: Config) -> Iterator[str]:
             "trajectory would fit no row; raise trainer.length"
         )
     if g.page_tokens is not None and g.length % g.page_tokens:
-        yield f"generation.page_tokens={g.page_tokens} is no divisor of generation.length={g.length}; choose one"
+        yield f"generation.page_tokens={g.page_tokens} is no divisor of generation.length={g.length}"
     if g.sampling.is_truncated and not 1 <= g.top_k <= g.support_size:
         yield (
             "truncated sampling for training needs 1 <= generation.top_k <= generation.support_size, so that "
@@ -196,9 +196,10 @@ def _from_word(word: str) -> Mapping[str, Any]:
     first, *rest = key.split(".")
     if first == "tasks" and len(rest) > 2:  # a module path in tasks.pkg.module:Name.key has dots of its own
         rest = [".".join(rest[:-1]), rest[-1]]
-    for part in reversed([first, *rest]):
-        value = {part: value}
-    return value
+    tree = {[first, *rest][-1]: value}
+    for part in reversed([first, *rest][:-1]):
+        tree = {part: tree}
+    return tree
 
 
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The nouns. Everything that crosses a room's border is one of these; numpy and the standard library only.
 
-Shapes: B rows, T tokens of a row, S sequences, G samples of a group, K ids of a support, n tokens of a trajectory.
-Index t always describes token t: `logp[t] = log p(tokens[t] | tokens[<t])`.
+Shapes: B rows, T tokens of a row, S sequences, G samples of a group, K ids of a support, n tokens of a
+trajectory. Index t always describes token t: `logp[t] = log p(tokens[t] | tokens[<t])`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ class SampleId(NamedTuple):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a sample's tokens are chosen. Temperature and support belong to the log-prob (`algorithms.logprobs`)."""
+    """How a sample's tokens are chosen. Temperature and support belong to the log-prob
+    (`algorithms.logprobs`).
+    """
 
     temperature: float = 1.0
     """0 is greedy; the log-prob is then the one at temperature 1."""
@@ -145,8 +147,9 @@ class Group:
 class Batch(NamedTuple):
     """Packed trajectories. The second half is None until `prepare` fills it in.
 
-    A batch holds `minibatches * micro_batches` micro-batches of R rows each: B = minibatches * micro_batches * R, and
-    minibatch m owns the rows [m * B / minibatches, (m + 1) * B / minibatches). Rows without tokens are padding.
+    A batch holds `minibatches * micro_batches` micro-batches of R rows each: B = minibatches * micro_batches
+    * R, and minibatch m owns the rows [m * B / minibatches, (m + 1) * B / minibatches). Rows without tokens
+    are padding.
     """
 
     tokens: Any  # (B, T) int32
@@ -186,4 +189,6 @@ class VersionedParams(NamedTuple):
 
 
 class ArealError(Exception):
-    """An error a user can mend: its message names the value and the remedy. The CLI prints it without a traceback."""
+    """An error a user can mend: its message names the value and the remedy. The CLI prints it without a
+    traceback.
+    """

@@ -26,12 +26,19 @@ def config(
     from areal_jax.config import ConfigError, leaves
 
     every = {name: (_kind(kind), default, doc) for name, kind, default, doc in leaves()}
-    shown = {name: leaf for name, leaf in every.items() if name == key or name.startswith(f"{key}." if key else "")}
+    shown = {
+        name: leaf for name, leaf in every.items() if name == key or name.startswith(f"{key}." if key else "")
+    }
     if not shown:
         near = difflib.get_close_matches(key, every, n=1)
         raise ConfigError(f"no config key {key}" + (f"; did you mean {near[0]}?" if near else ""))
     if json:
-        print_json({name: {"type": kind, "default": default, "doc": doc} for name, (kind, default, doc) in shown.items()})
+        print_json(
+            {
+                name: {"type": kind, "default": default, "doc": doc}
+                for name, (kind, default, doc) in shown.items()
+            }
+        )
         return
     for name, (kind, default, doc) in shown.items():
         typer.echo(f"{name} = {default!r}  ({kind})\n    {' '.join(doc.split())}")

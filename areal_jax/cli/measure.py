@@ -64,4 +64,6 @@ def simtest(
 def _with_huge_pages() -> None:
     """glibc reads its tunables when a process starts: start again with large pages for large buffers."""
     if sys.platform == "linux" and "GLIBC_TUNABLES" not in os.environ:
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, "GLIBC_TUNABLES": HUGE_PAGES})
+        os.execve(
+            sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, "GLIBC_TUNABLES": HUGE_PAGES}
+        )

@@ -53,7 +53,12 @@ def inspect(
         print_sample(view, sys.stdout)
         return
     pieces = [piece._asdict() for piece in view.pieces]
-    named = {"sample": view.sample_id, "prompt": view.prompt, "reward": view.reward, "parts": dict(view.parts)}
+    named = {
+        "sample": view.sample_id,
+        "prompt": view.prompt,
+        "reward": view.reward,
+        "parts": dict(view.parts),
+    }
     print_json({**named, "stop_reason": view.stop_reason, "tokens": pieces})
 
 

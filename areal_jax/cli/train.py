@@ -15,8 +15,12 @@ from areal_jax.cli.shell import INTERRUPTED, plain_errors, print_json
 if TYPE_CHECKING:
     from areal_jax.runtime.jobs import RunResult
 
-Words = Annotated[list[str] | None, typer.Argument(help="YAML files and section.key=value, composed left to right.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout; progress goes to stderr.")]
+Words = Annotated[
+    list[str] | None, typer.Argument(help="YAML files and section.key=value, composed left to right.")
+]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object on stdout; progress goes to stderr.")
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print config, meshes and memory; start nothing.")]
 
 
@@ -39,7 +43,9 @@ def quickstart(words: Words = None, json: AsJson = False, dry_run: DryRun = Fals
 def run(words: Words = None, json: AsJson = False, dry_run: DryRun = False) -> None:
     """Train: CONFIG [CONFIG ...] [section.key=value ...]."""
     if not words:
-        raise typer.BadParameter("name a config file, such as configs/quickstart.yaml; or use `areal-jax quickstart`")
+        raise typer.BadParameter(
+            "name a config file, such as configs/quickstart.yaml; or use `areal-jax quickstart`"
+        )
     _run(words, json, dry_run)
 
 
@@ -79,7 +85,10 @@ def _finish(job: Callable[[Any], RunResult], folder: Path, json: bool) -> None:
         raise typer.Exit(INTERRUPTED) from None
     last = result.metrics[-1] if result.metrics else {}
     if json:
-        print_json({"run": str(result.folder), "report": str(result.report or ""), "steps": len(result.metrics)} | last)
+        print_json(
+            {"run": str(result.folder), "report": str(result.report or ""), "steps": len(result.metrics)}
+            | last
+        )
         return
     typer.echo(f"reward {last.get('reward_mean', float('nan')):.3f} after {len(result.metrics)} steps")
     if result.report:
@@ -91,7 +100,9 @@ def _fresh_folder(words: list[str]) -> list[str]:
     if any(word.startswith(("run.dir=", "run.name=")) for word in words):
         return words
     number = 1
-    while (name := "quickstart" if number == 1 else f"quickstart-{number}") and (Path("runs") / name).exists():
+    while (name := "quickstart" if number == 1 else f"quickstart-{number}") and (
+        Path("runs") / name
+    ).exists():
         number += 1
     return [*words, f"run.name={name}"]
 

@@ -13,14 +13,21 @@ from areal_jax.types import ArealError
 
 
 def load_model(
-    source: str, *, tokenizer: Tokenizer | None = None, seed: int = 0, dtype: str = "float32", **overrides: Any
+    source: str,
+    *,
+    tokenizer: Tokenizer | None = None,
+    seed: int = 0,
+    dtype: str = "float32",
+    **overrides: Any,
 ) -> tuple[Model, Params]:
     """A model and its parameters. `source` is a named shape, whose parameters are random.
 
     The tokenizer is bytes unless given. Raises ArealError for anything else.
     """
     if source not in SHAPES:
-        raise ArealError(f"no model {source!r}; there are the shapes {', '.join(SHAPES)}, with random parameters")
+        raise ArealError(
+            f"no model {source!r}; there are the shapes {', '.join(SHAPES)}, with random parameters"
+        )
     tokenizer = tokenizer or ByteTokenizer()
     model = Model(model_config(source, tokenizer.vocab_size, dtype, **overrides), tokenizer)
     return model, model.init(seed)
@@ -28,6 +35,8 @@ def load_model(
 
 def preset(name: str, **settings: Any) -> AlgorithmConfig:
     """The `algorithm` section of that preset, with these settings over its defaults. Raises ConfigError."""
-    minibatches = settings.get("minibatches", PRESETS[name].settings.get("minibatches", 1) if name in PRESETS else 1)
+    minibatches = settings.get(
+        "minibatches", PRESETS[name].settings.get("minibatches", 1) if name in PRESETS else 1
+    )
     tree = {"algorithm": {"preset": name, **settings}, "trainer": {"batch_size": minibatches}}
     return make_config(tree).algorithm

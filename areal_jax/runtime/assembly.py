@@ -46,8 +46,10 @@ class Parts:
         length = self.config.generation.length
         if not 1 <= len(tokens) < length:
             raise ArealError(
-                f"the prompt at ordinal {ordinal} (task {prompt.task}) has {len(tokens)} tokens; prompt and completion "
-                f"share generation.length={length}. Raise generation.length, or leave such prompts out of the task"
+                f"the prompt at ordinal {ordinal} (task {prompt.task}) has {len(tokens)} tokens; prompt and "
+                "completion "
+                f"share generation.length={length}. Raise generation.length, or leave such prompts out of "
+                "the task"
             )
         return tokens
 
@@ -120,5 +122,7 @@ def _tokenizer(config: Config, tasks: dict[str, WeightedTask]) -> Tokenizer:
 def _sizes(config: Config, tokenizer: Tokenizer) -> ModelConfig:
     m = config.model
     if m.source != "random":
-        raise ArealError(f"model.source={m.source}: there is only random, with model.shape and model.overrides")
+        raise ArealError(
+            f"model.source={m.source}: there is only random, with model.shape and model.overrides"
+        )
     return model_config(m.shape, tokenizer.vocab_size, m.dtype, **m.overrides)

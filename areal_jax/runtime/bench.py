@@ -1,7 +1,8 @@
-"""Measurements of this machine: each beside the limit that the same run measured. Medians, never single figures.
+"""Measurements of this machine: each beside the limit that the same run measured. Medians, never single
+figures.
 
-Without settings: the SmolLM2-135M shape with random weights; decode with 16 slots and bf16 weights, update and logprob
-8 x 256 in float32.
+Without settings: the SmolLM2-135M shape with random weights; decode with 16 slots and bf16 weights, update
+and logprob 8 x 256 in float32.
 """
 
 from __future__ import annotations
@@ -44,10 +45,16 @@ def bench(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def decode(
-    *, shape: str = "smollm2-135m", slots: int = 16, dtype: str = "bfloat16", prompt: int = 64, tokens: int = 32,
-    decode_steps: int = 8, repeats: int = 5,
-) -> dict[str, Any]:  # fmt: skip
-    """Tokens a second of the whole engine, every slot live: sampling, log-probs, paging, stop detection included.
+    *,
+    shape: str = "smollm2-135m",
+    slots: int = 16,
+    dtype: str = "bfloat16",
+    prompt: int = 64,
+    tokens: int = 32,
+    decode_steps: int = 8,
+    repeats: int = 5,
+) -> dict[str, Any]:
+    """Tokens a second of the whole engine with every slot live, sampling and log-probs included.
 
     The limit of a step is the larger of reading the weights once and multiplying by them for every slot.
     """
@@ -89,7 +96,9 @@ def decode(
 def logprob(
     *, shape: str = "smollm2-135m", rows: int = 8, length: int = 256, dtype: str = "float32", repeats: int = 5
 ) -> dict[str, Any]:
-    """Tokens a second of the trainer's scoring pass (proximal log-probs) over full packed rows; 2 N FLOPs a token."""
+    """Tokens a second of the trainer's scoring pass (proximal log-probs) over full packed rows; 2 N FLOPs a
+    token.
+    """
     learner, state, batch = _trainer(shape, rows, length, dtype)
 
     def once() -> float:
@@ -103,7 +112,9 @@ def logprob(
 def update(
     *, shape: str = "smollm2-135m", rows: int = 8, length: int = 256, dtype: str = "float32", repeats: int = 5
 ) -> dict[str, Any]:
-    """Tokens a second of one update (forward, backward, AdamW) of a micro-batch of full rows; 6 N FLOPs a token."""
+    """Tokens a second of one update (forward, backward, AdamW) of a micro-batch of full rows; 6 N FLOPs a
+    token.
+    """
     learner, state, batch = _trainer(shape, rows, length, dtype)
     batch = learner.prepare(state, batch)
     states = [state]
@@ -119,13 +130,18 @@ def update(
 
 
 def loop(*, steps: int = 30, repeats: int = 3, median: float = 12.0, seed: int = 0) -> dict[str, Any]:
-    """Asynchronous against synchronous: the quickstart's model, decode-heavy, same engine, seeds and steps, in turn.
+    """Asynchronous against synchronous: the quickstart's model, decode-heavy, same engine, seeds and steps,
+    in turn.
 
-    The sizes of the quickstart, with answers three times as long and 16 of 26 letters more; a row is a third of them.
+    The sizes of the quickstart, with answers three times as long and 16 of 26 letters more; a row is a third
+    of them.
     """
     from areal_jax.runtime.jobs import run
 
-    arms = {"async": ["control.strategy=interruptible"], "sync": ["control.strategy=sync", "control.max_staleness=0"]}
+    arms = {
+        "async": ["control.strategy=interruptible"],
+        "sync": ["control.strategy=sync", "control.max_staleness=0"],
+    }
     speeds: dict[str, list[float]] = {arm: [] for arm in arms}
     rewards: dict[str, list[float]] = {arm: [] for arm in arms}
     with tempfile.TemporaryDirectory() as folder:
@@ -140,7 +156,9 @@ def loop(*, steps: int = 30, repeats: int = 3, median: float = 12.0, seed: int =
                 rewards[arm].append(statistics.mean(row["reward_mean"] for row in rows[-steps // 4 :]))
     ratios = [a / s for a, s in zip(speeds["async"], speeds["sync"], strict=True)]
     seconds = [1 / speed for speed in speeds["async"]]
-    return _figures("tiny", "float32", statistics.median(seconds), seconds, statistics.median(speeds["async"])) | {
+    return _figures(
+        "tiny", "float32", statistics.median(seconds), seconds, statistics.median(speeds["async"])
+    ) | {
         "sync_tokens_per_s": statistics.median(speeds["sync"]),
         "async_over_sync": statistics.median(ratios),
         "async_over_sync_runs": ratios,
@@ -158,13 +176,15 @@ BENCHES: dict[str, Callable[..., dict[str, Any]]] = {
     "loop": loop,
 }
 
-# --- parts ----------------------------------------------------------------------------------------------------------
+# --- parts --------------------------------------------------------------------------------------------------
 
 
 def _model(shape: str, dtype: str) -> Model:
     tokenizer = ByteTokenizer()
     config = model_config(shape, tokenizer.vocab_size, dtype)
-    tokenizer.vocab_size = config.vocab_size  # random weights: the whole vocabulary is sampled and normalised over
+    tokenizer.vocab_size = (
+        config.vocab_size
+    )  # random weights: the whole vocabulary is sampled and normalised over
     return Model(config, tokenizer)
 
 
@@ -172,7 +192,11 @@ def _trainer(shape: str, rows: int, length: int, dtype: str) -> tuple[Learner, A
     model = _model(shape, dtype)
     config = load_config("trainer.learning_rate=1e-5")
     learner = Learner(
-        model, preset("grpo", group_size=rows, kl_coef=0), make_optimizer(config.trainer, 100), rows=rows, length=length
+        model,
+        preset("grpo", group_size=rows, kl_coef=0),
+        make_optimizer(config.trainer, 100),
+        rows=rows,
+        length=length,
     )
     numbers = np.random.default_rng(0)
     members = tuple(_full_row(i, length, numbers, model.config.vocab_size) for i in range(rows))
@@ -213,7 +237,13 @@ def _decode_heavy(steps: int, median: float, seed: int, folder: str, words: list
 
 
 def _of_peak(
-    shape: str, dtype: str, flops_a_token: int, model: Model, batch: Batch, once: Callable[[], float], repeats: int
+    shape: str,
+    dtype: str,
+    flops_a_token: int,
+    model: Model,
+    batch: Batch,
+    once: Callable[[], float],
+    repeats: int,
 ) -> dict[str, Any]:
     once()
     runs = [once() for _ in range(repeats)]
@@ -226,7 +256,9 @@ def _of_peak(
     }
 
 
-def _figures(shape: str, dtype: str, seconds: float, runs: list[float], tokens_per_s: float) -> dict[str, Any]:
+def _figures(
+    shape: str, dtype: str, seconds: float, runs: list[float], tokens_per_s: float
+) -> dict[str, Any]:
     return {
         "tokens_per_s": tokens_per_s,
         "seconds": seconds,

@@ -29,7 +29,13 @@ from areal_jax.types import ArealError, Group
 from areal_jax.weights.memory import wire_copy
 
 JOURNAL = "journal.sqlite"
-CHANGES_NO_PAST = ("run.steps", "observe.", "runtime.", "trainer.checkpoint_every", "trainer.keep_checkpoints")
+CHANGES_NO_PAST = (
+    "run.steps",
+    "observe.",
+    "runtime.",
+    "trainer.checkpoint_every",
+    "trainer.keep_checkpoints",
+)
 """Keys that `resume` takes: what they say of the steps already trained stays true."""
 
 
@@ -49,7 +55,8 @@ def run(config: Config, tasks: Sequence[Task] = (), stream: TextIO | None = None
     folder = config.run.folder
     if folder.exists():
         raise ArealError(
-            f"the run folder {folder} exists; choose another run.name or run.dir, or go on with `areal-jax resume {folder}`"
+            f"the run folder {folder} exists; choose another run.name or run.dir, or go on with `areal-jax "
+            f"resume {folder}`"
         )
     parts = assemble(config, tasks)
     (folder / "logs").mkdir(parents=True)
@@ -61,7 +68,9 @@ def run(config: Config, tasks: Sequence[Task] = (), stream: TextIO | None = None
 def resume(
     folder: Path, overrides: Sequence[str] = (), tasks: Sequence[Task] = (), stream: TextIO | None = None
 ) -> RunResult:
-    """Go on with a run after any end. Raises ArealError for a folder that is no run, or a key that changes the past."""
+    """Go on with a run after any end. Raises ArealError for a folder that is no run, or a key that changes
+    the past.
+    """
     config = read_config(folder, overrides)
     with SqliteQueue.open(folder / JOURNAL) as journal:
         parts = assemble(config, tasks)
@@ -74,12 +83,14 @@ def resume(
 def read_config(folder: Path, overrides: Sequence[str] = ()) -> Config:
     """The config of the run in `folder`, with keys that change no past. Raises ConfigError."""
     if not (folder / JOURNAL).exists():
-        raise ConfigError(f"{folder} is not a run's folder: it has no {JOURNAL}; start one with `areal-jax run`")
+        raise ConfigError(
+            f"{folder} is not a run's folder: it has no {JOURNAL}; start one with `areal-jax run`"
+        )
     for word in overrides:
         if not word.split("=")[0].startswith(CHANGES_NO_PAST):
             raise ConfigError(
-                f"{word}: a resumed run takes only keys that change no past ({', '.join(CHANGES_NO_PAST)}); start a new "
-                "run for anything else"
+                f"{word}: a resumed run takes only keys that change no past ({', '.join(CHANGES_NO_PAST)}); "
+                "start a new run for anything else"
             )
     return load_config(folder / "config.yaml", *overrides, f"run.dir={folder}")
 
@@ -102,7 +113,7 @@ def dry_run(config: Config, tasks: Sequence[Task] = ()) -> dict[str, Any]:
     }
 
 
-# --- inside ---------------------------------------------------------------------------------------------------------
+# --- inside -------------------------------------------------------------------------------------------------
 
 
 def _train(
@@ -110,7 +121,8 @@ def _train(
 ) -> RunResult:
     c = parts.config
     is_resumed = control.version >= 0
-    rows = _journaled_rows(journal) if is_resumed else []
+    batches = [row.event for row in journal.rows() if isinstance(row.event, BatchTrained)]
+    rows = [batch.metrics for batch in batches]
     rewrite(folder, rows)
     timeline = Timeline(folder / "logs" / "timeline.jsonl")
     start_s = rows[-1]["wall_s"] if rows else 0.0
@@ -118,7 +130,8 @@ def _train(
         if is_resumed:
             _name_differences(journal.header, header(c), view)
         state = _state(parts, folder, view)
-        driver = LocalRun(parts, state, control, journal, folder, view, metrics, timeline, start_s)
+        trained = [(batch.step + 1, batch.ordinals) for batch in batches]
+        driver = LocalRun(parts, state, control, journal, folder, view, metrics, timeline, start_s, trained)
         if is_resumed:
             _redo(parts, driver.trainer, control, journal, view)
         view.note(f"{folder}: {c.run.steps} steps, {parts.devices.placement} placement")
@@ -136,11 +149,13 @@ def _state(parts: Parts, folder: Path, view: View) -> TrainState:
 
 
 def _redo(parts: Parts, trainer: Trainer, control: ControlPlane, journal: SqliteQueue, view: View) -> None:
-    """Train again the journaled batches after the checkpoint, from their kept payloads; compare every digest."""
+    """Train again the journaled batches after the checkpoint, from their kept payloads; compare every "
+    "digest."""
     first, last = int(trainer.state.version), control.trained_version
     if first > last:
         raise ArealError(
-            f"the checkpoint holds version {first}, the journal ends at version {last}: they are not of one run"
+            f"the checkpoint holds version {first}, the journal ends at version {last}: they are not of one "
+            "run"
         )
     if first == last:
         return
@@ -164,10 +179,6 @@ def _redo(parts: Parts, trainer: Trainer, control: ControlPlane, journal: Sqlite
                 new = wire_copy(value, parts.config.weights.wire_dtype).digest
                 event: Event = VersionReissued(value.version, control.digest(value.version), new)
                 journal.append([Entry(event, control.handle(event))])
-
-
-def _journaled_rows(journal: SqliteQueue) -> list[Mapping[str, Any]]:
-    return [row.event.metrics for row in journal.rows() if isinstance(row.event, BatchTrained)]
 
 
 def _name_differences(then: Mapping[str, Any], now: Mapping[str, Any], view: View) -> None:

@@ -1,7 +1,8 @@
 """The local driver: trainer, generation hosts and reward pool as threads and processes of one command.
 
-One thread owns the control plane. Everybody else only puts events into its inbox; it takes all that wait, lets the
-control plane answer, writes events, payloads and answers into the journal in one transaction, and only then acts.
+One thread owns the control plane. Everybody else only puts events into its inbox; it takes all that wait,
+lets the control plane answer, writes events, payloads and answers into the journal in one transaction, and
+only then acts.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -70,7 +71,9 @@ class LocalRun:
         metrics: MetricsWriter,
         timeline: Timeline,
         start_s: float = 0.0,
+        trained: Iterable[tuple[int, tuple[int, ...]]] = (),
     ) -> None:
+        """`trained`: (version, ordinals) of the batches before this process; `start_s`: seconds they took."""
         c = parts.config
         self._parts, self._control, self._journal = parts, control, journal
         self._view, self._metrics, self._timeline = view, metrics, timeline
@@ -117,11 +120,11 @@ class LocalRun:
         self._rows = RowMaker(timeline, self._hosts, start_s)
         self._members: dict[tuple[int, int], dict[int, Trajectory]] = {}
         self._groups: dict[int, Group] = {}
-        self._trained: deque[tuple[int, tuple[int, ...]]] = deque()
+        self._trained = deque(trained)
         self._threads: list[threading.Thread] = []
         self._drops = 0
 
-    # --- from start to end ------------------------------------------------------------------------------------------
+    # --- from start to end ----------------------------------------------------------------------------------
 
     def run(self) -> None:
         try:
@@ -135,7 +138,9 @@ class LocalRun:
             raise crashed[0].error
 
     def _begin(self) -> None:
-        """Publish the version at hand, then open the journal's next chapter: started or resumed, hosts joined."""
+        """Publish the version at hand, then open the journal's next chapter: started or resumed, hosts
+        joined.
+        """
         c = self._parts.config
         wire = self._store.publish(self._parts.learner.versioned(self.trainer.state))
         if self._control.version < 0:
@@ -180,13 +185,15 @@ class LocalRun:
 
         return run
 
-    # --- events -----------------------------------------------------------------------------------------------------
+    # --- events ---------------------------------------------------------------------------------------------
 
     def _tell(self, event: Event, trajectory: Trajectory | None = None) -> None:
         self._inbox.put((event, trajectory))
 
     def _messages(self) -> list[tuple[Event, Trajectory | None]]:
-        """All that wait, at least one. Raises the error that a thread ended by, WaitTimeout when nobody says a word."""
+        """All that wait, at least one. Raises the error that a thread ended by, WaitTimeout when nobody says
+        a word.
+        """
         first = get(
             self._inbox,
             who="the control plane",
@@ -218,7 +225,9 @@ class LocalRun:
                 trajectory = None  # too late: its payload must not stand in for the one that counts
             if trajectory is not None:
                 sample = trajectory.sample
-                self._members.setdefault((sample.ordinal, sample.attempt), {}).setdefault(sample.member, trajectory)
+                self._members.setdefault((sample.ordinal, sample.attempt), {}).setdefault(
+                    sample.member, trajectory
+                )
             if isinstance(event, e.RewardScored):
                 self._reward(event)
             if isinstance(event, e.BatchTrained):
@@ -228,7 +237,9 @@ class LocalRun:
             self._drops += sum(isinstance(action, e.Drop) for action in actions)
             entries.append(Entry(event, actions, trajectory))
         if entries:
-            is_durable = any(isinstance(x.event, (e.CheckpointCommitted, e.VersionCommitted)) for x in entries)
+            is_durable = any(
+                isinstance(x.event, (e.CheckpointCommitted, e.VersionCommitted)) for x in entries
+            )
             self._journal.append(entries, durable=is_durable)
         for entry in entries:
             self._note(entry.event)
@@ -239,7 +250,8 @@ class LocalRun:
         return replace(event, metrics=self._rows.make(event.step, groups, event.metrics, event.digest))
 
     def _note(self, event: Event) -> None:
-        """What follows from an event that is written: rows, snapshots, payloads that nobody needs any more."""
+        """What follows from an event that is written: rows, snapshots, payloads that nobody needs any "
+        "more."""
         if isinstance(event, e.BatchTrained):
             self._metrics.write(event.metrics)
             self._view.show(event.metrics)
@@ -252,15 +264,19 @@ class LocalRun:
             self._journal.snapshot(self._journal.last_seq, self._control.snapshot())
             self._forget_trained()
         elif isinstance(event, e.RewardFailed):
-            self._view.note(f"group {event.ordinal}: reward {event.outcome.replace('_', ' ')}: {event.message}")
+            self._view.note(
+                f"group {event.ordinal}: reward {event.outcome.replace('_', ' ')}: {event.message}"
+            )
 
     def _forget_trained(self) -> None:
-        """Payloads are kept from the oldest checkpoint on, and for the newest observe.keep_groups trained groups."""
+        """Payloads are kept from the oldest checkpoint on, and for the newest observe.keep_groups trained
+        groups.
+        """
         kept = self._checkpointer.kept()
         is_needed_from = kept[0] if len(kept) >= self._parts.config.trainer.keep_checkpoints else 0
         count = sum(len(ordinals) for _, ordinals in self._trained)
         while self._trained and self._trained[0][0] <= is_needed_from:
-            version, ordinals = self._trained[0]
+            ordinals = self._trained[0][1]
             if count - len(ordinals) < self._parts.config.observe.keep_groups:
                 break
             self._journal.forget(ordinals)
@@ -268,16 +284,18 @@ class LocalRun:
             count -= len(ordinals)
 
     def _require_progress(self) -> None:
-        """Replacements of dropped groups are admitted for ever: a run that only drops has to say so and stop."""
+        """Replacements of dropped groups are admitted for ever: a run that only drops has to say so and "
+        "stop."""
         if self._drops > MOST_DROPS * self._parts.config.trainer.batch_size:
             reasons = ", ".join(f"{n} {reason}" for reason, n in self._control.dropped.items())
             raise ArealError(
-                f"{self._drops} groups were dropped since the last trained batch ({reasons} in all): nothing is left to "
-                "learn from. Look at the rewards in logs/ and with `areal-jax inspect`; no_signal: use an easier task or "
-                "algorithm.group_filter=none; failed_reward: mend the task's score"
+                f"{self._drops} groups were dropped since the last trained batch ({reasons} in all): "
+                "nothing is left to "
+                "learn from. Look at the rewards in logs/ and with `areal-jax inspect`; no_signal: use an "
+                "easier task or algorithm.group_filter=none; failed_reward: mend the task's score"
             )
 
-    # --- groups -----------------------------------------------------------------------------------------------------
+    # --- groups ---------------------------------------------------------------------------------------------
 
     def _trajectories(self, ordinal: int, attempt: int) -> tuple[Trajectory, ...]:
         """A group's members, from memory or, after a resume, from the journal."""
@@ -299,7 +317,7 @@ class LocalRun:
             self._groups[ordinal] = Group(ordinal, prompt, self._trajectories(ordinal, attempt))
         return self._groups[ordinal]
 
-    # --- actions ----------------------------------------------------------------------------------------------------
+    # --- actions --------------------------------------------------------------------------------------------
 
     def _act(self, action: Action) -> None:
         match action:
@@ -323,4 +341,3 @@ class LocalRun:
                     del self._members[key]
             case e.Finish():
                 pass
-

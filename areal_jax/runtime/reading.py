@@ -1,4 +1,6 @@
-"""Readings of a run's folder: its report, one sample, its audit. The journal is the truth; nothing here writes to it."""
+"""Readings of a run's folder: its report, one sample, its audit. The journal is the truth; nothing here
+writes to it.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def audit_run(folder: Path) -> AuditResult:
 
 
 def ages(journal: SqliteQueue) -> Ages:
-    """Ages and lengths of everything trained. An age is the version at the start of the update minus the token's."""
+    """Ages and lengths of everything trained. An age is the version at the start of the update minus the
+    token's.
+    """
     spans: dict[int, dict[SampleId, tuple[VersionSpan, ...]]] = defaultdict(dict)
     found = Ages(Counter(), Counter(), [], [])
     for row in journal.rows():
@@ -71,7 +75,11 @@ def write_report(folder: Path, config: Config, tasks: Sequence[Task] = ()) -> Pa
     """report.html in the run's folder."""
     with open_journal(folder) as journal:
         found = ages(journal)
-        samples = [view for sample in _worth_showing(journal, found) if (view := _view(journal, config, sample, tasks))]
+        samples = [
+            view
+            for sample in _worth_showing(journal, found)
+            if (view := _view(journal, config, sample, tasks))
+        ]
     data = ReportData(
         title=config.run.name,
         command=f"areal-jax run {folder}/config.yaml run.dir={folder}-again",
@@ -89,7 +97,9 @@ def write_report(folder: Path, config: Config, tasks: Sequence[Task] = ()) -> Pa
 
 
 def view_sample(folder: Path, name: str, tasks: Sequence[Task] = ()) -> SampleView:
-    """The sample called ORDINAL/MEMBER or ORDINAL/MEMBER/ATTEMPT. Raises ArealError for one that is not there."""
+    """The sample called ORDINAL/MEMBER or ORDINAL/MEMBER/ATTEMPT. Raises ArealError for one that is not
+    there.
+    """
     match = re.fullmatch(r"(\d+)[/.](\d+)(?:[/.](\d+))?", name)
     if not match:
         raise ArealError(f"{name!r} is not a sample; write ORDINAL/MEMBER, such as 12/3")

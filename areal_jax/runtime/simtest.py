@@ -22,7 +22,9 @@ def simtest(schedules: int, first_seed: int) -> dict[str, Any]:
             failed[str(seed)] = str(error)
             continue
         faults.update(result.faults)
-        totals.update({"events": len(result.rows), "versions": result.versions, "trained": result.audit.trained})
+        totals.update(
+            {"events": len(result.rows), "versions": result.versions, "trained": result.audit.trained}
+        )
         totals["dropped"] += sum(result.audit.dropped.values())
         if not result.audit.ok:
             failed[str(seed)] = "; ".join(result.audit.violations[:3])

@@ -65,13 +65,19 @@ class Trainer:
     def _take(self, batch: TrainBatch) -> None:
         with self._turns.trainer(self._clock):
             value, metrics = self.train(batch, partial(self._turns.between, self._clock))
-            self._tell(BatchTrained(batch.step, tuple(g.ordinal for g in batch.groups), value.digest, metrics))
+            self._tell(
+                BatchTrained(batch.step, tuple(g.ordinal for g in batch.groups), value.digest, metrics)
+            )
             with self._clock.doing("publish"):
-                self._store.publish(value, lambda wire: self._tell(VersionCommitted(wire.version, wire.digest)))
+                self._store.publish(
+                    value, lambda wire: self._tell(VersionCommitted(wire.version, wire.digest))
+                )
         if value.version % self._parts.config.trainer.checkpoint_every == 0:
             self._checkpoint()
 
-    def train(self, batch: TrainBatch, between: Callable | None = None) -> tuple[VersionedParams, dict[str, float]]:
+    def train(
+        self, batch: TrainBatch, between: Callable | None = None
+    ) -> tuple[VersionedParams, dict[str, float]]:
         """One batch; the new version, still aliasing the state, and the update's metrics."""
         c, learner = self._parts.config, self._parts.learner
         with self._clock.doing("pack"):
@@ -82,7 +88,8 @@ class Trainer:
             value = learner.versioned(self.state)
         if not math.isfinite(metrics["grad_norm"]):
             raise ArealError(
-                f"step {batch.step}: the gradient's norm is {metrics['grad_norm']}. The last checkpoint is whole; resume "
+                f"step {batch.step}: the gradient's norm is {metrics['grad_norm']}. The last checkpoint is "
+                "whole; resume "
                 "from it with a lower trainer.learning_rate, or look at the batch with `areal-jax inspect`"
             )
         return value, metrics

@@ -1,0 +1,232 @@
+"""The sections of the config tree: every key with its type, bounds, default and what it does.
+
+A default trains. `areal-jax config KEY` prints what stands here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from areal_jax.types import Sampling
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class RunConfig(Section):
+    name: str = "run"
+    """Name of the run; its folder is runs/<name> unless run.dir says otherwise."""
+    dir: str | None = None
+    """The run's folder. It must not exist yet."""
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    """Prompts, initial weights and every sampled token are functions of it."""
+    steps: int = Field(default=200, ge=1)
+    """Batches to train; every one makes a version."""
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.dir) if self.dir else Path("runs") / self.name
+
+
+class ModelSettings(Section):
+    source: str = "random"
+    """Where parameters come from: random (seeded, with the sizes below)."""
+    shape: str = "tiny"
+    """A named set of sizes (areal_jax.models.shapes): tiny, 5m, smollm2-135m, qwen2.5-1.5b."""
+    overrides: dict[str, Any] = Field(default_factory=dict)
+    """Single sizes of the shape to change, such as {layers: 4}."""
+    tokenizer: Literal["task", "byte"] = "task"
+    """task: the task's own tokenizer where it has one, bytes otherwise."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What matrix products read; accumulation, norms and log-probs are float32 always."""
+
+
+class AlgorithmConfig(Section):
+    preset: str = "grpo"
+    """Defaults for this section, by name (`areal-jax algorithms`); every key given beside it wins."""
+    group_size: int = Field(default=8, ge=1)
+    """Samples of one prompt (G)."""
+    minibatches: int = Field(default=1, ge=1)
+    """Optimiser steps a batch; they split its groups evenly."""
+    loss: str = "ppo_clip"
+    """A loss of areal_jax.algorithms, or module:name of your own."""
+    loss_settings: dict[str, Any] = Field(default_factory=dict)
+    """Keyword-only arguments of the loss."""
+    advantage: str = "group_normalized"
+    """An advantage estimator of areal_jax.algorithms, or module:name of your own."""
+    advantage_settings: dict[str, Any] = Field(default_factory=dict)
+    """Keyword-only arguments of the estimator."""
+    reduction: Literal["token_mean", "token_mean_batch", "sequence_mean", "sequence_sum", "constant"] = (
+        "sequence_mean"
+    )
+    """How token losses become one number; weights come from the minibatch's unrejected mask."""
+    reduction_constant: float | None = Field(default=None, gt=0)
+    """C of reduction=constant; generation.max_tokens unless given."""
+    proximal: Literal["recompute", "behavior"] = "recompute"
+    """Centre of the trust region: log-probs recomputed when the batch arrives, or those recorded at "
+    "sampling."""
+    off_policy: Literal["truncate", "mask", "none"] = "truncate"
+    """What exp(proximal - behaviour) above off_policy_cap becomes: the cap, or 0; none: no weight at all."""
+    off_policy_cap: float = Field(default=5.0, gt=1)
+    """Upper bound of the off-policy weight."""
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Weight of the KL term to the reference policy (version 0)."""
+    kl_estimator: Literal["k2", "k3"] = "k3"
+    """Estimator of the KL loss term; importance-weighted by the behaviour ratio."""
+    entropy_coef: float = Field(default=0.0, ge=0)
+    """Weight of the entropy bonus."""
+    truncation: Literal["keep", "mask"] = "keep"
+    """mask: a sample stopped by length trains no token; its reward still enters its group's statistics."""
+    group_filter: Literal["none", "signal"] = "none"
+    """signal: drop groups whose rewards are all equal; the drop is refunded."""
+
+
+class GenerationConfig(Section):
+    slots: int = Field(default=8, ge=1)
+    """Samples decoded at once by one host (N); static."""
+    length: int = Field(default=64, ge=2)
+    """Longest prompt + completion, in tokens; static."""
+    max_tokens: int = Field(default=32, ge=1)
+    """Longest completion, in tokens."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature of training samples."""
+    top_k: int = Field(default=0, ge=0)
+    """Keep the k likeliest ids; 0 keeps all."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Keep the likeliest ids up to this mass; needs top_k, so that the support is an array."""
+    min_p: float = Field(default=0.0, ge=0, lt=1)
+    """Keep ids at least this likely relative to the likeliest; needs top_k."""
+    support_size: int = Field(default=0, ge=0, le=4096)
+    """K: room for the ids kept at each token, carried to the trainer; 0 unless sampling is truncated."""
+    decode_steps: int = Field(default=4, ge=1)
+    """Tokens decoded a jitted call; weights change between calls."""
+    page_tokens: int | None = Field(default=None, ge=1)
+    """KV tokens a page holds; generation.length (one page a slot) unless given."""
+    prefill_chunk: int = Field(default=32, ge=1)
+    """Prompt tokens a prefill call takes, and a recompute pass takes per slot."""
+    on_update: Literal["recompute", "drain"] | None = None
+    """What a host does with live slots when a newer version commits: rebuild their KV under it, or let them
+    end first. By strategy unless given: interruptible recomputes, sync drains.
+    """
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.max_tokens)
+
+
+class ControlConfig(Section):
+    strategy: Literal["sync", "interruptible"] = "interruptible"
+    """Who is admitted and under which version: sync (staleness 0) or AReaL's interruptible generation."""
+    max_staleness: int | None = Field(default=None, ge=0)
+    """η: a group may start if (admitted - dropped - 1) // batch_size <= version + η. 2 unless given; 0 for
+    sync.
+    """
+    max_token_age: int | None = Field(default=None, ge=0)
+    """Hard bound on a trained token's age in versions; a group beyond it starts again."""
+    max_concurrent: int | None = Field(default=None, ge=1)
+    """Groups in flight at most; bounded by the hosts' slots and the staleness gate unless given."""
+
+
+class MeshConfig(Section):
+    data: int = Field(default=1, ge=1)
+    """Replicas of the parameters."""
+    fsdp: int = Field(default=1, ge=1)
+    """Shards of the parameters and optimiser state."""
+    tensor: int = Field(default=1, ge=1)
+    """Shards of heads and MLP width."""
+    context: Literal[1] = 1
+    """Reserved: shards of the sequence."""
+    expert: Literal[1] = 1
+    """Reserved: shards of the experts."""
+
+    @property
+    def shape(self) -> dict[str, int]:
+        return {axis: getattr(self, axis) for axis in type(self).model_fields}
+
+    @property
+    def devices(self) -> int:
+        return self.data * self.fsdp * self.tensor
+
+
+class TrainerConfig(Section):
+    learning_rate: float = Field(default=1e-5, gt=0)
+    """Peak learning rate of AdamW."""
+    lr_warmup_steps: int = Field(default=0, ge=0)
+    """Optimiser steps of linear warm-up."""
+    lr_schedule: Literal["constant", "cosine"] = "constant"
+    """After the warm-up; cosine falls to a tenth at the run's end."""
+    adam_b1: float = Field(default=0.9, ge=0, lt=1)
+    """AdamW's first-moment decay."""
+    adam_b2: float = Field(default=0.95, ge=0, lt=1)
+    """AdamW's second-moment decay."""
+    adam_eps: float = Field(default=1e-8, gt=0)
+    """AdamW's epsilon."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's decoupled weight decay."""
+    grad_clip: float = Field(default=1.0, gt=0)
+    """Global norm above which the gradient is scaled down."""
+    batch_size: int = Field(default=16, ge=1)
+    """Groups a batch (B): one batch, one version."""
+    rows: int = Field(default=8, ge=1)
+    """Rows of a micro-batch; packing makes as many micro-batches as needed."""
+    length: int | None = Field(default=None, ge=2)
+    """Tokens of a row (T); generation.length unless given."""
+    logp_chunk: int = Field(default=1024, ge=1)
+    """Tokens whose logits exist at once in the LM head."""
+    remat: bool = True
+    """Recompute each layer's activations in the backward pass instead of keeping them."""
+    supervised_steps: int = Field(default=0, ge=0)
+    """Supervised updates on the task's reference answers before version 0."""
+    supervised_batch: int = Field(default=128, ge=1)
+    """Reference answers a supervised update."""
+    checkpoint_every: int = Field(default=50, ge=1)
+    """Steps between checkpoints; the last step is always one."""
+    keep_checkpoints: int = Field(default=2, ge=1)
+    """Checkpoints kept; trained trajectories are kept from the oldest of them on."""
+    numerics: Literal["bounded"] = "bounded"
+    """How closely sampled and recomputed log-probs agree: to float rounding."""
+    mesh: MeshConfig = MeshConfig()
+    """Axes of the trainer's mesh."""
+
+
+class WeightsConfig(Section):
+    backend: Literal["memory"] = "memory"
+    """How parameters reach the hosts: memory (same process)."""
+    wire_dtype: Literal["float32", "bfloat16"] = "float32"
+    """What is published, and so what hosts decode with."""
+
+
+class RuntimeConfig(Section):
+    placement: Literal["auto", "split", "shared"] = "auto"
+    """split: trainer and hosts on disjoint devices; shared: they take turns on one. auto: split where devices
+    suffice, and on CPU, where virtual devices are made.
+    """
+    hosts: int = Field(default=1, ge=1)
+    """Generation hosts."""
+    host_tensor: int = Field(default=1, ge=1)
+    """Devices one host spreads its heads over."""
+    decode_calls_per_micro_batch: int = Field(default=2, ge=0)
+    """Shared placement: decode calls between two micro-batches of an update."""
+    reward_workers: int = Field(default=1, ge=1)
+    """Processes that score."""
+    reward_timeout_s: float = Field(default=30.0, gt=0)
+    """Deadline for scoring a group; the worker is killed at it and the group counts as timed out."""
+    deadline_s: float = Field(default=600.0, gt=0)
+    """Longest wait of anybody for anything; beyond it the run ends with an error that names both."""
+
+
+class ObserveConfig(Section):
+    live: bool = True
+    """Live terminal view; plain lines where stdout is no terminal."""
+    tensorboard: bool = True
+    """Write tensorboard/ in the run's folder."""
+    wandb: bool = False
+    """Log to Weights & Biases (extra [wandb])."""
+    report: bool = True
+    """Write report.html when the run ends."""
+    keep_groups: int = Field(default=4096, ge=0)
+    """Trained groups whose trajectories stay in the journal for inspection."""
