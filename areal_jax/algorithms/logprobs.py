@@ -38,21 +38,22 @@ def token_stats(
     z = logits.astype(jnp.float32) / jnp.where(temperature > 0, temperature, 1.0)[:, None]
     chosen = jnp.take_along_axis(z, tokens[:, None], axis=-1)[:, 0]
     log_total = jax.nn.logsumexp(z, axis=-1)
-    entropy = log_total - _expected(z, log_total)
+    entropy = _entropy(z, log_total)
     if support is None:
         return TokenStats(chosen - log_total, entropy, jnp.zeros_like(log_total))
     kept = jnp.where(support >= 0, jnp.take_along_axis(z, jnp.maximum(support, 0), axis=-1), -jnp.inf)
     has_support = (support >= 0).any(-1)
     safe = jnp.where(has_support[:, None], kept, 0.0)
     log_kept = jnp.where(has_support, jax.nn.logsumexp(safe, axis=-1), log_total)
-    entropy = jnp.where(has_support, log_kept - _expected(safe, log_kept), entropy)
+    entropy = jnp.where(has_support, _entropy(safe, log_kept), entropy)
     return TokenStats(chosen - log_kept, entropy, 1.0 - jnp.exp(log_kept - log_total))
 
 
-def _expected(z: Float[Array, "n V"], log_total: Float[Array, " n"]) -> Float[Array, " n"]:
-    """sum_v p_v z_v, with 0 * -inf = 0."""
-    p = jnp.exp(z - log_total[:, None])
-    return jnp.where(p > 0, p * jnp.where(p > 0, z, 0.0), 0.0).sum(-1)
+def _entropy(z: Float[Array, "n V"], log_total: Float[Array, " n"]) -> Float[Array, " n"]:
+    """-sum_v p_v log p_v, with 0 log 0 = 0; free of the cancellation in log_total - sum_v p_v z_v."""
+    logp = z - log_total[:, None]
+    p = jnp.exp(logp)
+    return -jnp.where(p > 0, p * jnp.where(p > 0, logp, 0.0), 0.0).sum(-1)
 
 
 def packed_stats(

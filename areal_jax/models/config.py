@@ -61,7 +61,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def model_config(shape: str, vocab_size: int, dtype: str = "float32", **overrides: Any) -> ModelConfig:
+def model_config(shape: str, vocab_size: int, dtype: str = "float32", /, **overrides: Any) -> ModelConfig:
     """The sizes of `shape` for a tokenizer of `vocab_size` ids; a shape's own larger vocabulary stays.
 
     Raises ArealError for a shape or a size that does not exist.
@@ -76,6 +76,5 @@ def model_config(shape: str, vocab_size: int, dtype: str = "float32", **override
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean model.overrides.{near[0]}?" if near else f"there are: {', '.join(known)}"
             raise ArealError(f"unknown key model.overrides.{key}; {hint}")
-    sizes = {**SHAPES[shape], **overrides}
-    sizes["vocab_size"] = max(vocab_size, sizes.get("vocab_size", 0))
-    return ModelConfig(dtype=dtype, **sizes)
+    config = ModelConfig(**{"vocab_size": vocab_size, "dtype": dtype, **SHAPES[shape], **overrides})
+    return dataclasses.replace(config, vocab_size=max(vocab_size, config.vocab_size))

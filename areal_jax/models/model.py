@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -47,11 +48,14 @@ class Model:
 
     def init(self, seed: int) -> Params:
         """Random float32 parameters, a function of the seed alone."""
+        return self._init(jax.random.key(seed))
 
-        def make() -> Params:
-            return nnx.to_pure_dict(nnx.state(Transformer(self.config, nnx.Rngs(seed))))
+    @cached_property
+    def _init(self) -> Callable[[Array], Params]:
+        def make(key: Array) -> Params:
+            return nnx.to_pure_dict(nnx.state(Transformer(self.config, nnx.Rngs(key))))
 
-        return jax.jit(make)()
+        return jax.jit(make)
 
     def hidden(
         self,

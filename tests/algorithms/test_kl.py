@@ -1,0 +1,84 @@
+"""The KL term's gradient by exact expectation over a small softmax, on- and off-policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from areal_jax.algorithms.kl import kl_loss
+from tests.algorithms.reference import log_softmax
+
+RNG = np.random.default_rng(0)
+THETA, REFERENCE, BEHAVIOR = RNG.normal(size=(3, 7))
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+def expected(theta: jax.Array, behavior: np.ndarray, estimator: str) -> jax.Array:
+    """E over behaviour of the term: every outcome weighed by its probability."""
+    logp = jax.nn.log_softmax(theta)
+    term = kl_loss(logp, jnp.asarray(log_softmax(REFERENCE)), jnp.asarray(log_softmax(behavior)), estimator)
+    return (np.exp(log_softmax(behavior)) * term).sum()
+
+
+def exact_gradient() -> np.ndarray:
+    """d KL(theta | reference) / d theta_j = p_j (log p_j - log f_j - KL)."""
+    gap = log_softmax(THETA) - log_softmax(REFERENCE)
+    p = np.exp(log_softmax(THETA))
+    return p * (gap - (p * gap).sum())
+
+
+@pytest.mark.parametrize("behavior", [THETA, BEHAVIOR], ids=["on-policy", "off-policy"])
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_gradient_is_that_of_the_kl(estimator: str, behavior: np.ndarray):
+    got = jax.grad(expected)(jnp.asarray(THETA), behavior, estimator)
+    np.testing.assert_allclose(got, exact_gradient(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("behavior", [THETA, BEHAVIOR], ids=["on-policy", "off-policy"])
+def test_k3_has_the_value_of_the_kl(behavior: np.ndarray):
+    p, gap = np.exp(log_softmax(THETA)), log_softmax(THETA) - log_softmax(REFERENCE)
+    assert float(expected(jnp.asarray(THETA), behavior, "k3")) == pytest.approx((p * gap).sum(), abs=1e-12)
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_without_the_weight_the_gradient_is_wrong(estimator: str):
+    """The control: k3 even on-policy, both off-policy (arXiv:2512.21852), so the tests above can fail."""
+
+    def unweighted(theta: jax.Array) -> jax.Array:
+        logp = jax.nn.log_softmax(theta)
+        frozen = jax.lax.stop_gradient(logp)  # a behaviour equal to the policy: no weight, and none to derive
+        own = kl_loss(logp, jnp.asarray(log_softmax(REFERENCE)), frozen, "k2")
+        gap = jnp.asarray(log_softmax(REFERENCE)) - logp
+        term = own if estimator == "k2" else jnp.exp(gap) - 1 - gap
+        return (np.exp(log_softmax(BEHAVIOR)) * term).sum()
+
+    assert np.abs(jax.grad(unweighted)(jnp.asarray(THETA)) - exact_gradient()).max() > 0.01
+
+
+@pytest.mark.parametrize("gap", [-200.0, 200.0])
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_extreme_gaps_stay_finite(estimator: str, gap: float):
+    logp, zero = jnp.full((1, 1), -1.0), jnp.zeros((1, 1))
+    for ref, behavior in ((logp + gap, zero), (zero, logp + gap)):
+        value, slope = jax.value_and_grad(lambda x, r=ref, b=behavior: kl_loss(x, r, b, estimator).sum())(
+            logp
+        )
+        assert np.isfinite(value)
+        assert np.isfinite(slope).all()
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_equal_policies_have_no_kl(estimator: str):
+    logp = jnp.asarray(log_softmax(THETA))[None]
+    value, slope = jax.value_and_grad(lambda x: kl_loss(x, logp, logp, estimator).sum())(logp)
+    assert float(value) == 0
+    np.testing.assert_array_equal(slope, 0)

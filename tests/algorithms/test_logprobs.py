@@ -1,0 +1,151 @@
+"""The one log-prob function against float64 numpy, and its packed form."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from areal_jax.algorithms.logprobs import TokenStats, packed_stats, token_stats
+from tests.algorithms import reference
+from tests.algorithms.batches import positions_of, segments_of
+
+N, V = 24, 41
+RNG = np.random.default_rng(0)
+LOGITS = (3 * RNG.normal(size=(N, V))).astype(np.float32)
+TOKENS = RNG.integers(0, V, N).astype(np.int32)
+
+
+def supports(sizes: np.ndarray, width: int) -> np.ndarray:
+    """The likeliest `sizes[i]` ids of row i and its token; -1 beyond."""
+    rows = np.full((N, width), -1, np.int32)
+    for i, size in enumerate(sizes):
+        if size:
+            best = [v for v in np.argsort(-LOGITS[i]) if v != TOKENS[i]][: size - 1]
+            rows[i, :size] = [*best, TOKENS[i]]
+    return rows
+
+
+def assert_stats(got: TokenStats, want: tuple[np.ndarray, ...]) -> None:
+    for name, value, expected in zip(TokenStats._fields, got, want, strict=True):
+        np.testing.assert_allclose(value, expected, rtol=0, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+def test_stats_at_a_temperature(temperature: float):
+    t = np.full(N, temperature, np.float32)
+    got = token_stats(LOGITS, TOKENS, t)
+    assert_stats(got, reference.token_stats(LOGITS, TOKENS, t.astype(np.float64)))
+    np.testing.assert_array_equal(got.outside, 0)
+
+
+def test_stats_over_a_support():
+    """Support rows of every size, an empty one included; each token at a temperature of its own."""
+    t = RNG.uniform(0.5, 1.5, N).astype(np.float32)
+    support = supports(np.arange(N) % 9, 8)
+    got = token_stats(LOGITS, TOKENS, t, support)
+    assert_stats(got, reference.token_stats(LOGITS, TOKENS, t.astype(np.float64), support))
+    assert np.asarray(got.outside).max() > 0.1
+    np.testing.assert_array_equal(got.outside[::9], 0)  # nothing kept means everything kept
+    np.testing.assert_allclose(got.logp[1::9], 0, atol=1e-6)  # a support of one: certain
+
+
+def test_greedy_is_reported_at_temperature_one():
+    zero, one = np.zeros(N, np.float32), np.ones(N, np.float32)
+    for at_zero, at_one in zip(
+        token_stats(LOGITS, TOKENS, zero), token_stats(LOGITS, TOKENS, one), strict=True
+    ):
+        np.testing.assert_array_equal(at_zero, at_one)
+
+
+def test_impossible_ids_take_no_part():
+    """Logits of -inf, as beyond a tokenizer's vocabulary: out of the sums, and no NaN anywhere."""
+    padded = np.concatenate([LOGITS, np.full((N, 7), -np.inf, np.float32)], axis=1)
+    t = np.ones(N, np.float32)
+    support = supports(np.arange(N) % 9, 8)
+
+    def of(z: jax.Array, kept: np.ndarray | None) -> tuple[jax.Array, TokenStats]:
+        stats = token_stats(z, TOKENS, t, kept)
+        return stats.logp.sum() + stats.entropy.sum() + stats.outside.sum(), stats
+
+    for kept in (None, support):
+        slope, stats = jax.jit(jax.grad(of, has_aux=True))(padded, kept)
+        assert_stats(stats, reference.token_stats(LOGITS, TOKENS, t.astype(np.float64), kept))
+        assert np.isfinite(slope).all()
+
+
+@pytest.mark.parametrize("has_support", [False, True])
+def test_gradient_of_the_log_prob(has_support: bool):
+    """d logp / d z = (onehot - q) / T, q the renormalised distribution."""
+    t = RNG.uniform(0.5, 1.5, N).astype(np.float32)
+    support = supports(1 + np.arange(N) % 8, 8) if has_support else None
+    slope = jax.jit(jax.grad(lambda z: token_stats(z, TOKENS, t, support).logp.sum()))(LOGITS)
+    for i in range(N):
+        kept = np.arange(V) if support is None else support[i][support[i] >= 0]
+        q = np.zeros(V)
+        q[kept] = np.exp(reference.log_softmax(LOGITS[i, kept].astype(np.float64) / t[i]))
+        np.testing.assert_allclose(slope[i], (np.eye(V)[TOKENS[i]] - q) / t[i], atol=2e-5)
+
+
+# --- packed -----------------------------------------------------------------------------------------------
+
+SEGMENTS = segments_of(((5, 4), (3, 6), (9,)))
+POSITIONS = positions_of(SEGMENTS)
+HIDDEN = RNG.normal(size=(*SEGMENTS.shape, 6)).astype(np.float32)
+HEAD = RNG.normal(size=(6, V)).astype(np.float32)
+IDS = RNG.integers(0, V, SEGMENTS.shape).astype(np.int32)
+TEMPERATURE = RNG.uniform(0.5, 1.5, SEGMENTS.shape).astype(np.float32)
+SUPPORT = np.argsort(RNG.normal(size=(*SEGMENTS.shape, V)))[..., :5].astype(np.int32)
+
+
+def packed(hidden: np.ndarray, ids: np.ndarray, chunk: int, support: np.ndarray | None = None) -> TokenStats:
+    return jax.jit(packed_stats, static_argnums=(4, 6))(
+        hidden, ids, POSITIONS, TEMPERATURE, logits, support, chunk
+    )
+
+
+def logits(hidden: jax.Array) -> jax.Array:
+    return hidden @ HEAD
+
+
+@pytest.mark.parametrize("support", [None, SUPPORT], ids=["full", "support"])
+def test_token_t_is_described_by_the_hidden_state_before_it(support: np.ndarray | None):
+    got = [np.asarray(x) for x in packed(HIDDEN, IDS, 1000, support)]
+    for row, column in np.argwhere(POSITIONS > 0):
+        want = reference.token_stats(
+            (HIDDEN[row, column - 1].astype(np.float64) @ HEAD)[None],
+            IDS[row, column][None],
+            TEMPERATURE[row, column][None],
+            None if support is None else support[row, column][None],
+        )
+        for value, expected in zip(got, want, strict=True):
+            np.testing.assert_allclose(value[row, column], expected[0], atol=2e-5)
+
+
+def test_a_first_token_is_uniform_and_reads_no_neighbour():
+    """Change segment 1 (row 0): not one bit of segment 2, which begins where it ends, may move."""
+    before = packed(HIDDEN, IDS, 8)
+    is_first = SEGMENTS == 1
+    rng = np.random.default_rng(1)
+    hidden = np.where(is_first[..., None], rng.normal(size=HIDDEN.shape), HIDDEN).astype(np.float32)
+    after = packed(hidden, np.where(is_first, 0, IDS).astype(np.int32), 8)
+    for one, other in zip(before, after, strict=True):
+        assert np.asarray(one)[~is_first].tobytes() == np.asarray(other)[~is_first].tobytes()
+    assert np.abs(np.asarray(before.logp - after.logp)[is_first]).max() > 0.1
+    first = (POSITIONS == 0) & (SEGMENTS > 0)
+    np.testing.assert_allclose(np.asarray(before.logp)[first], -np.log(V), rtol=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 15])
+def test_chunks_change_nothing_beyond_rounding(chunk: int):
+    """Sizes that divide the 30 tokens and sizes that do not; values and gradients."""
+
+    def of(hidden: jax.Array, size: int) -> jax.Array:
+        stats = packed_stats(hidden, IDS, POSITIONS, TEMPERATURE, lambda h: h @ HEAD, SUPPORT, size)
+        return (stats.logp + 0.3 * stats.entropy).sum()
+
+    both = jax.jit(jax.value_and_grad(of), static_argnums=1)
+    whole, slope = both(HIDDEN, 1000)
+    value, chunked = both(HIDDEN, chunk)
+    np.testing.assert_allclose(value, whole, rtol=1e-6)
+    np.testing.assert_allclose(chunked, slope, rtol=0, atol=1e-5)
