@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -25,11 +26,15 @@ class Devices:
 
 
 def use_virtual_cpus(count: int) -> None:
-    """On a CPU, make `count` devices of it; does nothing once jax has started, or where XLA_FLAGS already say."""
+    """On a CPU, make `count` devices of it, or as many as the environment asks for if those are more.
+
+    Does nothing where XLA_FLAGS already say, or once jax has started: then the devices are what they are.
+    """
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         return
-    if not jax._src.xla_bridge.backends_are_initialized():
-        jax.config.update("jax_num_cpu_devices", count)
+    wanted = max(count, jax.config.jax_num_cpu_devices)  # type: ignore[attr-defined]
+    with suppress(RuntimeError):  # jax's answer to a process that has started it
+        jax.config.update("jax_num_cpu_devices", wanted)
 
 
 def place(config: Config) -> Devices:
@@ -44,14 +49,10 @@ def place(config: Config) -> Devices:
         wanted = "split" if len(devices) >= trainer_devices + host_devices else "shared"
     if wanted == "split" and len(devices) < trainer_devices + host_devices:
         raise ArealError(
-            f"runtime.placement=split needs {trainer_devices} devices for the trainer and {host_devices} for the hosts; "
+            f"runtime.placement=split needs {trainer_devices} devices for the trainer and {host_devices} "
+            "for the hosts; "
             f"there are {len(devices)}. Use runtime.placement=shared, or fewer"
         )
-    if wanted == "shared" and r.hosts * r.host_tensor * trainer_devices > 1 and len(devices) < max(
-        trainer_devices, r.host_tensor
-    ):
-        raise ArealError(f"runtime.placement=shared: a mesh of {max(trainer_devices, r.host_tensor)} devices, there are "
-                         f"{len(devices)}; make trainer.mesh or runtime.host_tensor smaller")  # fmt: skip
     trainer = make_mesh(config.trainer.mesh.shape, devices, "the trainer")
     first = trainer_devices if wanted == "split" else 0
     step = r.host_tensor if wanted == "split" else 0
@@ -71,7 +72,15 @@ def memory_table(config: Config, model: Model, placement: str) -> list[tuple[str
     wire = 4 if config.weights.wire_dtype == "float32" else 2
     g = config.generation
     pages = g.slots * (g.length // (g.page_tokens or g.length)) + 1
-    kv = 2 * c.layers * pages * (g.page_tokens or g.length) * c.kv_heads * c.head_dim * (4 if c.dtype == "float32" else 2)
+    kv = (
+        2
+        * c.layers
+        * pages
+        * (g.page_tokens or g.length)
+        * c.kv_heads
+        * c.head_dim
+        * (4 if c.dtype == "float32" else 2)
+    )
     shards = config.trainer.mesh.fsdp * config.trainer.mesh.tensor
     rows = [
         ("trainer", "master weights, float32", 4 * n // shards),
@@ -81,15 +90,29 @@ def memory_table(config: Config, model: Model, placement: str) -> list[tuple[str
     if config.algorithm.kl_coef:
         rows.append(("trainer", "reference policy, float32", 4 * n // shards))
     is_overwritten = overwrites_serving(config, placement)
-    held = "serving weights, overwritten in place" if is_overwritten else "serving weights, published and loaded"
-    rows.append(("each host", f"{held}, {config.weights.wire_dtype}", wire * n * (1 if is_overwritten else 2)))
-    rows.append(("each host", f"KV pages, {g.slots} slots x {g.length} tokens", math.ceil(kv / config.runtime.host_tensor)))
+    held = (
+        "serving weights, overwritten in place" if is_overwritten else "serving weights, published and loaded"
+    )
+    rows.append(
+        ("each host", f"{held}, {config.weights.wire_dtype}", wire * n * (1 if is_overwritten else 2))
+    )
+    rows.append(
+        (
+            "each host",
+            f"KV pages, {g.slots} slots x {g.length} tokens",
+            math.ceil(kv / config.runtime.host_tensor),
+        )
+    )
     return rows
 
 
 def overwrites_serving(config: Config, placement: str) -> bool:
-    """Whether publishing overwrites the parameters being served: one host on the trainer's device, swapping at once."""
-    is_alone = config.runtime.hosts == 1 and config.trainer.mesh.devices == 1 and config.runtime.host_tensor == 1
+    """Whether publishing overwrites the parameters being served: one host on the trainer's device, swapping
+    at once.
+    """
+    is_alone = (
+        config.runtime.hosts == 1 and config.trainer.mesh.devices == 1 and config.runtime.host_tensor == 1
+    )
     return placement == "shared" and is_alone and config.on_update == "recompute"
 
 
@@ -99,7 +122,7 @@ def header(config: Config) -> dict[str, Any]:
         "device_kind": jax.devices()[0].device_kind,
         "devices": jax.device_count(),
         "usable_cores": len(os.sched_getaffinity(0)),
-        "jaxlib": jax.lib.__version__,
+        "jaxlib": version("jaxlib"),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
 

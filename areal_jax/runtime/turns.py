@@ -1,8 +1,8 @@
 """Who uses a device when trainer and hosts share one: decode calls and micro-batches take turns.
 
-A host takes a turn a decode call; the trainer takes one a program of its update, and between two of them lets the hosts
-have `decode_calls`. Everybody waits for the result of its own call before giving the turn back, so the device's queue
-holds one program and a wait is blamed on its owner.
+A host takes a turn a decode call; the trainer takes one a program of its update, and between two of them lets
+the hosts have `decode_calls`. Everybody waits for the result of its own call before giving the turn back, so
+the device's queue holds one program and a wait is blamed on its owner.
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ class OneDevice:
             while self._calls < goal and self._is_decoding():
                 self._changed.wait(timeout=POLL_S)  # a host that runs out of samples gives no signal
                 if time.monotonic() > end_s:
-                    raise WaitTimeout(f"the trainer waited {self._deadline_s:g} s for the hosts' decode calls; {REMEDY}")
+                    raise WaitTimeout(
+                        f"the trainer waited {self._deadline_s:g} s for the hosts' decode calls; {REMEDY}"
+                    )
         self._take_for_trainer(clock)
 
     def _take_for_trainer(self, clock: Clock) -> None:
