@@ -50,7 +50,7 @@ def _sum(leaf: jax.Array) -> jax.Array:
 
 
 def _mix(x: jax.Array) -> jax.Array:
-    """The finaliser of MurmurHash3 (A. Appleby): a bijection of uint32 in which every bit moves all others."""
+    """MurmurHash3's finaliser (A. Appleby): a bijection of uint32 in which every bit moves all others."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)

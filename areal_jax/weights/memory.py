@@ -117,8 +117,8 @@ class MemoryStore:
         gap = float(np.max(np.abs(np.asarray(self._probe(params)) - published.canary)))
         if not gap <= CANARY_TOLERANCE:
             raise WeightsError(
-                f"the canary's log-prob under version {version} differs by {gap:.2g} between trainer and host: "
-                "the host does not compute what the trainer does; compare their devices and flags"
+                f"the canary's log-prob under version {version} differs by {gap:.2g} between trainer and "
+                "host: the host does not compute what the trainer does; compare their devices and flags"
             )
         return published.value._replace(params=params)
 
@@ -151,7 +151,8 @@ def _copy(params: Any, dtype: str) -> Any:
     return jax.tree.map(lambda leaf: jnp.copy(leaf).astype(dtype), params)
 
 
-@functools.partial(jax.jit, static_argnames="dtype", donate_argnums=0)
+# keep_unused: an argument that is read by nothing would otherwise be left out, and so never donated.
+@functools.partial(jax.jit, static_argnames="dtype", donate_argnums=0, keep_unused=True)
 def _overwrite(serving: Any, params: Any, dtype: str) -> Any:
-    del serving  # donated: the results take its buffers
+    del serving  # the results take its buffers
     return jax.tree.map(lambda leaf: jnp.copy(leaf).astype(dtype), params)

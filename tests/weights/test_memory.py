@@ -1,4 +1,4 @@
-"""The in-memory store: versions only grow, nothing aliases the trainer's buffers, readers see whole versions."""
+"""The in-memory store: versions only grow, nothing aliases the trainer, readers see whole versions."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def test_what_is_published_is_what_is_loaded():
 def test_versions_only_grow():
     store = MemoryStore(probe)
     store.publish(value(3))
-    with pytest.raises(WeightsError, match="version 2 .* cannot be published after version 3"):
+    with pytest.raises(WeightsError, match=r"version 2 .* cannot be published after version 3"):
         store.publish(value(2))
-    with pytest.raises(WeightsError, match="version 3 .* versions only grow"):
+    with pytest.raises(WeightsError, match=r"version 3 .* versions only grow"):
         store.publish(value(3, seed=9))
     assert store.load(3, HERE).digest == value(3).digest
     store.publish(value(7))  # gaps are no business of the store's
@@ -143,7 +143,7 @@ def test_published_parameters_survive_the_donation_of_their_source(dtype):
     store = MemoryStore(probe, dtype)
     given = value(0)
     source = given.params
-    expected = jax.tree.map(lambda leaf: np.asarray(leaf.astype(dtype)), source)
+    expected = jax.tree.map(lambda leaf: np.array(leaf.astype(dtype)), source)
     wire = store.publish(given)
     assert not set(pointers(wire.params)) & set(pointers(source))
     loaded = store.load(0, HERE)
