@@ -14,6 +14,14 @@ import pytest
 
 DOCS = Path(__file__).parents[1] / "docs"
 
+CACHE = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
+"""As in the Makefile: programs that compile fast are kept too."""
+
+
+def cache_of(folder: Path) -> str:
+    """Where compiled programs are kept: as the environment says, or beside the page's files."""
+    return os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(folder / ".cache")
+
 
 def blocks(page: Path, language: str) -> list[str]:
     """The page's fenced blocks of that language, in order."""
@@ -24,7 +32,8 @@ def run_as_printed(command: str, folder: Path) -> str:
     """What the command prints; `python` and `areal-jax` are those of this environment."""
     programs = {"python": [sys.executable], "areal-jax": [sys.executable, "-m", "areal_jax.cli.main"]}
     program, *args = shlex.split(command)
-    env = {key: value for key, value in os.environ.items() if key != "JAX_NUM_CPU_DEVICES"}
+    env = {**CACHE, **os.environ, "JAX_COMPILATION_CACHE_DIR": cache_of(folder)}
+    env.pop("JAX_NUM_CPU_DEVICES", None)
     done = subprocess.run(
         [*programs[program], *args], cwd=folder, env=env, capture_output=True, text=True, timeout=300
     )
