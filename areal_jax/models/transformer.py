@@ -161,5 +161,11 @@ class Transformer(nnx.Module):
         return rms_norm(x, self.norm[...], self.config.norm_eps), cache
 
     def logits(self, hidden: Float[Array, "n D"]) -> Float[Array, "n V"]:
-        weight = self.embedding[...].T if self.config.is_tied else self.head[...]
-        return project(hidden, weight, self.config.dtype)
+        if not self.config.is_tied:
+            return project(hidden, self.head[...], self.config.dtype)
+        return jax.lax.dot_general(  # the embedding as it lies: CPUs are slow to transpose bfloat16
+            hidden.astype(self.config.dtype),
+            self.embedding[...].astype(self.config.dtype),
+            (((1,), (1,)), ((), ())),
+            preferred_element_type=jnp.float32,
+        )
