@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +15,8 @@ from areal_jax.config import Config
 from areal_jax.models.model import Model
 from areal_jax.parallel.mesh import make_mesh
 from areal_jax.types import ArealError
+
+BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ def use_virtual_cpus(count: int) -> None:
     """
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         return
-    wanted = max(count, jax.config.jax_num_cpu_devices)  # type: ignore[attr-defined]
+    wanted = max(count, jax.config.jax_num_cpu_devices)  # pyright: ignore[reportAttributeAccessIssue]
     with suppress(RuntimeError):  # jax's answer to a process that has started it
         jax.config.update("jax_num_cpu_devices", wanted)
 
@@ -42,16 +43,15 @@ def place(config: Config) -> Devices:
     r = config.runtime
     trainer_devices, host_devices = config.trainer.mesh.devices, r.hosts * r.host_tensor
     wanted = r.placement
-    if wanted != "shared":
-        use_virtual_cpus(trainer_devices + host_devices)
+    together = max(trainer_devices, r.host_tensor)
+    use_virtual_cpus(together if wanted == "shared" else trainer_devices + host_devices)
     devices = jax.devices()
     if wanted == "auto":
         wanted = "split" if len(devices) >= trainer_devices + host_devices else "shared"
     if wanted == "split" and len(devices) < trainer_devices + host_devices:
         raise ArealError(
-            f"runtime.placement=split needs {trainer_devices} devices for the trainer and {host_devices} "
-            "for the hosts; "
-            f"there are {len(devices)}. Use runtime.placement=shared, or fewer"
+            f"runtime.placement=split needs {trainer_devices} devices for the trainer and {host_devices} for "
+            f"the hosts; there are {len(devices)}. Use runtime.placement=shared, or fewer"
         )
     trainer = make_mesh(config.trainer.mesh.shape, devices, "the trainer")
     first = trainer_devices if wanted == "split" else 0
@@ -64,24 +64,15 @@ def place(config: Config) -> Devices:
 
 
 def memory_table(config: Config, model: Model, placement: str) -> list[tuple[str, str, int]]:
-    """(who, what, bytes) of everything that lives through a run; temporaries of the programs come on top.
+    """(who, what, bytes a device) of all that lives through a run; temporaries of the programs come on top.
 
-    Bytes a parameter: float32 master 4 + Adam 8 + gradient 4, and the serving copy of each host.
+    Bytes a parameter: float32 master 4 + Adam 8 + gradient 4, and what is served: one copy where publishing
+    overwrites it, otherwise the published one, and on a host two while the next version arrives.
     """
-    n, c = model.parameter_count, model.config
-    wire = 4 if config.weights.wire_dtype == "float32" else 2
-    g = config.generation
-    pages = g.slots * (g.length // (g.page_tokens or g.length)) + 1
-    kv = (
-        2
-        * c.layers
-        * pages
-        * (g.page_tokens or g.length)
-        * c.kv_heads
-        * c.head_dim
-        * (4 if c.dtype == "float32" else 2)
-    )
-    shards = config.trainer.mesh.fsdp * config.trainer.mesh.tensor
+    n, c, g = model.parameter_count, model.config, config.generation
+    dtype = config.weights.wire_dtype
+    shards, host_shards = config.trainer.mesh.fsdp * config.trainer.mesh.tensor, config.runtime.host_tensor
+    wire = BYTES[dtype] * n
     rows = [
         ("trainer", "master weights, float32", 4 * n // shards),
         ("trainer", "Adam moments, float32", 8 * n // shards),
@@ -89,31 +80,29 @@ def memory_table(config: Config, model: Model, placement: str) -> list[tuple[str
     ]
     if config.algorithm.kl_coef:
         rows.append(("trainer", "reference policy, float32", 4 * n // shards))
-    is_overwritten = overwrites_serving(config, placement)
-    held = (
-        "serving weights, overwritten in place" if is_overwritten else "serving weights, published and loaded"
-    )
-    rows.append(
-        ("each host", f"{held}, {config.weights.wire_dtype}", wire * n * (1 if is_overwritten else 2))
-    )
-    rows.append(
-        (
-            "each host",
-            f"KV pages, {g.slots} slots x {g.length} tokens",
-            math.ceil(kv / config.runtime.host_tensor),
-        )
-    )
+    if overwrites_serving(config, placement):
+        rows.append(("each host", f"serving weights, overwritten in place, {dtype}", wire))
+    else:
+        rows.append(("trainer", f"published weights, {dtype}", wire // shards))
+        rows.append(("each host", f"serving weights, and the next ones, {dtype}", 2 * wire // host_shards))
+    page = g.page_tokens or g.length
+    pages = g.slots * (g.length // page) + 1  # and the scratch page
+    kv = 2 * c.layers * pages * page * c.kv_heads * c.head_dim * BYTES[c.dtype]
+    kv_shards = host_shards if c.kv_heads % host_shards == 0 else 1
+    rows.append(("each host", f"KV pages, {g.slots} slots x {g.length} tokens", kv // kv_shards))
     return rows
 
 
 def overwrites_serving(config: Config, placement: str) -> bool:
-    """Whether publishing overwrites the parameters being served: one host on the trainer's device, swapping
-    at once.
-    """
-    is_alone = (
-        config.runtime.hosts == 1 and config.trainer.mesh.devices == 1 and config.runtime.host_tensor == 1
-    )
+    """Whether publishing overwrites what is served: one host on the trainer's device, swapping at once."""
+    r = config.runtime
+    is_alone = r.hosts == 1 and config.trainer.mesh.devices == 1 and r.host_tensor == 1
     return placement == "shared" and is_alone and config.on_update == "recompute"
+
+
+def usable_cores() -> int:
+    """Cores this process may run on; all there are where the system does not say."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def header(config: Config) -> dict[str, Any]:
@@ -121,7 +110,7 @@ def header(config: Config) -> dict[str, Any]:
     return {
         "device_kind": jax.devices()[0].device_kind,
         "devices": jax.device_count(),
-        "usable_cores": len(os.sched_getaffinity(0)),
+        "usable_cores": usable_cores(),
         "jaxlib": version("jaxlib"),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
@@ -136,6 +125,6 @@ def diagnose() -> dict[str, Any]:
         **{package: version(package) for package in packages},
         "devices": [f"{device.platform} {device.device_kind}" for device in devices],
         "device_memory_bytes": stats.get("bytes_limit"),
-        "usable_cores": len(os.sched_getaffinity(0)),
+        "usable_cores": usable_cores(),
         "placement": "split" if len(devices) > 1 or devices[0].platform == "cpu" else "shared",
     }

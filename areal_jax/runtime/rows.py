@@ -39,14 +39,16 @@ class RowMaker:
             elif isinstance(action, Reissue):
                 self._reissued[action.reason] += 1
 
-    def make(self, step: int, groups: Sequence[Group], trained: dict[str, float], digest: str) -> dict[str, Any]:
+    def make(
+        self, step: int, groups: Sequence[Group], trained: dict[str, float], digest: str
+    ) -> dict[str, Any]:
         """The row of `step`, whose batch was `groups`; starts the next one."""
         now = time.monotonic()
         span, self._last_s = max(now - self._last_s, 1e-9), now
         generated = sum(host.generated_tokens for host in self._hosts)
         new_tokens, self._generated = generated - self._generated, generated
         totals = self._timeline.take_totals()
-        gaps = np.concatenate([[0.0], *(_taken(host) for host in self._hosts)])
+        gaps = [gap for host in self._hosts for gap in _taken(host)]
         row = {
             "step": step,
             "version": step + 1,
@@ -58,8 +60,10 @@ class RowMaker:
             "generate_tokens_per_s": new_tokens / span,
             "train_tokens_per_s": trained["trained_tokens"] / span,
             "trainer_wait_share": idle_share(totals.get("trainer", {})),
-            "generator_idle_share": float(np.mean([idle_share(totals.get(host.name, {})) for host in self._hosts])),
-            "decode_gap_p99_s": float(np.quantile(gaps, 0.99)),
+            "generator_idle_share": float(
+                np.mean([idle_share(totals.get(host.name, {})) for host in self._hosts])
+            ),
+            "decode_gap_p99_s": float(np.quantile(gaps, 0.99)) if gaps else 0.0,
             "interruptions": self._counts["interruptions"],
             "failed_rewards": self._counts["failed_rewards"],
             "dropped": self._dropped.total(),

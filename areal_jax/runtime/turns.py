@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
@@ -46,62 +47,71 @@ class OneDevice:
         self._decode_calls, self._is_decoding, self._deadline_s = decode_calls, is_decoding, deadline_s
         self._changed = threading.Condition()
         self._holder: str | None = None
-        self._is_wanted = False
+        self._lines: dict[str, deque[object]] = {"trainer": deque(), "host": deque()}
         self._calls = 0
 
     @contextmanager
     def host(self, clock: Clock) -> Iterator[None]:
-        self._take("host", clock, lambda: self._holder is None and not self._is_wanted)
+        self._take("host", clock)
         try:
             yield
         finally:
             self._calls += 1
-            self._give_back()
+            self._give_back("host")
 
     @contextmanager
     def trainer(self, clock: Clock) -> Iterator[None]:
-        self._take_for_trainer(clock)
+        self._take("trainer", clock)
         try:
             yield
         finally:
-            self._give_back()
+            self._give_back("trainer")
 
     def between(self, clock: Clock, result: jax.Array) -> None:
         """Inside the trainer's turn: finish `result`, then let the hosts have their decode calls."""
         result.block_until_ready()
         goal = self._calls + self._decode_calls
-        self._give_back()
+        self._give_back("trainer")
         with clock.doing(f"wait: {self._decode_calls} decode calls"), self._changed:
             end_s = time.monotonic() + self._deadline_s
             while self._calls < goal and self._is_decoding():
                 self._changed.wait(timeout=POLL_S)  # a host that runs out of samples gives no signal
                 if time.monotonic() > end_s:
                     raise WaitTimeout(
-                        f"the trainer waited {self._deadline_s:g} s for the hosts' decode calls; {REMEDY}"
+                        f"the trainer waited {self._deadline_s:g} s for {goal - self._calls} decode calls of "
+                        f"the hosts, which have work; {REMEDY}"
                     )
-        self._take_for_trainer(clock)
+        self._take("trainer", clock)
 
-    def _take_for_trainer(self, clock: Clock) -> None:
-        self._is_wanted = True
-        try:
-            self._take("trainer", clock, lambda: self._holder is None)
-        finally:
-            self._is_wanted = False
+    def _take(self, who: str, clock: Clock) -> None:
+        """The trainer before any host, hosts in the order in which they came: nobody starves."""
+        line, ticket = self._lines[who], object()
 
-    def _take(self, who: str, clock: Clock, is_free: Callable[[], bool]) -> None:
+        def is_mine() -> bool:
+            is_first = line[0] is ticket and (who == "trainer" or not self._lines["trainer"])
+            return self._holder is None and is_first
+
         with self._changed:
-            if not is_free():
-                wait_for(
-                    self._changed,
-                    is_free,
-                    who=f"a {who}" if who == "host" else "the trainer",
-                    what=f"its turn on the device, held by the {self._holder or 'trainer'}",
-                    deadline_s=self._deadline_s,
-                    clock=clock,
-                )
-            self._holder = who
+            line.append(ticket)
+            try:
+                if not is_mine():
+                    wait_for(
+                        self._changed,
+                        is_mine,
+                        who=f"the {who}",
+                        what=f"its turn on the device, which the {self._holder or 'trainer'} has",
+                        deadline_s=self._deadline_s,
+                        clock=clock,
+                    )
+                self._holder = who
+            finally:
+                line.remove(ticket)
+                self._changed.notify_all()
 
-    def _give_back(self) -> None:
+    def _give_back(self, who: str) -> None:
+        """Nothing where `who` gave it back already, and failed to get it again."""
         with self._changed:
+            if self._holder != who:
+                return
             self._holder = None
             self._changed.notify_all()

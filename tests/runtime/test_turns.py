@@ -1,0 +1,205 @@
+"""Turns on one device: one at a time, k decode calls between micro-batches, nobody starves, deadlines."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import pairwise
+
+import jax.numpy as jnp
+import pytest
+
+from areal_jax.observe.waits import Clock, Timeline, WaitTimeout
+from areal_jax.runtime.turns import OneDevice, OwnDevices
+
+RESULT = jnp.zeros(1)
+CALL_S = 0.002
+
+
+def clock(name: str) -> Clock:
+    return Timeline(None).actor(name)
+
+
+class Busy:
+    """A host thread that always has work while `has_work`; it records its calls and who else was there."""
+
+    def __init__(self, turns: OneDevice, log: list[str], device: Device) -> None:
+        self.has_work = True
+        self._is_over = False
+        self._turns, self._log, self._device = turns, log, device
+        self._clock = clock("host")
+        self._thread = threading.Thread(target=self._loop, daemon=True)
+
+    def _loop(self) -> None:
+        while not self._is_over:
+            if not self.has_work:
+                time.sleep(CALL_S)
+                continue
+            with self._turns.host(self._clock), self._device.used():
+                time.sleep(CALL_S)
+                self._log.append("host")
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self._thread.start()
+        try:
+            yield
+        finally:
+            self._is_over = True
+            self._thread.join(10)
+            assert not self._thread.is_alive()
+
+
+class Device:
+    def __init__(self) -> None:
+        self.users = 0
+        self.most = 0
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        self.users += 1
+        self.most = max(self.most, self.users)
+        yield
+        self.users -= 1
+
+
+def until(holds: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < end_s
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("decode_calls", [0, 1, 3])
+def test_hosts_get_their_calls_between_two_micro_batches_and_no_more(decode_calls):
+    log, device = [], Device()
+    turns = OneDevice(decode_calls, lambda: True, 10.0)
+    hosts = [Busy(turns, log, device) for _ in range(2)]
+    mine = clock("trainer")
+    with hosts[0].running(), hosts[1].running():
+        until(lambda: len(log) > 3)
+        with turns.trainer(mine):
+            for _ in range(6):
+                with device.used():
+                    time.sleep(CALL_S)
+                    log.append("train")
+                turns.between(mine, RESULT)
+    assert device.most == 1
+    trained = [i for i, who in enumerate(log) if who == "train"]
+    between = [after - before - 1 for before, after in pairwise(trained)]
+    # Once more where a host got its turn before the trainer noticed that its calls were made.
+    assert all(decode_calls <= calls <= decode_calls + 1 for calls in between)
+
+
+def test_a_busy_host_does_not_keep_the_trainer_out():
+    """A host that begins the next call at once would win every race for the lock."""
+    log, device = [], Device()
+    turns = OneDevice(2, lambda: True, 10.0)
+    mine = clock("trainer")
+    with Busy(turns, log, device).running():
+        until(lambda: len(log) > 3)
+        for _ in range(10):
+            before = len(log)
+            with turns.trainer(mine):
+                assert len(log) - before <= 2
+
+
+def test_hosts_take_turns_with_each_other():
+    """The one that gives the device back does not get it again before those who waited."""
+    logs, device = [[], [], []], Device()
+    turns = OneDevice(2, lambda: True, 10.0)
+    hosts = [Busy(turns, log, device) for log in logs]
+    with hosts[0].running(), hosts[1].running(), hosts[2].running():
+        until(lambda: max(map(len, logs)) >= 20)
+    assert min(map(len, logs)) >= 10
+
+
+def test_hosts_without_work_are_not_waited_for():
+    turns = OneDevice(1000, lambda: False, 10.0)
+    mine = clock("trainer")
+    start_s = time.monotonic()
+    with turns.trainer(mine):
+        for _ in range(20):
+            turns.between(mine, RESULT)
+    assert time.monotonic() - start_s < 1.0
+
+
+def test_hosts_that_run_out_of_work_end_the_wait():
+    log, device = [], Device()
+    host: list[Busy] = []
+    turns = OneDevice(10**6, lambda: host[0].has_work, 10.0)
+    host.append(Busy(turns, log, device))
+    mine = clock("trainer")
+    with host[0].running(), turns.trainer(mine):
+        threading.Timer(0.1, lambda: setattr(host[0], "has_work", False)).start()
+        turns.between(mine, RESULT)
+    assert len(log) > 3
+    assert mine.take_totals()["wait: 1000000 decode calls"] >= 0.05
+
+
+def test_a_wait_for_the_device_names_who_has_it():
+    turns, mine = OneDevice(1, lambda: True, 0.05), clock("mine")
+    with turns.trainer(mine), pytest.raises(WaitTimeout, match=HOST_WAITED), turns.host(clock("host")):
+        pass
+    with turns.host(mine), pytest.raises(WaitTimeout, match=TRAINER_WAITED), turns.trainer(clock("trainer")):
+        pass
+    with turns.trainer(clock("trainer")):  # whoever gave up holds nothing, and is wanted no more
+        pass
+    with turns.host(clock("host")):
+        pass
+
+
+HOST_WAITED = "the host waited 0.05 s for its turn on the device, which the trainer has; "
+TRAINER_WAITED = "the trainer waited 0.05 s for its turn on the device, which the host has; "
+
+
+def test_hosts_that_have_work_but_never_decode_are_named():
+    turns = OneDevice(3, lambda: True, 0.05)
+    mine = clock("trainer")
+    message = r"the trainer waited 0\.05 s for 3 decode calls of the hosts"
+    with pytest.raises(WaitTimeout, match=message), turns.trainer(mine):
+        turns.between(mine, RESULT)
+
+
+def test_a_trainer_that_gave_up_does_not_end_a_hosts_turn():
+    """Its deadline passes while a host decodes: the device stays the host's."""
+    turns = OneDevice(5, lambda: True, 0.1)
+    mine, other = clock("trainer"), clock("other")
+    is_in, may_end = threading.Event(), threading.Event()
+
+    def decode() -> None:
+        with turns.host(clock("host")):
+            is_in.set()
+            may_end.wait(10)
+
+    thread = threading.Thread(target=decode, daemon=True)
+    with pytest.raises(WaitTimeout), turns.trainer(mine):
+        thread.start()
+        turns.between(mine, RESULT)
+    assert is_in.is_set()
+    with pytest.raises(WaitTimeout, match="which the host has"), turns.host(other):
+        pass
+    may_end.set()
+    thread.join(10)
+    with turns.host(other):
+        pass
+
+
+def test_an_error_in_a_turn_gives_it_back():
+    turns = OneDevice(1, lambda: True, 1.0)
+    for turn in (turns.host, turns.trainer):
+        with pytest.raises(ZeroDivisionError), turn(clock("x")):
+            raise ZeroDivisionError
+    with turns.trainer(clock("trainer")):
+        pass
+
+
+def test_with_devices_of_their_own_nobody_waits():
+    turns = OwnDevices()
+    mine = clock("trainer")
+    with turns.trainer(mine), turns.host(clock("host")), turns.trainer(mine):
+        turns.between(mine, RESULT)
+    assert isinstance(turns.host(mine), nullcontext)
+    assert set(mine.take_totals()) <= {mine.activity}
