@@ -1,0 +1,234 @@
+"""Who gets which devices, and what lies on them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from areal_jax.config import Config, load_config
+from areal_jax.models.config import model_config
+from areal_jax.models.model import Model
+from areal_jax.runtime import devices
+from areal_jax.runtime.devices import diagnose, header, memory_table, overwrites_serving, place
+from areal_jax.tasks.tokenizers import CharTokenizer
+from areal_jax.types import ArealError
+
+
+def config(*settings: str) -> Config:
+    return load_config({"tasks": {"countdown": {}}}, *settings)
+
+
+@pytest.fixture
+def four(monkeypatch) -> list[jax.Device]:
+    """The four devices of the tests; nothing makes others of them."""
+    assert jax.device_count() >= 4
+    monkeypatch.setattr(devices, "use_virtual_cpus", lambda count: None)
+    return jax.devices()[:4]
+
+
+def ids(mesh) -> list[int]:
+    return [device.id for device in mesh.devices.flat]
+
+
+# --- placement ----------------------------------------------------------------------------------------------
+
+
+def test_split_gives_everybody_devices_of_their_own(four):
+    placed = place(config("runtime.placement=split", "trainer.mesh.fsdp=2", "runtime.hosts=2"))
+    assert placed.placement == "split"
+    assert ids(placed.trainer) == [0, 1]
+    assert [ids(host) for host in placed.hosts] == [[2], [3]]
+    assert dict(placed.trainer.shape) == {"data": 1, "fsdp": 2, "tensor": 1, "context": 1, "expert": 1}
+
+
+def test_a_host_may_have_several_devices(four):
+    placed = place(config("runtime.placement=split", "runtime.host_tensor=3"))
+    assert (ids(placed.trainer), [ids(host) for host in placed.hosts]) == ([0], [[1, 2, 3]])
+    assert dict(placed.hosts[0].shape) == {"tensor": 3}
+
+
+def test_shared_puts_everybody_on_the_same_devices(four):
+    placed = place(config("runtime.placement=shared", "runtime.hosts=2", "trainer.mesh.fsdp=2"))
+    assert placed.placement == "shared"
+    assert ids(placed.trainer) == [0, 1]
+    assert [ids(host) for host in placed.hosts] == [[0], [0]]
+
+
+@pytest.mark.parametrize("count, expected", [(4, "split"), (2, "split"), (1, "shared")])
+def test_auto_splits_where_there_are_devices_for_it(four, monkeypatch, count, expected):
+    monkeypatch.setattr(devices.jax, "devices", lambda: four[:count])
+    assert place(config("runtime.placement=auto")).placement == expected
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (
+            ["runtime.placement=split", "trainer.mesh.data=4"],
+            "needs 4 devices for the trainer and 1 for the hosts",
+        ),
+        (
+            ["runtime.placement=split", "runtime.hosts=4"],
+            "there are 4. Use runtime.placement=shared, or fewer",
+        ),
+        (
+            ["runtime.placement=shared", "trainer.mesh.tensor=8"],
+            "the trainer's mesh tensor=8 needs 8 devices, there are 4",
+        ),
+        (
+            ["runtime.placement=shared", "runtime.host_tensor=5"],
+            "generation host 0's mesh tensor=5 needs 5 devices",
+        ),
+    ],
+)
+def test_too_few_devices_are_an_error_with_a_remedy(four, monkeypatch, settings, message):
+    monkeypatch.setattr(devices.jax, "devices", lambda: four)
+    with pytest.raises(ArealError) as error:
+        place(config(*settings))
+    assert message in str(error.value)
+    assert "smaller" in str(error.value) or "fewer" in str(error.value)
+
+
+FRESH = """
+import json, sys
+from areal_jax.config import load_config
+from areal_jax.runtime.devices import place
+out = []
+for settings in json.loads(sys.argv[1]):
+    placed = place(load_config({"tasks": {"countdown": {}}}, *settings))
+    meshes = [placed.trainer, *placed.hosts]
+    out.append([placed.placement, [[d.id for d in mesh.devices.flat] for mesh in meshes]])
+print(json.dumps(out))
+"""
+
+
+def placed_in_a_fresh_process(*settings: list[str], **environment: str) -> list:
+    """Placement on a CPU of which nobody has made devices yet."""
+    inherited = {
+        key: value for key, value in os.environ.items() if key not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", FRESH, json.dumps(settings)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**inherited, "JAX_PLATFORMS": "cpu", **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_cpu_becomes_as_many_devices_as_the_run_needs():
+    """And stays so: a second run in the process takes what there is."""
+    first, second = placed_in_a_fresh_process(
+        ["runtime.hosts=2"], ["runtime.placement=auto", "runtime.hosts=3"]
+    )
+    assert first == ["split", [[0], [1], [2]]]
+    assert second == ["shared", [[0], [0], [0], [0]]]
+
+
+def test_what_the_environment_says_of_devices_stands():
+    (placed,) = placed_in_a_fresh_process(
+        ["runtime.placement=auto"], XLA_FLAGS="--xla_force_host_platform_device_count=1"
+    )
+    assert placed == ["shared", [[0], [0]]]
+
+
+# --- memory -------------------------------------------------------------------------------------------------
+
+
+def model(**sizes: int) -> Model:
+    tokenizer = CharTokenizer("abcdefgh>")
+    return Model(model_config("tiny", tokenizer.vocab_size, **sizes), tokenizer)
+
+
+def figures(placement: str, *settings: str) -> dict[str, int]:
+    rows = memory_table(config("algorithm.kl_coef=0", *settings), model(), placement)
+    return {f"{who}: {what.split(',')[0]}": size for who, what, size in rows}
+
+
+def test_a_shared_device_holds_18_bytes_a_parameter_and_the_kv():
+    """float32 master 4, Adam 8, gradient 4, and the one bfloat16 copy that publishing overwrites."""
+    settings = ["weights.wire_dtype=bfloat16", "generation.slots=4", "generation.length=64"]
+    table = figures("shared", *settings)
+    n, c = model().parameter_count, model().config
+    kv = table.pop("each host: KV pages")
+    assert sum(table.values()) == 18 * n
+    assert kv == 2 * c.layers * (4 + 1) * 64 * c.kv_heads * c.head_dim * 4
+    assert table["each host: serving weights"] == 2 * n
+
+
+def test_other_placements_hold_the_published_copy_and_two_served_ones():
+    n = model().parameter_count
+    for placement, settings in [
+        ("split", []),
+        ("shared", ["runtime.hosts=2"]),
+        ("shared", ["control.strategy=sync"]),
+    ]:
+        table = figures(placement, *settings)
+        assert table["trainer: published weights"] == 4 * n
+        assert table["each host: serving weights"] == 8 * n
+
+
+def test_shards_pages_and_a_reference_policy_are_counted():
+    n = model().parameter_count
+    plain = figures("split")
+    table = figures(
+        "split",
+        "trainer.mesh.fsdp=2",
+        "trainer.mesh.tensor=2",
+        "runtime.host_tensor=2",
+        "algorithm.kl_coef=0.1",
+        "generation.page_tokens=16",
+    )
+    assert table["trainer: master weights"] == 4 * n // 4
+    assert table["trainer: reference policy"] == 4 * n // 4
+    assert "trainer: reference policy" not in plain
+    assert table["each host: serving weights"] == plain["each host: serving weights"] // 2
+    page = plain["each host: KV pages"] // (8 + 1)  # 8 slots of one page, and the scratch page
+    assert table["each host: KV pages"] == page * (8 * 4 + 1) // 4 // 2
+
+
+@pytest.mark.parametrize(
+    "placement, settings, expected",
+    [
+        ("shared", [], True),
+        ("split", [], False),
+        ("shared", ["runtime.hosts=2"], False),
+        ("shared", ["trainer.mesh.fsdp=2"], False),
+        ("shared", ["runtime.host_tensor=2"], False),
+        ("shared", ["control.strategy=sync"], False),  # drains: the old version is decoded with meanwhile
+        ("shared", ["generation.on_update=drain"], False),
+    ],
+)
+def test_what_is_served_is_overwritten_only_where_nobody_else_reads_it(placement, settings, expected):
+    assert overwrites_serving(config(*settings), placement) is expected
+
+
+# --- this machine -------------------------------------------------------------------------------------------
+
+
+def test_the_header_names_what_bits_depend_on():
+    found = header(config())
+    assert set(found) == {"device_kind", "devices", "usable_cores", "jaxlib", "xla_flags"}
+    assert found["devices"] == jax.device_count()
+    assert found["usable_cores"] >= 1
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_diagnose_names_versions_and_devices():
+    found = diagnose()
+    assert found["jax"] == jax.__version__
+    assert found["devices"] == [f"cpu {jax.devices()[0].device_kind}"] * jax.device_count()
+    assert found["placement"] == "split"
+
+
+def test_cores_are_counted_where_the_system_does_not_say(monkeypatch):
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert devices.usable_cores() == os.cpu_count()

@@ -1,0 +1,141 @@
+"""A step's row: every required figure, and the right one for a batch made by hand."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from areal_jax.control import events as e
+from areal_jax.observe.metrics import REQUIRED, MetricsWriter
+from areal_jax.observe.waits import Timeline
+from areal_jax.runtime.rows import RowMaker
+from areal_jax.types import Group, Prompt, SampleId, Sampling, Trajectory
+
+TRAINED = {
+    "trained_tokens": 20.0, "grad_norm": 0.5, "entropy": 1.5, "logp_gap_mean": 0.0, "logp_gap_max": 0.0,
+    "mismatch_kl": 0.0, "support_mass_outside": 0.0, "off_policy_weight_mean": 1.0,
+    "off_policy_capped_share": 0.0,
+}  # fmt: skip
+"""What an update reports."""
+
+
+@dataclass
+class FakeHost:
+    name: str = "host-0"
+    generated_tokens: int = 0
+    gaps_s: deque[float] = field(default_factory=deque)
+
+
+def sample(ordinal: int, member: int, reward: float, versions: list[int], stop: str = "stop") -> Trajectory:
+    """A prompt of two tokens, then one token a version."""
+    n = 2 + len(versions)
+    mask = np.arange(n) >= 2
+    return Trajectory(
+        sample=SampleId(ordinal, member),
+        tokens=np.zeros(n, np.int32),
+        loss_mask=mask,
+        behavior_logp=np.zeros(n, np.float32),
+        versions=np.array([-1, -1, *versions], np.int32),
+        turn_ids=np.where(mask, 0, -1),
+        sampling=Sampling(),
+        stop_reason=stop,
+        reward=reward,
+    )
+
+
+BATCH = [
+    Group(4, Prompt("a", task="x"), (sample(4, 0, 1.0, [3, 3]), sample(4, 1, 0.0, [4, 5, 5, 5], "length"))),
+    Group(6, Prompt("b", task="y"), (sample(6, 0, 0.5, [5]), sample(6, 1, 0.5, [4, 4, 5], "length"))),
+]
+
+
+def make(hosts: list[FakeHost] | None = None, timeline: Timeline | None = None) -> RowMaker:
+    return RowMaker(timeline or Timeline(None), hosts or [FakeHost()])  # type: ignore[arg-type]
+
+
+def test_a_row_has_every_required_figure(tmp_path: Path):
+    row = make().make(5, BATCH, TRAINED, "d" * 16)
+    assert [name for name in REQUIRED if name not in row] == []
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    writer.write(row)
+    writer.close()
+
+
+def test_rewards_ages_and_lengths_are_those_of_the_batch():
+    row = make().make(5, BATCH, TRAINED, "d" * 16)
+    expected: dict[str, Any] = {
+        "step": 5, "version": 6, "params_digest": "d" * 16, "clip_share": 0.0,
+        "reward_mean": 0.5, "reward_std": np.std([1, 0, 0.5, 0.5]), "signal_share": 0.5,
+        "reward_mean/x": 0.5, "reward_mean/y": 0.5,
+        # first tokens under 3, 4, 5, 4; all tokens: 3 3 | 4 5 5 5 | 5 | 4 4 5
+        "head_age_mean": np.mean([2, 1, 0, 1]), "token_age_mean": np.mean([2, 2, 1, 0, 0, 0, 0, 1, 1, 0]),
+        "token_age_min": 0, "token_age_median": 0.5, "token_age_max": 2,
+        "completion_tokens_mean": 2.5, "completion_tokens_p50": 2.5,
+        "completion_tokens_p99": np.quantile([2, 4, 1, 3], 0.99),
+        "truncated_share": 0.5, "grad_norm": 0.5,
+    }  # fmt: skip
+    for name, value in expected.items():
+        assert row[name] == pytest.approx(value), name
+
+
+def test_figures_of_the_update_win_over_defaults():
+    row = make().make(5, BATCH, {**TRAINED, "clip_share": 0.25}, "")
+    assert row["clip_share"] == 0.25
+
+
+def test_counts_are_of_the_step():
+    rows = make()
+    rows.see(e.HostAdopted("host-0", 1, "", interrupted=3), ())
+    rows.see(e.HostAdopted("host-0", 2, "", interrupted=2), ())
+    rows.see(e.RewardFailed(7, 0, 1, "timed_out", "slow"), (e.Drop(7, "failed"), e.Reissue(8, 1, "over_age")))
+    rows.see(e.VersionCommitted(2, ""), (e.Drop(9, "signal"), e.Drop(10, "signal")))
+    row = rows.make(5, BATCH, TRAINED, "")
+    assert (row["interruptions"], row["failed_rewards"], row["dropped"]) == (5, 1, 3)
+    assert row["dropped_by_reason"] == {"failed": 1, "signal": 2}
+    assert row["reissued_by_reason"] == {"over_age": 1}
+    after = rows.make(6, BATCH, TRAINED, "")
+    assert (after["interruptions"], after["failed_rewards"], after["dropped"]) == (0, 0, 0)
+    assert (after["dropped_by_reason"], after["reissued_by_reason"]) == ({}, {})
+
+
+def test_tokens_and_gaps_are_of_the_step_and_of_all_hosts(monkeypatch):
+    now = iter([100.0, 100.0, 104.0, 106.0])
+    monkeypatch.setattr("areal_jax.runtime.rows.time.monotonic", lambda: next(now))
+    hosts = [FakeHost("host-0", 300, deque([0.1] * 50)), FakeHost("host-1", 100, deque([0.2] * 50))]
+    rows = make(hosts)
+    row = rows.make(5, BATCH, TRAINED, "")
+    assert (row["generated_tokens"], row["generate_tokens_per_s"]) == (400, 100.0)
+    assert row["train_tokens_per_s"] == 5.0
+    assert row["wall_s"] == 4.0
+    assert row["decode_gap_p99_s"] == pytest.approx(0.2)
+    hosts[1].generated_tokens += 50
+    after = rows.make(6, BATCH, TRAINED, "")
+    assert (after["generated_tokens"], after["generate_tokens_per_s"]) == (50, 25.0)
+    assert (after["decode_gap_p99_s"], after["wall_s"]) == (0.0, 6.0)
+
+
+def test_wall_time_goes_on_after_a_resume():
+    row = RowMaker(Timeline(None), [FakeHost()], start_s=1000.0).make(5, BATCH, TRAINED, "")  # type: ignore[list-item]
+    assert 1000 <= row["wall_s"] < 1001
+
+
+def test_idle_shares_are_of_waits_only(monkeypatch):
+    timeline = Timeline(None)
+    shares = {
+        "trainer": {"wait: a batch": 3.0, "update": 1.0},
+        "host-0": {"decode": 1.0},
+        "host-1": {"wait: x": 1.0},
+    }
+    monkeypatch.setattr(timeline, "take_totals", lambda: shares)
+    row = make([FakeHost("host-0"), FakeHost("host-1")], timeline).make(5, BATCH, TRAINED, "")
+    assert (row["trainer_wait_share"], row["generator_idle_share"]) == (0.75, 0.5)
+
+
+def test_a_single_task_has_no_rows_of_its_own():
+    one = [replace(group, prompt=Prompt("a", task="x")) for group in BATCH]
+    assert not [name for name in make().make(5, one, TRAINED, "") if name.startswith("reward_mean/")]
