@@ -1,11 +1,14 @@
 """Checkpoints of the train state through Orbax: staged, written, verified by digest, committed by a rename.
 
-`checkpoints/<version>/` holds Orbax's `state/` and `manifest.json` with every leaf's digest. A folder without
-a manifest was never committed; one whose leaves do not match it is refused by name, and the one before is used.
+`checkpoints/<version>/` holds Orbax's `state/` and `manifest.json` with the digests of every file and every
+leaf. A folder without a manifest was never committed; one that does not match it is refused by name, and the
+one before is used. Files are checked before Orbax reads them: its readers leave running tasks behind when
+they fail.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -91,7 +94,8 @@ class Checkpointer:
         staged.mkdir()
         with ocp.PyTreeCheckpointer(use_ocdbt=True) as checkpointer:
             checkpointer.save((staged / "state").absolute(), to_plain(state))
-        manifest = {"version": version, "written_s": time.time(), "leaves": digests}
+        files = _file_digests(staged / "state")
+        manifest = {"version": version, "written_s": time.time(), "leaves": digests, "files": files}
         with (staged / MANIFEST).open("w") as file:
             json.dump(manifest, file)
             file.flush()
@@ -132,6 +136,26 @@ def restore(folder: Path, like: TrainState) -> Restored:
 
 
 def _read(path: Path, like: TrainState) -> TrainState:
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        leaves, files = dict(manifest["leaves"]), dict(manifest["files"])
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise CheckpointError(f"checkpoint {path}: its manifest is damaged: {_brief(error)}") from None
+    found = _file_digests(path / "state")
+    for name in files:
+        if found.get(name) != files[name]:
+            what = f"digest {found[name]}, was {files[name]}" if name in found else "missing"
+            raise CheckpointError(f"checkpoint {path} is damaged: file {name}: {what}")
+    state = _from_orbax(path, like)
+    for name, value in leaf_digests(state).items():
+        if leaves.get(name) != value:
+            raise CheckpointError(
+                f"checkpoint {path} is damaged: leaf {name} has digest {value}, was {leaves.get(name)}"
+            )
+    return state
+
+
+def _from_orbax(path: Path, like: TrainState) -> TrainState:
     import orbax.checkpoint as ocp
 
     plain = to_plain(like)
@@ -139,19 +163,27 @@ def _read(path: Path, like: TrainState) -> TrainState:
         lambda leaf: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape), plain
     )
     try:
-        manifest = dict(json.loads((path / MANIFEST).read_text())["leaves"])
         with ocp.PyTreeCheckpointer(use_ocdbt=True) as checkpointer:
             found = checkpointer.restore((path / "state").absolute(), item=plain, restore_args=args)
     except (ValueError, KeyError, TypeError, OSError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0][:200]
-        raise CheckpointError(f"checkpoint {path} is cut short or damaged: {reason}") from None
-    state = jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in plain])
-    for name, value in leaf_digests(state).items():
-        if manifest.get(name) != value:
-            raise CheckpointError(
-                f"checkpoint {path} is damaged: leaf {name} has digest {value}, was {manifest.get(name)}"
-            )
-    return state
+        raise CheckpointError(
+            f"checkpoint {path} holds another state than this config's model, optimiser and algorithm have: "
+            f"{_brief(error)}"
+        ) from None
+    return jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in plain])
+
+
+def _file_digests(folder: Path) -> dict[str, str]:
+    """16 hex digits of every file's bytes, by path below `folder`."""
+    digests = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        with path.open("rb") as file:
+            digests[str(path.relative_to(folder))] = hashlib.file_digest(file, "blake2b").hexdigest()[:16]
+    return digests
+
+
+def _brief(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0][:200]
 
 
 def to_plain(state: TrainState) -> dict[str, Any]:

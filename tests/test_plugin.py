@@ -1,0 +1,96 @@
+"""What is wrong with a `module:name` or with its settings is said by name."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_jax.plugin import check_settings, load_object
+from areal_jax.types import ArealError
+
+BUILTIN = {"ppo_clip": max, "by_name": "operator:add"}
+
+SOURCE = """
+def my_clip(now, batch, *, low=0.2, high): ...
+class Sums:
+    def __init__(self, size, *, seed=0): ...
+CONSTANT = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A working folder with a module of one's own, which Python does not search by itself."""
+    (tmp_path / "plugin_own.py").write_text(SOURCE)
+    (tmp_path / "plugin_broken.py").write_text("import plugin_dependency_that_is_not_there\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    for name in ("plugin_own", "plugin_broken"):
+        sys.modules.pop(name, None)
+
+
+def test_builtins_by_name_and_by_reference():
+    assert load_object("ppo_clip", BUILTIN, "loss") is max
+    assert load_object("by_name", BUILTIN, "loss")(2, 3) == 5
+
+
+def test_own_objects_of_the_working_folder():
+    assert load_object("plugin_own:my_clip", BUILTIN, "loss").__name__ == "my_clip"
+    assert load_object("os.path:join", BUILTIN, "loss")("a", "b") == "a/b"
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("ppo_clop", "no loss is called 'ppo_clop'; did you mean ppo_clip?"),
+        ("zzz", "there are: ppo_clip, by_name; or module:name of your own"),
+        ("plugin_none:my_clip", "there is no module plugin_none; is its folder on PYTHONPATH?"),
+        ("plugin_none.losses:my_clip", "there is no module plugin_none.losses"),
+        ("plugin_own.losses:my_clip", "there is no module plugin_own.losses"),
+        ("plugin_own:my_clop", "module plugin_own has no my_clop; did you mean plugin_own:my_clip?"),
+        ("plugin_own:zzz", "module plugin_own has no zzz"),
+        (":my_clip", "is not of the form module:name"),
+        ("plugin_own:", "is not of the form module:name"),
+        (".plugin_own:my_clip", "is not of the form module:name"),
+        ("my losses:clip", "is not of the form module:name"),
+    ],
+)
+def test_what_is_not_there_is_named(spec: str, message: str):
+    with pytest.raises(ArealError) as caught:
+        load_object(spec, BUILTIN, "loss")
+    assert message in str(caught.value)
+
+
+def test_a_module_that_lacks_its_own_dependency_says_so():
+    """Not "there is no module plugin_broken": it is there."""
+    with pytest.raises(ModuleNotFoundError, match="plugin_dependency_that_is_not_there"):
+        load_object("plugin_broken:my_clip", BUILTIN, "loss")
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("my_clip", {"high": 1, "lwo": 1}, "unknown key algorithm.loss_settings.lwo; did you mean"),
+        ("my_clip", {"high": 1, "zzz": 1}, "algorithm.loss_settings.zzz; its settings are: low, high"),
+        ("my_clip", {"high": 1, "batch": 1}, "unknown key algorithm.loss_settings.batch"),
+        ("my_clip", {}, "algorithm.loss_settings.high is required"),
+        ("Sums", {}, "algorithm.loss_settings.size is required"),
+        ("Sums", {"size": 1, "sed": 2}, "did you mean algorithm.loss_settings.seed?"),
+        ("CONSTANT", {}, "algorithm.loss_settings: 3 is not a function"),
+    ],
+)
+def test_settings_that_do_not_fit_are_named(name: str, settings: dict[str, Any], message: str):
+    found = load_object(f"plugin_own:{name}", BUILTIN, "loss")
+    with pytest.raises(ArealError) as caught:
+        check_settings(found, settings, "algorithm.loss_settings")
+    assert message in str(caught.value)
+
+
+def test_settings_that_fit():
+    check_settings(load_object("plugin_own:my_clip", BUILTIN, "loss"), {"high": 1}, "k")
+    check_settings(load_object("plugin_own:Sums", BUILTIN, "task"), {"size": 1, "seed": 2}, "k")

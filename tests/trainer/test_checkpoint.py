@@ -1,0 +1,284 @@
+"""Checkpoints: every bit comes back, or the checkpoint is refused by name and the one before is used."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from areal_jax.config import AlgorithmConfig
+from areal_jax.models.model import Model
+from areal_jax.parallel.mesh import make_mesh
+from areal_jax.presets import preset_settings
+from areal_jax.trainer.checkpoint import MANIFEST, Checkpointer, CheckpointError, restore
+from areal_jax.trainer.learner import Learner
+from areal_jax.trainer.state import TrainState
+from tests.trainer.conftest import LENGTH, same_bits
+
+DEADLINE_S = 60.0
+
+
+def make_learner(model: Model, **mesh: int) -> Learner:
+    shape = {"data": 1, "fsdp": 1, "tensor": 1, **mesh}
+    return Learner(
+        model,
+        AlgorithmConfig.model_validate(preset_settings({"preset": "grpo"})),
+        optax.adamw(1e-3),
+        rows=2,
+        length=LENGTH,
+        mesh=make_mesh(shape, jax.devices(), "the trainer"),
+    )
+
+
+@pytest.fixture(scope="module")
+def adamw(model: Model) -> Learner:
+    return make_learner(model)
+
+
+@pytest.fixture(scope="module")
+def state_of(adamw: Learner, params: Any) -> Callable[[int], TrainState]:
+    """A state of some version in which no two leaves, and no moments, are alike."""
+    first = adamw.init(params)
+
+    def make(version: int) -> TrainState:
+        rng = np.random.default_rng(version)
+
+        def noise(leaf: jax.Array) -> jax.Array:
+            value = (
+                rng.normal(size=leaf.shape) if leaf.dtype == jnp.float32 else rng.integers(0, 99, leaf.shape)
+            )
+            return jax.device_put(value.astype(leaf.dtype), leaf.sharding)
+
+        return jax.tree.map(noise, first).replace(version=jnp.int32(version))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def saved(state_of: Callable[[int], TrainState], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Versions 3 and 7."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    save(folder, state_of(3), state_of(7))
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """A copy of `saved` to damage."""
+    shutil.copytree(saved, tmp_path / "checkpoints")
+    return tmp_path / "checkpoints"
+
+
+def save(folder: Path, *states: TrainState, keep: int = 2) -> list[int]:
+    told: list[int] = []
+    checkpointer = Checkpointer(folder, keep)
+    for state in states:
+        checkpointer.save(state, told.append, DEADLINE_S)
+    checkpointer.close(DEADLINE_S)
+    return told
+
+
+def data_files(version: Path) -> list[Path]:
+    """Every file that Orbax wrote, largest first."""
+    files = [path for path in (version / "state").rglob("*") if path.is_file()]
+    return sorted(files, key=lambda path: -path.stat().st_size)
+
+
+def assert_falls_back(folder: Path, like: TrainState, want: TrainState) -> str:
+    """Version 7 is refused by name and version 3 is used; the reason."""
+    restored = restore(folder, like)
+    assert restored.state is not None
+    assert same_bits(restored.state, want)
+    (reason,) = restored.refused
+    assert str(folder / "7") in reason
+    return reason
+
+
+# --- whole --------------------------------------------------------------------------------------------------
+
+
+def test_every_bit_comes_back(saved: Path, adamw: Learner, state_of: Callable[[int], TrainState]):
+    """Parameters, moments, reference, counters; on their shardings, and the newest of two."""
+    restored = restore(saved, adamw.abstract_state())
+    assert restored.refused == ()
+    assert restored.state is not None
+    assert jax.tree.structure(restored.state) == jax.tree.structure(state_of(7))
+    assert same_bits(restored.state, state_of(7))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, restored.state)
+    assert jax.tree.all(jax.tree.map(lambda a, b: a == b, shardings, adamw.state_shardings))
+
+
+def test_a_checkpoint_moves_to_another_mesh(
+    saved: Path, model: Model, state_of: Callable[[int], TrainState], tmp_path: Path
+):
+    """Written from one device, read onto four, written from those, read onto two."""
+    four, two = make_learner(model, fsdp=2, tensor=2), make_learner(model, tensor=2)
+    spread = restore(saved, four.abstract_state()).state
+    assert spread is not None
+    assert same_bits(spread, state_of(7))
+    assert len(spread.params["blocks"]["mlp"]["gate"].addressable_shards) == 4
+    save(tmp_path, spread)
+    back = restore(tmp_path, two.abstract_state())
+    assert back.refused == ()
+    assert same_bits(back.state, state_of(7))
+
+
+def test_saving_outlives_donation(adamw: Learner, state_of: Callable[[int], TrainState], tmp_path: Path):
+    """`save` returns before the file is written; the state may be donated at once."""
+    state = state_of(1)
+    checkpointer = Checkpointer(tmp_path, 1)
+    checkpointer.save(state, lambda version: None, DEADLINE_S)
+    for leaf in jax.tree.leaves(state):
+        leaf.delete()
+    checkpointer.close(DEADLINE_S)
+    assert same_bits(restore(tmp_path, adamw.abstract_state()).state, state_of(1))
+
+
+def test_nothing_to_restore(adamw: Learner, tmp_path: Path):
+    assert restore(tmp_path, adamw.abstract_state()) == (None, ())
+    assert restore(tmp_path / "none", adamw.abstract_state()) == (None, ())
+
+
+# --- damaged ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["largest", "smallest"])
+def test_a_flipped_byte_sends_back_to_the_checkpoint_before(
+    folder: Path, adamw: Learner, state_of: Callable[[int], TrainState], name: str
+):
+    file = data_files(folder / "7")[0 if name == "largest" else -1]
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    file.write_bytes(data)
+    reason = assert_falls_back(folder, adamw.abstract_state(), state_of(3))
+    assert f"file {file.relative_to(folder / '7' / 'state')}: digest" in reason
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "gone"])
+def test_no_damage_to_any_file_goes_unseen(folder: Path, adamw: Learner, damage: str):
+    """Every file, at several places, the first and the last byte among them."""
+    shutil.rmtree(folder / "3")
+    like = adamw.abstract_state()
+    for file in data_files(folder / "7"):
+        data = file.read_bytes()
+        for place in {0, len(data) // 3, len(data) - 1} - {-1}:
+            flipped = bytes([data[place] ^ 1])
+            file.write_bytes(data[:place] + (flipped + data[place + 1 :] if damage == "flip" else b""))
+            if damage == "gone":
+                file.unlink()
+            restored = restore(folder, like)
+            assert restored.state is None
+            assert str(file.relative_to(folder / "7" / "state")) in restored.refused[0]
+        file.write_bytes(data)
+    assert restore(folder, like).refused == ()
+
+
+def test_another_state_than_the_configs_is_refused(saved: Path, adamw: Learner):
+    """A config with other parts (here: parameters renamed) restores nothing, and says that it is not damage."""
+    like = adamw.abstract_state()
+    restored = restore(saved, like.replace(params={"renamed": like.params["norm"]}))
+    assert restored.state is None
+    assert len(restored.refused) == 2
+    assert all("another state than this config" in reason for reason in restored.refused)
+
+
+def test_without_a_manifest_it_was_never_committed(
+    folder: Path, adamw: Learner, state_of: Callable[[int], TrainState]
+):
+    (folder / "7" / MANIFEST).unlink()
+    restored = restore(folder, adamw.abstract_state())
+    assert restored.refused == ()
+    assert same_bits(restored.state, state_of(3))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"leaves": 3}', '{"leaves": [1]}', '{"leaves": {}}', "\xff"]
+)
+def test_a_manifest_that_is_none_is_refused(
+    folder: Path, adamw: Learner, state_of: Callable[[int], TrainState], text: str
+):
+    (folder / "7" / MANIFEST).write_bytes(text.encode("latin-1"))
+    assert_falls_back(folder, adamw.abstract_state(), state_of(3))
+
+
+def test_a_manifest_of_other_bits_is_refused_by_leaf(
+    folder: Path, adamw: Learner, state_of: Callable[[int], TrainState]
+):
+    path = folder / "7" / MANIFEST
+    manifest = json.loads(path.read_text())
+    assert len(manifest["leaves"]) == len(jax.tree.leaves(adamw.abstract_state()))
+    manifest["leaves"]["params.norm"] = "float32[16]:00000000"
+    path.write_text(json.dumps(manifest))
+    assert "leaf params.norm has digest" in assert_falls_back(folder, adamw.abstract_state(), state_of(3))
+
+
+def test_all_damaged_means_none(folder: Path, adamw: Learner):
+    for version in ("3", "7"):
+        data_files(folder / version)[0].write_bytes(b"")
+    restored = restore(folder, adamw.abstract_state())
+    assert restored.state is None
+    assert [str(folder / v) in reason for v, reason in zip("73", restored.refused, strict=True)] == [
+        True,
+        True,
+    ]
+
+
+# --- writing ------------------------------------------------------------------------------------------------
+
+
+def test_a_staged_folder_of_a_crash_does_not_matter(
+    folder: Path, adamw: Learner, state_of: Callable[[int], TrainState]
+):
+    (folder / "7").rename(folder / ".staged-9")
+    assert same_bits(restore(folder, adamw.abstract_state()).state, state_of(3))
+    assert save(folder, state_of(9)) == [9]
+    assert sorted(path.name for path in folder.iterdir()) == ["3", "9"]
+    assert same_bits(restore(folder, adamw.abstract_state()).state, state_of(9))
+
+
+@pytest.mark.parametrize("keep", [1, 2, 5])
+def test_only_the_newest_are_kept(state_of: Callable[[int], TrainState], tmp_path: Path, keep: int):
+    versions = [2, 4, 6]
+    assert save(tmp_path, *map(state_of, versions), keep=keep) == versions
+    assert Checkpointer(tmp_path, keep).kept() == versions[-keep:]
+
+
+def test_one_version_is_written_once(state_of: Callable[[int], TrainState], tmp_path: Path):
+    assert save(tmp_path, state_of(4), state_of(4)) == [4]
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(1, [5, 7]), (2, [3, 5, 7])])
+def test_after_a_refusal_no_good_checkpoint_is_pruned_for_it(
+    folder: Path, adamw: Learner, state_of: Callable[[int], TrainState], keep: int, kept: list[int]
+):
+    """7 is damaged, the run goes on from 3: 7 counts for nothing; at 7 it is replaced."""
+    data_files(folder / "7")[0].write_bytes(b"")
+    assert save(folder, state_of(5), keep=keep) == [5]
+    assert Checkpointer(folder, keep).kept() == kept
+    assert same_bits(restore(folder, adamw.abstract_state()).state, state_of(5))
+    assert save(folder, state_of(7), keep=keep) == [7]
+    assert restore(folder, adamw.abstract_state()).refused == ()
+
+
+def test_a_writer_that_cannot_write_is_heard(state_of: Callable[[int], TrainState], tmp_path: Path):
+    checkpointer = Checkpointer(tmp_path / "gone", 2)
+    (tmp_path / "gone").rmdir()
+    checkpointer.save(state_of(1), lambda version: None, DEADLINE_S)
+    with pytest.raises(OSError, match="gone"):
+        checkpointer.wait(DEADLINE_S)
+
+
+def test_a_write_that_takes_too_long_is_an_error(state_of: Callable[[int], TrainState], tmp_path: Path):
+    checkpointer = Checkpointer(tmp_path, 2)
+    checkpointer.save(state_of(1), lambda version: None, DEADLINE_S)
+    with pytest.raises(CheckpointError, match="took longer than 0 s"):
+        checkpointer.wait(0.0)
+    checkpointer.close(DEADLINE_S)

@@ -1,0 +1,200 @@
+"""`update`: its twin, its invariances, its steps, and that it really donates."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from areal_jax.trainer.learner import Learner
+from areal_jax.trainer.state import TrainState
+from areal_jax.trajectories.packing import pack
+from areal_jax.types import Batch
+from areal_jax.weights.digest import digest
+from tests.trainer.conftest import (
+    LENGTH,
+    VOCAB,
+    MakeLearner,
+    distance,
+    make_groups,
+    poisoned,
+    same_bits,
+)
+
+
+def trained(of: Learner, params: Any, batch: Batch) -> tuple[TrainState, dict[str, float]]:
+    state = of.init(params)
+    return of.update(state, of.prepare(state, batch))
+
+
+@pytest.fixture(scope="module")
+def batch() -> Batch:
+    return pack(make_groups(), 2, LENGTH)
+
+
+@pytest.fixture(scope="module")
+def oracle(params: Any, learner: MakeLearner, batch: Batch) -> TrainState:
+    """What the batch makes of the parameters: micro-batches of 2 rows, one device."""
+    state, _ = trained(learner(), params, batch)
+    assert distance(state.params, params) > 1e-3
+    return state
+
+
+def test_update_is_its_twin_bit_for_bit(params: Any, learner: MakeLearner):
+    """`update` against the loop that a driver writes itself, over two minibatches."""
+    of = learner(minibatches=2)
+    batch = pack(make_groups(), 2, LENGTH, 2)
+    updated, metrics = trained(of, params, batch)
+    state = of.init(params)
+    prepared = of.prepare(state, batch)
+    minibatches = of.micro_batches(prepared)
+    assert (len(minibatches), sum(map(len, minibatches))) == (2, len(batch.tokens) // 2)
+    norms = []
+    for index, micros in enumerate(minibatches):
+        sums = of.zero_sums()
+        for micro in micros:
+            if micro is not None:
+                sums = of.accumulate(state.params, sums, micro)
+        state, sums_of_minibatch = of.apply(state, sums, np.bool_(index == 1))
+        norms.append(float(sums_of_minibatch["grad_norm"]))
+    assert same_bits(updated, state)
+    assert (int(state.step), int(state.version)) == (2, 1)
+    assert metrics["grad_norm"] == pytest.approx(np.mean(norms))
+
+
+def test_each_minibatch_is_a_step_from_where_the_last_one_ended(params: Any, learner: MakeLearner):
+    """Two minibatches are not one of twice the size, and leave the proximal log-probs where they were."""
+    two, _ = trained(learner(minibatches=2), params, pack(make_groups(), 2, LENGTH, 2))
+    one, _ = trained(learner(), params, pack(make_groups(), 2, LENGTH))
+    assert (int(one.step), int(two.step), int(one.version), int(two.version)) == (1, 2, 1, 1)
+    assert distance(one.params, two.params) > 1e-3
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_the_number_of_micro_batches_does_not_matter(
+    params: Any, learner: MakeLearner, oracle: TrainState, rows: int
+):
+    state, _ = trained(learner(rows=rows), params, pack(make_groups(), rows, LENGTH))
+    assert distance(state.params, oracle.params) <= 1e-5
+
+
+def test_where_sequences_lie_does_not_matter(
+    params: Any, learner: MakeLearner, oracle: TrainState, batch: Batch
+):
+    """Rows shuffled across micro-batches, and wholly empty micro-batches added."""
+    order = np.random.default_rng(0).permutation(len(batch.tokens))
+    shuffled = Batch(*(x[order] if x is not None and x.ndim > 1 else x for x in batch))
+    padded = Batch(*(np.pad(x, ((0, 4), (0, 0))) if x is not None and x.ndim > 1 else x for x in batch))
+    for other in (shuffled, padded):
+        state, metrics = trained(learner(), params, other)
+        assert metrics["trained_tokens"] == batch.loss_mask.sum()
+        assert distance(state.params, oracle.params) <= 1e-5
+
+
+@pytest.mark.parametrize("mesh", [{"data": 2}, {"fsdp": 2}, {"tensor": 2}, {"fsdp": 2, "tensor": 2}], ids=str)
+def test_the_mesh_does_not_matter(
+    params: Any, learner: MakeLearner, oracle: TrainState, batch: Batch, mesh: dict[str, int]
+):
+    of = learner(mesh=mesh)
+    state, _ = trained(of, params, batch)
+    assert distance(state.params, oracle.params) <= 1e-5
+    gate = state.params["blocks"]["mlp"]["gate"]  # (layers, embed, mlp)
+    shards = (2, 16 // mesh.get("fsdp", 1), 24 // mesh.get("tensor", 1))
+    assert gate.sharding.shard_shape(gate.shape) == shards
+    assert state.optimizer[0].trace["blocks"]["mlp"]["gate"].sharding == gate.sharding
+
+
+def test_off_the_mask_nothing_counts(params: Any, learner: MakeLearner, oracle: TrainState, batch: Batch):
+    """NaN and infinities in a raw batch's log-probs, through prepare and update: not one bit moves."""
+    for poison in (np.nan, np.inf):
+        state, metrics = trained(learner(), params, poisoned(batch, poison))
+        assert same_bits(state.params, oracle.params)
+        assert all(np.isfinite(value) for value in metrics.values())
+
+
+def test_a_batch_without_signal_still_makes_a_version(params: Any, learner: MakeLearner):
+    of = learner()
+    batch = pack(make_groups(rewards=[0.5] * 4), 2, LENGTH)
+    state, metrics = trained(of, params, batch)
+    assert (int(state.step), int(state.version)) == (1, 1)
+    assert same_bits(state.params, params)
+    assert metrics["grad_norm"] == 0
+
+
+def test_the_state_is_donated_and_the_published_copy_lives(params: Any, learner: MakeLearner, batch: Batch):
+    of = learner()
+    state = of.init(params)
+    published = of.publish(state)
+    prepared = of.prepare(state, batch)
+    new, _ = of.update(state, prepared)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((state.params, state.optimizer)))
+    assert same_bits(published.params, params)
+    assert (published.version, published.digest) == (0, digest(params))
+    assert of.versioned(new).version == 1
+    assert of.versioned(new).digest != published.digest
+
+
+def test_metrics_are_means_over_loss_tokens(params: Any, learner: MakeLearner, batch: Batch):
+    of = learner()
+    prepared = of.prepare(of.init(params), batch)
+    _, metrics = trained(of, params, batch)
+    mask = batch.loss_mask
+    gap = (np.asarray(prepared.proximal_logp, np.float64) - batch.behavior_logp)[mask]
+    want = {
+        "trained_tokens": mask.sum(),
+        "logp_gap_mean": np.abs(gap).mean(),
+        "logp_gap_max": np.abs(gap).max(),
+        "mismatch_kl": (np.exp(gap) - 1 - gap).mean(),
+        "off_policy_weight_mean": np.minimum(np.exp(gap), 5).mean(),
+        "off_policy_capped_share": (np.exp(gap) > 5).mean(),
+        "support_mass_outside": 0,
+        "ratio": 1,
+        "clip_share": 0,
+    }
+    assert metrics == {
+        name: pytest.approx(want.get(name, value), rel=1e-4) for name, value in metrics.items()
+    }
+    assert want.keys() | {"entropy", "grad_norm"} == metrics.keys()
+
+
+def test_kl_starts_at_zero_and_holds_the_policy_to_its_reference(
+    params: Any, learner: MakeLearner, oracle: TrainState, batch: Batch
+):
+    """On fresh weights current = reference: the same first step as without; then the reference pulls back."""
+    of = learner(kl_coef=0.1)
+    state, metrics = trained(of, params, batch)
+    assert metrics["kl"] == pytest.approx(0, abs=1e-9)
+    assert distance(state.params, oracle.params) <= 1e-5
+    flat = pack(make_groups(rewards=[1.0] * 4), 2, LENGTH)
+    before = distance(state.params, params)
+    for _ in range(3):
+        state, metrics = of.update(state, of.prepare(state, flat))
+    assert metrics["kl"] > 0
+    assert distance(state.params, params) != before
+    assert same_bits(state.reference, params)
+
+
+def test_an_entropy_bonus_raises_entropy(params: Any, learner: MakeLearner):
+    of = learner(entropy_coef=0.05)
+    batch = pack(make_groups(rewards=[1.0] * 4), 2, LENGTH)
+    state = of.init(params)
+    entropies = []
+    for _ in range(4):
+        state, metrics = of.update(state, of.prepare(state, batch))
+        entropies.append(metrics["entropy"])
+    assert np.all(np.diff(entropies) > 0)
+
+
+def test_no_array_of_all_tokens_by_vocabulary_exists(params: Any, learner: MakeLearner, batch: Batch):
+    """The compiled gradient holds logits of one chunk (8 tokens) at most, of the 32 of a micro-batch."""
+    of = learner()
+    state = of.init(params)
+    micro = of.micro_batches(of.prepare(state, batch))[0][0]
+    text = of.accumulate.lower(state.params, of.zero_sums(), micro).compile().as_text()
+    shapes = {tuple(map(int, found.split(","))) for found in re.findall(r"f32\[([\d,]+)\]", text)}
+    logits = {shape for shape in shapes if VOCAB in shape and 16 not in shape}
+    assert (8, VOCAB) in logits
+    assert max(int(np.prod(shape)) for shape in logits) < 32 * VOCAB
