@@ -83,16 +83,23 @@ def _finish(job: Callable[[Any], RunResult], folder: Path, json: bool) -> None:
     except KeyboardInterrupt:
         typer.echo(f"stopped; `areal-jax resume {folder}` goes on", err=True)
         raise typer.Exit(INTERRUPTED) from None
-    last = result.metrics[-1] if result.metrics else {}
+    rows = result.metrics
+    figures = {"run": str(result.folder), "report": str(result.report or ""), "steps": len(rows)}
     if json:
-        print_json(
-            {"run": str(result.folder), "report": str(result.report or ""), "steps": len(result.metrics)}
-            | last
-        )
+        print_json(figures | (rows[-1] if rows else {}))
         return
-    typer.echo(f"reward {last.get('reward_mean', float('nan')):.3f} after {len(result.metrics)} steps")
+    if rows:
+        tenth, quarter = rows[: -(-len(rows) // 10)], rows[-(-(-len(rows) // 4)) :]
+        typer.echo(
+            f"{len(rows)} steps: mean reward {_mean_reward(tenth):.3f} in the first tenth, "
+            f"{_mean_reward(quarter):.3f} in the last quarter"
+        )
     if result.report:
         typer.echo(f"report: {result.report}")
+
+
+def _mean_reward(rows: list[dict[str, Any]]) -> float:
+    return sum(row["reward_mean"] for row in rows) / len(rows)
 
 
 def _fresh_folder(words: list[str]) -> list[str]:

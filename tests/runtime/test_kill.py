@@ -115,7 +115,9 @@ def test_a_second_process_cannot_resume_a_run_in_progress(tmp_path):
     assert audit_run(folder).ok
     steps = len(rows_of(folder))
     assert 2 <= steps < 400
-    with open_journal(folder) as journal:  # Ctrl-C leaves a checkpoint of the newest version: nothing to train again
+    with open_journal(
+        folder
+    ) as journal:  # Ctrl-C leaves a checkpoint of the newest version: nothing to train again
         trained = [row.event.step for row in journal.rows() if isinstance(row.event, BatchTrained)]
     assert trained == list(range(steps))
     assert (folder / "checkpoints" / str(steps) / "manifest.json").exists()

@@ -9,6 +9,7 @@ import pytest
 from tests.runtime.small import small
 
 from areal_jax.config import Config
+from areal_jax.control.events import VersionCommitted
 from areal_jax.generation.rollout import rollout
 from areal_jax.observe.metrics import REQUIRED
 from areal_jax.runtime.assembly import assemble
@@ -85,7 +86,9 @@ def test_an_asynchronous_run_interrupts_mixes_ages_and_audits_clean(finished):
     assert all(name in row for row in rows for name in REQUIRED)
     assert sum(row["interruptions"] for row in rows) > 0
     assert max(row["token_age_max"] for row in rows) >= 1
-    assert max(row["head_age_mean"] for row in rows) <= 2 + 1  # the gate bounds the mean, a step may lie above it
+    assert (
+        max(row["head_age_mean"] for row in rows) <= 2 + 1
+    )  # the gate bounds the mean, a step may lie above it
     assert len({row["params_digest"] for row in rows}) == 8
     assert audit_run(finished).to_json() == {
         "ok": True, "trained": 32, "dropped": {}, "in_flight": 0, "violations": [],
@@ -172,7 +175,9 @@ class AlwaysFails(Countdown):
 
 def test_a_run_that_only_drops_stops_and_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr("areal_jax.runtime.local.MOST_DROPS", 2)
-    with pytest.raises(ArealError, match=r"groups were dropped since the last trained batch \(\d+ failed_reward"):
+    with pytest.raises(
+        ArealError, match=r"groups were dropped since the last trained batch \(\d+ failed_reward"
+    ):
         start(small(tmp_path / "run", "run.steps=3"), tasks=[AlwaysFails()])
     assert audit_run(tmp_path / "run").ok
 
@@ -185,8 +190,39 @@ class Hangs(Countdown):
 
 
 def test_a_reward_that_hangs_times_out_and_costs_only_its_group(tmp_path):
-    config = small(tmp_path / "run", "run.steps=2", "runtime.reward_timeout_s=0.5", "runtime.reward_workers=2")
+    config = small(
+        tmp_path / "run", "run.steps=2", "runtime.reward_timeout_s=0.5", "runtime.reward_workers=2"
+    )
     rows = start(config, tasks=[Hangs()]).metrics
     result = audit_run(tmp_path / "run")
     assert result.ok and result.trained == 8
     assert len(rows) == 2
+
+
+def test_truncated_sampling_trains_on_the_distribution_it_sampled_from(tmp_path):
+    """On fresh weights the recomputed log-prob is the recorded one, at another temperature and in a support."""
+    config = small(
+        tmp_path / "run",
+        *SYNC,
+        "run.steps=2",
+        "generation.temperature=0.7",
+        "generation.top_k=6",
+        "generation.top_p=0.8",
+        "generation.min_p=0.05",
+        "generation.support_size=8",
+        "runtime.placement=split",
+    )
+    for row in start(config).metrics:
+        assert row["logp_gap_max"] <= 1e-5
+        assert 0.05 < row["support_mass_outside"] < 0.95
+        assert row["off_policy_weight_mean"] == pytest.approx(1, abs=1e-5)
+
+
+def test_bfloat16_on_the_wire_is_checked_by_its_own_digest(tmp_path):
+    config = small(tmp_path / "run", "run.steps=3", "weights.wire_dtype=bfloat16", "runtime.placement=shared")
+    rows = start(config).metrics
+    assert audit_run(tmp_path / "run").ok
+    with open_journal(tmp_path / "run") as journal:
+        events = [row.event for row in journal.rows()]
+    committed = {event.version: event.digest for event in events if isinstance(event, VersionCommitted)}
+    assert all(committed[row["version"]] != row["params_digest"] for row in rows)
