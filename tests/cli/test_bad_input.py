@@ -1,4 +1,5 @@
-"""What a user gets wrong: one clear message that names the remedy, exit code 1, no traceback, nothing lost."""
+"""What a user gets wrong: one clear message that names the remedy, exit code 1, no traceback, nothing "
+"lost."""
 
 from __future__ import annotations
 
@@ -127,7 +128,9 @@ def test_every_leaf_of_the_config_is_explained():
     result = CliRunner().invoke(app, ["config", "--json"])
     leaves = json.loads(result.stdout)
     assert leaves["control.max_staleness"]["type"] == "int | None"
-    assert all(leaf["doc"] for name, leaf in leaves.items()), [n for n, leaf in leaves.items() if not leaf["doc"]]
+    assert all(leaf["doc"] for name, leaf in leaves.items()), [
+        n for n, leaf in leaves.items() if not leaf["doc"]
+    ]
 
 
 def test_a_dry_run_writes_nothing_and_adds_up(tmp_path):
