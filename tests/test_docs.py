@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from areal_jax.runtime.jobs import resume
+from areal_jax.types import ArealError
+
 DOCS = Path(__file__).parents[1] / "docs"
 
 CACHE = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
@@ -49,7 +52,7 @@ def reader(tmp_path_factory) -> tuple[Path, dict[str, str]]:
         path = folder / block.splitlines()[0].removeprefix("# ")
         path.parent.mkdir(exist_ok=True)
         path.write_text(block)
-    commands = "".join(blocks(DOCS / "extending.md", "sh")).splitlines()
+    commands = "".join(blocks(DOCS / "extending.md", "sh")).replace("\\\n", "").splitlines()
     return folder, {command: run_as_printed(command, folder) for command in commands}
 
 
@@ -67,6 +70,14 @@ def test_an_own_task_is_trained_by_a_script_without_a_main_guard(reader):
     reward, report = printed["python train.py"].split()[-2:]
     assert float(reward) == rows[-1]["reward_mean"]
     assert (folder / report).name == "report.html" and "</html>" in (folder / report).read_text()
+
+
+def test_a_task_given_as_an_object_is_read_with_its_own_tokenizer_and_never_replaced(reader):
+    folder, printed = reader
+    assert "What is" in printed["areal-jax inspect runs/sums 3/1"]
+    assert printed["areal-jax audit runs/sums"] == "trained 480, dropped none, in flight 0\nok\n"
+    with pytest.raises(ArealError, match=r"Python objects \(Sums\).*tasks="):
+        resume(folder / "runs" / "sums", ["run.steps=31"])
 
 
 def test_an_own_loss_is_trained_with_and_its_metrics_are_logged(reader):

@@ -21,6 +21,7 @@ from areal_jax.runtime.devices import header, memory_table
 from areal_jax.runtime.local import LocalRun
 from areal_jax.runtime.reading import write_report
 from areal_jax.runtime.trainer import TrainBatch, Trainer
+from areal_jax.tasks.source import BUILTIN
 from areal_jax.tasks.task import Task
 from areal_jax.trainer.checkpoint import restore
 from areal_jax.trainer.state import TrainState
@@ -59,6 +60,7 @@ def run(config: Config, tasks: Sequence[Task] = (), stream: TextIO | None = None
             f"resume {folder}`"
         )
     parts = assemble(config, tasks)
+    config = _naming(config, parts) if tasks else config
     (folder / "logs").mkdir(parents=True)
     (folder / "config.yaml").write_text(to_yaml(config))
     with SqliteQueue.create(folder / JOURNAL, header(config)) as journal:
@@ -66,12 +68,22 @@ def run(config: Config, tasks: Sequence[Task] = (), stream: TextIO | None = None
 
 
 def resume(
-    folder: Path, overrides: Sequence[str] = (), tasks: Sequence[Task] = (), stream: TextIO | None = None
+    folder: str | Path,
+    overrides: Sequence[str] = (),
+    tasks: Sequence[Task] = (),
+    stream: TextIO | None = None,
 ) -> RunResult:
     """Go on with a run after any end. Raises ArealError for a folder that is no run, or a key that changes
     the past.
     """
+    folder = Path(folder)
     config = read_config(folder, overrides)
+    objects = [name for name in config.tasks if name not in BUILTIN and ":" not in name]
+    if objects and not tasks:
+        raise ArealError(
+            f"{folder} was given its tasks as Python objects ({', '.join(objects)}), which no command line can "
+            f"make again; go on from Python: areal_jax.resume({str(folder)!r}, tasks=[...])"
+        )
     with SqliteQueue.open(folder / JOURNAL) as journal:
         parts = assemble(config, tasks)
         found = journal.latest_snapshot()
@@ -116,6 +128,13 @@ def dry_run(config: Config, tasks: Sequence[Task] = ()) -> dict[str, Any]:
 # --- inside -------------------------------------------------------------------------------------------------
 
 
+def _naming(config: Config, parts: Parts) -> Config:
+    """The config with the names of tasks given as objects, so that nobody goes on with the config's own."""
+    is_text = all(weighted.task.tokenizer is None for weighted in parts.tasks.values())
+    model = config.model.model_copy(update={"tokenizer": "byte"}) if is_text else config.model
+    return config.model_copy(update={"tasks": {name: {} for name in parts.tasks}, "model": model})
+
+
 def _train(
     parts: Parts, control: ControlPlane, journal: SqliteQueue, folder: Path, stream: TextIO | None
 ) -> RunResult:
@@ -136,7 +155,8 @@ def _train(
             _redo(parts, driver.trainer, control, journal, view)
         view.note(f"{folder}: {c.run.steps} steps, {parts.devices.placement} placement")
         driver.run()
-    report = write_report(folder, c) if c.observe.report else None
+    tasks = [weighted.task for weighted in parts.tasks.values()]
+    report = write_report(folder, c, tasks) if c.observe.report else None
     return RunResult(folder, read_rows(folder), report)
 
 
