@@ -81,8 +81,8 @@ def resume(
     objects = [name for name in config.tasks if name not in BUILTIN and ":" not in name]
     if objects and not tasks:
         raise ArealError(
-            f"{folder} was given its tasks as Python objects ({', '.join(objects)}), which no command line can "
-            f"make again; go on from Python: areal_jax.resume({str(folder)!r}, tasks=[...])"
+            f"{folder} was given its tasks as Python objects ({', '.join(objects)}), which no command line "
+            f"can make again; go on from Python: areal_jax.resume({str(folder)!r}, tasks=[...])"
         )
     with SqliteQueue.open(folder / JOURNAL) as journal:
         parts = assemble(config, tasks)
