@@ -29,9 +29,12 @@ TOKENS = np.random.default_rng(0).integers(0, 13, LENGTH).astype(np.int32)
 def randomised(model: Model) -> Any:
     """Parameters of which none is 0 or 1: a bias or a scale left out would show."""
     rng = np.random.default_rng(1)
-    return jax.tree.map(
-        lambda leaf: np.asarray(leaf + 0.2 * rng.normal(size=leaf.shape), np.float32), model.init(0)
-    )
+
+    def one(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        is_scale = leaf.ndim < 3  # norms, and the embedding
+        return (is_scale + 0.3 * rng.normal(size=leaf.shape)).astype(np.float32)
+
+    return jax.tree.map(one, model.abstract_params)
 
 
 @pytest.fixture(scope="module", params=OPTIONS)

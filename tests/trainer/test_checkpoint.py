@@ -182,7 +182,7 @@ def test_no_damage_to_any_file_goes_unseen(folder: Path, adamw: Learner, damage:
 
 
 def test_another_state_than_the_configs_is_refused(saved: Path, adamw: Learner):
-    """A config with other parts (here: parameters renamed) restores nothing, and says that it is not damage."""
+    """A config with other parts (here: parameters renamed) restores nothing, and says so."""
     like = adamw.abstract_state()
     restored = restore(saved, like.replace(params={"renamed": like.params["norm"]}))
     assert restored.state is None

@@ -99,7 +99,8 @@ def test_the_objective_is_its_formula(
     ((micro,),) = of.micro_batches(prepared)
     assert micro is not None
     moved = jax.tree.map(lambda leaf: 0.9 * leaf, params)
-    value, slope = jax.jit(jax.value_and_grad(lambda p, m: of._objective(p, m)[0]))(moved, micro)
+    compiled = jax.jit(jax.value_and_grad(lambda p, m: of._objective(p, m)[0]))
+    value, slope = compiled(moved, micro)
 
     logp, entropy = exact(model, moved, whole)
     mask, b = whole.loss_mask, whole.behavior_logp.astype(np.float64)
@@ -113,9 +114,7 @@ def test_the_objective_is_its_formula(
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(slope))
 
     for poison in (np.nan, np.inf, -np.inf):
-        bad_value, bad = jax.jit(jax.value_and_grad(lambda p, m: of._objective(p, m)[0]))(
-            moved, poisoned(micro, poison)
-        )
+        bad_value, bad = compiled(moved, poisoned(micro, poison))
         assert float(bad_value) == float(value)
         assert all(
             np.array_equal(x, y) for x, y in zip(jax.tree.leaves(slope), jax.tree.leaves(bad), strict=True)
