@@ -10,6 +10,7 @@ members: log-probs, versions, supports, `recompute`, `free_resource`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +31,7 @@ MAX_STOP_TOKENS = 4
 CANARY_TOKENS = 16
 
 HostArray = np.ndarray | Array
-"""Made on the host, and traced inside `insert`."""
+"""Numpy from the host, traced inside `insert`."""
 
 
 class Prefix(struct.PyTreeNode):
@@ -150,7 +151,8 @@ class Engine:
         # Results lie where arguments do, or a program would be compiled again for its own results.
         cache, whole = self._cache_sharding(), replicated(self._mesh)
         state = jax.tree.map(lambda _: whole, jax.eval_shape(self._make_state)).replace(cache=cache)
-        self._empty_prefix = jax.jit(self._make_prefix_cache, out_shardings=cache)
+        empty = partial(model.kv_pages, self.pages_per_slot, self.page_tokens)
+        self._empty_prefix = jax.jit(empty, out_shardings=cache)
         self._empty_state = jax.jit(self._make_state, out_shardings=state)
         self._prefill_chunk = jax.jit(self._prefill_one_chunk, donate_argnums=1, out_shardings=cache)
         self._insert = jax.jit(self._insert_prefix, donate_argnums=0, out_shardings=state)
@@ -234,8 +236,8 @@ class Engine:
         self, params: VersionedParams, decode_state: DecodeState
     ) -> tuple[DecodeState, ResultTokens]:
         """`decode_steps` tokens for every live slot; the version of `params` is stamped on each."""
-        decode_state, data = self._generate(params.params, params.version, decode_state)
-        return decode_state, ResultTokens(data, self.decode_steps, self.support_size)
+        state, data = self._generate(params.params, params.version, decode_state)
+        return state, ResultTokens(data, self.decode_steps, self.support_size)
 
     # --- extensions ----------------------------------------------------------------------------------------
 
@@ -253,8 +255,7 @@ class Engine:
         """
         if len(stop_tokens) > MAX_STOP_TOKENS:
             raise ArealError(
-                f"a request has {len(stop_tokens)} stop tokens, there is room for {MAX_STOP_TOKENS}; "
-                "give fewer"
+                f"{len(stop_tokens)} stop tokens; a request has room for {MAX_STOP_TOKENS}: give fewer"
             )
         stops = np.full(MAX_STOP_TOKENS, -1, np.int32)
         stops[: len(stop_tokens)] = stop_tokens
@@ -283,9 +284,6 @@ class Engine:
         axis = "tensor" if self.model.config.kv_heads % self._mesh.shape["tensor"] == 0 else None
         by_head = NamedSharding(self._mesh, PartitionSpec(None, None, None, axis, None))
         return KVPages(by_head, by_head)  # type: ignore[arg-type]
-
-    def _make_prefix_cache(self) -> KVPages:
-        return self.model.kv_pages(self.pages_per_slot, self.page_tokens)
 
     def _make_state(self) -> DecodeState:
         n, pages = self.slots, self.pages_per_slot
@@ -344,9 +342,7 @@ class Engine:
     def _generate_steps(
         self, params: Params, version: Array, state: DecodeState
     ) -> tuple[DecodeState, Int[Array, "N columns"]]:
-        def one_step(state: DecodeState, _: None) -> tuple[DecodeState, _Sampled]:
-            return self._sample_token(params, state)
-
+        one_step = partial(self._sample_token, params)
         state, sampled = jax.lax.scan(one_step, state, None, self.decode_steps)
         columns = [
             sampled.tokens.T,
@@ -360,7 +356,7 @@ class Engine:
             columns.append(jnp.moveaxis(sampled.support, 0, 1).reshape(self.slots, -1))
         return state, jnp.concatenate(columns, axis=1)
 
-    def _sample_token(self, params: Params, state: DecodeState) -> tuple[DecodeState, _Sampled]:
+    def _sample_token(self, params: Params, state: DecodeState, _: None) -> tuple[DecodeState, _Sampled]:
         at = state.filled - 1
         fed = jnp.take_along_axis(state.tokens, at[:, None], axis=1)
         attend = PagedAttention(state.table, at[:, None], state.is_live[:, None])

@@ -125,6 +125,21 @@ def test_seed_member_and_attempt_draw_anew(engine, versions):
     assert len(texts) == 4
 
 
+def test_a_host_of_two_devices_samples_what_one_device_does(model, engine, versions, dense):
+    """Heads, MLP and vocabulary over two devices; randomness is counted, so it does not see them."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[2:4]), ("tensor",))
+    sharded = make_engine(model, mesh=mesh)
+    params = sharded.load_params(versions(0))
+    assert params.params["blocks"]["mlp"]["up"].sharding.spec[2] == "tensor"
+    slots = {0: asked(0), 3: asked(1, PROMPT * 2)}
+    one, two = decode(engine, versions(0), slots), decode(sharded, params, slots)
+    for slot in slots:
+        np.testing.assert_array_equal(two[slot].tokens, one[slot].tokens)
+        np.testing.assert_allclose(two[slot].behavior_logp, one[slot].behavior_logp, atol=1e-5)
+    programs = [sharded._prefill_chunk, sharded._insert, sharded._generate]
+    assert [program._cache_size() for program in programs] == [1, 1, 1]
+
+
 # --- ends and limits ----------------------------------------------------------------------------------------
 
 
@@ -162,7 +177,9 @@ def test_a_prompt_that_does_not_fit_is_refused(engine, versions, length):
 
 
 def test_what_cannot_be_served_is_refused(model, engine, versions):
-    with pytest.raises(ArealError, match=f"{MAX_STOP_TOKENS + 1} stop tokens, there is room for"):
+    with pytest.raises(
+        ArealError, match=f"{MAX_STOP_TOKENS + 1} stop tokens; a request has room for {MAX_STOP_TOKENS}"
+    ):
         engine.request(SampleId(0, 0), 0, Sampling(), 3, tuple(range(MAX_STOP_TOKENS + 1)))
     with pytest.raises(ArealError, match="page_tokens=5 does not divide length=32"):
         make_engine(model, page_tokens=5)
@@ -229,13 +246,14 @@ def test_jetstreams_loop_decodes(engine, versions):
     assert data[2, 2 * STEPS] == len(PROMPT) + STEPS
 
 
-def test_load_params_places_the_value_on_the_engines_mesh(model, versions):
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[1:3]), ("tensor",))
-    other = make_engine(model, mesh=mesh)
-    loaded = other.load_params(versions(0))
+def test_load_params_places_the_value_on_the_engines_mesh(engine, versions):
+    elsewhere = versions(0)._replace(params=jax.device_put(versions(0).params, jax.devices()[1]))
+    loaded = engine.load_params(elsewhere)
     assert (loaded.version, loaded.digest) == (0, versions(0).digest)
-    assert loaded.params["embedding"].sharding.device_set == set(jax.devices()[1:3])
-    assert loaded.params["blocks"]["mlp"]["up"].sharding.spec[2] == "tensor"
+    for leaf, sharding in zip(
+        jax.tree.leaves(loaded.params), jax.tree.leaves(engine.param_shardings), strict=True
+    ):
+        assert leaf.sharding == sharding
 
 
 # --- programs -----------------------------------------------------------------------------------------------

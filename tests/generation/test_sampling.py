@@ -23,7 +23,7 @@ KEY, UNIFORMS = [1830458104, 1425310503], [0.696926474571228, 0.2635657787322998
 LARGEST = np.float32(1 - 2**-24)
 """The largest float32 below 1: no uniform is larger."""
 
-DRAWS = 30_000
+DRAWS = 20_000
 
 jitted = jax.jit(draw, static_argnums=6)
 
