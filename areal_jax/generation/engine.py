@@ -254,9 +254,7 @@ class Engine:
         Raises ArealError for more stop tokens than there is room for.
         """
         if len(stop_tokens) > MAX_STOP_TOKENS:
-            raise ArealError(
-                f"{len(stop_tokens)} stop tokens; a request has room for {MAX_STOP_TOKENS}: give fewer"
-            )
+            raise ArealError(f"{len(stop_tokens)} stop tokens; a request has room for {MAX_STOP_TOKENS}")
         stops = np.full(MAX_STOP_TOKENS, -1, np.int32)
         stops[: len(stop_tokens)] = stop_tokens
         room = sampling.max_tokens + prompt_tokens if prompt_tokens else self.length
