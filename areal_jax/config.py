@@ -149,9 +149,20 @@ def make_config(tree: Mapping[str, Any]) -> Config:
         raise ConfigError("\n".join(_explain(item) for item in error.errors())) from None
 
 
+def resolved(config: Config) -> dict[str, Any]:
+    """The tree as plain values, with what a key left open stands for filled in."""
+    tree = config.model_dump(mode="json")
+    tree["control"]["max_staleness"] = config.max_staleness
+    tree["generation"]["on_update"] = config.on_update
+    tree["generation"]["page_tokens"] = config.generation.page_tokens or config.generation.length
+    tree["trainer"]["length"] = config.row_length
+    tree["run"]["dir"] = str(config.run.folder)
+    return tree
+
+
 def to_yaml(config: Config) -> str:
-    """The resolved tree; loading it gives the same config."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=110)
+    """The resolved tree; loading it gives the same run."""
+    return yaml.safe_dump(resolved(config), sort_keys=False, width=110)
 
 
 def leaves(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, Any, Any, str]]:
@@ -173,9 +184,10 @@ def _from_file(path: Path) -> Mapping[str, Any]:
     if not path.is_file() and (packaged := Path(__file__).parent / path).is_file():
         path = packaged  # configs/quickstart.yaml, wherever the working folder is
     if not path.is_file():
-        raise ConfigError(
-            f"no config file {path}; give a YAML file, or an override in the form section.key=value"
-        )
+        recipes = [f"configs/{recipe.name}" for recipe in (Path(__file__).parent / "configs").glob("*.yaml")]
+        near = difflib.get_close_matches(str(path), recipes, n=1)
+        remedy = f"did you mean {near[0]}?" if near else "give a YAML file, or section.key=value"
+        raise ConfigError(f"no config file {path}; {remedy}")
     try:
         tree = yaml.safe_load(path.read_text()) or {}
     except yaml.YAMLError as error:

@@ -71,9 +71,6 @@ def _run(words: list[str], json: bool, is_dry: bool) -> None:
 
 
 def _start() -> None:
-    from areal_jax.runtime.jobs import use_compilation_cache
-
-    use_compilation_cache()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill stops as cleanly as Ctrl-C
 
 
@@ -89,7 +86,7 @@ def _finish(job: Callable[[Any], RunResult], folder: Path, json: bool) -> None:
         print_json(figures | (rows[-1] if rows else {}))
         return
     if rows:
-        tenth, quarter = rows[: -(-len(rows) // 10)], rows[-(-(-len(rows) // 4)) :]
+        tenth, quarter = rows[: max(1, len(rows) // 10)], rows[-max(1, len(rows) // 4) :]
         typer.echo(
             f"{len(rows)} steps: mean reward {_mean_reward(tenth):.3f} in the first tenth, "
             f"{_mean_reward(quarter):.3f} in the last quarter"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from areal_jax.config import Config, ConfigError, load_config, to_yaml
+from areal_jax.config import Config, ConfigError, load_config, resolved, to_yaml
 from areal_jax.control.events import BatchTrained, Event, Train, VersionReissued
 from areal_jax.control.machine import ControlPlane
 from areal_jax.observe.live import View, make_view
@@ -59,6 +59,7 @@ def run(config: Config, tasks: Sequence[Task] = (), stream: TextIO | None = None
             f"the run folder {folder} exists; choose another run.name or run.dir, or go on with `areal-jax "
             f"resume {folder}`"
         )
+    use_compilation_cache()
     parts = assemble(config, tasks)
     config = _naming(config, parts) if tasks else config
     (folder / "logs").mkdir(parents=True)
@@ -73,9 +74,7 @@ def resume(
     tasks: Sequence[Task] = (),
     stream: TextIO | None = None,
 ) -> RunResult:
-    """Go on with a run after any end. Raises ArealError for a folder that is no run, or a key that changes
-    the past.
-    """
+    """Go on with a run after any end. Raises ArealError for no run, or a key that changes the past."""
     folder = Path(folder)
     config = read_config(folder, overrides)
     objects = [name for name in config.tasks if name not in BUILTIN and ":" not in name]
@@ -84,6 +83,7 @@ def resume(
             f"{folder} was given its tasks as Python objects ({', '.join(objects)}), which no command line "
             f"can make again; go on from Python: areal_jax.resume({str(folder)!r}, tasks=[...])"
         )
+    use_compilation_cache()
     with SqliteQueue.open(folder / JOURNAL) as journal:
         parts = assemble(config, tasks)
         found = journal.latest_snapshot()
@@ -114,7 +114,7 @@ def dry_run(config: Config, tasks: Sequence[Task] = ()) -> dict[str, Any]:
         f"host-{i}": dict(mesh.shape) for i, mesh in enumerate(parts.devices.hosts)
     }
     return {
-        "config": config.model_dump(mode="json"),
+        "config": resolved(config),
         "placement": parts.devices.placement,
         "meshes": meshes,
         "parameters": parts.model.parameter_count,
@@ -227,11 +227,12 @@ def _metrics(config: Config, folder: Path) -> Iterator[MetricsWriter]:
 
 
 def use_compilation_cache() -> None:
-    """Keep compiled programs between runs, where the environment names no other place."""
+    """Keep compiled programs between runs, unless the process or its environment has chosen a place."""
     import jax
 
-    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "areal-jax" / "xla"
-        jax.config.update("jax_compilation_cache_dir", str(cache))
+    if jax.config.jax_compilation_cache_dir is not None:  # type: ignore[attr-defined]
+        return
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "areal-jax" / "xla"
+    jax.config.update("jax_compilation_cache_dir", str(cache))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

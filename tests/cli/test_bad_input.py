@@ -51,6 +51,7 @@ def refused(*words: str) -> str:
         ("model.overrides.widht=4", "did you mean model.overrides.width?"),
         ("model.overrides.kv_heads=3", "kv_heads=3 does not divide heads=2"),
         ("nowhere.yaml", "no config file nowhere.yaml"),
+        ("configs/quikstart.yaml", "did you mean configs/quickstart.yaml?"),
     ],
 )
 def test_a_config_that_cannot_run_is_refused_before_anything_starts(word, says):
