@@ -48,7 +48,7 @@ PRESETS: dict[str, Preset] = {
             "loss": "ppo_clip",
             "loss_settings": {"low": 0.2, "high": 0.2},
             "advantage": "group_normalized",
-            "advantage_settings": {"scale": "batch", "ddof": 1},
+            "advantage_settings": {"center": "batch", "scale": "batch", "ddof": 1},
             "reduction": "token_mean",
             "minibatches": 4,
         },

@@ -19,19 +19,15 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float
 
-from areal_jax.algorithms import masked
 from areal_jax.algorithms.advantages import ADVANTAGES
-from areal_jax.algorithms.kl import kl_loss
-from areal_jax.algorithms.logprobs import TokenStats, packed_stats
-from areal_jax.algorithms.losses import LOSSES, ratio
-from areal_jax.algorithms.weights import off_policy_weight, reduction_weights
+from areal_jax.algorithms.losses import LOSSES
 from areal_jax.config import AlgorithmConfig
-from areal_jax.models.attention import PackedAttention
 from areal_jax.models.model import Model, Params
 from areal_jax.parallel.mesh import ROWS, make_mesh, param_shardings, replicated
 from areal_jax.plugin import check_settings, load_object
 from areal_jax.trainer.state import TrainState
-from areal_jax.types import ArealError, Batch, PolicyOutputs, VersionedParams
+from areal_jax.trainer.update import Objective, add_metrics, to_floats
+from areal_jax.types import ArealError, Batch, VersionedParams
 from areal_jax.weights.digest import digest
 from areal_jax.weights.memory import wire_copy
 
@@ -39,8 +35,6 @@ Sums = Any
 """(gradient of the minibatch so far, metric sums so far)."""
 
 PER_SEQUENCE = ("reward", "group_ids", "temperature", "truncated")
-MAXIMUM = "logp_gap_max"
-"""The one metric that is no mean over tokens."""
 
 
 class Learner:
@@ -68,12 +62,12 @@ class Learner:
         self.model, self.algorithm, self.optimizer = model, algorithm, optimizer
         self.rows, self.length = rows, length
         self.mesh = mesh or make_mesh({"data": 1, "fsdp": 1, "tensor": 1}, jax.devices(), "the trainer")
-        self._constant = algorithm.reduction_constant or float(max_tokens or length)
-        self._chunk, self._remat = logp_chunk, remat
-        self._loss = load_object(algorithm.loss, LOSSES, "loss")
-        self._advantage = load_object(algorithm.advantage, ADVANTAGES, "advantage estimator")
-        check_settings(self._loss, algorithm.loss_settings, "algorithm.loss_settings")
-        check_settings(self._advantage, algorithm.advantage_settings, "algorithm.advantage_settings")
+        loss = load_object(algorithm.loss, LOSSES, "loss")
+        advantage = load_object(algorithm.advantage, ADVANTAGES, "advantage estimator")
+        check_settings(loss, algorithm.loss_settings, "algorithm.loss_settings")
+        check_settings(advantage, algorithm.advantage_settings, "algorithm.advantage_settings")
+        constant = algorithm.reduction_constant or float(max_tokens or length)
+        self.objective = Objective(model, algorithm, loss, advantage, constant, logp_chunk, remat)
         shards = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
         if rows % shards:
             raise ArealError(
@@ -87,8 +81,8 @@ class Learner:
         self.zero_sums = jax.jit(self._zero_sums, out_shardings=sums)
         self.accumulate = jax.jit(self._accumulate, donate_argnums=1, out_shardings=sums)
         self.apply = jax.jit(self._apply, donate_argnums=0, out_shardings=(self.state_shardings, self._whole))
-        self._score = jax.jit(self._score_micro_batch)
-        self._finish = jax.jit(self._finish_batch, static_argnames="minibatches")
+        self._score = jax.jit(self.objective.score)
+        self._finish = jax.jit(self.objective.finish)
         self._split = jax.jit(self._split_batch)
 
     # --- state ----------------------------------------------------------------------------------------------
@@ -153,7 +147,7 @@ class Learner:
             proximal = self._scores(state.params, batch, between)
         if self.algorithm.kl_coef:
             reference = self._scores(state.reference, batch, between)
-        return self._finish(batch, proximal, reference, minibatches=self.algorithm.minibatches)
+        return self._finish(batch, proximal, reference)
 
     def _to_device(self, batch: Batch) -> Batch:
         rows, length = batch.tokens.shape
@@ -203,32 +197,6 @@ class Learner:
                 between(scores[-1])
         return jnp.concatenate(scores)
 
-    def _score_micro_batch(self, params: Params, micro: Batch) -> Float[Array, "R T"]:
-        return masked.keep(self._stats(params, micro).logp, micro.loss_mask)
-
-    def _finish_batch(
-        self, batch: Batch, proximal: Array, reference: Array | None, minibatches: int
-    ) -> Batch:
-        a = self.algorithm
-        sequences = batch.reward.shape[0]
-        mask = batch.loss_mask
-        if a.truncation == "mask":
-            mask = mask & (masked.per_token(batch.truncated.astype(jnp.float32), batch.segment_ids) == 0)
-        behavior = masked.keep(batch.behavior_logp, mask)
-        proximal = masked.keep(proximal, mask)
-        batch = batch._replace(
-            loss_mask=mask, behavior_logp=behavior, proximal_logp=proximal, ref_logp=reference
-        )
-        advantages = self._advantage(batch.reward, batch, **a.advantage_settings)
-        off_policy, _ = off_policy_weight(proximal, behavior, mask, a.off_policy, a.off_policy_cap)
-        return batch._replace(
-            advantages=masked.keep(advantages, mask),
-            weights=reduction_weights(
-                mask, batch.segment_ids, sequences, minibatches, a.reduction, self._constant
-            ),
-            off_policy_weight=off_policy,
-        )
-
     # --- update ---------------------------------------------------------------------------------------------
 
     def update(
@@ -251,30 +219,15 @@ class Learner:
                     between(sums[1]["tokens"])
             state, sums_of_minibatch = self.apply(state, sums, np.bool_(index == len(minibatches) - 1))
             metrics.append(sums_of_minibatch)
-        return state, _to_floats(jax.device_get(metrics))
+        return state, to_floats(jax.device_get(metrics))
 
     def _zero_sums(self) -> Sums:
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), self.model.abstract_params)
-        shapes = jax.eval_shape(self._metric_sums_of_nothing)
-        return zeros, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-
-    def _metric_sums_of_nothing(self) -> dict[str, Array]:
-        """Traced for its shapes: only the loss knows which metrics it returns."""
-        values = jnp.zeros((self.rows, self.length))
-        ids, mask = values.astype(jnp.int32), values.astype(bool)
-        reward, group, truncated = jnp.zeros(1), jnp.zeros(1, jnp.int32), jnp.zeros(1, bool)
-        micro = Batch(ids, ids, ids, mask, values, ids, ids, reward, group, reward, truncated)
-        micro = micro._replace(
-            proximal_logp=values, advantages=values, weights=values, off_policy_weight=values, ref_logp=values
-        )
-        _, own = self._loss(PolicyOutputs(values, values), micro, **self.algorithm.loss_settings)
-        if self.algorithm.kl_coef:
-            own = own | {"kl": values}
-        return self._metric_sums(micro, TokenStats(values, values, values), own)
+        return zeros, self.objective.no_metrics(self.rows, self.length)
 
     def _accumulate(self, params: Params, sums: Sums, micro: Batch) -> Sums:
-        grads, metrics = jax.grad(self._objective, has_aux=True)(params, micro)
-        return jax.tree.map(jnp.add, sums[0], grads), _add_metrics(sums[1], metrics)
+        grads, metrics = self.objective.gradient(params, micro)
+        return jax.tree.map(jnp.add, sums[0], grads), add_metrics(sums[1], metrics)
 
     def _apply(self, state: TrainState, sums: Sums, is_last: Array) -> tuple[TrainState, dict[str, Array]]:
         grads, metrics = sums
@@ -286,79 +239,3 @@ class Learner:
             optimizer=optimizer,
         )
         return state, metrics | {"grad_norm": optax.tree.norm(grads)}
-
-    def _stats(self, params: Params, micro: Batch) -> TokenStats:
-        hidden, _ = self.model.hidden(
-            params, micro.tokens, micro.positions, PackedAttention(micro.segment_ids), remat=self._remat
-        )
-        temperature = masked.per_token(micro.temperature, micro.segment_ids)
-        return packed_stats(
-            hidden,
-            micro.tokens,
-            micro.positions,
-            temperature,
-            lambda h: self.model.logits(params, h),
-            micro.support,
-            self._chunk,
-        )
-
-    def _objective(self, params: Params, micro: Batch) -> tuple[Float[Array, ""], dict[str, Array]]:
-        """The micro-batch's part of what is minimised, and its metrics.
-
-        sum over the loss mask of weights (off-policy weight loss + kl_coef KL - entropy_coef entropy).
-        """
-        a, mask = self.algorithm, micro.loss_mask
-        stats = self._stats(params, micro)
-        now = PolicyOutputs(masked.keep(stats.logp, mask), masked.keep(stats.entropy, mask))
-        loss, own = self._loss(now, micro, **a.loss_settings)
-        objective = micro.off_policy_weight * loss
-        if a.kl_coef:
-            kl = kl_loss(now.logp, micro.ref_logp, micro.behavior_logp, a.kl_estimator)
-            objective += a.kl_coef * kl
-            own = own | {"kl": kl}
-        if a.entropy_coef:
-            objective -= a.entropy_coef * now.entropy
-        metrics = jax.lax.stop_gradient(self._metric_sums(micro, stats, own))
-        return masked.total(micro.weights * objective, mask), metrics
-
-    def _metric_sums(self, micro: Batch, stats: TokenStats, own: dict[str, Array]) -> dict[str, Array]:
-        """Sums over the loss mask, and one maximum; a loss's own metrics replace none of the framework's."""
-        a, mask = self.algorithm, micro.loss_mask
-        gap = micro.proximal_logp - micro.behavior_logp
-        _, is_capped = off_policy_weight(
-            micro.proximal_logp, micro.behavior_logp, mask, a.off_policy, a.off_policy_cap
-        )
-        sums = {
-            **own,
-            "tokens": mask.astype(jnp.float32),
-            "entropy": stats.entropy,
-            "logp_gap_mean": jnp.abs(gap),
-            "mismatch_kl": ratio(micro.proximal_logp, micro.behavior_logp) - 1 - gap,
-            "support_mass_outside": stats.outside,
-            "off_policy_weight_mean": micro.off_policy_weight,
-            "off_policy_capped_share": is_capped.astype(jnp.float32),
-        }
-        totals = {name: masked.total(values, mask) for name, values in sums.items()}
-        return totals | {MAXIMUM: masked.largest(jnp.abs(gap), mask)}
-
-
-def _add_metrics(left: dict[str, Array], right: dict[str, Array]) -> dict[str, Array]:
-    return {
-        name: jnp.maximum(left[name], right[name]) if name == MAXIMUM else left[name] + right[name]
-        for name in left
-    }
-
-
-def _to_floats(minibatches: list[dict[str, Any]]) -> dict[str, float]:
-    """Means over all loss tokens of the batch; of the gradient norm, over the minibatches."""
-    tokens = sum(float(m["tokens"]) for m in minibatches)
-    out = {"trained_tokens": tokens}
-    for name in minibatches[0]:
-        values = [float(m[name]) for m in minibatches]
-        if name == "grad_norm":
-            out[name] = sum(values) / len(values)
-        elif name == MAXIMUM:
-            out[name] = max(values)
-        elif name != "tokens":
-            out[name] = sum(values) / max(tokens, 1.0)
-    return out

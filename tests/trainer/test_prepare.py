@@ -99,7 +99,7 @@ def test_the_objective_is_its_formula(
     ((micro,),) = of.micro_batches(prepared)
     assert micro is not None
     moved = jax.tree.map(lambda leaf: 0.9 * leaf, params)
-    compiled = jax.jit(jax.value_and_grad(lambda p, m: of._objective(p, m)[0]))
+    compiled = jax.jit(jax.value_and_grad(lambda p, m: of.objective.value(p, m)[0]))
     value, slope = compiled(moved, micro)
 
     logp, entropy = exact(model, moved, whole)
