@@ -23,7 +23,7 @@ from areal_jax.generation.host import Host, Start, Stop
 from areal_jax.generation.rollout import completion_of, with_rewards
 from areal_jax.observe.live import View
 from areal_jax.observe.metrics import MetricsWriter
-from areal_jax.observe.waits import Timeline, get
+from areal_jax.observe.waits import Timeline, WaitTimeout, get
 from areal_jax.runtime.assembly import Parts
 from areal_jax.runtime.devices import overwrites_serving
 from areal_jax.runtime.rows import RowMaker
@@ -191,17 +191,17 @@ class LocalRun:
         self._inbox.put((event, trajectory))
 
     def _messages(self) -> list[tuple[Event, Trajectory | None]]:
-        """All that wait, at least one. Raises the error that a thread ended by, WaitTimeout when nobody says
-        a word.
-        """
-        first = get(
-            self._inbox,
-            who="the control plane",
-            what="any word from trainer, hosts and reward pool",
-            deadline_s=self._deadline_s,
-            clock=self._timeline.actor("control", "decide"),
-            remedy="; ".join(self._control.waits()) or "nobody has anything to do",
-        )
+        """All that wait, at least one. Raises what a thread ended by, WaitTimeout when nobody says a word."""
+        try:
+            first = get(
+                self._inbox,
+                who="the control plane",
+                what="any word from trainer, hosts and reward pool",
+                deadline_s=self._deadline_s,
+                clock=self._timeline.actor("control", "decide"),
+            )
+        except WaitTimeout as error:
+            raise WaitTimeout(f"{error}. {'; '.join(self._control.waits())}") from None
         messages = [first]
         with suppress(queue.Empty):
             while True:

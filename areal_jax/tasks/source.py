@@ -110,7 +110,9 @@ class PromptStream:
         self._tasks = [tasks[name].task for name in self._names]
         self._seed = seed
         self._quotas = _quotas({name: weighted.weight for name, weighted in tasks.items()})
-        # Pure functions, kept because neighbouring ordinals ask for the same block and the same epochs.
+        # Pure functions, kept because a group's prompt is asked for several times on its way, and
+        # neighbouring ordinals ask for the same block and the same epochs.
+        self.prompt = lru_cache(maxsize=4096)(self.prompt)
         self._order = lru_cache(maxsize=4)(self._order)
         self._permutation = lru_cache(maxsize=2 * len(self._names) + 2)(self._permutation)
 

@@ -15,6 +15,7 @@ MAGIC = b"AJT1"
 
 ARRAYS = ("tokens", "loss_mask", "behavior_logp", "versions", "turn_ids", "support")
 DTYPES = {"int32": "<i4", "bool": "|b1", "float32": "<f4"}
+NAMES = {np.dtype(name): name for name in DTYPES}  # by dtype: numpy takes its time to spell a name
 
 _HEAD_BYTES = len(MAGIC) + 4
 
@@ -74,12 +75,12 @@ def _encode_array(name: str, array: Any) -> list[Any] | None:
     if array is None:
         return None
     array = np.asarray(array)
-    wire = DTYPES.get(array.dtype.name)
-    if wire is None:
+    kind = NAMES.get(array.dtype)
+    if kind is None:
         raise CodecError(
             f"{name} is {array.dtype}; a trajectory's arrays are {', '.join(DTYPES)}: cast it with astype"
         )
-    return [array.dtype.name, array.shape, array.astype(wire, copy=False).tobytes()]
+    return [kind, array.shape, array.astype(DTYPES[kind], copy=False).tobytes()]
 
 
 def _decode_array(packed: list[Any] | None) -> Any:
