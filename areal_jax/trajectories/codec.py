@@ -75,7 +75,7 @@ def _encode_array(name: str, array: Any) -> list[Any] | None:
     if array is None:
         return None
     array = np.asarray(array)
-    kind = NAMES.get(array.dtype)
+    kind = NAMES.get(array.dtype.newbyteorder("="))
     if kind is None:
         raise CodecError(
             f"{name} is {array.dtype}; a trajectory's arrays are {', '.join(DTYPES)}: cast it with astype"
