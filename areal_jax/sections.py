@@ -67,8 +67,7 @@ class AlgorithmConfig(Section):
     reduction_constant: float | None = Field(default=None, gt=0)
     """C of reduction=constant; generation.max_tokens unless given."""
     proximal: Literal["recompute", "behavior"] = "recompute"
-    """Centre of the trust region: log-probs recomputed when the batch arrives, or those recorded at "
-    "sampling."""
+    """Centre of the trust region: log-probs recomputed when the batch arrives, or those of sampling."""
     off_policy: Literal["truncate", "mask", "none"] = "truncate"
     """What exp(proximal - behaviour) above off_policy_cap becomes: the cap, or 0; none: no weight at all."""
     off_policy_cap: float = Field(default=5.0, gt=1)
@@ -122,9 +121,7 @@ class ControlConfig(Section):
     strategy: Literal["sync", "interruptible"] = "interruptible"
     """Who is admitted and under which version: sync (staleness 0) or AReaL's interruptible generation."""
     max_staleness: int | None = Field(default=None, ge=0)
-    """η: a group may start if (admitted - dropped - 1) // batch_size <= version + η. 2 unless given; 0 for
-    sync.
-    """
+    """η: a group may start if (admitted - dropped - 1) // batch_size <= version + η. By default 2; 0 for sync."""
     max_token_age: int | None = Field(default=None, ge=0)
     """Hard bound on a trained token's age in versions; a group beyond it starts again."""
     max_concurrent: int | None = Field(default=None, ge=1)

@@ -30,9 +30,7 @@ class SampleId(NamedTuple):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a sample's tokens are chosen. Temperature and support belong to the log-prob
-    (`algorithms.logprobs`).
-    """
+    """How a sample's tokens are chosen. Temperature and support belong to the log-prob too."""
 
     temperature: float = 1.0
     """0 is greedy; the log-prob is then the one at temperature 1."""
@@ -189,6 +187,4 @@ class VersionedParams(NamedTuple):
 
 
 class ArealError(Exception):
-    """An error a user can mend: its message names the value and the remedy. The CLI prints it without a
-    traceback.
-    """
+    """An error a user can mend: its message names the value and the remedy."""

@@ -169,8 +169,7 @@ def _state(parts: Parts, folder: Path, view: View) -> TrainState:
 
 
 def _redo(parts: Parts, trainer: Trainer, control: ControlPlane, journal: SqliteQueue, view: View) -> None:
-    """Train again the journaled batches after the checkpoint, from their kept payloads; compare every "
-    "digest."""
+    """Train the journaled batches after the checkpoint again, from kept payloads; compare every digest."""
     first, last = int(trainer.state.version), control.trained_version
     if first > last:
         raise ArealError(

@@ -39,6 +39,9 @@ from areal_jax.weights.memory import MemoryStore
 MOST_DROPS = 50
 """Batches' worth of groups that may be dropped between two trained batches before the run gives up."""
 
+DURABLE = (e.CheckpointCommitted, e.VersionCommitted)
+"""Events that also have to outlive a power cut."""
+
 STOP_S = 60.0
 """How long a thread may take to end once told to, beyond the work it is in."""
 
@@ -138,9 +141,7 @@ class LocalRun:
             raise crashed[0].error
 
     def _begin(self) -> None:
-        """Publish the version at hand, then open the journal's next chapter: started or resumed, hosts
-        joined.
-        """
+        """Publish the version at hand, tell that the run started or resumed, start the threads."""
         c = self._parts.config
         wire = self._store.publish(self._parts.learner.versioned(self.trainer.state))
         if self._control.version < 0:
@@ -219,39 +220,44 @@ class LocalRun:
         self._require_progress()
 
     def _record(self, messages: Sequence[tuple[Event, Trajectory | None]]) -> list[Action]:
-        entries = []
-        for event, trajectory in messages:
-            if isinstance(event, e.SampleFinished) and not self._control.awaits(event.sample, event.host):
-                trajectory = None  # too late: its payload must not stand in for the one that counts
-            if trajectory is not None:
-                sample = trajectory.sample
-                self._members.setdefault((sample.ordinal, sample.attempt), {}).setdefault(
-                    sample.member, trajectory
-                )
-            if isinstance(event, e.RewardScored):
-                self._reward(event)
-            if isinstance(event, e.BatchTrained):
-                event = self._with_row(event)
-            actions = self._control.handle(event)
-            self._rows.see(event, actions)
-            self._drops += sum(isinstance(action, e.Drop) for action in actions)
-            entries.append(Entry(event, actions, trajectory))
-        if entries:
-            is_durable = any(
-                isinstance(x.event, (e.CheckpointCommitted, e.VersionCommitted)) for x in entries
-            )
-            self._journal.append(entries, durable=is_durable)
+        """Let the control plane answer, and write down what it was told with its answers.
+
+        Where it refuses an event, those before it are still written: its state and the journal stay one.
+        """
+        entries: list[Entry] = []
+        try:
+            for event, trajectory in messages:
+                entries.append(self._decide(event, trajectory))
+        finally:
+            if entries:
+                is_durable = any(isinstance(entry.event, DURABLE) for entry in entries)
+                self._journal.append(entries, durable=is_durable)
         for entry in entries:
             self._note(entry.event)
         return [action for entry in entries for action in entry.actions]
+
+    def _decide(self, event: Event, trajectory: Trajectory | None) -> Entry:
+        if isinstance(event, e.SampleFinished) and not self._control.awaits(event.sample, event.host):
+            trajectory = None  # too late: its payload must not stand in for the one that counts
+        if trajectory is not None:
+            sample = trajectory.sample
+            members = self._members.setdefault((sample.ordinal, sample.attempt), {})
+            members.setdefault(sample.member, trajectory)
+        if isinstance(event, e.RewardScored):
+            self._reward(event)
+        if isinstance(event, e.BatchTrained):
+            event = self._with_row(event)
+        actions = self._control.handle(event)
+        self._rows.see(event, actions)
+        self._drops += sum(isinstance(action, e.Drop) for action in actions)
+        return Entry(event, actions, trajectory)
 
     def _with_row(self, event: e.BatchTrained) -> e.BatchTrained:
         groups = [self._groups[ordinal] for ordinal in event.ordinals]
         return replace(event, metrics=self._rows.make(event.step, groups, event.metrics, event.digest))
 
     def _note(self, event: Event) -> None:
-        """What follows from an event that is written: rows, snapshots, payloads that nobody needs any "
-        "more."""
+        """What follows once an event is written: rows, snapshots, payloads that may go."""
         if isinstance(event, e.BatchTrained):
             self._metrics.write(event.metrics)
             self._view.show(event.metrics)
@@ -269,9 +275,7 @@ class LocalRun:
             )
 
     def _forget_trained(self) -> None:
-        """Payloads are kept from the oldest checkpoint on, and for the newest observe.keep_groups trained
-        groups.
-        """
+        """Payloads stay from the oldest checkpoint on, and those of the newest observe.keep_groups groups."""
         kept = self._checkpointer.kept()
         is_needed_from = kept[0] if len(kept) >= self._parts.config.trainer.keep_checkpoints else 0
         count = sum(len(ordinals) for _, ordinals in self._trained)
@@ -284,8 +288,7 @@ class LocalRun:
             count -= len(ordinals)
 
     def _require_progress(self) -> None:
-        """Replacements of dropped groups are admitted for ever: a run that only drops has to say so and "
-        "stop."""
+        """Replacements of dropped groups are admitted for ever: a run that only drops has to stop."""
         if self._drops > MOST_DROPS * self._parts.config.trainer.batch_size:
             reasons = ", ".join(f"{n} {reason}" for reason, n in self._control.dropped.items())
             raise ArealError(

@@ -1,6 +1,4 @@
-"""Readings of a run's folder: its report, one sample, its audit. The journal is the truth; nothing here
-writes to it.
-"""
+"""Readings of a run's folder: its report, one sample, its audit. Nothing here writes to the journal."""
 
 from __future__ import annotations
 
@@ -45,9 +43,7 @@ def audit_run(folder: Path) -> AuditResult:
 
 
 def ages(journal: SqliteQueue) -> Ages:
-    """Ages and lengths of everything trained. An age is the version at the start of the update minus the
-    token's.
-    """
+    """Ages and lengths of everything trained; ages count from the version at the start of the update."""
     spans: dict[int, dict[SampleId, tuple[VersionSpan, ...]]] = defaultdict(dict)
     found = Ages(Counter(), Counter(), [], [])
     for row in journal.rows():
@@ -97,9 +93,7 @@ def write_report(folder: Path, config: Config, tasks: Sequence[Task] = ()) -> Pa
 
 
 def view_sample(folder: Path, name: str, tasks: Sequence[Task] = ()) -> SampleView:
-    """The sample called ORDINAL/MEMBER or ORDINAL/MEMBER/ATTEMPT. Raises ArealError for one that is not
-    there.
-    """
+    """The sample called ORDINAL/MEMBER or ORDINAL/MEMBER/ATTEMPT. Raises ArealError for no such one."""
     match = re.fullmatch(r"(\d+)[/.](\d+)(?:[/.](\d+))?", name)
     if not match:
         raise ArealError(f"{name!r} is not a sample; write ORDINAL/MEMBER, such as 12/3")

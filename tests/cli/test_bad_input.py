@@ -1,5 +1,4 @@
-"""What a user gets wrong: one clear message that names the remedy, exit code 1, no traceback, nothing "
-"lost."""
+"""What a user gets wrong: one clear message that names the remedy, exit code 1, nothing lost."""
 
 from __future__ import annotations
 

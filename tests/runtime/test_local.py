@@ -96,8 +96,7 @@ def test_an_asynchronous_run_interrupts_mixes_ages_and_audits_clean(finished):
 
 
 def test_every_recorded_log_prob_is_the_one_of_its_version(finished, tmp_path):
-    """Kept parameters of every version would be needed for the whole run; version 0 is known from the "
-    "seed."""
+    """Checked for version 0, whose parameters are known from the seed."""
     import jax.numpy as jnp
     import numpy as np
 
@@ -201,8 +200,7 @@ def test_a_reward_that_hangs_times_out_and_costs_only_its_group(tmp_path):
 
 
 def test_truncated_sampling_trains_on_the_distribution_it_sampled_from(tmp_path):
-    """On fresh weights the recomputed log-prob is the recorded one, at another temperature and in a "
-    "support."""
+    """On fresh weights the recomputed log-prob is the recorded one, at any temperature and support."""
     config = small(
         tmp_path / "run",
         *SYNC,
