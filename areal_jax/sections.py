@@ -121,7 +121,7 @@ class ControlConfig(Section):
     strategy: Literal["sync", "interruptible"] = "interruptible"
     """Who is admitted and under which version: sync (staleness 0) or AReaL's interruptible generation."""
     max_staleness: int | None = Field(default=None, ge=0)
-    """η: a group may start if (admitted - dropped - 1) // batch_size <= version + η. By default 2; 0 for sync."""
+    """η: a group may start if (admitted - dropped - 1) // batch_size <= version + η. Default 2; sync 0."""
     max_token_age: int | None = Field(default=None, ge=0)
     """Hard bound on a trained token's age in versions; a group beyond it starts again."""
     max_concurrent: int | None = Field(default=None, ge=1)
