@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from areal_jax.config import Config
-from areal_jax.control.events import VersionCommitted
+from areal_jax.control.events import SampleFinished, VersionCommitted
 from areal_jax.generation.rollout import rollout
 from areal_jax.observe.metrics import REQUIRED
 from areal_jax.runtime.assembly import assemble
@@ -226,3 +226,24 @@ def test_bfloat16_on_the_wire_is_checked_by_its_own_digest(tmp_path):
         events = [row.event for row in journal.rows()]
     committed = {event.version: event.digest for event in events if isinstance(event, VersionCommitted)}
     assert all(committed[row["version"]] != row["params_digest"] for row in rows)
+
+
+def test_two_hosts_and_a_hard_bound_on_age(tmp_path):
+    """Groups that grew too old start again, on whichever host has room, and no token older is trained."""
+    config = small(
+        tmp_path / "run",
+        "run.steps=12",
+        "runtime.hosts=2",
+        "runtime.placement=split",
+        "control.max_staleness=1",
+        "control.max_token_age=1",
+        "generation.slots=3",
+        "generation.decode_steps=1",
+        "tasks.countdown.sigma=1.5",
+    )
+    rows = start(config).metrics
+    assert max(row["token_age_max"] for row in rows) <= 1
+    assert audit_run(tmp_path / "run").ok
+    with open_journal(tmp_path / "run") as journal:
+        hosts = {row.event.host for row in journal.rows() if isinstance(row.event, SampleFinished)}
+    assert hosts == {"host-0", "host-1"}
