@@ -9,64 +9,25 @@ members: log-probs, versions, supports, `recompute`, `free_resource`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Float, Int
 
 from areal_jax.algorithms.logprobs import token_stats
+from areal_jax.generation.layout import pages_dtype, serving_layout
 from areal_jax.generation.sampling import draw, require_counted_randomness, sample_key, uniforms
+from areal_jax.generation.slots import MAX_STOP_TOKENS, DecodeState, Prefix, Request, ResultTokens
 from areal_jax.models.attention import KVPages, PackedAttention, PagedAttention
 from areal_jax.models.model import Model, Params
 from areal_jax.parallel.mesh import make_mesh, param_shardings, replicated
 from areal_jax.types import ArealError, SampleId, Sampling, VersionedParams
 
-MAX_STOP_TOKENS = 4
 CANARY_TOKENS = 16
-
-HostArray = np.ndarray | Array
-"""Numpy from the host, traced inside `insert`."""
-
-
-class Prefix(struct.PyTreeNode):
-    """A prompt's KV (all tokens but the last) and its tokens; shared by the samples of a group."""
-
-    cache: KVPages  # of one slot: pages 1..M
-    tokens: Int[HostArray, " length"]
-    true_length: Int[HostArray, ""]
-
-
-class Request(struct.PyTreeNode):
-    """How one slot samples; scalars, so that one compiled `insert` serves every request."""
-
-    numbers: Int[HostArray, "4"]  # seed, ordinal, member, attempt
-    temperature: Float[HostArray, ""]
-    top_k: Int[HostArray, ""]
-    top_p: Float[HostArray, ""]
-    min_p: Float[HostArray, ""]
-    limit: Int[HostArray, ""]  # prompt + completion at most
-    stop_tokens: Int[HostArray, "E"]
-
-
-class DecodeState(struct.PyTreeNode):
-    cache: KVPages
-    table: Int[Array, "N M"]
-    tokens: Int[Array, "N length"]
-    filled: Int[Array, " N"]  # tokens known; the KV holds all but the last of them
-    is_live: Bool[Array, " N"]
-    key: UInt32[Array, "N 2"]
-    temperature: Float[Array, " N"]
-    top_k: Int[Array, " N"]
-    top_p: Float[Array, " N"]
-    min_p: Float[Array, " N"]
-    limit: Int[Array, " N"]
-    stop_tokens: Int[Array, "N E"]
 
 
 class _Sampled(NamedTuple):
@@ -76,51 +37,6 @@ class _Sampled(NamedTuple):
     is_valid: Array
     logp: Array
     support: Array | None
-
-
-@dataclass(frozen=True)
-class ResultTokens:
-    """What one `generate` call sampled, in one int32 array: one device-to-host copy a call.
-
-    Columns, with k steps a call: tokens k | valid k | length | log-probs k (float32 bits) | version |
-    is_live | support k * K. The first three are JetStream's.
-    """
-
-    data: Any  # (N, columns) int32
-    steps: int
-    support_size: int
-
-    def convert_to_numpy(self) -> ResultTokens:
-        return ResultTokens(np.asarray(self.data), self.steps, self.support_size)
-
-    @property
-    def tokens(self) -> Any:
-        return self.data[:, : self.steps]
-
-    @property
-    def valid(self) -> Any:
-        return self.data[:, self.steps : 2 * self.steps] != 0
-
-    @property
-    def length(self) -> Any:
-        return self.data[:, 2 * self.steps]
-
-    @property
-    def logp(self) -> Any:
-        return self.data[:, 2 * self.steps + 1 : 3 * self.steps + 1].view(np.float32)
-
-    @property
-    def version(self) -> Any:
-        return self.data[:, 3 * self.steps + 1]
-
-    @property
-    def is_live(self) -> Any:
-        return self.data[:, 3 * self.steps + 2] != 0
-
-    @property
-    def support(self) -> Any:
-        flat = self.data[:, 3 * self.steps + 3 :]
-        return flat.reshape(len(flat), self.steps, self.support_size) if self.support_size else None
 
 
 class Engine:
@@ -148,10 +64,11 @@ class Engine:
         self._chunk = min(prefill_chunk, length)
         self._mesh = mesh or make_mesh({"tensor": 1}, jax.devices(), "a generation host")
         self.param_shardings = param_shardings(model.logical_axes, model.abstract_params, self._mesh)
+        self._platform = self._mesh.devices.flat[0].platform
         # Results lie where arguments do, or a program would be compiled again for its own results.
         cache, whole = self._cache_sharding(), replicated(self._mesh)
         state = jax.tree.map(lambda _: whole, jax.eval_shape(self._make_state)).replace(cache=cache)
-        empty = partial(model.kv_pages, self.pages_per_slot, self.page_tokens)
+        empty = partial(self._pages, self.pages_per_slot)
         self._empty_prefix = jax.jit(empty, out_shardings=cache)
         self._empty_state = jax.jit(self._make_state, out_shardings=state)
         self._prefill_chunk = jax.jit(self._prefill_one_chunk, donate_argnums=1, out_shardings=cache)
@@ -180,9 +97,7 @@ class Engine:
     def mesh(self) -> Mesh:
         return self._mesh
 
-    @property
-    def colocated_cpus(self) -> None:
-        return None
+    colocated_cpus = None
 
     def get_tokenizer(self) -> Any:
         return self.model.tokenizer
@@ -191,8 +106,9 @@ class Engine:
         return replicated(self._mesh)
 
     def load_params(self, value: VersionedParams) -> VersionedParams:
-        """The value with its parameters on this engine's mesh."""
-        return value._replace(params=jax.device_put(value.params, self.param_shardings))
+        """The value with its parameters on this engine's mesh, as decoding reads them fastest."""
+        params = jax.device_put(value.params, self.param_shardings)
+        return value._replace(params=serving_layout(self.model, params, self._platform))
 
     def init_decode_state(self) -> DecodeState:
         return self._empty_state()
@@ -283,10 +199,14 @@ class Engine:
         by_head = NamedSharding(self._mesh, PartitionSpec(None, None, None, axis, None))
         return KVPages(by_head, by_head)  # type: ignore[arg-type]
 
+    def _pages(self, count: int) -> KVPages:
+        dtype = pages_dtype(self.model.config.dtype, self._platform)
+        return self.model.kv_pages(count, self.page_tokens, dtype)
+
     def _make_state(self) -> DecodeState:
         n, pages = self.slots, self.pages_per_slot
         return DecodeState(
-            cache=self.model.kv_pages(n * pages, self.page_tokens),
+            cache=self._pages(n * pages),
             table=1 + jnp.arange(n * pages, dtype=jnp.int32).reshape(n, pages),
             tokens=jnp.zeros((n, self.length), jnp.int32),
             filled=jnp.ones(n, jnp.int32),

@@ -173,7 +173,8 @@ class Host:
             return
         with self._clock.doing("swap"):
             former = self._params
-            self._params = load_latest(self._store, self._engine.param_shardings)
+            loaded = load_latest(self._store, self._engine.param_shardings)
+            self._params = self._engine.load_params(loaded)
             interrupted = [
                 live for slot, live in self._live.items() if self._filled[slot] > live.prompt_tokens
             ]

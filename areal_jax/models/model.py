@@ -76,6 +76,6 @@ class Model:
             return logits
         return jnp.where(jnp.arange(self.config.vocab_size) < known, logits, -jnp.inf)
 
-    def kv_pages(self, pages: int, page_tokens: int) -> KVPages:
+    def kv_pages(self, pages: int, page_tokens: int, dtype: str) -> KVPages:
         c = self.config
-        return KVPages.zeros(c.layers, pages, page_tokens, c.kv_heads, c.head_dim, c.dtype)
+        return KVPages.zeros(c.layers, pages, page_tokens, c.kv_heads, c.head_dim, dtype)

@@ -48,7 +48,12 @@ def rotate(x: Float[Array, "B T H h"], positions: Int[Array, "B T"], theta: floa
 
 
 def project(x: Float[Array, "... I"], weight: Array, dtype: str) -> Float[Array, "... O"]:
-    """x @ weight in `dtype` with float32 accumulation; two-dimensional, as CPU kernels want it."""
+    """x @ weight in `dtype` with float32 accumulation; two-dimensional, as CPU kernels want it.
+
+    A bfloat16 weight may come as its uint16 bits.
+    """
+    if weight.dtype == jnp.uint16:
+        weight = jax.lax.bitcast_convert_type(weight, jnp.bfloat16)
     flat = weight.reshape(x.shape[-1], -1).astype(dtype)
     out = jnp.dot(x.reshape(-1, x.shape[-1]).astype(dtype), flat, preferred_element_type=jnp.float32)
     return out.reshape(*x.shape[:-1], -1)

@@ -60,7 +60,8 @@ def decode(
     """
     model = _model(shape, dtype)
     engine = Engine(model, slots=slots, length=prompt + tokens + decode_steps, decode_steps=decode_steps)
-    value = VersionedParams(0, jax.tree.map(lambda leaf: leaf.astype(dtype), model.init(0)), "")
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), model.init(0))
+    value = engine.load_params(VersionedParams(0, params, ""))
     calls = max(1, tokens // decode_steps)
 
     def fresh() -> Any:

@@ -12,6 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from areal_jax.config import Config
+from areal_jax.generation.layout import pages_dtype
 from areal_jax.models.model import Model
 from areal_jax.parallel.mesh import make_mesh
 from areal_jax.types import ArealError
@@ -87,7 +88,8 @@ def memory_table(config: Config, model: Model, placement: str) -> list[tuple[str
         rows.append(("each host", f"serving weights, and the next ones, {dtype}", 2 * wire // host_shards))
     page = g.page_tokens or g.length
     pages = g.slots * (g.length // page) + 1  # and the scratch page
-    kv = 2 * c.layers * pages * page * c.kv_heads * c.head_dim * BYTES[c.dtype]
+    kv_bytes = BYTES[pages_dtype(c.dtype, jax.devices()[0].platform)]
+    kv = 2 * c.layers * pages * page * c.kv_heads * c.head_dim * kv_bytes
     kv_shards = host_shards if c.kv_heads % host_shards == 0 else 1
     rows.append(("each host", f"KV pages, {g.slots} slots x {g.length} tokens", kv // kv_shards))
     return rows

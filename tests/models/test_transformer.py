@@ -90,7 +90,7 @@ def test_prefill_and_decode_through_pages(model: Model, params: Any, page_tokens
     """Two slots, one of them out of step; 7 tokens prefilled in chunks, the rest decoded one by one."""
     pages = LENGTH // page_tokens
     table = 1 + np.random.default_rng(3).permutation(2 * pages).reshape(2, pages).astype(np.int32)
-    cache = model.kv_pages(2 * pages, page_tokens)
+    cache = model.kv_pages(2 * pages, page_tokens, "float32")
     tokens = np.stack([TOKENS, TOKENS[::-1]])
     known = np.array([[7], [4]])
     got = np.zeros((2, LENGTH, 13))
