@@ -79,6 +79,8 @@ class Reward:
 
     value: float
     parts: Mapping[str, float] = field(default_factory=dict)
+    note: str = ""
+    """How it was judged, for people: what was compared with what."""
 
 
 class VersionSpan(NamedTuple):
@@ -104,6 +106,7 @@ class Trajectory:
     support: np.ndarray | None = None  # int32 (n, K): the ids kept at each token, -1 beyond; None = all ids
     reward: float | None = None
     reward_parts: Mapping[str, float] = field(default_factory=dict)
+    reward_note: str = ""
     interruptions: int = 0
 
     @property

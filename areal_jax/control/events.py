@@ -77,12 +77,15 @@ class SampleFailed:
 
 @dataclass(frozen=True)
 class RewardScored:
-    """The rewards of a group, by member; `parts[i]` are member i's named parts as (name, value) pairs."""
+    """The rewards of a group, by member; `parts[i]` are member i's named parts as (name, value) pairs,
+    `notes[i]` says how it was judged. Both are empty where no member has any.
+    """
 
     ordinal: int
     attempt: int
     rewards: tuple[float, ...]
     parts: tuple[tuple[tuple[str, float], ...], ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

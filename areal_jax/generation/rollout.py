@@ -24,10 +24,10 @@ def completion_of(trajectory: Trajectory, tokenizer: Tokenizer) -> Completion:
 
 def with_rewards(members: Sequence[Trajectory], scored: RewardScored) -> tuple[Trajectory, ...]:
     """The group's trajectories with their rewards and named parts."""
-    parts = scored.parts or ((),) * len(members)
+    parts, notes = scored.parts or ((),) * len(members), scored.notes or ("",) * len(members)
     return tuple(
-        replace(member, reward=reward, reward_parts=dict(own))
-        for member, reward, own in zip(members, scored.rewards, parts, strict=True)
+        replace(member, reward=reward, reward_parts=dict(own), reward_note=note)
+        for member, reward, own, note in zip(members, scored.rewards, parts, notes, strict=True)
     )
 
 

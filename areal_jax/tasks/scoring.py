@@ -39,12 +39,13 @@ def score_group(
     except BaseException as error:  # noqa: BLE001 - users' code, and it may exit: counted as failed, never as 0
         member = GROUP if rewards is None else len(rewards)
         return failed(ordinal, attempt, member, _describe(task, error))
-    has_parts = any(reward.parts for reward in rewards)
+    has_parts, has_notes = any(reward.parts for reward in rewards), any(reward.note for reward in rewards)
     return RewardScored(
         ordinal,
         attempt,
         tuple(reward.value for reward in rewards),
         tuple(tuple(reward.parts.items()) for reward in rewards) if has_parts else (),
+        tuple(reward.note for reward in rewards) if has_notes else (),
     )
 
 
@@ -67,7 +68,7 @@ def _checked(value: Any) -> Reward:
     if not isinstance(value, Reward):
         return Reward(_number(value, "the reward"))
     parts = {str(name): _number(part, f"the part {name!r} of a reward") for name, part in value.parts.items()}
-    return Reward(_number(value.value, "the reward"), parts)
+    return Reward(_number(value.value, "the reward"), parts, str(value.note)[:_MESSAGE_CHARS])
 
 
 def _number(value: Any, what: str) -> float:

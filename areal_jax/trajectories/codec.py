@@ -10,7 +10,7 @@ import numpy as np
 
 from areal_jax.types import ArealError, SampleId, Sampling, Trajectory
 
-MAGIC = b"AJT1"
+MAGIC = b"AJT2"
 """The first bytes of a blob; the digit is the format."""
 
 ARRAYS = ("tokens", "loss_mask", "behavior_logp", "versions", "turn_ids", "support")
@@ -34,6 +34,7 @@ def encode(trajectory: Trajectory) -> bytes:
         trajectory.stop_reason,
         None if trajectory.reward is None else float(trajectory.reward),
         {str(name): float(value) for name, value in trajectory.reward_parts.items()},
+        trajectory.reward_note,
         int(trajectory.interruptions),
     ]
     body = cast(bytes, msgpack.packb(fields))
@@ -54,7 +55,7 @@ def decode(blob: bytes) -> Trajectory:
             "the copy of the journal is at fault, so restore the journal from a backup"
         )
     try:
-        sample, arrays, sampling, stop_reason, reward, parts, interruptions = msgpack.unpackb(body)
+        sample, arrays, sampling, stop_reason, reward, parts, note, interruptions = msgpack.unpackb(body)
         named = {name: _decode_array(packed) for name, packed in zip(ARRAYS, arrays, strict=True)}
         return Trajectory(
             sample=SampleId(*sample),
@@ -62,6 +63,7 @@ def decode(blob: bytes) -> Trajectory:
             stop_reason=stop_reason,
             reward=reward,
             reward_parts=parts,
+            reward_note=note,
             interruptions=interruptions,
             **named,
         )

@@ -22,7 +22,7 @@ from areal_jax.trajectories.codec import decode, encode
 from areal_jax.trajectories.lock import WriterLock
 from areal_jax.types import ArealError, SampleId, Trajectory
 
-FORMAT = 1
+FORMAT = 2
 """Raised whenever an older program could not read what is written; stored as SQLite's user_version."""
 
 APPLICATION = 0x41524A31
@@ -139,7 +139,8 @@ class SqliteQueue:
                     payloads.append((sample.ordinal, sample.attempt, sample.member, encode(entry.trajectory)))
                 if isinstance(entry.event, RewardScored):
                     scored = entry.event
-                    rewards.append((scored.ordinal, scored.attempt, _pack([scored.rewards, scored.parts])))
+                    packed = _pack([scored.rewards, scored.parts, scored.notes])
+                    rewards.append((scored.ordinal, scored.attempt, packed))
             with self._transaction(durable) as db:
                 db.executemany(_EVENT, events)
                 db.executemany(_TRAJECTORY, payloads)
@@ -276,9 +277,14 @@ class SqliteQueue:
         scored = self._all("SELECT scored FROM rewards WHERE ordinal = ? AND attempt = ?", (ordinal, attempt))
         if not scored:
             return tuple(trajectory for _, trajectory in trajectories)
-        rewards, parts = _unpack(scored[0][0])
+        rewards, parts, notes = _unpack(scored[0][0])
         return tuple(
-            replace(trajectory, reward=rewards[member], reward_parts=dict(parts[member]) if parts else {})
+            replace(
+                trajectory,
+                reward=rewards[member],
+                reward_parts=dict(parts[member]) if parts else {},
+                reward_note=notes[member] if notes else "",
+            )
             for member, trajectory in trajectories
         )
 

@@ -24,6 +24,7 @@ def records(kinds: dict[str, type]) -> st.SearchStrategy:
         "SampleId": samples,
         "tuple[SampleId, ...]": st.lists(samples, max_size=3).map(tuple),
         "tuple[VersionSpan, ...]": spans,
+        "tuple[str, ...]": st.lists(names, max_size=3).map(tuple),
         "tuple[int, ...]": st.lists(numbers, max_size=3).map(tuple),
         "tuple[float, ...]": st.lists(st.floats(allow_nan=False), max_size=3).map(tuple),
         "tuple[tuple[tuple[str, float], ...], ...]": st.lists(

@@ -49,6 +49,12 @@ def test_parts_are_kept_by_member():
     assert scored.parts == ((("format", 0.5), ("right", 1.0)), ())
 
 
+def test_notes_are_kept_by_member_and_cut_to_what_a_journal_should_hold():
+    scored = outcome(Reward(1.0, note="4 = 4"), Reward(0.0, note="x" * 5000), 0.5)
+    assert scored.notes == ("4 = 4", "x" * 500, "")
+    assert outcome(1.0, Reward(2.0)).notes == ()
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [

@@ -28,6 +28,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         support=draw(st.none() | arrays(np.int32, (n, width), elements=INT32)),
         reward=draw(st.none() | st.floats(allow_nan=False)),
         reward_parts=draw(st.dictionaries(st.text(max_size=4), st.floats(allow_nan=False), max_size=3)),
+        reward_note=draw(st.text(max_size=9)),
         interruptions=draw(st.integers(0, 9)),
     )
 
