@@ -1,9 +1,11 @@
-"""What every test shares: virtual devices for meshes, and properties that fail the same way twice."""
+"""What every test shares: virtual devices for meshes, properties that fail the same way twice, the data sets."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 # Read by jax when it first asks for devices, so it has to stand before any test imports it.
@@ -12,3 +14,18 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", "4")
 # No deadline: the first example may compile. Derandomised: a red test is red for whoever runs it next.
 settings.register_profile("areal", deadline=None, derandomize=True, database=None)
 settings.load_profile("areal")
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of data sets (gsm8k/, math500/) that no repository of ours may hold.
+
+    AREAL_JAX_DATA names it; beside a checkout it is ../shared/data. In CI its absence is a failure.
+    """
+    folder = Path(os.environ.get("AREAL_JAX_DATA") or Path(__file__).parents[2] / "shared" / "data")
+    if (folder / "gsm8k").is_dir():
+        return folder
+    message = f"no data sets in {folder}: set AREAL_JAX_DATA to the folder that holds gsm8k/ and math500/"
+    if os.environ.get("CI"):
+        pytest.fail(message)
+    pytest.skip(message)
