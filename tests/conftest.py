@@ -1,4 +1,4 @@
-"""What every test shares: virtual devices for meshes, properties that fail the same way twice, the data sets."""
+"""What every test shares: virtual devices, properties that fail the same way twice, the data sets."""
 
 from __future__ import annotations
 
