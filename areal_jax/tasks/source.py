@@ -15,6 +15,10 @@ from areal_jax.tasks.task import Task, TaskError
 from areal_jax.types import Prompt
 
 BUILTIN: dict[str, tuple[str, str]] = {
+    "arithmetic": (
+        "areal_jax.tasks.arithmetic:Arithmetic",
+        "sums, differences and products of a chosen difficulty: procedural, no files",
+    ),
     "countdown": (
         "areal_jax.tasks.countdown:Countdown",
         "count down from a letter: procedural, no files, learnt within a minute",
