@@ -57,6 +57,7 @@ PRESETS: dict[str, Preset] = {
         "theta; token mean over reference answers",
         "maximum likelihood",
         {
+            "samples": "reference",
             "loss": "log_likelihood",
             "advantage": "ones",
             "reduction": "token_mean",

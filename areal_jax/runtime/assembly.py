@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 from areal_jax.config import Config
 from areal_jax.generation.engine import Engine
-from areal_jax.models.config import ModelConfig, model_config
 from areal_jax.models.model import Model, Params
 from areal_jax.runtime.devices import Devices, place
+from areal_jax.runtime.sources import Source, open_source
+from areal_jax.tasks.reference import reference_trajectory
 from areal_jax.tasks.source import PromptStream, WeightedTask, load_tasks
 from areal_jax.tasks.task import Task
-from areal_jax.tasks.tokenizers import ByteTokenizer, Tokenizer
 from areal_jax.trainer.learner import Learner
 from areal_jax.trainer.state import TrainState, make_optimizer
 from areal_jax.trainer.supervised import supervised_start
-from areal_jax.types import ArealError
+from areal_jax.types import ArealError, SampleId, Trajectory
 
 CHECKED_PROMPTS = 256
 """Prompts whose length is checked before anything starts."""
@@ -27,9 +27,13 @@ class Parts:
     config: Config
     tasks: dict[str, WeightedTask]
     prompts: PromptStream
-    model: Model
+    source: Source
     devices: Devices
     learner: Learner
+
+    @property
+    def model(self) -> Model:
+        return self.source.model
 
     def engine(self, host: int) -> Engine:
         """The engine of the host at that place."""
@@ -37,7 +41,12 @@ class Parts:
 
     def first_state(self) -> TrainState:
         """Version 0: seeded parameters after the supervised start; a function of the config alone."""
-        return self.learner.init(first_params(self), self.config.run.seed)
+        return self.learner.init(first_params(self), self.config.run.seed, donate=True)
+
+    def reference(self, sample: SampleId) -> Trajectory:
+        """The reference answer at that place, as a sample. Raises TaskError where the task has none."""
+        prompt = self.prompts.prompt(sample.ordinal)
+        return reference_trajectory(sample, prompt, self.tasks[prompt.task].task, self.model.tokenizer)
 
     def prompt_tokens(self, ordinal: int) -> tuple[int, ...]:
         """The exact prompt at that place. Raises ArealError for one that leaves no room for an answer."""
@@ -60,7 +69,8 @@ def assemble(config: Config, tasks: Sequence[Task] = ()) -> Parts:
     `tasks` stand in for the config's.
     """
     loaded = load_tasks(config.tasks, tasks)
-    model = Model(_sizes(config, tokenizer := _tokenizer(config, loaded)), tokenizer)
+    source = open_source(config, loaded)
+    model = source.model
     devices = place(config)
     steps = config.run.steps * config.algorithm.minibatches
     learner = Learner(
@@ -74,17 +84,18 @@ def assemble(config: Config, tasks: Sequence[Task] = ()) -> Parts:
         logp_chunk=config.trainer.logp_chunk,
         remat=config.trainer.remat,
     )
-    parts = Parts(config, loaded, PromptStream(loaded, config.run.seed), model, devices, learner)
+    parts = Parts(config, loaded, PromptStream(loaded, config.run.seed), source, devices, learner)
     for ordinal in range(CHECKED_PROMPTS):
         parts.prompt_tokens(ordinal)
     return parts
 
 
 def first_params(parts: Parts) -> Params:
+    """The source's parameters on the trainer's mesh, after the supervised start."""
     c = parts.config
     return supervised_start(
         parts.model,
-        parts.model.init(c.run.seed),
+        parts.source.load(parts.learner.state_shardings.params),
         make_optimizer(c.trainer, c.trainer.supervised_steps),
         parts.tasks,
         c.trainer,
@@ -106,23 +117,3 @@ def make_engine(config: Config, model: Model, mesh: object = None) -> Engine:
         support_size=g.support_size,
         mesh=mesh,  # type: ignore[arg-type]
     )
-
-
-def _tokenizer(config: Config, tasks: dict[str, WeightedTask]) -> Tokenizer:
-    if config.model.tokenizer == "byte":
-        return ByteTokenizer()
-    own = {name: weighted.task.tokenizer for name, weighted in tasks.items()}
-    kinds = {type(tokenizer) for tokenizer in own.values()}
-    if len(kinds) > 1:
-        named = ", ".join(f"{name}: {type(t).__name__ if t else 'none'}" for name, t in own.items())
-        raise ArealError(f"the tasks bring different tokenizers ({named}); set model.tokenizer=byte")
-    return next(iter(own.values())) or ByteTokenizer()
-
-
-def _sizes(config: Config, tokenizer: Tokenizer) -> ModelConfig:
-    m = config.model
-    if m.source != "random":
-        raise ArealError(
-            f"model.source={m.source}: there is only random, with model.shape and model.overrides"
-        )
-    return model_config(m.shape, tokenizer.vocab_size, m.dtype, **m.overrides)

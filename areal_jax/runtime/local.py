@@ -19,7 +19,9 @@ from pathlib import Path
 from areal_jax.control import events as e
 from areal_jax.control.events import Action, Event
 from areal_jax.control.machine import ControlPlane
+from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host, Start, Stop
+from areal_jax.generation.reference import ReferenceHost
 from areal_jax.generation.rollout import completion_of, with_rewards
 from areal_jax.observe.live import View
 from areal_jax.observe.metrics import MetricsWriter
@@ -93,23 +95,7 @@ class LocalRun:
         self._store = MemoryStore(
             engines[0].canary, c.weights.wire_dtype, overwrites_serving(c, parts.devices.placement)
         )
-        self._hosts = []
-        for i, engine in enumerate(engines):
-            clock = timeline.actor(f"host-{i}")
-            self._hosts.append(
-                Host(
-                    f"host-{i}",
-                    engine,
-                    self._store,
-                    self._tell,
-                    seed=c.run.seed,
-                    sampling=c.generation.sampling,
-                    on_update=c.on_update,
-                    turn=partial(turns.host, clock),
-                    clock=clock,
-                    deadline_s=self._deadline_s,
-                )
-            )
+        self._hosts = [self._make_host(f"host-{i}", engine, turns) for i, engine in enumerate(engines)]
         self._by_name = {host.name: host for host in self._hosts}
         self._checkpointer = Checkpointer(folder / "checkpoints", c.trainer.keep_checkpoints)
         self.trainer = Trainer(
@@ -126,6 +112,31 @@ class LocalRun:
         self._trained = deque(trained)
         self._threads: list[threading.Thread] = []
         self._drops = 0
+
+    def _make_host(self, name: str, engine: Engine, turns: Turns) -> Host | ReferenceHost:
+        """Samples from the policy, or answers with the tasks' references."""
+        c, clock = self._parts.config, self._timeline.actor(name)
+        if c.algorithm.samples == "reference":
+            return ReferenceHost(
+                name,
+                self._parts.reference,
+                self._tell,
+                length=c.generation.length,
+                clock=clock,
+                deadline_s=self._deadline_s,
+            )
+        return Host(
+            name,
+            engine,
+            self._store,
+            self._tell,
+            seed=c.run.seed,
+            sampling=c.generation.sampling,
+            on_update=c.on_update,
+            turn=partial(turns.host, clock),
+            clock=clock,
+            deadline_s=self._deadline_s,
+        )
 
     # --- from start to end ----------------------------------------------------------------------------------
 
@@ -269,6 +280,8 @@ class LocalRun:
         elif isinstance(event, e.CheckpointCommitted):
             self._journal.snapshot(self._journal.last_seq, self._control.snapshot())
             self._forget_trained()
+        elif isinstance(event, e.SampleFailed):
+            self._view.note(f"sample {event.sample.ordinal}/{event.sample.member} failed: {event.reason}")
         elif isinstance(event, e.RewardFailed):
             self._view.note(
                 f"group {event.ordinal}: reward {event.outcome.replace('_', ' ')}: {event.message}"

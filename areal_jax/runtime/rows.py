@@ -11,14 +11,17 @@ import numpy as np
 
 from areal_jax.control.events import Action, Drop, Event, HostAdopted, Reissue, RewardFailed
 from areal_jax.generation.host import Host
+from areal_jax.generation.reference import ReferenceHost
 from areal_jax.observe.waits import Timeline, idle_share
-from areal_jax.types import Group
+from areal_jax.types import NOT_SAMPLED, Group
 
 
 class RowMaker:
     """Counts between two rows. `start_s`: seconds the run had taken before this process."""
 
-    def __init__(self, timeline: Timeline, hosts: Sequence[Host], start_s: float = 0.0) -> None:
+    def __init__(
+        self, timeline: Timeline, hosts: Sequence[Host | ReferenceHost], start_s: float = 0.0
+    ) -> None:
         self._timeline, self._hosts = timeline, hosts
         self._zero_s = time.monotonic() - start_s
         self._last_s = time.monotonic()
@@ -78,7 +81,7 @@ class RowMaker:
         return row
 
 
-def _taken(host: Host) -> list[float]:
+def _taken(host: Host | ReferenceHost) -> list[float]:
     return [host.gaps_s.popleft() for _ in range(len(host.gaps_s))]
 
 
@@ -99,8 +102,9 @@ def _reward_figures(groups: Sequence[Group]) -> dict[str, float]:
 def _age_figures(step: int, groups: Sequence[Group]) -> dict[str, float]:
     """Ages in versions; the trained version is the one at the start of the update, which is `step`."""
     trajectories = [t for group in groups for t in group.trajectories]
-    ages = step - np.concatenate([t.versions[t.loss_mask] for t in trajectories])
-    heads = [step - t.first_version for t in trajectories]
+    versions = np.concatenate([t.versions[t.loss_mask] for t in trajectories])
+    ages = np.where(versions == NOT_SAMPLED, 0, step - versions)  # a reference answer has no age
+    heads = [step - t.first_version if t.first_version != NOT_SAMPLED else 0 for t in trajectories]
     return {
         "head_age_mean": float(np.mean(heads)),
         "token_age_mean": float(ages.mean()),

@@ -107,14 +107,17 @@ class Learner:
         whole = jax.tree.map(lambda _: self._whole, abstract)
         return whole.replace(params=params, optimizer=optimizer, reference=reference)
 
-    def init(self, params: Params, seed: int = 0) -> TrainState:
+    def init(self, params: Params, seed: int = 0, donate: bool = False) -> TrainState:
         """The state of version 0; `params` are copied, and are the reference where the algorithm has one.
 
+        `donate`: the state takes the params' buffers instead, where they lie on its shardings already.
         `seed` is for what an algorithm adds to the policy; nothing that exists so far draws from it.
         """
         del seed
-        params = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), params)
-        return jax.jit(self._first_state, out_shardings=self.state_shardings)(params)
+        if not donate:
+            params = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), params)
+        first = jax.jit(self._first_state, donate_argnums=0, out_shardings=self.state_shardings)
+        return first(jax.device_put(params, self.state_shardings.params))
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state: what a checkpoint is restored onto."""

