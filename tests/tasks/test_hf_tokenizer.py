@@ -1,0 +1,228 @@
+"""A tokenizer from its files: the ids transformers would give, never a crash on what a policy samples."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE, WordLevel
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.processors import TemplateProcessing
+
+from areal_jax.tasks.hf_tokenizer import HFTokenizer, require_fits
+from areal_jax.tasks.task import TaskError
+from areal_jax.types import Prompt
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+BOS, START, END, THINK = 260, 261, 262, 263
+VOCAB = 264
+CHAT = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello 2+2 \N{SNOWMAN}"})
+
+
+def write(folder: Path, *, bos_first: bool = False, **config: object) -> Path:
+    """A byte-level BPE of 256 bytes and four merges, in a folder as transformers writes it."""
+    alphabet = sorted(ByteLevel.alphabet())
+    merged = {"he": 256, "ll": 257, "hell": 258, "hello": 259}
+    merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o")]
+    backend = Backend(BPE(vocab={c: i for i, c in enumerate(alphabet)} | merged, merges=merges))
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    backend.decoder = ByteLevelDecoder()
+    backend.add_special_tokens(["<|bos|>", "<|im_start|>", "<|im_end|>"])
+    backend.add_tokens(["<think>"])
+    if bos_first:
+        backend.post_processor = TemplateProcessing(
+            single="<|bos|> $A <|im_end|>", special_tokens=[("<|bos|>", BOS), ("<|im_end|>", END)]
+        )
+    backend.enable_truncation(4)  # as a file may carry it from training; it must not cut a prompt
+    backend.enable_padding(length=9)
+    folder.mkdir(exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    given = {"eos_token": "<|im_end|>", "bos_token": "<|bos|>", "chat_template": CHATML} | config
+    kept = {name: value for name, value in given.items() if value is not None}
+    (folder / "tokenizer_config.json").write_text(json.dumps(kept))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> HFTokenizer:
+    return HFTokenizer.from_folder(folder)
+
+
+def test_ids_and_special_tokens_are_those_of_the_files(tokenizer: HFTokenizer):
+    assert (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.pad_id) == (VOCAB, END, END)
+    assert tokenizer.encode("hello") == [259]
+    assert len(tokenizer.encode("hello" * 3 + "a" * 40)) == 43, "neither cut nor padded"
+
+
+@given(st.text())
+@settings(max_examples=200)
+def test_any_text_survives(tokenizer: HFTokenizer, text: str):
+    clean = text.encode("utf-8", errors="replace").decode()
+    tokens = tokenizer.encode(text)
+    assert tokenizer.decode([BOS, *tokens, tokenizer.eos_id]) == clean
+    assert all(0 <= token < BOS for token in tokens)
+
+
+@given(st.lists(st.one_of(st.integers(0, VOCAB + 8), st.integers(-(2**70), 2**70))))
+@settings(max_examples=200)
+def test_decoding_never_raises_whatever_a_policy_samples(tokenizer: HFTokenizer, tokens: list[int]):
+    text = tokenizer.decode(tokens)
+    alien = sum(not 0 <= token < VOCAB for token in tokens)
+    assert text.count("\N{REPLACEMENT CHARACTER}") >= alien
+
+
+def test_ids_beyond_the_vocabulary_become_replacement_characters(tokenizer: HFTokenizer):
+    """A model's embedding is often padded to a round size, so that a policy may sample such ids."""
+    assert tokenizer.decode([259, VOCAB, VOCAB + 5, START, 259, -1, END]) == "hello��hello�"
+
+
+def test_a_special_token_spelled_out_in_text_is_text_unless_it_was_rendered(tokenizer: HFTokenizer):
+    assert tokenizer.decode(tokenizer.encode("a<|im_end|>")) == "a<|im_end|>"
+    assert tokenizer.encode_rendered("hello<|im_end|>") == [259, END]
+    assert tokenizer.render(Prompt("hello<|im_end|>")) == [259, END]
+    assert tokenizer.encode("<think>") == [THINK], "an added token that is not special is text"
+    assert tokenizer.decode([THINK]) == "<think>"
+
+
+def test_messages_are_rendered_as_transformers_renders_them(tmp_path: Path):
+    """Also with bos in the template, and with a post-processor that would add it again."""
+    from transformers import PreTrainedTokenizerFast
+
+    folder = write(tmp_path, bos_first=True, chat_template="{{ bos_token }}" + CHATML)
+    wanted = PreTrainedTokenizerFast.from_pretrained(folder).apply_chat_template(
+        [dict(message) for message in CHAT], add_generation_prompt=True
+    )["input_ids"]
+    got = HFTokenizer.from_folder(folder).render(Prompt(messages=CHAT))
+    assert got == wanted
+    assert (got[:2], got.count(BOS), got.count(START), got.count(END)) == ([BOS, START], 1, 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "prefix"),
+    [
+        ({}, []),
+        ({"bos_first": True}, [BOS]),
+        ({"add_bos_token": True}, [BOS]),
+        ({"bos_first": True, "add_bos_token": False}, []),
+    ],
+)
+def test_a_text_prompt_begins_with_bos_where_the_tokenizer_adds_it_and_never_ends(
+    tmp_path: Path, settings: dict, prefix: list[int]
+):
+    tokenizer = HFTokenizer.from_folder(write(tmp_path, **settings))
+    assert tokenizer.render(Prompt("hello")) == [*prefix, 259]
+    assert tokenizer.encode("hello") == [259]
+
+
+def test_without_a_template_messages_become_plain_chat(tmp_path: Path):
+    tokenizer = HFTokenizer.from_folder(write(tmp_path, chat_template=None))
+    tokens = tokenizer.render(Prompt(messages=CHAT))
+    assert tokenizer.decode(tokens) == "system: Be brief.\nuser: hello 2+2 \N{SNOWMAN}\nassistant: "
+    assert "transformers" not in vars(tokenizer)
+
+
+def test_a_template_of_its_own_file_goes_first_and_of_named_ones_the_default(tmp_path: Path):
+    named = [{"name": "tool_use", "template": "tool"}, {"name": "default", "template": "named"}]
+    folder = write(tmp_path, chat_template=named)
+    chat = Prompt(messages=CHAT)
+    tokenizer = HFTokenizer.from_folder(folder)
+    assert tokenizer.decode(tokenizer.render(chat)) == "named"
+    (folder / "chat_template.jinja").write_text("file {{ messages | length }}")
+    tokenizer = HFTokenizer.from_folder(folder)
+    assert tokenizer.decode(tokenizer.render(chat)) == "file 2"
+
+
+def test_token_prompts_are_checked(tokenizer: HFTokenizer):
+    assert tokenizer.render(Prompt(tokens=(START, 7))) == [START, 7]
+    for token in (VOCAB, -1):
+        with pytest.raises(TaskError, match=f"token {token} is none of .*below {VOCAB}"):
+            tokenizer.render(Prompt(tokens=(token,)))
+
+
+def test_it_travels_and_equal_files_make_equal_tokenizers(folder: Path, tokenizer: HFTokenizer):
+    tokenizer.render(Prompt(messages=CHAT))  # what was made on the way must not hinder
+    travelled = pickle.loads(pickle.dumps(tokenizer))
+    assert travelled == tokenizer == HFTokenizer.from_folder(folder)
+    assert hash(travelled) == hash(tokenizer)
+    assert travelled.render(Prompt(messages=CHAT)) == tokenizer.render(Prompt(messages=CHAT))
+
+
+def test_rendering_messages_imports_neither_torch_nor_jax(folder: Path):
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from areal_jax.tasks.hf_tokenizer import HFTokenizer\n"
+        "from areal_jax.types import Prompt\n"
+        f"tokenizer = HFTokenizer.from_folder(Path({str(folder)!r}))\n"
+        "tokenizer.render(Prompt('hello'))\n"
+        "print('transformers' in sys.modules)\n"
+        "print(tokenizer.render(Prompt(messages=[{'role': 'user', 'content': 'hello'}]))[0])\n"
+        "print('torch' in sys.modules, 'jax' in sys.modules)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ran.stdout == f"False\n{START}\nFalse False\n", ran.stderr
+
+
+def test_a_template_that_raises_is_quoted_with_the_roles(tmp_path: Path):
+    template = "{{ raise_exception('roles must alternate') }}"
+    tokenizer = HFTokenizer.from_folder(write(tmp_path, chat_template=template))
+    with pytest.raises(TaskError, match=r"raised TemplateError: roles must alternate; .* system, user"):
+        tokenizer.render(Prompt(messages=CHAT))
+    with pytest.raises(TaskError, match="lacks role or content"):
+        tokenizer.render(Prompt(messages=[{"role": "user"}]))
+
+
+def test_what_is_wrong_with_a_folder_is_named(tmp_path: Path):
+    def problem(**config: object) -> str:
+        with pytest.raises(TaskError) as caught:
+            HFTokenizer.from_folder(write(tmp_path, **config))
+        return str(caught.value)
+
+    assert f"{tmp_path}/tokenizer_config.json names no eos_token" in problem(eos_token=None)
+    assert "eos_token='<eos>', which is no token of" in problem(eos_token="<eos>")
+    assert "pad_token='<pad>', which is no token of" in problem(pad_token="<pad>")
+    assert "chat_template is 7" in problem(chat_template=7)
+    for name, content, wanted in [
+        ("tokenizer_config.json", "[]", "holds a list"),
+        ("tokenizer_config.json", "{", "is not JSON"),
+        ("tokenizer_config.json", None, "cannot be read: No such file"),
+        ("tokenizer.json", "{}", "no tokenizer that the tokenizers package reads"),
+        ("tokenizer.json", None, "cannot be read: No such file.*save_pretrained"),
+    ]:
+        file = write(tmp_path) / name
+        file.unlink() if content is None else file.write_text(content)
+        with pytest.raises(TaskError, match=f"{tmp_path}/{name} .*{wanted}"):
+            HFTokenizer.from_folder(tmp_path)
+
+
+def test_text_outside_a_vocabulary_without_an_unknown_token_is_named(tmp_path: Path):
+    write(tmp_path)
+    Backend(WordLevel({"hello": 0, "<|im_end|>": 1}, unk_token="<unk>")).save(
+        str(tmp_path / "tokenizer.json")
+    )
+    tokenizer = HFTokenizer.from_folder(tmp_path)
+    assert tokenizer.encode("hello") == [0]
+    with pytest.raises(TaskError, match="cannot express 'goodbye'"):
+        tokenizer.encode("goodbye")
+
+
+def test_a_model_with_too_few_embeddings_is_refused(tokenizer: HFTokenizer):
+    require_fits(tokenizer, VOCAB)
+    with pytest.raises(TaskError, match=f"ids up to {VOCAB - 1}, and the model {VOCAB - 1} embeddings"):
+        require_fits(tokenizer, VOCAB - 1)
