@@ -54,7 +54,7 @@ class Arithmetic(Task):
         """
         if not 1 <= min_digits <= digits <= _MAX_DIGITS:
             raise TaskError(
-                f"min_digits={min_digits} and digits={digits} are not 1 <= min_digits <= digits <= {_MAX_DIGITS}"
+                f"min_digits={min_digits} and digits={digits} do not hold 1 <= min <= max <= {_MAX_DIGITS}"
             )
         if not 2 <= terms <= _MAX_TERMS:
             raise TaskError(f"terms={terms} is none of 2..{_MAX_TERMS}")
