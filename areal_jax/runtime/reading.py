@@ -60,11 +60,13 @@ def ages(journal: SqliteQueue) -> Ages:
 
 
 def _count(found: Ages, sample: SampleId, trained_version: int, spans: Sequence[VersionSpan]) -> None:
+    found.trained.append(sample)
+    if not spans:  # a reference answer: no policy sampled it
+        return
     found.head[trained_version - spans[0].version] += 1
     for span in spans:
         found.token[trained_version - span.version] += span.end - span.start
     found.lengths.append(sum(span.end - span.start for span in spans))
-    found.trained.append(sample)
 
 
 def write_report(folder: Path, config: Config, tasks: Sequence[Task] = ()) -> Path:
