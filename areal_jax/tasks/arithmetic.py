@@ -10,11 +10,12 @@ from decimal import Decimal
 
 import numpy as np
 
+from areal_jax.tasks.chat import Chat, check_split
 from areal_jax.tasks.task import Task, TaskError
+from areal_jax.tasks.verify import last_boxed
 from areal_jax.types import Completion, Prompt, Reward
 
 OPERATIONS = "+-*"
-SPLITS = ("train", "test")
 
 _TEST_ONE_IN = 10
 _MAX_DIGITS = 12
@@ -24,7 +25,6 @@ _TAIL_CHARS = 2_000
 
 # A minus right after a digit, a letter or a closing bracket is subtraction, not a sign: "3-5" ends in 5.
 _NUMBER = re.compile(r"(?:(?<![\w)\]])[-−])?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
-_BOXED = re.compile(r"\\boxed\s*\{([^{}]*)\}")
 
 
 class Arithmetic(Task):
@@ -62,19 +62,15 @@ class Arithmetic(Task):
             raise TaskError(
                 f"operations={operations!r}: give one or more of {OPERATIONS}, in quotes as in '\"+-\"'"
             )
-        if split not in SPLITS:
-            raise TaskError(f"split={split!r} is none of {', '.join(SPLITS)}")
+        check_split(split)
         if size < 1:
             raise TaskError(f"size={size} must be positive")
-        if "{problem}" not in question:
-            raise TaskError(f"question={question!r} does not say where the {{problem}} goes")
         self._grades = range(min_digits, digits + 1)
         self._terms = terms
         self._operations = tuple(operations)
         self._is_test = split == "test"
         self._size = size
-        self._question = question
-        self._system = [] if system is None else [{"role": "system", "content": system}]
+        self._chat = Chat(question, system)
 
     def __len__(self) -> int:
         return self._size
@@ -86,9 +82,7 @@ class Arithmetic(Task):
         problem = str(numbers[0])
         for operation, number in zip(operations, numbers[1:], strict=True):
             problem += f" {operation} {number}"
-        user = {"role": "user", "content": self._question.replace("{problem}", problem)}
-        info = {"problem": problem, "answer": _value(numbers, operations)}
-        return Prompt(messages=(*self._system, user), info=info)
+        return self._chat.prompt(problem, {"problem": problem, "answer": _value(numbers, operations)})
 
     def score(self, prompt: Prompt, completion: Completion) -> Reward:
         r"""1 if the last number of the completion is the answer; of its last \boxed{} where it has one.
@@ -125,8 +119,8 @@ def last_number(text: str) -> Decimal | None:
     Commas group thousands; a minus sign counts unless it stands right after a digit, letter or bracket.
     """
     tail = text[-_TAIL_CHARS:]
-    boxes = _BOXED.findall(tail)
-    numbers = _NUMBER.findall(boxes[-1] if boxes else tail)
+    boxed = last_boxed(tail)
+    numbers = _NUMBER.findall(tail if boxed is None else boxed)
     return Decimal(numbers[-1].replace(",", "").replace("−", "-")) if numbers else None
 
 

@@ -58,16 +58,7 @@ class JsonLines(Task):
 
     def _parse(self, line: bytes, number: int) -> Prompt:
         where = f"{self._path}, line {number}"
-        try:
-            row = json.loads(line.decode("utf-8-sig"))
-        except UnicodeDecodeError as error:
-            raise TaskError(f"{where} is not UTF-8 ({error.reason} at byte {error.start})") from error
-        except json.JSONDecodeError as error:
-            raise TaskError(
-                f"{where} is not JSON ({error.msg} at column {error.colno}): {line[:60]!r}; one object a line"
-            ) from error
-        if not isinstance(row, dict):
-            raise TaskError(f"{where} holds a {type(row).__name__}; a line is an object with named columns")
+        row = parse_object(line, where)
         self._check_answer(row, where)
         return row_prompt(row, self._prompt, where)
 
@@ -81,3 +72,18 @@ class JsonLines(Task):
             raise TaskError(
                 f"{where}: column {self._answer!r} holds {answer!r:.60}; an answer is text or a number"
             )
+
+
+def parse_object(line: bytes, where: str) -> dict[str, Any]:
+    """The JSON object on a line. Raises TaskError that begins with `where`."""
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise TaskError(f"{where} is not UTF-8 ({error.reason} at byte {error.start})") from error
+    except json.JSONDecodeError as error:
+        raise TaskError(
+            f"{where} is not JSON ({error.msg} at column {error.colno}): {line[:60]!r}; one object a line"
+        ) from error
+    if not isinstance(row, dict):
+        raise TaskError(f"{where} holds a {type(row).__name__}; a line is an object with named columns")
+    return row
