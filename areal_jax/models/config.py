@@ -7,6 +7,7 @@ import difflib
 from dataclasses import dataclass
 from typing import Any
 
+from areal_jax.models.rope import RopeScaling
 from areal_jax.types import ArealError
 
 
@@ -22,6 +23,8 @@ class ModelConfig:
     head_dim: int
     mlp_width: int
     rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    """How rotary frequencies are stretched beyond the context of pretraining."""
     norm_eps: float = 1e-5
     is_tied: bool = True
     """The LM head is the embedding."""
@@ -70,7 +73,7 @@ def model_config(shape: str, vocab_size: int, dtype: str = "float32", /, **overr
         near = difflib.get_close_matches(shape, SHAPES, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(SHAPES)}"
         raise ArealError(f"no model.shape={shape}; {hint}")
-    known = sorted({field.name for field in dataclasses.fields(ModelConfig)} - {"dtype"})
+    known = sorted({field.name for field in dataclasses.fields(ModelConfig)} - {"dtype", "rope_scaling"})
     for key in overrides:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)

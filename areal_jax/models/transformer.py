@@ -13,11 +13,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from areal_jax.models.attention import Attention
 from areal_jax.models.config import ModelConfig
+from areal_jax.models.rope import inverse_frequencies
 
 
 def _param(key: Array, shape: tuple[int, ...], axes: tuple[str, ...], scale: float) -> nnx.Param:
@@ -38,10 +40,12 @@ def rms_norm(x: Float[Array, "... D"], scale: Array, eps: float) -> Float[Array,
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * scale.astype(jnp.float32)
 
 
-def rotate(x: Float[Array, "B T H h"], positions: Int[Array, "B T"], theta: float) -> Float[Array, "B T H h"]:
-    """Rotary position embedding, halves convention (Su et al., arXiv:2104.09864)."""
+def rotate(
+    x: Float[Array, "B T H h"], positions: Int[Array, "B T"], frequencies: np.ndarray
+) -> Float[Array, "B T H h"]:
+    """Rotary position embedding by (h/2,) `frequencies`, halves convention (Su et al., arXiv:2104.09864)."""
     half = x.shape[-1] // 2
-    angles = positions[..., None] * theta ** (-jnp.arange(half, dtype=jnp.float32) / half)  # (B, T, h/2)
+    angles = positions[..., None] * jnp.asarray(frequencies)  # (B, T, h/2)
     cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
     left, right = x[..., :half], x[..., half:]
     return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
@@ -90,7 +94,8 @@ class SelfAttention(nnx.Module):
             q, k, v = q + self.q_bias[...], k + self.k_bias[...], v + self.v_bias[...]
         if c.has_qk_norm:
             q, k = rms_norm(q, self.q_norm[...], c.norm_eps), rms_norm(k, self.k_norm[...], c.norm_eps)
-        q, k = rotate(q, positions, c.rope_theta), rotate(k, positions, c.rope_theta)
+        frequencies = inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
+        q, k = rotate(q, positions, frequencies), rotate(k, positions, frequencies)
         out, cache = attend(layer, q, k.astype(c.dtype), v.astype(c.dtype), cache)
         return project(out.reshape(*out.shape[:-2], -1), self.out[...].reshape(-1, c.width), c.dtype), cache
 

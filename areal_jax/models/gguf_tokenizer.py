@@ -1,0 +1,73 @@
+"""A GGUF file's tokenizer as `tokenizer.json` and `tokenizer_config.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from areal_jax.models.safetensors_folder import write_json
+from areal_jax.types import ArealError
+
+CONTROL, USER_DEFINED = 3, 4
+"""llama.cpp's token types of special tokens, and of added ones that are text."""
+
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+
+
+def write_tokenizer(folder: Path, fields: Callable[..., Any]) -> None:
+    """Both files, from `fields(key, default)`. Raises ArealError for a kind that is not implemented."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+
+    if (model := fields("tokenizer.ggml.model")) != "gpt2":
+        raise ArealError(f"tokenizer.ggml.model={model} is not implemented; there is: gpt2 (byte-level BPE)")
+    kind = fields("tokenizer.ggml.pre")
+    tokens, types = fields("tokenizer.ggml.tokens"), fields("tokenizer.ggml.token_type")
+    merges = [tuple(merge.split(" ", 1)) for merge in fields("tokenizer.ggml.merges")]
+    ids = {token: number for number, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(ids, merges, ignore_merges=kind == "llama-bpe"))
+    tokenizer.pre_tokenizer = _pre_tokenizer(kind)
+    if kind == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens(
+        [
+            AddedToken(token, special=kind == CONTROL, normalized=False)
+            for token, kind in zip(tokens, types, strict=True)
+            if kind in (CONTROL, USER_DEFINED)
+        ]
+    )
+    named = {
+        role: tokens[number]
+        for role, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown"))
+        if (number := fields(f"tokenizer.ggml.{key}_token_id", None)) is not None
+    }
+    if fields("tokenizer.ggml.add_bos_token", False):
+        bos = named["bos"]
+        tokenizer.post_processor = processors.TemplateProcessing(f"{bos} $A", None, [(bos, ids[bos])])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **{f"{role}_token": token for role, token in named.items()},
+        "chat_template": fields("tokenizer.chat_template", None),
+        "clean_up_tokenization_spaces": False,
+    }
+    write_json(folder / "tokenizer_config.json", config)
+
+
+def _pre_tokenizer(kind: str) -> Any:
+    from tokenizers import Regex
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
+
+    if kind == "smollm":
+        return Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+    patterns = {"llama-bpe": _LLAMA3, "qwen2": _QWEN2}
+    if kind not in patterns:
+        there = ", ".join(["smollm", *patterns])
+        raise ArealError(f"tokenizer.ggml.pre={kind} is not implemented; there are: {there}")
+    split = Split(Regex(patterns[kind]), "isolated")
+    return Sequence([split, ByteLevel(add_prefix_space=False, use_regex=False)])

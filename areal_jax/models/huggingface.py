@@ -1,0 +1,218 @@
+"""Pretrained parameters from a Hugging Face folder, straight onto a mesh; and back into such a folder."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from areal_jax.models.config import ModelConfig
+from areal_jax.models.families import Tensor, axis_sizes, read_config, tensors_of, write_config
+from areal_jax.models.model import Params
+from areal_jax.models.safetensors_folder import (
+    CONFIG,
+    DTYPES,
+    READABLE,
+    Entry,
+    Stored,
+    read_header,
+    read_json,
+    staged,
+    write_json,
+    write_tensors,
+)
+from areal_jax.types import ArealError
+
+SHARD_BYTES = 5 * 10**9
+"""Largest file that `export_folder` writes."""
+COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+CARRIED = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+"""Keys of `config.json` that describe no sizes; an export takes them over."""
+_COMPARED_ROWS = 4096
+
+
+@dataclass(frozen=True, eq=False)
+class Pretrained:
+    """A folder whose header was read and fits its config; no tensor is in memory."""
+
+    folder: Path
+    config: ModelConfig
+    stored: Mapping[str, Stored] = field(repr=False)
+
+    def load(self, abstract_params: Params, shardings: Params | None = None) -> Params:
+        """Float32 parameters, laid out by a tree of shardings; without one, on the first device.
+
+        Each shard of each leaf is read when its device asks for it, so beside the parameters themselves the
+        host holds one shard of one leaf. Raises ArealError for a head that contradicts the embedding it is
+        tied to.
+        """
+        self._check_tie()
+        tensors = {tensor.path: tensor for tensor in tensors_of(self.config)}
+        here = SingleDeviceSharding(jax.local_devices()[0])
+
+        def place(path: Any, leaf: jax.ShapeDtypeStruct, sharding: Any = here) -> jax.Array:
+            tensor = tensors[jax.tree_util.keystr(path, simple=True, separator=".")]
+            read = partial(self._read, tensor, leaf.shape)
+            return jax.make_array_from_callback(leaf.shape, sharding, read)
+
+        trees = (abstract_params,) if shardings is None else (abstract_params, shardings)
+        return jax.tree_util.tree_map_with_path(place, *trees)
+
+    def _read(self, tensor: Tensor, shape: tuple[int, ...], index: Any) -> np.ndarray:
+        """The piece of our leaf at `index`, a slice an axis; layers are stacked."""
+        ranges = [range(*piece.indices(size)) for piece, size in zip(index, shape, strict=True)]
+        names = tensor.names(self.config.layers)
+        if not tensor.is_stacked:
+            return self._read_one(tensor, names[0], ranges)
+        out = np.empty([len(each) for each in ranges], np.float32)
+        for row, layer in enumerate(ranges[0]):
+            out[row] = self._read_one(tensor, names[layer], ranges[1:])
+        return out
+
+    def _read_one(self, tensor: Tensor, name: str, ranges: list[range]) -> np.ndarray:
+        """The piece of one stored tensor, float32 and with our axes in our order.
+
+        Of an axis that holds two of ours, whole steps of the outer one are read and the inner one is cut
+        afterwards.
+        """
+        sizes = axis_sizes(self.config)
+        wanted = dict(zip(tensor.ours.split(), ranges, strict=True))
+        index, shape, cut = [], [], []
+        for axis in tensor.theirs.split():
+            outer, *inner = axis.split("*")
+            step = sizes[inner[0]] if inner else 1
+            index.append(slice(wanted[outer].start * step, wanted[outer].stop * step))
+            shape += [len(wanted[outer]), *(sizes[letter] for letter in inner)]
+            cut += [slice(None), *(slice(wanted[letter].start, wanted[letter].stop) for letter in inner)]
+        piece = self.stored[name].read(*index).reshape(shape)[tuple(cut)]
+        letters = tensor.theirs.replace("*", " ").split()
+        return piece.transpose([letters.index(letter) for letter in tensor.ours.split()]).astype(np.float32)
+
+    def _check_tie(self) -> None:
+        """transformers would let a head go that differs from the embedding; here it is a broken folder."""
+        head, embedding = (self.stored.get(f"{name}.weight") for name in ("lm_head", "model.embed_tokens"))
+        if not self.config.is_tied or head is None or embedding is None:
+            return
+        for start in range(0, self.config.vocab_size, _COMPARED_ROWS):
+            rows = slice(start, start + _COMPARED_ROWS)
+            if not np.array_equal(head.read(rows), embedding.read(rows)):
+                raise ArealError(
+                    f"{self.folder}: tie_word_embeddings is true, but lm_head.weight differs from "
+                    "model.embed_tokens.weight; set it to false, or delete the head"
+                )
+
+
+def open_folder(folder: Path) -> Pretrained:
+    """Read config and headers of a Hugging Face folder, and check one against the other.
+
+    Raises ArealError: no folder or config, an architecture or option that is not implemented, tensors
+    missing, left over, of another shape or of a dtype other than F32, F16, BF16, a file that is cut.
+    """
+    if not folder.is_dir():
+        raise ArealError(f"{folder} is no folder; give one with {CONFIG} and safetensors files")
+    raw = read_json(folder / CONFIG)
+    try:
+        config = read_config(raw)
+    except ArealError as error:
+        raise ArealError(f"{folder / CONFIG}: {error}") from None
+    stored = read_header(folder)
+    _check_tensors(folder, config, stored)
+    return Pretrained(folder, config, stored)
+
+
+def _check_tensors(folder: Path, config: ModelConfig, stored: Mapping[str, Stored]) -> None:
+    sizes = axis_sizes(config)
+    expected = {
+        name: tensor.shape(sizes) for tensor in tensors_of(config) for name in tensor.names(config.layers)
+    }
+    missing = [name for name in expected if name not in stored]
+    if missing:
+        raise ArealError(f"{folder} lacks {_some(missing)} of {len(expected)} tensors; download it again")
+    if config.is_tied and "lm_head.weight" in stored:
+        expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
+    surplus = [name for name in stored if name not in expected and not name.endswith("rotary_emb.inv_freq")]
+    if surplus:
+        raise ArealError(
+            f"{folder} has {_some(surplus)} that its architecture does not use; is {CONFIG} of this model?"
+        )
+    for name, shape in expected.items():
+        if stored[name].shape != shape:
+            raise ArealError(
+                f"{folder}: {name} has the shape {list(stored[name].shape)}, {CONFIG} asks for {list(shape)}"
+            )
+        if stored[name].dtype not in READABLE:
+            raise ArealError(
+                f"{folder}: {name} is {stored[name].dtype}, which is not read; there are: "
+                + ", ".join(READABLE)
+            )
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:3])
+    return f"{len(names)} ({shown}{', ...' if len(names) > 3 else ''})"
+
+
+def export_folder(
+    folder: Path,
+    config: ModelConfig,
+    params: Params,
+    dtype: str = "float32",
+    tokenizer_from: Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write parameters as a Hugging Face folder that transformers 4 and 5 load.
+
+    The tokenizer's files, the special ids and the context's length come from `tokenizer_from`, another such
+    folder. Raises ArealError for a folder that exists, a dtype or a combination of options without a name
+    there, a value beyond float16.
+    """
+    if dtype not in DTYPES:
+        raise ArealError(f"dtype={dtype} cannot be exported; there are: {', '.join(DTYPES)}")
+    if tokenizer_from is not None and not tokenizer_from.is_dir():
+        raise ArealError(f"tokenizer_from={tokenizer_from} is no folder; give one with tokenizer.json")
+    raw = write_config(config, dtype)
+    leaves = {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    }
+    sizes = axis_sizes(config)
+    entries = [
+        Entry(name, tensor.shape(sizes), partial(_stored, tensor, leaves[tensor.path], layer, sizes))
+        for tensor in tensors_of(config)
+        for layer, name in enumerate(tensor.names(config.layers))
+    ]
+    with staged(folder) as stage:
+        write_tensors(stage, entries, dtype, shard_bytes)
+        write_json(stage / CONFIG, raw | _companions(tokenizer_from, stage))
+
+
+def _stored(tensor: Tensor, leaf: jax.Array, layer: int, sizes: Mapping[str, int]) -> np.ndarray:
+    """A leaf's layer with the axes as Hugging Face stores them."""
+    ours = tensor.ours.split()
+    value = np.asarray(leaf[layer] if tensor.is_stacked else leaf)
+    letters = tensor.theirs.replace("*", " ").split()
+    return value.transpose([ours.index(letter) for letter in letters]).reshape(tensor.shape(sizes))
+
+
+def _companions(source: Path | None, stage: Path) -> dict[str, Any]:
+    """Copy what stands beside the weights of another folder; its config's keys to take over."""
+    if source is None:
+        return {}
+    for name in COMPANIONS:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, stage / name)
+    raw = read_json(source / CONFIG) if (source / CONFIG).is_file() else {}
+    return {key: raw[key] for key in CARRIED if key in raw}

@@ -1,0 +1,50 @@
+"""Rotary frequencies: the geometric series, and the ways in which published models stretch it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Every frequency divided by `factor`: positions pressed together (Chen et al., arXiv:2306.15595)."""
+
+    factor: float
+
+    def __call__(self, frequencies: np.ndarray) -> np.ndarray:
+        return frequencies / self.factor
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Llama 3.1's scaling, by how often a frequency turns within the original context.
+
+    Let t = original_length * frequency / 2 pi, the turns. From `high_turns` on a frequency stays, up to
+    `low_turns` it is divided by `factor`, and between them the two are mixed linearly in t
+    (Llama team, arXiv:2407.21783; the formula is in the released model code).
+    """
+
+    factor: float
+    low_turns: float
+    high_turns: float
+    original_length: int
+
+    def __call__(self, frequencies: np.ndarray) -> np.ndarray:
+        turns = self.original_length * frequencies / (2 * math.pi)
+        kept = np.clip((turns - self.low_turns) / (self.high_turns - self.low_turns), 0, 1)
+        return frequencies * (kept + (1 - kept) / self.factor)
+
+
+RopeScaling = LinearScaling | Llama3Scaling
+
+
+def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
+    """(head_dim / 2,) float32: radians by which each pair turns from one position to the next.
+
+    theta^(-2 i / head_dim) for pair i (Su et al., arXiv:2104.09864), scaled; computed in float64.
+    """
+    frequencies = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    return (scaling(frequencies) if scaling else frequencies).astype(np.float32)
