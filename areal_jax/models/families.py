@@ -1,8 +1,9 @@
 """The model families that can be read and written, as data: a table of names, a table of tensors.
 
 A family is what Hugging Face calls an architecture. `config.json` becomes a `ModelConfig` by the tables
-below, in the form of transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`), and is written in
-the form of 4, which both read. What a config asks for and the model does not compute is refused, never ignored.
+below, in the form of transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`), and is written
+in the form of 4, which both read. What a config asks for and the model does not compute is refused, never
+ignored.
 """
 
 from __future__ import annotations
