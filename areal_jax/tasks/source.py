@@ -23,9 +23,21 @@ BUILTIN: dict[str, tuple[str, str]] = {
         "areal_jax.tasks.countdown:Countdown",
         "count down from a letter: procedural, no files, learnt within a minute",
     ),
+    "gsm8k": (
+        "areal_jax.tasks.math_data:Gsm8k",
+        "grade-school word problems, from data_dir or downloaded, verified by math-verify",
+    ),
     "jsonl": (
         "areal_jax.tasks.jsonl:JsonLines",
         "prompts and answers of a JSONL file, scored by exact match",
+    ),
+    "math": (
+        "areal_jax.tasks.math_data:Math",
+        "competition problems (MATH, test split MATH-500), verified by math-verify",
+    ),
+    "reasoning_gym": (
+        "areal_jax.tasks.reasoning_gym:ReasoningGym",
+        "one of reasoning-gym's procedural data sets, by name (dataset=chain_sum), with its own score",
     ),
 }
 """name -> (module:Name, what it is)."""
