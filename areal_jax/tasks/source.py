@@ -19,6 +19,10 @@ BUILTIN: dict[str, tuple[str, str]] = {
         "areal_jax.tasks.arithmetic:Arithmetic",
         "sums, differences and products of a chosen difficulty: procedural, no files",
     ),
+    "code": (
+        "areal_jax.tasks.code:Code",
+        "programming tasks of a JSONL file, scored by their tests in a bubblewrap sandbox",
+    ),
     "countdown": (
         "areal_jax.tasks.countdown:Countdown",
         "count down from a letter: procedural, no files, learnt within a minute",

@@ -1,0 +1,295 @@
+"""What runs inside the sandbox: given to the interpreter as text, with nothing but the standard library.
+
+Process 1 sets the limits and never runs the answer. The answer runs in a child of it, and the sandbox ends
+when process 1 does, whatever the answer left running. With tests, process 1 reads them only after the child
+is parted from it, runs them itself and asks the child for every value of the answer's over a pipe. So neither
+the tests, nor what they expect, nor the pipe for the verdict is ever in the answer's reach.
+"""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import json
+import os
+import resource
+import signal
+import sys
+import types
+from typing import Any
+
+STARTED = b"\0the sandbox stands\n"
+"""Written to stderr when the limits are set, before the answer."""
+
+OUT_OF_MEMORY = 70
+"""Exit status of a program that ran out of memory."""
+
+ANSWER = "answer.py"
+"""What tracebacks call the answer."""
+
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
+_LINE_BYTES = 1 << 24
+
+
+# --- values between processes: JSON, with a tag where JSON has no such type ------------------------------
+
+
+def encode(value: Any, refs: list[Any] | None = None) -> Any:
+    """Plain data as JSON; what is none becomes a number in `refs`, else raises TypeError."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        # A subclass could bring its own idea of equality.
+        return value if value is None else _base(value, (bool, int, float, str))
+    if isinstance(value, list):
+        return [encode(item, refs) for item in value]
+    if isinstance(value, (tuple, set, frozenset)):
+        base = next(kind for kind in (tuple, set, frozenset) if isinstance(value, kind))
+        return {"type": base.__name__, "items": [encode(item, refs) for item in value]}
+    if isinstance(value, dict):
+        return {"type": "dict", "items": [[encode(k, refs), encode(v, refs)] for k, v in value.items()]}
+    if isinstance(value, (bytes, bytearray)):
+        return {"type": "bytes", "items": list(value)}
+    if isinstance(value, complex):
+        return {"type": "complex", "items": [value.real, value.imag]}
+    if isinstance(value, Remote):
+        return {"type": "ref", "items": value._number}
+    if refs is None:
+        raise TypeError(f"a {type(value).__name__} is no plain data")
+    refs.append(value)
+    return {"type": "ref", "items": len(refs) - 1}
+
+
+def decode(value: Any, ref: Any = None) -> Any:
+    """What `encode` was given; `ref` makes something of a number."""
+    if isinstance(value, list):
+        return [decode(item, ref) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind, items = value["type"], value["items"]
+    if kind == "dict":
+        return {decode(k, ref): decode(v, ref) for k, v in items}
+    if kind == "ref":
+        return ref(items)
+    if kind == "complex":
+        return complex(*items)
+    if kind == "bytes":
+        return bytes(items)
+    return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](decode(item, ref) for item in items)
+
+
+def _base(value: Any, kinds: tuple[type, ...]) -> Any:
+    kind = next(kind for kind in kinds if isinstance(value, kind))
+    return value if type(value) is kind else kind.__new__(kind, value)
+
+
+# --- process 1 ------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    job = json.loads(sys.argv[1])
+    with open(job["source_fd"], encoding="utf-8") as file:
+        source = file.read()
+    os.closerange(3, 1024)  # what bubblewrap was given
+    _limit(job)
+    os.write(2, STARTED)
+    if not job["has_tests"]:
+        child = os.fork()
+        if child == 0:
+            return run_program(source)
+        _, status = os.waitpid(child, 0)
+        code = os.waitstatus_to_exitcode(status)
+        os._exit(code if code >= 0 else 128 - code)
+    ask_read, ask_write = os.pipe()
+    reply_read, reply_write = os.pipe()
+    if os.fork() == 0:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # parts it from the tests
+        os.dup2(2, 1)  # and from the verdict
+        os.close(ask_write)
+        os.close(reply_read)
+        return answer_questions(source, ask_read, reply_write)
+    os.close(ask_read)
+    os.close(reply_write)
+    verdicts = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # tests may print
+    run_tests(json.load(sys.stdin), Answer(ask_write, reply_read), verdicts)
+    os._exit(0)
+
+
+def _limit(job: dict[str, Any]) -> None:
+    """Become nobody, keep out of other processes' sight, take the limits. In this order."""
+    if os.getuid() == 0:
+        os.setgroups([])
+        os.setresgid(job["uid"], job["uid"], job["uid"])
+        os.setresuid(job["uid"], job["uid"], job["uid"])
+    libc = ctypes.CDLL(None, use_errno=True)
+    for option, value in ((_PR_SET_PDEATHSIG, signal.SIGKILL), (_PR_SET_DUMPABLE, 0)):
+        if libc.prctl(option, int(value), 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
+    signal.signal(signal.SIGALRM, lambda *_: os._exit(128 + signal.SIGALRM))
+    signal.alarm(job["alarm"])  # should whoever watches be gone
+    for name, value in job["limits"].items():
+        resource.setrlimit(getattr(resource, name), (value, value))
+
+
+# --- the answer as a program ------------------------------------------------------------------------------
+
+
+def _load(source: str, name: str) -> dict[str, Any]:
+    """Run the answer's text as the module `name`; returns its namespace, even where it exits early."""
+    module = types.ModuleType(name)
+    module.__dict__.update(__builtins__=builtins, exit=sys.exit, quit=sys.exit)
+    sys.modules[name] = module
+    sys.argv = [ANSWER]
+    exec(compile(source, ANSWER, "exec"), module.__dict__)
+    return module.__dict__
+
+
+def run_program(source: str) -> None:
+    """Ends with the status that the interpreter itself would give it, and its traceback."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    try:
+        _load(source, "__main__")
+    except SystemExit:
+        raise
+    except MemoryError:
+        sys.exit(OUT_OF_MEMORY)
+    except BaseException as error:  # noqa: BLE001 - as the interpreter itself would
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename != ANSWER:
+            trace = trace.tb_next
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        sys.exit(1)
+
+
+# --- the answer as a module that is asked -----------------------------------------------------------------
+
+
+def answer_questions(source: str, questions: int, replies: int) -> None:
+    """Answer requests for names, attributes and calls until there are none."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    problem: BaseException | None = None
+    names: dict[str, Any] = {}
+    refs: list[Any] = []
+    try:
+        names = _load(source, "answer")
+    except BaseException as error:  # noqa: BLE001 - told to whoever asks
+        problem = error
+    for line in os.fdopen(questions, encoding="utf-8"):
+        try:
+            if problem is not None:
+                raise problem
+            reply = json.dumps({"value": encode(_do(json.loads(line), names, refs), refs)})
+        except BaseException as error:  # noqa: BLE001 - told to whoever asks
+            reply = json.dumps({"error": type(error).__name__, "message": str(error)[:200]})
+        data = reply.encode() + b"\n"
+        while data:
+            data = data[os.write(replies, data) :]
+
+
+def _do(request: dict[str, Any], names: dict[str, Any], refs: list[Any]) -> Any:
+    if "name" in request:
+        return _find(request["name"], names)
+    target = refs[request["ref"]]
+    if "attribute" in request:
+        return getattr(target, request["attribute"])
+    args, kwargs = decode(request["args"], refs.__getitem__), decode(request["kwargs"], refs.__getitem__)
+    return target(*args, **kwargs)
+
+
+def _find(name: str, names: dict[str, Any]) -> Any:
+    """A global of the answer's, or a method of its class Solution, as some data sets write it."""
+    if name in names:
+        return names[name]
+    if hasattr(names.get("Solution"), name):
+        return getattr(names["Solution"](), name)
+    raise NameError(f"name {name!r} is not defined")
+
+
+# --- the tests, in process 1 ------------------------------------------------------------------------------
+
+
+class Answer:
+    """The answer, seen from process 1."""
+
+    def __init__(self, questions: int, replies: int) -> None:
+        self._questions = os.fdopen(questions, "w", encoding="utf-8")
+        self._replies = os.fdopen(replies, encoding="utf-8", errors="replace")
+
+    def ask(self, **request: Any) -> Any:
+        """A value of the answer's. Raises what it raised, as the built-in exception of that name."""
+        line = json.dumps(request) + "\n"
+        try:
+            self._questions.write(line)
+            self._questions.flush()
+            reply = self._replies.readline(_LINE_BYTES)
+        except BrokenPipeError:
+            reply = ""
+        if not reply:
+            raise RuntimeError("the answer ended its process")
+        reply = json.loads(reply)
+        if "error" not in reply:
+            return decode(reply["value"], lambda number: Remote(self, number))
+        kind = getattr(builtins, reply["error"], None)
+        if isinstance(kind, type) and issubclass(kind, Exception):
+            try:
+                error = kind(reply["message"])
+            except TypeError:  # UnicodeError and the like take more than a message
+                error = RuntimeError(f"{reply['error']}: {reply['message']}")
+            raise error
+        raise RuntimeError(f"{reply['error']}: {reply['message']}")
+
+
+class Remote:
+    """An object that lives with the answer: tests call it, look at its attributes and pass it back."""
+
+    def __init__(self, answer: Answer, number: int) -> None:
+        self._answer = answer
+        self._number = number
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._answer.ask(ref=self._number, args=encode(args), kwargs=encode(kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._answer.ask(ref=self._number, attribute=name)
+
+
+class Names(dict):
+    """The tests' globals: what they define, then what Python has, then what the answer defines."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(__name__="tests", __builtins__=builtins)
+        self._answer = answer
+
+    def __missing__(self, name: str) -> Any:
+        if hasattr(builtins, name):
+            raise KeyError(name)
+        return self._answer.ask(name=name)
+
+
+def run_tests(tests: list[dict[str, Any]], answer: Answer, verdicts: Any) -> None:
+    """A JSON line a test: its value (of a call), nothing (of an assertion that held) or its problem."""
+    names = Names(answer)
+    for test in tests:
+        try:
+            if "function" in test:
+                result = {"value": encode(answer.ask(name=test["function"])(*test["args"]))}
+            else:
+                exec(compile(test["code"], "test", "exec"), names)
+                result = {}
+        except BaseException as error:  # noqa: BLE001 - a test that fails, however it does
+            result = {"problem": _describe(error)}
+        verdicts.write(json.dumps(result) + "\n")
+        verdicts.flush()
+
+
+def _describe(error: BaseException) -> str:
+    if isinstance(error, AssertionError):
+        return f"the assertion failed{': ' if str(error) else ''}{str(error)[:200]}"
+    if isinstance(error, MemoryError):
+        return "killed: memory"
+    return f"{type(error).__name__}: {str(error)[:200]}"
+
+
+if __name__ == "__main__":
+    main()
