@@ -38,6 +38,12 @@ class ArealProblems(tfds.core.GeneratorBasedBuilder, skip_registration=True):
     url_infos = None
     """No list of checksums; looking for one imports importlib_resources, which may be missing."""
 
+    def _log_download_bytes(self) -> None:
+        """Says nothing: its stdout may be somebody's JSON."""
+
+    def _log_download_done(self) -> None:
+        """Says nothing, as above."""
+
     def _info(self) -> tfds.core.DatasetInfo:
         # Unshuffled, records keep the order of the lines: prompt i is line i.
         return tfds.core.DatasetInfo(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import os
 import tempfile
 import urllib.request
@@ -127,10 +126,7 @@ def _prepared(config: Any, root: Path) -> Path:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".incomplete-", dir=root) as aside:
-            # It prints to stdout, which may be somebody's JSON, and what it prints names the folder aside.
-            with contextlib.redirect_stdout(io.StringIO()):
-                built = builders.prepare(config, Path(aside))
-            _rename(built, folder)
+            _rename(builders.prepare(config, Path(aside)), folder)
     except OSError as error:
         raise TaskError(f"{config.name} cannot be prepared in {root}: {error}") from error
     return folder
