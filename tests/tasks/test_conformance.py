@@ -1,0 +1,68 @@
+"""What every built-in task promises. A new entry of BUILTIN is tested here once it says how it is made."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import cloudpickle
+import pytest
+
+from areal_jax.tasks.scoring import score_group
+from areal_jax.tasks.source import load_tasks
+from areal_jax.tasks.task import Task
+from areal_jax.types import Completion, Prompt
+
+ROWS = {
+    "jsonl": [{"prompt": "2+2", "answer": 4}, {"prompt": "π?", "answer": "3.14"}],
+    "gsm8k": [{"question": f"{n}+1?", "answer": f"<<{n}+1={n + 1}>>\n#### {n + 1}"} for n in range(3)],
+    "math": [{"problem": f"{n}/7?", "solution": rf"\boxed{{\frac{{{n}}}{{7}}}}"} for n in range(3)],
+}
+"""Files of the tasks that read one."""
+
+SETTINGS = {
+    "arithmetic": {"digits": 3, "terms": 3, "operations": "+-*", "split": "test"},
+    "countdown": {"size": 100},
+    "gsm8k": {"data_dir": "."},
+    "jsonl": {"path": "train.jsonl"},
+    "math": {"data_dir": "."},
+    "reasoning_gym": {"dataset": "fraction_simplification", "size": 20},
+}
+
+
+@pytest.fixture(params=SETTINGS)
+def task(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Task:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    name = request.param
+    Path("train.jsonl").write_text("\n".join(map(json.dumps, ROWS.get(name, []))))
+    return load_tasks({name: SETTINGS[name]})[name].task
+
+
+def complete(task: Task, text: str) -> Completion:
+    """A completion of the text, in the task's own tokens where it has a tokenizer."""
+    tokens = (*task.tokenizer.encode(text), task.tokenizer.eos_id) if task.tokenizer else (1,)
+    return Completion(text, tokens, "stop")
+
+
+def test_a_task_keeps_its_promises(task: Task):
+    size = len(task)
+    assert size > 0
+    for outside in (size, size + 10):
+        with pytest.raises(IndexError):
+            task[outside]
+    other = cloudpickle.loads(cloudpickle.dumps(task))
+    assert len(other) == size
+    for i in {0, 1, size // 2, size - 1}:
+        prompt = task[i]
+        assert isinstance(prompt, Prompt)
+        assert task[i] == other[i] == prompt, "a prompt is asked for again on resume"
+        assert cloudpickle.loads(cloudpickle.dumps(prompt)) == prompt
+
+        answers = [complete(task, task.reference(prompt)), complete(task, ""), Completion("", (), "length")]
+        for judge in (task, other):
+            scored = score_group(judge, prompt, answers, ordinal=i)
+            assert hasattr(scored, "rewards"), scored
+            assert scored.rewards[0] == 1.0
+            assert all(math.isfinite(reward) and reward < 1 for reward in scored.rewards[1:])
