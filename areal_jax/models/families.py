@@ -157,7 +157,7 @@ def write_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "intermediate_size": config.mlp_width,
         "hidden_act": "silu",
         "rope_theta": config.rope_theta,
-        "rope_scaling": _write_scaling(config.rope_scaling),
+        "rope_scaling": scaling_json(config.rope_scaling),
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.is_tied,
         **dict.fromkeys(family.refused, False),
@@ -232,7 +232,8 @@ def _llama3(rope: Mapping[str, Any]) -> Llama3Scaling:
     return Llama3Scaling(_positive(rope, "factor"), low, high, length)
 
 
-def _write_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
+def scaling_json(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    """`rope_scaling` of a `config.json`."""
     if scaling is None:
         return None
     if isinstance(scaling, LinearScaling):

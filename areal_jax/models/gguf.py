@@ -18,15 +18,18 @@ from typing import Any
 import numpy as np
 
 from areal_jax.models.config import ModelConfig
-from areal_jax.models.families import FAMILIES, axis_sizes, read_config, tensors_of
+from areal_jax.models.families import FAMILIES, axis_sizes, read_config, scaling_json, tensors_of
 from areal_jax.models.gguf_tokenizer import write_tokenizer
+from areal_jax.models.rope import LinearScaling, Llama3Scaling, RopeScaling
 from areal_jax.models.safetensors_folder import CONFIG, Entry, FolderExists, staged, write_json, write_tensors
 from areal_jax.types import ArealError
 
 TYPES = ("F32", "F16", "Q8_0", "Q4_1")
 CONVERSION = 1
 """Part of a converted folder's name: a conversion that writes something else raises it."""
-SHARD_BYTES = 5 * 10**9
+ROPE_DIVISORS = "rope_freqs.weight"
+LLAMA3_TURNS = (1.0, 4.0, 8192)
+"""Low turns, high turns and original length of every published Llama 3; their largest divisors differ."""
 
 
 def convert_gguf(path: Path, folder: Path) -> None:
@@ -73,8 +76,10 @@ def cached_folder(path: Path) -> Path:
 
 
 def _open(path: Path) -> Any:
-    from gguf import GGUFReader
-
+    try:
+        from gguf import GGUFReader
+    except ModuleNotFoundError as error:
+        raise ArealError(f"GGUF files need {error.name}: pip install gguf tokenizers") from None
     try:
         return GGUFReader(path)
     except OSError as error:
@@ -88,7 +93,7 @@ def _convert(reader: Any, stage: Path) -> None:
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     raw = _config_json(fields, tensors)
     config = read_config(raw)
-    write_tensors(stage, _entries(config, tensors, raw["model_type"]), "float32", SHARD_BYTES)
+    write_tensors(stage, _entries(config, tensors, raw["model_type"]), "float32")
     write_json(stage / CONFIG, raw)
     write_tokenizer(stage, fields)
 
@@ -116,11 +121,14 @@ def _config_json(fields: Fields, tensors: Mapping[str, Any]) -> dict[str, Any]:
         raise ArealError(f"the architecture {kind} is not implemented; there are: {there}")
     if "token_embd.weight" not in tensors:
         raise ArealError("there is no tensor token_embd.weight; download it again")
+    if fields(f"{kind}.expert_count", 0):
+        raise ArealError(f"{kind}.expert_count={fields(f'{kind}.expert_count')}: experts are not implemented")
     width, heads = fields(f"{kind}.embedding_length"), fields(f"{kind}.attention.head_count")
     head_dim = fields(f"{kind}.attention.key_length", width // heads)
     for key in (f"{kind}.attention.value_length", f"{kind}.rope.dimension_count"):
         if fields(key, head_dim) != head_dim:
             raise ArealError(f"{key}={fields(key)} differs from the head dimension {head_dim}")
+    theta = _decimal(fields(f"{kind}.rope.freq_base", 10_000.0))
     return {
         "architectures": [family.architecture],
         "model_type": kind,
@@ -133,8 +141,8 @@ def _config_json(fields: Fields, tensors: Mapping[str, Any]) -> dict[str, Any]:
         "intermediate_size": fields(f"{kind}.feed_forward_length"),
         "hidden_act": "silu",
         "rms_norm_eps": _decimal(fields(f"{kind}.attention.layer_norm_rms_epsilon")),
-        "rope_theta": _decimal(fields(f"{kind}.rope.freq_base", 10_000.0)),
-        "rope_scaling": _rope_scaling(fields, kind),
+        "rope_theta": theta,
+        "rope_scaling": scaling_json(_rope_scaling(fields, kind, theta, tensors.get(ROPE_DIVISORS))),
         "max_position_embeddings": fields(f"{kind}.context_length"),
         "tie_word_embeddings": "output.weight" not in tensors,
         "bos_token_id": fields("tokenizer.ggml.bos_token_id", None),
@@ -144,13 +152,23 @@ def _config_json(fields: Fields, tensors: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _rope_scaling(fields: Fields, kind: str) -> dict[str, Any] | None:
+def _rope_scaling(fields: Fields, kind: str, theta: float, factors: Any) -> RopeScaling | None:
+    """Named by a field; or Llama 3.1 to 3.3's, held as each frequency's divisor, its rule found again."""
     scaling = fields(f"{kind}.rope.scaling.type", "none")
-    if scaling == "none":
+    if scaling == "none" and factors is None:
         return None
-    if scaling == "linear":
-        return {"rope_type": "linear", "factor": _decimal(fields(f"{kind}.rope.scaling.factor"))}
-    raise ArealError(f"{kind}.rope.scaling.type={scaling} is not implemented; there are: none, linear")
+    if scaling == "linear" and factors is None:
+        return LinearScaling(_decimal(fields(f"{kind}.rope.scaling.factor")))
+    if scaling != "none":
+        raise ArealError(f"{kind}.rope.scaling.type={scaling} is not implemented; there are: none, linear")
+    divisors = factors.data.astype(np.float64)
+    rule = Llama3Scaling(float(divisors.max()), *LLAMA3_TURNS)
+    frequencies = theta ** (-np.arange(len(divisors)) / len(divisors))
+    if not np.allclose(frequencies / rule(frequencies), divisors, rtol=1e-4, atol=0):
+        raise ArealError(
+            f"{ROPE_DIVISORS} is not Llama 3's rope scaling; take the Hugging Face folder instead"
+        )
+    return rule
 
 
 def _decimal(value: float) -> float:
@@ -179,7 +197,7 @@ def _entries(config: ModelConfig, tensors: Mapping[str, Any], kind: str) -> list
             heads = {"blocks.attention.q": config.heads, "blocks.attention.k": config.kv_heads}
             pairs = heads.get(tensor.path, 0) if kind == "llama" else 0
             entries.append(Entry(name, shape, partial(_dequantized, found, shape, pairs)))
-    surplus = sorted(set(tensors) - used)
+    surplus = sorted(set(tensors) - used - {ROPE_DIVISORS})
     if surplus:
         raise ArealError(f"{len(surplus)} tensors are not implemented for {kind}: {', '.join(surplus[:3])}")
     return entries

@@ -20,6 +20,7 @@ from areal_jax.models.safetensors_folder import (
     CONFIG,
     DTYPES,
     READABLE,
+    SHARD_BYTES,
     Entry,
     Stored,
     read_header,
@@ -30,8 +31,6 @@ from areal_jax.models.safetensors_folder import (
 )
 from areal_jax.types import ArealError
 
-SHARD_BYTES = 5 * 10**9
-"""Largest file that `export_folder` writes."""
 COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -107,7 +106,7 @@ class Pretrained:
         if not self.config.is_tied or head is None or embedding is None:
             return
         for start in range(0, self.config.vocab_size, _COMPARED_ROWS):
-            rows = slice(start, start + _COMPARED_ROWS)
+            rows = slice(start, min(start + _COMPARED_ROWS, self.config.vocab_size))
             if not np.array_equal(head.read(rows), embedding.read(rows)):
                 raise ArealError(
                     f"{self.folder}: tie_word_embeddings is true, but lm_head.weight differs from "

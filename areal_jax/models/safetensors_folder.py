@@ -23,6 +23,8 @@ from areal_jax.types import ArealError
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 READABLE = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+SHARD_BYTES = 5 * 10**9
+"""Largest file written, unless one tensor alone is larger."""
 
 
 class FolderExists(ArealError):
@@ -94,7 +96,7 @@ class Entry(NamedTuple):
     value: Callable[[], np.ndarray]
 
 
-def write_tensors(folder: Path, entries: Sequence[Entry], dtype: str, limit_bytes: int) -> None:
+def write_tensors(folder: Path, entries: Sequence[Entry], dtype: str, limit_bytes: int = SHARD_BYTES) -> None:
     """One file, or several with an index where one would exceed `limit_bytes`; one at a time in memory."""
     width = np.dtype(DTYPES[dtype]).itemsize
     shards = list(_shards(entries, width, limit_bytes))
@@ -103,7 +105,10 @@ def write_tensors(folder: Path, entries: Sequence[Entry], dtype: str, limit_byte
         names = [f"model-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, len(shards) + 1)]
     for name, shard in zip(names, shards, strict=True):
         values = {entry.name: _cast(entry, dtype) for entry in shard}
+        (folder / name).touch()
+        mode = (folder / name).stat().st_mode  # the user's, where save_file makes a private file
         save_file(values, folder / name, metadata={"format": "pt"})  # transformers asks for a format
+        (folder / name).chmod(mode)
     if len(shards) > 1:
         where = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
         total = sum(width * int(np.prod(entry.shape)) for entry in entries)
