@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,9 +16,10 @@ from areal_jax.observe.metrics import read_rows
 from areal_jax.observe.report import ReportData, render
 from areal_jax.observe.sample import Piece, SampleView
 from areal_jax.observe.waits import read_intervals
+from areal_jax.runtime.sources import open_source
 from areal_jax.tasks.source import load_tasks
 from areal_jax.tasks.task import Task
-from areal_jax.tasks.tokenizers import ByteTokenizer, Tokenizer
+from areal_jax.tasks.tokenizers import Tokenizer
 from areal_jax.trajectories.sqlite import SqliteQueue
 from areal_jax.types import ArealError, SampleId, Trajectory, VersionSpan
 
@@ -73,11 +75,7 @@ def write_report(folder: Path, config: Config, tasks: Sequence[Task] = ()) -> Pa
     """report.html in the run's folder."""
     with open_journal(folder) as journal:
         found = ages(journal)
-        samples = [
-            view
-            for sample in _worth_showing(journal, found)
-            if (view := _view(journal, config, sample, tasks))
-        ]
+        samples = _views(journal, config, _worth_showing(journal, found), tasks)
     data = ReportData(
         title=config.run.name,
         command=f"areal-jax run {folder}/config.yaml run.dir={folder}-again",
@@ -100,9 +98,9 @@ def view_sample(folder: Path, name: str, tasks: Sequence[Task] = ()) -> SampleVi
     if not match:
         raise ArealError(f"{name!r} is not a sample; write ORDINAL/MEMBER, such as 12/3")
     sample = SampleId(*(int(part or 0) for part in match.groups()))
-    config = load_config(folder / "config.yaml")
+    tokenizer = _tokenizer(load_config(folder / "config.yaml"), tasks)
     with open_journal(folder) as journal:
-        return _as_view(journal.trajectory(sample), config, journal, tasks)
+        return _as_view(journal.trajectory(sample), tokenizer)
 
 
 def _worth_showing(journal: SqliteQueue, found: Ages) -> list[SampleId]:
@@ -116,15 +114,20 @@ def _worth_showing(journal: SqliteQueue, found: Ages) -> list[SampleId]:
     return sorted(late, key=lambda sample: -mixed.get(sample, 0))[:SHOWN_SAMPLES]
 
 
-def _view(journal: SqliteQueue, config: Config, sample: SampleId, tasks: Sequence[Task]) -> SampleView | None:
-    try:
-        return _as_view(journal.trajectory(sample), config, journal, tasks)
-    except ArealError:  # its payload was pruned, or its task cannot be made here: the report goes without it
-        return None
+def _views(
+    journal: SqliteQueue, config: Config, samples: Sequence[SampleId], tasks: Sequence[Task]
+) -> list[SampleView]:
+    """Those that can be shown: not one whose payload was pruned, none where the tasks cannot be made here."""
+    views = []
+    with suppress(ArealError):
+        tokenizer = _tokenizer(config, tasks)
+        for sample in samples:
+            with suppress(ArealError):
+                views.append(_as_view(journal.trajectory(sample), tokenizer))
+    return views
 
 
-def _as_view(t: Trajectory, config: Config, journal: SqliteQueue, tasks: Sequence[Task]) -> SampleView:
-    tokenizer = _tokenizer(config, tasks)
+def _as_view(t: Trajectory, tokenizer: Tokenizer) -> SampleView:
     prompt = tokenizer.decode(t.tokens[~t.loss_mask].tolist())
     pieces = [
         Piece(_text(tokenizer, int(token)), int(version), float(logp))
@@ -141,7 +144,6 @@ def _text(tokenizer: Tokenizer, token: int) -> str:
 
 
 def _tokenizer(config: Config, tasks: Sequence[Task]) -> Tokenizer:
-    if config.model.tokenizer == "byte" or not (config.tasks or tasks):
-        return ByteTokenizer()
-    weighted = next(iter(load_tasks(config.tasks, tasks).values()))
-    return weighted.task.tokenizer or ByteTokenizer()
+    return open_source(
+        config, load_tasks(config.tasks, tasks) if config.tasks or tasks else {}
+    ).model.tokenizer

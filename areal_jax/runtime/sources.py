@@ -81,7 +81,7 @@ def _model_folder(name: str) -> Path:
 
 def _pretrained(config: Config, tasks: Mapping[str, WeightedTask], folder: Path) -> Source:
     from areal_jax.models.huggingface import open_folder
-    from areal_jax.tasks.hf_tokenizer import HFTokenizer
+    from areal_jax.tasks.hf_tokenizer import HFTokenizer, require_fits
 
     m = config.model
     if m.overrides:
@@ -102,10 +102,6 @@ def _pretrained(config: Config, tasks: Mapping[str, WeightedTask], folder: Path)
             )
     pretrained = open_folder(folder)
     tokenizer = HFTokenizer.from_folder(folder)
-    if tokenizer.vocab_size > pretrained.config.vocab_size:
-        raise ArealError(
-            f"{folder}: the tokenizer has ids up to {tokenizer.vocab_size - 1}, but the model's vocabulary "
-            f"has {pretrained.config.vocab_size}; the two are not of one model"
-        )
+    require_fits(tokenizer, pretrained.config.vocab_size)
     model = Model(dataclasses.replace(pretrained.config, dtype=m.dtype), tokenizer)
     return Source(model, lambda shardings: pretrained.load(model.abstract_params, shardings), folder)

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
 
 from areal_jax.tasks.task import TaskError
-from areal_jax.tasks.tokenizers import REPLACEMENT, Tokenizer, plain_chat
+from areal_jax.tasks.tokenizers import REPLACEMENT, plain_chat
 from areal_jax.types import Prompt
 
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -206,13 +206,13 @@ class HFTokenizer:
         return checked
 
 
-def require_fits(tokenizer: Tokenizer, vocab_size: int) -> None:
+def require_fits(tokenizer: HFTokenizer, vocab_size: int) -> None:
     """Raises TaskError unless a model with `vocab_size` embeddings has one for every id of the tokenizer."""
     if tokenizer.vocab_size > vocab_size:
-        where = f" of {tokenizer.folder}" if isinstance(tokenizer, HFTokenizer) else ""
         raise TaskError(
-            f"the tokenizer{where} has ids up to {tokenizer.vocab_size - 1}, and the model {vocab_size} "
-            "embeddings; take the tokenizer of the model itself (model.source), or resize the embeddings"
+            f"the tokenizer of {tokenizer.folder} has ids up to {tokenizer.vocab_size - 1}, and the model "
+            f"{vocab_size} embeddings; take the tokenizer of the model itself (model.source), or resize the "
+            "embeddings"
         )
 
 

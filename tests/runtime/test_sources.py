@@ -1,0 +1,105 @@
+"""`model.source`: what can be named, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from areal_jax.config import Config, load_config
+from areal_jax.models.config import ModelConfig
+from areal_jax.models.huggingface import export_folder
+from areal_jax.models.model import Model
+from areal_jax.runtime.api import load_model
+from areal_jax.runtime.jobs import run
+from areal_jax.runtime.reading import audit_run, view_sample
+from areal_jax.runtime.sources import open_source
+from areal_jax.tasks.hf_tokenizer import HFTokenizer
+from areal_jax.tasks.source import load_tasks
+from areal_jax.tasks.task import TaskError
+from areal_jax.types import ArealError
+from tests.tasks.test_hf_tokenizer import write
+
+SIZES = dict(layers=2, width=16, heads=2, kv_heads=1, head_dim=8, mlp_width=24)
+
+
+def make_folder(parent: Path, vocab_size: int = 272) -> Path:
+    """A random model with a byte-level tokenizer of 264 ids, as transformers would write it."""
+    tokenizer = write(parent / "tokenizer")
+    sizes = ModelConfig(vocab_size=vocab_size, **SIZES)
+    params = Model(sizes, HFTokenizer.from_folder(tokenizer)).init(3)
+    export_folder(parent / "model", sizes, params, tokenizer_from=tokenizer)
+    return parent / "model"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("source"))
+
+
+def configured(source: object, *words: str) -> Config:
+    return load_config("tasks=arithmetic", f"model.source={source}", *words)
+
+
+def opened(config: Config):
+    return open_source(config, load_tasks(config.tasks))
+
+
+def test_a_folder_gives_its_own_sizes_tokenizer_and_parameters(folder):
+    source = opened(configured(folder, "model.dtype=bfloat16"))
+    assert source.model.config == ModelConfig(vocab_size=272, dtype="bfloat16", **SIZES)
+    assert (source.model.tokenizer.vocab_size, source.folder) == (264, folder)
+    assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(source.load(None)))
+    model, params = load_model(str(folder))
+    want = Model(model.config, model.tokenizer).init(3)
+    jax.tree.map(np.testing.assert_array_equal, params, want)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model.overrides={layers: 3}"], "model.overrides=.*cannot change the sizes of model.source"),
+        (["model.tokenizer=byte"], "model.tokenizer=byte contradicts model.source"),
+        (["tasks=countdown"], "tasks.countdown brings a tokenizer of its own"),
+    ],
+)
+def test_settings_that_contradict_a_pretrained_model_are_refused(folder, words, message):
+    with pytest.raises(ArealError, match=message):
+        opened(configured(folder, *words))
+
+
+def test_a_source_that_does_not_exist_names_what_can_be_given():
+    with pytest.raises(
+        ArealError, match=r"model.source=smolm2: .*random, smollm2, a folder.*GGUF.*run's folder"
+    ):
+        opened(configured("smolm2"))
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tmp_path):
+    with pytest.raises(TaskError, match=r"ids up to 263.* 260 embeddings"):
+        opened(configured(make_folder(tmp_path, vocab_size=260)))
+
+
+def test_a_run_trains_a_pretrained_model_and_reads_its_own_tokens(folder, tmp_path):
+    config = configured(
+        folder,
+        f"run.dir={tmp_path / 'run'}",
+        "run.steps=2",
+        "algorithm.group_size=2",
+        "trainer.batch_size=2",
+        "trainer.rows=4",
+        "algorithm.entropy_coef=0.01",  # rewards are all 0: the bonus moves the parameters
+        "generation.length=160",
+        "generation.max_tokens=8",
+        "observe.tensorboard=false",
+        "runtime.deadline_s=120",
+    )
+    rows = run(config, stream=io.StringIO()).metrics
+    assert len({row["params_digest"] for row in rows}) == 2
+    assert audit_run(tmp_path / "run").ok
+    view = view_sample(tmp_path / "run", "0/0")
+    assert "Answer with a number." in view.prompt and "What is" in view.prompt
+    assert view.reward == 0
