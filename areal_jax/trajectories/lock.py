@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import socket
 from pathlib import Path
 
@@ -34,3 +35,25 @@ class WriterLock:
         if self._file is not None:
             os.close(self._file)
             self._file = None
+
+
+def holder(path: Path) -> str | None:
+    """Who writes `path`, as far as its lock file says: nobody, or a process that lives; takes no lock.
+
+    A process on another host counts as living: it cannot be asked.
+    """
+    try:
+        said = path.with_name(path.name + ".lock").read_text(errors="replace").strip()
+    except OSError:
+        return None
+    match = re.fullmatch(r"process (\d+) on (.+)", said)
+    if match is None:
+        return None
+    if match[2] == socket.gethostname():
+        try:
+            os.kill(int(match[1]), 0)
+        except ProcessLookupError:
+            return None
+        except PermissionError:  # it lives, and is another user's
+            pass
+    return said
