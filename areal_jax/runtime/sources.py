@@ -14,17 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import SingleDeviceSharding
 
-from areal_jax.config import Config
+from areal_jax.config import Config, load_config
 from areal_jax.models.config import model_config
 from areal_jax.models.model import Model, Params
-from areal_jax.tasks.source import WeightedTask
+from areal_jax.runtime.committed import committed_params
+from areal_jax.tasks.source import WeightedTask, load_tasks
 from areal_jax.tasks.tokenizers import ByteTokenizer, Tokenizer
 from areal_jax.types import ArealError
 
 RANDOM, SMOLLM2 = "random", "smollm2"
 
-MODEL_CONFIG = "config.json"
+RUN_CONFIG, MODEL_CONFIG = "config.yaml", "config.json"
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,13 @@ def open_source(config: Config, tasks: Mapping[str, WeightedTask]) -> Source:
     name = config.model.source
     if name == RANDOM:
         return _random(config, tasks)
+    if config.model.overrides:
+        raise ArealError(
+            f"model.overrides={config.model.overrides} cannot change the sizes of model.source={name}; leave "
+            "them out"
+        )
+    if (Path(name) / RUN_CONFIG).exists():
+        return _of_run(config, Path(name))
     return _pretrained(config, tasks, _model_folder(name))
 
 
@@ -84,11 +93,6 @@ def _pretrained(config: Config, tasks: Mapping[str, WeightedTask], folder: Path)
     from areal_jax.tasks.hf_tokenizer import HFTokenizer, require_fits
 
     m = config.model
-    if m.overrides:
-        raise ArealError(
-            f"model.overrides={m.overrides} cannot change the sizes of model.source={m.source}; leave them "
-            "out"
-        )
     if m.tokenizer == "byte":
         raise ArealError(
             f"model.tokenizer=byte contradicts model.source={m.source}, whose own tokenizer its parameters "
@@ -105,3 +109,20 @@ def _pretrained(config: Config, tasks: Mapping[str, WeightedTask], folder: Path)
     require_fits(tokenizer, pretrained.config.vocab_size)
     model = Model(dataclasses.replace(pretrained.config, dtype=m.dtype), tokenizer)
     return Source(model, lambda shardings: pretrained.load(model.abstract_params, shardings), folder)
+
+
+def _of_run(config: Config, folder: Path) -> Source:
+    """The model of another run, with the parameters of its newest committed version."""
+    theirs = load_config(folder / RUN_CONFIG)
+    theirs = theirs.model_copy(
+        update={"model": theirs.model.model_copy(update={"dtype": config.model.dtype})}
+    )
+    source = open_source(theirs, load_tasks(theirs.tasks))
+
+    def load(shardings: Any) -> Params:
+        if shardings is None:
+            here = SingleDeviceSharding(jax.local_devices()[0])
+            shardings = jax.tree.map(lambda _: here, source.model.abstract_params)
+        return committed_params(folder, theirs, source.model, shardings).value.params
+
+    return Source(source.model, load, source.folder)

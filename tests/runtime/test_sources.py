@@ -14,6 +14,7 @@ from areal_jax.models.config import ModelConfig
 from areal_jax.models.huggingface import export_folder
 from areal_jax.models.model import Model
 from areal_jax.runtime.api import load_model
+from areal_jax.runtime.convert import convert
 from areal_jax.runtime.jobs import run
 from areal_jax.runtime.reading import audit_run, view_sample
 from areal_jax.runtime.sources import open_source
@@ -21,6 +22,7 @@ from areal_jax.tasks.hf_tokenizer import HFTokenizer
 from areal_jax.tasks.source import load_tasks
 from areal_jax.tasks.task import TaskError
 from areal_jax.types import ArealError
+from areal_jax.weights.digest import digest
 from tests.tasks.test_hf_tokenizer import write
 
 SIZES = dict(layers=2, width=16, heads=2, kv_heads=1, head_dim=8, mlp_width=24)
@@ -100,6 +102,11 @@ def test_a_run_trains_a_pretrained_model_and_reads_its_own_tokens(folder, tmp_pa
     rows = run(config, stream=io.StringIO()).metrics
     assert len({row["params_digest"] for row in rows}) == 2
     assert audit_run(tmp_path / "run").ok
+    again, params = load_model(str(tmp_path / "run"))  # the run as a source of its own
+    assert (again.config, again.tokenizer) == (opened(config).model.config, opened(config).model.tokenizer)
+    assert digest(params) == rows[-1]["params_digest"]
+    convert(str(tmp_path / "run"), tmp_path / "out")
+    assert digest(load_model(str(tmp_path / "out"))[1]) == rows[-1]["params_digest"]
     view = view_sample(tmp_path / "run", "0/0")
     assert "Answer with a number." in view.prompt and "What is" in view.prompt
     assert view.reward == 0

@@ -1,0 +1,35 @@
+"""Verbs that turn one form of a model into another: convert."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from areal_jax.cli.shell import plain_errors, print_json
+from areal_jax.cli.train import AsJson
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(convert)
+
+
+@plain_errors
+def convert(
+    source: Annotated[
+        str, typer.Argument(help="A run's folder, a GGUF file, a Hugging Face folder, smollm2.")
+    ],
+    target: Annotated[Path, typer.Argument(help="The folder to write; it must not exist.")],
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    json: AsJson = False,
+) -> None:
+    """Write a model as a Hugging Face folder that transformers loads."""
+    from areal_jax.runtime.convert import convert as write
+
+    figures = write(source, target, dtype)
+    if json:
+        print_json(figures)
+        return
+    tokenizer = "with its tokenizer" if figures["has_tokenizer"] else "without a tokenizer"
+    typer.echo(f"{target}: {figures['parameters']:,} parameters in {dtype}, {tokenizer}")
