@@ -63,7 +63,7 @@ class Limits:
     memory_bytes: int = 512 << 20
     """Address space of each process."""
     processes: int = 16
-    """Processes and threads at once, process 1 included."""
+    """Processes and threads at once, the two threads of process 1 included."""
     disk_bytes: int = 32 << 20
     """All of /tmp, and the longest file."""
     output_bytes: int = 1 << 20
@@ -111,14 +111,15 @@ def _run(source: str, stdin: str, limits: Limits, *, has_tests: bool) -> Ran:
     with contextlib.ExitStack() as stack:
         input_fd, source_fd = (stack.enter_context(_memory_file(text)) for text in (stdin, source))
         filter_fd = stack.enter_context(_memory_file(seccomp_filter()))
-        info_read, info_write = os.pipe()
+        (info_read, info_write), (lifeline_read, lifeline_write) = os.pipe(), os.pipe()
         os.set_blocking(info_read, False)
-        stack.callback(os.close, info_read)
+        for fd in (info_read, lifeline_write):
+            stack.callback(os.close, fd)
         command = [
             *_bubblewrap(limits),
             *("--seccomp", str(filter_fd), "--info-fd", str(info_write)),
             *("--", _interpreter(), "-S", "-s", "-P", "-B", "-X", "utf8", "-c", _inside()),
-            json.dumps(_job(limits, source_fd, has_tests)),
+            json.dumps(_job(limits, source_fd, lifeline_read, has_tests)),
         ]
         try:
             process = subprocess.Popen(
@@ -126,11 +127,12 @@ def _run(source: str, stdin: str, limits: Limits, *, has_tests: bool) -> Ran:
                 stdin=input_fd,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                pass_fds=(source_fd, filter_fd, info_write),
+                pass_fds=(source_fd, filter_fd, info_write, lifeline_read),
                 env={},
             )
         finally:
             os.close(info_write)
+            os.close(lifeline_read)
         with process:
             try:
                 verdict, out, err = _watch(process, start_s + limits.seconds, limits.output_bytes)
@@ -171,7 +173,18 @@ def _bubblewrap(limits: Limits) -> list[str]:
 @cache
 def _read_only() -> tuple[str, ...]:
     """The system's programs and libraries, and the interpreter's own folder where that is elsewhere."""
-    words = ["--ro-bind", "/usr", "/usr", "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
+    words = [
+        "--ro-bind",
+        "/usr",
+        "/usr",
+        "--perms",
+        "0755",
+        "--dir",
+        "/etc",
+        "--ro-bind-try",
+        "/etc/ld.so.cache",
+        "/etc/ld.so.cache",
+    ]
     for name in _SYSTEM:
         path = Path(name)
         if path.is_symlink():
@@ -197,9 +210,10 @@ def _inside() -> str:
     return Path(sandboxed.__file__).read_text("utf-8")
 
 
-def _job(limits: Limits, source_fd: int, has_tests: bool) -> dict[str, Any]:
+def _job(limits: Limits, source_fd: int, lifeline_fd: int, has_tests: bool) -> dict[str, Any]:
     return {
         "source_fd": source_fd,
+        "lifeline_fd": lifeline_fd,
         "has_tests": has_tests,
         "uid": random.SystemRandom().choice(_TRANSIENT_UIDS),
         "alarm": math.ceil(limits.seconds + _GRACE_S),

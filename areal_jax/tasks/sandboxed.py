@@ -8,6 +8,7 @@ the tests, nor what they expect, nor the pipe for the verdict is ever in the ans
 
 from __future__ import annotations
 
+import _thread
 import builtins
 import ctypes
 import json
@@ -27,7 +28,10 @@ OUT_OF_MEMORY = 70
 ANSWER = "answer.py"
 """What tracebacks call the answer."""
 
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
+_LIFELINE = 3
+"""A descriptor that ends when whoever made the sandbox does."""
+
+_PR_SET_DUMPABLE = 4
 _LINE_BYTES = 1 << 24
 
 
@@ -88,11 +92,12 @@ def main() -> None:
     job = json.loads(sys.argv[1])
     with open(job["source_fd"], encoding="utf-8") as file:
         source = file.read()
-    os.closerange(3, 1024)  # what bubblewrap was given
+    os.dup2(job["lifeline_fd"], _LIFELINE)
+    os.closerange(_LIFELINE + 1, 1024)  # what bubblewrap was given
     _limit(job)
     os.write(2, STARTED)
     if not job["has_tests"]:
-        child = os.fork()
+        child = _fork()
         if child == 0:
             return run_program(source)
         _, status = os.waitpid(child, 0)
@@ -100,7 +105,7 @@ def main() -> None:
         os._exit(code if code >= 0 else 128 - code)
     ask_read, ask_write = os.pipe()
     reply_read, reply_write = os.pipe()
-    if os.fork() == 0:
+    if _fork() == 0:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # parts it from the tests
         os.dup2(2, 1)  # and from the verdict
         os.close(ask_write)
@@ -114,6 +119,20 @@ def main() -> None:
     os._exit(0)
 
 
+def _fork() -> int:
+    """0 in the answer's process, and its id in process 1, which from here on ends when we do.
+
+    Not by PR_SET_PDEATHSIG: bubblewrap, our child and its parent, may not signal another user's process.
+    """
+    child = os.fork()
+    if child == 0:
+        os.close(_LIFELINE)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    else:
+        _thread.start_new_thread(lambda: os._exit(len(os.read(_LIFELINE, 1))), ())
+    return child
+
+
 def _limit(job: dict[str, Any]) -> None:
     """Become nobody, keep out of other processes' sight, take the limits. In this order."""
     if os.getuid() == 0:
@@ -121,11 +140,10 @@ def _limit(job: dict[str, Any]) -> None:
         os.setresgid(job["uid"], job["uid"], job["uid"])
         os.setresuid(job["uid"], job["uid"], job["uid"])
     libc = ctypes.CDLL(None, use_errno=True)
-    for option, value in ((_PR_SET_PDEATHSIG, signal.SIGKILL), (_PR_SET_DUMPABLE, 0)):
-        if libc.prctl(option, int(value), 0, 0, 0) != 0:
-            raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
+    if libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_DUMPABLE) failed")
     signal.signal(signal.SIGALRM, lambda *_: os._exit(128 + signal.SIGALRM))
-    signal.alarm(job["alarm"])  # should whoever watches be gone
+    signal.alarm(job["alarm"])  # should all else fail
     for name, value in job["limits"].items():
         resource.setrlimit(getattr(resource, name), (value, value))
 
@@ -145,7 +163,6 @@ def _load(source: str, name: str) -> dict[str, Any]:
 
 def run_program(source: str) -> None:
     """Ends with the status that the interpreter itself would give it, and its traceback."""
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     try:
         _load(source, "__main__")
     except SystemExit:
@@ -165,7 +182,6 @@ def run_program(source: str) -> None:
 
 def answer_questions(source: str, questions: int, replies: int) -> None:
     """Answer requests for names, attributes and calls until there are none."""
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     problem: BaseException | None = None
     names: dict[str, Any] = {}
     refs: list[Any] = []
