@@ -214,8 +214,9 @@ def test_files_are_prepared_once_and_again_when_they_change(
     first = Gsm8k(data_dir=str(folder))
     assert Gsm8k(data_dir=str(folder))[0] == first[0]
     assert len(made) == 1
-    write(folder, "train.jsonl", word_problem(500))
-    assert Gsm8k(data_dir=str(folder))[0].info["answer"] == "1500"
+    lines = (folder / "train.jsonl").read_text()
+    (folder / "train.jsonl").write_text(lines.replace("#### 1,000", "#### 1,500"))
+    assert Gsm8k(data_dir=str(folder))[0].info["answer"] == "1500", "of the same size, but changed"
     assert len(made) == 2
     assert len(first) == 40 and first[39].info["answer"] == "1039"
     assert prepared(cache) == sorted(made), "nothing half-made stays"

@@ -63,7 +63,7 @@ def test_splits_and_seeds_ask_other_questions():
 
 
 def test_it_travels_without_its_data_set_and_scores_there():
-    task = ReasoningGym(dataset="basic_arithmetic", size=9)
+    task = ReasoningGym(dataset="spell_backward", size=9)  # it holds a list of words
     prompt = task[4]
     blob = cloudpickle.dumps((task, prompt))
     assert len(blob) < 3000
