@@ -9,11 +9,12 @@ import jax
 
 from areal_jax.config import Config
 from areal_jax.models.model import Model
-from areal_jax.trainer.checkpoint import CheckpointError, committed, restore_params
+from areal_jax.trainer.checkpoint import restore_params
 from areal_jax.types import ArealError, VersionedParams
 from areal_jax.weights.digest import digest
+from areal_jax.weights.staged import StagedError, committed, read
 
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, WEIGHTS = "checkpoints", "weights"
 
 ATTEMPTS = 20
 """How often in a row the newest version may be pruned while it is read."""
@@ -21,38 +22,54 @@ ATTEMPTS = 20
 
 class Committed(NamedTuple):
     value: VersionedParams
+    """In the dtype of the wire where it lay in `weights/`, in float32 where it is a checkpoint's."""
     refused: tuple[str, ...]
     """Newer versions that could not be used, and why."""
 
 
 def committed_params(folder: Path, config: Config, model: Model, shardings: Any) -> Committed:
-    """The newest whole version, its float32 parameters laid out by a tree of shardings.
+    """The newest whole version, its parameters laid out by a tree of shardings.
 
-    Nothing is written, no lock taken: a version pruned while it is read gives way to the next newest. Raises
+    Taken from `weights/` where the run publishes there, or from `checkpoints/`, whichever is newer. Nothing
+    is written, no lock taken: a version pruned while it is read gives way to the next newest. Raises
     ArealError for a run without any.
     """
-    like = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        model.abstract_params,
-        shardings,
-    )
-    refused: dict[int, str] = {}
+    like = {
+        CHECKPOINTS: _like(model, shardings, "float32"),
+        WEIGHTS: _like(model, shardings, config.weights.wire_dtype),
+    }
+    refused: dict[Path, str] = {}
     for _ in range(ATTEMPTS):
-        left = [version for version in committed(folder / CHECKPOINTS) if version not in refused]
+        left = [path for path in _newest_first(folder) if path not in refused]
         if not left:
             break
-        version, path = left[-1], folder / CHECKPOINTS / str(left[-1])
+        path, kind = left[0], left[0].parent.name
         try:
-            params = restore_params(path, like)
-        except CheckpointError as error:
+            params = restore_params(path, like[kind]) if kind == CHECKPOINTS else read(path, like[kind])
+        except StagedError as error:
             if path.exists():
-                refused[version] = str(error)
+                refused[path] = str(error)
             continue
-        return Committed(VersionedParams(version, params, digest(params)), tuple(refused.values()))
+        value = VersionedParams(int(path.name), params, digest(params))
+        return Committed(value, tuple(refused.values()))
     if refused:
         raise ArealError(f"no version of {folder} can be read: {'; '.join(refused.values())}")
     raise ArealError(
         f"{folder} has no committed version yet; its first checkpoint comes after step "
         f"{min(config.trainer.checkpoint_every, config.run.steps)} (trainer.checkpoint_every) or when it is "
         "stopped"
+    )
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    """Folders of committed versions; of one version the published one before the checkpoint."""
+    found = [(version, kind) for kind in (CHECKPOINTS, WEIGHTS) for version in committed(folder / kind)]
+    return [folder / kind / str(version) for version, kind in sorted(found, reverse=True)]
+
+
+def _like(model: Model, shardings: Any, dtype: str) -> Any:
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding),
+        model.abstract_params,
+        shardings,
     )

@@ -32,7 +32,7 @@ from areal_jax.tasks.task import Task
 from areal_jax.trajectories.lock import holder
 from areal_jax.types import ArealError, VersionedParams
 from areal_jax.weights.digest import digest
-from areal_jax.weights.memory import wire_copy
+from areal_jax.weights.store import wire_copy
 
 DEFAULTS: dict[str, Any] = {
     "generation": {"slots": 16, "length": 1024, "max_tokens": 512, "decode_steps": 8, "prefill_chunk": 128}
@@ -205,9 +205,10 @@ def _place(config: Config, source: Source) -> tuple[Any, Any]:
 
 def _as_served(value: VersionedParams, config: Config) -> VersionedParams:
     """In weights.wire_dtype, as a run's hosts decode with them, with the digest of that."""
-    if config.weights.wire_dtype == "float32":
-        return value._replace(digest=value.digest or digest(value.params))
-    return wire_copy(value, config.weights.wire_dtype)
+    dtype = config.weights.wire_dtype
+    if any(leaf.dtype != dtype for leaf in jax.tree.leaves(value.params)):
+        return wire_copy(value, dtype)
+    return value._replace(digest=value.digest or digest(value.params))
 
 
 def _figures(

@@ -30,7 +30,7 @@ from areal_jax.tasks.scoring import Outcome
 from areal_jax.tasks.source import WeightedTask
 from areal_jax.tasks.task import Task
 from areal_jax.types import ArealError, Prompt, SampleId, Sampling, Trajectory, VersionedParams
-from areal_jax.weights.memory import VersionGoneError, WeightsError
+from areal_jax.weights.store import VersionGoneError
 
 
 @dataclass(frozen=True)
@@ -235,13 +235,10 @@ class _Pass:
 
 
 class _OneVersion:
-    """A ParamStore of one version, which nobody publishes to; what it holds is not copied."""
+    """What a host reads one version from; it is not copied."""
 
     def __init__(self, value: VersionedParams) -> None:
         self._value = value
-
-    def publish(self, value: VersionedParams, before_commit: Any = None) -> VersionedParams:
-        raise WeightsError(f"version {value.version} cannot be published to an evaluation")
 
     def latest(self) -> int:
         return self._value.version

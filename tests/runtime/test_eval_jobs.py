@@ -8,16 +8,21 @@ import os
 import shutil
 from pathlib import Path
 
+import jax
 import pytest
 from typer.testing import CliRunner
 
 from areal_jax.cli.main import app
+from areal_jax.config import load_config
 from areal_jax.observe.evals import append_eval, read_evals
 from areal_jax.observe.metrics import read_rows
 from areal_jax.runtime import committed, eval_jobs
+from areal_jax.runtime.assembly import assemble
 from areal_jax.runtime.jobs import run
 from areal_jax.trajectories.lock import WriterLock, holder
 from areal_jax.types import ArealError
+from areal_jax.weights import staged
+from areal_jax.weights.digest import digest
 from tests.runtime.small import small
 
 TINY = (
@@ -140,6 +145,23 @@ def test_what_hosts_decode_with_is_what_is_evaluated(folder: Path):
     """bfloat16 on the wire: the digest is of the cast parameters."""
     figures = asked(str(folder), "weights.wire_dtype=bfloat16", "--limit", "2", "--samples", "0")
     assert figures["version"] == 3 and figures["digest"] != read_rows(folder)[-1]["params_digest"]
+
+
+def test_the_newer_of_checkpoint_and_published_version_is_taken(folder: Path):
+    """As the Orbax ParamStore leaves them in weights/; a damaged one gives way to the checkpoint."""
+    parts = assemble(load_config(folder / "config.yaml"))
+    shardings = parts.learner.state_shardings.params
+    newest = committed.committed_params(folder, parts.config, parts.model, shardings).value
+    (folder / "weights").mkdir()
+    moved = jax.tree.map(lambda leaf: leaf + 1, newest.params)
+    staged.write(folder / "weights", 5, moved)
+    figures = asked(str(folder), "--limit", "1", "--samples", "0")
+    assert (figures["version"], figures["digest"]) == (5, digest(moved))
+    blob = max((folder / "weights" / "5" / "state").rglob("*"), key=lambda path: path.stat().st_size)
+    blob.write_bytes(blob.read_bytes()[:-1] + b"?")
+    figures = asked(str(folder), "--limit", "1", "--samples", "0")
+    assert (figures["version"], figures["digest"]) == (3, newest.digest)
+    assert "weights/5 is damaged" in figures["refused"][0]
 
 
 def test_a_task_of_another_tokenizer_is_refused(folder: Path):
