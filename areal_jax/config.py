@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -132,16 +133,25 @@ def _impossible(c: Config) -> Iterator[str]:
 
 
 def load_config(*sources: str | Path | Mapping[str, Any]) -> Config:
-    """Compose YAML files, mappings and `section.key=value` words, left to right. Raises ConfigError."""
+    """Compose YAML files, mappings and `section.key=value` words, left to right. Raises ConfigError.
+
+    What names another algorithm.preset starts that section anew: the settings of one algorithm are not
+    another's. Words that follow one another are one layer, so their order plays no part in this.
+    """
     tree: dict[str, Any] = {}
-    for source in sources:
-        if isinstance(source, Mapping):
-            tree = _merge(tree, source)
-        elif isinstance(source, str) and re.match(r"^[A-Za-z_][\w.:-]*=", source):
-            tree = _merge(tree, _from_word(source))
+    for are_words, layer in groupby(sources, key=_is_word):
+        if are_words:
+            words = sorted(map(str, layer), key=lambda word: not word.startswith("algorithm.preset="))
+            trees = [_from_word(word) for word in words]
         else:
-            tree = _merge(tree, _from_file(Path(source)))
+            trees = [each if isinstance(each, Mapping) else _from_file(Path(each)) for each in layer]
+        for each in trees:
+            tree = _merge(tree, each)
     return make_config(tree)
+
+
+def _is_word(source: str | Path | Mapping[str, Any]) -> bool:
+    return isinstance(source, str) and re.match(r"^[A-Za-z_][\w.:-]*=", source) is not None
 
 
 def make_config(tree: Mapping[str, Any]) -> Config:
@@ -211,8 +221,9 @@ def _from_word(word: str) -> Mapping[str, Any]:
     if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value):
         value = float(value)  # YAML 1.1 reads 1e-5 as text
     first, *rest = key.split(".")
-    if first == "tasks" and len(rest) > 2:  # a module path in tasks.pkg.module:Name.key has dots of its own
-        rest = [".".join(rest[:-1]), rest[-1]]
+    if first == "tasks" and ":" in key:  # the module path in tasks.pkg.module:Name.key has dots of its own
+        end = next(number for number, part in enumerate(rest) if ":" in part)
+        rest = [".".join(rest[: end + 1]), *rest[end + 1 :]]
     tree = {[first, *rest][-1]: value}
     for part in reversed([first, *rest][:-1]):
         tree = {part: tree}
@@ -226,8 +237,16 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
             merged[key] = _tasks(value)  # a name or a list replaces the tasks, a mapping adds to them
             continue
         old = merged.get(key)
+        if key == "algorithm" and _is_another_preset(old, value):
+            old = None
         merged[key] = _merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
     return merged
+
+
+def _is_another_preset(old: Any, new: Any) -> bool:
+    if not (isinstance(old, Mapping) and isinstance(new, Mapping) and "preset" in new):
+        return False
+    return new["preset"] != old.get("preset", AlgorithmConfig().preset)
 
 
 def _tasks(value: str | list[Any]) -> dict[str, Any]:

@@ -1,0 +1,40 @@
+"""How a config is composed from files and words."""
+
+from __future__ import annotations
+
+import pytest
+
+from areal_jax.config import ConfigError, load_config
+
+RECIPE = {"algorithm": {"preset": "grpo", "group_size": 4, "loss_settings": {"low": 0.1, "high": 0.3}}}
+
+
+def test_another_preset_starts_the_section_anew():
+    a = load_config(RECIPE, "algorithm.preset=sft").algorithm
+    assert (a.loss, a.loss_settings, a.group_size, a.samples) == ("log_likelihood", {}, 1, "reference")
+    unnamed = {"algorithm": {"loss_settings": {"low": 0.1}}}  # the default preset's settings
+    assert load_config(unnamed, {"algorithm": {"preset": "sft"}}).algorithm.loss_settings == {}
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_words_beside_a_preset_hold_whatever_their_order(order):
+    words = ["algorithm.preset=dr_grpo", "algorithm.group_size=6"][::order]
+    a = load_config(RECIPE, *words).algorithm
+    assert (a.group_size, a.reduction, a.loss_settings) == (6, "constant", {"low": 0.2, "high": 0.2})
+
+
+def test_the_same_preset_keeps_what_was_said_before():
+    a = load_config(RECIPE, "algorithm.preset=grpo").algorithm
+    assert (a.group_size, a.loss_settings) == (4, {"low": 0.1, "high": 0.3})
+
+
+def test_words_reach_into_a_tasks_nested_settings():
+    words = ["tasks=reasoning_gym", "tasks.reasoning_gym.settings.min_digits=2"]
+    assert load_config(*words).tasks == {"reasoning_gym": {"settings": {"min_digits": 2}}}
+    own = ["tasks=[pkg.sums:Sums]", "tasks.pkg.sums:Sums.table.size=3", "tasks.pkg.sums:Sums.largest=9"]
+    assert load_config(*own).tasks == {"pkg.sums:Sums": {"table": {"size": 3}, "largest": 9}}
+
+
+def test_a_word_that_is_no_yaml_is_named():
+    with pytest.raises(ConfigError, match=r"tasks.gsm8k.data_dir=\[: the value is not YAML"):
+        load_config("tasks.gsm8k.data_dir=[")
