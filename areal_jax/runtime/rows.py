@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,18 +15,32 @@ from areal_jax.generation.reference import ReferenceHost
 from areal_jax.observe.waits import Timeline, idle_share
 from areal_jax.types import NOT_SAMPLED, Group
 
+BY_TASK = ("reward_mean", "signal_share", "completion_tokens_mean", "truncated_share")
+"""What a row says of each task as well, and `failed_rewards`."""
+
 
 class RowMaker:
-    """Counts between two rows. `start_s`: seconds the run had taken before this process."""
+    """Counts between two rows. `start_s`: seconds the run had taken before this process.
+
+    `tasks`: the run's, by name; with several, a row has figures of each, and `task_of` says whose an ordinal
+    is.
+    """
 
     def __init__(
-        self, timeline: Timeline, hosts: Sequence[Host | ReferenceHost], start_s: float = 0.0
+        self,
+        timeline: Timeline,
+        hosts: Sequence[Host | ReferenceHost],
+        start_s: float = 0.0,
+        tasks: Sequence[str] = (),
+        task_of: Callable[[int], str] = lambda _: "",
     ) -> None:
         self._timeline, self._hosts = timeline, hosts
+        self._tasks, self._task_of = tasks if len(tasks) > 1 else (), task_of
         self._zero_s = time.monotonic() - start_s
         self._last_s = time.monotonic()
         self._generated = 0
         self._counts: Counter[str] = Counter()
+        self._failed: Counter[str] = Counter()
         self._dropped: Counter[str] = Counter()
         self._reissued: Counter[str] = Counter()
 
@@ -36,6 +50,7 @@ class RowMaker:
             self._counts["interruptions"] += event.interrupted
         elif isinstance(event, RewardFailed):
             self._counts["failed_rewards"] += 1
+            self._failed[self._task_of(event.ordinal)] += 1
         for action in actions:
             if isinstance(action, Drop):
                 self._dropped[action.reason] += 1
@@ -59,6 +74,7 @@ class RowMaker:
             **_reward_figures(groups),
             **_age_figures(step, groups),
             **_length_figures(groups),
+            **self._task_figures(groups),
             "generated_tokens": new_tokens,
             "generate_tokens_per_s": new_tokens / span,
             "train_tokens_per_s": trained["trained_tokens"] / span,
@@ -76,9 +92,19 @@ class RowMaker:
             "clip_share": 0.0,
             **trained,
         }
-        for counter in (self._counts, self._dropped, self._reissued):
+        for counter in (self._counts, self._failed, self._dropped, self._reissued):
             counter.clear()
         return row
+
+    def _task_figures(self, groups: Sequence[Group]) -> dict[str, float]:
+        """`<figure>/<task>` for each of several tasks; of one without a group in the batch, its failures."""
+        figures: dict[str, float] = {}
+        for task in self._tasks:
+            own = [group for group in groups if group.prompt.task == task]
+            found = {**_reward_figures(own), **_length_figures(own)} if own else {}
+            figures |= {f"{name}/{task}": found[name] for name in BY_TASK if name in found}
+            figures[f"failed_rewards/{task}"] = self._failed[task]
+        return figures
 
 
 def _taken(host: Host | ReferenceHost) -> list[float]:
@@ -87,16 +113,11 @@ def _taken(host: Host | ReferenceHost) -> list[float]:
 
 def _reward_figures(groups: Sequence[Group]) -> dict[str, float]:
     rewards = np.array([[t.reward for t in group.trajectories] for group in groups], float)
-    figures = {
+    return {
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
         "signal_share": float((np.ptp(rewards, axis=1) > 0).mean()),
     }
-    tasks = sorted({group.prompt.task for group in groups})
-    if len(tasks) > 1:
-        of = np.array([group.prompt.task for group in groups])
-        figures |= {f"reward_mean/{task}": float(rewards[of == task].mean()) for task in tasks}
-    return figures
 
 
 def _age_figures(step: int, groups: Sequence[Group]) -> dict[str, float]:

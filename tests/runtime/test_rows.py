@@ -54,8 +54,16 @@ BATCH = [
 ]
 
 
-def make(hosts: list[FakeHost] | None = None, timeline: Timeline | None = None) -> RowMaker:
-    return RowMaker(timeline or Timeline(None), hosts or [FakeHost()])  # type: ignore[arg-type]
+def make(
+    hosts: list[FakeHost] | None = None, timeline: Timeline | None = None, tasks: str = "xy"
+) -> RowMaker:
+    """Ordinals from 7 on are task y's."""
+    return RowMaker(
+        timeline or Timeline(None),
+        hosts or [FakeHost()],  # type: ignore[arg-type]
+        tasks=tuple(tasks),
+        task_of=lambda ordinal: "y" if ordinal >= 7 else "x",
+    )
 
 
 def test_a_row_has_every_required_figure(tmp_path: Path):
@@ -71,7 +79,10 @@ def test_rewards_ages_and_lengths_are_those_of_the_batch():
     expected: dict[str, Any] = {
         "step": 5, "version": 6, "params_digest": "d" * 16, "clip_share": 0.0,
         "reward_mean": 0.5, "reward_std": np.std([1, 0, 0.5, 0.5]), "signal_share": 0.5,
-        "reward_mean/x": 0.5, "reward_mean/y": 0.5,
+        "reward_mean/x": 0.5, "reward_mean/y": 0.5, "signal_share/x": 1.0, "signal_share/y": 0.0,
+        "completion_tokens_mean/x": 3.0, "completion_tokens_mean/y": 2.0,
+        "truncated_share/x": 0.5, "truncated_share/y": 0.5,
+        "failed_rewards/x": 0, "failed_rewards/y": 0,
         # first tokens under 3, 4, 5, 4; all tokens: 3 3 | 4 5 5 5 | 5 | 4 4 5
         "head_age_mean": np.mean([2, 1, 0, 1]), "token_age_mean": np.mean([2, 2, 1, 0, 0, 0, 0, 1, 1, 0]),
         "token_age_min": 0, "token_age_median": 0.5, "token_age_max": 2,
@@ -96,10 +107,12 @@ def test_counts_are_of_the_step():
     rows.see(e.VersionCommitted(2, ""), (e.Drop(9, "signal"), e.Drop(10, "signal")))
     row = rows.make(5, BATCH, TRAINED, "")
     assert (row["interruptions"], row["failed_rewards"], row["dropped"]) == (5, 1, 3)
+    assert (row["failed_rewards/x"], row["failed_rewards/y"]) == (0, 1)
     assert row["dropped_by_reason"] == {"failed": 1, "signal": 2}
     assert row["reissued_by_reason"] == {"over_age": 1}
     after = rows.make(6, BATCH, TRAINED, "")
     assert (after["interruptions"], after["failed_rewards"], after["dropped"]) == (0, 0, 0)
+    assert after["failed_rewards/y"] == 0
     assert (after["dropped_by_reason"], after["reissued_by_reason"]) == ({}, {})
 
 
@@ -136,6 +149,14 @@ def test_idle_shares_are_of_waits_only(monkeypatch):
     assert (row["trainer_wait_share"], row["generator_idle_share"]) == (0.75, 0.5)
 
 
-def test_a_single_task_has_no_rows_of_its_own():
+def test_a_single_task_has_no_figures_of_its_own():
     one = [replace(group, prompt=Prompt("a", task="x")) for group in BATCH]
-    assert not [name for name in make().make(5, one, TRAINED, "") if name.startswith("reward_mean/")]
+    assert not [name for name in make(tasks="x").make(5, one, TRAINED, "") if "/" in name]
+
+
+def test_a_task_without_a_group_in_the_batch_still_tells_its_failures():
+    rows = make()
+    rows.see(e.RewardFailed(8, 0, 0, "failed", "boom"), ())
+    row = rows.make(5, BATCH[:1], TRAINED, "")
+    assert [name for name in row if name.endswith("/y")] == ["failed_rewards/y"]
+    assert row["failed_rewards/y"] == 1 and row["reward_mean/x"] == 0.5
