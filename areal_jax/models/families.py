@@ -208,8 +208,8 @@ def _refuse_options(raw: Mapping[str, Any], family: Family) -> None:
 def _read_rope(raw: Mapping[str, Any]) -> tuple[RopeScaling | None, float]:
     """The scaling and theta; `rope_parameters` of transformers 5 holds both."""
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping):
-        raise ArealError(f"rope parameters {rope!r:.80} are no object of names and values")
+    if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
+        raise ArealError(f"rope parameters {rope!r:.80} are no object of names and numbers")
     theta = _positive({**raw, **rope}, "rope_theta", 10_000.0)
     rotated = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if rotated not in (None, 1, 1.0):

@@ -20,7 +20,7 @@ import numpy as np
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.families import FAMILIES, axis_sizes, read_config, scaling_json, tensors_of
 from areal_jax.models.gguf_tokenizer import write_tokenizer
-from areal_jax.models.rope import LinearScaling, Llama3Scaling, RopeScaling
+from areal_jax.models.rope import LinearScaling, Llama3Scaling, RopeScaling, inverse_frequencies
 from areal_jax.models.safetensors_folder import CONFIG, Entry, FolderExists, staged, write_json, write_tensors
 from areal_jax.types import ArealError
 
@@ -106,10 +106,26 @@ class Fields:
 
     def __call__(self, key: str, *default: Any) -> Any:
         if key in self._fields:
-            return self._fields[key].contents()
+            try:
+                return self._fields[key].contents()
+            except UnicodeDecodeError as error:
+                raise ArealError(f"{key} is no UTF-8 ({error}); download it again") from None
         if default:
             return default[0]
         raise ArealError(f"there is no field {key}; was the file written by llama.cpp?")
+
+    def size(self, key: str, *default: int) -> int:
+        value = self(key, *default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ArealError(f"{key}={value!r:.80} is no size; download the file again")
+        return value
+
+    def number(self, key: str, *default: float) -> float:
+        """The shortest decimal that is this float32: 1e-05, not 9.999999747378752e-06."""
+        value = self(key, *default)
+        if not isinstance(value, float):
+            raise ArealError(f"{key}={value!r:.80} is no number; download the file again")
+        return float(str(np.float32(value)))
 
 
 def _config_json(fields: Fields, tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,27 +139,29 @@ def _config_json(fields: Fields, tensors: Mapping[str, Any]) -> dict[str, Any]:
         raise ArealError("there is no tensor token_embd.weight; download it again")
     if fields(f"{kind}.expert_count", 0):
         raise ArealError(f"{kind}.expert_count={fields(f'{kind}.expert_count')}: experts are not implemented")
-    width, heads = fields(f"{kind}.embedding_length"), fields(f"{kind}.attention.head_count")
-    head_dim = fields(f"{kind}.attention.key_length", width // heads)
+    width, heads = fields.size(f"{kind}.embedding_length"), fields.size(f"{kind}.attention.head_count")
+    head_dim = fields.size(f"{kind}.attention.key_length", width // heads)
     for key in (f"{kind}.attention.value_length", f"{kind}.rope.dimension_count"):
         if fields(key, head_dim) != head_dim:
             raise ArealError(f"{key}={fields(key)} differs from the head dimension {head_dim}")
-    theta = _decimal(fields(f"{kind}.rope.freq_base", 10_000.0))
+    theta = fields.number(f"{kind}.rope.freq_base", 10_000.0)
+    base = inverse_frequencies(head_dim, theta, None)
+    scaling = _rope_scaling(fields, kind, base, tensors.get(ROPE_DIVISORS))
     return {
         "architectures": [family.architecture],
         "model_type": kind,
         "vocab_size": int(tensors["token_embd.weight"].shape[1]),
-        "num_hidden_layers": fields(f"{kind}.block_count"),
+        "num_hidden_layers": fields.size(f"{kind}.block_count"),
         "hidden_size": width,
         "num_attention_heads": heads,
-        "num_key_value_heads": fields(f"{kind}.attention.head_count_kv", heads),
+        "num_key_value_heads": fields.size(f"{kind}.attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "intermediate_size": fields(f"{kind}.feed_forward_length"),
+        "intermediate_size": fields.size(f"{kind}.feed_forward_length"),
         "hidden_act": "silu",
-        "rms_norm_eps": _decimal(fields(f"{kind}.attention.layer_norm_rms_epsilon")),
+        "rms_norm_eps": fields.number(f"{kind}.attention.layer_norm_rms_epsilon"),
         "rope_theta": theta,
-        "rope_scaling": scaling_json(_rope_scaling(fields, kind, theta, tensors.get(ROPE_DIVISORS))),
-        "max_position_embeddings": fields(f"{kind}.context_length"),
+        "rope_scaling": scaling_json(scaling),
+        "max_position_embeddings": fields.size(f"{kind}.context_length"),
         "tie_word_embeddings": "output.weight" not in tensors,
         "bos_token_id": fields("tokenizer.ggml.bos_token_id", None),
         "eos_token_id": fields("tokenizer.ggml.eos_token_id"),
@@ -152,28 +170,25 @@ def _config_json(fields: Fields, tensors: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _rope_scaling(fields: Fields, kind: str, theta: float, factors: Any) -> RopeScaling | None:
-    """Named by a field; or Llama 3.1 to 3.3's, held as each frequency's divisor, its rule found again."""
+def _rope_scaling(fields: Fields, kind: str, base: np.ndarray, factors: Any) -> RopeScaling | None:
+    """How the frequencies `base` are stretched.
+
+    A field names it; but Llama 3.1 to 3.3's is held as each frequency's divisor, and its rule is found again.
+    """
     scaling = fields(f"{kind}.rope.scaling.type", "none")
     if scaling == "none" and factors is None:
         return None
     if scaling == "linear" and factors is None:
-        return LinearScaling(_decimal(fields(f"{kind}.rope.scaling.factor")))
+        return LinearScaling(fields.number(f"{kind}.rope.scaling.factor"))
     if scaling != "none":
         raise ArealError(f"{kind}.rope.scaling.type={scaling} is not implemented; there are: none, linear")
     divisors = factors.data.astype(np.float64)
     rule = Llama3Scaling(float(divisors.max()), *LLAMA3_TURNS)
-    frequencies = theta ** (-np.arange(len(divisors)) / len(divisors))
-    if not np.allclose(frequencies / rule(frequencies), divisors, rtol=1e-4, atol=0):
+    if divisors.shape != base.shape or not np.allclose(base / rule(base), divisors, rtol=1e-4, atol=0):
         raise ArealError(
             f"{ROPE_DIVISORS} is not Llama 3's rope scaling; take the Hugging Face folder instead"
         )
     return rule
-
-
-def _decimal(value: float) -> float:
-    """The shortest decimal that is this float32: 1e-05, not 9.999999747378752e-06."""
-    return float(str(np.float32(value)))
 
 
 def _entries(config: ModelConfig, tensors: Mapping[str, Any], kind: str) -> list[Entry]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,10 @@ def write_tokenizer(folder: Path, fields: Callable[..., Any]) -> None:
         raise ArealError(f"tokenizer.ggml.model={model} is not implemented; there is: gpt2 (byte-level BPE)")
     kind = fields("tokenizer.ggml.pre")
     tokens, types = fields("tokenizer.ggml.tokens"), fields("tokenizer.ggml.token_type")
-    merges = [tuple(merge.split(" ", 1)) for merge in fields("tokenizer.ggml.merges")]
     ids = {token: number for number, token in enumerate(tokens)}
+    if not len(ids) == len(tokens) == len(types):
+        raise ArealError(f"{len(tokens)} tokens, {len(ids)} of them distinct, have {len(types)} types")
+    merges = _merges(fields("tokenizer.ggml.merges"), ids)
     tokenizer = Tokenizer(models.BPE(ids, merges, ignore_merges=kind == "llama-bpe"))
     tokenizer.pre_tokenizer = _pre_tokenizer(kind)
     if kind == "qwen2":
@@ -36,17 +38,17 @@ def write_tokenizer(folder: Path, fields: Callable[..., Any]) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_tokens(
         [
-            AddedToken(token, special=kind == CONTROL, normalized=False)
-            for token, kind in zip(tokens, types, strict=True)
-            if kind in (CONTROL, USER_DEFINED)
+            AddedToken(token, special=type_ == CONTROL, normalized=False)
+            for token, type_ in zip(tokens, types, strict=True)
+            if type_ in (CONTROL, USER_DEFINED)
         ]
     )
     named = {
-        role: tokens[number]
+        role: _token(tokens, f"tokenizer.ggml.{key}_token_id", number)
         for role, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown"))
         if (number := fields(f"tokenizer.ggml.{key}_token_id", None)) is not None
     }
-    if fields("tokenizer.ggml.add_bos_token", False):
+    if fields("tokenizer.ggml.add_bos_token", False) and "bos" in named:
         bos = named["bos"]
         tokenizer.post_processor = processors.TemplateProcessing(f"{bos} $A", None, [(bos, ids[bos])])
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -57,6 +59,22 @@ def write_tokenizer(folder: Path, fields: Callable[..., Any]) -> None:
         "clean_up_tokenization_spaces": False,
     }
     write_json(folder / "tokenizer_config.json", config)
+
+
+def _merges(lines: Sequence[str], ids: Mapping[str, int]) -> list[tuple[str, str]]:
+    merges = []
+    for number, line in enumerate(lines):
+        left, _, right = line.partition(" ")
+        if not {left, right, left + right} <= ids.keys():
+            raise ArealError(f"tokenizer.ggml.merges[{number}]={line!r:.80} joins what is no token")
+        merges.append((left, right))
+    return merges
+
+
+def _token(tokens: Sequence[str], key: str, number: int) -> str:
+    if not 0 <= number < len(tokens):
+        raise ArealError(f"{key}={number} is none of the {len(tokens)} tokens")
+    return tokens[number]
 
 
 def _pre_tokenizer(kind: str) -> Any:

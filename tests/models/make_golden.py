@@ -166,6 +166,7 @@ def make_frequencies() -> None:
     cases = {
         "llama-3.1-8b": (128, dict(LLAMA3, rope_theta=5e5, factor=8.0, **long)),
         "llama-3.2-1b": (64, dict(LLAMA3, rope_theta=5e5, factor=32.0, **long)),
+        "llama-3-narrow": (8, dict(LLAMA3, rope_theta=5e5, factor=32.0, **long)),
         "linear": (64, dict(rope_type="linear", rope_theta=1e4, factor=4.0)),
     }  # fmt: skip
     out = {}
