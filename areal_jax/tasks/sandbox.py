@@ -8,7 +8,9 @@ no network, no environment, no /proc, no other process, no new namespaces (secco
 runs it, with limits on processor time, memory, processes and files. The sandbox's own process 1
 (sandboxed.py) ends with the answer, or with us, and the kernel then kills whatever else runs in there.
 
-Memory is limited for each process, so all of it by `Limits.memory_bytes * Limits.processes`.
+Memory is limited for each process, so all of it by `Limits.memory_bytes * Limits.processes`. What the kernel
+itself keeps for empty files is limited by time alone: 0.7 GB measured after 3 s of making them, gone with the
+run.
 """
 
 from __future__ import annotations

@@ -41,8 +41,7 @@ _LINE_BYTES = 1 << 24
 def encode(value: Any, refs: list[Any] | None = None) -> Any:
     """Plain data as JSON; what is none becomes a number in `refs`, else raises TypeError."""
     if value is None or isinstance(value, (bool, int, float, str)):
-        # A subclass could bring its own idea of equality.
-        return value if value is None else _base(value, (bool, int, float, str))
+        return value  # of a subclass JSON keeps the value, not its idea of equality
     if isinstance(value, list):
         return [encode(item, refs) for item in value]
     if isinstance(value, (tuple, set, frozenset)):
@@ -78,11 +77,6 @@ def decode(value: Any, ref: Any = None) -> Any:
     if kind == "bytes":
         return bytes(items)
     return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](decode(item, ref) for item in items)
-
-
-def _base(value: Any, kinds: tuple[type, ...]) -> Any:
-    kind = next(kind for kind in kinds if isinstance(value, kind))
-    return value if type(value) is kind else kind.__new__(kind, value)
 
 
 # --- process 1 ------------------------------------------------------------------------------------------

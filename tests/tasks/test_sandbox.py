@@ -201,6 +201,7 @@ def test_memory_is_limited():
     assert printed("x = bytearray(100 << 20); print(len(x))") == f"{100 << 20}\n"
 
 
+@pytest.mark.slow
 def test_huge_recursion_ends():
     source = "import sys\nsys.setrecursionlimit(10**9)\ndef f(n): return f(n + 1) + 1\nf(0)"
     ran = run_python(source, limits=Limits(seconds=10, memory_bytes=64 << 20))
@@ -387,35 +388,32 @@ def test_calls_and_code_are_judged_in_order_and_values_keep_their_types():
     ]
 
 
-def test_the_answer_sees_neither_the_tests_nor_the_pipe_for_the_verdict():
-    """It looks in every object, frame and descriptor that it can reach, and writes to all of these."""
+def test_the_answer_sees_neither_the_tests_nor_what_they_expect():
+    """It looks into every object, frame and descriptor that it can reach: when it is loaded, when asked."""
     source = """
 import gc, os, sys
-def look():
+def look(word):
     found = []
-    frame = sys._getframe()
+    frame = sys._getframe().f_back
     while frame:
-        found += [frame.f_locals, frame.f_globals, frame.f_code.co_consts]
+        found += [dict(frame.f_locals), frame.f_globals, frame.f_code.co_consts]
         frame = frame.f_back
     found += gc.get_objects()
     texts = [repr(item) for item in found if isinstance(item, (str, list, tuple, dict)) and item is not found]
     for fd in range(64):
         try: texts.append(os.pread(fd, 1 << 20, 0).decode(errors="replace"))
         except OSError: pass
-    return any("31" + "337" in text for text in texts)
-SEEN = [look()]
-def secret(n):
-    SEEN.append(look())
-    for fd in range(64):
-        try: os.write(fd, b'{}\\n{}\\n{"value": 1}\\n')
-        except OSError: pass
-    return sum(SEEN)
+    return any(word in text for text in texts)
+def secret(code): return look("".join(map(chr, code)))
+early = secret([51, 49, 51, 51, 55])
+KNOWN = "needle"
 """
-    tests = [{"code": "assert secret(1) == 0, 31337"}, {"code": "assert secret(2) == 31337"}]
-    got = verdicts(run_tests(source, tests, Limits(seconds=20)))
-    # Its writes reached its own questions and replies, and so broke only those.
-    assert len(got) == 2 and got[1] != {}
-    assert "31337" not in json.dumps(got[0])
+    tests = [
+        {"code": "assert early is False, early"},
+        {"code": "assert secret([51, 49, 51, 51, 55]) is False, 31337"},
+        {"code": "assert secret([110, 101, 101, 100, 108, 101]), 'it does look'"},
+    ]
+    assert verdicts(run_tests(source, tests, Limits(seconds=20))) == [{}, {}, {}]
 
 
 # --- where there is no sandbox -------------------------------------------------------------------------
