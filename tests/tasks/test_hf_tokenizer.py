@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from tokenizers.processors import TemplateProcessing
 
 from areal_jax.tasks.hf_tokenizer import HFTokenizer, require_fits
 from areal_jax.tasks.task import TaskError
-from areal_jax.types import Prompt
+from areal_jax.types import ArealError, Prompt
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
@@ -168,7 +169,7 @@ def test_rendering_messages_imports_neither_torch_nor_jax(folder: Path):
     code = (
         "import sys; from pathlib import Path\n"
         "from areal_jax.tasks.hf_tokenizer import HFTokenizer\n"
-        "from areal_jax.types import Prompt\n"
+        "from areal_jax.types import ArealError, Prompt\n"
         f"tokenizer = HFTokenizer.from_folder(Path({str(folder)!r}))\n"
         "tokenizer.render(Prompt('hello'))\n"
         "print('transformers' in sys.modules)\n"
@@ -226,3 +227,25 @@ def test_a_model_with_too_few_embeddings_is_refused(tokenizer: HFTokenizer):
     require_fits(tokenizer, VOCAB)
     with pytest.raises(TaskError, match=f"ids up to {VOCAB - 1}, and the model {VOCAB - 1} embeddings"):
         require_fits(tokenizer, VOCAB - 1)
+
+
+@pytest.mark.slow
+def test_a_real_models_prompts_are_those_of_transformers():
+    from transformers import PreTrainedTokenizerFast
+
+    from areal_jax.models.gguf import cached_folder, smollm2_gguf
+
+    try:
+        folder = cached_folder(smollm2_gguf())
+    except ArealError as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(str(error))
+    theirs, ours = PreTrainedTokenizerFast.from_pretrained(folder), HFTokenizer.from_folder(folder)
+    text = "Größe 12+345 =\n\tdef f(x):  return x \N{SNOWMAN}\N{GRINNING FACE}"
+    for messages in (CHAT, CHAT[1:], (*CHAT, {"role": "assistant", "content": text}, CHAT[1])):
+        wanted = theirs.apply_chat_template([dict(m) for m in messages], add_generation_prompt=True)
+        assert ours.render(Prompt(messages=messages)) == wanted["input_ids"]
+    assert ours.render(Prompt(text)) == theirs(text)["input_ids"]
+    assert ours.decode(ours.encode(text)) == text
+    assert (ours.vocab_size, ours.eos_id, ours.pad_id) == (49152, 2, 2)
