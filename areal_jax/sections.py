@@ -195,8 +195,10 @@ class TrainerConfig(Section):
 
 
 class WeightsConfig(Section):
-    backend: Literal["memory"] = "memory"
-    """How parameters reach the hosts: memory (same process)."""
+    backend: Literal["memory", "orbax"] = "memory"
+    """How parameters reach the hosts: memory (same process), or orbax (files that any process can read)."""
+    keep_versions: int = Field(default=3, ge=1)
+    """backend=orbax: newest versions that stay in the run's weights folder."""
     wire_dtype: Literal["float32", "bfloat16"] = "float32"
     """What is published, and so what hosts decode with."""
 

@@ -21,7 +21,7 @@ from areal_jax.control.events import Event, HostAdopted, SampleFinished
 from areal_jax.generation.engine import Engine, Prefix, ResultTokens
 from areal_jax.observe.waits import REMEDY, Clock, Timeline, WaitTimeout, get
 from areal_jax.types import NOT_SAMPLED, SampleId, Sampling, Trajectory, VersionedParams
-from areal_jax.weights.memory import ParamStore, load_latest
+from areal_jax.weights.store import ParamReader, load_newer
 
 Emit = Callable[[Event, Trajectory | None], None]
 
@@ -75,7 +75,7 @@ class Host:
         self,
         name: str,
         engine: Engine,
-        store: ParamStore,
+        store: ParamReader,
         emit: Emit,
         *,
         seed: int,
@@ -173,7 +173,11 @@ class Host:
             return
         with self._clock.doing("swap"):
             former = self._params
-            loaded = load_latest(self._store, self._engine.param_shardings)
+            loaded = load_newer(
+                self._store, self._engine.param_shardings, former.version if former is not None else -1
+            )
+            if loaded is None:
+                return
             self._params = self._engine.load_params(loaded)
             interrupted = [
                 live for slot, live in self._live.items() if self._filled[slot] > live.prompt_tokens

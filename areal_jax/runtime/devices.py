@@ -81,10 +81,14 @@ def memory_table(config: Config, model: Model, placement: str) -> list[tuple[str
     ]
     if config.algorithm.kl_coef:
         rows.append(("trainer", "reference policy, float32", 4 * n // shards))
+    state = sum(size for _, what, size in rows if "gradient" not in what)
+    rows.append(("the host's memory", "all but the gradient, while a checkpoint is written", state))
     if overwrites_serving(config, placement):
         rows.append(("each host", f"serving weights, overwritten in place, {dtype}", wire))
     else:
-        rows.append(("trainer", f"published weights, {dtype}", wire // shards))
+        is_staged = config.weights.backend == "orbax"
+        what = "published weights, a version written and one waiting" if is_staged else "published weights"
+        rows.append(("trainer", f"{what}, {dtype}", (1 + is_staged) * wire // shards))
         rows.append(("each host", f"serving weights, and the next ones, {dtype}", 2 * wire // host_shards))
     page = g.page_tokens or g.length
     pages = g.slots * (g.length // page) + 1  # and the scratch page
@@ -99,7 +103,8 @@ def overwrites_serving(config: Config, placement: str) -> bool:
     """Whether publishing overwrites what is served: one host on the trainer's device, swapping at once."""
     r = config.runtime
     is_alone = r.hosts == 1 and config.trainer.mesh.devices == 1 and r.host_tensor == 1
-    return placement == "shared" and is_alone and config.on_update == "recompute"
+    is_in_memory = config.weights.backend == "memory"
+    return placement == "shared" and is_alone and is_in_memory and config.on_update == "recompute"
 
 
 def usable_cores() -> int:

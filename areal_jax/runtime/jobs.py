@@ -23,11 +23,11 @@ from areal_jax.runtime.reading import write_report
 from areal_jax.runtime.trainer import TrainBatch, Trainer
 from areal_jax.tasks.source import BUILTIN
 from areal_jax.tasks.task import Task
-from areal_jax.trainer.checkpoint import restore
+from areal_jax.trainer.checkpoint import discard_newer, restore
 from areal_jax.trainer.state import TrainState
 from areal_jax.trajectories.sqlite import Entry, SqliteQueue
 from areal_jax.types import ArealError, Group
-from areal_jax.weights.memory import wire_copy
+from areal_jax.weights.store import wire_copy
 
 JOURNAL = "journal.sqlite"
 CHANGES_NO_PAST = (
@@ -36,6 +36,8 @@ CHANGES_NO_PAST = (
     "runtime.",
     "trainer.checkpoint_every",
     "trainer.keep_checkpoints",
+    "weights.backend",
+    "weights.keep_versions",
 )
 """Keys that `resume` takes: what they say of the steps already trained stays true."""
 
@@ -148,9 +150,11 @@ def _train(
     with _view(c, stream, rows) as view, _metrics(c, folder) as metrics:
         if is_resumed:
             _name_differences(journal.header, header(c), view)
-        state = _state(parts, folder, view)
+        state, restored = _state(parts, control, folder, view)
         trained = [(batch.step + 1, batch.ordinals) for batch in batches]
-        driver = LocalRun(parts, state, control, journal, folder, view, metrics, timeline, start_s, trained)
+        driver = LocalRun(
+            parts, state, control, journal, folder, view, metrics, timeline, start_s, trained, restored
+        )
         if is_resumed:
             _redo(parts, driver.trainer, control, journal, view)
         view.note(f"{folder}: {c.run.steps} steps, {parts.devices.placement} placement")
@@ -160,12 +164,16 @@ def _train(
     return RunResult(folder, read_rows(folder), report)
 
 
-def _state(parts: Parts, folder: Path, view: View) -> TrainState:
-    """From the newest whole checkpoint, or version 0."""
+def _state(parts: Parts, control: ControlPlane, folder: Path, view: View) -> tuple[TrainState, int | None]:
+    """From the newest whole checkpoint that the journal has come to, and its version; or 0's, and None."""
+    for version in discard_newer(folder / "checkpoints", control.trained_version):
+        view.note(f"checkpoint {version} discarded: the journal ends at version {control.trained_version}")
     restored = restore(folder / "checkpoints", parts.learner.abstract_state())
     for reason in restored.refused:
         view.note(f"refused: {reason}; going back to the one before")
-    return restored.state if restored.state is not None else parts.first_state()
+    if restored.state is None:
+        return parts.first_state(), None
+    return restored.state, int(restored.state.version)
 
 
 def _redo(parts: Parts, trainer: Trainer, control: ControlPlane, journal: SqliteQueue, view: View) -> None:

@@ -37,6 +37,8 @@ from areal_jax.trainer.state import TrainState
 from areal_jax.trajectories.sqlite import Entry, SqliteQueue
 from areal_jax.types import ArealError, Group, Trajectory
 from areal_jax.weights.memory import MemoryStore
+from areal_jax.weights.orbax import OrbaxStore
+from areal_jax.weights.store import ParamStore
 
 MOST_DROPS = 50
 """Batches' worth of groups that may be dropped between two trained batches before the run gives up."""
@@ -77,8 +79,11 @@ class LocalRun:
         timeline: Timeline,
         start_s: float = 0.0,
         trained: Iterable[tuple[int, tuple[int, ...]]] = (),
+        restored: int | None = None,
     ) -> None:
-        """`trained`: (version, ordinals) of the batches before this process; `start_s`: seconds they took."""
+        """`trained`: (version, ordinals) of the batches before this process; `start_s`: seconds they took;
+        `restored`: version of the checkpoint that the state is from.
+        """
         c = parts.config
         self._parts, self._control, self._journal = parts, control, journal
         self._view, self._metrics, self._timeline = view, metrics, timeline
@@ -92,12 +97,12 @@ class LocalRun:
             else OwnDevices()
         )
         engines = [parts.engine(i) for i in range(c.runtime.hosts)]
-        self._store = MemoryStore(
-            engines[0].canary, c.weights.wire_dtype, overwrites_serving(c, parts.devices.placement)
-        )
+        self._store = self._make_store(engines[0], folder)
         self._hosts = [self._make_host(f"host-{i}", engine, turns) for i, engine in enumerate(engines)]
         self._by_name = {host.name: host for host in self._hosts}
-        self._checkpointer = Checkpointer(folder / "checkpoints", c.trainer.keep_checkpoints)
+        self._checkpointer = Checkpointer(
+            folder / "checkpoints", c.trainer.keep_checkpoints, restored, self._fails("the checkpoints")
+        )
         self.trainer = Trainer(
             parts, state, self._store, self._checkpointer, self._tell, turns, timeline.actor("trainer")
         )
@@ -138,6 +143,14 @@ class LocalRun:
             deadline_s=self._deadline_s,
         )
 
+    def _make_store(self, engine: Engine, folder: Path) -> ParamStore:
+        c = self._parts.config
+        dtype = c.weights.wire_dtype
+        if c.weights.backend == "memory":
+            return MemoryStore(engine.canary, dtype, overwrites_serving(c, self._parts.devices.placement))
+        keep, on_failure = c.weights.keep_versions, self._fails("the weights")
+        return OrbaxStore(folder / "weights", engine.canary, dtype, keep, self._deadline_s, on_failure)
+
     # --- from start to end ----------------------------------------------------------------------------------
 
     def run(self) -> None:
@@ -155,6 +168,7 @@ class LocalRun:
         """Publish the version at hand, tell that the run started or resumed, start the threads."""
         c = self._parts.config
         wire = self._store.publish(self._parts.learner.versioned(self.trainer.state))
+        self._store.wait(self._deadline_s)  # a version is told once it is whole, and no host has started
         if self._control.version < 0:
             first: list[Event] = [e.RunStarted(wire.digest, c.run.steps)]
         else:
@@ -187,6 +201,9 @@ class LocalRun:
             crashed.append(Crash("control", error))
         self._timeline.close()
         return crashed
+
+    def _fails(self, who: str) -> Callable[[BaseException], None]:
+        return lambda error: self._inbox.put(Crash(who, error))
 
     def _guarded(self, who: str, body: Callable[[], None]) -> Callable[[], None]:
         def run() -> None:
@@ -279,6 +296,7 @@ class LocalRun:
             self._drops = 0
         elif isinstance(event, e.CheckpointCommitted):
             self._journal.snapshot(self._journal.last_seq, self._control.snapshot())
+            self._checkpointer.prune(event.version)
             self._forget_trained()
         elif isinstance(event, e.SampleFailed):
             self._view.note(f"sample {event.sample.ordinal}/{event.sample.member} failed: {event.reason}")

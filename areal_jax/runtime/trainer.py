@@ -16,7 +16,7 @@ from areal_jax.trainer.checkpoint import Checkpointer
 from areal_jax.trainer.state import TrainState
 from areal_jax.trajectories.packing import pack
 from areal_jax.types import ArealError, Group, VersionedParams
-from areal_jax.weights.memory import ParamStore
+from areal_jax.weights.store import ParamStore
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Trainer:
         self._deadline_s = parts.config.runtime.deadline_s
 
     def run(self) -> None:
-        """Until told None; then the newest state is checkpointed."""
+        """Until told None; then the newest state is checkpointed, and whatever is being written ends."""
         while True:
             batch = get(
                 self.inbox,
@@ -60,6 +60,7 @@ class Trainer:
                 break
             self._take(batch)
         self._checkpoint()
+        self._store.close(self._deadline_s)
         self._checkpointer.close(self._deadline_s)
 
     def _take(self, batch: TrainBatch) -> None:

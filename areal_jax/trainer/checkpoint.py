@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from areal_jax.models.model import Params
 from areal_jax.trainer.state import TrainState
 from areal_jax.weights import staged
-from areal_jax.weights.staged import MANIFEST, OnFailure, StagedError, Writer, committed
+from areal_jax.weights.staged import MANIFEST, Detached, OnFailure, StagedError, Writer, committed
 
 __all__ = [
     "MANIFEST",
@@ -42,7 +42,7 @@ class Restored(NamedTuple):
 
 
 class Checkpointer:
-    """Writes off the caller's path: `save` starts a copy on the devices and returns; one write at a time."""
+    """Writes off the caller's path: `save` copies the state to the host and returns; one write at a time."""
 
     def __init__(
         self, folder: Path, keep: int, restored: int | None = None, on_failure: OnFailure | None = None
@@ -66,7 +66,7 @@ class Checkpointer:
         version = int(state.version)
         if version == self._last_saved:
             return
-        write = partial(self._write, version, staged.device_copy(state), on_commit)
+        write = partial(self._write, version, Detached.copy(state), on_commit)
         self._writer.submit(write, deadline_s)
         self._last_saved = version
 
@@ -90,7 +90,7 @@ class Checkpointer:
         before = [version for version in self.kept() if version < newest]
         staged.remove(self._folder, before[: max(0, len(before) - self._keep + 1)])
 
-    def _write(self, version: int, state: TrainState, on_commit: Callable[[int], None]) -> None:
+    def _write(self, version: int, state: Detached, on_commit: Callable[[int], None]) -> None:
         staged.write(self._folder, version, state)
         on_commit(version)
 

@@ -29,7 +29,7 @@ from areal_jax.trainer.state import TrainState
 from areal_jax.trainer.update import Objective, add_metrics, to_floats
 from areal_jax.types import ArealError, Batch, VersionedParams
 from areal_jax.weights.digest import digest
-from areal_jax.weights.memory import wire_copy
+from areal_jax.weights.store import wire_copy
 
 Sums = Any
 """(gradient of the minibatch so far, metric sums so far)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
+import jax
 import numpy as np
 import pytest
 
@@ -351,9 +352,10 @@ def test_gaps_are_between_calls_that_a_sample_lived_through(engine, store):
 
 
 def test_a_version_under_other_parameters_is_refused(engine, versions):
-    """The host checks the digest of what it adopts."""
+    """The host checks the digest of what comes from other devices."""
     store = MemoryStore(engine.canary)
-    store.publish(VersionedParams(0, versions(0).params, versions(1).digest))
+    elsewhere = jax.device_put(versions(0).params, jax.devices()[1])
+    store.publish(VersionedParams(0, elsewhere, versions(1).digest))
     host = make_host(engine, store, Heard())
     host.inbox.put(start(0, 1, PROMPT))
     host.take_commands()

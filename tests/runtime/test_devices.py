@@ -159,6 +159,7 @@ def test_a_shared_device_holds_18_bytes_a_parameter_and_the_kv():
     table = figures("shared", *settings)
     n, c = model().parameter_count, model().config
     kv = table.pop("each host: KV pages")
+    assert table.pop("the host's memory: all but the gradient") == 12 * n
     assert sum(table.values()) == 18 * n
     assert kv == 2 * c.layers * (4 + 1) * 64 * c.kv_heads * c.head_dim * 4
     assert table["each host: serving weights"] == 2 * n
@@ -174,6 +175,16 @@ def test_other_placements_hold_the_published_copy_and_two_served_ones():
         table = figures(placement, *settings)
         assert table["trainer: published weights"] == 4 * n
         assert table["each host: serving weights"] == 8 * n
+
+
+def test_staged_weights_hold_one_version_being_written_and_one_waiting():
+    n = model().parameter_count
+    for placement in ("split", "shared"):
+        table = figures(placement, "weights.backend=orbax", "weights.wire_dtype=bfloat16")
+        assert table["trainer: published weights"] == 2 * 2 * n
+        assert table["each host: serving weights"] == 2 * 2 * n
+    assert not overwrites_serving(config("weights.backend=orbax"), "shared")
+    assert overwrites_serving(config(), "shared")
 
 
 def test_shards_pages_and_a_reference_policy_are_counted():

@@ -13,14 +13,23 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from areal_jax.config import AlgorithmConfig
 from areal_jax.models.model import Model
 from areal_jax.parallel.mesh import make_mesh
 from areal_jax.presets import preset_settings
-from areal_jax.trainer.checkpoint import MANIFEST, Checkpointer, CheckpointError, restore
+from areal_jax.trainer.checkpoint import (
+    MANIFEST,
+    Checkpointer,
+    discard_newer,
+    restore,
+    restore_params,
+)
 from areal_jax.trainer.learner import Learner
 from areal_jax.trainer.state import TrainState
+from areal_jax.weights.staged import StagedError, render
 from tests.trainer.conftest import LENGTH, same_bits
 
 DEADLINE_S = 60.0
@@ -78,10 +87,13 @@ def folder(saved: Path, tmp_path: Path) -> Path:
 
 
 def save(folder: Path, *states: TrainState, keep: int = 2) -> list[int]:
+    """As a run does: pruned once each commit is heard of."""
     told: list[int] = []
     checkpointer = Checkpointer(folder, keep)
     for state in states:
         checkpointer.save(state, told.append, DEADLINE_S)
+        checkpointer.wait(DEADLINE_S)
+        checkpointer.prune(int(state.version))
     checkpointer.close(DEADLINE_S)
     return told
 
@@ -150,35 +162,68 @@ def test_nothing_to_restore(adamw: Learner, tmp_path: Path):
 # --- damaged ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["largest", "smallest"])
+@pytest.mark.parametrize(
+    "name, reason",
+    [
+        ("params.embedding/0.0", "leaf params.embedding has digest"),
+        ("params.norm/.zarray", "file params.norm/.zarray: bytes and checksum"),
+    ],
+)
 def test_a_flipped_byte_sends_back_to_the_checkpoint_before(
-    folder: Path, adamw: Learner, state_of: Callable[[int], TrainState], name: str
+    folder: Path, adamw: Learner, state_of: Callable[[int], TrainState], name: str, reason: str
 ):
-    file = data_files(folder / "7")[0 if name == "largest" else -1]
+    """Of a chunk the leaf is named, of a file that Orbax parses the file."""
+    file = folder / "7" / "state" / name
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 0x10
     file.write_bytes(data)
-    reason = assert_falls_back(folder, adamw.abstract_state(), state_of(3))
-    assert f"file {file.relative_to(folder / '7' / 'state')}: digest" in reason
+    assert reason in assert_falls_back(folder, adamw.abstract_state(), state_of(3))
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "gone"])
-def test_no_damage_to_any_file_goes_unseen(folder: Path, adamw: Learner, damage: str):
-    """Every file, at several places, the first and the last byte among them."""
-    shutil.rmtree(folder / "3")
-    like = adamw.abstract_state()
-    for file in data_files(folder / "7"):
-        data = file.read_bytes()
-        for place in {0, len(data) // 3, len(data) - 1} - {-1}:
-            flipped = bytes([data[place] ^ 1])
-            file.write_bytes(data[:place] + (flipped + data[place + 1 :] if damage == "flip" else b""))
-            if damage == "gone":
-                file.unlink()
-            restored = restore(folder, like)
-            assert restored.state is None
-            assert str(file.relative_to(folder / "7" / "state")) in restored.refused[0]
+@pytest.fixture(scope="module")
+def lone(state_of: Callable[[int], TrainState], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Version 7 alone, to damage and to mend."""
+    folder = tmp_path_factory.mktemp("lone")
+    save(folder, state_of(7))
+    return folder
+
+
+@given(
+    which=st.integers(0, 10**6),
+    at=st.floats(0, 1, exclude_max=True),
+    damage=st.sampled_from(["cut", *"01234567"]),
+)
+@example(which=-1, at=0.0, damage="0")
+@settings(max_examples=80)
+def test_no_damage_to_any_file_goes_unseen(lone: Path, adamw: Learner, which: int, at: float, damage: str):
+    """Cut at any byte, or with any bit flipped: any file, the manifest among them."""
+    files = sorted(path for path in (lone / "7").rglob("*") if path.is_file() and path.stat().st_size)
+    file = lone / "7" / MANIFEST if which < 0 else files[which % len(files)]
+    data = file.read_bytes()
+    place = int(at * len(data))
+    flipped = bytes([data[place] ^ 1 << int(damage)]) + data[place + 1 :] if damage != "cut" else b""
+    file.write_bytes(data[:place] + flipped)
+    try:
+        restored = restore(lone, adamw.abstract_state())
+    finally:
         file.write_bytes(data)
-    assert restore(folder, like).refused == ()
+    assert restored.state is None
+    assert str(lone / "7") in restored.refused[0]
+
+
+@pytest.mark.parametrize(
+    "name", [MANIFEST, "state/_METADATA", "state/params.norm/0", "state/version/.zarray"]
+)
+def test_a_file_that_is_gone_is_named(
+    folder: Path, adamw: Learner, state_of: Callable[[int], TrainState], name: str
+):
+    (folder / "7" / name).unlink()
+    if name == MANIFEST:  # then it was never committed
+        restored = restore(folder, adamw.abstract_state())
+        assert restored.refused == () and same_bits(restored.state, state_of(3))
+        return
+    reason = assert_falls_back(folder, adamw.abstract_state(), state_of(3))
+    assert f"file {name.removeprefix('state/')}: missing" in reason
 
 
 def test_another_state_than_the_configs_is_refused(saved: Path, adamw: Learner):
@@ -187,16 +232,7 @@ def test_another_state_than_the_configs_is_refused(saved: Path, adamw: Learner):
     restored = restore(saved, like.replace(params={"renamed": like.params["norm"]}))
     assert restored.state is None
     assert len(restored.refused) == 2
-    assert all("another state than this config" in reason for reason in restored.refused)
-
-
-def test_without_a_manifest_it_was_never_committed(
-    folder: Path, adamw: Learner, state_of: Callable[[int], TrainState]
-):
-    (folder / "7" / MANIFEST).unlink()
-    restored = restore(folder, adamw.abstract_state())
-    assert restored.refused == ()
-    assert same_bits(restored.state, state_of(3))
+    assert all("holds another tree than is asked for: leaf params." in reason for reason in restored.refused)
 
 
 @pytest.mark.parametrize(
@@ -216,8 +252,21 @@ def test_a_manifest_of_other_bits_is_refused_by_leaf(
     manifest = json.loads(path.read_text())
     assert len(manifest["leaves"]) == len(jax.tree.leaves(adamw.abstract_state()))
     manifest["leaves"]["params.norm"] = "float32[16]:00000000"
-    path.write_text(json.dumps(manifest))
+    path.write_bytes(render(manifest))
     assert "leaf params.norm has digest" in assert_falls_back(folder, adamw.abstract_state(), state_of(3))
+
+
+def test_a_checkpoint_of_another_version_under_this_name_is_refused(
+    folder: Path, adamw: Learner, state_of: Callable[[int], TrainState]
+):
+    shutil.rmtree(folder / "7")
+    shutil.copytree(folder / "3", folder / "7")
+    assert "holds version 3" in assert_falls_back(folder, adamw.abstract_state(), state_of(3))
+
+
+def test_the_parameters_alone_can_be_read(saved: Path, adamw: Learner, state_of: Callable[[int], TrainState]):
+    params = restore_params(saved / "7", adamw.abstract_state().params)
+    assert same_bits(params, state_of(7).params)
 
 
 def test_all_damaged_means_none(folder: Path, adamw: Learner):
@@ -268,17 +317,50 @@ def test_after_a_refusal_no_good_checkpoint_is_pruned_for_it(
     assert restore(folder, adamw.abstract_state()).refused == ()
 
 
+def test_what_the_journal_never_heard_of_is_discarded(
+    folder: Path, adamw: Learner, state_of: Callable[[int], TrainState]
+):
+    """Killed after the checkpoint's commit and before its last batch was journaled."""
+    assert discard_newer(folder, 7) == []
+    assert discard_newer(folder, 6) == [7]
+    restored = restore(folder, adamw.abstract_state())
+    assert restored.refused == () and same_bits(restored.state, state_of(3))
+    assert sorted(path.name for path in folder.iterdir()) == ["3"]
+
+
+def test_nothing_goes_before_the_journal_has_heard(state_of: Callable[[int], TrainState], tmp_path: Path):
+    checkpointer = Checkpointer(tmp_path, keep=1)
+    for version in (1, 2):
+        checkpointer.save(state_of(version), lambda version: None, DEADLINE_S)
+        checkpointer.wait(DEADLINE_S)
+    assert checkpointer.kept() == [1, 2]
+    checkpointer.prune(2)
+    assert checkpointer.kept() == [2]
+    checkpointer.close(DEADLINE_S)
+
+
+def test_the_version_restored_is_not_written_again(folder: Path, state_of: Callable[[int], TrainState]):
+    told: list[int] = []
+    before = (folder / "7" / MANIFEST).stat().st_ino
+    checkpointer = Checkpointer(folder, 2, restored=7)
+    checkpointer.save(state_of(7), told.append, DEADLINE_S)
+    checkpointer.close(DEADLINE_S)
+    assert told == [] and (folder / "7" / MANIFEST).stat().st_ino == before
+
+
 def test_a_writer_that_cannot_write_is_heard(state_of: Callable[[int], TrainState], tmp_path: Path):
-    checkpointer = Checkpointer(tmp_path / "gone", 2)
+    heard: list[BaseException] = []
+    checkpointer = Checkpointer(tmp_path / "gone", 2, on_failure=heard.append)
     (tmp_path / "gone").rmdir()
     checkpointer.save(state_of(1), lambda version: None, DEADLINE_S)
-    with pytest.raises(OSError, match="gone"):
+    with pytest.raises(StagedError, match=r"gone.1 could not be written: .*No such file"):
         checkpointer.wait(DEADLINE_S)
+    assert [type(error) for error in heard] == [StagedError]
 
 
 def test_a_write_that_takes_too_long_is_an_error(state_of: Callable[[int], TrainState], tmp_path: Path):
     checkpointer = Checkpointer(tmp_path, 2)
     checkpointer.save(state_of(1), lambda version: None, DEADLINE_S)
-    with pytest.raises(CheckpointError, match="took longer than 0 s"):
+    with pytest.raises(StagedError, match="took longer than 0 s"):
         checkpointer.wait(0.0)
     checkpointer.close(DEADLINE_S)
