@@ -207,8 +207,13 @@ CHEATS = {
 }
 
 
-@pytest.mark.parametrize("tests", [STDIN, CALLS, ASSERTS], ids=["stdin", "calls", "asserts"])
-@pytest.mark.parametrize("cheat", CHEATS)
+@pytest.mark.parametrize(
+    ("cheat", "tests"),
+    [
+        *((cheat, tests) for cheat in CHEATS for tests in (CALLS, ASSERTS)),
+        *((cheat, STDIN) for cheat in ("exits", "claims", "writes verdicts everywhere", "is a daemon")),
+    ],
+)
 def test_no_cheat_earns_anything_or_fails_the_group(task: Code, tests: dict, cheat: str):
     reward = score(task, tests, CHEATS[cheat])
     assert reward.value == 0.0
