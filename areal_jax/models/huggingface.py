@@ -98,7 +98,8 @@ class Pretrained:
             cut += [slice(None), *(slice(wanted[letter].start, wanted[letter].stop) for letter in inner)]
         piece = self.stored[name].read(*index).reshape(shape)[tuple(cut)]
         letters = tensor.theirs.replace("*", " ").split()
-        return piece.transpose([letters.index(letter) for letter in tensor.ours.split()]).astype(np.float32)
+        piece = piece.transpose([letters.index(letter) for letter in tensor.ours.split()])
+        return piece.astype(np.float32, copy=False)
 
     def _check_tie(self) -> None:
         """transformers would let a head go that differs from the embedding; here it is a broken folder."""
