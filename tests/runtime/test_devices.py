@@ -242,7 +242,7 @@ def test_diagnose_names_versions_and_devices():
 
 
 def test_diagnose_says_what_code_tasks_lack(monkeypatch):
-    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("PATH", "nowhere")
     assert "install bubblewrap" in diagnose()["code_sandbox"]
 
 
