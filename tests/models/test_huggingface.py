@@ -22,6 +22,7 @@ from areal_jax.models.attention import PackedAttention
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.huggingface import export_folder, open_folder
 from areal_jax.models.model import Model
+from areal_jax.models.safetensors_folder import staged
 from areal_jax.parallel.mesh import make_mesh, param_shardings
 from areal_jax.types import ArealError
 from tests.models.golden import GOLDEN, NAMES, SEGMENTS, copy_of, expected, greedy, model_of
@@ -176,6 +177,22 @@ def test_an_export_that_fails_leaves_nothing_behind(tmp_path: Path):
     with pytest.raises(ArealError, match=r"model\.norm\.weight holds values beyond float16; write bfloat16"):
         export_folder(tmp_path / "out", model.config, large, "float16")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_second_to_write_a_folder_leaves_the_first_ones(tmp_path: Path):
+    with pytest.raises(ArealError, match="out exists already"), staged(tmp_path / "out") as stage:
+        (stage / "mine").touch()
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "theirs").touch()
+    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["out", "out/theirs"]
+
+
+def test_an_export_is_as_readable_as_other_files(tmp_path: Path):
+    model, params = loaded("llama-tied")
+    export_folder(tmp_path / "out", model.config, params)
+    (tmp_path / "other").touch()
+    modes = {path.stat().st_mode for path in (tmp_path / "out").iterdir()}
+    assert modes == {(tmp_path / "other").stat().st_mode}
 
 
 def test_exports_that_cannot_be_are_refused(tmp_path: Path):
