@@ -111,7 +111,9 @@ class LocalRun:
             c.runtime.reward_workers,
             c.runtime.reward_timeout_s,
         )
-        self._rows = RowMaker(timeline, self._hosts, start_s)
+        self._rows = RowMaker(
+            timeline, self._hosts, start_s, tuple(parts.tasks), lambda o: parts.prompts.place(o)[0]
+        )
         self._members: dict[tuple[int, int], dict[int, Trajectory]] = {}
         self._groups: dict[int, Group] = {}
         self._trained = deque(trained)
