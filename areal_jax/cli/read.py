@@ -44,22 +44,15 @@ def inspect(
     sample: Annotated[str, typer.Argument(help="ORDINAL/MEMBER, such as 12/3.")],
     json: AsJson = False,
 ) -> None:
-    """One sample: prompt, completion coloured by version, log-probs, reward."""
+    """One sample: prompt, completion by version and by log-prob, reward and how it was judged."""
     from areal_jax.observe.sample import print_sample
     from areal_jax.runtime.reading import view_sample
 
     view = view_sample(folder, sample)
-    if not json:
+    if json:
+        print_json(view.to_json())
+    else:
         print_sample(view, sys.stdout)
-        return
-    pieces = [piece._asdict() for piece in view.pieces]
-    named = {
-        "sample": view.sample_id,
-        "prompt": view.prompt,
-        "reward": view.reward,
-        "parts": dict(view.parts),
-    }
-    print_json({**named, "stop_reason": view.stop_reason, "tokens": pieces})
 
 
 @plain_errors

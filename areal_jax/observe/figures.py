@@ -15,16 +15,16 @@ Rows = Sequence[Mapping[str, Any]]
 def reward_curve(rows: Rows) -> Figure | None:
     if not rows:
         return None
-    step, reward = _column(rows, "step"), _column(rows, "reward_mean")
+    step, reward = column(rows, "step"), column(rows, "reward_mean")
 
     def draw(figure: Any) -> None:
         top, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
-        spread = _column(rows, "reward_std")
+        spread = column(rows, "reward_std")
         top.fill_between(step, reward - spread, reward + spread, color=SERIES[0], alpha=0.12, linewidth=0)
         top.plot(step, reward, color=SERIES[0], alpha=0.35, linewidth=0.8)
-        top.plot(step, _smooth(reward), color=SERIES[0])
+        top.plot(step, smooth(reward), color=SERIES[0])
         top.set_title("mean reward, its running mean, ± standard deviation")
-        below.plot(step, _smooth(_column(rows, "signal_share")), color=SERIES[1])
+        below.plot(step, smooth(column(rows, "signal_share")), color=SERIES[1])
         below.set_ylim(0, 1.05)
         below.set_title("share of groups with a signal (rewards that differ)")
         below.set_xlabel("step")
@@ -84,7 +84,7 @@ def lengths(values: Sequence[int]) -> Figure | None:
 def throughput(rows: Rows) -> Figure | None:
     if not rows:
         return None
-    generated, trained = (_column(rows, f"{side}_tokens_per_s") for side in ("generate", "train"))
+    generated, trained = (column(rows, f"{side}_tokens_per_s") for side in ("generate", "train"))
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
@@ -92,13 +92,13 @@ def throughput(rows: Rows) -> Figure | None:
             (generated, "generated", SERIES[0]),
             (trained, "trained", SERIES[1]),
         ):
-            axes.plot(_column(rows, "step"), _smooth(values), color=colour, label=label)
+            axes.plot(column(rows, "step"), smooth(values), color=colour, label=label)
         axes.set_ylim(bottom=0)
         axes.set_xlabel("step")
         axes.set_ylabel("tokens per second")
         legend_above(axes)
 
-    alt = f"Tokens per second, median: {_median(generated):,.0f} generated, {_median(trained):,.0f} trained."
+    alt = f"Tokens per second, median: {median(generated):,.0f} generated, {median(trained):,.0f} trained."
     return Figure("Throughput", draw_svg("throughput", draw, (5.2, 2.9), alt), alt)
 
 
@@ -106,12 +106,12 @@ def logp_gap(rows: Rows) -> Figure | None:
     """How far the log-probs recorded at sampling and recomputed by the trainer differ."""
     if not rows:
         return None
-    mean, top = np.abs(_column(rows, "logp_gap_mean")), np.abs(_column(rows, "logp_gap_max"))
+    mean, top = np.abs(column(rows, "logp_gap_mean")), np.abs(column(rows, "logp_gap_max"))
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
         for values, label, colour in ((top, "largest", SERIES[1]), (mean, "mean", SERIES[0])):
-            axes.plot(_column(rows, "step"), np.where(values > 0, values, np.nan), color=colour, label=label)
+            axes.plot(column(rows, "step"), np.where(values > 0, values, np.nan), color=colour, label=label)
         if np.nanmax(top, initial=0.0) > 0:
             axes.set_yscale("log")
         axes.set_xlabel("step")
@@ -120,18 +120,18 @@ def logp_gap(rows: Rows) -> Figure | None:
 
     alt = (
         "Log-probs at sampling against those of the trainer: "
-        f"mean difference {_median(mean):.2g}, largest {np.nanmax(top, initial=0.0):.2g} nats."
+        f"mean difference {median(mean):.2g}, largest {np.nanmax(top, initial=0.0):.2g} nats."
     )
     return Figure("Log-prob gap", draw_svg("gap", draw, (5.2, 2.9), alt), alt)
 
 
-def _column(rows: Rows, name: str) -> np.ndarray:
+def column(rows: Rows, name: str) -> np.ndarray:
     """A field of every row; nan where a row has null or lacks it."""
     values = [row.get(name) for row in rows]
     return np.array([np.nan if value is None else float(value) for value in values])
 
 
-def _smooth(values: np.ndarray) -> np.ndarray:
+def smooth(values: np.ndarray) -> np.ndarray:
     """Running mean over a twentieth of the run, of what is finite."""
     width = max(len(values) // 20, 1)
     kernel = np.ones(width)
@@ -152,6 +152,6 @@ def _mean(values: np.ndarray) -> float:
     return float(finite.mean()) if finite.size else float("nan")
 
 
-def _median(values: np.ndarray) -> float:
+def median(values: np.ndarray) -> float:
     finite = values[np.isfinite(values)]
     return float(np.median(finite)) if finite.size else float("nan")

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
-from areal_jax.observe import figures, lanes
+from areal_jax.observe import curves, figures, lanes
 from areal_jax.observe.live import clock
-from areal_jax.observe.sample import SampleView, version_name
+from areal_jax.observe.report_samples import sample_groups
+from areal_jax.observe.sample import SampleView
 from areal_jax.observe.svg import Figure
 from areal_jax.observe.waits import Interval, is_idle
-from areal_jax.types import NOT_SAMPLED
 
-TINTS = 7
-"""Background tints of report.css that versions take in turn."""
+
+class FailedReward(NamedTuple):
+    """A group that could not be scored."""
+
+    ordinal: int
+    task: str
+    outcome: str
+    message: str
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,14 @@ class ReportData:
     """Age in versions -> trained samples whose first token has that age."""
     lengths: Sequence[int] = ()
     """Completion tokens of the trained samples."""
-    samples: Sequence[SampleView] = ()
+    samples: Sequence[tuple[str, Sequence[SampleView]]] = ()
+    """Samples under the title that they are shown for."""
+    samples_missing: str = ""
+    """Why there are none that could be shown."""
+    evals: Sequence[Mapping[str, Any]] = ()
+    """Lines of evals.jsonl."""
+    failures: Sequence[FailedReward] = ()
+    """Of the failed rewards those to list, newest first."""
 
 
 def render(data: ReportData) -> str:
@@ -45,10 +57,11 @@ def render(data: ReportData) -> str:
     body = "\n".join(
         [
             f"<header><h1>{escape(data.title)}</h1>{_tiles(data)}</header>",
-            _section("Learning", _figures([figures.reward_curve(data.rows)])),
+            _section("Learning", _learning(data)),
+            _section("Answers", _figures([curves.length_curve(data.rows), figures.lengths(data.lengths)])),
+            _section("Samples", sample_groups(data.samples) or _note(data.samples_missing)),
+            _section("Failed rewards", _failures(data)),
             _section("Asynchrony", _asynchrony(data)),
-            _section("Sampling", _figures([figures.lengths(data.lengths), figures.logp_gap(data.rows)])),
-            _section("Samples", "".join(map(_sample, data.samples))),
             _section("Reproduce", _reproduce(data)),
         ]
     )
@@ -88,8 +101,14 @@ def _tiles(data: ReportData) -> str:
         ("trainer waits", f"{mean_share(rows, 'trainer_wait_share'):.0%}", "of its time"),
         ("generator idle", f"{mean_share(rows, 'generator_idle_share'):.0%}", "of its time"),
         ("interruptions", f"{_total(rows, 'interruptions'):,}", "samples went on under newer weights"),
-        ("dropped", f"{sum(drops.values()):,}", ", ".join(f"{name} {n}" for name, n in drops.items())),
+        (
+            "dropped",
+            f"{sum(drops.values()):,}",
+            ", ".join(f"{name.replace('_', ' ')} {n}" for name, n in drops.items()),
+        ),
     ]
+    if failed := _total(rows, "failed_rewards"):
+        tiles.append(("failed rewards", f"{failed:,}", "groups that could not be scored"))
     return '<dl class="tiles">' + "".join(map(_tile, tiles)) + "</dl>"
 
 
@@ -110,8 +129,7 @@ def drops_by_reason(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Groups dropped in the whole run; `dropped` counts those of a row that names no reasons."""
     counts: dict[str, int] = {}
     for row in rows:
-        dropped = row["dropped"]
-        by_reason = dropped if isinstance(dropped, Mapping) else {"dropped": dropped}
+        by_reason = row.get("dropped_by_reason") or {"dropped": row["dropped"]}
         for reason, count in by_reason.items():
             if count:
                 counts[reason] = counts.get(reason, 0) + int(count)
@@ -136,6 +154,10 @@ def _section(title: str, content: str) -> str:
     return f"<section><h2>{title}</h2>{content}</section>" if content else ""
 
 
+def _note(text: str) -> str:
+    return f'<p class="note">{escape(text)}</p>' if text else ""
+
+
 def _figures(drawn: Sequence[Figure | None]) -> str:
     shown = [figure for figure in drawn if figure is not None]
     blocks = (
@@ -145,11 +167,49 @@ def _figures(drawn: Sequence[Figure | None]) -> str:
     return f'<div class="figures">{"".join(blocks)}</div>' if shown else ""
 
 
+def _learning(data: ReportData) -> str:
+    wide = [figures.reward_curve(data.rows), curves.eval_curve(data.evals)]
+    by_task = [curves.task_curve(data.rows, field, title) for field, title in curves.BY_TASK.items()]
+    return "".join(_figures([figure]) for figure in wide) + _figures(by_task)
+
+
+def _failures(data: ReportData) -> str:
+    """How many over time, and what was said: equal messages once, the newest first."""
+    alike: dict[tuple[str, str, str], list[int]] = {}
+    for ordinal, task, outcome, message in data.failures:
+        alike.setdefault((task, outcome, message), []).append(ordinal)
+    if not alike:
+        return ""
+    lines = (
+        f"<tr><td>{escape(task)}</td><td>{_words(outcome)}</td><td>{_few(ordinals)}</td>"
+        f"<td class=message>{escape(message)}</td></tr>"
+        for (task, outcome, message), ordinals in alike.items()
+    )
+    head = "<tr><th>task</th><th>outcome</th><th>prompts</th><th>what it said</th></tr>"
+    table = f'<table class="failures"><thead>{head}</thead><tbody>{"".join(lines)}</tbody></table>'
+    return f"{_figures([curves.failure_curve(data.rows)])}<article>{table}</article>"
+
+
+def _few(ordinals: Sequence[int]) -> str:
+    """The first of them, each once, and how many more there are."""
+    each = list(dict.fromkeys(ordinals))
+    more = f" and {len(each) - 3} more" if len(each) > 3 else ""
+    return ", ".join(map(str, each[:3])) + more
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
 def _asynchrony(data: ReportData) -> str:
     wide = [lanes.timeline(data.intervals), lanes.timeline_zoom(data.intervals)]
-    pair = [figures.ages(data.token_ages, data.head_ages), figures.throughput(data.rows)]
+    rest = [
+        figures.ages(data.token_ages, data.head_ages),
+        figures.throughput(data.rows),
+        figures.logp_gap(data.rows),
+    ]
     stacked = "".join(_figures([figure]) for figure in wide)
-    return stacked + _waits_table(data.intervals) + _figures(pair)
+    return stacked + _waits_table(data.intervals) + _figures(rest)
 
 
 def _waits_table(intervals: Sequence[Interval]) -> str:
@@ -170,35 +230,6 @@ def _waits_table(intervals: Sequence[Interval]) -> str:
         "<details><summary>Every activity in figures</summary>"
         f"<table><thead>{head}</thead><tbody>{''.join(lines)}</tbody></table></details>"
     )
-
-
-def _sample(view: SampleView) -> str:
-    legend = " ".join(
-        f'<span class="{_tint(version)}">{version_name(version)}: {end - start} tokens</span>'
-        for version, start, end in view.spans
-    )
-    return (
-        f"<article><h3>sample {escape(view.sample_id)}</h3><p class=note>{escape(view.headline)}</p>"
-        f'<p class="prompt">{escape(view.prompt)}</p>'
-        f'<p class="completion">{"".join(map(_token, view.pieces))}</p>'
-        f'<p class="legend">{legend}</p></article>'
-    )
-
-
-def _token(piece: Any) -> str:
-    """A token in its version's tint; the less likely it was, the stronger its underline."""
-    text = escape(piece.text).replace("\n", "↵\n")
-    if piece.version == NOT_SAMPLED:
-        return f'<span class="given" title="not sampled">{text}</span>'
-    chance = math.exp(min(piece.logp, 0.0))
-    title = f"version {piece.version}, log-prob {piece.logp:.3f}, p {chance:.3g}"
-    return (
-        f'<span class="{_tint(piece.version)}" style="--rare:{1 - chance:.2f}" title="{title}">{text}</span>'
-    )
-
-
-def _tint(version: int) -> str:
-    return "given" if version == NOT_SAMPLED else f"v v{version % TINTS}"
 
 
 def _reproduce(data: ReportData) -> str:

@@ -1,9 +1,9 @@
-"""One sample as a person reads it: its text, token by token, coloured by the version that sampled it."""
+"""One sample as a person reads it: its text, token by token, coloured by version and shaded by log-prob."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple, TextIO
@@ -15,6 +15,14 @@ COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")
 
 RARE, VERY_RARE = math.log(0.1), math.log(0.01)
 """Log-probs below which a token counts as unlikely."""
+
+SHADES = (
+    (0.5, ""),
+    (0.1, "black on bright_yellow"),
+    (0.01, "black on bright_red"),
+    (0.0, "bold white on red"),
+)
+"""(least probability, style) of a token read by its log-prob, in colours that every terminal has."""
 
 
 class Piece(NamedTuple):
@@ -35,6 +43,14 @@ class SampleView:
     reward: float | None
     parts: Mapping[str, float] = field(default_factory=dict)
     stop_reason: str = ""
+    task: str = ""
+    note: str = ""
+    """How it was judged: what was compared with what."""
+    truncated: bool = False
+    interruptions: int = 0
+    """How often it went on under newer weights."""
+    completion: str = ""
+    """Its text, special tokens dropped; the pieces mark them."""
 
     @property
     def spans(self) -> list[VersionSpan]:
@@ -57,16 +73,78 @@ class SampleView:
             f"{len(sampled)} tokens",
             f"log-prob {sum(piece.logp for piece in sampled):.2f}",
         ]
-        return " · ".join([*words, f"stopped by {self.stop_reason}"] if self.stop_reason else words)
+        if self.stop_reason:
+            words.append(
+                "cut off by its length limit" if self.truncated else f"stopped by {self.stop_reason}"
+            )
+        if self.interruptions:
+            words.append(
+                f"interrupted {'once' if self.interruptions == 1 else f'{self.interruptions} times'}"
+            )
+        return " · ".join(words)
+
+    @property
+    def title(self) -> str:
+        return f"sample {self.sample_id}" + (f" of {self.task}" if self.task else "")
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        return {
+            "sample": self.sample_id,
+            "task": self.task,
+            "prompt": self.prompt,
+            "completion": self.completion,
+            "reward": self.reward,
+            "parts": dict(self.parts),
+            "reward_note": self.note,
+            "stop_reason": self.stop_reason,
+            "truncated": self.truncated,
+            "interruptions": self.interruptions,
+            "versions": [span._asdict() for span in self.spans],
+            "tokens": [piece._asdict() for piece in self.pieces],
+        }
 
 
 def version_name(version: PolicyVersion) -> str:
     return "given" if version == NOT_SAMPLED else f"v{version}"
 
 
-def render_sample(view: SampleView) -> Any:
-    """A rich renderable; unlikely tokens are underlined (p < 0.1) and bold as well (p < 0.01)."""
+def render_sample(view: SampleView, is_coloured: bool = True) -> Any:
+    """A rich renderable. In colour the completion is shown twice: by version and by log-prob.
+
+    By version, unlikely tokens are underlined (p < 0.1) and bold as well (p < 0.01).
+    """
     from rich.console import Group
+    from rich.text import Text
+
+    lines = [Text(view.title, style="bold"), Text(view.headline)]
+    if view.note:
+        lines.append(Text(f"judged: {view.note}"))
+    lines.append(Text(view.prompt, style="dim"))
+    lines += [_text(view, _version_style), _version_legend(view)]
+    if is_coloured:
+        lines += [Text(), _text(view, _logp_style), _logp_legend()]
+    return Group(*lines)
+
+
+def print_sample(view: SampleView, stream: TextIO) -> None:
+    """To a terminal in colour, to anything else as plain text."""
+    from rich.console import Console
+
+    console = Console(file=stream, highlight=False)
+    console.print(render_sample(view, console.is_terminal), soft_wrap=True)
+
+
+def _text(view: SampleView, style_of: Callable[[Piece], str]) -> Any:
+    from rich.text import Text
+
+    text = Text()
+    for piece in view.pieces:
+        text.append(_visible(piece.text), style=style_of(piece))
+    return text
+
+
+def _version_legend(view: SampleView) -> Any:
     from rich.text import Text
 
     legend = Text("versions  ", style="dim")
@@ -74,23 +152,17 @@ def render_sample(view: SampleView) -> Any:
         legend.append(f"{version_name(span.version)} [{span.start}:{span.end}]", style=_colour(span.version))
         legend.append("  ")
     legend.append("underlined: p < 0.1, bold: p < 0.01", style="dim")
-    completion = Text()
-    for piece in view.pieces:
-        completion.append(_visible(piece.text), style=_style(piece))
-    return Group(
-        Text(f"sample {view.sample_id}", style="bold"),
-        Text(view.headline),
-        Text(view.prompt, style="dim"),
-        completion,
-        legend,
-    )
+    return legend
 
 
-def print_sample(view: SampleView, stream: TextIO) -> None:
-    """To a terminal in colour, to anything else as plain text."""
-    from rich.console import Console
+def _logp_legend() -> Any:
+    from rich.text import Text
 
-    Console(file=stream, highlight=False).print(render_sample(view), soft_wrap=True)
+    legend = Text("probabilities  ", style="dim")
+    for least, style in SHADES:
+        legend.append(f" ≥ {least:g} " if least else " less ", style=style)
+        legend.append(" ")
+    return legend
 
 
 def _visible(text: str) -> str:
@@ -102,8 +174,15 @@ def _colour(version: PolicyVersion) -> str:
     return "dim" if version == NOT_SAMPLED else COLOURS[version % len(COLOURS)]
 
 
-def _style(piece: Piece) -> str:
+def _version_style(piece: Piece) -> str:
     colour = _colour(piece.version)
     if piece.version == NOT_SAMPLED or piece.logp >= RARE:
         return colour
     return f"underline {colour}" if piece.logp >= VERY_RARE else f"bold underline {colour}"
+
+
+def _logp_style(piece: Piece) -> str:
+    if piece.version == NOT_SAMPLED:
+        return "dim"
+    chance = math.exp(min(piece.logp, 0.0))
+    return next(style for least, style in SHADES if chance >= least)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,25 +23,26 @@ ATTEMPTS = 20
 
 class Committed(NamedTuple):
     value: VersionedParams
-    """In the dtype of the wire where it lay in `weights/`, in float32 where it is a checkpoint's."""
+    """In `dtype` where it lay in `weights/`, in float32 where it is a checkpoint's."""
     refused: tuple[str, ...]
     """Newer versions that could not be used, and why."""
 
 
-def committed_params(folder: Path, config: Config, model: Model, shardings: Any) -> Committed:
+def committed_params(
+    folder: Path, config: Config, model: Model, shardings: Any, dtype: str = "float32"
+) -> Committed:
     """The newest whole version, its parameters laid out by a tree of shardings.
 
-    Taken from `weights/` where the run publishes there, or from `checkpoints/`, whichever is newer. Nothing
-    is written, no lock taken: a version pruned while it is read gives way to the next newest. Raises
-    ArealError for a run without any.
+    Taken from `weights/` where the run publishes there in `dtype`, or from `checkpoints/`, whichever is
+    newer; `config` is the run's own. Nothing is written, no lock taken: a version pruned while it is read
+    gives way to the next newest. Raises ArealError for a run without any.
     """
-    like = {
-        CHECKPOINTS: _like(model, shardings, "float32"),
-        WEIGHTS: _like(model, shardings, config.weights.wire_dtype),
-    }
+    like = {CHECKPOINTS: _like(model, shardings, "float32")}
+    if config.weights.wire_dtype == dtype:
+        like[WEIGHTS] = _like(model, shardings, dtype)
     refused: dict[Path, str] = {}
     for _ in range(ATTEMPTS):
-        left = [path for path in _newest_first(folder) if path not in refused]
+        left = [path for path in _newest_first(folder, like) if path not in refused]
         if not left:
             break
         path, kind = left[0], left[0].parent.name
@@ -61,9 +63,9 @@ def committed_params(folder: Path, config: Config, model: Model, shardings: Any)
     )
 
 
-def _newest_first(folder: Path) -> list[Path]:
+def _newest_first(folder: Path, kinds: Iterable[str]) -> list[Path]:
     """Folders of committed versions; of one version the published one before the checkpoint."""
-    found = [(version, kind) for kind in (CHECKPOINTS, WEIGHTS) for version in committed(folder / kind)]
+    found = [(version, kind) for kind in kinds for version in committed(folder / kind)]
     return [folder / kind / str(version) for version, kind in sorted(found, reverse=True)]
 
 

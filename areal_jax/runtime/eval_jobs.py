@@ -26,7 +26,7 @@ from areal_jax.runtime.devices import use_virtual_cpus
 from areal_jax.runtime.eval_result import RIGHT, EvalResult, task_figures
 from areal_jax.runtime.evaluation import EvalSettings, Progress, evaluate
 from areal_jax.runtime.jobs import JOURNAL, use_compilation_cache
-from areal_jax.runtime.sources import Source, open_source
+from areal_jax.runtime.sources import RANDOM, Source, open_source
 from areal_jax.tasks.source import BUILTIN, WeightedTask, load_tasks
 from areal_jax.tasks.task import Task
 from areal_jax.trajectories.lock import holder
@@ -94,11 +94,11 @@ def _eval_run(
     settings = _settings(config, limit, samples)
     tasks, splits = _held_out(config.tasks)
     use_compilation_cache()
-    own = config.model.source == "random" and config.model.tokenizer == "auto"
-    source = open_source(config, load_tasks(trained.tasks) if own else tasks)
+    is_tasks_own = config.model.source == RANDOM and config.model.tokenizer == "auto"
+    source = open_source(config, load_tasks(trained.tasks) if is_tasks_own else tasks)
     _require_tokenizer(tasks, source.model.tokenizer, folder)
     mesh, shardings = _place(config, source)
-    found = committed_params(folder, config, source.model, shardings)
+    found = committed_params(folder, trained, source.model, shardings, config.weights.wire_dtype)
     value = _as_served(found.value, config)
     result = evaluate(source.model, value, tasks, settings, mesh, progress)
     named = {"model": None, "run": str(folder), "refused": list(found.refused)}

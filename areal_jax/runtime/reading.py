@@ -3,34 +3,40 @@
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
-from collections.abc import Sequence
-from contextlib import suppress
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 from areal_jax.config import Config, load_config
 from areal_jax.control.audit import AuditResult, audit
-from areal_jax.control.events import BatchTrained, SampleFinished
+from areal_jax.control.events import BatchTrained, RewardFailed, RewardScored, SampleFinished
+from areal_jax.observe.evals import read_evals
 from areal_jax.observe.metrics import read_rows
-from areal_jax.observe.report import ReportData, render
-from areal_jax.observe.sample import Piece, SampleView
+from areal_jax.observe.report import FailedReward, ReportData, render
+from areal_jax.observe.sample import SampleView
 from areal_jax.observe.waits import read_intervals
-from areal_jax.runtime.sources import open_source
-from areal_jax.tasks.source import load_tasks
+from areal_jax.runtime.viewer import Late, Viewer
 from areal_jax.tasks.task import Task
-from areal_jax.tasks.tokenizers import Tokenizer
 from areal_jax.trajectories.sqlite import SqliteQueue
-from areal_jax.types import ArealError, SampleId, Trajectory, VersionSpan
+from areal_jax.types import ArealError, SampleId
 
-SHOWN_SAMPLES = 6
+LATE = 256
+"""Trained samples, newest last, among which the report looks for those worth showing."""
+
+LISTED = 200
+"""Failed rewards, the newest, of which the report says what they said."""
 
 
-class Ages(NamedTuple):
-    token: Counter[int]
-    head: Counter[int]
-    lengths: list[int]
-    trained: list[SampleId]
+@dataclass
+class Found:
+    """What the report takes from the journal's events; ages in versions -> how many tokens, samples."""
+
+    token_ages: Counter[int] = field(default_factory=Counter)
+    head_ages: Counter[int] = field(default_factory=Counter)
+    lengths: list[int] = field(default_factory=list)
+    late: deque[Late] = field(default_factory=lambda: deque(maxlen=LATE))
+    failures: deque[RewardFailed] = field(default_factory=lambda: deque(maxlen=LISTED))
 
 
 def open_journal(folder: Path) -> SqliteQueue:
@@ -44,52 +50,78 @@ def audit_run(folder: Path) -> AuditResult:
         return audit(load_config(folder / "config.yaml"), rows)
 
 
-def ages(journal: SqliteQueue) -> Ages:
-    """Ages and lengths of everything trained; ages count from the version at the start of the update."""
-    spans: dict[int, dict[SampleId, tuple[VersionSpan, ...]]] = defaultdict(dict)
-    found = Ages(Counter(), Counter(), [], [])
+def find(journal: SqliteQueue) -> Found:
+    """One pass over the journal; ages count from the version at the start of the update."""
+    finished: dict[int, dict[SampleId, SampleFinished]] = defaultdict(dict)
+    scored: dict[int, RewardScored] = {}
+    found = Found()
     for row in journal.rows():
-        if isinstance(row.event, SampleFinished):
-            spans[row.event.sample.ordinal][row.event.sample] = row.event.spans
-        elif isinstance(row.event, BatchTrained):
-            for ordinal in row.event.ordinals:
-                members = spans.pop(ordinal, {})
-                newest = max((sample.attempt for sample in members), default=0)
-                for sample, of_sample in members.items():
-                    if sample.attempt == newest:
-                        _count(found, sample, row.event.step, of_sample)
+        match row.event:
+            case SampleFinished(sample):
+                finished[sample.ordinal][sample] = row.event
+            case RewardScored(ordinal):
+                scored[ordinal] = row.event
+            case RewardFailed():
+                found.failures.append(row.event)
+            case BatchTrained(step, ordinals):
+                for ordinal in ordinals:
+                    members, rewards = finished.pop(ordinal, {}), scored.pop(ordinal, None)
+                    newest = max((sample.attempt for sample in members), default=0)
+                    for sample, event in members.items():
+                        if sample.attempt == newest:
+                            _count(found, step, event, rewards)
     return found
 
 
-def _count(found: Ages, sample: SampleId, trained_version: int, spans: Sequence[VersionSpan]) -> None:
-    found.trained.append(sample)
-    if not spans:  # a reference answer: no policy sampled it
+def _count(found: Found, trained_version: int, event: SampleFinished, scored: RewardScored | None) -> None:
+    if scored is not None and event.sample.attempt == scored.attempt:
+        reward = scored.rewards[event.sample.member]
+        found.late.append(Late(event.sample, reward, event.interruptions))
+    if not event.spans:  # a reference answer: no policy sampled it
         return
-    found.head[trained_version - spans[0].version] += 1
-    for span in spans:
-        found.token[trained_version - span.version] += span.end - span.start
-    found.lengths.append(sum(span.end - span.start for span in spans))
+    found.head_ages[trained_version - event.spans[0].version] += 1
+    for span in event.spans:
+        found.token_ages[trained_version - span.version] += span.end - span.start
+    found.lengths.append(sum(span.end - span.start for span in event.spans))
 
 
 def write_report(folder: Path, config: Config, tasks: Sequence[Task] = ()) -> Path:
     """report.html in the run's folder."""
     with open_journal(folder) as journal:
-        found = ages(journal)
-        samples = _views(journal, config, _worth_showing(journal, found), tasks)
+        found = find(journal)
+        samples, missing, task_of = _samples(journal, config, tasks, found)
     data = ReportData(
         title=config.run.name,
         command=f"areal-jax run {folder}/config.yaml run.dir={folder}-again",
         config_yaml=(folder / "config.yaml").read_text(),
         rows=read_rows(folder),
         intervals=read_intervals(folder / "logs" / "timeline.jsonl"),
-        token_ages=found.token,
-        head_ages=found.head,
+        token_ages=found.token_ages,
+        head_ages=found.head_ages,
         lengths=found.lengths,
         samples=samples,
+        samples_missing=missing,
+        evals=read_evals(folder),
+        failures=[
+            FailedReward(event.ordinal, task_of(event.ordinal), event.outcome, event.message)
+            for event in reversed(found.failures)
+        ],
     )
     path = folder / "report.html"
     path.write_text(render(data), encoding="utf-8")
     return path
+
+
+def _samples(
+    journal: SqliteQueue, config: Config, tasks: Sequence[Task], found: Found
+) -> tuple[list[tuple[str, list[SampleView]]], str, Callable[[int], str]]:
+    """The samples to show, why there are none, and whose prompt stands at an ordinal."""
+    try:
+        viewer = Viewer(journal, config, tasks)
+    except ArealError as error:  # the report goes without them, and says so
+        return [], str(error), lambda _: ""
+    failed = {event.ordinal: viewer.task_of(event.ordinal) for event in found.failures}
+    return viewer.chosen(list(found.late)), "", failed.__getitem__
 
 
 def view_sample(folder: Path, name: str, tasks: Sequence[Task] = ()) -> SampleView:
@@ -98,52 +130,6 @@ def view_sample(folder: Path, name: str, tasks: Sequence[Task] = ()) -> SampleVi
     if not match:
         raise ArealError(f"{name!r} is not a sample; write ORDINAL/MEMBER, such as 12/3")
     sample = SampleId(*(int(part or 0) for part in match.groups()))
-    tokenizer = _tokenizer(load_config(folder / "config.yaml"), tasks)
+    config = load_config(folder / "config.yaml")
     with open_journal(folder) as journal:
-        return _as_view(journal.trajectory(sample), tokenizer)
-
-
-def _worth_showing(journal: SqliteQueue, found: Ages) -> list[SampleId]:
-    """Late samples, those with several versions first: what asynchrony looks like."""
-    late = found.trained[-256:]
-    mixed = {
-        row.event.sample: len(row.event.spans)
-        for row in journal.rows(max(0, journal.last_seq - 4000))
-        if isinstance(row.event, SampleFinished)
-    }
-    return sorted(late, key=lambda sample: -mixed.get(sample, 0))[:SHOWN_SAMPLES]
-
-
-def _views(
-    journal: SqliteQueue, config: Config, samples: Sequence[SampleId], tasks: Sequence[Task]
-) -> list[SampleView]:
-    """Those that can be shown: not one whose payload was pruned, none where the tasks cannot be made here."""
-    views = []
-    with suppress(ArealError):
-        tokenizer = _tokenizer(config, tasks)
-        for sample in samples:
-            with suppress(ArealError):
-                views.append(_as_view(journal.trajectory(sample), tokenizer))
-    return views
-
-
-def _as_view(t: Trajectory, tokenizer: Tokenizer) -> SampleView:
-    prompt = tokenizer.decode(t.tokens[~t.loss_mask].tolist())
-    pieces = [
-        Piece(_text(tokenizer, int(token)), int(version), float(logp))
-        for token, version, logp in zip(
-            t.tokens[t.loss_mask], t.versions[t.loss_mask], t.behavior_logp[t.loss_mask], strict=True
-        )
-    ]
-    name = "/".join(map(str, t.sample if t.sample.attempt else t.sample[:2]))
-    return SampleView(name, prompt, pieces, t.reward, t.reward_parts, t.stop_reason)
-
-
-def _text(tokenizer: Tokenizer, token: int) -> str:
-    return "⏹" if token == tokenizer.eos_id else tokenizer.decode([token])
-
-
-def _tokenizer(config: Config, tasks: Sequence[Task]) -> Tokenizer:
-    return open_source(
-        config, load_tasks(config.tasks, tasks) if config.tasks or tasks else {}
-    ).model.tokenizer
+        return Viewer(journal, config, tasks).view(sample)

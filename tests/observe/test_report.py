@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_jax.observe import figures, lanes
+from areal_jax.observe import curves, figures, lanes
 from areal_jax.observe.metrics import REQUIRED
-from areal_jax.observe.report import ReportData, drops_by_reason, mean_share, render
+from areal_jax.observe.report import FailedReward, ReportData, drops_by_reason, mean_share, render
+from areal_jax.observe.report_samples import FIRST, LAST, sample_groups
 from areal_jax.observe.sample import Piece, SampleView
 from areal_jax.observe.svg import PAGE_COLOURS
 from areal_jax.observe.waits import Interval
@@ -25,7 +26,26 @@ VOID = {"meta", "br", "link", "img", "input", "hr"}
 
 def row(step: int, **more: object) -> dict:
     usual = {"step": step, "version": step + 1, "wall_s": step + 1.0, "reward_mean": step / 20}
-    return {**dict.fromkeys(REQUIRED, 0.25), **usual, "interruptions": 3, "dropped": {"filtered": 1}, **more}
+    counts = {
+        "interruptions": 3,
+        "dropped": 1,
+        "dropped_by_reason": {"failed_reward": 1},
+        "failed_rewards": 0,
+    }
+    return {**dict.fromkeys(REQUIRED, 0.25), "truncated_share": 0.25, **usual, **counts, **more}
+
+
+def of_tasks(step: int) -> dict:
+    """A row of a run with two tasks, whose third batch lacks one of them."""
+    own = {f"{field}/sums": 0.5 for field in curves.BY_TASK} | {"failed_rewards/sums": step % 2}
+    other = {f"{field}/<b>": step / 20 for field in curves.BY_TASK} | {"failed_rewards/<b>": 0}
+    return row(step, **own, **({} if step == 2 else other), failed_rewards=step % 2)
+
+
+def evaluated(version: int, accuracy: float, split: str | None = None) -> dict:
+    share = {"value": accuracy, "low": accuracy - 0.1, "high": accuracy + 0.1}
+    one = {"split": split, "prompts": 64, "greedy": {"accuracy": share}, "sampled": {"pass@1": share}}
+    return {"version": version, "tasks": {"sums": one}}
 
 
 INTERVALS = [
@@ -47,7 +67,7 @@ WHOLE = ReportData(
     token_ages={0: 30, 1: 60, 2: 10},
     head_ages={0: 1, 2: 3},
     lengths=[1, 2, 3, 4, 5] * 20,
-    samples=[
+    samples=[("Best", [
         SampleView(
             "17.3.0",
             "<script>alert(1)</script>",
@@ -60,9 +80,13 @@ WHOLE = ReportData(
             0.75,
             {"prefix": 0.5},
             "length",
+            task="<task>",
+            note="found <i>1</i>, wanted 2",
+            truncated=True,
+            interruptions=2,
         )
-    ],
-)
+    ])],
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -98,12 +122,12 @@ def test_the_page_is_well_formed_and_holds_every_section(page):
     assert parser.open == []
     assert re.findall("<h2>(.*?)</h2>", page) == [
         "Learning",
-        "Asynchrony",
-        "Sampling",
+        "Answers",
         "Samples",
+        "Asynchrony",
         "Reproduce",
     ]
-    assert page.count("<svg ") == 7
+    assert page.count("<svg ") == 8
 
 
 def test_the_page_loads_nothing(page):
@@ -132,7 +156,7 @@ def test_tiles(page):
         "interruptions": "60",
         "dropped": "20",
     }
-    assert "filtered 20" in page
+    assert "failed reward 20" in page
 
 
 def test_tokens_say_their_version_and_log_prob(page):
@@ -147,6 +171,81 @@ def test_tokens_say_their_version_and_log_prob(page):
     assert '<span class="given" title="not sampled">tool</span>' in shown
     assert 'class="v v4" style="--rare:0.00" title="version 4, log-prob 0.000, p 1">y</span>' in shown
     assert "v3: 2 tokens" in shown
+
+
+def test_a_sample_says_its_task_how_it_was_judged_and_how_it_went(page):
+    assert "<h3>Best</h3>" in page and "<h4>sample 17.3.0 of &lt;task&gt;</h4>" in page
+    assert "judged: found &lt;i&gt;1&lt;/i&gt;, wanted 2" in page
+    assert "cut off by its length limit · interrupted 2 times" in page
+
+
+def test_a_long_completion_is_shown_in_part():
+    pieces = [Piece(f"{number} ", 1, -0.1) for number in range(2000)]
+    shown = sample_groups([("Worst", [SampleView("1/2", "p", pieces, 0.0)]), ("Best", [])])
+    assert shown.count('class="v v1" style') == FIRST + LAST
+    assert f">{FIRST - 1} </span>" in shown and f">{FIRST} </span>" not in shown
+    assert f"… {2000 - FIRST - LAST} tokens; areal-jax inspect shows them …" in shown
+    assert f">{2000 - LAST - 1} </span>" not in shown and f">{2000 - LAST} </span>" in shown
+    assert '<div class="wide">' in shown and "Best" not in shown
+
+
+def test_tasks_are_drawn_apart_and_failures_are_counted_up():
+    rows = [of_tasks(step) for step in range(20)]
+    failures = [FailedReward(number, "sums", "timed_out", "too <slow>") for number in (9, 9, 7, 5, 3)]
+    page = render(
+        ReportData("t", "c", "y", rows=rows, failures=[*failures, FailedReward(1, "", "failed", "x")])
+    )
+    Balanced().feed(page)
+    titles = re.findall("<figcaption>(.*?)</figcaption>", page)
+    assert titles[:5] == ["Reward", *curves.BY_TASK.values()]
+    assert "Reward by task; over the last tenth: &lt;b&gt; 0.93, sums 0.50." in page
+    assert "Groups that could not be scored: &lt;b&gt; 0, sums 10." in page
+    listed = re.findall(
+        r"<tr><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td><td class=message>(.*?)</td></tr>", page
+    )
+    assert listed == [
+        ("sums", "timed out", "9, 7, 5 and 1 more", "too &lt;slow&gt;"),
+        ("", "failed", "1", "x"),
+    ]
+    assert dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page))["failed rewards"] == "10"
+
+
+def test_one_task_is_not_drawn_apart():
+    assert curves.task_curve(WHOLE.rows, "reward_mean", "Reward by task") is None
+    assert curves.failure_curve(WHOLE.rows) is None
+    found = curves.failure_curve([row(0, failed_rewards=2), row(1, failed_rewards=1)])
+    assert found is not None and found.alt == "Groups that could not be scored: all tasks 3."
+
+
+def test_lengths_over_time_say_how_they_end():
+    rows = [
+        row(s, completion_tokens_mean=s, completion_tokens_p99=2 * s, truncated_share=0.5) for s in range(20)
+    ]
+    figure = curves.length_curve(rows)
+    assert figure is not None and figure.alt == (
+        "Completion length by step: mean 18 and 99th percentile 37 tokens in the last tenth, where 50% were "
+        "cut off; median 50%."
+    )
+
+
+def test_evaluations_of_a_version_are_a_point_and_the_newest_counts():
+    assert curves.eval_curve([]) is None
+    lines = [evaluated(10, 0.2), evaluated(20, 0.4), evaluated(20, 0.5), evaluated(20, 0.9, "test")]
+    series = curves._eval_series(lines)
+    assert series["sums (64)", "greedy"] == {
+        10: pytest.approx((0.2, 0.1, 0.3)), 20: pytest.approx((0.5, 0.4, 0.6)),
+    }  # fmt: skip
+    assert set(series["sums (64, test)", "pass@1"]) == {20}
+    figure = curves.eval_curve(lines)
+    assert figure is not None and "sums (64) greedy 0.500 at version 20" in figure.alt
+    nothing = evaluated(10, 0.2)
+    nothing["tasks"]["sums"]["greedy"]["accuracy"] = {"value": None, "low": None, "high": None}
+    assert ("sums (64)", "greedy") not in curves._eval_series([nothing])
+
+
+def test_a_report_says_why_it_has_no_samples():
+    page = render(ReportData("t", "c", "y", samples_missing="no task is called <x>"))
+    assert '<p class="note">no task is called &lt;x&gt;</p>' in page
 
 
 def test_the_waits_table_adds_up(page):
@@ -169,7 +268,9 @@ def test_a_run_without_a_step_renders():
 def test_rows_of_nulls_render():
     """A metric that was not finite is null in metrics.jsonl."""
     nulls = {name: None for name in REQUIRED if name not in ("step", "version", "wall_s", "dropped")}
-    page = render(ReportData("t", "c", "y", rows=[{**row(0), **nulls}, {**row(1), **nulls, "dropped": 2}]))
+    page = render(
+        ReportData("t", "c", "y", rows=[{**row(0), **nulls}, {**row(1), **nulls, "dropped_by_reason": {}}])
+    )
     assert dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page))["final reward"] == "–"
 
 
@@ -180,6 +281,10 @@ def test_every_figure_is_valid_xml_with_alt_text_and_the_pages_colours():
         figures.lengths(WHOLE.lengths),
         figures.throughput(WHOLE.rows),
         figures.logp_gap(WHOLE.rows),
+        curves.length_curve(WHOLE.rows),
+        curves.failure_curve([of_tasks(step) for step in range(4)]),
+        curves.eval_curve([evaluated(1, 0.5)]),
+        *(curves.task_curve([of_tasks(0), of_tasks(1)], field, "t") for field in curves.BY_TASK),
         lanes.timeline(INTERVALS),
         lanes.timeline_zoom(INTERVALS),
     ]
@@ -249,8 +354,5 @@ def test_shares_are_weighted_by_the_steps_time_and_drops_by_reason():
     rows = [row(0, wall_s=1.0, trainer_wait_share=1.0), row(1, wall_s=4.0, trainer_wait_share=0.0)]
     assert mean_share(rows, "trainer_wait_share") == 0.25
     assert mean_share([], "trainer_wait_share") == 0.0
-    assert drops_by_reason([row(0), row(1, dropped={"lost": 2, "end": 0}), row(2, dropped=3)]) == {
-        "filtered": 1,
-        "lost": 2,
-        "dropped": 3,
-    }
+    rows = [row(0), row(1, dropped_by_reason={"lost": 2, "end": 0}), row(2, dropped=3, dropped_by_reason={})]
+    assert drops_by_reason(rows) == {"failed_reward": 1, "lost": 2, "dropped": 3}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -39,30 +41,68 @@ def test_a_sample_without_reward_or_tokens():
     assert empty.headline == "not scored · 0 tokens · log-prob 0.00"
 
 
+def test_what_befell_a_sample_is_in_its_headline():
+    view = replace(VIEW, stop_reason="length", truncated=True, interruptions=1, task="sums")
+    assert view.headline.endswith("· cut off by its length limit · interrupted once")
+    assert replace(view, interruptions=3).headline.endswith("interrupted 3 times")
+    assert (view.title, VIEW.title) == ("sample 17.3.0 of sums", "sample 17.3.0")
+
+
 def test_plain_text_holds_every_token_once():
     stream = io.StringIO()
-    print_sample(VIEW, stream)
+    print_sample(replace(VIEW, note="found [1], wanted 2"), stream)
     lines = stream.getvalue().splitlines()
     assert lines[0] == "sample 17.3.0"
-    assert lines[2] == "count down from [e]"  # brackets are text, not markup
-    assert lines[3:5] == ["d c toolb↵", "."]
-    assert "v3 [0:2]  given [2:3]  v4 [3:5]" in lines[5]
+    assert lines[2] == "judged: found [1], wanted 2"  # brackets are text, not markup
+    assert lines[3] == "count down from [e]"
+    assert lines[4:6] == ["d c toolb↵", "."]
+    assert "v3 [0:2]  given [2:3]  v4 [3:5]" in lines[6]
+    assert len(lines) == 7
+
+
+def test_json_holds_all_of_it():
+    view = replace(VIEW, task="sums", note="judged so", interruptions=2, completion="d c b\n.")
+    plain = json.loads(json.dumps(view.to_json()))
+    tokens = plain.pop("tokens")
+    assert plain == {
+        "sample": "17.3.0",
+        "task": "sums",
+        "prompt": "count down from [e]",
+        "completion": "d c b\n.",
+        "reward": 0.75,
+        "parts": {"prefix": 0.5, "format": 0.25},
+        "reward_note": "judged so",
+        "stop_reason": "stop",
+        "truncated": False,
+        "interruptions": 2,
+        "versions": [
+            {"version": 3, "start": 0, "end": 2},
+            {"version": NOT_SAMPLED, "start": 2, "end": 3},
+            {"version": 4, "start": 3, "end": 5},
+        ],
+    }
+    assert tokens[3] == {"text": "b\n", "version": 4, "logp": -5.0} and len(tokens) == 5
 
 
 @pytest.mark.parametrize(
-    ("piece", "style"),
+    ("piece", "by_version", "by_logp"),
     [
-        (Piece("x", 0, -0.1), "cyan"),
-        (Piece("x", 1, -2.5), "underline yellow"),
-        (Piece("x", 7, -9.0), "bold underline yellow"),
-        (Piece("x", NOT_SAMPLED, 0.0), "dim"),
+        (Piece("x", 0, -0.1), "cyan", ""),
+        (Piece("x", 3, -1.0), "green", "black on bright_yellow"),
+        (Piece("x", 1, -2.5), "underline yellow", "black on bright_red"),
+        (Piece("x", 7, -9.0), "bold underline yellow", "bold white on red"),
+        (Piece("x", 4, float("-inf")), "bold underline blue", "bold white on red"),
+        (Piece("x", NOT_SAMPLED, 0.0), "dim", "dim"),
     ],
 )
-def test_colour_says_the_version_and_underlining_the_probability(piece, style):
+def test_colour_says_the_version_and_shade_the_probability(piece, by_version, by_logp):
     group = render_sample(SampleView("0.0.0", "", [piece], 0.0))
-    completion = group.renderables[3]
-    assert [str(span.style) for span in completion.spans] == [style]
-    assert "\x1b[" in _in_colour(completion)
+    version, logp = group.renderables[3], group.renderables[6]
+    assert [str(span.style) for span in version.spans] == [by_version]
+    assert [str(span.style) for span in logp.spans] == ([by_logp] if by_logp else [])
+    assert "\x1b[" in _in_colour(version)
+    assert "probabilities" in group.renderables[7].plain
+    assert len(render_sample(SampleView("0.0.0", "", [piece], 0.0), is_coloured=False).renderables) == 5
 
 
 def _in_colour(renderable) -> str:

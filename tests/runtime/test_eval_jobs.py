@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 from typer.testing import CliRunner
 
@@ -20,16 +21,17 @@ from areal_jax.runtime import committed, eval_jobs
 from areal_jax.runtime.assembly import assemble
 from areal_jax.runtime.jobs import run
 from areal_jax.trajectories.lock import WriterLock, holder
-from areal_jax.types import ArealError
-from areal_jax.weights import staged
+from areal_jax.types import ArealError, VersionedParams
 from areal_jax.weights.digest import digest
+from areal_jax.weights.orbax import OrbaxStore
 from tests.runtime.small import small
 
 TINY = (
     "model.overrides={width: 16, heads: 2, kv_heads: 2, head_dim: 8, mlp_width: 32}",
-    "generation.length=24", "generation.max_tokens=18", "generation.slots=4", "generation.decode_steps=4",
-    "generation.prefill_chunk=32", "generation.page_tokens=24",
+    "generation.length=24", "generation.max_tokens=18", "generation.slots=4", "generation.decode_steps=2",
+    "generation.prefill_chunk=8", "generation.page_tokens=24",
 )  # fmt: skip
+"""The sizes of `small`, so that programs are compiled once."""
 
 
 def asked(*words: str) -> dict:
@@ -54,6 +56,15 @@ def without_times(figures: dict) -> dict:
         for key, value in figures.items()
         if key not in timed
     }
+
+
+def flip_a_bit(version: Path) -> None:
+    """In the largest file of a committed version."""
+    files = (path for path in (version / "state").rglob("*") if path.is_file())
+    blob = max(files, key=lambda path: path.stat().st_size)
+    data = bytearray(blob.read_bytes())
+    data[-1] ^= 1
+    blob.write_bytes(data)
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +119,7 @@ def test_a_run_in_progress_is_read_at_low_priority_and_never_locked(folder: Path
 
 
 def test_a_damaged_version_gives_way_to_the_one_before(folder: Path):
-    blob = max((folder / "checkpoints" / "3" / "state").rglob("*"), key=lambda path: path.stat().st_size)
-    blob.write_bytes(blob.read_bytes()[:-1] + b"?")
+    flip_a_bit(folder / "checkpoints" / "3")
     figures = asked(str(folder), "--limit", "1", "--samples", "0")
     assert (figures["version"], figures["digest"]) == (2, read_rows(folder)[1]["params_digest"])
     assert len(figures["refused"]) == 1 and "checkpoints/3 is damaged" in figures["refused"][0]
@@ -152,13 +162,13 @@ def test_the_newer_of_checkpoint_and_published_version_is_taken(folder: Path):
     parts = assemble(load_config(folder / "config.yaml"))
     shardings = parts.learner.state_shardings.params
     newest = committed.committed_params(folder, parts.config, parts.model, shardings).value
-    (folder / "weights").mkdir()
     moved = jax.tree.map(lambda leaf: leaf + 1, newest.params)
-    staged.write(folder / "weights", 5, moved)
+    store = OrbaxStore(folder / "weights", lambda _: jnp.zeros(1))
+    store.publish(VersionedParams(5, moved, digest(moved)))
+    store.close(60.0)
     figures = asked(str(folder), "--limit", "1", "--samples", "0")
     assert (figures["version"], figures["digest"]) == (5, digest(moved))
-    blob = max((folder / "weights" / "5" / "state").rglob("*"), key=lambda path: path.stat().st_size)
-    blob.write_bytes(blob.read_bytes()[:-1] + b"?")
+    flip_a_bit(folder / "weights" / "5")
     figures = asked(str(folder), "--limit", "1", "--samples", "0")
     assert (figures["version"], figures["digest"]) == (3, newest.digest)
     assert "weights/5 is damaged" in figures["refused"][0]

@@ -1,0 +1,72 @@
+"""The report's samples: every token in its version's tint, underlined by how unlikely it was."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+
+from areal_jax.observe.sample import Piece, SampleView, version_name
+from areal_jax.types import NOT_SAMPLED
+
+TINTS = 7
+"""Background tints of report.css that versions take in turn."""
+
+FIRST, LAST = 900, 300
+"""Tokens shown of a longer completion: every one is an element of the page."""
+
+
+NARROW = 160
+"""Characters of a prompt and tokens of its completion up to which samples stand side by side."""
+
+
+def sample_groups(groups: Sequence[tuple[str, Sequence[SampleView]]]) -> str:
+    """Samples under the titles that they are shown for."""
+    return "".join(
+        f'<h3>{escape(title)}</h3><div class="{_columns(views)}">{"".join(map(_sample, views))}</div>'
+        for title, views in groups
+        if views
+    )
+
+
+def _columns(views: Sequence[SampleView]) -> str:
+    """Short ones side by side, long ones over the whole width."""
+    return "samples" if all(len(view.prompt) + len(view.pieces) <= NARROW for view in views) else "wide"
+
+
+def _sample(view: SampleView) -> str:
+    legend = " ".join(
+        f'<span class="{_tint(version)}">{version_name(version)}: {end - start} tokens</span>'
+        for version, start, end in view.spans
+    )
+    note = f'<p class="note">judged: {escape(view.note)}</p>' if view.note else ""
+    return (
+        f'<article><h4>{escape(view.title)}</h4><p class="note">{escape(view.headline)}</p>{note}'
+        f'<p class="prompt">{escape(view.prompt)}</p>'
+        f'<p class="completion">{_completion(view)}</p>'
+        f'<p class="legend">{legend}</p></article>'
+    )
+
+
+def _completion(view: SampleView) -> str:
+    pieces, left_out = view.pieces, len(view.pieces) - FIRST - LAST
+    if left_out <= 0:
+        return "".join(map(_token, pieces))
+    gap = f'<span class="gap">… {left_out:,} tokens; areal-jax inspect shows them …</span>'
+    return "".join(map(_token, pieces[:FIRST])) + gap + "".join(map(_token, pieces[-LAST:]))
+
+
+def _token(piece: Piece) -> str:
+    """A token in its version's tint; the less likely it was, the stronger its underline."""
+    text = escape(piece.text).replace("\n", "↵\n")
+    if piece.version == NOT_SAMPLED:
+        return f'<span class="given" title="not sampled">{text}</span>'
+    chance = math.exp(min(piece.logp, 0.0))
+    title = f"version {piece.version}, log-prob {piece.logp:.3f}, p {chance:.3g}"
+    return (
+        f'<span class="{_tint(piece.version)}" style="--rare:{1 - chance:.2f}" title="{title}">{text}</span>'
+    )
+
+
+def _tint(version: int) -> str:
+    return "given" if version == NOT_SAMPLED else f"v v{version % TINTS}"
