@@ -81,7 +81,7 @@ def _eval_model(
     params = source.load(shardings)
     value = _as_served(VersionedParams(0, params, ""), config)
     result = evaluate(source.model, value, tasks, settings, mesh, progress)
-    return {"model": name, "run": None} | _figures(value, config, settings, splits, result)
+    return {"model": name, "run": None, "refused": []} | _figures(value, config, settings, splits, result)
 
 
 def _eval_run(
