@@ -21,7 +21,7 @@ def register(app: typer.Typer) -> None:
 
 @plain_errors
 def bench(
-    name: Annotated[str, typer.Argument(help="decode, logprob, update or loop.")],
+    name: Annotated[str, typer.Argument(help="decode, logprob, update, loop or sync.")],
     words: Annotated[list[str] | None, typer.Argument(help="setting=value, such as shape=5m.")] = None,
     json: AsJson = False,
 ) -> None:

@@ -12,7 +12,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from importlib.metadata import version
 from importlib.resources import files
 from typing import Any
 
@@ -22,11 +21,11 @@ import numpy as np
 
 from areal_jax.config import Config, load_config
 from areal_jax.generation.engine import Engine
-from areal_jax.models.config import model_config
 from areal_jax.models.model import Model
 from areal_jax.plugin import check_settings
 from areal_jax.runtime.api import preset
-from areal_jax.tasks.tokenizers import ByteTokenizer
+from areal_jax.runtime.bench_sync import sync
+from areal_jax.runtime.measure import machine, median_s, random_model
 from areal_jax.trainer.learner import Learner
 from areal_jax.trainer.state import make_optimizer
 from areal_jax.trajectories.packing import pack
@@ -58,7 +57,7 @@ def decode(
 
     The limit of a step is the larger of reading the weights once and multiplying by them for every slot.
     """
-    model = _model(shape, dtype)
+    model = random_model(shape, dtype)
     engine = Engine(model, slots=slots, length=prompt + tokens + decode_steps, decode_steps=decode_steps)
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), model.init(0))
     value = engine.load_params(VersionedParams(0, params, ""))
@@ -169,22 +168,14 @@ BENCHES: dict[str, Callable[..., dict[str, Any]]] = {
     "logprob": logprob,
     "update": update,
     "loop": loop,
+    "sync": sync,
 }
 
 # --- parts --------------------------------------------------------------------------------------------------
 
 
-def _model(shape: str, dtype: str) -> Model:
-    tokenizer = ByteTokenizer()
-    config = model_config(shape, tokenizer.vocab_size, dtype)
-    tokenizer.vocab_size = (
-        config.vocab_size
-    )  # random weights: the whole vocabulary is sampled and normalised over
-    return Model(config, tokenizer)
-
-
 def _trainer(shape: str, rows: int, length: int, dtype: str) -> tuple[Learner, Any, Batch]:
-    model = _model(shape, dtype)
+    model = random_model(shape, dtype)
     config = load_config("trainer.learning_rate=1e-5")
     learner = Learner(
         model,
@@ -252,39 +243,18 @@ def _of_peak(
 def _figures(
     shape: str, dtype: str, seconds: float, runs: list[float], tokens_per_s: float
 ) -> dict[str, Any]:
-    return {
-        "tokens_per_s": tokens_per_s,
-        "seconds": seconds,
-        "seconds_min": min(runs),
-        "seconds_max": max(runs),
-        "shape": shape,
-        "dtype": dtype,
-        "device": jax.devices()[0].device_kind,
-        "versions": {package: version(package) for package in ("jax", "jaxlib", "flax", "areal-jax")},
-        "load": list(os.getloadavg()),
-        "allocator": os.environ.get("GLIBC_TUNABLES", "default"),
-    }
-
-
-def _median_s(call: Callable[[], Any], repeats: int = 5) -> float:
-    def once() -> float:
-        started = time.perf_counter()
-        jax.block_until_ready(call())
-        return time.perf_counter() - started
-
-    once()
-    return statistics.median(once() for _ in range(repeats))
+    return {"tokens_per_s": tokens_per_s, **machine(shape, dtype, seconds, runs)}
 
 
 def _peak(dtype: str) -> float:
     """FLOP/s of a square matrix product read in `dtype`, accumulated in float32."""
     left = jnp.ones((PEAK_SIZE, PEAK_SIZE), dtype)
     product = jax.jit(lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32))
-    return 2 * PEAK_SIZE**3 / _median_s(lambda: product(left, left))
+    return 2 * PEAK_SIZE**3 / median_s(lambda: product(left, left))
 
 
 def _bandwidth() -> float:
     """Bytes a second of reading one large array."""
     values = jnp.ones(BANDWIDTH_BYTES // 4, jnp.float32)
     total = jax.jit(jnp.sum)
-    return BANDWIDTH_BYTES / _median_s(lambda: total(values))
+    return BANDWIDTH_BYTES / median_s(lambda: total(values))

@@ -28,7 +28,7 @@ from areal_jax.weights.store import (
     VersionGoneError,
     refuse_old,
     require_canary,
-    wire_copy,
+    start_copy,
 )
 
 CANARY = "canary"
@@ -70,13 +70,13 @@ class OrbaxStore:
         it. Raises WeightsError: as ParamStore says, or for an earlier version that could not be committed.
         """
         with self._lock:
-            wire, known = wire_copy(value, self._dtype), self._published
+            (wire, sums), known = start_copy(value, self._dtype), self._published
             if known is not None and value.version <= known.version:
                 if (wire.version, wire.digest) == (known.version, known.digest):
                     return wire
                 refuse_old(wire, known)
             with self._heard():
-                self._writer.submit(lambda: self._commit(wire, before_commit), self._deadline_s)
+                self._writer.submit(lambda: self._commit(wire, sums, before_commit), self._deadline_s)
             self._published = wire._replace(params=None)
             return wire
 
@@ -98,7 +98,7 @@ class OrbaxStore:
                 self._published = self._committed
             raise
 
-    def _commit(self, wire: VersionedParams, before_commit: BeforeCommit | None) -> None:
+    def _commit(self, wire: VersionedParams, sums: jax.Array, before_commit: BeforeCommit | None) -> None:
         """In the writing thread."""
         is_first = self._committed is None
         if is_first:
@@ -107,7 +107,7 @@ class OrbaxStore:
         if not (is_first and self._holds(wire)):
             about = {CANARY: np.asarray(self._probe(wire.params), np.float64).tolist()}
             tell = partial(before_commit, wire) if before_commit is not None else None
-            tree = Detached.of(wire.params)
+            tree = Detached(wire.params, sums)
             staged.write(self._folder, wire.version, tree, about, tell, wire.digest)
         self._committed = wire._replace(params=None)
         staged.remove(self._folder, staged.committed(self._folder)[: -1 if is_first else -self._keep])

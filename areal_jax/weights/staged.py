@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 
 from areal_jax.weights.digest import combine, leaf_digests, leaf_sums, name_sums
-from areal_jax.weights.store import WeightsError
+from areal_jax.weights.store import WeightsError, copy_with_sums
 
 MANIFEST, STATE = "manifest.json", "state"
 
@@ -77,35 +77,24 @@ def committed(folder: Path) -> list[int]:
 
 
 class Detached(NamedTuple):
-    """A tree that outlives the donation of the arrays it is of, and its digests, maybe on their way still."""
+    """A tree that outlives the donation of the arrays it is of, and `leaf_sums` of it, maybe on their way."""
 
-    plain: dict[str, Any]
+    tree: Any
     sums: jax.Array
-
-    @classmethod
-    def of(cls, tree: Any) -> Detached:
-        """Of arrays that nobody donates."""
-        plain = to_plain(tree)
-        return cls(plain, leaf_sums(plain))
 
     @classmethod
     def copy(cls, tree: Any) -> Detached:
         """In the host's memory. Where that is the device's own, the copy is on its way when this returns;
         otherwise no second copy ever lies on the device, and this returns once the transfer has ended.
         """
-        plain = to_plain(tree)
-        if all(device.platform == "cpu" for leaf in plain.values() for device in leaf.devices()):
-            return cls.of(_copy(plain))
-        sums = leaf_sums(plain)
-        return cls(jax.device_get(plain), sums)
+        devices = (device for leaf in jax.tree.leaves(tree) for device in leaf.devices())
+        if all(device.platform == "cpu" for device in devices):
+            return cls(*copy_with_sums(tree))
+        sums = leaf_sums(tree)
+        return cls(jax.device_get(tree), sums)
 
     def digests(self) -> dict[str, str]:
-        return name_sums(self.plain, self.sums)
-
-
-@jax.jit
-def _copy(plain: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    return jax.tree.map(jnp.copy, plain)
+        return name_sums(self.tree, self.sums)
 
 
 def write(
@@ -132,7 +121,7 @@ def write(
                 f"version {version} was published with digest {digest} and is about to be written with "
                 f"{combine(leaves)}: its parameters changed meanwhile; resume from the last checkpoint"
             )
-        _save(staged / STATE, tree.plain)
+        _save(staged / STATE, to_plain(tree.tree))
         contents = {"version": version, "leaves": leaves, "files": _files(staged / STATE)}
         contents |= {"about": dict(about or {}), "written_s": time.time()}
         (staged / MANIFEST).write_bytes(render(contents))
@@ -351,10 +340,13 @@ def _restore(path: Path, plain: Mapping[str, Any]) -> dict[str, jax.Array]:
 
 
 def _sync(folder: Path) -> None:
-    """Every folder, and every file that Orbax did not sync, on the disk."""
-    for path in [folder, *folder.rglob("*")]:
-        if path.is_dir() or _CHUNK.fullmatch(path.name) is None:
+    """What Orbax left to the system's leisure: all but the leaves, which TensorStore syncs itself."""
+    for path in folder.iterdir():
+        if path.is_file():
             _sync_one(path)
+        elif not (path / ".zarray").exists():
+            _sync(path)
+    _sync_one(folder)
 
 
 def _sync_one(path: Path) -> None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.types import ArealError, PolicyVersion, VersionedParams
-from areal_jax.weights.digest import digest
+from areal_jax.weights.digest import combine, digest, leaf_sums, name_sums
 
 LOAD_ATTEMPTS = 100
 """How often in a row a version may vanish between its name and its parameters."""
@@ -121,18 +121,39 @@ def require_canary(version: PolicyVersion, published: np.ndarray, found: np.ndar
 
 def wire_copy(value: VersionedParams, dtype: str, onto: Any = None) -> VersionedParams:
     """A copy of the parameters in `dtype` that shares no buffer with them; overwrites `onto` if given."""
+    if onto is None and not _is_of(value, dtype):
+        return start_copy(value, dtype)[0]
     params = _copy(value.params, dtype) if onto is None else _overwrite(onto, value.params, dtype)
-    is_same = all(leaf.dtype == dtype for leaf in jax.tree.leaves(value.params))
-    return VersionedParams(value.version, params, value.digest if is_same else digest(params))
+    return VersionedParams(value.version, params, value.digest if _is_of(value, dtype) else digest(params))
+
+
+def start_copy(value: VersionedParams, dtype: str) -> tuple[VersionedParams, jax.Array]:
+    """`wire_copy`, and the sums of its leaves; both on their way still where no cast changes the digest."""
+    params, sums = copy_with_sums(value.params, dtype)
+    found = value.digest if _is_of(value, dtype) else combine(name_sums(params, sums))
+    return VersionedParams(value.version, params, found), sums
+
+
+def _is_of(value: VersionedParams, dtype: str) -> bool:
+    return all(leaf.dtype == dtype for leaf in jax.tree.leaves(value.params))
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
-def _copy(params: Any, dtype: str) -> Any:
-    return jax.tree.map(lambda leaf: jnp.copy(leaf).astype(dtype), params)
+def copy_with_sums(tree: Any, dtype: str | None = None) -> tuple[Any, jax.Array]:
+    """Fresh buffers, cast where a dtype is given, and `leaf_sums` of them. One program, and no cheap one: XLA
+    runs those of a CPU in the caller's thread.
+    """
+    copied = _copy(tree, dtype)
+    return copied, leaf_sums(copied)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _copy(tree: Any, dtype: str | None) -> Any:
+    return jax.tree.map(lambda leaf: jnp.copy(leaf).astype(dtype or leaf.dtype), tree)
 
 
 # keep_unused: an argument that is read by nothing would otherwise be left out, and so never donated.
 @functools.partial(jax.jit, static_argnames="dtype", donate_argnums=0, keep_unused=True)
 def _overwrite(serving: Any, params: Any, dtype: str) -> Any:
     del serving  # the results take its buffers
-    return jax.tree.map(lambda leaf: jnp.copy(leaf).astype(dtype), params)
+    return _copy(params, dtype)
