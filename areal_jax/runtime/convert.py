@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_jax.config import make_config
-from areal_jax.models.huggingface import export_folder
-from areal_jax.runtime.sources import open_source
+from areal_jax.runtime.sources import explained, open_source
 
 
 def convert(source: str, target: Path, dtype: str = "float32") -> dict[str, Any]:
@@ -16,8 +15,10 @@ def convert(source: str, target: Path, dtype: str = "float32") -> dict[str, Any]
     Figures of what was written. Raises ArealError for a source that does not exist, a target that does.
     """
     opened = open_source(make_config({"model": {"source": source}}), {})
-    config = opened.model.config
-    export_folder(target, config, opened.load(None), dtype, tokenizer_from=opened.folder)
+    with explained("convert"):
+        from areal_jax.models.huggingface import export_folder
+
+        export_folder(target, opened.model.config, opened.load(None), dtype, tokenizer_from=opened.folder)
     return {
         "folder": str(target),
         "parameters": opened.model.parameter_count,

@@ -8,7 +8,8 @@ whose newest committed version is taken.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from areal_jax.tasks.tokenizers import ByteTokenizer, Tokenizer
 from areal_jax.types import ArealError
 
 RANDOM, SMOLLM2 = "random", "smollm2"
+
+PACKAGES = ("gguf", "jinja2", "safetensors", "tokenizers", "transformers")
 
 RUN_CONFIG, MODEL_CONFIG = "config.yaml", "config.json"
 
@@ -50,7 +53,21 @@ def open_source(config: Config, tasks: Mapping[str, WeightedTask]) -> Source:
         )
     if (Path(name) / RUN_CONFIG).exists():
         return _of_run(config, Path(name))
-    return _pretrained(config, tasks, _model_folder(name))
+    with explained(f"model.source={name}"):
+        return _pretrained(config, tasks, _model_folder(name))
+
+
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """A package of the extra [pretrained] that is missing becomes an ArealError that says so."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in PACKAGES:
+            raise
+        raise ArealError(
+            f"{what} needs the package {error.name}: pip install 'areal-jax[pretrained]'"
+        ) from None
 
 
 def _random(config: Config, tasks: Mapping[str, WeightedTask]) -> Source:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from pathlib import Path
 
 import jax
@@ -78,6 +79,16 @@ def test_a_source_that_does_not_exist_names_what_can_be_given():
         ArealError, match=r"model.source=smolm2: .*random, smollm2, a folder.*GGUF.*run's folder"
     ):
         opened(configured("smolm2"))
+
+
+def test_a_package_that_is_missing_is_named_with_its_extra(folder, monkeypatch):
+    for name in ("areal_jax.models.huggingface", "areal_jax.models.safetensors_folder", "safetensors"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "safetensors", None)  # Python's way of saying that it is not there
+    with pytest.raises(
+        ArealError, match=r"needs the package safetensors: pip install 'areal-jax\[pretrained\]'"
+    ):
+        opened(configured(folder))
 
 
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tmp_path):
