@@ -74,7 +74,7 @@ def find(journal: SqliteQueue) -> Found:
 
 
 def _count(found: Found, trained_version: int, event: SampleFinished, scored: RewardScored | None) -> None:
-    if scored is not None and event.sample.attempt == scored.attempt:
+    if scored is not None:
         reward = scored.rewards[event.sample.member]
         found.late.append(Late(event.sample, reward, event.interruptions))
     if not event.spans:  # a reference answer: no policy sampled it

@@ -88,7 +88,7 @@ def test_json_holds_all_of_it():
     ("piece", "by_version", "by_logp"),
     [
         (Piece("x", 0, -0.1), "cyan", ""),
-        (Piece("x", 3, -1.0), "green", "black on bright_yellow"),
+        (Piece("x", 3, -2.2), "green", "black on bright_yellow"),
         (Piece("x", 1, -2.5), "underline yellow", "black on bright_red"),
         (Piece("x", 7, -9.0), "bold underline yellow", "bold white on red"),
         (Piece("x", 4, float("-inf")), "bold underline blue", "bold white on red"),
