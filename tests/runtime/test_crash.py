@@ -1,0 +1,149 @@
+"""What a crash leaves: journal, checkpoints and weights at different places, and one run all the same."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from areal_jax.control.events import BatchTrained, CheckpointCommitted, Event, VersionCommitted
+from areal_jax.observe.metrics import read_rows
+from areal_jax.runtime.jobs import resume, run
+from areal_jax.runtime.reading import audit_run, open_journal
+from areal_jax.trajectories.sqlite import JournalError, SqliteQueue
+from areal_jax.weights.staged import committed
+from tests.runtime.small import small
+
+STEPS, EVERY = 6, 2
+
+WORDS = (
+    f"run.steps={STEPS}",
+    f"trainer.checkpoint_every={EVERY}",
+    "trainer.keep_checkpoints=1",
+    "control.max_staleness=0",
+    "observe.keep_groups=0",
+)
+
+STAGED = ("weights.backend=orbax", "weights.keep_versions=2")
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The digests of a run that nobody disturbed, its weights in memory."""
+    folder = tmp_path_factory.mktemp("untouched") / "run"
+    run(small(folder, *WORDS), stream=io.StringIO())
+    return digests(folder)
+
+
+def digests(folder: Path) -> list[str]:
+    return [row["params_digest"] for row in read_rows(folder)]
+
+
+def crash_at(folder: Path, monkeypatch: pytest.MonkeyPatch, is_last: Callable[[Event], bool]) -> None:
+    """A run whose journal takes nothing any more from that event on, while everybody else still works."""
+    append, has_ended = SqliteQueue.append, []
+
+    def append_until(self, entries, durable=False):
+        if has_ended or any(is_last(entry.event) for entry in entries):
+            has_ended.append(True)
+            raise JournalError("killed")
+        return append(self, entries, durable)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SqliteQueue, "append", append_until)
+        with pytest.raises(JournalError, match="killed"):
+            run(small(folder, *WORDS, *STAGED), stream=io.StringIO())
+
+
+def check_whole(folder: Path, untouched: list[str]) -> None:
+    assert digests(folder) == untouched
+    assert audit_run(folder).to_json() == {
+        "ok": True, "trained": 4 * STEPS, "dropped": {}, "in_flight": 0, "violations": [],
+    }  # fmt: skip
+    assert committed(folder / "weights")[-1] == STEPS
+    assert committed(folder / "checkpoints") == [STEPS]
+
+
+def test_weights_in_files_change_no_bit_and_are_told_after_their_batch(tmp_path, untouched):
+    folder = tmp_path / "run"
+    run(small(folder, *WORDS, *STAGED), stream=io.StringIO())
+    check_whole(folder, untouched)
+    assert committed(folder / "weights") == [STEPS - 1, STEPS]
+    with open_journal(folder) as journal:
+        events = [row.event for row in journal.rows()]
+    trained = [place for place, event in enumerate(events) if isinstance(event, BatchTrained)]
+    told = [place for place, event in enumerate(events) if isinstance(event, VersionCommitted)]
+    assert len(trained) == len(told) == STEPS
+    assert all(batch < version for batch, version in zip(trained, told, strict=True))
+
+
+@pytest.mark.parametrize("version", [pytest.param(4, marks=pytest.mark.slow), STEPS])
+def test_a_checkpoint_that_the_journal_never_came_to_is_discarded(tmp_path, monkeypatch, untouched, version):
+    """Only one is kept, and the one before is there all the same, with the trajectories to go on from it."""
+    folder = tmp_path / "run"
+    crash_at(folder, monkeypatch, lambda e: isinstance(e, BatchTrained) and e.step == version - 1)
+    assert committed(folder / "checkpoints") == [version - EVERY, version]
+    said = io.StringIO()
+    resume(folder, stream=said)
+    assert f"checkpoint {version} discarded: the journal ends at version {version - 1}" in said.getvalue()
+    assert f"training steps {version - EVERY} to {version - 2} again" in said.getvalue()
+    check_whole(folder, untouched)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [VersionCommitted, CheckpointCommitted])
+def test_what_was_committed_and_not_journaled_is_found_again(tmp_path, monkeypatch, untouched, kind):
+    folder = tmp_path / "run"
+    crash_at(folder, monkeypatch, lambda e: isinstance(e, kind) and e.version == 4)
+    said = io.StringIO()
+    resume(folder, stream=said)
+    assert "reissued" not in said.getvalue() and "refused" not in said.getvalue()
+    check_whole(folder, untouched)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_journaled_without_its_snapshot_is_one(tmp_path, monkeypatch, untouched):
+    folder = tmp_path / "run"
+
+    def killed(self, seq, state):
+        raise JournalError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SqliteQueue, "snapshot", killed)
+        with pytest.raises(JournalError, match="killed"):
+            run(small(folder, *WORDS, *STAGED), stream=io.StringIO())
+    resume(folder, stream=io.StringIO())
+    check_whole(folder, untouched)
+
+
+@pytest.mark.slow
+def test_versions_that_no_journal_knows_are_void(tmp_path, monkeypatch, untouched):
+    """Killed after versions were committed and before their batches were journaled."""
+    folder = tmp_path / "run"
+    crash_at(folder, monkeypatch, lambda e: isinstance(e, BatchTrained) and e.step == 3)
+    newest = committed(folder / "weights")[-1]
+    (folder / "weights" / str(newest)).rename(folder / "weights" / "19")
+    resume(folder, stream=io.StringIO())
+    assert committed(folder / "weights") == [STEPS - 1, STEPS]
+    check_whole(folder, untouched)
+
+
+def test_a_version_that_cannot_be_written_ends_the_run_at_once_and_says_why(tmp_path, monkeypatch):
+    """At staleness 0 hosts and trainer wait for it: nobody may wait for the deadline."""
+    from areal_jax.weights import staged
+
+    write = staged.write
+
+    def full(folder, version, *rest):
+        if folder.name == "weights" and version == 2:
+            raise staged.StagedError("weights/2 could not be written: No space left on device")
+        write(folder, version, *rest)
+
+    monkeypatch.setattr(staged, "write", full)
+    with pytest.raises(staged.StagedError, match="No space left on device"):
+        run(small(tmp_path / "run", *WORDS, *STAGED), stream=io.StringIO())
+    monkeypatch.undo()
+    resume(tmp_path / "run", stream=io.StringIO())
+    assert audit_run(tmp_path / "run").ok
