@@ -148,7 +148,9 @@ class OrbaxStore:
             params = staged.read(path, _like(path, manifest, shardings))
         except StagedError as error:
             if self._identity(version) != identity:
-                raise VersionGoneError(f"version {version} was replaced while it was read") from None
+                raise VersionGoneError(
+                    f"version {version} was pruned or replaced while it was read; load latest()"
+                ) from None
             self._refused[version] = identity
             raise VersionDamagedError(str(error)) from None
         canary = np.asarray(manifest.about.get(CANARY, ()))

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from areal_jax.control.events import BatchTrained, CheckpointCommitted, Event, VersionCommitted
+from areal_jax.control.events import BatchTrained, CheckpointCommitted, Event, RunStarted, VersionCommitted
 from areal_jax.observe.metrics import read_rows
 from areal_jax.runtime.jobs import resume, run
 from areal_jax.runtime.reading import audit_run, open_journal
 from areal_jax.trajectories.sqlite import JournalError, SqliteQueue
+from areal_jax.weights import staged
 from areal_jax.weights.staged import committed
 from tests.runtime.small import small
 
@@ -130,10 +132,32 @@ def test_versions_that_no_journal_knows_are_void(tmp_path, monkeypatch, untouche
     check_whole(folder, untouched)
 
 
+def test_on_a_slow_disk_a_run_starts_with_a_whole_version_and_ends_with_all_of_them_told(
+    tmp_path, monkeypatch
+):
+    folder, started_with = tmp_path / "run", []
+    write, append = staged.write, SqliteQueue.append
+
+    def slow(path, *rest):
+        time.sleep(0.4 if path.name == "weights" else 0)
+        write(path, *rest)
+
+    def watched(self, entries, durable=False):
+        if any(isinstance(entry.event, RunStarted) for entry in entries):
+            started_with.append(committed(folder / "weights"))
+        return append(self, entries, durable)
+
+    monkeypatch.setattr(staged, "write", slow)
+    monkeypatch.setattr(SqliteQueue, "append", watched)
+    run(small(folder, *WORDS, *STAGED, "run.steps=2"), stream=io.StringIO())
+    assert started_with == [[0]]
+    with open_journal(folder) as journal:
+        told = [row.event.version for row in journal.rows() if isinstance(row.event, VersionCommitted)]
+    assert told == [1, 2]
+
+
 def test_a_version_that_cannot_be_written_ends_the_run_at_once_and_says_why(tmp_path, monkeypatch):
     """At staleness 0 hosts and trainer wait for it: nobody may wait for the deadline."""
-    from areal_jax.weights import staged
-
     write = staged.write
 
     def full(folder, version, *rest):
