@@ -105,7 +105,8 @@ class OrbaxStore:
             self._folder.mkdir(parents=True, exist_ok=True)
             staged.remove(self._folder, [v for v in staged.committed(self._folder) if v > wire.version])
         if not (is_first and self._holds(wire)):
-            about = {CANARY: np.asarray(self._probe(wire.params), np.float64).tolist()}
+            canary = self._probe(wire.params)  # on its way while Orbax writes
+            about = lambda: {CANARY: np.asarray(canary, np.float64).tolist()}  # noqa: E731
             tell = partial(before_commit, wire) if before_commit is not None else None
             tree = Detached(wire.params, sums)
             staged.write(self._folder, wire.version, tree, about, tell, wire.digest)

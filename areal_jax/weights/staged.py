@@ -101,15 +101,15 @@ def write(
     folder: Path,
     version: int,
     tree: Detached,
-    about: Mapping[str, Any] | None = None,
+    about: Callable[[], dict[str, Any]] = dict,
     before_commit: Callable[[], None] | None = None,
     digest: str | None = None,
 ) -> None:
     """Commit the tree as `version`, in place of one of that name. One writer a folder.
 
-    `digest`, where given, must be the tree's: what is written is what was published. `before_commit` is
-    called once all is on disk, before any reader can see it; what it raises ends the write and commits
-    nothing. Raises StagedError for a disk that does not take it.
+    `digest`, where given, must be the tree's: what is written is what was published. `about()` goes into the
+    manifest as it is. `before_commit` is called once all is on disk, before any reader can see it; what it
+    raises ends the write and commits nothing. Raises StagedError for a disk that does not take it.
     """
     staged, final = folder / f".staged-{version}", folder / str(version)
     try:
@@ -123,7 +123,7 @@ def write(
             )
         _save(staged / STATE, to_plain(tree.tree))
         contents = {"version": version, "leaves": leaves, "files": _files(staged / STATE)}
-        contents |= {"about": dict(about or {}), "written_s": time.time()}
+        contents |= {"about": about(), "written_s": time.time()}
         (staged / MANIFEST).write_bytes(render(contents))
         _sync(staged)
         if before_commit is not None:
