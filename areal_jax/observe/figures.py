@@ -69,9 +69,9 @@ def lengths(values: Sequence[int]) -> Figure | None:
         top = max(values)
         edges = np.arange(0.5, top + 1.5) if top <= 60 else np.linspace(0.5, top + 0.5, 49)
         axes.hist(values, bins=edges, color=SERIES[0], rwidth=0.9)
-        for value, label in ((p50, "median"), (p99, "99 %")):
+        for value, label, side in ((p50, "median", "right"), (p99, "99 %", "left")):  # they may be neighbours
             axes.axvline(value, color=INK, linewidth=0.9, linestyle=(0, (3, 2)))
-            axes.text(value, 1.01, f"{label} {value:.0f}", ha="center", transform=axes.get_xaxis_transform())
+            axes.text(value, 1.01, f"{label} {value:.0f}", ha=side, transform=axes.get_xaxis_transform())
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_xlabel("completion length, tokens")
         axes.set_ylabel("samples")
