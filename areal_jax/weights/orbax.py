@@ -99,11 +99,13 @@ class OrbaxStore:
             raise
 
     def _commit(self, wire: VersionedParams, sums: jax.Array, before_commit: BeforeCommit | None) -> None:
-        """In the writing thread."""
+        """In the writing thread. What must go goes before the write, not while readers adopt."""
         is_first = self._committed is None
         if is_first:
             self._folder.mkdir(parents=True, exist_ok=True)
-            staged.remove(self._folder, [v for v in staged.committed(self._folder) if v > wire.version])
+        there = staged.committed(self._folder)
+        void = [v for v in there if v > wire.version] if is_first else there[: -max(1, self._keep - 1)]
+        staged.remove(self._folder, void)
         if not (is_first and self._holds(wire)):
             canary = self._probe(wire.params)  # on its way while Orbax writes
             about = lambda: {CANARY: np.asarray(canary, np.float64).tolist()}  # noqa: E731

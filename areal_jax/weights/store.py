@@ -93,14 +93,6 @@ def load_newer(store: ParamReader, shardings: Any, than: PolicyVersion = -1) -> 
     raise VersionGoneError(f"no version could be loaded; the store's latest is {store.latest()}")
 
 
-def load_latest(store: ParamReader, shardings: Any) -> VersionedParams:
-    """The newest version that can be loaded. Raises VersionGoneError where there is none."""
-    loaded = load_newer(store, shardings)
-    if loaded is None:
-        raise VersionGoneError("no version could be loaded: none is committed, or all that are were refused")
-    return loaded
-
-
 def refuse_old(value: VersionedParams, known: VersionedParams) -> NoReturn:
     """Raises WeightsError: a version that is published already has other bits, or a newer one is."""
     raise WeightsError(

@@ -24,10 +24,9 @@ from areal_jax.weights.store import (
     VersionDamagedError,
     VersionGoneError,
     WeightsError,
-    load_latest,
     load_newer,
 )
-from tests.weights.values import DEADLINE_S, HERE, THERE, probe, same, value
+from tests.weights.values import DEADLINE_S, HERE, THERE, newest, probe, same, value
 
 
 def open_store(folder: Path, keep: int = 3, **kwargs) -> OrbaxStore:
@@ -147,10 +146,10 @@ def test_a_resumed_publisher_takes_over(tmp_path: Path):
 def test_a_reissued_version_replaces_the_one_that_lies_there(tmp_path: Path):
     publish(tmp_path, *map(value, (3, 4, 5)))
     reader = open_store(tmp_path)
-    assert load_latest(reader, HERE).version == 5
+    assert newest(reader, HERE).version == 5
     publish(tmp_path, value(4, seed=40))
     assert names(tmp_path) == ["4"]
-    assert load_latest(reader, HERE).digest == value(4, seed=40).digest
+    assert newest(reader, HERE).digest == value(4, seed=40).digest
 
 
 def test_damage_is_not_taken_for_the_same_version(tmp_path: Path):
@@ -164,7 +163,7 @@ def test_what_a_killed_publisher_left_is_not_seen_and_goes(tmp_path: Path):
     publish(tmp_path, *map(value, (1, 2)))
     shutil.copytree(tmp_path / "2", tmp_path / ".staged-3")
     shutil.copytree(tmp_path / "1", tmp_path / ".gone-0")
-    assert load_latest(open_store(tmp_path), HERE).version == 2
+    assert newest(open_store(tmp_path), HERE).version == 2
     publish(tmp_path, value(2), value(3))
     assert names(tmp_path) == ["2", "3"]
     assert same(open_store(tmp_path).load(3, HERE).params, value(3).params)
@@ -204,7 +203,7 @@ def test_a_version_cut_or_flipped_anywhere_leaves_the_one_before_in_force(
             reader.load(2, HERE)
         assert str(two / "2") in str(refused.value)
         assert reader.latest() == 1
-        assert same(load_latest(reader, THERE).params, value(1).params)
+        assert same(newest(reader, THERE).params, value(1).params)
         assert load_newer(reader, HERE, than=1) is None
     finally:
         file.write_bytes(data)
@@ -222,11 +221,11 @@ def test_a_refused_version_is_tried_again_once_it_is_replaced(tmp_path: Path):
     publish(tmp_path, value(1), value(2))
     damage(tmp_path / "2" / "state" / "w" / "0.0")
     reader = open_store(tmp_path)
-    assert load_latest(reader, HERE).version == 1
+    assert newest(reader, HERE).version == 1
     assert reader.latest() == 1
     publish(tmp_path, value(2))
     assert reader.latest() == 2
-    assert load_latest(reader, HERE).digest == value(2).digest
+    assert newest(reader, HERE).digest == value(2).digest
 
 
 def test_what_no_store_wrote_is_no_version(tmp_path: Path):
@@ -280,4 +279,4 @@ def test_a_version_pruned_while_it_is_read_gives_way_to_the_next(tmp_path: Path,
     monkeypatch.setattr(staged, "read", slow_read)
     with pytest.raises(VersionGoneError, match="version 1 was pruned or replaced while it was read"):
         reader.load(1, HERE)
-    assert load_latest(reader, HERE).version == 2
+    assert newest(reader, HERE).version == 2

@@ -9,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from areal_jax.types import VersionedParams
 from areal_jax.weights.digest import digest
+from areal_jax.weights.store import ParamReader, load_newer
 
 DEADLINE_S = 30.0
 
@@ -36,6 +37,13 @@ def value(version: int, seed: int | None = None) -> VersionedParams:
 @jax.jit
 def probe(params) -> jax.Array:
     return (params["w"].astype(jnp.float32) * 0.1).sum(axis=0)
+
+
+def newest(store: ParamReader, shardings) -> VersionedParams:
+    """The newest version that can be loaded; there is one."""
+    found = load_newer(store, shardings)
+    assert found is not None
+    return found
 
 
 def pointers(params) -> list[int]:
