@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from areal_jax.config import Config
+from jax.sharding import Mesh
+
+from areal_jax.config import Config, GenerationConfig
 from areal_jax.generation.engine import Engine
 from areal_jax.models.model import Model, Params
 from areal_jax.runtime.devices import Devices, place
@@ -37,7 +39,7 @@ class Parts:
 
     def engine(self, host: int) -> Engine:
         """The engine of the host at that place."""
-        return make_engine(self.config, self.model, self.devices.hosts[host])
+        return make_engine(self.config.generation, self.model, self.devices.hosts[host])
 
     def first_state(self) -> TrainState:
         """Version 0: seeded parameters after the supervised start; a function of the config alone."""
@@ -105,8 +107,7 @@ def first_params(parts: Parts) -> Params:
     )
 
 
-def make_engine(config: Config, model: Model, mesh: object = None) -> Engine:
-    g = config.generation
+def make_engine(g: GenerationConfig, model: Model, mesh: Mesh | None = None) -> Engine:
     return Engine(
         model,
         slots=g.slots,
@@ -115,5 +116,5 @@ def make_engine(config: Config, model: Model, mesh: object = None) -> Engine:
         page_tokens=g.page_tokens,
         prefill_chunk=g.prefill_chunk,
         support_size=g.support_size,
-        mesh=mesh,  # type: ignore[arg-type]
+        mesh=mesh,
     )

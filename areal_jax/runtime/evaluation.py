@@ -23,6 +23,7 @@ from areal_jax.generation.host import Host, Start
 from areal_jax.generation.rollout import completion_of
 from areal_jax.models.model import Model
 from areal_jax.observe.waits import get
+from areal_jax.runtime.assembly import make_engine
 from areal_jax.runtime.eval_result import EvalResult, Failure, PassResult, ScoredPrompt, TaskResult
 from areal_jax.sections import GenerationConfig
 from areal_jax.tasks.pool import RewardPool
@@ -69,16 +70,7 @@ def evaluate(
     Raises ArealError for a task without prompts, WaitTimeout when rewards stop coming.
     """
     g = settings.generation
-    engine = Engine(
-        model,
-        slots=g.slots,
-        length=g.length,
-        decode_steps=g.decode_steps,
-        page_tokens=g.page_tokens,
-        prefill_chunk=g.prefill_chunk,
-        support_size=g.support_size,
-        mesh=mesh,
-    )
+    engine = make_engine(g, model, mesh)
     ways = [("greedy", 1, Sampling(temperature=0.0, max_tokens=g.max_tokens))]
     if settings.samples:
         ways.append(("sampled", settings.samples, g.sampling))
