@@ -71,8 +71,7 @@ def eval_model_or_run(
 def _eval_model(
     name: str, words: Sequence[str], limit: int | None, samples: int, progress: Progress
 ) -> dict[str, Any]:
-    tasks_only = [word for word in words if not word.startswith("model.source=")]
-    config = _with_pages(load_config(DEFAULTS, {"model": _model_section(name)}, *tasks_only))
+    config = _with_pages(load_config(DEFAULTS, *words, {"model": _model_section(name)}))  # whatever they say
     settings = _settings(config, limit, samples)
     tasks, splits = _held_out(config.tasks)
     use_compilation_cache()

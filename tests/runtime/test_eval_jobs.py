@@ -250,3 +250,10 @@ def test_a_line_cut_short_is_left_out_and_overwritten(tmp_path: Path):
     path.write_text("nonsense\n" + path.read_text())
     with pytest.raises(ArealError, match=r"evals\.jsonl, line 1: not JSON"):
         read_evals(tmp_path)
+
+
+def test_the_model_is_the_named_one_whatever_a_recipe_says(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("tasks: countdown\nmodel: {source: nowhere, shape: 5m}\n")
+    figures = asked("tiny", str(recipe), *TINY, "--limit", "2", "--samples", "0")
+    assert (figures["model"], figures["tasks"]["countdown"]["greedy"]["scored"]) == ("tiny", 2)
