@@ -15,6 +15,8 @@ import pytest
 from areal_jax.runtime.jobs import resume
 from areal_jax.types import ArealError
 
+pytestmark = pytest.mark.slow  # whole processes, a minute of them
+
 DOCS = Path(__file__).parents[1] / "docs"
 
 CACHE = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}

@@ -104,9 +104,10 @@ def test_at_eta_0_a_killed_run_ends_with_the_same_bits_as_an_untouched_one(tmp_p
     assert digests[0] == digests[1] and len(digests[0]) == 30
 
 
+@pytest.mark.slow
 def test_a_second_process_cannot_resume_a_run_in_progress(tmp_path):
     folder = tmp_path / "run"
-    process = begin(folder, "run.steps=400")
+    process = begin(folder, "run.steps=100000")
     try:
         wait_until(lambda: len(rows_of(folder)) >= 2, process)
         second = call("resume", str(folder))
@@ -116,12 +117,10 @@ def test_a_second_process_cannot_resume_a_run_in_progress(tmp_path):
     assert process.wait(120) == 130
     assert audit_run(folder).ok
     steps = len(rows_of(folder))
-    assert 2 <= steps < 400
-    with open_journal(
-        folder
-    ) as journal:  # Ctrl-C leaves a checkpoint of the newest version: nothing to train again
+    assert 2 <= steps < 100_000
+    with open_journal(folder) as journal:
         trained = [row.event.step for row in journal.rows() if isinstance(row.event, BatchTrained)]
-    assert trained == list(range(steps))
+    assert trained == list(range(steps))  # Ctrl-C leaves a checkpoint of the newest: nothing to train again
     assert (folder / "checkpoints" / str(steps) / "manifest.json").exists()
 
 
@@ -131,6 +130,7 @@ def flip_one_byte(path: Path) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_gives_the_same_bits(tmp_path):
     folder = tmp_path / "run"
     process = begin(folder, "run.steps=9", "trainer.checkpoint_every=3", "trainer.keep_checkpoints=3")

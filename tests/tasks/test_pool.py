@@ -230,6 +230,8 @@ SCRIPT = """
         pool.submit(0, 0, Prompt(text, info=info, task="mine"), [Completion("", (), "stop")], answers.put)
     ask("now")
     scored = answers.get(timeout=60)
+    if not hasattr(scored, "rewards"):
+        sys.exit(str(scored))
     print(scored.rewards, dict(scored.parts[0])["pid"], flush=True)
     ask("sleep")
     ask("sleep")
@@ -243,7 +245,7 @@ def start_script(tmp_path: Path, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, str(script), *words],
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=(tmp_path / "stderr").open("w"),
         text=True,
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -261,7 +263,9 @@ def test_killing_the_parent_leaves_no_worker_behind(tmp_path: Path):
     script = start_script(tmp_path)
     try:
         assert script.stdout.readline() == "started\n"
-        worker = int(float(script.stdout.readline().split()[1]))
+        scored = script.stdout.readline().split()
+        assert scored[:1] == ["(0.5,)"], (tmp_path / "stderr").read_text()
+        worker = int(float(scored[1]))
         assert wait_until(lambda: len(list(tmp_path.glob("*.asleep"))) == 2, WAIT_S)
         busy = [int(path.stem) for path in tmp_path.glob("*.asleep")]
         assert worker in busy
