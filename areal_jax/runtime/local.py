@@ -28,6 +28,7 @@ from areal_jax.observe.metrics import MetricsWriter
 from areal_jax.observe.waits import Timeline, WaitTimeout, get
 from areal_jax.runtime.assembly import Parts
 from areal_jax.runtime.devices import overwrites_serving
+from areal_jax.runtime.interrupts import kept_interrupts
 from areal_jax.runtime.rows import RowMaker
 from areal_jax.runtime.trainer import TrainBatch, Trainer
 from areal_jax.runtime.turns import OneDevice, OwnDevices, Turns
@@ -156,13 +157,16 @@ class LocalRun:
     # --- from start to end ----------------------------------------------------------------------------------
 
     def run(self) -> None:
-        try:
-            self._begin()
-            while not self._control.is_finished:
-                self._handle(self._messages())
-        except BaseException:
-            self._end()
-            raise
+        with kept_interrupts() as is_interrupted:
+            try:
+                self._begin()
+                while not self._control.is_finished:
+                    self._handle(self._messages())
+                    if is_interrupted():
+                        raise KeyboardInterrupt
+            except BaseException:
+                self._end()
+                raise
         if crashed := self._end():
             raise crashed[0].error
 
