@@ -115,7 +115,7 @@ def _impossible(c: Config) -> Iterator[str]:
             f"the support is an array; got top_k={g.top_k}, support_size={g.support_size}, top_p={g.top_p}, "
             f"min_p={g.min_p}. Set generation.top_k=256 generation.support_size=256, or top_p=1 min_p=0"
         )
-    if a.samples == "reference" and (a.proximal, a.off_policy) != ("behavior", "none"):
+    if a.samples == "reference" and (a.proximal_form, a.off_policy) != ("none", "none"):
         yield (
             f"algorithm.samples=reference with proximal={a.proximal}, off_policy={a.off_policy}: no policy "
             "sampled a reference answer, so it has no behaviour log-probs to weigh; use algorithm.preset=sft"

@@ -26,8 +26,7 @@ PRESETS: dict[str, Preset] = {
             "advantage": "group_normalized",
             "advantage_settings": {"scale": "group", "ddof": 1},
             "reduction": "sequence_mean",
-            "kl_coef": 0.04,
-            "kl_estimator": "k3",
+            "kl": {"coef": 0.04, "estimator": "k3"},
         },
     ),
     "dr_grpo": Preset(
@@ -58,15 +57,19 @@ PRESETS: dict[str, Preset] = {
         "maximum likelihood",
         {
             "samples": "reference",
-            "loss": "log_likelihood",
+            "loss": "policy_gradient",
             "advantage": "ones",
             "reduction": "token_mean",
-            "proximal": "behavior",
+            "proximal": "none",
             "off_policy": "none",
             "group_size": 1,
         },
     ),
 }
+
+
+PIECES = ("loss", "advantage", "off_policy")
+"""Keys that name a function; `<key>_settings` are its keyword-only arguments."""
 
 
 def preset_settings(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,10 +81,13 @@ def preset_settings(given: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"no algorithm.preset={name}; {hint}")
     defaults = PRESETS[name].settings
     merged = {**defaults, "preset": name, **given}
-    for piece in ("loss", "advantage"):
+    for piece in PIECES:
         is_own = merged.get(piece) != defaults.get(piece)  # another function has other settings
         merged[f"{piece}_settings"] = {
             **({} if is_own else defaults.get(f"{piece}_settings", {})),
             **given.get(f"{piece}_settings", {}),
         }
+    for section in ("kl", "critic"):
+        if isinstance(own := given.get(section, {}), Mapping):
+            merged[section] = {**defaults.get(section, {}), **own}
     return merged

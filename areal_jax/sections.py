@@ -47,6 +47,30 @@ class ModelSettings(Section):
     """What matrix products read; accumulation, norms and log-probs are float32 always."""
 
 
+class KLConfig(Section):
+    coef: float = Field(default=0.0, ge=0)
+    """β of the KL to the reference policy; the first β where it adapts."""
+    place: Literal["loss", "reward"] = "loss"
+    """loss: a term beside the surrogate; reward: taken from each token's reward, without gradient."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of a token's KL: k1 in the reward, k2 or k3 in the loss; importance-weighted there."""
+    target: float | None = Field(default=None, gt=0)
+    """KL a token that the coefficient is steered to, a step at a time; none keeps it fixed."""
+    horizon: int = Field(default=10_000, ge=1)
+    """Loss tokens over which the coefficient moves by the relative error of the KL, at most a fifth."""
+    allow_biased: bool = False
+    """Let k1 be a loss, or k2 and k3 a reward, although their gradients are not the KL's."""
+
+
+class CriticConfig(Section):
+    kind: Literal["none", "separate", "shared"] = "none"
+    """separate: a transformer of its own, from the policy's first weights; shared: a head on its trunk."""
+    coef: float = Field(default=0.5, gt=0)
+    """Weight of the value loss."""
+    clip: float | None = Field(default=0.5, gt=0)
+    """How far a value may move from the one at the batch's arrival before its loss stops falling."""
+
+
 class AlgorithmConfig(Section):
     preset: str = "grpo"
     """Defaults for this section, by name (`areal-jax algorithms`); every key given beside it wins."""
@@ -64,28 +88,58 @@ class AlgorithmConfig(Section):
     """An advantage estimator of areal_jax.algorithms, or module:name of your own."""
     advantage_settings: dict[str, Any] = Field(default_factory=dict)
     """Keyword-only arguments of the estimator."""
+    whiten: Literal["none", "tokens"] = "none"
+    """tokens: advantages get mean 0 and standard deviation 1 over all loss tokens of the batch."""
     reduction: Literal["token_mean", "token_mean_batch", "sequence_mean", "sequence_sum", "constant"] = (
         "sequence_mean"
     )
     """How token losses become one number; weights come from the minibatch's unrejected mask."""
     reduction_constant: float | None = Field(default=None, gt=0)
     """C of reduction=constant; generation.max_tokens unless given."""
-    proximal: Literal["recompute", "behavior"] = "recompute"
-    """Centre of the trust region: log-probs recomputed when the batch arrives, or those of sampling."""
-    off_policy: Literal["truncate", "mask", "none"] = "truncate"
-    """What exp(proximal - behaviour) above off_policy_cap becomes: the cap, or 0; none: no weight at all."""
-    off_policy_cap: float = Field(default=5.0, gt=1)
-    """Upper bound of the off-policy weight."""
-    kl_coef: float = Field(default=0.0, ge=0)
-    """Weight of the KL term to the reference policy (version 0)."""
-    kl_estimator: Literal["k2", "k3"] = "k3"
-    """Estimator of the KL loss term; importance-weighted by the behaviour ratio."""
+    proximal: Literal["auto", "recompute", "reuse", "loglinear", "loglinear_published", "none"] = "auto"
+    """Centre of the trust region: log-probs recomputed when the batch arrives; those of the update's own
+    forward (reuse: exact with one minibatch, and free); between behaviour and current by age (loglinear);
+    or those of sampling (none). auto: reuse with one minibatch, recompute with more.
+    """
+    off_policy: str = "truncate"
+    """What corrects for exp(proximal - behaviour): truncate, mask, m2po, none, or module:name of your own."""
+    off_policy_settings: dict[str, Any] = Field(default_factory=dict)
+    """Keyword-only arguments of it."""
+    kl: KLConfig = KLConfig()
+    """KL to the reference policy."""
+    reference: Literal["none", "frozen", "ema"] = "frozen"
+    """The reference policy, kept only where something reads it: version 0, or a moving average."""
+    reference_decay: float = Field(default=0.99, gt=0, lt=1)
+    """reference=ema: share of the old average kept at each version."""
+    critic: CriticConfig = CriticConfig()
+    """The value function of estimators that need one."""
+    teacher: str | None = None
+    """Model source of a frozen teacher on the trainer's mesh, for on-policy distillation."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
-    truncation: Literal["keep", "mask"] = "keep"
-    """mask: a sample stopped by length trains no token; its reward still enters its group's statistics."""
+    truncation: Literal["keep", "mask", "soft_penalty"] = "keep"
+    """mask: a sample stopped by length trains no token; its reward still enters its group's statistics.
+    soft_penalty: the reward falls by up to 1 over the last overlong_margin tokens of max_tokens (DAPO).
+    """
+    overlong_margin: int = Field(default=0, ge=0)
+    """Tokens before generation.max_tokens at which truncation=soft_penalty begins."""
     group_filter: Literal["none", "signal"] = "none"
     """signal: drop groups whose rewards are all equal; the drop is refunded."""
+
+    @property
+    def proximal_form(self) -> str:
+        """`proximal` with auto resolved."""
+        if self.proximal != "auto":
+            return self.proximal
+        return (
+            "reuse"
+            if self.minibatches == 1 and self.off_policy in ("truncate", "mask", "none")
+            else "recompute"
+        )
+
+    @property
+    def has_reference(self) -> bool:
+        return self.kl.coef > 0
 
 
 class GenerationConfig(Section):

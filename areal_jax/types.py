@@ -155,22 +155,34 @@ class Batch(NamedTuple):
 
     tokens: Any  # (B, T) int32
     positions: Any  # (B, T) int32: 0 at each segment's first token
-    segment_ids: Any  # (B, T) int32: 1..S, unique in the batch; 0 = padding
+    segment_ids: (
+        Any  # (B, T) int32: 1..S, unique in the batch; 0 = padding; beyond S: prompts that groups share
+    )
     loss_mask: Any  # (B, T) bool
     behavior_logp: Any  # (B, T) float32
     versions: Any  # (B, T) int32
     turn_ids: Any  # (B, T) int32
+    previous: Any  # (B, T) int32: column, in the same row, of the token before; -1 where there is none
     reward: Any  # (S,) float32
     group_ids: Any  # (S,) int32: 0..groups-1
     temperature: Any  # (S,) float32
     truncated: Any  # (S,) bool
     support: Any = None  # (B, T, K) int32 or None
-    proximal_logp: Any = None  # (B, T) float32
+    context_ids: Any = (
+        None  # (B, T) int32: segment of the row that the token also sees, its group's prompt; 0 = none
+    )
+    ages: Any = None  # (B, T) int32: trained version - version; 0 where not sampled
+    proximal_logp: Any = None  # (B, T) float32; None where it is made in the update, by proximal_mix
+    proximal_mix: Any = None  # (B, T) float32: α of proximal = sg(behaviour + α (current - behaviour))
     advantages: Any = None  # (B, T) float32
     weights: Any = None  # (B, T) float32: the reduction
-    off_policy_weight: Any = None  # (B, T) float32
+    off_policy_weight: Any = None  # (B, T) float32; None where proximal_logp is
     ref_logp: Any = None  # (B, T) float32
-    values: Any = None  # (B, T) float32
+    teacher_logp: Any = None  # (B, T) float32
+    token_rewards: Any = None  # (B, T) float32: what single tokens earn beside the sequence's reward
+    values: Any = None  # (B, T) float32: of the state before the token, under the critic at arrival
+    bootstrap: Any = None  # (S,) float32: value after the last token where the sample was truncated, else 0
+    returns: Any = None  # (B, T) float32: what the critic is trained towards
 
 
 class PolicyOutputs(NamedTuple):

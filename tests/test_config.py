@@ -11,7 +11,7 @@ RECIPE = {"algorithm": {"preset": "grpo", "group_size": 4, "loss_settings": {"lo
 
 def test_another_preset_starts_the_section_anew():
     a = load_config(RECIPE, "algorithm.preset=sft").algorithm
-    assert (a.loss, a.loss_settings, a.group_size, a.samples) == ("log_likelihood", {}, 1, "reference")
+    assert (a.loss, a.loss_settings, a.group_size, a.samples) == ("policy_gradient", {}, 1, "reference")
     unnamed = {"algorithm": {"loss_settings": {"low": 0.1}}}  # the default preset's settings
     assert load_config(unnamed, {"algorithm": {"preset": "sft"}}).algorithm.loss_settings == {}
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 
 class TokenStats(NamedTuple):
@@ -59,7 +59,8 @@ def _entropy(z: Float[Array, "n V"], log_total: Float[Array, " n"]) -> Float[Arr
 def packed_stats(
     hidden: Float[Array, "B T D"],
     tokens: Int[Array, "B T"],
-    positions: Int[Array, "B T"],
+    previous: Int[Array, "B T"],
+    mask: Bool[Array, "B T"],
     temperature: Float[Array, "B T"],
     logits: Callable[[Float[Array, "n D"]], Float[Array, "n V"]],
     support: Int[Array, "B T K"] | None,
@@ -67,12 +68,14 @@ def packed_stats(
 ) -> TokenStats:
     """`token_stats` of a packed row, (B, T) each: index t describes token t given the tokens before it.
 
-    This is the one place where hidden states shift by a token. A segment's first token has no predecessor:
-    its hidden state is 0, so that it never reads its neighbour's. The LM head runs over `chunk` tokens at a
+    This is the one place where hidden states shift by a token: token t reads the hidden state at column
+    `previous` of its row. Off the mask everything is 0, and a token without predecessor (-1) is off it, so
+    that no segment's first token reads its neighbour's state. The LM head runs over `chunk` tokens at a
     time, so no (B, T, V) array exists, in the backward pass neither.
     """
-    before = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
-    before = jnp.where((positions > 0)[..., None], before, 0.0)
+    mask = mask & (previous >= 0)
+    before = jnp.take_along_axis(hidden, jnp.maximum(previous, 0)[..., None], axis=1)
+    before = jnp.where(mask[..., None], before, 0.0)
     count = tokens.size
     size = min(chunk, count)
     chunks = -(-count // size)
@@ -89,4 +92,4 @@ def packed_stats(
 
     args = (before, tokens, temperature) if support is None else (before, tokens, temperature, support)
     stats = jax.lax.map(one_chunk, tuple(chunked(x) for x in args))
-    return TokenStats(*(x.reshape(-1)[:count].reshape(tokens.shape) for x in stats))
+    return TokenStats(*(jnp.where(mask, x.reshape(-1)[:count].reshape(tokens.shape), 0.0) for x in stats))

@@ -43,9 +43,9 @@ def ppo_clip(
     return -gain, {"ratio": u, "clip_share": (clipped < u * batch.advantages).astype(jnp.float32)}
 
 
-def log_likelihood(now: PolicyOutputs, batch: Batch) -> tuple[Array, dict[str, Array]]:
-    """-A logp: maximum likelihood where A = 1, the plain policy gradient otherwise."""
+def policy_gradient(now: PolicyOutputs, batch: Batch) -> tuple[Array, dict[str, Array]]:
+    """-A logp: the plain policy gradient; maximum likelihood where A = 1."""
     return -batch.advantages * now.logp, {"nll": -now.logp}
 
 
-LOSSES: Mapping[str, Any] = {"ppo_clip": ppo_clip, "log_likelihood": log_likelihood}
+LOSSES: Mapping[str, Any] = {"ppo_clip": ppo_clip, "policy_gradient": policy_gradient}

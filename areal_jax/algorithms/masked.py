@@ -31,8 +31,9 @@ def largest(values: Float[Array, "..."], mask: Bool[Array, "..."]) -> Float[Arra
 
 
 def per_token(values: Float[Array, " S"], segment_ids: Int[Array, "B T"]) -> Float[Array, "B T"]:
-    """Each token's sequence value; 0 on padding."""
-    return jnp.concatenate([jnp.zeros_like(values[:1]), values])[segment_ids]
+    """Each token's sequence value; 0 on padding and on prompts that groups share."""
+    padded = jnp.concatenate([jnp.zeros_like(values[:1]), values])
+    return padded.at[segment_ids].get(mode="fill", fill_value=0)
 
 
 def per_sequence(

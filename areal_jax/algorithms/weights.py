@@ -1,16 +1,22 @@
 """What multiplies a token's loss: the reduction's weight and the off-policy weight.
 
-Both are computed once, over whole minibatches, before any micro-batch is formed; so micro-batch gradients are
-plain sums and their split cannot matter.
+Reduction weights are computed once, over whole minibatches, before any micro-batch is formed; so micro-batch
+gradients are plain sums and their split cannot matter. Off-policy weights are functions
+`off_policy(batch, *, settings) -> (weight, is_cut)` of the proximal and the behaviour log-probs, (B, T) each;
+no gradient flows through them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from areal_jax.algorithms.losses import ratio
 from areal_jax.algorithms.masked import per_sequence, per_token
+from areal_jax.types import Batch
 
 
 def reduction_weights(
@@ -47,19 +53,22 @@ def reduction_weights(
     raise ValueError(f"no reduction {reduction!r}")
 
 
-def off_policy_weight(
-    proximal_logp: Float[Array, "B T"],
-    behavior_logp: Float[Array, "B T"],
-    loss_mask: Bool[Array, "B T"],
-    kind: str,
-    cap: float,
-) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
-    """exp(proximal - behaviour), truncated to `cap` or masked above it, and where that happened. No gradient.
+def truncate(batch: Batch, *, cap: float = 5.0) -> tuple[Array, Array]:
+    """min(w, cap), w = exp(proximal - behaviour): AReaL Eq. 4 (arXiv:2505.24298)."""
+    weight = ratio(batch.proximal_logp, batch.behavior_logp)
+    return jnp.minimum(weight, cap), weight > cap
 
-    The decoupled objective's correction, AReaL Eq. 4 (arXiv:2505.24298).
-    """
-    if kind == "none":
-        return jnp.ones_like(proximal_logp), jnp.zeros_like(loss_mask)
-    weight = ratio(proximal_logp, behavior_logp)
-    is_over = (weight > cap) & loss_mask
-    return jnp.where(weight > cap, cap if kind == "truncate" else 0.0, weight), is_over
+
+def mask(batch: Batch, *, upper: float = 5.0) -> tuple[Array, Array]:
+    """w = exp(proximal - behaviour) where it is at most `upper`, else 0."""
+    weight = ratio(batch.proximal_logp, batch.behavior_logp)
+    is_cut = weight > upper
+    return jnp.where(is_cut, 0.0, weight), is_cut
+
+
+def none(batch: Batch) -> tuple[Array, Array]:
+    """1: no correction."""
+    return jnp.ones_like(batch.proximal_logp), jnp.zeros_like(batch.loss_mask)
+
+
+OFF_POLICY: Mapping[str, Any] = {"truncate": truncate, "mask": mask, "none": none}

@@ -49,9 +49,14 @@ class KVPages(struct.PyTreeNode):
 
 
 class PackedAttention(struct.PyTreeNode):
-    """Causal attention inside each segment of a packed row; no [B, H, T, T] array beyond QUERY_BLOCK."""
+    """Causal attention inside each segment of a packed row; no [B, H, T, T] array beyond QUERY_BLOCK.
+
+    A token also sees the whole segment that `context_ids` names, which lies before it in its row: the prompt
+    that its group shares. 0 names none.
+    """
 
     segment_ids: Int[Array, "B T"]
+    context_ids: Int[Array, "B T"] | None = None
 
     def __call__(self, layer: Any, q: Any, k: Any, v: Any, cache: None) -> tuple[Array, None]:
         rows, length, heads, head_dim = q.shape
@@ -72,6 +77,9 @@ class PackedAttention(struct.PyTreeNode):
 
     def _attend(self, q: Array, k: Array, v: Array, at: Int[Array, " Q"]) -> Float[Array, "B Q K R h"]:
         same = self.segment_ids[:, at, None] == self.segment_ids[:, None, :]
+        if self.context_ids is not None:
+            context = self.context_ids[:, at, None]
+            same |= (context == self.segment_ids[:, None, :]) & (context > 0)
         visible = same & (at[:, None] >= jnp.arange(k.shape[1])[None, :])  # (B, Q, T)
         scores = _scores(q, k, visible)
         weights = jax.nn.softmax(scores, axis=-1)

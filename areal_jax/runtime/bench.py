@@ -179,7 +179,7 @@ def _trainer(shape: str, rows: int, length: int, dtype: str) -> tuple[Learner, A
     config = load_config("trainer.learning_rate=1e-5")
     learner = Learner(
         model,
-        preset("grpo", group_size=rows, kl_coef=0),
+        preset("grpo", group_size=rows, kl={"coef": 0}),
         make_optimizer(config.trainer, 100),
         rows=rows,
         length=length,

@@ -88,7 +88,7 @@ def memory_table(config: Config, model: Model, placement: str) -> list[tuple[str
         ("trainer", "Adam moments, float32", 8 * n // shards),
         ("trainer", "gradient, float32", 4 * n // shards),
     ]
-    if config.algorithm.kl_coef:
+    if config.algorithm.has_reference:
         rows.append(("trainer", "reference policy, float32", 4 * n // shards))
     state = sum(size for _, what, size in rows if "gradient" not in what)
     rows.append(("the host's memory", "all but the gradient, while a checkpoint is written", state))

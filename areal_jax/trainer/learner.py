@@ -21,6 +21,7 @@ from jaxtyping import Array, Float
 
 from areal_jax.algorithms.advantages import ADVANTAGES
 from areal_jax.algorithms.losses import LOSSES
+from areal_jax.algorithms.weights import OFF_POLICY
 from areal_jax.config import AlgorithmConfig
 from areal_jax.models.model import Model, Params
 from areal_jax.parallel.mesh import ROWS, make_mesh, param_shardings, replicated
@@ -34,7 +35,7 @@ from areal_jax.weights.store import wire_copy
 Sums = Any
 """(gradient of the minibatch so far, metric sums so far)."""
 
-PER_SEQUENCE = ("reward", "group_ids", "temperature", "truncated")
+PER_SEQUENCE = ("reward", "group_ids", "temperature", "truncated", "bootstrap")
 
 
 class Learner:
@@ -66,8 +67,10 @@ class Learner:
         advantage = load_object(algorithm.advantage, ADVANTAGES, "advantage estimator")
         check_settings(loss, algorithm.loss_settings, "algorithm.loss_settings")
         check_settings(advantage, algorithm.advantage_settings, "algorithm.advantage_settings")
+        off_policy = load_object(algorithm.off_policy, OFF_POLICY, "off-policy weight")
+        check_settings(off_policy, algorithm.off_policy_settings, "algorithm.off_policy_settings")
         constant = algorithm.reduction_constant or float(max_tokens or length)
-        self.objective = Objective(model, algorithm, loss, advantage, constant, logp_chunk, remat)
+        self.objective = Objective(model, algorithm, loss, advantage, off_policy, constant, logp_chunk, remat)
         shards = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
         if rows % shards:
             raise ArealError(
@@ -89,7 +92,7 @@ class Learner:
 
     def _first_state(self, params: Params) -> TrainState:
         zero = jnp.zeros((), jnp.int32)
-        reference = jax.tree.map(jnp.copy, params) if self.algorithm.kl_coef else None
+        reference = jax.tree.map(jnp.copy, params) if self.algorithm.has_reference else None
         return TrainState(zero, zero, params, self.optimizer.init(params), reference)
 
     def _place_state(self) -> TrainState:
@@ -103,7 +106,7 @@ class Learner:
             params,
             transform_non_params=lambda _: self._whole,
         )
-        reference = params if self.algorithm.kl_coef else None
+        reference = params if self.algorithm.has_reference else None
         whole = jax.tree.map(lambda _: self._whole, abstract)
         return whole.replace(params=params, optimizer=optimizer, reference=reference)
 
@@ -145,12 +148,13 @@ class Learner:
         `between` as in `update`.
         """
         batch = self._to_device(batch)
-        proximal, reference = batch.behavior_logp, None
-        if self.algorithm.proximal == "recompute":
+        form = self.algorithm.proximal_form
+        proximal, reference = batch.behavior_logp if form == "none" else None, None
+        if form == "recompute":
             proximal = self._scores(state.params, batch, between)
-        if self.algorithm.kl_coef:
+        if self.algorithm.has_reference:
             reference = self._scores(state.reference, batch, between)
-        return self._finish(batch, proximal, reference)
+        return self._finish(batch, state.version, proximal, reference)
 
     def _to_device(self, batch: Batch) -> Batch:
         rows, length = batch.tokens.shape

@@ -19,7 +19,8 @@ from areal_jax.algorithms import masked
 from areal_jax.algorithms.kl import kl_loss
 from areal_jax.algorithms.logprobs import TokenStats, packed_stats
 from areal_jax.algorithms.losses import Loss, ratio
-from areal_jax.algorithms.weights import off_policy_weight, reduction_weights
+from areal_jax.algorithms.proximal import proximal_mix
+from areal_jax.algorithms.weights import reduction_weights
 from areal_jax.config import AlgorithmConfig
 from areal_jax.models.attention import PackedAttention
 from areal_jax.models.model import Model, Params
@@ -37,6 +38,7 @@ class Objective:
     algorithm: AlgorithmConfig
     loss: Loss
     advantage: Callable[..., Array]
+    off_policy: Callable[..., tuple[Array, Array]]
     constant: float
     """C of the reduction `constant`, in tokens."""
     chunk: int
@@ -49,24 +51,35 @@ class Objective:
         """Log-probs of the loss tokens under `params`; 0 elsewhere."""
         return masked.keep(self._stats(params, micro).logp, micro.loss_mask)
 
-    def finish(self, batch: Batch, proximal: Array, reference: Array | None) -> Batch:
-        """The batch with its loss mask, log-probs, advantages and both kinds of weights; 0 off the mask."""
+    def finish(self, batch: Batch, version: Array, proximal: Array | None, reference: Array | None) -> Batch:
+        """The batch with its loss mask, ages, log-probs, advantages and weights; 0 off the mask.
+
+        `version` is the trained one. Without `proximal` the update makes it, from proximal_mix.
+        """
         a = self.algorithm
         mask = batch.loss_mask
         if a.truncation == "mask":
             mask = mask & (masked.per_token(batch.truncated.astype(jnp.float32), batch.segment_ids) == 0)
-        behavior, proximal = masked.keep(batch.behavior_logp, mask), masked.keep(proximal, mask)
         batch = batch._replace(
-            loss_mask=mask, behavior_logp=behavior, proximal_logp=proximal, ref_logp=reference
+            loss_mask=mask,
+            ages=jnp.where(mask & (batch.versions >= 0), version - batch.versions, 0),
+            behavior_logp=masked.keep(batch.behavior_logp, mask),
+            ref_logp=reference,
         )
         advantages = self.advantage(batch.reward, batch, **a.advantage_settings)
         weights = reduction_weights(
             mask, batch.segment_ids, batch.reward.shape[0], a.minibatches, a.reduction, self.constant
         )
-        off_policy, _ = off_policy_weight(proximal, behavior, mask, a.off_policy, a.off_policy_cap)
-        return batch._replace(
-            advantages=masked.keep(advantages, mask), weights=weights, off_policy_weight=off_policy
-        )
+        batch = batch._replace(advantages=masked.keep(advantages, mask), weights=weights)
+        if proximal is None:
+            return batch._replace(proximal_mix=proximal_mix(batch.ages, a.minibatches, a.proximal_form))
+        batch = batch._replace(proximal_logp=masked.keep(proximal, mask))
+        return batch._replace(off_policy_weight=self._off_policy(batch)[0])
+
+    def _off_policy(self, batch: Batch) -> tuple[Array, Array]:
+        """The off-policy weight, 1 off the mask, and where it was cut."""
+        weight, is_cut = self.off_policy(batch, **self.algorithm.off_policy_settings)
+        return jnp.where(batch.loss_mask, weight, 1.0), is_cut & batch.loss_mask
 
     # --- once a micro-batch ---------------------------------------------------------------------------------
 
@@ -79,11 +92,15 @@ class Objective:
         a, mask = self.algorithm, micro.loss_mask
         stats = self._stats(params, micro)
         now = PolicyOutputs(masked.keep(stats.logp, mask), masked.keep(stats.entropy, mask))
+        if micro.proximal_logp is None:
+            gap = jax.lax.stop_gradient(now.logp) - micro.behavior_logp
+            micro = micro._replace(proximal_logp=micro.behavior_logp + micro.proximal_mix * gap)
+            micro = micro._replace(off_policy_weight=self._off_policy(micro)[0])
         loss, own = self.loss(now, micro, **a.loss_settings)
         objective = micro.off_policy_weight * loss
-        if a.kl_coef:
-            kl = kl_loss(now.logp, micro.ref_logp, micro.behavior_logp, a.kl_estimator)
-            objective += a.kl_coef * kl
+        if a.kl.coef:
+            kl = kl_loss(now.logp, micro.ref_logp, micro.behavior_logp, a.kl.estimator)
+            objective += a.kl.coef * kl
             own = own | {"kl": kl}
         if a.entropy_coef:
             objective -= a.entropy_coef * now.entropy
@@ -98,8 +115,9 @@ class Objective:
             ids, mask = values.astype(jnp.int32), values.astype(bool)
             one = jnp.zeros(1)
             micro = Batch(
-                ids, ids, ids, mask, values, ids, ids, one, one.astype(jnp.int32), one, one.astype(bool)
+                ids, ids, ids, mask, values, ids, ids, ids, one, one.astype(jnp.int32), one, one.astype(bool)
             )._replace(
+                ages=ids,
                 proximal_logp=values,
                 advantages=values,
                 weights=values,
@@ -107,18 +125,19 @@ class Objective:
                 ref_logp=values,
             )
             _, own = self.loss(PolicyOutputs(values, values), micro, **self.algorithm.loss_settings)
-            own = own | ({"kl": values} if self.algorithm.kl_coef else {})
+            own = own | ({"kl": values} if self.algorithm.kl.coef else {})
             return self._metric_sums(micro, TokenStats(values, values, values), own)
 
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(trace))
 
     def _stats(self, params: Params, micro: Batch) -> TokenStats:
-        attend = PackedAttention(micro.segment_ids)
+        attend = PackedAttention(micro.segment_ids, micro.context_ids)
         hidden, _ = self.model.hidden(params, micro.tokens, micro.positions, attend, remat=self.remat)
         return packed_stats(
             hidden,
             micro.tokens,
-            micro.positions,
+            micro.previous,
+            micro.loss_mask,
             masked.per_token(micro.temperature, micro.segment_ids),
             lambda h: self.model.logits(params, h),
             micro.support,
@@ -127,11 +146,9 @@ class Objective:
 
     def _metric_sums(self, micro: Batch, stats: TokenStats, own: dict[str, Array]) -> dict[str, Array]:
         """Sums over the loss mask, and one maximum; a loss's own metrics replace none of the framework's."""
-        a, mask = self.algorithm, micro.loss_mask
+        mask = micro.loss_mask
         gap = micro.proximal_logp - micro.behavior_logp
-        _, is_capped = off_policy_weight(
-            micro.proximal_logp, micro.behavior_logp, mask, a.off_policy, a.off_policy_cap
-        )
+        _, is_capped = self._off_policy(micro)
         sums = {
             **own,
             "tokens": mask.astype(jnp.float32),

@@ -18,7 +18,10 @@ class PackingError(ArealError):
 PER_TOKEN = {"tokens": 0, "loss_mask": False, "behavior_logp": 0.0, "versions": NOT_SAMPLED, "turn_ids": -1}
 """A batch's arrays that are copied from trajectories, and what padding holds."""
 
-PREPARED = ("proximal_logp", "advantages", "weights", "off_policy_weight", "ref_logp", "values")
+PREPARED = (
+    "ages", "proximal_logp", "proximal_mix", "advantages", "weights", "off_policy_weight", "ref_logp",
+    "teacher_logp", "token_rewards", "values", "returns",
+)  # fmt: skip
 """Those that `prepare` adds."""
 
 
@@ -92,6 +95,7 @@ def pack(groups: Sequence[Group], rows: int, length: int, minibatches: int = 1) 
     return Batch(
         **{name: fill(joined(name), empty) for name, empty in PER_TOKEN.items()},
         positions=fill(position.astype(np.int32), 0),
+        previous=fill(np.where(position > 0, place % length - 1, -1).astype(np.int32), -1),
         segment_ids=fill(np.repeat(np.arange(1, len(flat) + 1, dtype=np.int32), lengths), 0),
         reward=np.array([trajectory.reward for trajectory in flat], np.float32),
         group_ids=group_ids.astype(np.int32),

@@ -54,6 +54,8 @@ def prepared(
         behavior_logp=behavior,
         versions=np.where(mask, rng.integers(0, 3, segments.shape), -1).astype(np.int32),
         turn_ids=np.where(mask, 0, -1).astype(np.int32),
+        previous=np.where(positions > 0, np.arange(segments.shape[1]) - 1, -1).astype(np.int32),
+        ages=np.where(mask, rng.integers(0, 3, segments.shape), 0).astype(np.int32),
         reward=rng.integers(0, 3, sequences).astype(np.float32),
         group_ids=(np.arange(sequences) // 2).astype(np.int32),
         temperature=np.ones(sequences, np.float32),

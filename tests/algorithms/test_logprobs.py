@@ -92,6 +92,7 @@ def test_gradient_of_the_log_prob(has_support: bool):
 SEGMENTS = segments_of(((5, 4), (3, 6), (9,)))
 POSITIONS = positions_of(SEGMENTS)
 HIDDEN = RNG.normal(size=(*SEGMENTS.shape, 6)).astype(np.float32)
+PREVIOUS = np.where(POSITIONS > 0, np.arange(SEGMENTS.shape[1]) - 1, -1)
 HEAD = RNG.normal(size=(6, V)).astype(np.float32)
 IDS = RNG.integers(0, V, SEGMENTS.shape).astype(np.int32)
 TEMPERATURE = RNG.uniform(0.5, 1.5, SEGMENTS.shape).astype(np.float32)
@@ -99,8 +100,8 @@ SUPPORT = np.argsort(RNG.normal(size=(*SEGMENTS.shape, V)))[..., :5].astype(np.i
 
 
 def packed(hidden: np.ndarray, ids: np.ndarray, chunk: int, support: np.ndarray | None = None) -> TokenStats:
-    return jax.jit(packed_stats, static_argnums=(4, 6))(
-        hidden, ids, POSITIONS, TEMPERATURE, logits, support, chunk
+    return jax.jit(packed_stats, static_argnums=(5, 7))(
+        hidden, ids, PREVIOUS, SEGMENTS > 0, TEMPERATURE, logits, support, chunk
     )
 
 
@@ -122,7 +123,7 @@ def test_token_t_is_described_by_the_hidden_state_before_it(support: np.ndarray 
             np.testing.assert_allclose(value[row, column], expected[0], atol=2e-5)
 
 
-def test_a_first_token_is_uniform_and_reads_no_neighbour():
+def test_a_first_token_has_no_log_prob_and_reads_no_neighbour():
     """Change segment 1 (row 0): not one bit of segment 2, which begins where it ends, may move."""
     before = packed(HIDDEN, IDS, 8)
     is_first = SEGMENTS == 1
@@ -133,7 +134,7 @@ def test_a_first_token_is_uniform_and_reads_no_neighbour():
         assert np.asarray(one)[~is_first].tobytes() == np.asarray(other)[~is_first].tobytes()
     assert np.abs(np.asarray(before.logp - after.logp)[is_first]).max() > 0.1
     first = (POSITIONS == 0) & (SEGMENTS > 0)
-    np.testing.assert_allclose(np.asarray(before.logp)[first], -np.log(V), rtol=1e-6)
+    np.testing.assert_array_equal(np.asarray(before.logp)[first], 0)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 15])
@@ -141,7 +142,9 @@ def test_chunks_change_nothing_beyond_rounding(chunk: int):
     """Sizes that divide the 30 tokens and sizes that do not; values and gradients."""
 
     def of(hidden: jax.Array, size: int) -> jax.Array:
-        stats = packed_stats(hidden, IDS, POSITIONS, TEMPERATURE, lambda h: h @ HEAD, SUPPORT, size)
+        stats = packed_stats(
+            hidden, IDS, PREVIOUS, SEGMENTS > 0, TEMPERATURE, lambda h: h @ HEAD, SUPPORT, size
+        )
         return (stats.logp + 0.3 * stats.entropy).sum()
 
     both = jax.jit(jax.value_and_grad(of), static_argnums=1)

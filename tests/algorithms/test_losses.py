@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.algorithms.losses import log_likelihood, ppo_clip
-from areal_jax.algorithms.weights import off_policy_weight
+from areal_jax.algorithms.losses import policy_gradient, ppo_clip
+from areal_jax.algorithms.weights import truncate
 from areal_jax.types import Batch, PolicyOutputs
 from tests.algorithms import reference
 from tests.algorithms.batches import prepared
@@ -30,7 +30,7 @@ def wide(batch: Batch) -> Batch:
 def objective(logp: jax.Array, batch: Batch, **settings: float) -> jax.Array:
     """What the framework minimises: weights x off-policy weight x loss, over the mask."""
     loss, _ = ppo_clip(PolicyOutputs(logp), batch, **settings)
-    weight, _ = off_policy_weight(batch.proximal_logp, batch.behavior_logp, batch.loss_mask, "truncate", 5.0)
+    weight, _ = truncate(batch)
     return jnp.where(batch.loss_mask, batch.weights * weight * loss, 0).sum()
 
 
@@ -149,8 +149,8 @@ def test_dual_clip_bounds_only_negative_advantages():
     np.testing.assert_allclose(bounded, [[0, 2, -1.2]], rtol=1e-6)
 
 
-def test_log_likelihood_weighs_log_probs_by_advantages():
+def test_policy_gradient_weighs_log_probs_by_advantages():
     now, batch = prepared(9)
-    loss, metrics = log_likelihood(now, batch)
+    loss, metrics = policy_gradient(now, batch)
     np.testing.assert_allclose(loss, -batch.advantages * now.logp, rtol=1e-6)
     np.testing.assert_array_equal(metrics["nll"], -now.logp)

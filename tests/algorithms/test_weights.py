@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.algorithms.weights import off_policy_weight, reduction_weights
+from areal_jax.algorithms.weights import OFF_POLICY, reduction_weights
 from tests.algorithms import reference
 from tests.algorithms.batches import prepared, segments_of
 
@@ -73,21 +73,22 @@ LOG_RATIOS = np.log(np.array([[0.5, 1.0, 4.9, 5.1, 300.0, 1e30]], np.float32))
     ],
 )
 def test_off_policy_weight(kind: str, want: list[float]):
-    mask = np.array([[True, True, True, True, True, False]])
-    weight, is_over = off_policy_weight(
-        jnp.asarray(LOG_RATIOS), jnp.zeros((1, 6)), jnp.asarray(mask), kind, 5.0
+    _, batch = prepared(0)
+    batch = batch._replace(
+        proximal_logp=jnp.asarray(LOG_RATIOS),
+        behavior_logp=jnp.zeros((1, 6)),
+        loss_mask=jnp.ones((1, 6), bool),
     )
+    weight, is_cut = OFF_POLICY[kind](batch)
     np.testing.assert_allclose(weight[0], want, rtol=1e-5)
-    over = [False] * 6 if kind == "none" else [False, False, False, True, True, False]
-    np.testing.assert_array_equal(is_over[0], over)
+    over = [False] * 6 if kind == "none" else [False, False, False, True, True, True]
+    np.testing.assert_array_equal(is_cut[0], over)
 
 
 def test_off_policy_weight_of_extreme_gaps_is_finite():
     _, batch = prepared(0)
     for gap in (-200.0, 200.0):
-        weight, _ = off_policy_weight(
-            batch.behavior_logp + gap, batch.behavior_logp, batch.loss_mask, "truncate", 1e12
-        )
+        weight, _ = OFF_POLICY["truncate"](batch._replace(proximal_logp=batch.behavior_logp + gap), cap=1e12)
         assert np.isfinite(weight).all()
 
 
@@ -98,9 +99,9 @@ def test_rejected_tokens_stay_in_the_denominator():
     weights = reduction_weights(
         jnp.asarray(batch.loss_mask), jnp.asarray(batch.segment_ids), 8, 1, "token_mean"
     )
-    rejected, is_over = off_policy_weight(far.proximal_logp, far.behavior_logp, far.loss_mask, "mask", 5.0)
-    np.testing.assert_array_equal(is_over, batch.loss_mask)
-    np.testing.assert_array_equal(rejected[batch.loss_mask], 0)
+    rejected, is_cut = OFF_POLICY["mask"](far)
+    np.testing.assert_array_equal(np.asarray(is_cut)[batch.loss_mask], True)
+    np.testing.assert_array_equal(np.asarray(rejected)[batch.loss_mask], 0)
     assert float(weights.sum()) == pytest.approx(1)
 
 

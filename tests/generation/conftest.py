@@ -82,7 +82,14 @@ def dense(model: Model) -> DenseLogp:
         positions = jnp.arange(tokens.shape[1])[None]
         hidden, _ = model.hidden(params, tokens, positions, PackedAttention(jnp.ones_like(tokens)))
         return packed_stats(
-            hidden, tokens, positions, temperature, lambda h: model.logits(params, h), support, 64
+            hidden,
+            tokens,
+            positions - 1,
+            positions > 0,
+            temperature,
+            lambda h: model.logits(params, h),
+            support,
+            64,
         ).logp
 
     jitted = jax.jit(stats)

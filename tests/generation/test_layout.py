@@ -71,6 +71,13 @@ def test_what_is_recorded_is_what_a_dense_forward_says():
     positions = jnp.arange(22)[None]
     hidden, _ = MODEL.hidden(params, tokens, positions, PackedAttention(jnp.ones_like(tokens)))
     stats = packed_stats(
-        hidden, tokens, positions, jnp.ones(tokens.shape), lambda h: MODEL.logits(params, h), None, 22
+        hidden,
+        tokens,
+        positions - 1,
+        positions > 0,
+        jnp.ones(tokens.shape),
+        lambda h: MODEL.logits(params, h),
+        None,
+        22,
     )
     np.testing.assert_allclose(np.asarray(stats.logp)[0, 6:22], logp, atol=3e-2)

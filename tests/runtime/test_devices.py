@@ -150,7 +150,7 @@ def model(**sizes: int) -> Model:
 
 
 def figures(placement: str, *settings: str) -> dict[str, int]:
-    rows = memory_table(config("algorithm.kl_coef=0", *settings), model(), placement)
+    rows = memory_table(config("algorithm.kl.coef=0", *settings), model(), placement)
     return {f"{who}: {what.split(',')[0]}": size for who, what, size in rows}
 
 
@@ -196,7 +196,7 @@ def test_shards_pages_and_a_reference_policy_are_counted():
         "trainer.mesh.fsdp=2",
         "trainer.mesh.tensor=2",
         "runtime.host_tensor=2",
-        "algorithm.kl_coef=0.1",
+        "algorithm.kl.coef=0.1",
         "generation.page_tokens=16",
     )
     assert table["trainer: master weights"] == 4 * n // 4

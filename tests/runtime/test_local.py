@@ -118,7 +118,8 @@ def test_every_recorded_log_prob_is_the_one_of_its_version(finished, tmp_path):
             stats = packed_stats(
                 hidden,
                 jnp.asarray(tokens),
-                jnp.asarray(positions),
+                jnp.asarray(positions - 1),
+                jnp.asarray(positions > 0),
                 jnp.ones(tokens.shape),
                 lambda h: parts.model.logits(params, h),
                 None,

@@ -48,7 +48,13 @@ def learner(model: Model) -> MakeLearner:
     def make(rows: int = 2, mesh: dict[str, int] | None = None, **algorithm: Any) -> Learner:
         key = repr((rows, sorted((mesh or {}).items()), sorted(algorithm.items())))
         if key not in made:
-            settings = {"preset": "grpo", "kl_coef": 0.0, "group_size": 4, **algorithm}
+            settings = {
+                "preset": "grpo",
+                "kl": {"coef": 0.0},
+                "group_size": 4,
+                "proximal": "recompute",
+                **algorithm,
+            }
             shape = {"data": 1, "fsdp": 1, "tensor": 1, **(mesh or {})}
             made[key] = Learner(
                 model,

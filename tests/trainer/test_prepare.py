@@ -36,7 +36,7 @@ def batch() -> Batch:
 
 
 def test_proximal_and_reference_log_probs(model: Model, params: Any, learner: MakeLearner, batch: Batch):
-    with_kl = learner(kl_coef=0.1)
+    with_kl = learner(kl={"coef": 0.1})
     state = with_kl.init(params)
     half = jax.tree.map(lambda leaf: 0.5 * leaf, state.params)
     prepared = with_kl.prepare(state.replace(params=half), batch)
@@ -61,7 +61,7 @@ def test_advantages_weights_and_off_policy_weights(params: Any, learner: MakeLea
 
 
 def test_proximal_behavior_recomputes_nothing(params: Any, learner: MakeLearner, batch: Batch):
-    plain = learner(proximal="behavior")
+    plain = learner(proximal="none")
     prepared = plain.prepare(plain.init(params), batch)
     np.testing.assert_array_equal(prepared.proximal_logp, batch.behavior_logp)
     np.testing.assert_array_equal(prepared.off_policy_weight, 1)
@@ -88,8 +88,7 @@ def test_the_objective_is_its_formula(
     """weights (off-policy weight ppo + beta KL - c entropy); KL has its own ratio to b, and no other."""
     of = learner(
         rows=16,
-        kl_coef=0.3,
-        kl_estimator=estimator,
+        kl={"coef": 0.3, "estimator": estimator},
         entropy_coef=0.2,
         loss_settings={"low": 0.1, "high": 0.3},
     )

@@ -167,7 +167,7 @@ def test_kl_starts_at_zero_and_holds_the_policy_to_its_reference(
     params: Any, learner: MakeLearner, oracle: TrainState, batch: Batch
 ):
     """On fresh weights current = reference: the same first step as without; then the reference pulls back."""
-    of = learner(kl_coef=0.1)
+    of = learner(kl={"coef": 0.1})
     state, metrics = trained(of, params, batch)
     assert metrics["kl"] == pytest.approx(0, abs=1e-9)
     assert distance(state.params, oracle.params) <= 1e-5

@@ -124,7 +124,7 @@ def test_padding_holds_the_values_that_mean_nothing():
     assert empty.sum() == 24
     for name, value in {"tokens": 0, "positions": 0, "loss_mask": 0, "versions": -1, "turn_ids": -1}.items():
         assert np.all(getattr(batch, name)[empty] == value), name
-    assert {name: getattr(batch, name).dtype.name for name in batch._fields[:11]} == {
+    assert {name: getattr(batch, name).dtype.name for name in batch._fields[:12]} == {
         "tokens": "int32",
         "positions": "int32",
         "segment_ids": "int32",
@@ -132,6 +132,7 @@ def test_padding_holds_the_values_that_mean_nothing():
         "behavior_logp": "float32",
         "versions": "int32",
         "turn_ids": "int32",
+        "previous": "int32",
         "reward": "float32",
         "group_ids": "int32",
         "temperature": "float32",
