@@ -50,10 +50,11 @@ class Config(Section):
     observe: ObserveConfig = ObserveConfig()
 
     @property
-    def max_staleness(self) -> int:
-        if self.control.max_staleness is not None:
-            return self.control.max_staleness
-        return 0 if self.control.strategy == "sync" else 2
+    def max_staleness(self) -> int | None:
+        """η; None = unbounded."""
+        if self.control.max_staleness is None:
+            return 0 if self.control.strategy == "sync" else 2
+        return None if self.control.max_staleness == "unbounded" else self.control.max_staleness
 
     @property
     def on_update(self) -> str:
@@ -83,13 +84,7 @@ class Config(Section):
 def _impossible(c: Config) -> Iterator[str]:
     """Combinations that type-check and still cannot work, each with its remedy."""
     g, a, t = c.generation, c.algorithm, c.trainer
-    if c.control.strategy == "sync" and c.max_staleness > 0:
-        yield f"control.max_staleness={c.max_staleness} contradicts control.strategy=sync; use interruptible"
-    if c.control.max_token_age is not None and c.control.max_token_age < c.max_staleness:
-        yield (
-            f"control.max_token_age={c.control.max_token_age} is below control.max_staleness="
-            f"{c.max_staleness}: groups admitted in time would start again and again; raise max_token_age"
-        )
+    yield from _impossible_control(c)
     if a.group_filter == "signal" and a.group_size == 1:
         yield "algorithm.group_filter=signal drops every group of algorithm.group_size=1; use none"
     if t.batch_size % a.minibatches:
@@ -126,6 +121,23 @@ def _impossible(c: Config) -> Iterator[str]:
         yield (
             f"algorithm.preset=dr_grpo with advantage_settings.scale={a.advantage_settings['scale']}: "
             "dividing by the standard deviation undoes Dr.GRPO; use preset grpo, or scale none"
+        )
+
+
+def _impossible_control(c: Config) -> Iterator[str]:
+    eta, control = c.max_staleness, c.control
+    named = f"control.max_staleness={'unbounded' if eta is None else eta}"
+    if control.strategy == "sync" and eta != 0:
+        yield f"{named} contradicts control.strategy=sync; use interruptible"
+    if eta is None and control.max_concurrent is None:
+        yield (
+            f"{named} needs a bound on the groups in flight; set control.max_concurrent="
+            f"{max(1, 2 * c.runtime.hosts * c.generation.slots // c.algorithm.group_size)}, or another"
+        )
+    if control.max_token_age is not None and (eta is None or control.max_token_age < eta):
+        yield (
+            f"control.max_token_age={control.max_token_age} is below {named}: groups admitted in time would "
+            "start again and again; raise max_token_age"
         )
 
 
@@ -167,7 +179,8 @@ def make_config(tree: Mapping[str, Any]) -> Config:
 def resolved(config: Config) -> dict[str, Any]:
     """The tree as plain values, with what a key left open stands for filled in."""
     tree = config.model_dump(mode="json")
-    tree["control"]["max_staleness"] = config.max_staleness
+    if config.control.max_staleness is None:
+        tree["control"]["max_staleness"] = config.max_staleness
     tree["generation"]["on_update"] = config.on_update
     tree["generation"]["page_tokens"] = config.generation.page_tokens or config.generation.length
     tree["trainer"]["length"] = config.row_length

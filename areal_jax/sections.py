@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from areal_jax.types import Sampling
 
@@ -178,12 +178,21 @@ class GenerationConfig(Section):
 class ControlConfig(Section):
     strategy: Literal["sync", "interruptible"] = "interruptible"
     """Who is admitted and under which version: sync (staleness 0) or AReaL's interruptible generation."""
-    max_staleness: int | None = Field(default=None, ge=0)
-    """η: a group may start if (admitted - dropped - 1) // batch_size <= version + η. Default 2; sync 0."""
+    max_staleness: int | Literal["unbounded"] | None = None
+    """η: a group may start if (admitted - dropped - 1) // batch_size <= version + η. Default 2; sync 0.
+    unbounded: any number of batches ahead; needs max_concurrent.
+    """
     max_token_age: int | None = Field(default=None, ge=0)
     """Hard bound on a trained token's age in versions; a group beyond it starts again."""
     max_concurrent: int | None = Field(default=None, ge=1)
     """Groups in flight at most; bounded by the hosts' slots and the staleness gate unless given."""
+
+    @field_validator("max_staleness", mode="before")
+    @classmethod
+    def _is_count_or_unbounded(cls, value: Any) -> Any:
+        if value is None or value == "unbounded" or (type(value) is int and value >= 0):
+            return value
+        raise ValueError("give a whole number from 0 on, or unbounded")
 
 
 class MeshConfig(Section):
@@ -230,6 +239,8 @@ class TrainerConfig(Section):
     """Rows of a micro-batch; packing makes as many micro-batches as needed."""
     length: int | None = Field(default=None, ge=2)
     """Tokens of a row (T); generation.length unless given."""
+    prompts: Literal["shared", "repeated"] = "shared"
+    """shared: what a group's samples begin with is computed once a row that holds any of them."""
     logp_chunk: int = Field(default=1024, ge=1)
     """Tokens whose logits exist at once in the LM head."""
     remat: bool = True

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from areal_jax.config import ConfigError, load_config
+from areal_jax.config import ConfigError, load_config, make_config, resolved
+from areal_jax.control.rules import Rules
 
 RECIPE = {"algorithm": {"preset": "grpo", "group_size": 4, "loss_settings": {"low": 0.1, "high": 0.3}}}
 
@@ -38,3 +39,16 @@ def test_words_reach_into_a_tasks_nested_settings():
 def test_a_word_that_is_no_yaml_is_named():
     with pytest.raises(ConfigError, match=r"tasks.gsm8k.data_dir=\[: the value is not YAML"):
         load_config("tasks.gsm8k.data_dir=[")
+
+
+def test_unbounded_staleness_needs_a_bound_on_what_is_in_flight_and_survives_the_runs_own_config():
+    words = ("control.max_staleness=unbounded", "control.max_concurrent=6")
+    config = load_config(*words)
+    assert config.max_staleness is None
+    assert Rules.of(config).max_staleness is None
+    assert make_config(resolved(config)) == make_config(resolved(load_config(*words)))
+    assert make_config(resolved(config)).max_staleness is None
+    with pytest.raises(ConfigError, match=r"set control\.max_concurrent=6, or another"):
+        load_config(words[0], "generation.slots=24")
+    with pytest.raises(ConfigError, match=r"max_token_age=3 is below control\.max_staleness=unbounded"):
+        load_config(*words, "control.max_token_age=3")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from typing import Annotated
+from typing import Annotated, Union, get_args, get_origin
 
 import typer
 
@@ -45,6 +45,8 @@ def config(
 
 
 def _kind(kind: object) -> str:
+    if get_origin(kind) is Union:  # what `int | Literal[...]` evaluates to
+        return " | ".join("None" if one is type(None) else _kind(one) for one in get_args(kind))
     return kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
 
 

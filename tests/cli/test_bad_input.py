@@ -35,6 +35,11 @@ def refused(*words: str) -> str:
         ("learning_rate=1", "did you mean trainer.learning_rate?"),
         ("trainer.batch_size=many", "trainer.batch_size: Input should be a valid integer"),
         ("control.strategy=asink", "Input should be 'sync' or 'interruptible'"),
+        ("control.max_staleness=-1", "give a whole number from 0 on, or unbounded (got -1)"),
+        (
+            "control.max_staleness=unbounded",
+            "unbounded needs a bound on the groups in flight; set control.max_",
+        ),
         ("algorithm.preset=gpro", "did you mean grpo?"),
         ("algorithm.minibatches=3", "algorithm.minibatches=3 does not divide trainer.batch_size=4"),
         ("generation.max_tokens=24", "leaves no room for a prompt in generation.length=24"),
@@ -127,7 +132,7 @@ def test_a_bench_or_setting_that_is_none():
 def test_every_leaf_of_the_config_is_explained():
     result = CliRunner().invoke(app, ["config", "--json"])
     leaves = json.loads(result.stdout)
-    assert leaves["control.max_staleness"]["type"] == "int | None"
+    assert leaves["control.max_staleness"]["type"] == "int | Literal['unbounded'] | None"
     assert all(leaf["doc"] for name, leaf in leaves.items()), [
         n for n, leaf in leaves.items() if not leaf["doc"]
     ]
