@@ -82,7 +82,9 @@ class Trainer:
         """One batch; the new version, still aliasing the state, and the update's metrics."""
         c, learner = self._parts.config, self._parts.learner
         with self._clock.doing("pack"):
-            packed = pack(batch.groups, c.trainer.rows, c.row_length, c.algorithm.minibatches)
+            packed = pack(
+                batch.groups, c.trainer.rows, c.row_length, c.algorithm.minibatches, c.trainer.prompts
+            )
         with self._clock.doing("update"):
             prepared = learner.prepare(self.state, packed, between)
             self.state, metrics = learner.update(self.state, prepared, between)

@@ -1,19 +1,15 @@
-"""Trajectories of any length into static rows, and back: AReaL's dynamic batching (its Algorithm 1)."""
+"""Trajectories of any length into static rows, and back."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from areal_jax.types import NOT_SAMPLED, ArealError, Batch, Group, Trajectory
-
-
-class PackingError(ArealError):
-    """Trajectories that fit no row or make no batch; the message names the sample and the setting."""
-
+from areal_jax.trajectories.allocation import PackingError, allocate
+from areal_jax.types import NOT_SAMPLED, Batch, Group, Trajectory
 
 PER_TOKEN = {"tokens": 0, "loss_mask": False, "behavior_logp": 0.0, "versions": NOT_SAMPLED, "turn_ids": -1}
 """A batch's arrays that are copied from trajectories, and what padding holds."""
@@ -25,46 +21,35 @@ PREPARED = (
 """Those that `prepare` adds."""
 
 
-def allocate(lengths: Sequence[int], capacity: int, k_min: int = 1) -> list[list[int]]:
-    """Indices of `lengths` in bins of at most `capacity`: at least `k_min` bins, each sequence in one.
+class _Pieces(NamedTuple):
+    """Runs of trajectories' tokens, and where they lie: a trajectory, or a shared prompt and what follows it.
 
-    Longest first; a sequence opens a bin while there are fewer than `k_min` or where nothing fits, and else
-    joins the fitting bin of fewest sequences, the lowest of equals. Fewer sequences than `k_min` get a bin
-    each. Raises PackingError for a sequence longer than `capacity`.
-    Fu et al., AReaL: A Large-Scale Asynchronous RL System for Language Reasoning, Algorithm 1.
+    All (pieces,) int64.
     """
-    sizes = np.asarray(lengths, np.int64)
-    if sizes.size and sizes.max() > capacity:
-        longest = int(sizes.argmax())
-        raise PackingError(
-            f"sequence {longest} has {sizes[longest]} tokens, more than the capacity {capacity}"
-        )
-    order = np.argsort(-sizes, kind="stable")
-    bins: list[list[int]] = []
-    room = np.zeros(len(order), np.int64)  # tokens left, by bin
-    rank = np.full(len(order), np.iinfo(np.int64).max)  # by number of sequences, then by index
-    for index in order.tolist():
-        size = sizes[index]
-        best = -1
-        if len(bins) >= k_min:
-            fitting = np.flatnonzero(room[: len(bins)] >= size)
-            best = int(fitting[rank[fitting].argmin()]) if fitting.size else -1
-        if best < 0:
-            best = len(bins)
-            bins.append([])
-            room[best], rank[best] = capacity, best
-        bins[best].append(index)
-        room[best] -= size
-        rank[best] += len(order)
-    return bins
+
+    source: np.ndarray  # the trajectory it is taken from
+    start: np.ndarray  # its first token there
+    size: np.ndarray
+    row: np.ndarray
+    column: np.ndarray
+    segment: np.ndarray  # 1..S: that of its trajectory; beyond: a shared prompt's
+    context: np.ndarray  # segment of the shared prompt it follows; 0 = none
+    previous: np.ndarray  # column of the token before its first; -1 = none
 
 
-def pack(groups: Sequence[Group], rows: int, length: int, minibatches: int = 1) -> Batch:
+def pack(
+    groups: Sequence[Group],
+    rows: int,
+    length: int,
+    minibatches: int = 1,
+    prompts: Literal["shared", "repeated"] = "shared",
+) -> Batch:
     """The batch of these groups, in ordinal order: micro-batches of `rows` rows of `length` tokens.
 
     Every minibatch has the same number of micro-batches, a power of two, so that few shapes are compiled;
-    rows that got nothing are padding. Segments count from 1 in the order (group, member). Raises
-    PackingError.
+    rows that got nothing are padding. Segments count from 1 in the order (group, member). `prompts` shared:
+    what all of a group's trajectories begin with lies once in each row that holds any of them, as a segment
+    of its own that they name as context; its hidden states are computed once. Raises PackingError.
     """
     groups = sorted(groups, key=lambda group: group.ordinal)
     if not groups or len(groups) % minibatches:
@@ -76,12 +61,17 @@ def pack(groups: Sequence[Group], rows: int, length: int, minibatches: int = 1) 
     lengths = np.array([len(trajectory.tokens) for trajectory in flat])
     _check(flat, lengths, length)
     group_ids = np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups])
+    shared = np.array([_common_tokens(group) if prompts == "shared" else 0 for group in groups])
     bounds = np.searchsorted(group_ids, np.arange(minibatches + 1) * (len(groups) // minibatches))
-    row, offset, micro_batches = _places(lengths, bounds, rows, length)
+    bins, micro_batches = _bins(lengths, group_ids, shared, bounds, rows, length)
+    pieces = _pieces(bins, lengths, group_ids, shared)
 
     shape = (minibatches * micro_batches * rows, length)
-    position = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    place = np.repeat(row * length + offset, lengths) + position
+    first = np.cumsum(pieces.size) - pieces.size
+    within = np.arange(pieces.size.sum()) - np.repeat(first, pieces.size)
+    taken = np.repeat((np.cumsum(lengths) - lengths)[pieces.source] + pieces.start, pieces.size) + within
+    place = np.repeat(pieces.row * length + pieces.column, pieces.size) + within
+    whole = place.size == taken.size and bool((taken == np.arange(taken.size)).all())
 
     def fill(values: np.ndarray, empty: Any) -> np.ndarray:
         out = np.full((shape[0] * length, *values.shape[1:]), empty, values.dtype)
@@ -89,14 +79,19 @@ def pack(groups: Sequence[Group], rows: int, length: int, minibatches: int = 1) 
         return out.reshape(*shape, *values.shape[1:])
 
     def joined(name: str) -> np.ndarray:
-        return np.concatenate([getattr(trajectory, name) for trajectory in flat])
+        values = np.concatenate([getattr(trajectory, name) for trajectory in flat])
+        return values if whole else values[taken]
+
+    def each(values: np.ndarray) -> np.ndarray:
+        return np.repeat(values, pieces.size).astype(np.int32)
 
     has_support = flat[0].support is not None
     return Batch(
         **{name: fill(joined(name), empty) for name, empty in PER_TOKEN.items()},
-        positions=fill(position.astype(np.int32), 0),
-        previous=fill(np.where(position > 0, place % length - 1, -1).astype(np.int32), -1),
-        segment_ids=fill(np.repeat(np.arange(1, len(flat) + 1, dtype=np.int32), lengths), 0),
+        positions=fill(each(pieces.start) + within.astype(np.int32), 0),
+        segment_ids=fill(each(pieces.segment), 0),
+        previous=fill(np.where(within > 0, place % length - 1, each(pieces.previous)).astype(np.int32), -1),
+        context_ids=fill(each(pieces.context), 0) if shared.any() else None,
         reward=np.array([trajectory.reward for trajectory in flat], np.float32),
         group_ids=group_ids.astype(np.int32),
         temperature=np.array([trajectory.sampling.temperature for trajectory in flat], np.float32),
@@ -106,48 +101,97 @@ def pack(groups: Sequence[Group], rows: int, length: int, minibatches: int = 1) 
 
 
 def unpack(batch: Batch) -> list[dict[str, Any]]:
-    """Each segment's arrays and values, by name, in segment order; the inverse of `pack`."""
+    """Each trajectory's arrays and values, by name, in segment order; the inverse of `pack`."""
     present = [*PER_TOKEN, "positions", *(n for n in ("support", *PREPARED) if getattr(batch, n) is not None)]
     arrays = {name: np.asarray(getattr(batch, name)) for name in present}
     flat = {name: array.reshape(-1, *array.shape[2:]) for name, array in arrays.items()}
     ids = np.asarray(batch.segment_ids).reshape(-1)
+    contexts = None if batch.context_ids is None else np.asarray(batch.context_ids).reshape(-1)
     count = len(np.asarray(batch.reward))
-    order = np.argsort(
-        ids, kind="stable"
-    )  # a segment's tokens keep their order: they lie side by side in a row
-    edges = np.searchsorted(ids[order], np.arange(1, count + 2))
+    order = np.argsort(ids, kind="stable")  # a segment's tokens keep their order: they lie side by side
+    edges = np.searchsorted(ids[order], np.arange(ids.max() + 2))
     segments = []
-    for segment in range(count):
-        where = order[edges[segment] : edges[segment + 1]]
+    for number in range(count):
+        where = order[edges[number + 1] : edges[number + 2]]
+        context = 0 if contexts is None else int(contexts[where[0]])
+        if context:
+            where = np.concatenate([order[edges[context] : edges[context + 1]], where])
         segments.append(
             {name: array[where] for name, array in flat.items()}
             | {
-                "reward": float(batch.reward[segment]),
-                "group_id": int(batch.group_ids[segment]),
-                "temperature": float(batch.temperature[segment]),
-                "truncated": bool(batch.truncated[segment]),
+                "reward": float(batch.reward[number]),
+                "group_id": int(batch.group_ids[number]),
+                "temperature": float(batch.temperature[number]),
+                "truncated": bool(batch.truncated[number]),
             }
         )
     return segments
 
 
-def _places(
-    lengths: np.ndarray, bounds: np.ndarray, rows: int, length: int
-) -> tuple[np.ndarray, np.ndarray, int]:
-    """Row and first column of every sequence, and micro-batches a minibatch."""
-    parts = [allocate(lengths[start:end].tolist(), length) for start, end in pairwise(bounds)]
+def _common_tokens(group: Group) -> int:
+    """How many tokens all members begin with, none of them sampled; each has one more. 0 for a single one."""
+    if len(group.trajectories) == 1:
+        return 0
+    first, *rest = group.trajectories
+    most = min(_prompt_tokens(trajectory) for trajectory in group.trajectories)
+    for other in rest:
+        differs = np.flatnonzero(first.tokens[:most] != other.tokens[:most])
+        most = int(differs[0]) if differs.size else most
+    return most
+
+
+def _prompt_tokens(trajectory: Trajectory) -> int:
+    sampled = trajectory.loss_mask.argmax() if trajectory.loss_mask.any() else len(trajectory.tokens)
+    return min(int(sampled), len(trajectory.tokens) - 1)
+
+
+def _bins(
+    lengths: np.ndarray,
+    group_ids: np.ndarray,
+    shared: np.ndarray,
+    bounds: np.ndarray,
+    rows: int,
+    length: int,
+) -> tuple[list[tuple[int, list[int]]], int]:
+    """(row, its trajectories) of every row that holds any, and micro-batches a minibatch."""
+    prompts = shared.tolist() if shared.any() else None
+    parts = [
+        allocate(lengths[start:end].tolist(), length, 1, group_ids[start:end] if prompts else None, prompts)
+        for start, end in pairwise(bounds)
+    ]
     needed = -(-max(len(part) for part in parts) // rows)
     micro_batches = 1 << (needed - 1).bit_length()
-    row = np.zeros(len(lengths), np.int64)
-    offset = np.zeros(len(lengths), np.int64)
+    placed = []
     for minibatch, part in enumerate(parts):
         for number, members in enumerate(part, minibatch * micro_batches * rows):
-            column = 0
-            for index in members:
-                index += bounds[minibatch]
-                row[index], offset[index] = number, column
-                column += lengths[index]
-    return row, offset, micro_batches
+            placed.append((number, [int(index + bounds[minibatch]) for index in members]))
+    return placed, micro_batches
+
+
+def _pieces(
+    bins: Sequence[tuple[int, list[int]]], lengths: np.ndarray, group_ids: np.ndarray, shared: np.ndarray
+) -> _Pieces:
+    """In the order of trajectories, shared prompts behind them all."""
+    size, owner, prompts = lengths.tolist(), group_ids.tolist(), shared.tolist()
+    own: list[tuple[int, ...]] = [()] * len(size)
+    heads: list[tuple[int, ...]] = []
+    for row, members in bins:
+        column = 0
+        seen: dict[
+            int, tuple[int, int]
+        ] = {}  # group -> segment of its prompt in this row, and its last column
+        for index in members:
+            prompt = prompts[owner[index]]
+            if prompt and owner[index] not in seen:
+                segment = len(size) + len(heads) + 1
+                heads.append((index, 0, prompt, row, column, segment, 0, -1))
+                column += prompt
+                seen[owner[index]] = segment, column - 1
+            context, before = seen.get(owner[index], (0, -1))
+            rest = size[index] - prompt
+            own[index] = (index, prompt, rest, row, column, index + 1, context, before)
+            column += rest
+    return _Pieces(*np.array([*own, *heads], np.int64).T)
 
 
 def _check(flat: list[Trajectory], lengths: np.ndarray, length: int) -> None:

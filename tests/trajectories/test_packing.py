@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_jax.trajectories.packing import PackingError, allocate, pack, unpack
+from areal_jax.trajectories.allocation import PackingError, allocate
+from areal_jax.trajectories.packing import pack, unpack
 from areal_jax.types import Group, Prompt, SampleId
 from tests.trajectories.samples import group, trajectory
 

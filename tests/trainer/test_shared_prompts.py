@@ -1,0 +1,61 @@
+"""Computing a group's prompt once changes what is computed, not what is learnt."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from areal_jax.trajectories.packing import pack, unpack
+from areal_jax.types import Group
+from tests.trainer.conftest import LENGTH, MakeLearner
+from tests.trajectories.test_shared_prompts import asked
+
+VOCAB = 37
+
+
+def groups_of() -> list[Group]:
+    out = []
+    for ordinal, (prompt, sizes) in enumerate([(5, [4, 2, 3, 6]), (3, [2, 8, 1, 5])]):
+        group = asked(ordinal, prompt, sizes)
+        members = [
+            dataclasses.replace(t, tokens=(t.tokens * 7 % VOCAB).astype(np.int32)) for t in group.trajectories
+        ]
+        out.append(Group(ordinal, group.prompt, tuple(members)))
+    return out
+
+
+def test_log_probs_and_gradient_are_those_of_repeated_prompts(params: Any, learner: MakeLearner):
+    of = learner()
+    state = of.init(params)
+    shared, repeated = (
+        of.prepare(state, pack(groups_of(), 2, LENGTH, prompts=prompts)) for prompts in ("shared", "repeated")
+    )
+    assert shared.context_ids is not None
+    assert (np.asarray(shared.segment_ids) > 0).sum() < (np.asarray(repeated.segment_ids) > 0).sum()
+    for one, other in zip(unpack(shared), unpack(repeated), strict=True):
+        for name in ("proximal_logp", "advantages", "weights", "off_policy_weight"):
+            own = one["loss_mask"]
+            np.testing.assert_allclose(one[name][own], other[name][own], rtol=0, atol=1e-5)
+    trained = [of.update(of.init(params), batch) for batch in (shared, repeated)]
+    for left, right in zip(*(jax.tree.leaves(state.params) for state, _ in trained), strict=True):
+        np.testing.assert_allclose(left, right, rtol=0, atol=1e-5)
+    assert trained[0][1]["grad_norm"] > 0.1
+    np.testing.assert_allclose(trained[0][1]["grad_norm"], trained[1][1]["grad_norm"], rtol=1e-4)
+
+
+def test_a_completion_never_moves_another_of_its_group(params: Any, learner: MakeLearner):
+    """Another token in one member: not a bit of the others' log-probs, though they share its prompt."""
+    of = learner()
+    state = of.init(params)
+    batch = pack(groups_of(), 2, LENGTH)
+    tokens = np.array(batch.tokens)
+    tokens[(batch.segment_ids == 2) & (batch.positions == 6)] += 1
+    before, after = (
+        np.asarray(of.prepare(state, b).proximal_logp) for b in (batch, batch._replace(tokens=tokens))
+    )
+    is_other = np.asarray(batch.segment_ids) != 2
+    assert before[is_other].tobytes() == after[is_other].tobytes()
+    assert np.abs(before - after).max() > 1e-3
