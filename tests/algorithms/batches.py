@@ -66,4 +66,11 @@ def prepared(
         off_policy_weight=np.where(mask, rng.uniform(0.5, 2, segments.shape), 1).astype(np.float32),
         ref_logp=behavior + per_token(0.3),
     )
-    return PolicyOutputs(behavior + per_token(0.3), np.abs(per_token()), per_token()), batch
+    now = PolicyOutputs(behavior + per_token(0.3), np.abs(per_token()), per_token())
+    return now, batch._replace(
+        teacher_logp=behavior + per_token(0.5),
+        token_rewards=per_token(0.2),
+        values=per_token(),
+        returns=per_token(),
+        bootstrap=rng.normal(size=sequences).astype(np.float32),
+    )

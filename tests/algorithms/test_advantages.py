@@ -17,7 +17,7 @@ GROUPS = np.array([0, 0, 1, 1, 1, 2, 2, 2, 3], np.int32)
 
 def one_sequence_a_row() -> Batch:
     _, batch = prepared(0, rows=((2,),) * len(REWARDS))
-    return batch._replace(group_ids=GROUPS, reward=REWARDS)
+    return batch._replace(group_ids=GROUPS, reward=REWARDS, token_rewards=None)
 
 
 @pytest.mark.parametrize("ddof", [0, 1])
@@ -36,7 +36,7 @@ def test_sample_and_population_deviation_differ_by_the_known_factor():
     """1.155 at G = 4: systems that differ in it train with other effective rates."""
     rewards = np.array([0, 0, 1, 1], np.float32)
     _, batch = prepared(0, rows=((2,),) * 4)
-    batch = batch._replace(group_ids=np.zeros(4, np.int32))
+    batch = batch._replace(group_ids=np.zeros(4, np.int32), token_rewards=None)
     population = np.asarray(group_normalized(rewards, batch, ddof=0, eps=0.0))
     sample = np.asarray(group_normalized(rewards, batch, ddof=1, eps=0.0))
     np.testing.assert_allclose(population[:, 0], [-1, -1, 1, 1], rtol=1e-6)
@@ -50,13 +50,14 @@ def test_equal_rewards_give_exactly_zero(center: str, scale: str):
     rewards = np.full(11, 0.7, np.float32)
     assert np.cumsum(rewards)[-1] / np.float32(11) != rewards[0]
     _, batch = prepared(0, rows=((2,),) * 11)
-    batch = batch._replace(group_ids=np.zeros(11, np.int32))
+    batch = batch._replace(group_ids=np.zeros(11, np.int32), token_rewards=None)
     got = group_normalized(rewards, batch, center=center, scale=scale)  # type: ignore[arg-type]
     np.testing.assert_array_equal(got, 0)
 
 
 def test_advantages_follow_sequences_and_not_rows():
     _, batch = prepared(1)
+    batch = batch._replace(token_rewards=None)
     got = np.asarray(group_normalized(batch.reward, batch))
     want = reference.group_normalized(batch.reward.astype(np.float64), batch.group_ids, "group", "group", 1)
     np.testing.assert_allclose(got, np.concatenate([[0], want])[batch.segment_ids], atol=2e-6)
