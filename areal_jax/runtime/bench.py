@@ -24,6 +24,7 @@ from areal_jax.generation.engine import Engine
 from areal_jax.models.model import Model
 from areal_jax.plugin import check_settings
 from areal_jax.runtime.api import preset
+from areal_jax.runtime.bench_packed import packed
 from areal_jax.runtime.bench_sync import sync
 from areal_jax.runtime.measure import machine, median_s, random_model
 from areal_jax.trainer.learner import Learner
@@ -167,6 +168,7 @@ BENCHES: dict[str, Callable[..., dict[str, Any]]] = {
     "decode": decode,
     "logprob": logprob,
     "update": update,
+    "packed": packed,
     "loop": loop,
     "sync": sync,
 }
