@@ -91,7 +91,7 @@ def pack(
         positions=fill(each(pieces.start) + within.astype(np.int32), 0),
         segment_ids=fill(each(pieces.segment), 0),
         previous=fill(np.where(within > 0, place % length - 1, each(pieces.previous)).astype(np.int32), -1),
-        context_ids=fill(each(pieces.context), 0) if shared.any() else None,
+        context_ids=fill(each(pieces.context), 0) if prompts == "shared" else None,
         reward=np.array([trajectory.reward for trajectory in flat], np.float32),
         group_ids=group_ids.astype(np.int32),
         temperature=np.array([trajectory.sampling.temperature for trajectory in flat], np.float32),
