@@ -119,6 +119,11 @@ class Host:
     def has_work(self) -> bool:
         return bool(self._live or self._waiting)
 
+    @property
+    def live(self) -> int:
+        """Slots that hold a sample."""
+        return len(self._live)
+
     def step(self) -> None:
         """Adopt, refill, decode once. Raises WaitTimeout when the waiting samples get no version in time."""
         results = None

@@ -71,9 +71,7 @@ class RowMaker:
             "step": step,
             "version": step + 1,
             "wall_s": now - self._zero_s,
-            **_reward_figures(groups),
-            **_age_figures(step, groups),
-            **_length_figures(groups),
+            **batch_figures(step, groups),
             **self._task_figures(groups),
             "generated_tokens": new_tokens,
             "generate_tokens_per_s": new_tokens / span,
@@ -105,6 +103,11 @@ class RowMaker:
             figures |= {f"{name}/{task}": found[name] for name in BY_TASK if name in found}
             figures[f"failed_rewards/{task}"] = self._failed[task]
         return figures
+
+
+def batch_figures(step: int, groups: Sequence[Group]) -> dict[str, float]:
+    """What the groups of batch `step` say of themselves: rewards, ages, lengths."""
+    return {**_reward_figures(groups), **_age_figures(step, groups), **_length_figures(groups)}
 
 
 def _taken(host: Host | ReferenceHost) -> list[float]:

@@ -6,7 +6,8 @@ import time
 from collections import Counter
 from typing import Any
 
-from areal_jax.runtime.simulated import SimulationError, random_schedule, simulate
+from areal_jax.runtime.schedule import random_schedule
+from areal_jax.runtime.simulated import SimulationError, simulate
 
 
 def simtest(schedules: int, first_seed: int) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""A run under a virtual clock: the same control plane; hosts, trainer and rewards are seeded latencies.
+"""A run under a virtual clock: the same control plane, and machines whose time a schedule says.
 
-`simulate(config, schedule)` takes sizes and rules from the config, and from the schedule what a machine would
-add: how long things take and what goes wrong. Equal arguments give equal rows. A run that cannot go on is an
-error that names who waited for whom and the seed that shows it again.
+`simulate(config, schedule)` takes sizes and rules from the config. What hosts, trainer and rewards do in
+their time is drawn from the schedule's seed, or done by the machines that are given: those of
+`runtime.real_machines` decode and train. Equal arguments give equal rows. A run that cannot go on is an error
+that names who waited for whom and the seed that shows it again.
 """
 
 from __future__ import annotations
@@ -15,62 +16,19 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from areal_jax.config import Config, make_config
+from areal_jax.config import Config
 from areal_jax.control import events as e
 from areal_jax.control.audit import AuditResult, Row, audit
 from areal_jax.control.events import Action, Event
 from areal_jax.control.machine import ControlPlane
-from areal_jax.runtime.simulated_host import Host, Work
+from areal_jax.runtime.schedule import Fault, Schedule
+from areal_jax.runtime.simulated_host import Host
+from areal_jax.runtime.simulated_machines import DrawnMachines, Machines
 from areal_jax.types import ArealError, SampleId, VersionSpan
 
 
 class SimulationError(ArealError):
     """A simulated run that hung or broke an invariant; the message names the seed."""
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Strikes after journal row `at_row`: driver_crash before the row's actions take effect, others after."""
-
-    kind: str
-    """host_death | driver_crash | trainer_crash"""
-    at_row: int
-    host: int = 0
-    """Which of the hosts that live then."""
-    down_s: float = 1.0
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """What the machines do. Every latency is multiplied by a lognormal factor of width `jitter`."""
-
-    seed: int = 0
-    median_tokens: float = 12.0
-    """Of a completion; lognormal, cut at generation.max_tokens."""
-    sigma_tokens: float = 0.8
-    token_s: float = 0.01
-    """One decode step of an almost empty host."""
-    crowd_slots: float = 16.0
-    """Live slots that double the time of a decode step."""
-    prefill_s: float = 0.02
-    swap_s: float = 0.05
-    """Adopting a version, with the KV of live slots rebuilt."""
-    train_s: float = 1.0
-    publish_s: float = 0.1
-    reward_s: float = 0.05
-    jitter: float = 0.2
-    equal_rewards: float = 0.0
-    """Share of groups without signal."""
-    failed_rewards: float = 0.0
-    failed_samples: float = 0.0
-    delayed: float = 0.0
-    """Share of SampleFinished that arrive up to `delay_s` late."""
-    duplicated: float = 0.0
-    """Share of SampleFinished that arrive a second time."""
-    delay_s: float = 2.0
-    faults: tuple[Fault, ...] = ()
-    max_virtual_s: float = 1e6
-    max_rows: int = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -95,54 +53,9 @@ class SimResult:
     trainer_busy_s: float
 
 
-def simulate(config: Config, schedule: Schedule) -> SimResult:
+def simulate(config: Config, schedule: Schedule, machines: Machines | None = None) -> SimResult:
     """Run to the end and audit. Raises SimulationError on a hang or a broken invariant."""
-    return World(config, schedule).run()
-
-
-def random_schedule(seed: int) -> tuple[Config, Schedule]:
-    """A small run for hunting faults: 2 or 3 hosts, 50 groups, 5 versions and 3 faults, or more of each."""
-    rng = np.random.default_rng([seed, 1])
-    size = int(rng.integers(4, 9))
-    hosts = int(rng.integers(2, 4))
-    strategy = "sync" if rng.random() < 0.25 else "interruptible"
-    staleness = 0 if strategy == "sync" else int(rng.choice([0, 1, 2, 4, 8]))
-    config = make_config(
-        {
-            "run": {"seed": seed, "steps": -(-int(rng.integers(50, 65)) // size)},
-            "algorithm": {
-                "group_size": int(rng.integers(2, 5)),
-                "group_filter": str(rng.choice(["none", "signal"])),
-            },
-            "generation": {"slots": int(rng.integers(3, 9)), "length": 136, "max_tokens": 128},
-            "control": {
-                "strategy": strategy,
-                "max_staleness": staleness,
-                "max_token_age": staleness + int(rng.integers(0, 2)) if rng.random() < 0.5 else None,
-                "max_concurrent": int(rng.integers(2, 20)) if rng.random() < 0.5 else None,
-            },
-            "trainer": {"batch_size": size, "checkpoint_every": int(rng.integers(1, 5))},
-            "runtime": {"hosts": hosts},
-        }
-    )
-    kinds = ["host_death", "driver_crash", "trainer_crash"]
-    faults = [
-        Fault(str(rng.choice(kinds)), int(row), int(rng.integers(hosts)), float(rng.uniform(0.1, 5.0)))
-        for row in rng.choice(np.arange(1, 140), size=int(rng.integers(3, 7)), replace=False)
-    ]
-    return config, Schedule(
-        seed=seed,
-        train_s=float(rng.uniform(0.02, 1.0)),
-        publish_s=float(rng.uniform(0.01, 1.0)),
-        reward_s=float(rng.uniform(0.01, 1.0)),
-        sigma_tokens=float(rng.uniform(0.0, 1.5)),
-        equal_rewards=float(rng.choice([0.0, 0.5])),
-        failed_rewards=float(rng.choice([0.0, 0.1])),
-        failed_samples=float(rng.choice([0.0, 0.03])),
-        delayed=float(rng.choice([0.0, 0.2])),
-        duplicated=float(rng.choice([0.0, 0.2])),
-        faults=tuple(sorted(faults, key=lambda fault: fault.at_row)),
-    )
+    return World(config, schedule, machines or DrawnMachines(config, schedule)).run()
 
 
 @dataclass
@@ -159,8 +72,8 @@ class Meters:
 class World:
     """The clock, the journal and the machines. A callback of a process that died since does nothing."""
 
-    def __init__(self, config: Config, schedule: Schedule) -> None:
-        self.config, self.schedule = config, schedule
+    def __init__(self, config: Config, schedule: Schedule, machines: Machines) -> None:
+        self.config, self.schedule, self.machines = config, schedule, machines
         self.plane = ControlPlane(config)
         self.rows: list[Row] = []
         self.meters = Meters()
@@ -179,7 +92,7 @@ class World:
         self._checkpoint = 0
 
     def run(self) -> SimResult:
-        self.later(0.0, self.tell, e.RunStarted(self.digest_of(0), self.config.run.steps))
+        self.later(0.0, self.tell, e.RunStarted(self.machines.publish(0), self.config.run.steps))
         self._join_all()
         while self._pending:
             self.now_s, _, call, arguments = heapq.heappop(self._pending)
@@ -235,16 +148,18 @@ class World:
         match action:
             case e.Dispatch():
                 if (host := self._hosts.get(action.host)) is not None:
-                    host.take(self._work(sample) for sample in action.samples)
+                    host.take(action)
             case e.Cancel():
                 if (host := self._hosts.get(action.host)) is not None:
-                    host.cancel(action.samples)
+                    host.decoder.cancel(action.samples)
             case e.Score():
-                self.later(self.latency(self.schedule.reward_s), self.tell, self._score(action))
+                self.later(self.latency(self.schedule.reward_s), self.tell, self.machines.score(action))
             case e.Train() if self._is_trainer_up:  # else it asks again when it is back
                 seconds = self.latency(self.schedule.train_s)
                 self.meters.trainer_busy_s += seconds
                 self.later(seconds, self._trained, self._trainer, action)
+            case e.Drop(ordinal) | e.Reissue(ordinal):
+                self.machines.forget(ordinal)
             case e.Finish():
                 self.finished_s = self.now_s
 
@@ -259,11 +174,6 @@ class World:
         if isinstance(event, e.VersionCommitted):
             for host in self._hosts.values():
                 host.wake()
-
-    @staticmethod
-    def digest_of(version: int) -> str:
-        """Of the simulated parameters: equal versions have equal bits, also when redone."""
-        return f"digest-{version}"
 
     # --- faults ---------------------------------------------------------------------------------------------
 
@@ -322,27 +232,8 @@ class World:
             self.later(0.001 * index, self._join, f"host{index}")
 
     def _join(self, name: str) -> None:
-        host = self._hosts[name] = Host(name, self.config.generation.slots, self)
-        self.tell(e.HostJoined(name, host.slots))
-
-    def _work(self, sample: SampleId) -> Work:
-        """How a sample goes, as a function of (seed, ordinal, member, attempt) alone."""
-        schedule = self.schedule
-        rng = np.random.default_rng([schedule.seed, 3, *sample])
-        tokens = schedule.median_tokens * np.exp(schedule.sigma_tokens * rng.standard_normal())
-        length = int(np.clip(round(tokens), 1, self.config.generation.max_tokens))
-        return Work(sample, length, fails=bool(rng.random() < schedule.failed_samples))
-
-    def _score(self, action: e.Score) -> Event:
-        schedule, size = self.schedule, self.config.algorithm.group_size
-        rng = np.random.default_rng([schedule.seed, 4, action.ordinal, action.attempt])
-        if rng.random() < schedule.failed_rewards:
-            return e.RewardFailed(
-                action.ordinal, action.attempt, int(rng.integers(size)), "timed_out", "simulated"
-            )
-        is_equal = rng.random() < schedule.equal_rewards
-        rewards = np.zeros(size) if is_equal else np.round(rng.random(size), 3)
-        return e.RewardScored(action.ordinal, action.attempt, tuple(float(reward) for reward in rewards))
+        self._hosts[name] = Host(name, self.machines.decoder(name, lambda: self.plane.version), self)
+        self.tell(e.HostJoined(name, self.config.generation.slots))
 
     def sample_ended(self, event: e.SampleFinished | e.SampleFailed) -> None:
         """A host's word that a sample ended; it may be late, and it may be said twice."""
@@ -358,8 +249,8 @@ class World:
 
     def _trained(self, trainer: int, batch: e.Train) -> None:
         if trainer == self._trainer:
-            digest = self.digest_of(batch.step + 1)
-            self.tell(e.BatchTrained(batch.step, batch.ordinals, digest, {}))
+            digest, metrics = self.machines.train(batch)
+            self.tell(e.BatchTrained(batch.step, batch.ordinals, digest, metrics))
 
     def _publish(self, version: int) -> None:
         """One publication at a time, in order."""
@@ -375,7 +266,7 @@ class World:
 
     def _committed(self, trainer: int, version: int) -> None:
         if trainer == self._trainer:
-            self.tell(e.VersionCommitted(version, self.digest_of(version)))
+            self.tell(e.VersionCommitted(version, self.machines.publish(version)))
 
     def _checkpointed(self, trainer: int, version: int) -> None:
         if trainer == self._trainer and version > self._checkpoint:

@@ -1,17 +1,98 @@
-"""A generation host of the simulated driver: static slots, decode calls, version changes between calls."""
+"""A generation host under the virtual clock: turns, and what they cost; what decodes in them is its decoder.
+
+A decoder is the real thing (`runtime.real_machines`) or, here, answers whose lengths are drawn from a seed.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+from areal_jax.config import Config
 from areal_jax.control import events as e
-from areal_jax.types import SampleId, VersionSpan
+from areal_jax.types import PolicyVersion, SampleId, VersionSpan
 
 if TYPE_CHECKING:
     from areal_jax.runtime.simulated import World
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a host did between two looks at the clock."""
+
+    adopted: e.HostAdopted | None
+    """The version change that the turn began with."""
+    prefills: int
+    """Samples that got a slot."""
+    live: int
+    """Slots that decoded; 0 = nothing to do."""
+    tokens: int
+    ended: tuple[e.SampleFinished | e.SampleFailed, ...]
+    """Samples that ended in the decode call: told when its time is up."""
+
+
+class Decoder(Protocol):
+    def take(self, dispatch: e.Dispatch) -> None: ...
+
+    def cancel(self, samples: Iterable[SampleId]) -> None: ...
+
+    def step(self) -> Call:
+        """Adopt the newest committed version, refill free slots, decode once."""
+        ...
+
+
+class Host:
+    """Takes turns as long as its decoder has work, and tells what came of each when its time is up."""
+
+    def __init__(self, name: str, decoder: Decoder, world: World) -> None:
+        self.name, self.decoder, self.world = name, decoder, world
+        self.is_alive = True
+        self._is_busy = False
+
+    def take(self, dispatch: e.Dispatch) -> None:
+        self.decoder.take(dispatch)
+        self.wake()
+
+    def wake(self) -> None:
+        """Take the next turn, unless one is under way."""
+        if self.is_alive and not self._is_busy:
+            self._is_busy = True
+            self.world.later(0.0, self._turn)
+
+    def _turn(self) -> None:
+        """A decode call begins; its tokens are of the version that is committed now."""
+        if not self.is_alive:
+            return
+        world, schedule = self.world, self.world.schedule
+        call = self.decoder.step()
+        seconds = 0.0
+        if call.adopted is not None:
+            world.meters.interruptions += call.adopted.interrupted
+            seconds = world.latency(schedule.swap_s)
+            world.tell(call.adopted)
+            if not self.is_alive:  # a fault struck as the adoption was told
+                return
+        if not call.live:
+            self._is_busy = False
+            return
+        steps = world.config.generation.decode_steps
+        seconds += call.prefills * schedule.prefill_s
+        seconds += world.latency(schedule.token_s) * steps * (1 + call.live / schedule.crowd_slots)
+        world.meters.host_busy_s += seconds
+        world.later(seconds, self._decoded, call)
+
+    def _decoded(self, call: Call) -> None:
+        if not self.is_alive:
+            return
+        self.world.meters.tokens += call.tokens
+        for event in call.ended:
+            if not self.is_alive:
+                return
+            self.world.sample_ended(event)
+        if self.is_alive:
+            self._turn()
 
 
 @dataclass
@@ -26,96 +107,71 @@ class Work:
     spans: list[VersionSpan] = field(default_factory=list)
     interruptions: int = 0
 
-    def grow(self, tokens: int, version: int) -> None:
+    def grow(self, tokens: int, version: int) -> int:
+        """Decode so many tokens, or as many as there are left; how many."""
         start, self.tokens = self.tokens, min(self.tokens + tokens, self.length)
         if self.spans and self.spans[-1].version == version:
             self.spans[-1] = self.spans[-1]._replace(end=self.tokens)
         else:
             self.spans.append(VersionSpan(version, start, self.tokens))
+        return self.tokens - start
 
 
-class Host:
-    """Admit, decode a few tokens, see whether a newer version is committed, go on; or be idle."""
+class DrawnAnswers:
+    """Static slots that hold answers of drawn lengths: `work(sample)` draws one, `latest()` is committed."""
 
-    def __init__(self, name: str, slots: int, world: World) -> None:
-        self.name, self.slots, self.world = name, slots, world
-        self.version = -1
-        self.is_alive = True
-        self.queue: deque[Work] = deque()
-        self.live: list[Work] = []
-        self._is_busy = False
-        self._drains = world.config.on_update == "drain"
+    def __init__(
+        self,
+        name: str,
+        config: Config,
+        work: Callable[[SampleId], Work],
+        latest: Callable[[], tuple[PolicyVersion, str]],
+    ) -> None:
+        self.name = name
+        self._work, self._latest = work, latest
+        self._slots, self._steps = config.generation.slots, config.generation.decode_steps
+        self._limit, self._drains = config.generation.max_tokens, config.on_update == "drain"
+        self._version = -1
+        self._queue: deque[Work] = deque()
+        self._live: list[Work] = []
 
-    def take(self, works: Iterable[Work]) -> None:
+    def take(self, dispatch: e.Dispatch) -> None:
         """Queue them. No sample starts before the newest version is adopted, so any min_version is kept."""
-        self.queue.extend(works)
-        self.wake()
+        self._queue.extend(self._work(sample) for sample in dispatch.samples)
 
     def cancel(self, samples: Iterable[SampleId]) -> None:
         gone = set(samples)
-        self.queue = deque(work for work in self.queue if work.sample not in gone)
-        self.live = [work for work in self.live if work.sample not in gone]
+        self._queue = deque(work for work in self._queue if work.sample not in gone)
+        self._live = [work for work in self._live if work.sample not in gone]
 
-    def wake(self) -> None:
-        """Take the next turn, unless one is under way."""
-        if self.is_alive and not self._is_busy:
-            self._is_busy = True
-            self.world.later(0.0, self._turn)
+    def step(self) -> Call:
+        adopted = self._adopt()
+        prefills = self._refill()
+        live = len(self._live)
+        tokens = sum(work.grow(self._steps, self._version) for work in self._live)
+        ended = tuple(self._end(work) for work in self._live if work.tokens >= work.length)
+        self._live = [work for work in self._live if work.tokens < work.length]
+        return Call(adopted, prefills, live, tokens, ended)
 
-    def _turn(self) -> None:
-        """Between two decode calls."""
-        if not self.is_alive:
-            return
-        world, schedule = self.world, self.world.schedule
-        seconds = self._adopt()
-        if not self.is_alive:  # a fault struck as the adoption was told
-            return
-        is_draining = self.version < world.plane.version
-        admitted = 0
-        while self.queue and len(self.live) < self.slots and not is_draining:
-            self.live.append(self.queue.popleft())
-            admitted += 1
-        if not self.live:
-            self._is_busy = False
-            return
-        steps = world.config.generation.decode_steps
-        seconds += admitted * schedule.prefill_s
-        seconds += world.latency(schedule.token_s) * steps * (1 + len(self.live) / schedule.crowd_slots)
-        world.meters.host_busy_s += seconds
-        world.later(seconds, self._decoded, steps)
-
-    def _adopt(self) -> float:
-        """Change weights if a newer version is committed; seconds it takes."""
-        world, version = self.world, self.world.plane.version
-        if version <= self.version or (self._drains and self.live):
-            return 0.0
-        interrupted = [work for work in self.live if work.tokens]
+    def _adopt(self) -> e.HostAdopted | None:
+        version, digest = self._latest()
+        if version <= self._version or (self._drains and self._live):
+            return None
+        interrupted = [work for work in self._live if work.tokens]
         for work in interrupted:
             work.interruptions += 1
-        world.meters.interruptions += len(interrupted)
-        self.version = version
-        world.tell(e.HostAdopted(self.name, version, world.digest_of(version), len(interrupted)))
-        return world.latency(world.schedule.swap_s)
+        self._version = version
+        return e.HostAdopted(self.name, version, digest, len(interrupted))
 
-    def _decoded(self, steps: int) -> None:
-        """A decode call came back: every live slot has `steps` more tokens, all of them under one version."""
-        if not self.is_alive:
-            return
-        world = self.world
-        for work in self.live:
-            before = work.tokens
-            work.grow(steps, self.version)
-            world.meters.tokens += work.tokens - before
-        ended = [work for work in self.live if work.tokens >= work.length]
-        self.live = [work for work in self.live if work.tokens < work.length]
-        for work in ended:
-            if not self.is_alive:
-                return
-            if work.fails:
-                world.sample_ended(e.SampleFailed(work.sample, self.name, "simulated"))
-                continue
-            reason = "length" if work.length == world.config.generation.max_tokens else "stop"
-            spans = tuple(work.spans)
-            world.sample_ended(e.SampleFinished(work.sample, self.name, spans, reason, work.interruptions))
-        if self.is_alive:
-            self._turn()
+    def _refill(self) -> int:
+        if self._version < self._latest()[0]:  # draining
+            return 0
+        started = min(len(self._queue), self._slots - len(self._live))
+        self._live.extend(self._queue.popleft() for _ in range(started))
+        return started
+
+    def _end(self, work: Work) -> e.SampleFinished | e.SampleFailed:
+        if work.fails:
+            return e.SampleFailed(work.sample, self.name, "simulated")
+        reason = "length" if work.length == self._limit else "stop"
+        return e.SampleFinished(work.sample, self.name, tuple(work.spans), reason, work.interruptions)

@@ -27,6 +27,29 @@ class TrainBatch:
     groups: tuple[Group, ...]
 
 
+def train_batch(
+    parts: Parts, state: TrainState, batch: TrainBatch, clock: Clock, between: Callable | None = None
+) -> tuple[TrainState, VersionedParams, dict[str, float]]:
+    """One update, which donates the state: the next one, its version, which aliases it, and the metrics.
+
+    `between` as in `Learner.update`. Raises ArealError for a gradient that is not finite.
+    """
+    c, learner = parts.config, parts.learner
+    with clock.doing("pack"):
+        packed = pack(batch.groups, c.trainer.rows, c.row_length, c.algorithm.minibatches, c.trainer.prompts)
+    with clock.doing("update"):
+        prepared = learner.prepare(state, packed, between)
+        state, metrics = learner.update(state, prepared, between)
+        value = learner.versioned(state)
+    if not math.isfinite(metrics["grad_norm"]):
+        raise ArealError(
+            f"step {batch.step}: the gradient's norm is {metrics['grad_norm']}. The last checkpoint is "
+            "whole; resume "
+            "from it with a lower trainer.learning_rate, or look at the batch with `areal-jax inspect`"
+        )
+    return state, value, metrics
+
+
 class Trainer:
     """`tell(event)` hears of every batch, version and checkpoint, in the order in which they came to be."""
 
@@ -80,21 +103,7 @@ class Trainer:
         self, batch: TrainBatch, between: Callable | None = None
     ) -> tuple[VersionedParams, dict[str, float]]:
         """One batch; the new version, still aliasing the state, and the update's metrics."""
-        c, learner = self._parts.config, self._parts.learner
-        with self._clock.doing("pack"):
-            packed = pack(
-                batch.groups, c.trainer.rows, c.row_length, c.algorithm.minibatches, c.trainer.prompts
-            )
-        with self._clock.doing("update"):
-            prepared = learner.prepare(self.state, packed, between)
-            self.state, metrics = learner.update(self.state, prepared, between)
-            value = learner.versioned(self.state)
-        if not math.isfinite(metrics["grad_norm"]):
-            raise ArealError(
-                f"step {batch.step}: the gradient's norm is {metrics['grad_norm']}. The last checkpoint is "
-                "whole; resume "
-                "from it with a lower trainer.learning_rate, or look at the batch with `areal-jax inspect`"
-            )
+        self.state, value, metrics = train_batch(self._parts, self.state, batch, self._clock, between)
         return value, metrics
 
     def _checkpoint(self) -> None:

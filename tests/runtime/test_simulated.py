@@ -8,7 +8,8 @@ import pytest
 
 from areal_jax.config import Config, make_config
 from areal_jax.control import events as e
-from areal_jax.runtime.simulated import Fault, Schedule, SimulationError, random_schedule, simulate
+from areal_jax.runtime.schedule import Fault, Schedule, random_schedule
+from areal_jax.runtime.simulated import SimulationError, simulate
 
 LONG_TAIL = Schedule(seed=5, median_tokens=24, sigma_tokens=1.0, train_s=0.8, publish_s=0.05)
 """Lognormal lengths of sigma 1, cut at 15 times the median; hosts just about keep up with the trainer."""
