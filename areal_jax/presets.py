@@ -68,6 +68,9 @@ PRESETS: dict[str, Preset] = {
 }
 
 
+OWN_RATIO = ("cispo", "aipo", "dppo")
+"""Losses that hold their own ratio to the behaviour policy; they demand off_policy none."""
+
 PIECES = ("loss", "advantage", "off_policy")
 """Keys that name a function; `<key>_settings` are its keyword-only arguments."""
 

@@ -177,6 +177,7 @@ class Batch(NamedTuple):
     advantages: Any = None  # (B, T) float32
     weights: Any = None  # (B, T) float32: the reduction
     off_policy_weight: Any = None  # (B, T) float32; None where proximal_logp is
+    off_policy_cut: Any = None  # (B, T) bool: where that weight was cut
     ref_logp: Any = None  # (B, T) float32
     teacher_logp: Any = None  # (B, T) float32
     token_rewards: Any = None  # (B, T) float32: what single tokens earn beside the sequence's reward

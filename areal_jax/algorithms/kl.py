@@ -1,12 +1,11 @@
-"""KL to the reference policy as a loss term, weighted so that its gradient is right off-policy too."""
+"""KL to the reference policy: as a loss term whose gradient is right off-policy too, and as a reward."""
 
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from areal_jax.algorithms.losses import LOG_RATIO_BOUND, ratio
+from areal_jax.algorithms.ratios import kl_estimate, ratio
 
 
 def kl_loss(
@@ -15,14 +14,23 @@ def kl_loss(
     behavior_logp: Float[Array, "B T"],
     estimator: str,
 ) -> Float[Array, "B T"]:
-    """Token estimates of KL(current | reference), their gradient exact in expectation under the behaviour.
+    """Token estimates of KL(current | reference), weighted by w = exp(logp - behaviour).
 
-    k2 = (logp - ref)^2 / 2 weighted by sg(exp(logp - behaviour)); k3 = e^d - 1 - d, d = ref - logp, weighted
-    by exp(logp - behaviour), differentiated through. Schulman (joschu.net/blog/kl-approx), arXiv:2510.01555,
-    arXiv:2512.21852.
+    k3 is differentiated through w, k1 and k2 are not. In expectation under the behaviour policy the gradients
+    of k2 and k3 are the KL's own, on policy and off; k1's is 0, so that as a loss it does nothing but add
+    noise (`algorithm.kl.allow_biased`). arXiv:2510.01555, arXiv:2512.21852.
     """
     weight = ratio(logp, behavior_logp)
-    if estimator == "k2":
-        return jax.lax.stop_gradient(weight) * 0.5 * (logp - ref_logp) ** 2
-    gap = jnp.clip(ref_logp - logp, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    return weight * (jnp.exp(gap) - 1 - gap)
+    weight = weight if estimator == "k3" else jax.lax.stop_gradient(weight)
+    return weight * kl_estimate(logp, ref_logp, estimator)
+
+
+def kl_reward(
+    behavior_logp: Float[Array, "B T"], ref_logp: Float[Array, "B T"], estimator: str = "k1"
+) -> Float[Array, "B T"]:
+    """Token estimates of KL(behaviour | reference) of the sampler's own log-probs, without gradient.
+
+    Subtracted from the rewards. Only k1's policy gradient is the KL's; k2 and k3 need
+    `algorithm.kl.allow_biased`.
+    """
+    return jax.lax.stop_gradient(kl_estimate(behavior_logp, ref_logp, estimator))

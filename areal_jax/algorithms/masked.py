@@ -6,9 +6,15 @@ neither a sum nor a gradient sees it.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+from areal_jax.types import ArealError
+
+Aggregate = Literal["mean", "sum", "max"]
 
 
 def keep(values: Float[Array, "..."], mask: Bool[Array, "..."]) -> Float[Array, "..."]:
@@ -41,3 +47,26 @@ def per_sequence(
 ) -> Float[Array, " S"]:
     """Sum over each sequence's tokens."""
     return jax.ops.segment_sum(values.ravel(), segment_ids.ravel(), sequences + 1)[1:]
+
+
+def of_sequence(
+    aggregate: Aggregate,
+    values: Float[Array, "B T"],
+    mask: Bool[Array, "B T"],
+    segment_ids: Int[Array, "B T"],
+    sequences: int,
+) -> Float[Array, "B T"]:
+    """Each token's sequence aggregate: mean, sum or maximum over the sequence's tokens on the mask.
+
+    0 where a sequence has none. No token off the mask and no other sequence plays a part, in no bit.
+    """
+    if aggregate == "max":
+        lowest = jnp.where(mask, values, -jnp.inf).ravel()
+        each = jax.ops.segment_max(lowest, segment_ids.ravel(), sequences + 1)[1:]
+        return per_token(jnp.where(each == -jnp.inf, 0.0, each), segment_ids)
+    if aggregate not in ("mean", "sum"):
+        raise ArealError(f"aggregate={aggregate!r} of a sequence's tokens: use mean, sum or max")
+    each = per_sequence(keep(values, mask), segment_ids, sequences)
+    if aggregate == "mean":
+        each = each / jnp.maximum(per_sequence(mask.astype(values.dtype), segment_ids, sequences), 1)
+    return per_token(each, segment_ids)
