@@ -4,37 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
 from areal_jax.trajectories.allocation import PackingError, allocate
-from areal_jax.types import NOT_SAMPLED, Batch, Group, Trajectory
-
-PER_TOKEN = {"tokens": 0, "loss_mask": False, "behavior_logp": 0.0, "versions": NOT_SAMPLED, "turn_ids": -1}
-"""A batch's arrays that are copied from trajectories, and what padding holds."""
+from areal_jax.trajectories.plan import PER_TOKEN, BatchPlan, Pieces, fill
+from areal_jax.types import Batch, Group, Trajectory
 
 PREPARED = (
     "ages", "proximal_logp", "proximal_mix", "advantages", "weights", "off_policy_weight", "ref_logp",
     "teacher_logp", "token_rewards", "values", "returns",
 )  # fmt: skip
 """Those that `prepare` adds."""
-
-
-class _Pieces(NamedTuple):
-    """Runs of trajectories' tokens, and where they lie: a trajectory, or a shared prompt and what follows it.
-
-    All (pieces,) int64.
-    """
-
-    source: np.ndarray  # the trajectory it is taken from
-    start: np.ndarray  # its first token there
-    size: np.ndarray
-    row: np.ndarray
-    column: np.ndarray
-    segment: np.ndarray  # 1..S: that of its trajectory; beyond: a shared prompt's
-    context: np.ndarray  # segment of the shared prompt it follows; 0 = none
-    previous: np.ndarray  # column of the token before its first; -1 = none
 
 
 def pack(
@@ -44,14 +26,27 @@ def pack(
     minibatches: int = 1,
     prompts: Literal["shared", "repeated"] = "shared",
 ) -> Batch:
-    """The batch of these groups, in ordinal order: micro-batches of `rows` rows of `length` tokens.
+    """The batch of these groups, in ordinal order: all rows of `plan_batch`. Raises PackingError."""
+    plan = plan_batch(groups, rows, length, minibatches, prompts)
+    flat = (one for group in _in_order(groups) for one in group.trajectories)
+    return fill(plan, np.arange(plan.rows), dict(enumerate(flat)))
+
+
+def plan_batch(
+    groups: Sequence[Group],
+    rows: int,
+    length: int,
+    minibatches: int = 1,
+    prompts: Literal["shared", "repeated"] = "shared",
+) -> BatchPlan:
+    """Where the tokens of these groups lie: micro-batches of `rows` rows of `length` tokens.
 
     Every minibatch has the same number of micro-batches, a power of two, so that few shapes are compiled;
     rows that got nothing are padding. Segments count from 1 in the order (group, member). `prompts` shared:
     what all of a group's trajectories begin with lies once in each row that holds any of them, as a segment
     of its own that they name as context; its hidden states are computed once. Raises PackingError.
     """
-    groups = sorted(groups, key=lambda group: group.ordinal)
+    groups = _in_order(groups)
     if not groups or len(groups) % minibatches:
         raise PackingError(
             f"{len(groups)} groups cannot be split into {minibatches} equal minibatches; change "
@@ -64,40 +59,23 @@ def pack(
     shared = np.array([_common_tokens(group) if prompts == "shared" else 0 for group in groups])
     bounds = np.searchsorted(group_ids, np.arange(minibatches + 1) * (len(groups) // minibatches))
     bins, micro_batches = _bins(lengths, group_ids, shared, bounds, rows, length)
-    pieces = _pieces(bins, lengths, group_ids, shared)
-
-    shape = (minibatches * micro_batches * rows, length)
-    first = np.cumsum(pieces.size) - pieces.size
-    within = np.arange(pieces.size.sum()) - np.repeat(first, pieces.size)
-    taken = np.repeat((np.cumsum(lengths) - lengths)[pieces.source] + pieces.start, pieces.size) + within
-    place = np.repeat(pieces.row * length + pieces.column, pieces.size) + within
-    whole = place.size == taken.size and bool((taken == np.arange(taken.size)).all())
-
-    def fill(values: np.ndarray, empty: Any) -> np.ndarray:
-        out = np.full((shape[0] * length, *values.shape[1:]), empty, values.dtype)
-        out[place] = values
-        return out.reshape(*shape, *values.shape[1:])
-
-    def joined(name: str) -> np.ndarray:
-        values = np.concatenate([getattr(trajectory, name) for trajectory in flat])
-        return values if whole else values[taken]
-
-    def each(values: np.ndarray) -> np.ndarray:
-        return np.repeat(values, pieces.size).astype(np.int32)
-
-    has_support = flat[0].support is not None
-    return Batch(
-        **{name: fill(joined(name), empty) for name, empty in PER_TOKEN.items()},
-        positions=fill(each(pieces.start) + within.astype(np.int32), 0),
-        segment_ids=fill(each(pieces.segment), 0),
-        previous=fill(np.where(within > 0, place % length - 1, each(pieces.previous)).astype(np.int32), -1),
-        context_ids=fill(each(pieces.context), 0) if prompts == "shared" else None,
+    return BatchPlan(
+        rows=minibatches * micro_batches * rows,
+        length=length,
+        shares_prompts=prompts == "shared",
+        support=0 if flat[0].support is None else flat[0].support.shape[1],
+        samples=np.array([trajectory.sample for trajectory in flat], np.int64),
+        tokens=lengths,
         reward=np.array([trajectory.reward for trajectory in flat], np.float32),
         group_ids=group_ids.astype(np.int32),
         temperature=np.array([trajectory.sampling.temperature for trajectory in flat], np.float32),
         truncated=np.array([trajectory.truncated for trajectory in flat], np.bool_),
-        support=fill(joined("support"), -1) if has_support else None,
+        pieces=_pieces(bins, lengths, group_ids, shared),
     )
+
+
+def _in_order(groups: Sequence[Group]) -> list[Group]:
+    return sorted(groups, key=lambda group: group.ordinal)
 
 
 def unpack(batch: Batch) -> list[dict[str, Any]]:
@@ -156,7 +134,13 @@ def _bins(
     """(row, its trajectories) of every row that holds any, and micro-batches a minibatch."""
     prompts = shared.tolist() if shared.any() else None
     parts = [
-        allocate(lengths[start:end].tolist(), length, 1, group_ids[start:end] if prompts else None, prompts)
+        allocate(
+            lengths[start:end].tolist(),
+            length,
+            1,
+            group_ids[start:end].tolist() if prompts else None,
+            prompts,
+        )
         for start, end in pairwise(bounds)
     ]
     needed = -(-max(len(part) for part in parts) // rows)
@@ -170,7 +154,7 @@ def _bins(
 
 def _pieces(
     bins: Sequence[tuple[int, list[int]]], lengths: np.ndarray, group_ids: np.ndarray, shared: np.ndarray
-) -> _Pieces:
+) -> Pieces:
     """In the order of trajectories, shared prompts behind them all."""
     size, owner, prompts = lengths.tolist(), group_ids.tolist(), shared.tolist()
     own: list[tuple[int, ...]] = [()] * len(size)
@@ -191,7 +175,7 @@ def _pieces(
             rest = size[index] - prompt
             own[index] = (index, prompt, rest, row, column, index + 1, context, before)
             column += rest
-    return _Pieces(*np.array([*own, *heads], np.int64).T)
+    return Pieces(*np.array([*own, *heads], np.int64).T)
 
 
 def _check(flat: list[Trajectory], lengths: np.ndarray, length: int) -> None:
