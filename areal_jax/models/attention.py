@@ -14,8 +14,12 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-NEGATIVE = -1e30  # finite, so that a fully masked row gives 0 and not NaN
-QUERY_BLOCK = 256  # queries whose scores exist at once in a packed row
+from areal_jax.models.blockwise import NEGATIVE, blockwise_attention
+
+BLOCK = 256
+"""Queries, and keys, of a packed row whose scores exist at once."""
+CPU_BLOCK = 64
+"""The same on a CPU, where the scores of a block should stay in its cache."""
 
 
 class Attention(Protocol):
@@ -49,7 +53,7 @@ class KVPages(struct.PyTreeNode):
 
 
 class PackedAttention(struct.PyTreeNode):
-    """Causal attention inside each segment of a packed row; no [B, H, T, T] array beyond QUERY_BLOCK.
+    """Causal attention inside each segment of a packed row; scores exist for a pair of blocks at a time.
 
     A token also sees the whole segment that `context_ids` names, which lies before it in its row: the prompt
     that its group shares. 0 names none.
@@ -61,29 +65,10 @@ class PackedAttention(struct.PyTreeNode):
     def __call__(self, layer: Any, q: Any, k: Any, v: Any, cache: None) -> tuple[Array, None]:
         rows, length, heads, head_dim = q.shape
         kv_heads = k.shape[2]
-        q = q.reshape(rows, length, kv_heads, heads // kv_heads, head_dim)
-        if length <= QUERY_BLOCK:
-            return self._attend(q, k, v, jnp.arange(length)).reshape(rows, length, heads, head_dim), None
-        blocks = -(-length // QUERY_BLOCK)
-        q = jnp.pad(q, ((0, 0), (0, blocks * QUERY_BLOCK - length), (0, 0), (0, 0), (0, 0)))
-
-        @jax.checkpoint
-        def one_block(start: Array) -> Array:
-            block = jax.lax.dynamic_slice_in_dim(q, start, QUERY_BLOCK, axis=1)
-            return self._attend(block, k, v, jnp.minimum(start + jnp.arange(QUERY_BLOCK), length - 1))
-
-        out = jax.lax.map(one_block, jnp.arange(blocks) * QUERY_BLOCK)  # (blocks, B, block, K, R, h)
-        return jnp.moveaxis(out, 0, 1).reshape(rows, -1, heads, head_dim)[:, :length], None
-
-    def _attend(self, q: Array, k: Array, v: Array, at: Int[Array, " Q"]) -> Float[Array, "B Q K R h"]:
-        same = self.segment_ids[:, at, None] == self.segment_ids[:, None, :]
-        if self.context_ids is not None:
-            context = self.context_ids[:, at, None]
-            same |= (context == self.segment_ids[:, None, :]) & (context > 0)
-        visible = same & (at[:, None] >= jnp.arange(k.shape[1])[None, :])  # (B, Q, T)
-        scores = _scores(q, k, visible)
-        weights = jax.nn.softmax(scores, axis=-1)
-        return jnp.einsum("bkrqt,btkh->bqkrh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        grouped = q.reshape(rows, length, kv_heads, heads // kv_heads, head_dim)
+        block = CPU_BLOCK if jax.default_backend() == "cpu" else BLOCK
+        out = blockwise_attention(grouped, k, v, self.segment_ids, self.context_ids, block)
+        return out.reshape(q.shape), None
 
 
 class PagedAttention(struct.PyTreeNode):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -11,8 +12,6 @@ import pytest
 
 from areal_jax.models import attention
 from areal_jax.models.attention import KVPages, PackedAttention, PagedAttention
-
-SHAPE = (2, 21, 4, 6)
 
 
 def arrays(seed: int, length: int) -> tuple[Any, Any, Any, Any]:
@@ -24,48 +23,99 @@ def arrays(seed: int, length: int) -> tuple[Any, Any, Any, Any]:
     return q, k, v, segments
 
 
-def summed(q: Any, k: Any, v: Any, segments: Any, weights: Any) -> tuple[jax.Array, jax.Array]:
-    out, _ = PackedAttention(segments)(jnp.int32(0), q, k, v, None)
+def summed(
+    q: Any, k: Any, v: Any, segments: Any, weights: Any, contexts: Any = None
+) -> tuple[jax.Array, jax.Array]:
+    out, _ = PackedAttention(segments, contexts)(jnp.int32(0), q, k, v, None)
     return (weights * out).sum(), out
 
 
-@pytest.mark.parametrize("length", [24, 21], ids=["blocks divide", "last block is short"])
-def test_blocks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch, length: int):
-    """Values and gradients of rows longer than QUERY_BLOCK, whatever their length."""
-    q, k, v, segments = arrays(0, length)
+def dense(q: Any, k: Any, v: Any, segments: Any, contexts: Any, weights: Any) -> list[np.ndarray]:
+    """Output and slopes of sum(weights * output) in float64, a row and a head at a time.
+
+    With P the softmax of the scores and G the slope of the output: dV = P'G, and the scores' slope is
+    P * (G V' - rowsum(G * output)).
+    """
+    q, k, v, weights = (np.asarray(x, np.float64) for x in (q, k, v, weights))
+    out, of_q, of_k, of_v = (np.zeros_like(x) for x in (q, q, k, v))
+    for row, head in np.ndindex(q.shape[0], q.shape[2]):
+        shared = (row, slice(None), head // (q.shape[2] // k.shape[2]))
+        mine = (row, slice(None), head)
+        ids, named = segments[row], contexts[row]
+        same = (ids[:, None] == ids) | ((named[:, None] == ids) & (named[:, None] > 0))
+        scores = np.where(same & np.tri(len(ids), dtype=bool), q[mine] @ k[shared].T, -np.inf)
+        weight = np.exp((scores - scores.max(1, keepdims=True)) / np.sqrt(q.shape[-1]))
+        weight /= weight.sum(1, keepdims=True)
+        out[mine] = weight @ v[shared]
+        of_v[shared] += weight.T @ weights[mine]
+        along = (weights[mine] * out[mine]).sum(1, keepdims=True)
+        of_scores = weight * (weights[mine] @ v[shared].T - along) / np.sqrt(q.shape[-1])
+        of_q[mine] = of_scores @ k[shared]
+        of_k[shared] += of_scores.T @ q[mine]
+    return [out, of_q, of_k, of_v]
+
+
+def contexts_of(segments: np.ndarray) -> np.ndarray:
+    """Segments from 2 on see segment 1 of their row besides their own."""
+    return np.where(segments > 1, 1, 0).astype(np.int32)
+
+
+@pytest.mark.parametrize("block", [4, 8, 64])
+@pytest.mark.parametrize("has_context", [False, True], ids=["alone", "with a context"])
+def test_blocks_are_the_dense_reference(monkeypatch: pytest.MonkeyPatch, block: int, has_context: bool):
+    """Values and slopes of a row whose length is no multiple of the block, and of one within a block."""
+    monkeypatch.setattr(attention, "CPU_BLOCK", block)
+    q, k, v, segments = arrays(0, 21)
+    contexts = contexts_of(segments) if has_context else np.zeros_like(segments)
     weights = np.random.default_rng(1).normal(size=q.shape).astype(np.float32)
     both = jax.value_and_grad(summed, argnums=(0, 1, 2), has_aux=True)
-    (_, direct), direct_slopes = jax.jit(both)(q, k, v, segments, weights)
-    monkeypatch.setattr(attention, "QUERY_BLOCK", 8)
-    (_, blocked), slopes = jax.jit(lambda *args: both(*args))(q, k, v, segments, weights)
-    np.testing.assert_allclose(blocked, direct, rtol=0, atol=1e-6)
-    for one, other in zip(slopes, direct_slopes, strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
+    named = contexts if has_context else None
+    (_, out), slopes = jax.jit(lambda *args: both(*args))(q, k, v, segments, weights, named)
+    for got, want in zip((out, *slopes), dense(q, k, v, segments, contexts, weights), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
 
 
-def test_blocks_keep_scores_small(monkeypatch: pytest.MonkeyPatch):
-    """No [B, H, T, T] array in the compiled program, forward or backward."""
-    q, k, v, segments = arrays(0, 21)
-    monkeypatch.setattr(attention, "QUERY_BLOCK", 4)
+def test_no_array_of_a_row_by_itself_exists(monkeypatch: pytest.MonkeyPatch):
+    """The compiled program, forward and backward, holds scores of a pair of blocks and never of a row."""
+    monkeypatch.setattr(attention, "CPU_BLOCK", 16)
+    q, k, v, segments = arrays(0, 250)
     both = jax.jit(lambda *args: jax.value_and_grad(summed, argnums=(0, 1, 2), has_aux=True)(*args))
-    text = both.lower(q, k, v, segments, q).compile().as_text()
-    assert "f32[2,2,2,4,21]" in text
-    assert "21,21]" not in text
-    assert "24,21]" not in text
+    text = both.lower(q, k, v, segments, q, contexts_of(segments)).compile().as_text()
+    shapes = [tuple(map(int, found.split(","))) for found in re.findall(r"\[([\d,]+)\]", text)]
+    assert (2, 2, 2 * 16, 16) in shapes
+    assert max(int(np.prod(shape)) for shape in shapes) < 250 * 250
 
 
-@pytest.mark.parametrize("length", [8, 16])
-def test_one_segment_never_moves_another(monkeypatch: pytest.MonkeyPatch, length: int):
-    """Change segment 1: not one bit of the others, blocked or not."""
-    monkeypatch.setattr(attention, "QUERY_BLOCK", 8)
-    q, k, v, segments = arrays(2, length)
-    mine = (segments == 1)[..., None, None]
+def test_blocks_that_no_query_sees_are_not_computed(monkeypatch: pytest.MonkeyPatch):
+    """Keys that are NaN in segment 1's own blocks reach no output of segment 2, nor its context's blocks'."""
+    monkeypatch.setattr(attention, "CPU_BLOCK", 8)
+    q, k, v, _ = arrays(0, 32)
+    segments = np.repeat([[1, 2, 3, 3]] * 2, 8, axis=1).astype(np.int32)
+    k[:, 8:16] = np.nan  # segment 2
+    contexts = contexts_of(segments)
+    out = np.asarray(jax.jit(lambda *args: summed(*args, 1.0, contexts)[1])(q, k, v, segments))
+    assert np.isnan(out[:, 8:16]).all()
+    assert np.isfinite(np.delete(out, np.s_[8:16], axis=1)).all()
+
+
+@pytest.mark.parametrize("has_context", [False, True], ids=["alone", "with a context"])
+@pytest.mark.parametrize("block", [8, 64])
+def test_one_segment_never_moves_another(monkeypatch: pytest.MonkeyPatch, block: int, has_context: bool):
+    """Change segment 2: not one bit of the others, nor of their slopes, within a block and across blocks."""
+    monkeypatch.setattr(attention, "CPU_BLOCK", block)
+    q, k, v, segments = arrays(2, 21)
+    contexts = contexts_of(segments) if has_context else None
+    mine = (segments == 2)[..., None, None]
     assert 0 < mine.sum() < mine.size
     moved = [np.where(mine, 3 - x, x) for x in (q, k, v)]
-    call = jax.jit(lambda *args: summed(*args, 1.0)[1])
-    before, after = np.asarray(call(q, k, v, segments)), np.asarray(call(*moved, segments))
-    others = segments != 1
-    assert before[others].tobytes() == after[others].tobytes()
+    others = (segments != 2) & (segments != 1)  # segment 1 is seen by 2, so its slopes move
+    both = jax.jit(jax.value_and_grad(summed, argnums=(0, 1, 2), has_aux=True))
+    (_, before), slopes_before = both(q, k, v, segments, 1.0, contexts)
+    (_, after), slopes_after = both(*moved, segments, 1.0, contexts)
+    for one, other in zip((before, *slopes_before), (after, *slopes_after), strict=True):
+        assert np.asarray(one)[others].tobytes() == np.asarray(other)[others].tobytes()
+    first = segments == 1
+    assert np.asarray(before)[first].tobytes() == np.asarray(after)[first].tobytes()
 
 
 def test_pages_beyond_a_slot_change_no_bit():

@@ -1,0 +1,147 @@
+"""Attention of packed rows, a pair of blocks at a time: an online softmax, forward and backward.
+
+Scores exist for one block of queries against one block of keys; a pair of blocks in which no query sees any
+key is skipped, so work grows with the segments' lengths and not with the row's. What is kept for the backward
+pass is one number a query: the log of its softmax's denominator (Dao et al., arXiv:2205.14135; Milakov &
+Gimelshein, arXiv:1805.02867). Shapes: B rows, T tokens, K kv heads, R query heads of each, h head dimension,
+n blocks of Q tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Int
+
+NEGATIVE = -1e30  # finite: the difference of two of them is 0, not NaN
+KEPT = "attention"
+"""Name of what the backward pass needs; a rematerialisation policy that saves it spares the forward pass."""
+
+
+class Sight(NamedTuple):
+    """Who sees whom, by blocks: queries see earlier keys of their segment and of their context."""
+
+    segment_ids: Int[Array, "n B Q"]
+    context_ids: Int[Array, "n B Q"]
+    """-1: none."""
+
+    def visible(self, i: Array, j: Array) -> Bool[Array, "B Q Q"]:
+        """Whether query (axis 1) of block i sees key (axis 2) of block j."""
+        keys = self.segment_ids[j][:, None, :]
+        same = (self.segment_ids[i][:, :, None] == keys) | (self.context_ids[i][:, :, None] == keys)
+        size = keys.shape[-1]
+        return same & ((i * size + jnp.arange(size))[:, None] >= j * size + jnp.arange(size))
+
+
+def blockwise_attention(
+    q: Float[Array, "B T K R h"],
+    k: Float[Array, "B T K h"],
+    v: Float[Array, "B T K h"],
+    segment_ids: Int[Array, "B T"],
+    context_ids: Int[Array, "B T"] | None,
+    block: int,
+) -> Float[Array, "B T K R h"]:
+    """softmax(q k / sqrt(h)) v over what each token sees, in float32; products read the dtype of k and v."""
+    rows, length, kv_heads, repeats, head_dim = q.shape
+    size = min(block, length)
+    blocks = -(-length // size)
+
+    def split(x: Array, empty: int = 0) -> Array:  # (n, B, Q, ...)
+        widths = ((0, 0), (0, blocks * size - length), *((0, 0),) * (x.ndim - 2))
+        padded = jnp.pad(x, widths, constant_values=empty)
+        return jnp.moveaxis(padded.reshape(rows, blocks, size, *x.shape[2:]), 1, 0)
+
+    sight = Sight(
+        split(segment_ids), split(jnp.full_like(segment_ids, -1) if context_ids is None else context_ids, -1)
+    )
+    sight = sight._replace(context_ids=jnp.where(sight.context_ids > 0, sight.context_ids, -1))
+    queries = jnp.moveaxis(split(q.astype(k.dtype)), 2, 4)
+    queries = queries.reshape(blocks, rows, kv_heads, repeats * size, head_dim)
+    out = _attend(queries, *(jnp.moveaxis(split(x), 2, 3) for x in (k, v)), sight)
+    out = jnp.moveaxis(out.reshape(blocks, rows, kv_heads, repeats, size, head_dim), (1, 4), (0, 2))
+    return out.reshape(rows, blocks * size, kv_heads, repeats, head_dim)[:, :length]
+
+
+@jax.custom_vjp
+def _attend(
+    q: Float[Array, "n B K RQ h"], k: Float[Array, "n B K Q h"], v: Float[Array, "n B K Q h"], sight: Sight
+) -> Float[Array, "n B K RQ h"]:
+    return _forward(q, k, v, sight)[0]
+
+
+def _forward(q: Array, k: Array, v: Array, sight: Sight) -> tuple[Array, tuple[Array, ...]]:
+    def one_block(i: Array) -> tuple[Array, Array]:
+        def visit(j: Array, mask: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+            largest, total, out = carry
+            scores = jnp.where(mask, _scores(q[i], k[j]), NEGATIVE)
+            now = jnp.maximum(largest, scores.max(-1))
+            shrink = jnp.exp(largest - now)
+            weights = jnp.where(mask, jnp.exp(scores - now[..., None]), 0.0)
+            mixed = _product(weights.astype(v.dtype), v[j], 3, 2)
+            return now, total * shrink + weights.sum(-1), out * shrink[..., None] + mixed
+
+        shape = q.shape[1:-1]
+        start = (jnp.full(shape, NEGATIVE), jnp.zeros(shape), jnp.zeros(q.shape[1:]))
+        largest, total, out = _over_seen(i, sight, visit, start)
+        return out / total[..., None], largest + jnp.log(total)
+
+    out, log_total = jax.lax.map(one_block, jnp.arange(len(q)))
+    out, log_total = checkpoint_name(out, KEPT), checkpoint_name(log_total, KEPT)
+    return out, (q, k, v, sight, out, log_total)
+
+
+def _backward(kept: tuple, slope: Array) -> tuple[Array, Array, Array, None]:
+    q, k, v, sight, out, log_total = kept
+    along = (slope * out).sum(-1)
+    slope = slope.astype(v.dtype)
+
+    def one_block(slopes: tuple[Array, Array], i: Array) -> tuple[tuple[Array, Array], Array]:
+        def visit(j: Array, mask: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+            of_q, of_k, of_v = carry
+            weights = jnp.where(mask, jnp.exp(_scores(q[i], k[j]) - log_total[i][..., None]), 0.0)
+            of_scores = weights * (_product(slope[i], v[j], 3, 3) - along[i][..., None])
+            of_scores = (of_scores * q.shape[-1] ** -0.5).astype(k.dtype)
+            return (
+                of_q + _product(of_scores, k[j], 3, 2),
+                of_k.at[j].add(_product(of_scores, q[i], 2, 2)),
+                of_v.at[j].add(_product(weights.astype(v.dtype), slope[i], 2, 2)),
+            )
+
+        of_q, of_k, of_v = _over_seen(i, sight, visit, (jnp.zeros(q.shape[1:]), *slopes))
+        return (of_k, of_v), of_q.astype(q.dtype)
+
+    zeros = (jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32))
+    (of_k, of_v), of_q = jax.lax.scan(one_block, zeros, jnp.arange(len(q)))
+    return of_q, of_k.astype(k.dtype), of_v.astype(v.dtype), None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _over_seen(i: Array, sight: Sight, visit: Callable, start: tuple[Array, ...]) -> tuple[Array, ...]:
+    """`visit(j, mask, carry)` for every block j of keys, in ascending order, of which block i sees any."""
+
+    def one_pair(j: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        visible = sight.visible(i, j)
+        rows, size, _ = visible.shape
+        repeats = start[0].shape[2] // size
+        mask = jnp.broadcast_to(visible[:, None, None], (rows, 1, repeats, size, size))
+        mask = mask.reshape(rows, 1, repeats * size, size)
+        return jax.lax.cond(visible.any(), partial(visit, j, mask), lambda same: same, carry)
+
+    return jax.lax.fori_loop(0, i + 1, one_pair, start)
+
+
+def _scores(q: Array, k: Array) -> Float[Array, "B K RQ Q"]:
+    return _product(q, k, 3, 3) * q.shape[-1] ** -0.5
+
+
+def _product(left: Array, right: Array, left_axis: int, right_axis: int) -> Array:
+    """Contracted over the named axes, row by row and kv head by kv head, accumulated in float32."""
+    numbers = (((left_axis,), (right_axis,)), ((0, 1), (0, 1)))
+    return jax.lax.dot_general(left, right, numbers, preferred_element_type=jnp.float32)
