@@ -221,9 +221,9 @@ def _backwards(
         carry = jnp.where(is_on, value, following), jnp.where(is_on, here, gathered)
         return carry, jnp.where(is_on, here, 0.0)
 
-    start = (jnp.zeros_like(rewards[:, 0]),) * 2
+    nothing = jnp.zeros_like(rewards[:, 0])
     columns = tuple(x.T for x in (rewards, values, after, lam, is_end, at))
-    return jax.lax.scan(column, start, columns, reverse=True)[1].T
+    return jax.lax.scan(column, (nothing, nothing), columns, reverse=True)[1].T
 
 
 class _Turns:

@@ -8,9 +8,11 @@ micro-batch, S sequences.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,30 +23,41 @@ from jaxtyping import Array, Float
 
 from areal_jax.algorithms.advantages import ADVANTAGES
 from areal_jax.algorithms.losses import LOSSES
-from areal_jax.algorithms.weights import OFF_POLICY
+from areal_jax.algorithms.weights import OFF_POLICY, fitting
 from areal_jax.config import AlgorithmConfig
 from areal_jax.models.model import Model, Params
 from areal_jax.parallel.mesh import ROWS, make_mesh, param_shardings, replicated
 from areal_jax.plugin import check_settings, load_object
+from areal_jax.trainer.critic import Critic
+from areal_jax.trainer.kl_control import KLControl
+from areal_jax.trainer.metrics import add_metrics, to_floats
+from areal_jax.trainer.optimization import Optimization
 from areal_jax.trainer.state import TrainState
-from areal_jax.trainer.update import Objective, add_metrics, to_floats
+from areal_jax.trainer.update import Objective
 from areal_jax.types import ArealError, Batch, VersionedParams
 from areal_jax.weights.digest import digest
 from areal_jax.weights.store import wire_copy
 
 Sums = Any
-"""(gradient of the minibatch so far, metric sums so far)."""
+"""(gradients of the policy's and the critic's parameters, metric sums), of the minibatch so far."""
 
 PER_SEQUENCE = ("reward", "group_ids", "temperature", "truncated", "bootstrap")
+
+
+class Teacher(NamedTuple):
+    """A frozen model whose log-probs `prepare` fills in."""
+
+    model: Model
+    load: Callable[[Any], Params]
+    """`load(shardings)`: its float32 parameters."""
 
 
 class Learner:
     """`rows` x `length` is one micro-batch; `max_tokens` is Dr.GRPO's constant where the algorithm has none.
 
     The loop that `update` runs, for a driver that has other work between the programs:
-    `sums = zero_sums()`, `sums = accumulate(state.params, sums, micro)` for each of a minibatch's
-    micro-batches (`micro_batches`), `state, metrics = apply(state, sums, is_last)`. Sums and state are
-    donated.
+    `sums = zero_sums()`, `sums = accumulate(state, sums, micro)` for each of a minibatch's micro-batches
+    (`micro_batches`), `state, metrics = apply(state, sums, is_last)`; both donate sums, `apply` the state.
     """
 
     def __init__(
@@ -59,6 +72,7 @@ class Learner:
         mesh: Mesh | None = None,
         logp_chunk: int = 1024,
         remat: bool = True,
+        teacher: Teacher | None = None,
     ) -> None:
         self.model, self.algorithm, self.optimizer = model, algorithm, optimizer
         self.rows, self.length = rows, length
@@ -69,8 +83,13 @@ class Learner:
         check_settings(advantage, algorithm.advantage_settings, "algorithm.advantage_settings")
         off_policy = load_object(algorithm.off_policy, OFF_POLICY, "off-policy weight")
         check_settings(off_policy, algorithm.off_policy_settings, "algorithm.off_policy_settings")
-        constant = algorithm.reduction_constant or float(max_tokens or length)
-        self.objective = Objective(model, algorithm, loss, advantage, off_policy, constant, logp_chunk, remat)
+        off_policy = fitting(loss, off_policy, algorithm)
+        has_critic = algorithm.critic.kind != "none"
+        self.critic = Critic(model, algorithm.critic.kind) if has_critic else None
+        longest = float(max_tokens or length)
+        self.objective = Objective(
+            model, algorithm, loss, advantage, off_policy, self.critic, longest, logp_chunk, remat
+        )
         shards = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
         if rows % shards:
             raise ArealError(
@@ -79,36 +98,22 @@ class Learner:
             )
         self._by_row = NamedSharding(self.mesh, ROWS)
         self._whole = replicated(self.mesh)
-        self.state_shardings = self._place_state()
-        sums = (self.state_shardings.params, self._whole)
+        self._optimization = Optimization(model, algorithm, optimizer, self.critic)
+        self.state_shardings = self._optimization.shardings(self.mesh)
+        sums = ((self.state_shardings.params, self.state_shardings.critic), self._whole)
         self.zero_sums = jax.jit(self._zero_sums, out_shardings=sums)
         self.accumulate = jax.jit(self._accumulate, donate_argnums=1, out_shardings=sums)
         self.apply = jax.jit(self._apply, donate_argnums=0, out_shardings=(self.state_shardings, self._whole))
+        self._arrive = jax.jit(self.objective.arrive)
         self._score = jax.jit(self.objective.score)
-        self._finish = jax.jit(self.objective.finish)
+        self._finish = jax.jit(self._finish_batch)
+        self.teacher = teacher
+        if teacher is not None:
+            of_teacher = dataclasses.replace(self.objective, model=teacher.model, critic=None)
+            self._score_teacher = jax.jit(of_teacher.score)
         self._split = jax.jit(self._split_batch)
 
     # --- state ----------------------------------------------------------------------------------------------
-
-    def _first_state(self, params: Params) -> TrainState:
-        zero = jnp.zeros((), jnp.int32)
-        reference = jax.tree.map(jnp.copy, params) if self.algorithm.has_reference else None
-        return TrainState(zero, zero, params, self.optimizer.init(params), reference)
-
-    def _place_state(self) -> TrainState:
-        """A sharding for every leaf; the optimiser's moments lie as the parameters they belong to."""
-        abstract = jax.eval_shape(self._first_state, self.model.abstract_params)
-        params = param_shardings(self.model.logical_axes, self.model.abstract_params, self.mesh)
-        optimizer = optax.tree_utils.tree_map_params(
-            self.optimizer,
-            lambda _, sharding: sharding,
-            abstract.optimizer,
-            params,
-            transform_non_params=lambda _: self._whole,
-        )
-        reference = params if self.algorithm.has_reference else None
-        whole = jax.tree.map(lambda _: self._whole, abstract)
-        return whole.replace(params=params, optimizer=optimizer, reference=reference)
 
     def init(self, params: Params, seed: int = 0, donate: bool = False) -> TrainState:
         """The state of version 0; `params` are copied, and are the reference where the algorithm has one.
@@ -119,14 +124,14 @@ class Learner:
         del seed
         if not donate:
             params = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), params)
-        first = jax.jit(self._first_state, donate_argnums=0, out_shardings=self.state_shardings)
+        first = jax.jit(self._optimization.first, donate_argnums=0, out_shardings=self.state_shardings)
         return first(jax.device_put(params, self.state_shardings.params))
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state: what a checkpoint is restored onto."""
         return jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            jax.eval_shape(self._first_state, self.model.abstract_params),
+            self._optimization.abstract(),
             self.state_shardings,
         )
 
@@ -148,13 +153,29 @@ class Learner:
         `between` as in `update`.
         """
         batch = self._to_device(batch)
-        form = self.algorithm.proximal_form
-        proximal, reference = batch.behavior_logp if form == "none" else None, None
-        if form == "recompute":
-            proximal = self._scores(state.params, batch, between)
+        arrive = partial(self._arrive, state.params, state.critic)
+        scores = self._scores(arrive, self.objective.on_arrival, batch, between)
         if self.algorithm.has_reference:
-            reference = self._scores(state.reference, batch, between)
-        return self._finish(batch, state.version, proximal, reference)
+            under = partial(self._score, state.reference)
+            scores |= self._scores(lambda micro: {"ref_logp": under(micro)}, ("ref_logp",), batch, between)
+        if self.teacher is not None:
+            of = partial(self._score_teacher, self._teacher_params)
+            scores |= self._scores(
+                lambda micro: {"teacher_logp": of(micro)}, ("teacher_logp",), batch, between
+            )
+        return self._finish(batch, state.version, state.kl_control, scores)
+
+    def _finish_batch(
+        self, batch: Batch, version: Array, control: KLControl | None, scores: dict[str, Array]
+    ) -> Batch:
+        return self.objective.finish(batch, version, self._optimization.kl_coef(control), scores)
+
+    @cached_property
+    def _teacher_params(self) -> Params:
+        """Frozen, on the trainer's mesh, read when the first batch arrives."""
+        assert self.teacher is not None
+        model = self.teacher.model
+        return self.teacher.load(param_shardings(model.logical_axes, model.abstract_params, self.mesh))
 
     def _to_device(self, batch: Batch) -> Batch:
         rows, length = batch.tokens.shape
@@ -191,18 +212,22 @@ class Learner:
         return tuple(Batch(*(part(name, x, start) for name, x in named)) for start in starts)
 
     def _scores(
-        self, params: Params, batch: Batch, between: Callable[[Array], None] | None
-    ) -> Float[Array, "B T"]:
-        """Log-probs of the loss tokens under `params`, a micro-batch at a time; 0 elsewhere."""
-        scores = []
+        self,
+        program: Callable[[Batch], Mapping[str, Array]],
+        names: Sequence[str],
+        batch: Batch,
+        between: Callable[[Array], None] | None,
+    ) -> dict[str, Float[Array, "B T"]]:
+        """`names` of what `program` says of the batch, a micro-batch at a time; 0 where none is trained."""
+        if not names:
+            return {}
+        nothing = dict.fromkeys(names, jnp.zeros((self.rows, self.length), jnp.float32))
+        scores: list[Mapping[str, Array]] = []
         for micro in itertools.chain.from_iterable(self.micro_batches(batch)):
-            if micro is None:
-                scores.append(jnp.zeros((self.rows, self.length), jnp.float32))
-                continue
-            scores.append(self._score(params, micro))
-            if between is not None:
-                between(scores[-1])
-        return jnp.concatenate(scores)
+            scores.append(nothing if micro is None else program(micro))
+            if micro is not None and between is not None:
+                between(scores[-1][names[0]])
+        return {name: jnp.concatenate([score[name] for score in scores]) for name in names}
 
     # --- update ---------------------------------------------------------------------------------------------
 
@@ -221,7 +246,7 @@ class Learner:
             for micro in micros:
                 if micro is None:
                     continue
-                sums = self.accumulate(state.params, sums, micro)
+                sums = self.accumulate(state, sums, micro)
                 if between is not None:
                     between(sums[1]["tokens"])
             state, sums_of_minibatch = self.apply(state, sums, np.bool_(index == len(minibatches) - 1))
@@ -229,20 +254,15 @@ class Learner:
         return state, to_floats(jax.device_get(metrics))
 
     def _zero_sums(self) -> Sums:
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), self.model.abstract_params)
+        state = self._optimization.abstract()
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), (state.params, state.critic))
         return zeros, self.objective.no_metrics(self.rows, self.length)
 
-    def _accumulate(self, params: Params, sums: Sums, micro: Batch) -> Sums:
-        grads, metrics = self.objective.gradient(params, micro)
+    def _accumulate(self, state: TrainState, sums: Sums, micro: Batch) -> Sums:
+        kl_coef = self._optimization.kl_coef(state.kl_control)
+        grads, metrics = self.objective.gradient(state.params, state.critic, micro, kl_coef)
         return jax.tree.map(jnp.add, sums[0], grads), add_metrics(sums[1], metrics)
 
-    def _apply(self, state: TrainState, sums: Sums, is_last: Array) -> tuple[TrainState, dict[str, Array]]:
+    def _apply(self, state: TrainState, sums: Sums, is_last: Array) -> tuple[TrainState, dict[str, Any]]:
         grads, metrics = sums
-        updates, optimizer = self.optimizer.update(grads, state.optimizer, state.params)
-        state = state.replace(
-            step=state.step + 1,
-            version=state.version + is_last.astype(jnp.int32),
-            params=optax.apply_updates(state.params, updates),
-            optimizer=optimizer,
-        )
-        return state, metrics | {"grad_norm": optax.tree.norm(grads)}
+        return self._optimization.apply(state, grads, metrics, is_last)

@@ -9,6 +9,7 @@ from flax import struct
 from jaxtyping import Array, Int
 
 from areal_jax.config import TrainerConfig
+from areal_jax.trainer.kl_control import KLControl
 
 
 class TrainState(struct.PyTreeNode):
@@ -23,7 +24,13 @@ class TrainState(struct.PyTreeNode):
     optimizer: Any
     """optax state."""
     reference: Any = None
-    """Frozen parameters of the reference policy; None where the algorithm has no KL term."""
+    """Parameters of the reference policy; None where the algorithm has no KL."""
+    critic: Any = None
+    """Parameters of the critic; None where the algorithm has none."""
+    critic_optimizer: Any = None
+    """optax state of the critic's."""
+    kl_control: KLControl | None = None
+    """Where the KL's coefficient adapts."""
 
 
 def make_optimizer(c: TrainerConfig, optimizer_steps: int) -> optax.GradientTransformation:

@@ -1,46 +1,49 @@
 """The mathematics of an update: pure functions of parameters and a packed batch.
 
-What is minimised is the sum over loss tokens of weights x (off-policy weight x loss + KL - entropy). The
-weights are those of the whole minibatch, so a micro-batch's gradient is its share, whatever the split.
-Shapes: R rows of T tokens a micro-batch, B rows a batch, S sequences.
+What is minimised is the sum over loss tokens of weights x (off-policy weight x loss + KL - entropy + value
+loss). The weights are those of the whole minibatch, so a micro-batch's gradient is its share, whatever the
+split. Shapes: R rows of T tokens a micro-batch, B rows a batch, S sequences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from areal_jax.algorithms import masked
+from areal_jax.algorithms.advantages import Estimate, whitened
 from areal_jax.algorithms.kl import kl_loss
 from areal_jax.algorithms.logprobs import TokenStats, packed_stats
-from areal_jax.algorithms.losses import Loss, ratio
+from areal_jax.algorithms.losses import Loss
 from areal_jax.algorithms.proximal import proximal_mix
+from areal_jax.algorithms.rewards import overlong_penalty
+from areal_jax.algorithms.values import value_loss
 from areal_jax.algorithms.weights import reduction_weights
 from areal_jax.config import AlgorithmConfig
 from areal_jax.models.attention import PackedAttention
 from areal_jax.models.model import Model, Params
+from areal_jax.trainer.critic import Critic, at_end, before
+from areal_jax.trainer.gaps import gap_sums
+from areal_jax.trainer.metrics import Sums, value_sums
 from areal_jax.types import Batch, PolicyOutputs
-
-MAXIMUM = "logp_gap_max"
-"""The one metric that is no mean over tokens."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """One algorithm over one model."""
+    """One algorithm over one model. `kl_coef` is an array where the coefficient adapts, else a number."""
 
     model: Model
     algorithm: AlgorithmConfig
     loss: Loss
-    advantage: Callable[..., Array]
+    advantage: Callable[..., Array | Estimate]
     off_policy: Callable[..., tuple[Array, Array]]
-    constant: float
-    """C of the reduction `constant`, in tokens."""
+    critic: Critic | None
+    max_tokens: float
+    """The longest completion."""
     chunk: int
     """Tokens whose logits exist at once."""
     remat: bool
@@ -49,90 +52,166 @@ class Objective:
 
     def score(self, params: Params, micro: Batch) -> Float[Array, "R T"]:
         """Log-probs of the loss tokens under `params`; 0 elsewhere."""
-        return masked.keep(self._stats(params, micro).logp, micro.loss_mask)
+        stats = self._stats(params, self._hidden(self.model, params, micro), micro)
+        return masked.keep(stats.logp, micro.loss_mask)
 
-    def finish(self, batch: Batch, version: Array, proximal: Array | None, reference: Array | None) -> Batch:
+    @property
+    def on_arrival(self) -> tuple[str, ...]:
+        """The names of what `arrive` answers."""
+        recomputed = ("proximal_logp",) if self.algorithm.proximal_form == "recompute" else ()
+        return recomputed + (("values_after",) if self.critic else ())
+
+    def arrive(self, params: Params, critic: Params | None, micro: Batch) -> dict[str, Array]:
+        """What policy and critic say of a micro-batch before it is trained, (R, T) each."""
+        hidden = self._hidden(self.model, params, micro)  # dropped by the compiler where nothing reads it
+        out = {}
+        if "proximal_logp" in self.on_arrival:
+            out["proximal_logp"] = masked.keep(self._stats(params, hidden, micro).logp, micro.loss_mask)
+        if critic is not None:
+            out["values_after"] = self._values_after(critic, hidden, micro)
+        return out
+
+    def finish(
+        self, batch: Batch, version: Array, kl_coef: Array | float, scores: Mapping[str, Array]
+    ) -> Batch:
         """The batch with its loss mask, ages, log-probs, advantages and weights; 0 off the mask.
 
-        `version` is the trained one. Without `proximal` the update makes it, from proximal_mix.
+        `version` is the trained one. `scores`, (B, T) each: proximal_logp, ref_logp, teacher_logp and
+        values_after, as far as the algorithm has them. Without proximal_logp the update makes it, from
+        proximal_mix.
         """
-        a = self.algorithm
+        a, sequences = self.algorithm, batch.reward.shape[0]
+        batch = self._with_scores(batch, version, kl_coef, scores)
         mask = batch.loss_mask
+        estimate = self.advantage(self._rewards(batch), batch, **a.advantage_settings)
+        if isinstance(estimate, Estimate):
+            batch = batch._replace(returns=masked.keep(estimate.returns, mask))
+            estimate = estimate.advantages
+        advantages = masked.keep(estimate, mask)
+        if a.whiten == "tokens":
+            advantages = whitened(advantages, mask)
+        constant = a.reduction_constant or self.max_tokens
+        weights = reduction_weights(mask, batch.segment_ids, sequences, a.minibatches, a.reduction, constant)
+        batch = batch._replace(advantages=advantages, weights=weights)
+        if batch.proximal_logp is None:
+            return batch._replace(proximal_mix=proximal_mix(batch.ages, a.minibatches, a.proximal_form))
+        return self._with_off_policy(batch)
+
+    def _with_scores(
+        self, batch: Batch, version: Array, kl_coef: Array | float, scores: Mapping[str, Array]
+    ) -> Batch:
+        a, mask = self.algorithm, batch.loss_mask
         if a.truncation == "mask":
             mask = mask & (masked.per_token(batch.truncated.astype(jnp.float32), batch.segment_ids) == 0)
+        kept = {name: masked.keep(x, mask) for name, x in scores.items() if name in Batch._fields}
         batch = batch._replace(
             loss_mask=mask,
             ages=jnp.where(mask & (batch.versions >= 0), version - batch.versions, 0),
             behavior_logp=masked.keep(batch.behavior_logp, mask),
-            ref_logp=reference,
+            **kept,
         )
-        advantages = self.advantage(batch.reward, batch, **a.advantage_settings)
-        weights = reduction_weights(
-            mask, batch.segment_ids, batch.reward.shape[0], a.minibatches, a.reduction, self.constant
-        )
-        batch = batch._replace(advantages=masked.keep(advantages, mask), weights=weights)
-        if proximal is None:
-            return batch._replace(proximal_mix=proximal_mix(batch.ages, a.minibatches, a.proximal_form))
-        batch = batch._replace(proximal_logp=masked.keep(proximal, mask))
-        return batch._replace(off_policy_weight=self._off_policy(batch)[0])
+        if a.proximal_form == "none":
+            batch = batch._replace(proximal_logp=batch.behavior_logp)
+        if a.has_reference and a.kl.place == "reward":
+            kl = batch.behavior_logp - batch.ref_logp
+            batch = batch._replace(token_rewards=masked.keep(-kl_coef * kl, mask))
+        if self.critic is not None:
+            after = scores["values_after"]
+            ends = at_end(after, batch.segment_ids, batch.reward.shape[0])
+            batch = batch._replace(
+                values=masked.keep(before(after, batch.previous), mask),
+                bootstrap=masked.keep(ends, batch.truncated),
+            )
+        return batch
 
-    def _off_policy(self, batch: Batch) -> tuple[Array, Array]:
-        """The off-policy weight, 1 off the mask, and where it was cut."""
+    def _rewards(self, batch: Batch) -> Float[Array, " S"]:
+        """The sequences' rewards as estimators see them."""
+        if self.algorithm.truncation != "soft_penalty":
+            return batch.reward
+        lengths = masked.per_sequence(
+            batch.loss_mask.astype(jnp.float32), batch.segment_ids, batch.reward.shape[0]
+        )
+        margin = self.algorithm.overlong_margin or self.max_tokens / 5
+        return batch.reward + overlong_penalty(lengths, self.max_tokens, margin)
+
+    def _with_off_policy(self, batch: Batch) -> Batch:
+        """The batch with its off-policy weight, 1 off the mask, and where that was cut."""
         weight, is_cut = self.off_policy(batch, **self.algorithm.off_policy_settings)
-        return jnp.where(batch.loss_mask, weight, 1.0), is_cut & batch.loss_mask
+        return batch._replace(
+            off_policy_weight=jnp.where(batch.loss_mask, weight, 1.0), off_policy_cut=is_cut & batch.loss_mask
+        )
 
     # --- once a micro-batch ---------------------------------------------------------------------------------
 
-    def gradient(self, params: Params, micro: Batch) -> tuple[Params, dict[str, Array]]:
-        """The micro-batch's part of the gradient, and its metric sums."""
-        return jax.grad(self.value, has_aux=True)(params, micro)
+    def gradient(
+        self, params: Params, critic: Params | None, micro: Batch, kl_coef: Array | float
+    ) -> tuple[tuple[Params, Params | None], Sums]:
+        """The micro-batch's part of the gradient by policy's and critic's parameters, and its metric sums."""
 
-    def value(self, params: Params, micro: Batch) -> tuple[Float[Array, ""], dict[str, Array]]:
+        def value(trained: tuple[Params, Params | None]) -> tuple[Array, Sums]:
+            return self.value(trained[0], micro, trained[1], kl_coef)
+
+        return jax.grad(value, has_aux=True)((params, critic))
+
+    def value(
+        self, params: Params, micro: Batch, critic: Params | None = None, kl_coef: Array | float | None = None
+    ) -> tuple[Float[Array, ""], Sums]:
         """The micro-batch's part of what is minimised, and its metric sums."""
+        hidden = self._hidden(self.model, params, micro)
+        stats, value = self._stats(params, hidden, micro), None
+        if critic is not None:
+            after = self._values_after(critic, hidden, micro)
+            value = masked.keep(before(after, micro.previous), micro.loss_mask)
+        kl_coef = self.algorithm.kl.coef if kl_coef is None else kl_coef
+        objective, metrics = self._terms(stats, value, micro, kl_coef)
+        return masked.total(micro.weights * objective, micro.loss_mask), jax.lax.stop_gradient(metrics)
+
+    def _terms(
+        self, stats: TokenStats, value: Array | None, micro: Batch, kl_coef: Array | float
+    ) -> tuple[Float[Array, "R T"], Sums]:
+        """What is minimised, a token at a time, and the metric sums."""
         a, mask = self.algorithm, micro.loss_mask
-        stats = self._stats(params, micro)
-        now = PolicyOutputs(masked.keep(stats.logp, mask), masked.keep(stats.entropy, mask))
+        now = PolicyOutputs(masked.keep(stats.logp, mask), masked.keep(stats.entropy, mask), value)
         if micro.proximal_logp is None:
             gap = jax.lax.stop_gradient(now.logp) - micro.behavior_logp
             micro = micro._replace(proximal_logp=micro.behavior_logp + micro.proximal_mix * gap)
-            micro = micro._replace(off_policy_weight=self._off_policy(micro)[0])
+            micro = self._with_off_policy(micro)
         loss, own = self.loss(now, micro, **a.loss_settings)
         objective = micro.off_policy_weight * loss
-        if a.kl.coef:
+        if a.has_reference and a.kl.place == "loss":
             kl = kl_loss(now.logp, micro.ref_logp, micro.behavior_logp, a.kl.estimator)
-            objective += a.kl.coef * kl
+            objective += kl_coef * kl
             own = own | {"kl": kl}
+        elif a.has_reference:
+            own = own | {"kl": micro.behavior_logp - micro.ref_logp}
         if a.entropy_coef:
             objective -= a.entropy_coef * now.entropy
-        metrics = jax.lax.stop_gradient(self._metric_sums(micro, stats, own))
-        return masked.total(micro.weights * objective, mask), metrics
+        metrics = self._metric_sums(micro, stats, own)
+        if value is not None:
+            of_critic, is_clipped = value_loss(value, micro.values, micro.returns, a.critic.clip)
+            objective += a.critic.coef * of_critic
+            metrics |= {"values": value_sums(of_critic, is_clipped, micro.values, micro.returns, mask)}
+        return objective, metrics
 
-    def no_metrics(self, rows: int, length: int) -> dict[str, Array]:
+    def no_metrics(self, rows: int, length: int) -> Sums:
         """Metric sums of nothing. Traced for their shapes: only the loss knows which metrics it returns."""
 
-        def trace() -> dict[str, Array]:
-            values = jnp.zeros((rows, length))
-            ids, mask = values.astype(jnp.int32), values.astype(bool)
-            one = jnp.zeros(1)
-            micro = Batch(
-                ids, ids, ids, mask, values, ids, ids, ids, one, one.astype(jnp.int32), one, one.astype(bool)
-            )._replace(
-                ages=ids,
-                proximal_logp=values,
-                advantages=values,
-                weights=values,
-                off_policy_weight=values,
-                ref_logp=values,
-            )
-            _, own = self.loss(PolicyOutputs(values, values), micro, **self.algorithm.loss_settings)
-            own = own | ({"kl": values} if self.algorithm.kl.coef else {})
-            return self._metric_sums(micro, TokenStats(values, values, values), own)
+        def trace() -> Sums:
+            token = jnp.zeros((rows, length))
+            ids, mask, one = token.astype(jnp.int32), token.astype(bool), jnp.zeros(1)
+            arrays = dict.fromkeys(Batch._fields, token)
+            arrays |= dict.fromkeys(("tokens", "positions", "segment_ids", "versions", "turn_ids"), ids)
+            arrays |= {"previous": ids, "ages": ids, "loss_mask": mask, "support": None, "context_ids": None}
+            arrays |= {"reward": one, "temperature": one, "bootstrap": one}
+            arrays |= {"group_ids": one.astype(jnp.int32), "truncated": one.astype(bool)}
+            value = None if self.critic is None else token
+            return self._terms(TokenStats(token, token, token), value, Batch(**arrays), 0.0)[1]
 
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(trace))
 
-    def _stats(self, params: Params, micro: Batch) -> TokenStats:
-        attend = PackedAttention(micro.segment_ids, micro.context_ids)
-        hidden, _ = self.model.hidden(params, micro.tokens, micro.positions, attend, remat=self.remat)
+    # --- forward --------------------------------------------------------------------------------------------
+
+    def _stats(self, params: Params, hidden: Float[Array, "R T D"], micro: Batch) -> TokenStats:
         return packed_stats(
             hidden,
             micro.tokens,
@@ -144,42 +223,29 @@ class Objective:
             self.chunk,
         )
 
-    def _metric_sums(self, micro: Batch, stats: TokenStats, own: dict[str, Array]) -> dict[str, Array]:
-        """Sums over the loss mask, and one maximum; a loss's own metrics replace none of the framework's."""
+    def _values_after(
+        self, critic: Params, hidden: Float[Array, "R T D"], micro: Batch
+    ) -> Float[Array, "R T"]:
+        """The value of the state after each token; `hidden` are the policy's."""
+        assert self.critic is not None
+        if self.critic.trunk is not None:
+            hidden = self._hidden(self.critic.trunk, critic["trunk"], micro)
+        return self.critic.values(critic, hidden)
+
+    def _hidden(self, model: Model, params: Params, micro: Batch) -> Float[Array, "R T D"]:
+        attend = PackedAttention(micro.segment_ids, micro.context_ids)
+        return model.hidden(params, micro.tokens, micro.positions, attend, remat=self.remat)[0]
+
+    def _metric_sums(self, micro: Batch, stats: TokenStats, own: dict[str, Array]) -> Sums:
+        """Sums over the loss mask; a loss's own metrics replace none of the framework's."""
         mask = micro.loss_mask
-        gap = micro.proximal_logp - micro.behavior_logp
-        _, is_capped = self._off_policy(micro)
         sums = {
             **own,
             "tokens": mask.astype(jnp.float32),
             "entropy": stats.entropy,
-            "logp_gap_mean": jnp.abs(gap),
-            "mismatch_kl": ratio(micro.proximal_logp, micro.behavior_logp) - 1 - gap,
             "support_mass_outside": stats.outside,
             "off_policy_weight_mean": micro.off_policy_weight,
-            "off_policy_capped_share": is_capped.astype(jnp.float32),
+            "off_policy_capped_share": micro.off_policy_cut.astype(jnp.float32),
         }
-        totals = {name: masked.total(values, mask) for name, values in sums.items()}
-        return totals | {MAXIMUM: masked.largest(jnp.abs(gap), mask)}
-
-
-def add_metrics(left: dict[str, Array], right: dict[str, Array]) -> dict[str, Array]:
-    return {
-        name: jnp.maximum(left[name], right[name]) if name == MAXIMUM else left[name] + right[name]
-        for name in left
-    }
-
-
-def to_floats(minibatches: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Means over all loss tokens of the batch; of the gradient norm, over the minibatches."""
-    tokens = sum(float(m["tokens"]) for m in minibatches)
-    out = {"trained_tokens": tokens}
-    for name in minibatches[0]:
-        values = [float(m[name]) for m in minibatches]
-        if name == "grad_norm":
-            out[name] = sum(values) / len(values)
-        elif name == MAXIMUM:
-            out[name] = max(values)
-        elif name != "tokens":
-            out[name] = sum(values) / max(tokens, 1.0)
-    return out
+        gaps = gap_sums(micro.proximal_logp, micro.behavior_logp, micro.ages, mask)
+        return {name: masked.total(values, mask) for name, values in sums.items()} | {"gaps": gaps}

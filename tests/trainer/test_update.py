@@ -57,7 +57,7 @@ def test_update_is_its_twin_bit_for_bit(params: Any, learner: MakeLearner):
         sums = of.zero_sums()
         for micro in micros:
             if micro is not None:
-                sums = of.accumulate(state.params, sums, micro)
+                sums = of.accumulate(state, sums, micro)
         state, sums_of_minibatch = of.apply(state, sums, np.bool_(index == 1))
         norms.append(float(sums_of_minibatch["grad_norm"]))
     assert same_bits(updated, state)
@@ -146,11 +146,15 @@ def test_metrics_are_means_over_loss_tokens(params: Any, learner: MakeLearner, b
     _, metrics = trained(of, params, batch)
     mask = batch.loss_mask
     gap = (np.asarray(prepared.proximal_logp, np.float64) - batch.behavior_logp)[mask]
-    want = {
-        "trained_tokens": mask.sum(),
+    gaps = {
         "logp_gap_mean": np.abs(gap).mean(),
         "logp_gap_max": np.abs(gap).max(),
         "mismatch_kl": (np.exp(gap) - 1 - gap).mean(),
+    }
+    want = {
+        **gaps,
+        **{f"{name}/age_0": value for name, value in gaps.items()},
+        "trained_tokens": mask.sum(),
         "off_policy_weight_mean": np.minimum(np.exp(gap), 5).mean(),
         "off_policy_capped_share": (np.exp(gap) > 5).mean(),
         "support_mass_outside": 0,
@@ -160,7 +164,9 @@ def test_metrics_are_means_over_loss_tokens(params: Any, learner: MakeLearner, b
     assert metrics == {
         name: pytest.approx(want.get(name, value), rel=1e-4) for name, value in metrics.items()
     }
-    assert want.keys() | {"entropy", "grad_norm"} == metrics.keys()
+    assert 0.9 * np.abs(gap).max() < metrics["logp_gap_p999"] <= metrics["logp_gap_max"]
+    own = {"entropy", "grad_norm", "logp_gap_p999", "logp_gap_p999/age_0"}
+    assert want.keys() | own == metrics.keys()
 
 
 def test_kl_starts_at_zero_and_holds_the_policy_to_its_reference(
@@ -196,7 +202,7 @@ def test_no_array_of_all_tokens_by_vocabulary_exists(params: Any, learner: MakeL
     of = learner()
     state = of.init(params)
     micro = of.micro_batches(of.prepare(state, batch))[0][0]
-    text = of.accumulate.lower(state.params, of.zero_sums(), micro).compile().as_text()
+    text = of.accumulate.lower(state, of.zero_sums(), micro).compile().as_text()
     shapes = {tuple(map(int, found.split(","))) for found in re.findall(r"f32\[([\d,]+)\]", text)}
     logits = {shape for shape in shapes if VOCAB in shape and 16 not in shape}
     assert (8, VOCAB) in logits

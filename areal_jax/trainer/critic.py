@@ -1,0 +1,65 @@
+"""The critic: a transformer of its own, or a head on the policy's trunk.
+
+Its parameters are `TrainState.critic`, beside the policy's, with an optimiser state of their own: {"head"},
+and {"trunk"} where it has one. Both begin as functions of the policy's first parameters: the trunk is their
+copy, the head is 0, so every value is 0 until the first update.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from areal_jax.algorithms.masked import keep, per_sequence
+from areal_jax.models.model import Model, Params
+
+
+@dataclass(frozen=True)
+class Critic:
+    policy: Model
+    kind: str  # separate | shared
+
+    @cached_property
+    def trunk(self) -> Model | None:
+        """The policy's model without its LM head; None where the policy's own trunk is used."""
+        if self.kind == "shared":
+            return None
+        return Model(dataclasses.replace(self.policy.config, is_tied=True), self.policy.tokenizer)
+
+    def first(self, params: Params) -> Params:
+        """The critic of version 0, in buffers of its own."""
+        width = self.policy.config.width
+        critic = {"head": {"weight": jnp.zeros(width), "bias": jnp.zeros(())}}
+        if self.trunk is None:
+            return critic
+        trunk = {name: params[name] for name in self.trunk.abstract_params}
+        return critic | {"trunk": jax.tree.map(jnp.copy, trunk)}
+
+    @property
+    def logical_axes(self) -> Params:
+        axes = {"head": {"weight": PartitionSpec("embed"), "bias": PartitionSpec()}}
+        return axes if self.trunk is None else axes | {"trunk": self.trunk.logical_axes}
+
+    def values(self, critic: Params, hidden: Float[Array, "B T D"]) -> Float[Array, "B T"]:
+        """The value of the state after each token, float32, from the hidden states of the trunk."""
+        return hidden @ critic["head"]["weight"] + critic["head"]["bias"]
+
+
+def before(after: Float[Array, "B T"], previous: Int[Array, "B T"]) -> Float[Array, "B T"]:
+    """The value of the state before each token: that after its predecessor; 0 where it has none."""
+    values = jnp.take_along_axis(after, jnp.maximum(previous, 0), axis=1)
+    return jnp.where(previous >= 0, values, 0.0)
+
+
+def at_end(after: Float[Array, "B T"], segment_ids: Int[Array, "B T"], sequences: int) -> Float[Array, " S"]:
+    """The value of the state after each sequence's last token."""
+    is_end = jnp.concatenate(
+        [segment_ids[:, 1:] != segment_ids[:, :-1], jnp.ones_like(segment_ids[:, :1], bool)], axis=1
+    )
+    return per_sequence(keep(after, is_end), segment_ids, sequences)

@@ -1,0 +1,126 @@
+"""How a train state begins, where its leaves lie, and how an optimiser step moves them.
+
+Policy and critic have an optimiser state each, of the same transformation, so that the one's gradient never
+scales the other's step by clipping.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool
+
+from areal_jax.config import AlgorithmConfig
+from areal_jax.models.model import Model, Params
+from areal_jax.parallel.mesh import param_shardings, replicated
+from areal_jax.trainer.critic import Critic
+from areal_jax.trainer.kl_control import KLControl
+from areal_jax.trainer.metrics import Sums
+from areal_jax.trainer.state import TrainState
+
+
+@dataclass(frozen=True)
+class Optimization:
+    """Of one algorithm over one model."""
+
+    model: Model
+    algorithm: AlgorithmConfig
+    optimizer: optax.GradientTransformation
+    critic: Critic | None
+
+    def first(self, params: Params) -> TrainState:
+        """The state of version 0. Takes `params`; reference and critic are copies."""
+        a, zero = self.algorithm, jnp.zeros((), jnp.int32)
+        state = TrainState(zero, zero, params, self.optimizer.init(params))
+        if a.has_reference:
+            state = state.replace(reference=jax.tree.map(jnp.copy, params))
+        if self.critic is not None:
+            critic = self.critic.first(params)
+            state = state.replace(critic=critic, critic_optimizer=self.optimizer.init(critic))
+        if a.has_reference and a.kl.target is not None:
+            state = state.replace(kl_control=KLControl.first(a.kl.coef))
+        return state
+
+    def abstract(self) -> TrainState:
+        """Shapes and dtypes of the state."""
+        return jax.eval_shape(self.first, self.model.abstract_params)
+
+    def shardings(self, mesh: Mesh) -> TrainState:
+        """One for every leaf; an optimiser's moments lie as the parameters they belong to."""
+        abstract = self.abstract()
+
+        def of_optimizer(state: Any, params: Any) -> Any:
+            return optax.tree_utils.tree_map_params(
+                self.optimizer,
+                lambda _, sharding: sharding,
+                state,
+                params,
+                transform_non_params=lambda _: replicated(mesh),
+            )
+
+        params = param_shardings(self.model.logical_axes, abstract.params, mesh)
+        placed = jax.tree.map(lambda _: replicated(mesh), abstract)
+        placed = placed.replace(params=params, optimizer=of_optimizer(abstract.optimizer, params))
+        if self.algorithm.has_reference:
+            placed = placed.replace(reference=params)
+        if self.critic is not None:
+            critic = param_shardings(self.critic.logical_axes, abstract.critic, mesh)
+            moments = of_optimizer(abstract.critic_optimizer, critic)
+            placed = placed.replace(critic=critic, critic_optimizer=moments)
+        return placed
+
+    def kl_coef(self, control: KLControl | None) -> Array | float:
+        """β of the KL: the adaptive one, or the config's."""
+        return self.algorithm.kl.coef if control is None else control.coef
+
+    def apply(
+        self,
+        state: TrainState,
+        grads: tuple[Params, Params | None],
+        metrics: Sums,
+        is_last: Bool[Array, ""],
+    ) -> tuple[TrainState, Sums]:
+        """The state after a minibatch of these gradients and metric sums; `is_last` ends the version."""
+        params, optimizer = self._step(grads[0], state.optimizer, state.params)
+        new = state.replace(
+            step=state.step + 1,
+            version=state.version + is_last.astype(jnp.int32),
+            params=params,
+            optimizer=optimizer,
+        )
+        out = metrics | {"grad_norm": optax.tree.norm(grads[0])}
+        if self.critic is not None:
+            critic, moments = self._step(grads[1], state.critic_optimizer, state.critic)
+            new = new.replace(critic=critic, critic_optimizer=moments)
+            out |= {"critic_grad_norm": optax.tree.norm(grads[1])}
+        if self.algorithm.has_reference:
+            out |= {"kl_coef": jnp.asarray(self.kl_coef(state.kl_control), jnp.float32)}
+            new = self._move_reference(new, metrics, is_last)
+        return new, out
+
+    def _step(self, grads: Params, optimizer: Any, params: Params) -> tuple[Params, Any]:
+        updates, optimizer = self.optimizer.update(grads, optimizer, params)
+        return optax.apply_updates(params, updates), optimizer
+
+    def _move_reference(self, state: TrainState, metrics: Sums, is_last: Bool[Array, ""]) -> TrainState:
+        """At a version's end the moving average takes a step, and so does the coefficient that adapts."""
+        a = self.algorithm
+        if a.reference == "ema":
+            decay = a.reference_decay
+            moved = jax.tree.map(
+                lambda old, now: jnp.where(is_last, decay * old + (1 - decay) * now, old),
+                state.reference,
+                state.params,
+            )
+            state = state.replace(reference=moved)
+        if state.kl_control is not None and a.kl.target is not None:
+            control = state.kl_control.after(
+                metrics["kl"], metrics["tokens"], is_last, a.kl.target, a.kl.horizon
+            )
+            state = state.replace(kl_control=control)
+        return state
