@@ -17,6 +17,7 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from areal_jax.presets import preset_settings
+from areal_jax.refusals import refusals
 from areal_jax.sections import (
     AlgorithmConfig,
     ControlConfig,
@@ -85,8 +86,7 @@ def _impossible(c: Config) -> Iterator[str]:
     """Combinations that type-check and still cannot work, each with its remedy."""
     g, a, t = c.generation, c.algorithm, c.trainer
     yield from _impossible_control(c)
-    if a.group_filter == "signal" and a.group_size == 1:
-        yield "algorithm.group_filter=signal drops every group of algorithm.group_size=1; use none"
+    yield from refusals(a, g.max_tokens)
     if t.batch_size % a.minibatches:
         yield (
             f"algorithm.minibatches={a.minibatches} does not divide trainer.batch_size={t.batch_size} "
@@ -109,18 +109,6 @@ def _impossible(c: Config) -> Iterator[str]:
             "truncated sampling for training needs 1 <= generation.top_k <= generation.support_size, so that "
             f"the support is an array; got top_k={g.top_k}, support_size={g.support_size}, top_p={g.top_p}, "
             f"min_p={g.min_p}. Set generation.top_k=256 generation.support_size=256, or top_p=1 min_p=0"
-        )
-    if a.samples == "reference" and (a.proximal_form, a.off_policy) != ("none", "none"):
-        yield (
-            f"algorithm.samples=reference with proximal={a.proximal}, off_policy={a.off_policy}: no policy "
-            "sampled a reference answer, so it has no behaviour log-probs to weigh; use algorithm.preset=sft"
-        )
-    if a.reduction_constant is not None and a.reduction != "constant":
-        yield f"algorithm.reduction_constant={a.reduction_constant} needs algorithm.reduction=constant"
-    if a.preset == "dr_grpo" and a.advantage_settings.get("scale", "none") != "none":
-        yield (
-            f"algorithm.preset=dr_grpo with advantage_settings.scale={a.advantage_settings['scale']}: "
-            "dividing by the standard deviation undoes Dr.GRPO; use preset grpo, or scale none"
         )
 
 

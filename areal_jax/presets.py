@@ -1,6 +1,9 @@
 """Algorithms as data: each preset is a set of defaults for the `algorithm` section.
 
-The pieces they name stand in `algorithms/`; the config tree reads this table, so it stands below both.
+The pieces they name stand in `algorithms/`; the config tree reads this table, so it stands below both. In the
+formulas b, p, theta are behaviour, proximal and current log-probs, u = exp(theta - p), r = exp(theta - b),
+w = exp(p - b) the off-policy weight, R a sequence's reward, mean_g over its group. What is written is
+maximised; a KL is subtracted.
 """
 
 from __future__ import annotations
@@ -16,41 +19,229 @@ class Preset(NamedTuple):
     settings: dict[str, Any]
 
 
+OWN_RATIO = ("cispo", "aipo", "dppo")
+"""Losses that hold their own ratio to the behaviour policy; they demand off_policy none."""
+
+MINIBATCH_STATISTICS = ("m2po",)
+"""Off-policy weights that are statistics over a minibatch; they demand proximal recompute."""
+
+NO_REWARD = ("ones", "teacher_gap")
+"""Advantage estimators that read no reward of a sequence."""
+
+_CLIP = {"loss": "ppo_clip", "loss_settings": {"low": 0.2, "high": 0.2}}
+_GROUP = {
+    "advantage": "group_normalized",
+    "advantage_settings": {"center": "group", "scale": "group", "ddof": 1},
+}
+_GROUP_MEAN = {"advantage": "group_normalized", "advantage_settings": {"center": "group", "scale": "none"}}
+_GROUP_Z = "A = (R - mean_g) / (std_g + eps)"
+_CLIPPED = "min(u A, clip(u, 1 - low, 1 + high) A)"
+
+_DECOUPLED = {
+    **_CLIP,
+    "advantage": "group_normalized",
+    "advantage_settings": {"center": "batch", "scale": "batch", "ddof": 1},
+    "reduction": "token_mean",
+    "minibatches": 4,
+}
+_GSPO = {
+    **_GROUP,
+    "loss": "ppo_clip",
+    "reduction": "sequence_mean",
+    "off_policy": "truncate",
+    "off_policy_settings": {"cap": 5.0, "level": "sequence", "aggregate": "mean"},
+    "minibatches": 4,
+}
+
 PRESETS: dict[str, Preset] = {
-    "grpo": Preset(
-        "A = (R - mean_g) / (std_g + eps); min(r A, clip(r, 1 - low, 1 + high) A) - beta k3; sequence mean",
-        "DeepSeekMath, Shao et al. (arXiv:2402.03300)",
+    "ppo": Preset(
+        f"A: GAE of a critic, gamma 1, lambda 0.95; w {_CLIPPED}; token mean; clipped value loss",
+        "Proximal policy optimization, Schulman et al. (arXiv:1707.06347)",
         {
-            "loss": "ppo_clip",
-            "loss_settings": {"low": 0.2, "high": 0.2},
-            "advantage": "group_normalized",
-            "advantage_settings": {"scale": "group", "ddof": 1},
-            "reduction": "sequence_mean",
-            "kl": {"coef": 0.04, "estimator": "k3"},
-        },
-    ),
-    "dr_grpo": Preset(
-        "A = R - mean_g; min(r A, clip(r, 1 - low, 1 + high) A); summed over tokens / (max_tokens S)",
-        "Understanding R1-Zero-like training, Liu et al. (arXiv:2503.20783)",
-        {
-            "loss": "ppo_clip",
-            "loss_settings": {"low": 0.2, "high": 0.2},
-            "advantage": "group_normalized",
-            "advantage_settings": {"scale": "none"},
-            "reduction": "constant",
-        },
-    ),
-    "decoupled_ppo": Preset(
-        "sg(exp(p - b)) min(u A, clip(u, 1 - low, 1 + high) A), u = exp(theta - p); token mean",
-        "AReaL, Fu et al. (arXiv:2505.24298)",
-        {
-            "loss": "ppo_clip",
-            "loss_settings": {"low": 0.2, "high": 0.2},
-            "advantage": "group_normalized",
-            "advantage_settings": {"center": "batch", "scale": "batch", "ddof": 1},
+            **_CLIP,
+            "advantage": "gae",
+            "advantage_settings": {"gamma": 1.0, "lam": 0.95},
+            "critic": {"kind": "separate"},
             "reduction": "token_mean",
             "minibatches": 4,
         },
+    ),
+    "grpo": Preset(
+        f"{_GROUP_Z}; w {_CLIPPED}; sequence mean; KL: 0.04 k3 in the loss",
+        "DeepSeekMath, Shao et al. (arXiv:2402.03300)",
+        {**_CLIP, **_GROUP, "reduction": "sequence_mean", "kl": {"coef": 0.04, "estimator": "k3"}},
+    ),
+    "dr_grpo": Preset(
+        f"A = R - mean_g; w {_CLIPPED}; summed over tokens / (max_tokens S)",
+        "Understanding R1-Zero-like training, Liu et al. (arXiv:2503.20783)",
+        {**_CLIP, **_GROUP_MEAN, "reduction": "constant"},
+    ),
+    "dapo": Preset(
+        f"{_GROUP_Z}; w {_CLIPPED}, low 0.2, high 0.28; token mean; groups without signal dropped; "
+        "R - overlong penalty",
+        "DAPO, Yu et al. (arXiv:2503.14476)",
+        {
+            **_GROUP,
+            "loss": "ppo_clip",
+            "loss_settings": {"low": 0.2, "high": 0.28},
+            "reduction": "token_mean",
+            "group_filter": "signal",
+            "truncation": "soft_penalty",
+        },
+    ),
+    "rloo": Preset(
+        "A_i = R_i - mean of the group's others, R less 0.05 k1 of every token; w A theta; sequence sum",
+        "Back to basics, Ahmadian et al. (arXiv:2402.14740)",
+        {
+            "loss": "policy_gradient",
+            "advantage": "leave_one_out",
+            "reduction": "sequence_sum",
+            "kl": {"coef": 0.05, "place": "reward", "estimator": "k1"},
+        },
+    ),
+    "reinforce": Preset(
+        "A = R - baseline, baseline 0; w A theta; sequence sum",
+        "Simple statistical gradient-following algorithms, Williams (1992)",
+        {"loss": "policy_gradient", "advantage": "reward_to_go", "reduction": "sequence_sum"},
+    ),
+    "reinforce_pp": Preset(
+        f"A_t = R - 0.01 sum of k1 from t on, whitened over the batch's tokens; w {_CLIPPED}; token mean",
+        "REINFORCE++, Hu et al. (arXiv:2501.03262)",
+        {
+            **_CLIP,
+            "advantage": "reward_to_go",
+            "whiten": "tokens",
+            "reduction": "token_mean",
+            "kl": {"coef": 0.01, "place": "reward", "estimator": "k1"},
+        },
+    ),
+    "reinforce_pp_baseline": Preset(
+        f"A = (R - mean_g) / std over the batch of R - mean_g; w {_CLIPPED}; token mean",
+        "REINFORCE++, Hu et al. (arXiv:2501.03262)",
+        {
+            **_CLIP,
+            "advantage": "group_normalized",
+            "advantage_settings": {"center": "group", "scale": "batch_centered", "ddof": 1},
+            "reduction": "token_mean",
+        },
+    ),
+    "lite_ppo": Preset(
+        f"A = (R - mean_g) / (std of R over the batch + eps); w {_CLIPPED}; token mean",
+        "Tricks or traps, Liu et al. (arXiv:2508.08221)",
+        {
+            **_CLIP,
+            "advantage": "group_normalized",
+            "advantage_settings": {"center": "group", "scale": "batch", "ddof": 1},
+            "reduction": "token_mean",
+        },
+    ),
+    "gspo": Preset(
+        f"{_GROUP_Z}; s = exp(mean over the sequence of theta - p); w min(s A, clip(s, 1 - 3e-4, 1 + "
+        "4e-4) A), "
+        "w a sequence's too; sequence mean",
+        "Group sequence policy optimization, Zheng et al. (arXiv:2507.18071)",
+        {**_GSPO, "loss_settings": {"level": "sequence", "low": 3e-4, "high": 4e-4}},
+    ),
+    "gspo_token": Preset(
+        "as gspo, with sg(s) exp(theta - sg(theta)) for s: advantages may differ within a sequence",
+        "Group sequence policy optimization, Zheng et al. (arXiv:2507.18071)",
+        {**_GSPO, "loss_settings": {"level": "sequence_token", "low": 3e-4, "high": 4e-4}},
+    ),
+    "sapo": Preset(
+        f"{_GROUP_Z}; w (4 / tau) sigmoid(tau (u - 1)) A, tau 1 where A > 0, else 1.05; sequence mean",
+        "Soft adaptive policy optimization, Gao et al. (arXiv:2511.20347)",
+        {
+            **_GROUP,
+            "loss": "sapo",
+            "loss_settings": {"tau_positive": 1.0, "tau_negative": 1.05},
+            "reduction": "sequence_mean",
+            "minibatches": 4,
+        },
+    ),
+    "cispo": Preset(
+        f"{_GROUP_Z}; sg(min(r, 1 + high)) A theta, high 4; token mean",
+        "MiniMax-M1 (arXiv:2506.13585)",
+        {
+            **_GROUP,
+            "loss": "cispo",
+            "loss_settings": {"high": 4.0},
+            "off_policy": "none",
+            "reduction": "token_mean",
+        },
+    ),
+    "m2po": Preset(
+        f"{_GROUP_Z}; w u A; 0 for a minibatch's largest (p - b)^2, until the mean of the rest is at most "
+        "0.04; "
+        "token mean",
+        "Prosperity before collapse, Zheng et al. (arXiv:2510.01161)",
+        {
+            **_GROUP,
+            "loss": "importance",
+            "proximal": "recompute",
+            "off_policy": "m2po",
+            "off_policy_settings": {"budget": 0.04},
+            "reduction": "token_mean",
+        },
+    ),
+    "icepop": Preset(
+        f"{_GROUP_Z}; w {_CLIPPED} where 0.5 <= w <= 5, else 0; sequence mean",
+        "Every step evolves, Ling team (arXiv:2510.18855)",
+        {
+            **_CLIP,
+            **_GROUP,
+            "off_policy": "mask",
+            "off_policy_settings": {"metric": "ratio", "lower": 0.5, "upper": 5.0, "weight": "ratio"},
+            "reduction": "sequence_mean",
+        },
+    ),
+    "kpop": Preset(
+        f"{_GROUP_Z}; w {_CLIPPED} where the larger binary KL of b and p <= 2, else 0; token mean",
+        "Taming training-inference mismatch, Guo et al. 2026 (ringtech.notion.site/kpop)",
+        {
+            **_CLIP,
+            **_GROUP,
+            "off_policy": "mask",
+            "off_policy_settings": {"metric": "binary_kl", "upper": 2.0, "weight": "ratio"},
+            "reduction": "token_mean",
+        },
+    ),
+    "dppo": Preset(
+        f"{_GROUP_Z}; r A, but 0 where the token moved away by |e^theta - e^b| > 0.15 already; token mean",
+        "Rethinking the trust region in LLM RL, Qi et al. (arXiv:2602.04879)",
+        {
+            **_GROUP,
+            "loss": "dppo",
+            "loss_settings": {"delta": 0.15, "divergence": "total_variation"},
+            "off_policy": "none",
+            "reduction": "token_mean",
+        },
+    ),
+    "aipo": Preset(
+        "A = R - mean_g; sg(min(r, cap)) A theta, cap 5; sequence sum",
+        "LlamaRL, Wu et al. (arXiv:2505.24034)",
+        {
+            **_GROUP_MEAN,
+            "loss": "aipo",
+            "loss_settings": {"cap": 5.0},
+            "off_policy": "none",
+            "reduction": "sequence_sum",
+        },
+    ),
+    "decoupled_ppo": Preset(
+        f"A = (R - mean) / (std + eps) over the batch; w {_CLIPPED}, p recomputed on arrival; token mean",
+        "AReaL, Fu et al. (arXiv:2505.24298)",
+        {**_DECOUPLED, "proximal": "recompute"},
+    ),
+    "decoupled_ppo_loglinear": Preset(
+        "as decoupled_ppo, p = sg(b + alpha (theta - b)) with alpha = d / (d + k / n), d the token's age, in "
+        "minibatch k of n; nothing is recomputed",
+        "A-3PO (arXiv:2512.06547), with the age counted exactly",
+        {**_DECOUPLED, "proximal": "loglinear"},
+    ),
+    "decoupled_ppo_loglinear_published": Preset(
+        "as decoupled_ppo, p = sg(b + alpha (theta - b)) with alpha = 1 - 1 / d, 0 at age 0",
+        "A-3PO (arXiv:2512.06547)",
+        {**_DECOUPLED, "proximal": "loglinear_published"},
     ),
     "sft": Preset(
         "theta; token mean over reference answers",
@@ -65,11 +256,17 @@ PRESETS: dict[str, Preset] = {
             "group_size": 1,
         },
     ),
+    "distillation": Preset(
+        "A_t = teacher - b; w u A; token mean; needs algorithm.teacher",
+        "On-policy distillation, Agarwal et al. (arXiv:2306.13649)",
+        {
+            "loss": "importance",
+            "advantage": "teacher_gap",
+            "reduction": "token_mean",
+        },
+    ),
 }
 
-
-OWN_RATIO = ("cispo", "aipo", "dppo")
-"""Losses that hold their own ratio to the behaviour policy; they demand off_policy none."""
 
 PIECES = ("loss", "advantage", "off_policy")
 """Keys that name a function; `<key>_settings` are its keyword-only arguments."""

@@ -122,7 +122,9 @@ class AlgorithmConfig(Section):
     soft_penalty: the reward falls by up to 1 over the last overlong_margin tokens of max_tokens (DAPO).
     """
     overlong_margin: int = Field(default=0, ge=0)
-    """Tokens before generation.max_tokens at which truncation=soft_penalty begins."""
+    """Tokens before generation.max_tokens at which truncation=soft_penalty begins; 0: a fifth of max_tokens,
+    as in DAPO.
+    """
     group_filter: Literal["none", "signal"] = "none"
     """signal: drop groups whose rewards are all equal; the drop is refunded."""
 

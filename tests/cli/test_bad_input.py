@@ -40,7 +40,7 @@ def refused(*words: str) -> str:
             "control.max_staleness=unbounded",
             "unbounded needs a bound on the groups in flight; set control.max_",
         ),
-        ("algorithm.preset=gpro", "did you mean grpo?"),
+        ("algorithm.preset=grppo", "did you mean grpo?"),
         ("algorithm.minibatches=3", "algorithm.minibatches=3 does not divide trainer.batch_size=4"),
         ("generation.max_tokens=24", "leaves no room for a prompt in generation.length=24"),
         ("trainer.length=16", "trainer.length=16 is shorter than generation.length=24"),
