@@ -8,7 +8,9 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_type_hints
+
+from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
 from areal_jax.types import ArealError
 
@@ -50,7 +52,8 @@ def load_object(spec: str, builtin: Mapping[str, Any], what: str) -> Any:
 def check_settings(function: Callable[..., Any], settings: Mapping[str, Any], key: str) -> None:
     """Raise ArealError unless `settings` are keyword arguments of `function`, and all its required ones.
 
-    `key` is the config key they were given under, for the message.
+    A function's annotations, such as Literal["token", "sequence"] or Annotated[float, Field(gt=0)], say what
+    a value may be. `key` is the config key they were given under, for the message.
     """
     if not callable(function):
         raise ArealError(f"{key}: {function!r:.80} is not a function; name one by module:name")
@@ -67,3 +70,23 @@ def check_settings(function: Callable[..., Any], settings: Mapping[str, Any], ke
     missing = [name for name, p in named.items() if p.default is p.empty and name not in settings]
     if missing:
         raise ArealError(f"{key}.{missing[0]} is required; give it as {key}.{missing[0]}=VALUE")
+    if not inspect.isclass(function):
+        _check_values(function, settings, key)
+
+
+def _check_values(function: Callable[..., Any], settings: Mapping[str, Any], key: str) -> None:
+    try:
+        hints = get_type_hints(function, include_extras=True)
+    except (
+        NameError,
+        TypeError,
+    ):  # names that only a type checker imports, or a callable that is no function
+        return
+    for name in settings.keys() & hints.keys():
+        try:
+            TypeAdapter(hints[name]).validate_python(settings[name], strict=True)
+        except PydanticSchemaGenerationError:
+            continue  # a type of its own
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"]
+            raise ArealError(f"{key}.{name}={settings[name]!r}: {reason[0].lower()}{reason[1:]}") from None

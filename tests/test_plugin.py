@@ -15,7 +15,11 @@ from areal_jax.types import ArealError
 BUILTIN = {"ppo_clip": max, "by_name": "operator:add"}
 
 SOURCE = """
+from __future__ import annotations
+from typing import Literal
 def my_clip(now, batch, *, low=0.2, high): ...
+def my_gate(now, batch, *, level: Literal["token", "sequence"] = "token", tau: float = 1.0): ...
+def untyped(now: Missing, batch, *, tau: float = 1.0): ...
 class Sums:
     def __init__(self, size, *, seed=0): ...
 CONSTANT = 3
@@ -81,6 +85,8 @@ def test_a_module_that_lacks_its_own_dependency_says_so():
         ("my_clip", {}, "algorithm.loss_settings.high is required"),
         ("Sums", {}, "algorithm.loss_settings.size is required"),
         ("Sums", {"size": 1, "sed": 2}, "did you mean algorithm.loss_settings.seed?"),
+        ("my_gate", {"level": "sequnce"}, "level='sequnce': input should be 'token' or 'sequence'"),
+        ("my_gate", {"tau": "1"}, "algorithm.loss_settings.tau='1': input should be a valid number"),
         ("CONSTANT", {}, "algorithm.loss_settings: 3 is not a function"),
     ],
 )
@@ -94,3 +100,5 @@ def test_settings_that_do_not_fit_are_named(name: str, settings: dict[str, Any],
 def test_settings_that_fit():
     check_settings(load_object("plugin_own:my_clip", BUILTIN, "loss"), {"high": 1}, "k")
     check_settings(load_object("plugin_own:Sums", BUILTIN, "task"), {"size": 1, "seed": 2}, "k")
+    check_settings(load_object("plugin_own:my_gate", BUILTIN, "loss"), {"level": "sequence", "tau": 2}, "k")
+    check_settings(load_object("plugin_own:untyped", BUILTIN, "loss"), {"tau": "unknown"}, "k")
