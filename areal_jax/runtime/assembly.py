@@ -11,11 +11,11 @@ from areal_jax.config import Config, GenerationConfig
 from areal_jax.generation.engine import Engine
 from areal_jax.models.model import Model, Params
 from areal_jax.runtime.devices import Devices, place
-from areal_jax.runtime.sources import Source, open_source
+from areal_jax.runtime.sources import Source, open_source, open_teacher
 from areal_jax.tasks.reference import reference_trajectory
 from areal_jax.tasks.source import PromptStream, WeightedTask, load_tasks
 from areal_jax.tasks.task import Task
-from areal_jax.trainer.learner import Learner
+from areal_jax.trainer.learner import Learner, Teacher
 from areal_jax.trainer.state import TrainState, make_optimizer
 from areal_jax.trainer.supervised import supervised_start
 from areal_jax.types import ArealError, SampleId, Trajectory
@@ -32,6 +32,7 @@ class Parts:
     source: Source
     devices: Devices
     learner: Learner
+    teacher: Source | None = None
 
     @property
     def model(self) -> Model:
@@ -73,6 +74,7 @@ def assemble(config: Config, tasks: Sequence[Task] = ()) -> Parts:
     loaded = load_tasks(config.tasks, tasks)
     source = open_source(config, loaded)
     model = source.model
+    teacher = open_teacher(config, loaded, model) if config.algorithm.teacher else None
     devices = place(config)
     steps = config.run.steps * config.algorithm.minibatches
     learner = Learner(
@@ -85,8 +87,10 @@ def assemble(config: Config, tasks: Sequence[Task] = ()) -> Parts:
         mesh=devices.trainer,
         logp_chunk=config.trainer.logp_chunk,
         remat=config.trainer.remat,
+        teacher=Teacher(teacher.model, teacher.load) if teacher else None,
     )
-    parts = Parts(config, loaded, PromptStream(loaded, config.run.seed), source, devices, learner)
+    prompts = PromptStream(loaded, config.run.seed)
+    parts = Parts(config, loaded, prompts, source, devices, learner, teacher)
     for ordinal in range(CHECKED_PROMPTS):
         parts.prompt_tokens(ordinal)
     return parts

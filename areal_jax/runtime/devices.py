@@ -18,6 +18,7 @@ from areal_jax.models.model import Model
 from areal_jax.parallel.mesh import make_mesh
 from areal_jax.tasks.sandbox import require_sandbox
 from areal_jax.tasks.task import TaskError
+from areal_jax.trainer.critic import Critic
 from areal_jax.types import ArealError
 
 OPTIONAL = (
@@ -73,7 +74,9 @@ def place(config: Config) -> Devices:
     return Devices(wanted, trainer, hosts)
 
 
-def memory_table(config: Config, model: Model, placement: str) -> list[tuple[str, str, int]]:
+def memory_table(
+    config: Config, model: Model, placement: str, teacher: Model | None = None
+) -> list[tuple[str, str, int]]:
     """(who, what, bytes a device) of all that lives through a run; temporaries of the programs come on top.
 
     Bytes a parameter: float32 master 4 + Adam 8 + gradient 4, and what is served: one copy where publishing
@@ -90,8 +93,17 @@ def memory_table(config: Config, model: Model, placement: str) -> list[tuple[str
     ]
     if config.algorithm.has_reference:
         rows.append(("trainer", "reference policy, float32", 4 * n // shards))
+    if config.algorithm.critic.kind != "none":
+        critic = Critic(model, config.algorithm.critic.kind).parameter_count
+        rows += [
+            ("trainer", "critic, float32", 4 * critic // shards),
+            ("trainer", "the critic's Adam moments, float32", 8 * critic // shards),
+            ("trainer", "the critic's gradient, float32", 4 * critic // shards),
+        ]
     state = sum(size for _, what, size in rows if "gradient" not in what)
     rows.append(("the host's memory", "all but the gradient, while a checkpoint is written", state))
+    if teacher is not None:
+        rows.append(("trainer", "teacher, float32", 4 * teacher.parameter_count // shards))
     if overwrites_serving(config, placement):
         rows.append(("each host", f"serving weights, overwritten in place, {dtype}", wire))
     else:

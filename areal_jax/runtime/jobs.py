@@ -122,7 +122,9 @@ def dry_run(config: Config, tasks: Sequence[Task] = ()) -> dict[str, Any]:
         "parameters": parts.model.parameter_count,
         "memory": [
             {"who": who, "what": what, "bytes": size}
-            for who, what, size in memory_table(config, parts.model, parts.devices.placement)
+            for who, what, size in memory_table(
+                config, parts.model, parts.devices.placement, parts.teacher and parts.teacher.model
+            )
         ],
     }
 

@@ -21,6 +21,7 @@ from areal_jax.config import Config, load_config
 from areal_jax.models.config import model_config
 from areal_jax.models.model import Model, Params
 from areal_jax.runtime.committed import committed_params
+from areal_jax.sections import ModelSettings
 from areal_jax.tasks.source import WeightedTask, load_tasks
 from areal_jax.tasks.tokenizers import ByteTokenizer, Tokenizer
 from areal_jax.types import ArealError
@@ -55,6 +56,42 @@ def open_source(config: Config, tasks: Mapping[str, WeightedTask]) -> Source:
         return _of_run(config, Path(name))
     with explained(f"model.source={name}"):
         return _pretrained(config, tasks, _model_folder(name))
+
+
+def open_teacher(config: Config, tasks: Mapping[str, WeightedTask], student: Model) -> Source:
+    """The model of `algorithm.teacher`, a source as `model.source` takes them; no parameter is read yet.
+
+    Raises ArealError for one whose ids are not the student's: log-probs of the same tokens are compared.
+    """
+    name = config.algorithm.teacher
+    if name is None or name == RANDOM:
+        raise ArealError(f"algorithm.teacher={name} has nothing to teach; name a trained model")
+    settings = ModelSettings(source=name, dtype=config.model.dtype)
+    try:
+        teacher = open_source(config.model_copy(update={"model": settings}), tasks)
+    except ArealError as error:
+        raise ArealError(f"algorithm.teacher={name}: {error}") from None
+    if problem := _other_ids(student.tokenizer, teacher.model.tokenizer):
+        raise ArealError(
+            f"algorithm.teacher={name} has another vocabulary than model.source={config.model.source}: "
+            f"{problem}; use a teacher with the same tokenizer"
+        )
+    return teacher
+
+
+def _other_ids(student: Tokenizer, teacher: Tokenizer) -> str | None:
+    """Where two vocabularies differ; None where every id stands for the same text."""
+    if student == teacher:
+        return None
+    for what in ("vocab_size", "eos_id"):
+        one, other = getattr(student, what), getattr(teacher, what)
+        if one != other:
+            return f"{what} is {other}, the student's {one}"
+    for token in range(student.vocab_size):
+        one, other = student.decode([token]), teacher.decode([token])
+        if one != other:
+            return f"id {token} is {other!r}, the student's {one!r}"
+    return None
 
 
 @contextmanager

@@ -32,6 +32,11 @@ class Critic:
             return None
         return Model(dataclasses.replace(self.policy.config, is_tied=True), self.policy.tokenizer)
 
+    @property
+    def parameter_count(self) -> int:
+        head = self.policy.config.width + 1
+        return head + (0 if self.trunk is None else self.trunk.parameter_count)
+
     def first(self, params: Params) -> Params:
         """The critic of version 0, in buffers of its own."""
         width = self.policy.config.width
