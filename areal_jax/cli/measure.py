@@ -1,10 +1,11 @@
-"""Verbs that measure: bench, simtest."""
+"""Verbs that measure: bench, ablate, simtest."""
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import typer
 
@@ -16,6 +17,7 @@ HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
 def register(app: typer.Typer) -> None:
     app.command()(bench)
+    app.command()(ablate)
     app.command()(simtest)
 
 
@@ -40,6 +42,52 @@ def bench(
         return
     for key, value in figures.items():
         typer.echo(f"{key}: {value:.4g}" if isinstance(value, float) else f"{key}: {value}")
+
+
+@plain_errors
+def ablate(
+    name: Annotated[str, typer.Argument(help="Which ablation; a list of them without one.")] = "",
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(help="values=[...], arms=[...], seeds=N, speed=X, or section.key=value for all."),
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """A named ablation: its table, with seeds."""
+    from areal_jax.runtime.ablations import ABLATIONS, find
+
+    if not name:
+        listed = {name: ablation.doc for name, ablation in ABLATIONS.items()}
+        if json:
+            print_json(listed)
+        for each, doc in ({} if json else listed).items():
+            typer.echo(f"{each}: {doc}")
+        return
+    from areal_jax.runtime.ablation import ablate as run_all
+    from areal_jax.runtime.jobs import use_compilation_cache
+
+    ablation = find(name)
+    use_compilation_cache()
+    figures = run_all(name, ablation, words or [], lambda said: typer.echo(said, err=True))
+    if json:
+        print_json(figures)
+    else:
+        _print_table(figures)
+
+
+def _print_table(figures: Mapping[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(figures["key"], "arm", "reward", "by seed", "clipped", "weight", "head age", "token age")
+    for row in figures["table"]:
+        shares = (f"{row[key]:.3f}" for key in ("clip_share", "off_policy_weight"))
+        ages = (f"{row[key]:.2f}" for key in ("head_age", "token_age"))
+        seeds = " ".join(f"{reward:.3f}" for reward in row["rewards"])
+        table.add_row(str(row["value"]), row["arm"], f"{row['reward']:.3f}", seeds, *shares, *ages)
+    Console().print(table)
+    for claim, holds in figures["claims"].items():
+        typer.echo(f"{ {True: 'met', False: 'not met', None: 'not asked'}[holds] }: {claim}")
 
 
 @plain_errors

@@ -66,10 +66,11 @@ class Parts:
         return tokens
 
 
-def assemble(config: Config, tasks: Sequence[Task] = ()) -> Parts:
+def assemble(config: Config, tasks: Sequence[Task] = (), learner: Learner | None = None) -> Parts:
     """Everything that can be checked before a run is checked here. Raises ArealError.
 
-    `tasks` stand in for the config's.
+    `tasks` stand in for the config's. `learner`: that of a run with the same model, algorithm, trainer and
+    lengths, whose compiled programs this one shares.
     """
     loaded = load_tasks(config.tasks, tasks)
     source = open_source(config, loaded)
@@ -77,7 +78,7 @@ def assemble(config: Config, tasks: Sequence[Task] = ()) -> Parts:
     teacher = open_teacher(config, loaded, model) if config.algorithm.teacher else None
     devices = place(config)
     steps = config.run.steps * config.algorithm.minibatches
-    learner = Learner(
+    learner = learner or Learner(
         model,
         config.algorithm,
         make_optimizer(config.trainer, steps),

@@ -1,0 +1,174 @@
+"""Ablations: the real engine and learner under the virtual clock: their staleness, bits and words."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from areal_jax.cli.main import app
+from areal_jax.config import Config, load_config
+from areal_jax.generation.rollout import rollout
+from areal_jax.runtime.ablation import Result, Table, Workbench, ablate, schedule
+from areal_jax.runtime.ablations import ABLATIONS, find
+from areal_jax.runtime.assembly import assemble
+from areal_jax.trajectories.packing import pack
+from areal_jax.types import ArealError
+from areal_jax.weights.digest import digest
+
+STALENESS = ABLATIONS["staleness"]
+
+SMALL = (
+    "run.steps=8",
+    "model.overrides={width: 16, heads: 2, kv_heads: 2, head_dim: 8, mlp_width: 32}",
+    "algorithm.group_size=4",
+    "generation.slots=8",
+    "trainer.batch_size=4",
+    "trainer.supervised_steps=0",
+)
+
+
+SPEED = 1.5
+"""Random parameters answer at full length; this decodes even those faster than they are trained."""
+
+
+def config_of(value: object, *words: str) -> Config:
+    arm = STALENESS.arms["decoupled"]
+    return load_config(STALENESS.recipe, *SMALL, *arm, f"control.max_staleness={value}", *words)
+
+
+@pytest.fixture(scope="module")
+def table() -> dict[str, Any]:
+    """A tiny ablation, as the command line asks for it."""
+    words = [*SMALL, "values=[0, 3]", "seeds=1", f"speed={SPEED}"]
+    return ablate("staleness", STALENESS, words, lambda said: None)
+
+
+@pytest.fixture(scope="module")
+def bench() -> Workbench:
+    return Workbench(SPEED)
+
+
+def test_a_table_has_a_row_a_value_and_arm_and_tells_the_staleness_that_was_reached(table):
+    rows = {(row["value"], row["arm"]): row for row in table["table"]}
+    assert list(rows) == [(value, arm) for value in (0, 3) for arm in ("naive", "decoupled")]
+    for (value, _), row in rows.items():
+        assert row["head_age"] == row["token_age"] == value
+        assert len(row["rewards"]) == 1 and row["reward"] == row["rewards"][0]
+    assert rows[3, "naive"]["off_policy_weight"] == 1.0
+    assert rows[3, "decoupled"]["off_policy_weight"] != 1.0
+    runs = [run for run in table["runs"] if run["value"] == 3]
+    assert runs[0]["reward"] == pytest.approx(sum(runs[0]["rewards"][-2:]) / 2)  # a quarter of eight steps
+    assert runs[0]["digest"] != runs[1]["digest"]
+    assert set(table["claims"].values()) == {None}  # two values tell nothing of the other five
+
+
+def test_a_seed_gives_the_same_bits_again_whatever_ran_before_it(table, bench):
+    """The last run of the table against the first one of another bench; then that bench's third run."""
+    last = table["runs"][-1]
+    assert (last["value"], last["arm"]) == (3, "decoupled")
+    alone = bench.run(config_of(3))
+    assert [row["reward_mean"] for row in alone] == list(last["rewards"])
+    assert alone[-1]["params_digest"] == last["digest"]
+    other = bench.run(config_of(3, "run.seed=1"))
+    assert other[-1]["params_digest"] != last["digest"]
+    assert bench.run(config_of(3)) == alone
+
+
+def test_every_named_staleness_is_reached_and_unbounded_grows_with_the_run(bench):
+    """Ages by step: the first batches are of version 0, then each is as old as the gate lets it be."""
+    for eta in (1, 2):
+        ages = [row["head_age_mean"] for row in bench.run(config_of(eta))]
+        assert ages == [min(step, eta) for step in range(8)]
+    ages = [row["head_age_mean"] for row in bench.run(config_of("unbounded"))]
+    assert ages[0] == 0 and ages == sorted(ages) and ages[-1] > 2
+
+
+def test_staleness_0_is_the_plain_synchronous_loop_bit_for_bit(bench):
+    config = config_of(0, "run.seed=5")
+    parts = assemble(config)
+    engine, learner, state, oracle = parts.engine(0), parts.learner, parts.first_state(), []
+    for step in range(3):
+        params, ordinals = learner.publish(state), range(step * 4, step * 4 + 4)
+        groups = rollout(engine, params, parts.tasks, ordinals, 4, 5, config.generation.sampling)
+        batch = pack(groups, config.trainer.rows, config.row_length, 4, config.trainer.prompts)
+        state, _ = learner.update(state, learner.prepare(state, batch))
+        oracle.append(digest(state.params))
+    assert [row["params_digest"] for row in bench.run(config)][:3] == oracle
+    assert len(set(oracle)) == 3
+
+
+def test_speed_is_batches_of_longest_answers_a_training_step():
+    config = config_of(0)  # 16 samples in 8 slots: two rounds of 16 tokens
+    assert schedule(config, 0.5).token_s * 2 * 16 == pytest.approx(2.0)
+    assert schedule(config, 0.5).train_s == 1.0
+
+
+# --- claims -------------------------------------------------------------------------------------------------
+
+
+def table_of(rewards: dict[tuple[object, str], list[float]], clipped: dict[str, float]) -> Table:
+    return Table(
+        tuple(
+            Result(value, arm, seed, reward, clipped[arm], 1.0, 0.0, 0.0, (), "", 0.0)
+            for (value, arm), by_seed in rewards.items()
+            for seed, reward in enumerate(by_seed)
+        )
+    )
+
+
+def as_hoped() -> dict[tuple[object, str], list[float]]:
+    rewards: dict[tuple[object, str], list[float]] = {}
+    for value in STALENESS.values:
+        is_far = value not in (0, 1, 2)
+        rewards[value, "naive"] = [0.5, 0.6] if is_far else [0.88, 0.92]
+        rewards[value, "decoupled"] = [0.86, 0.94]
+    return rewards
+
+
+def verdicts(rewards, clipped=None) -> list[bool]:
+    table = table_of(rewards, clipped or {"naive": 0.2, "decoupled": 0.1})
+    return [claim(table) for claim in STALENESS.claims.values()]
+
+
+def test_claims_are_met_where_the_table_says_so_and_each_can_fail():
+    assert verdicts(as_hoped()) == [True, True, True, True]
+    assert verdicts(as_hoped() | {(2, "decoupled"): [0.82, 0.91]}) == [False, True, True, True]
+    assert verdicts(as_hoped() | {(8, "naive"): [0.4, 0.87]}) == [True, False, True, True]
+    assert verdicts(as_hoped(), {"naive": 0.1, "decoupled": 0.1}) == [True, True, False, True]
+    assert verdicts(as_hoped() | {("unbounded", "decoupled"): [0.9, 0.92]}) == [True, True, True, False]
+
+
+# --- words --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("seed=3", r"did you mean ablate staleness\."),
+        ("seeds=many", "seeds=many is no count"),
+        ("speed=0", "speed=0 is no ratio"),
+        ("arms=[naiv]", "did you mean naive?"),
+        ("arms=naive", r"arms=naive is no list; write arms=\[naive\]"),
+        ("values=[-1]", "give a whole number from 0 on, or unbounded"),
+        ("run.seed=3", "say how many with seeds=N"),
+        ("control.max_staleness=3", r"give values=\[3\]"),
+        ("algorithm.proximal=none", r"choose with arms=\[...\]"),
+        ("trainer.learning_rat=1", "did you mean trainer.learning_rate?"),
+        ("configs/quickstart.yaml", "is no key=value"),
+    ],
+)
+def test_a_word_that_means_nothing_is_refused_before_the_first_run(word, says):
+    with pytest.raises(ArealError, match=says):
+        ablate("staleness", STALENESS, [word], lambda said: pytest.fail(said))
+
+
+def test_unknown_names_and_the_list():
+    with pytest.raises(ArealError, match=r"did you mean staleness\?"):
+        find("stalenes")
+    refused = CliRunner().invoke(app, ["ablate", "nothing"])
+    assert refused.exit_code == 1 and refused.stderr == "error: no ablation nothing; there are: staleness\n"
+    listed = CliRunner().invoke(app, ["ablate", "--json"])
+    assert json.loads(listed.stdout) == {name: ablation.doc for name, ablation in ABLATIONS.items()}
