@@ -42,7 +42,7 @@ def reduction_weights(
     token_mean m / sum(m); token_mean_batch m / (sum over the batch / minibatches); sequence_mean m / (|o| S);
     sequence_sum m / S; constant m / (C S).
     """
-    m = loss_mask.astype(jnp.float32)
+    m = loss_mask.astype(float)  # float32, or float64 where that is enabled
     of_minibatch = jnp.repeat(jnp.arange(minibatches), m.shape[0] // minibatches)  # (B,)
     tokens = m.reshape(minibatches, -1).sum(1)
     if reduction == "token_mean":

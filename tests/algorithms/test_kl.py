@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.algorithms.kl import kl_loss
+from areal_jax.algorithms.kl import kl_loss, kl_reward
+from areal_jax.types import ArealError
+from tests.algorithms import reference_losses
 from tests.algorithms.reference import log_softmax
 
 RNG = np.random.default_rng(0)
@@ -64,8 +66,64 @@ def test_without_the_weight_the_gradient_is_wrong(estimator: str):
     assert np.abs(jax.grad(unweighted)(jnp.asarray(THETA)) - exact_gradient()).max() > 0.01
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_a_term_is_its_formula(estimator: str):
+    theta, ref, b = (log_softmax(x) for x in (THETA, REFERENCE, BEHAVIOR))
+    got = kl_loss(*map(jnp.asarray, (theta, ref, b)), estimator)
+    np.testing.assert_allclose(
+        got, reference_losses.kl_loss(theta, theta, ref, b, estimator), rtol=0, atol=1e-9
+    )
+    want = reference_losses.kl_estimate(b, ref, estimator)
+    np.testing.assert_allclose(
+        kl_reward(jnp.asarray(b), jnp.asarray(ref), estimator), want, rtol=0, atol=1e-9
+    )
+
+
+@pytest.mark.parametrize("behavior", [THETA, BEHAVIOR], ids=["on-policy", "off-policy"])
+def test_k1_as_a_loss_has_no_gradient_to_speak_of(behavior: np.ndarray):
+    """Why it is refused: every token has one, their expectation is 0."""
+    got = jax.grad(expected)(jnp.asarray(THETA), behavior, "k1")
+    np.testing.assert_allclose(got, 0, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_of_the_rewards_only_k1_has_the_gradient_of_the_kl(estimator: str):
+    """The policy gradient of E[-reward] on policy, every outcome weighed by its probability."""
+    logp, ref = log_softmax(THETA), log_softmax(REFERENCE)
+    cost = kl_reward(jnp.asarray(logp), jnp.asarray(ref), estimator)
+
+    def surrogate(theta: jax.Array) -> jax.Array:
+        return (np.exp(logp) * cost * jax.nn.log_softmax(theta)).sum()
+
+    gap = np.abs(jax.grad(surrogate)(jnp.asarray(THETA)) - exact_gradient()).max()
+    assert gap <= 1e-12 if estimator == "k1" else gap > 0.01
+
+
+def test_the_reward_carries_no_gradient():
+    slope = jax.grad(lambda b, f: kl_reward(b, f).sum(), (0, 1))(jnp.ones((1, 2)), jnp.zeros((1, 2)))
+    np.testing.assert_array_equal(slope, np.zeros((2, 1, 2)))
+
+
+def test_no_such_estimator():
+    with pytest.raises(ArealError, match="no KL estimator 'k4': use k1, k2 or k3"):
+        kl_reward(jnp.zeros(1), jnp.zeros(1), "k4")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_a_log_prob_that_is_no_number_shows(estimator: str, value: float):
+    """In the gradient, whichever of the three policies it comes from: that ends a run with an error."""
+    bad, good = jnp.full((1, 1), value), jnp.full((1, 1), -1.0)
+    for arrays in ((good, good, bad), (good, bad, good)):
+        if estimator == "k1" and arrays[1] is bad:
+            continue  # a constant to k1's gradient; its value shows
+        slope = jax.grad(lambda x, a=arrays: kl_loss(x, *a[1:], estimator).sum())(arrays[0])
+        assert not np.isfinite(slope).any()
+        assert not np.isfinite(kl_loss(*arrays, estimator)).any()
+
+
 @pytest.mark.parametrize("gap", [-200.0, 200.0])
-@pytest.mark.parametrize("estimator", ["k2", "k3"])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_extreme_gaps_stay_finite(estimator: str, gap: float):
     logp, zero = jnp.full((1, 1), -1.0), jnp.zeros((1, 1))
     for ref, behavior in ((logp + gap, zero), (zero, logp + gap)):

@@ -1,19 +1,23 @@
-"""The decoupled PPO objective against float64 references, and its extremes (A3)."""
+"""Every loss against float64 numpy, its gradient against difference quotients, and its extremes."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.algorithms.losses import policy_gradient, ppo_clip
+from areal_jax.algorithms.losses import LOSSES, policy_gradient, ppo_clip
 from areal_jax.algorithms.weights import truncate
-from areal_jax.types import Batch, PolicyOutputs
-from tests.algorithms import reference
+from areal_jax.presets import OWN_RATIO
+from areal_jax.types import ArealError, Batch, PolicyOutputs
+from tests.algorithms import reference_losses as reference
 from tests.algorithms.batches import prepared
+from tests.algorithms.sequences import each, slopes, wide
 
 
 @pytest.fixture
@@ -22,71 +26,160 @@ def float64() -> Iterator[None]:
         yield
 
 
-def wide(batch: Batch) -> Batch:
-    """The batch with float64 arrays."""
-    return Batch(*(x.astype(np.float64) if x is not None and x.dtype == np.float32 else x for x in batch))
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("ppo_clip", {}),
+    ("ppo_clip", {"low": 0.2, "high": 0.28}),
+    ("ppo_clip", {"low": 0.1, "high": 0.1, "dual": 1.2}),
+    ("ppo_clip", {"low": 0.02, "high": 0.03, "level": "sequence"}),
+    ("ppo_clip", {"low": 0.02, "high": 0.03, "level": "sequence_token"}),
+    ("sapo", {}),
+    ("sapo", {"tau_positive": 2.0, "tau_negative": 0.5}),
+    ("importance", {}),
+    ("importance", {"level": "sequence"}),
+    ("importance", {"level": "sequence_token"}),
+    ("policy_gradient", {}),
+    ("cispo", {}),
+    ("cispo", {"high": 0.1}),
+    ("aipo", {"cap": 1.1}),
+    ("dppo", {"delta": 0.03}),
+    ("dppo", {"delta": 0.01, "divergence": "binary_kl"}),
+]
 
 
-def objective(logp: jax.Array, batch: Batch, **settings: float) -> jax.Array:
-    """What the framework minimises: weights x off-policy weight x loss, over the mask."""
-    loss, _ = ppo_clip(PolicyOutputs(logp), batch, **settings)
-    weight, _ = truncate(batch)
-    return jnp.where(batch.loss_mask, batch.weights * weight * loss, 0).sum()
+@pytest.mark.parametrize(("name", "settings"), CASES)
+def test_a_loss_is_its_formula(float64: None, name: str, settings: dict[str, Any]):
+    """Value to 1e-9, gradient to 1e-7 of the difference quotient."""
+    now, batch = prepared(0)
+    logp, batch = now.logp.astype(np.float64), wide(batch)
+    loss = functools.partial(LOSSES[name], **settings)
+    formula = functools.partial(reference.LOSSES[name], **settings)
+    arrays = (batch.proximal_logp, batch.behavior_logp, batch.advantages)
+    got, _ = loss(PolicyOutputs(jnp.asarray(logp)), batch)
+    assert got.dtype == jnp.float64
+    want = each(batch, formula, logp, logp, *arrays)
+    np.testing.assert_allclose(np.where(batch.loss_mask, got, 0), want, rtol=0, atol=1e-9)
+
+    def objective(x: jax.Array) -> jax.Array:
+        return jnp.where(batch.loss_mask, batch.weights * loss(PolicyOutputs(x), batch)[0], 0).sum()
+
+    slope = jax.grad(objective)(jnp.asarray(logp))
+    np.testing.assert_allclose(slope, slopes(batch, formula, logp, *arrays), rtol=0, atol=1e-7)
+    assert np.abs(slope).max() > 0.01
+
+
+@pytest.mark.parametrize(("name", "settings"), CASES)
+def test_float32_is_near(name: str, settings: dict[str, Any]):
+    now, batch = prepared(1)
+    got, _ = LOSSES[name](now, batch, **settings)
+    formula = functools.partial(reference.LOSSES[name], **settings)
+    want = each(
+        batch, formula, now.logp, now.logp, batch.proximal_logp, batch.behavior_logp, batch.advantages
+    )
+    np.testing.assert_allclose(np.where(batch.loss_mask, got, 0), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_that_read_the_behaviour_policy_are_those_that_say_so(name: str):
+    """`presets.OWN_RATIO` is what refuses a second correction; it must name exactly these."""
+    now, batch = prepared(2)
+    other = batch._replace(behavior_logp=batch.behavior_logp - np.float32(0.3))
+    here, there = (np.where(batch.loss_mask, LOSSES[name](now, x)[0], 0) for x in (batch, other))
+    assert np.array_equal(here, there) == (name not in OWN_RATIO)
 
 
 @pytest.mark.parametrize(
-    "settings", [dict(low=0.2, high=0.2), dict(low=0.2, high=0.28), dict(low=0.1, high=0.1, dual=1.2)]
+    ("name", "settings", "message"),
+    [
+        ("ppo_clip", {"level": "turn"}, "level='turn' of a ratio: use token, sequence or sequence_token"),
+        ("dppo", {"divergence": "kl"}, "divergence='kl' of dppo: use total_variation or binary_kl"),
+    ],
 )
-def test_ppo_clip_is_its_formula(float64: None, settings: dict[str, float]):
-    now, batch = prepared(0)
-    batch = wide(batch)
-    logp = now.logp.astype(np.float64)
-    loss, metrics = ppo_clip(PolicyOutputs(jnp.asarray(logp)), batch, **settings)
-    want = reference.ppo_clip(
-        logp, batch.proximal_logp, batch.advantages, settings["low"], settings["high"], settings.get("dual")
+def test_a_level_or_divergence_that_is_none(name: str, settings: dict[str, Any], message: str):
+    with pytest.raises(ArealError, match=message):
+        LOSSES[name](*prepared(3), **settings)
+
+
+# --- clipping -----------------------------------------------------------------------------------------------
+
+
+def test_clip_share_counts_the_tokens_whose_gradient_is_cut():
+    """u = 1.5 with A > 0 and u = 0.5 with A < 0 are cut, their twins with the other sign are not."""
+    _, batch = prepared(0, rows=((5,),), length=5)
+    u = np.array([[1.0, 1.5, 0.5, 1.5, 0.5]], np.float32)
+    batch = batch._replace(
+        proximal_logp=np.zeros((1, 5), np.float32),
+        advantages=np.array([[1.0, 1.0, -1.0, -1.0, 1.0]], np.float32),
     )
-    assert loss.dtype == jnp.float64
-    np.testing.assert_allclose(loss, want, rtol=0, atol=1e-10)
-    np.testing.assert_allclose(metrics["ratio"], np.exp(logp - batch.proximal_logp), rtol=0, atol=1e-10)
+    now = PolicyOutputs(np.log(u))
+    np.testing.assert_array_equal(ppo_clip(now, batch)[1]["clip_share"], [[0, 1, 1, 0, 0]])
+    np.testing.assert_array_equal(ppo_clip(now, batch, dual=1.2)[1]["clip_share"], [[0, 1, 1, 1, 0]])
+    slope = jax.grad(lambda x: ppo_clip(PolicyOutputs(x), batch, dual=1.2)[0].sum())(now.logp)
+    np.testing.assert_array_equal(np.asarray(slope) == 0, [[False, True, True, True, False]])
 
 
-def test_clip_share_counts_the_tokens_whose_gradient_is_cut(float64: None):
-    now, batch = prepared(1)
-    batch = wide(batch)
-    logp = now.logp.astype(np.float64)
-    _, metrics = ppo_clip(PolicyOutputs(jnp.asarray(logp)), batch, low=0.2, high=0.28)
-    slope = reference.ppo_clip_slope(logp, batch.proximal_logp, batch.advantages, 0.2, 0.28)
-    is_cut = (slope == 0) & (batch.advantages != 0)
-    assert 0 < is_cut.sum() < batch.loss_mask.sum()
-    np.testing.assert_array_equal(metrics["clip_share"], is_cut)
+def test_dual_clip_bounds_only_negative_advantages():
+    """u = e on both tokens: A = -1 would cost e and costs dual; A = 1 is clipped at 1.2 as ever."""
+    _, batch = prepared(8, rows=((3,),), length=3)
+    batch = batch._replace(
+        proximal_logp=np.zeros((1, 3), np.float32), advantages=np.array([[0.0, -1.0, 1.0]], np.float32)
+    )
+    now = PolicyOutputs(np.ones((1, 3), np.float32))
+    np.testing.assert_allclose(ppo_clip(now, batch)[0], [[0, np.e, -1.2]], rtol=1e-6)
+    np.testing.assert_allclose(ppo_clip(now, batch, dual=2.0)[0], [[0, 2, -1.2]], rtol=1e-6)
 
 
-def test_decoupled_objective_and_gradient(float64: None):
-    """sum w exp(p - b) min(u A, clip(u) A), u = exp(theta - p): value and both kinds of gradient."""
-    now, batch = prepared(2)
-    batch = wide(batch)
-    logp = now.logp.astype(np.float64)
-    weight = np.minimum(np.exp(batch.proximal_logp - batch.behavior_logp), 5) * batch.weights
-    want = (weight * reference.ppo_clip(logp, batch.proximal_logp, batch.advantages, 0.2, 0.2)).sum()
-    value, slope = jax.value_and_grad(objective)(jnp.asarray(logp), batch, low=0.2, high=0.2)
-    assert abs(value - want) <= 1e-10
-    want_slope = weight * reference.ppo_clip_slope(logp, batch.proximal_logp, batch.advantages, 0.2, 0.2)
-    np.testing.assert_allclose(slope, want_slope, rtol=0, atol=1e-10)
-    step = 1e-6
-    for row, column in np.argwhere(batch.loss_mask)[::3]:
-        moved = np.zeros_like(logp)
-        moved[row, column] = step
-        up = objective(jnp.asarray(logp + moved), batch, low=0.2, high=0.2)
-        down = objective(jnp.asarray(logp - moved), batch, low=0.2, high=0.2)
-        assert abs((up - down) / (2 * step) - slope[row, column]) <= 1e-6
+def test_cispo_and_aipo_clip_the_weight_and_not_the_token():
+    """Far above the cap a token still gets the capped gradient, whatever A's sign; no lower bound."""
+    _, batch = prepared(4, rows=((4,),), length=4)
+    batch = batch._replace(
+        behavior_logp=np.full((1, 4), -3, np.float32), advantages=np.array([[1, 1, -1, 1]], np.float32)
+    )
+    logp = np.array([[-3.0, -0.1, -0.1, -9.0]], np.float32)
+    r = np.minimum(np.exp(logp + 3), 2)
+    for name, settings in (("aipo", {"cap": 2.0}), ("cispo", {"high": 1.0})):
+        slope = jax.grad(lambda x, n=name, s=settings: LOSSES[n](PolicyOutputs(x), batch, **s)[0].sum())(logp)
+        np.testing.assert_allclose(slope, -r * batch.advantages, rtol=1e-6)
+
+
+def test_dppo_cuts_only_tokens_that_move_away():
+    """0.5 against 0.2 and 0.1: cut where A pushes further, kept where it pulls back; and kept near 0.2."""
+    _, batch = prepared(5, rows=((5,),), length=5)
+    batch = batch._replace(
+        behavior_logp=np.log(np.full((1, 5), 0.2, np.float32)),
+        advantages=np.array([[1.0, 1.0, -1.0, -1.0, 1.0]], np.float32),
+    )
+    logp = np.log(np.array([[0.2, 0.5, 0.5, 0.02, 0.3]], np.float32))
+    _, metrics = LOSSES["dppo"](PolicyOutputs(logp), batch, delta=0.15)
+    np.testing.assert_array_equal(metrics["clip_share"], [[0, 1, 0, 1, 0]])
+
+
+def test_dppo_binary_kl_of_a_sure_token_is_finite_in_float32():
+    """1 - e^0 is 0, and 1 - 1e-8 is 1 in float32: clamping the probability alone would divide by 0."""
+    _, batch = prepared(5, rows=((3,),), length=3)
+    batch = batch._replace(behavior_logp=np.array([[0.0, -1e-9, -20.0]], np.float32))
+    now = PolicyOutputs(np.array([[-1e-9, -5.0, 0.0]], np.float32))
+    loss, metrics = LOSSES["dppo"](now, batch, divergence="binary_kl")
+    assert np.isfinite(loss).all()
+    assert np.isfinite(metrics["ratio"]).all()
+
+
+# --- the decoupled objective (A3) ---------------------------------------------------------------------------
+
+
+def decoupled(logp: jax.Array, batch: Batch) -> jax.Array:
+    """weights x off-policy weight x loss, over the mask."""
+    return jnp.where(
+        batch.loss_mask, batch.weights * truncate(batch)[0] * ppo_clip(PolicyOutputs(logp), batch)[0], 0
+    ).sum()
 
 
 def test_proximal_at_behaviour_is_ppo(float64: None):
     now, batch = prepared(3)
     batch = wide(batch)._replace(proximal_logp=batch.behavior_logp.astype(np.float64))
     logp = now.logp.astype(np.float64)
-    ppo = reference.ppo_clip(logp, batch.behavior_logp, batch.advantages, 0.2, 0.2)
-    assert abs(objective(jnp.asarray(logp), batch) - (batch.weights * ppo).sum()) <= 1e-10
+    b = batch.behavior_logp
+    want = (batch.weights * each(batch, reference.ppo_clip, logp, logp, b, b, batch.advantages)).sum()
+    assert abs(decoupled(jnp.asarray(logp), batch) - want) <= 1e-10
 
 
 def test_proximal_at_current_is_the_weighted_policy_gradient(float64: None):
@@ -94,9 +187,20 @@ def test_proximal_at_current_is_the_weighted_policy_gradient(float64: None):
     now, batch = prepared(4)
     logp = now.logp.astype(np.float64)
     batch = wide(batch)._replace(proximal_logp=logp)
-    slope = jax.grad(objective)(jnp.asarray(logp), batch)
+    slope = jax.grad(decoupled)(jnp.asarray(logp), batch)
     ratio = np.minimum(np.exp(logp - batch.behavior_logp), 5)
     np.testing.assert_allclose(slope, -batch.weights * ratio * batch.advantages, rtol=0, atol=1e-10)
+
+
+def test_aipo_on_policy_has_the_gradient_of_reinforce(float64: None):
+    now, batch = prepared(4)
+    logp = now.logp.astype(np.float64)
+    batch = wide(batch)._replace(behavior_logp=logp)
+
+    def slope(name: str) -> jax.Array:
+        return jax.grad(lambda x: LOSSES[name](PolicyOutputs(x), batch)[0].sum())(jnp.asarray(logp))
+
+    np.testing.assert_allclose(slope("aipo"), slope("policy_gradient"), rtol=0, atol=1e-12)
 
 
 def test_no_gradient_reaches_behaviour_or_reference_through_the_loss():
@@ -116,37 +220,6 @@ def test_versions_may_be_mixed_inside_a_sequence():
     assert len(set(batch.versions[0][batch.loss_mask[0]].tolist())) > 1
     one_version = batch._replace(versions=np.zeros_like(batch.versions))
     np.testing.assert_array_equal(ppo_clip(now, batch)[0], ppo_clip(now, one_version)[0])
-
-
-@pytest.mark.parametrize("advantage", [-1.0, 1.0])
-@pytest.mark.parametrize("log_ratio", [-200.0, 200.0])
-@pytest.mark.parametrize("dual", [None, 3.0])
-def test_extreme_ratios_stay_finite(log_ratio: float, advantage: float, dual: float | None):
-    _, batch = prepared(7)
-    logp = (batch.proximal_logp + log_ratio).astype(np.float32)
-    batch = batch._replace(advantages=np.full_like(batch.advantages, advantage))
-
-    def of(logp: jax.Array) -> jax.Array:
-        return jnp.where(batch.loss_mask, ppo_clip(PolicyOutputs(logp), batch, dual=dual)[0], 0).sum()
-
-    value, slope = jax.value_and_grad(of)(logp)
-    assert np.isfinite(value)
-    assert np.isfinite(slope).all()
-    if dual is not None and advantage < 0:
-        assert value <= dual * batch.loss_mask.sum() + 1e-3
-
-
-def test_dual_clip_bounds_only_negative_advantages():
-    """u = e on both tokens: A = -1 would cost e and costs dual; A = 1 is clipped at 1.2 as ever."""
-    _, batch = prepared(8, rows=((3,),), length=3)
-    batch = batch._replace(
-        proximal_logp=np.zeros((1, 3), np.float32), advantages=np.array([[0.0, -1.0, 1.0]], np.float32)
-    )
-    now = PolicyOutputs(np.ones((1, 3), np.float32))
-    plain, _ = ppo_clip(now, batch)
-    bounded, _ = ppo_clip(now, batch, dual=2.0)
-    np.testing.assert_allclose(plain, [[0, np.e, -1.2]], rtol=1e-6)
-    np.testing.assert_allclose(bounded, [[0, 2, -1.2]], rtol=1e-6)
 
 
 def test_policy_gradient_weighs_log_probs_by_advantages():
