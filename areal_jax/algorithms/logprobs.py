@@ -71,25 +71,27 @@ def packed_stats(
     This is the one place where hidden states shift by a token: token t reads the hidden state at column
     `previous` of its row. Off the mask everything is 0, and a token without predecessor (-1) is off it, so
     that no segment's first token reads its neighbour's state. The LM head runs over `chunk` tokens at a
-    time, so no (B, T, V) array exists, in the backward pass neither.
+    time, or a column of the rows if that is more, so no (B, T, V) array exists, in the backward pass neither;
+    each chunk has its share of every row, so that devices which hold different rows all have work.
     """
     mask = mask & (previous >= 0)
     before = jnp.take_along_axis(hidden, jnp.maximum(previous, 0)[..., None], axis=1)
     before = jnp.where(mask[..., None], before, 0.0)
-    count = tokens.size
-    size = min(chunk, count)
-    chunks = -(-count // size)
+    rows, length = tokens.shape
+    columns = min(max(chunk // rows, 1), length)
+    chunks = -(-length // columns)
 
     def chunked(x: Array) -> Array:
-        flat = x.reshape(count, *x.shape[2:])
-        flat = jnp.pad(flat, ((0, chunks * size - count), *((0, 0),) * (flat.ndim - 1)))
-        return flat.reshape(chunks, size, *flat.shape[1:])
+        padded = jnp.pad(x, ((0, 0), (0, chunks * columns - length), *((0, 0),) * (x.ndim - 2)))
+        return jnp.moveaxis(padded.reshape(rows, chunks, columns, *x.shape[2:]), 1, 0)
 
     @jax.checkpoint
     def one_chunk(args: tuple[Array, ...]) -> TokenStats:
-        h, ids, temperatures, *kept = args
-        return token_stats(logits(h), ids, temperatures, *kept)
+        h, ids, temperatures, *kept = (x.reshape(rows * columns, *x.shape[2:]) for x in args)
+        stats = token_stats(logits(h), ids, temperatures, *kept)
+        return TokenStats(*(x.reshape(rows, columns) for x in stats))
 
     args = (before, tokens, temperature) if support is None else (before, tokens, temperature, support)
     stats = jax.lax.map(one_chunk, tuple(chunked(x) for x in args))
-    return TokenStats(*(jnp.where(mask, x.reshape(-1)[:count].reshape(tokens.shape), 0.0) for x in stats))
+    each = (jnp.moveaxis(x, 0, 1).reshape(rows, -1)[:, :length] for x in stats)
+    return TokenStats(*(jnp.where(mask, x, 0.0) for x in each))

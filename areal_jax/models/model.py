@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int
 
 from areal_jax.models.attention import Attention, KVPages
@@ -65,8 +66,9 @@ class Model:
         attend: Attention,
         cache: Any = None,
         remat: bool = False,
+        rows: NamedSharding | None = None,
     ) -> tuple[Float[Array, "B T D"], Any]:
-        return nnx.merge(self._abstract[0], params)(tokens, positions, attend, cache, remat)
+        return nnx.merge(self._abstract[0], params)(tokens, positions, attend, cache, remat, rows)
 
     def logits(self, params: Params, hidden: Float[Array, "n D"]) -> Float[Array, "n V"]:
         """Float32 logits; ids beyond the tokenizer's vocabulary are neither sampled nor normalised over."""

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int
 
 from areal_jax.models.attention import Attention
@@ -157,15 +158,24 @@ class Transformer(nnx.Module):
         attend: Attention,
         cache: Any,
         remat: bool,
+        rows: NamedSharding | None = None,
     ) -> tuple[Float[Array, "B T D"], Any]:
-        """Hidden states after the last norm, and the cache with these tokens in it."""
+        """Hidden states after the last norm, and the cache with these tokens in it.
+
+        `rows`: how they lie on a mesh, in every layer. XLA would have them lie as the parameters do: on an
+        fsdp mesh, a share of the width of all rows on each device.
+        """
         graph, layers = nnx.split(self.blocks)
 
         def one_layer(carry: tuple[Array, Any], layer: tuple[Array, Any]) -> tuple[tuple[Array, Any], None]:
             index, params = layer
-            return nnx.merge(graph, params)(index, carry[0], positions, attend, carry[1]), None
+            x, cache = nnx.merge(graph, params)(index, carry[0], positions, attend, carry[1])
+            return (placed(x), cache), None
 
-        x = self.embedding[...][tokens].astype(jnp.float32)
+        def placed(x: Array) -> Array:
+            return x if rows is None else jax.lax.with_sharding_constraint(x, rows)
+
+        x = placed(self.embedding[...][tokens].astype(jnp.float32))
         body = jax.checkpoint(one_layer) if remat else one_layer
         (x, cache), _ = jax.lax.scan(body, (x, cache), (jnp.arange(self.config.layers), layers))
         return rms_norm(x, self.norm[...], self.config.norm_eps), cache

@@ -87,8 +87,18 @@ class Learner:
         has_critic = algorithm.critic.kind != "none"
         self.critic = Critic(model, algorithm.critic.kind) if has_critic else None
         longest = float(max_tokens or length)
+        self._by_row = NamedSharding(self.mesh, ROWS)
         self.objective = Objective(
-            model, algorithm, loss, advantage, off_policy, self.critic, longest, logp_chunk, remat
+            model,
+            algorithm,
+            loss,
+            advantage,
+            off_policy,
+            self.critic,
+            longest,
+            logp_chunk,
+            remat,
+            self._by_row,
         )
         shards = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
         if rows % shards:
@@ -96,7 +106,6 @@ class Learner:
                 f"trainer.rows={rows} does not divide over the mesh's data x fsdp = {shards} shards; choose "
                 "a multiple"
             )
-        self._by_row = NamedSharding(self.mesh, ROWS)
         self._whole = replicated(self.mesh)
         self._optimization = Optimization(model, algorithm, optimizer, self.critic)
         self.state_shardings = self._optimization.shardings(self.mesh)

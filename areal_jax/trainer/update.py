@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
 from areal_jax.algorithms import masked
@@ -47,6 +48,8 @@ class Objective:
     chunk: int
     """Tokens whose logits exist at once."""
     remat: bool
+    rows: NamedSharding | None = None
+    """How a micro-batch's rows lie on the trainer's mesh."""
 
     # --- once a batch ---------------------------------------------------------------------------------------
 
@@ -234,7 +237,7 @@ class Objective:
 
     def _hidden(self, model: Model, params: Params, micro: Batch) -> Float[Array, "R T D"]:
         attend = PackedAttention(micro.segment_ids, micro.context_ids)
-        return model.hidden(params, micro.tokens, micro.positions, attend, remat=self.remat)[0]
+        return model.hidden(params, micro.tokens, micro.positions, attend, None, self.remat, self.rows)[0]
 
     def _metric_sums(self, micro: Batch, stats: TokenStats, own: dict[str, Array]) -> Sums:
         """Sums over the loss mask; a loss's own metrics replace none of the framework's."""
