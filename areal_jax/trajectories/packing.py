@@ -13,8 +13,8 @@ from areal_jax.trajectories.plan import PER_TOKEN, BatchPlan, Pieces, fill
 from areal_jax.types import Batch, Group, Trajectory
 
 PREPARED = (
-    "ages", "proximal_logp", "proximal_mix", "advantages", "weights", "off_policy_weight", "ref_logp",
-    "teacher_logp", "token_rewards", "values", "returns",
+    "ages", "proximal_logp", "proximal_mix", "advantages", "weights", "off_policy_weight",
+    "off_policy_cut", "ref_logp", "teacher_logp", "token_rewards", "values", "returns",
 )  # fmt: skip
 """Those that `prepare` adds."""
 
