@@ -76,15 +76,20 @@ def ablate(
 
 
 def _print_table(figures: Mapping[str, Any]) -> None:
+    from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(figures["key"], "arm", "reward", "by seed", "clipped", "weight", "head age", "token age")
+    title = f"{figures['key']}: final rewards; shares of clipped tokens, off-policy weights, ages in versions"
+    table = Table(
+        "value", "arm", "reward", "by seed", "clip", "weight", "head", "token", box=SIMPLE, padding=0
+    )
     for row in figures["table"]:
         shares = (f"{row[key]:.3f}" for key in ("clip_share", "off_policy_weight"))
         ages = (f"{row[key]:.2f}" for key in ("head_age", "token_age"))
         seeds = " ".join(f"{reward:.3f}" for reward in row["rewards"])
         table.add_row(str(row["value"]), row["arm"], f"{row['reward']:.3f}", seeds, *shares, *ages)
+    typer.echo(title)
     Console().print(table)
     for claim, holds in figures["claims"].items():
         typer.echo(f"{ {True: 'met', False: 'not met', None: 'not asked'}[holds] }: {claim}")
