@@ -49,7 +49,7 @@ def ratio_at(
     if level not in ("sequence", "sequence_token"):
         raise ArealError(f"level={level!r} of a ratio: use token, sequence or sequence_token")
     mean = of_sequence("mean", logp - center, batch.loss_mask, batch.segment_ids, batch.group_ids.shape[0])
-    s = exp_bounded(mean)
+    s = jnp.where(batch.loss_mask, exp_bounded(mean), 1.0)  # so that no token off the mask has a say in it
     return (
         s if level == "sequence" else jax.lax.stop_gradient(s) * jnp.exp(logp - jax.lax.stop_gradient(logp))
     )
