@@ -106,11 +106,14 @@ def logp_gap(rows: Rows) -> Figure | None:
     """How far the log-probs recorded at sampling and recomputed by the trainer differ."""
     if not rows:
         return None
-    mean, top = np.abs(column(rows, "logp_gap_mean")), np.abs(column(rows, "logp_gap_max"))
+    names = ("logp_gap_max", "logp_gap_p999", "logp_gap_mean", "mismatch_kl")
+    top, tail, mean, kl = (np.abs(column(rows, name)) for name in names)
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
-        for values, label, colour in ((top, "largest", SERIES[1]), (mean, "mean", SERIES[0])):
+        labels = ("largest", "99.9th percentile", "mean", "KL")
+        colours = (SERIES[1], SERIES[2], SERIES[0], SERIES[3])
+        for values, label, colour in zip((top, tail, mean, kl), labels, colours, strict=True):
             axes.plot(column(rows, "step"), np.where(values > 0, values, np.nan), color=colour, label=label)
         if np.nanmax(top, initial=0.0) > 0:
             axes.set_yscale("log")
@@ -120,7 +123,8 @@ def logp_gap(rows: Rows) -> Figure | None:
 
     alt = (
         "Log-probs at sampling against those of the trainer: "
-        f"mean difference {median(mean):.2g}, largest {np.nanmax(top, initial=0.0):.2g} nats."
+        f"mean difference {median(mean):.2g}, 99.9th percentile {median(tail):.2g}, "
+        f"largest {np.nanmax(top, initial=0.0):.2g}, KL {median(kl):.2g} nats."
     )
     return Figure("Log-prob gap", draw_svg("gap", draw, (5.2, 2.9), alt), alt)
 

@@ -20,7 +20,7 @@ REQUIRED = (
     "trainer_wait_share", "generator_idle_share", "decode_gap_p99_s",
     "head_age_mean", "token_age_mean", "token_age_max",
     "interruptions", "dropped", "failed_rewards",
-    "logp_gap_mean", "logp_gap_max", "mismatch_kl", "support_mass_outside",
+    "logp_gap_mean", "logp_gap_p999", "logp_gap_max", "mismatch_kl", "support_mass_outside",
     "off_policy_weight_mean", "off_policy_capped_share",
     "params_digest", "grad_norm", "entropy", "clip_share",
     "completion_tokens_mean", "completion_tokens_p50", "completion_tokens_p99",

@@ -41,9 +41,10 @@ def train_batch(
         prepared = learner.prepare(state, packed, between)
         state, metrics = learner.update(state, prepared, between)
         value = learner.versioned(state)
-    if not math.isfinite(metrics["grad_norm"]):
+    norms = {name: value for name, value in metrics.items() if name.endswith("grad_norm")}
+    if not all(map(math.isfinite, norms.values())):
         raise ArealError(
-            f"step {batch.step}: the gradient's norm is {metrics['grad_norm']}. The last checkpoint is "
+            f"step {batch.step}: the gradient's norm is not finite ({norms}). The last checkpoint is "
             "whole; resume "
             "from it with a lower trainer.learning_rate, or look at the batch with `areal-jax inspect`"
         )

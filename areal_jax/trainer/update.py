@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from areal_jax.algorithms import masked
 from areal_jax.algorithms.advantages import Estimate, whitened
-from areal_jax.algorithms.kl import kl_loss
+from areal_jax.algorithms.kl import kl_loss, kl_reward
 from areal_jax.algorithms.logprobs import TokenStats, packed_stats
 from areal_jax.algorithms.losses import Loss
 from areal_jax.algorithms.proximal import proximal_mix
@@ -116,7 +116,7 @@ class Objective:
         if a.proximal_form == "none":
             batch = batch._replace(proximal_logp=batch.behavior_logp)
         if a.has_reference and a.kl.place == "reward":
-            kl = batch.behavior_logp - batch.ref_logp
+            kl = kl_reward(batch.behavior_logp, batch.ref_logp, a.kl.estimator)
             batch = batch._replace(token_rewards=masked.keep(-kl_coef * kl, mask))
         if self.critic is not None:
             after = scores["values_after"]
@@ -186,7 +186,7 @@ class Objective:
             objective += kl_coef * kl
             own = own | {"kl": kl}
         elif a.has_reference:
-            own = own | {"kl": micro.behavior_logp - micro.ref_logp}
+            own = own | {"kl": kl_reward(micro.behavior_logp, micro.ref_logp, a.kl.estimator)}
         if a.entropy_coef:
             objective -= a.entropy_coef * now.entropy
         metrics = self._metric_sums(micro, stats, own)
