@@ -1,0 +1,124 @@
+"""What would train something else than it says is refused; every preset, as it stands, is not."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from areal_jax.config import ConfigError, load_config
+from areal_jax.presets import PRESETS
+
+NEEDS = {"distillation": ["algorithm.teacher=tiny"]}
+"""Presets that no default can complete."""
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_loaded_as_it_stands(name: str):
+    """Every setting of the table reaches the config: nothing is dropped, nothing is added against it."""
+    a = load_config(f"algorithm.preset={name}", *NEEDS.get(name, [])).algorithm
+    for key, value in PRESETS[name].settings.items():
+        got = getattr(a, key)
+        if key in ("kl", "critic"):
+            got = {part: getattr(got, part) for part in value}
+        assert got == value, key
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        # Dr.GRPO is the absence of the standard deviation
+        ("preset=dr_grpo advantage_settings.scale=group", "undoes Dr.GRPO; use preset grpo, or scale none"),
+        ("preset=dr_grpo advantage_settings.scale=batch", "undoes Dr.GRPO"),
+        ("preset=dr_grpo whiten=tokens", "scale=none, whiten=tokens: dividing by a standard deviation"),
+        # ratios
+        ("preset=gspo proximal=none off_policy=none", "GSPO's narrow clip; set algorithm.proximal=recompute"),
+        ("preset=gspo_token proximal=none off_policy=none", "level=sequence_token with algorithm.proximal"),
+        ("preset=grpo loss_settings.level=sequence", "low=0.2, high=0.2: a mean over a sequence moves"),
+        ("preset=cispo off_policy=truncate", "algorithm.loss=cispo with algorithm.off_policy=truncate"),
+        ("preset=aipo off_policy=mask", "would be corrected twice; set algorithm.off_policy=none"),
+        ("preset=dppo off_policy=m2po proximal=recompute", "algorithm.loss=dppo"),
+        ("preset=grpo loss=aipo", "algorithm.loss=aipo with algorithm.off_policy=truncate"),
+        ("preset=decoupled_ppo proximal=none", "proximal=none with algorithm.off_policy=truncate"),
+        ("preset=decoupled_ppo_loglinear proximal=none", "nothing is corrected; set algorithm.proximal="),
+        ("preset=icepop proximal=none", "algorithm.proximal=none with algorithm.off_policy=mask"),
+        # minibatches
+        ("preset=grpo minibatches=2 proximal=reuse", "proximal=reuse with algorithm.minibatches=2"),
+        ("preset=m2po proximal=reuse", "off_policy=m2po with algorithm.proximal=reuse"),
+        ("preset=m2po proximal=loglinear", "needs the proximal log-probs before the update"),
+        ("preset=m2po proximal=none", "set algorithm.proximal=recompute"),
+        ("preset=reinforce minibatches=2", "use loss=importance, which equals it at the first"),
+        # groups of one
+        ("preset=rloo group_size=1", "advantage=leave_one_out with algorithm.group_size=1"),
+        ("preset=grpo group_size=1", "a sample is its group's mean, every advantage is 0"),
+        ("preset=dr_grpo group_size=1", "advantage=group_normalized with algorithm.group_size=1"),
+        ("preset=reinforce group_size=1 group_filter=signal", "drops every group of algorithm.group_size=1"),
+        # KL
+        ("preset=grpo reference=none", "kl.coef=0.04 with algorithm.reference=none"),
+        ("preset=grpo kl.estimator=k1", "estimator=k1 with kl.place=loss: its gradient is not the KL's"),
+        ("preset=rloo kl.estimator=k2", "estimator=k2 with kl.place=reward"),
+        ("preset=grpo kl.place=reward", "estimator=k3 with kl.place=reward: its gradient is not"),
+        ("preset=dr_grpo kl.target=0.1", "kl.target=0.1 with kl.coef=0: a coefficient of 0 stays 0"),
+        ("preset=reinforce advantage=ones kl.coef=0.1 kl.place=reward kl.estimator=k1", "reads no reward"),
+        # critic and teacher
+        ("preset=grpo advantage=gae", "set algorithm.critic.kind=separate or shared"),
+        ("preset=ppo critic.kind=none", "advantage=gae with algorithm.critic.kind=none"),
+        ("preset=grpo critic.kind=shared", "the critic would cost and never count"),
+        ("preset=distillation", "teacher_gap without a teacher; set algorithm.teacher to a model source"),
+        ("preset=grpo teacher=tiny", "algorithm.teacher=tiny with algorithm.advantage=group_normalized"),
+        ("preset=distillation teacher=tiny group_filter=signal", "group_filter=signal with algorithm"),
+        ("preset=distillation teacher=tiny truncation=soft_penalty", "reads no reward of a sample"),
+        # rewards and lengths
+        ("preset=reinforce advantage=ones whiten=tokens", "whiten=tokens with algorithm.advantage=ones"),
+        ("preset=grpo overlong_margin=8", "overlong_margin=8 with truncation=keep: nothing reads it"),
+        ("preset=dapo overlong_margin=32", "overlong_margin=32 is not below generation.max_tokens=32"),
+        ("preset=grpo reduction_constant=9", "needs algorithm.reduction=constant"),
+        # reference answers
+        ("preset=sft proximal=recompute", "no policy sampled a reference answer"),
+        ("preset=sft loss=ppo_clip", "samples=reference with loss=ppo_clip"),
+        ("preset=sft advantage=group_normalized", "every answer of a group is the same reference"),
+        ("preset=sft kl.coef=0.1", "samples=reference with kl.coef=0.1"),
+        ("preset=sft group_filter=signal", "every group would be dropped"),
+    ],
+)  # fmt: skip
+def test_what_would_train_something_else_is_refused(words: str, message: str):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(*(f"algorithm.{word}" for word in words.split()))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "preset=grpo kl.estimator=k1 kl.allow_biased=true",
+        "preset=rloo kl.estimator=k2 kl.allow_biased=true",
+        "preset=grpo proximal=none off_policy=none",
+        "preset=grpo group_size=1 advantage_settings.center=batch advantage_settings.scale=batch",
+        "preset=grpo loss=my.losses:clip advantage=my.advantages:mine critic.kind=shared teacher=tiny",
+        "preset=decoupled_ppo off_policy=my.weights:mine proximal=none",
+        "preset=gspo loss_settings.low=0.01 loss_settings.high=0.02",
+        "preset=dapo overlong_margin=8",
+        "preset=grpo advantage=gae critic.kind=shared",
+        "preset=sft minibatches=4",
+        "preset=grpo reference=none kl.coef=0",
+    ],
+)
+def test_what_says_what_it_does_is_not_refused(words: str):
+    load_config(*(f"algorithm.{word}" for word in words.split()))
+
+
+def test_the_default_corrects_for_the_behaviour_policy():
+    """No config that decouples by default forgets the behaviour weight."""
+    a = load_config().algorithm
+    assert (a.off_policy, a.proximal_form) == ("truncate", "reuse")
+    for name in PRESETS:
+        a = load_config(f"algorithm.preset={name}", *NEEDS.get(name, [])).algorithm
+        is_corrected = a.off_policy != "none" or a.loss in ("cispo", "aipo", "dppo")
+        assert is_corrected == (name != "sft")
+
+
+def test_no_kl_is_taken_to_a_reference_that_is_not_there():
+    """Unless asked for there is neither a KL term nor a reference, and never a term without one."""
+    without = load_config("algorithm.preset=dr_grpo").algorithm
+    assert without.kl.coef == 0 and not without.has_reference
+    for name in ("grpo", "rloo", "reinforce_pp"):
+        assert load_config(f"algorithm.preset={name}").algorithm.has_reference
