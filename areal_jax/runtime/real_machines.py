@@ -21,7 +21,7 @@ from areal_jax.runtime.simulated_host import Call
 from areal_jax.runtime.trainer import TrainBatch, train_batch
 from areal_jax.tasks.scoring import score_group
 from areal_jax.trainer.state import TrainState
-from areal_jax.types import Group, PolicyVersion, SampleId, Trajectory, VersionedParams
+from areal_jax.types import ArealError, Group, PolicyVersion, SampleId, Trajectory, VersionedParams
 from areal_jax.weights.memory import MemoryStore
 from areal_jax.weights.store import wire_copy
 
@@ -71,11 +71,16 @@ class EngineDecoder:
 
 
 class RealMachines:
-    """Of one run from the given state on, which it takes. A run of faults needs machines that forget nothing:
-    what these trained cannot be trained again.
+    """Of one run, from the given state on, which they take. What they trained they cannot train again, so
+    none of them may die. Raises ArealError for a run that samples nothing.
     """
 
     def __init__(self, parts: Parts, state: TrainState, engines: Sequence[Engine]) -> None:
+        if parts.config.algorithm.samples != "policy":
+            raise ArealError(
+                f"algorithm.samples={parts.config.algorithm.samples}: reference answers are decoded by "
+                "nobody, so no virtual clock can run; use algorithm.samples=policy"
+            )
         self.state = state
         self._parts, self._engines = parts, list(engines)
         self._store = MemoryStore(engines[0].canary, parts.config.weights.wire_dtype)

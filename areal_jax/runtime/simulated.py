@@ -54,7 +54,14 @@ class SimResult:
 
 
 def simulate(config: Config, schedule: Schedule, machines: Machines | None = None) -> SimResult:
-    """Run to the end and audit. Raises SimulationError on a hang or a broken invariant."""
+    """Run to the end and audit. Raises SimulationError on a hang or a broken invariant, and for faults that
+    would strike machines which cannot do again what is lost.
+    """
+    if machines is not None and schedule.faults:
+        raise SimulationError(
+            f"{len(schedule.faults)} faults for machines that forget what they trained; leave "
+            "Schedule.faults empty, or the machines out"
+        )
     return World(config, schedule, machines or DrawnMachines(config, schedule)).run()
 
 

@@ -14,6 +14,10 @@ from areal_jax.generation.rollout import rollout
 from areal_jax.runtime.ablation import Result, Table, Workbench, ablate, schedule
 from areal_jax.runtime.ablations import ABLATIONS, find
 from areal_jax.runtime.assembly import assemble
+from areal_jax.runtime.real_machines import RealMachines
+from areal_jax.runtime.schedule import Fault, Schedule
+from areal_jax.runtime.simulated import simulate
+from areal_jax.runtime.simulated_machines import DrawnMachines
 from areal_jax.trajectories.packing import pack
 from areal_jax.types import ArealError
 from areal_jax.weights.digest import digest
@@ -104,6 +108,16 @@ def test_speed_is_batches_of_longest_answers_a_training_step():
     config = config_of(0)  # 16 samples in 8 slots: two rounds of 16 tokens
     assert schedule(config, 0.5).token_s * 2 * 16 == pytest.approx(2.0)
     assert schedule(config, 0.5).train_s == 1.0
+
+
+def test_what_the_real_machines_cannot_do_is_said_before_they_start():
+    parts = assemble(load_config(STALENESS.recipe, {"algorithm": {"preset": "sft"}}))
+    with pytest.raises(ArealError, match=r"algorithm\.samples=reference: .* use algorithm\.samples=policy"):
+        RealMachines(parts, parts.learner.abstract_state(), [])
+    config = config_of(0)
+    machines = DrawnMachines(config, Schedule())  # any that were made before: faults come with none
+    with pytest.raises(ArealError, match=r"leave Schedule\.faults empty"):
+        simulate(config, Schedule(faults=(Fault("host_death", 1),)), machines)
 
 
 # --- claims -------------------------------------------------------------------------------------------------
