@@ -67,8 +67,8 @@ def triton(q: Array, k: Array, v: Array, segment_ids: Array, interpret: bool = F
     k, v = (jnp.repeat(x, heads // k.shape[2], axis=2) for x in (k, v))
     q, k, v = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in (q, k, v))
     ids = jnp.pad(segment_ids, ((0, 0), (0, padding)))
-    out: Any = mha(q, k, v, ids, head_dim**-0.5, True, interpret=interpret)
-    return out[:, :length]
+    attend: Any = mha
+    return attend(q, k, v, ids, head_dim**-0.5, True, interpret=interpret)[:, :length]
 
 
 def blocks(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
