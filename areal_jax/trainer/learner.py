@@ -117,6 +117,11 @@ class Learner:
         self._score = jax.jit(self.objective.score)
         self._finish = jax.jit(self._finish_batch)
         self.teacher = teacher
+        if (teacher is None) != (algorithm.teacher is None):
+            raise ArealError(
+                f"algorithm.teacher={algorithm.teacher} and Learner(teacher={teacher and 'given'}): give both, "
+                "or neither"
+            )
         if teacher is not None:
             of_teacher = dataclasses.replace(self.objective, model=teacher.model, critic=None)
             self._score_teacher = jax.jit(of_teacher.score)

@@ -187,6 +187,8 @@ class Objective:
             own = own | {"kl": kl}
         elif a.has_reference:
             own = own | {"kl": kl_reward(micro.behavior_logp, micro.ref_logp, a.kl.estimator)}
+        if a.teacher is not None:
+            own = own | {"teacher_kl": kl_reward(micro.behavior_logp, micro.teacher_logp)}
         if a.entropy_coef:
             objective -= a.entropy_coef * now.entropy
         metrics = self._metric_sums(micro, stats, own)

@@ -207,6 +207,25 @@ def test_shards_pages_and_a_reference_policy_are_counted():
     assert table["each host: KV pages"] == page * (8 * 4 + 1) // 4 // 2
 
 
+def test_a_critic_and_a_teacher_are_counted():
+    """A critic of its own is as large as the policy and trained like it; a shared one is a head."""
+    n, width = model().parameter_count, model().config.width
+    preset = ["algorithm.preset=ppo", "generation.slots=4"]
+    plain = figures("split", "generation.slots=4")
+    own = figures("split", *preset, "algorithm.critic.kind=separate")
+    shared = figures("split", *preset, "algorithm.critic.kind=shared")
+    for what, size in (("critic", 4), ("the critic's Adam moments", 8), ("the critic's gradient", 4)):
+        assert own[f"trainer: {what}"] == size * (n + width + 1)
+        assert shared[f"trainer: {what}"] == size * (width + 1)
+        assert f"trainer: {what}" not in plain
+    kept = "the host's memory: all but the gradient"
+    assert own[kept] == plain[kept] + 12 * (n + width + 1)
+    larger = model(layers=3)
+    rows = memory_table(config("algorithm.kl.coef=0"), model(), "split", larger)
+    assert ("trainer", "teacher, float32", 4 * larger.parameter_count) in rows
+    assert (plain[kept]) in [size for _, what, size in rows if "checkpoint" in what]  # teachers are in none
+
+
 @pytest.mark.parametrize(
     "placement, settings, expected",
     [

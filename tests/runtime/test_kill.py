@@ -16,6 +16,15 @@ from areal_jax.control.events import BatchTrained, RunResumed
 from areal_jax.runtime.reading import audit_run, open_journal
 from tests.runtime.small import RECIPE, WORDS
 
+CRITIC = [
+    "algorithm.preset=ppo",
+    "algorithm.minibatches=2",
+    "algorithm.group_size=4",
+    "algorithm.reference=ema",
+    "algorithm.kl={coef: 0.05, place: reward, estimator: k1, target: 0.002, horizon: 500}",
+]
+"""A critic, a moving reference and an adaptive coefficient: all that a state may hold."""
+
 CLI = [sys.executable, "-m", "areal_jax.cli.main"]
 
 
@@ -89,10 +98,10 @@ def test_kill_9_at_any_moment(tmp_path, moment):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["memory", "orbax"])
-def test_at_eta_0_a_killed_run_ends_with_the_same_bits_as_an_untouched_one(tmp_path, backend):
+@pytest.mark.parametrize("extra", [["weights.backend=memory"], ["weights.backend=orbax"], CRITIC], ids=str)
+def test_at_eta_0_a_killed_run_ends_with_the_same_bits_as_an_untouched_one(tmp_path, extra):
     words = ("run.steps=30", "control.max_staleness=0", "trainer.checkpoint_every=8")
-    words += (f"weights.backend={backend}",)
+    words += tuple(extra)
     untouched = begin(tmp_path / "untouched", *words)
     assert untouched.wait(240) == 0
     process = begin(tmp_path / "killed", *words)
@@ -100,8 +109,10 @@ def test_at_eta_0_a_killed_run_ends_with_the_same_bits_as_an_untouched_one(tmp_p
     process.kill()
     process.wait()
     assert call("resume", str(tmp_path / "killed")).returncode == 0
-    digests = [[row["params_digest"] for row in rows_of(tmp_path / name)] for name in ("untouched", "killed")]
-    assert digests[0] == digests[1] and len(digests[0]) == 30
+    rows = [rows_of(tmp_path / name) for name in ("untouched", "killed")]
+    for name in ("params_digest", "kl_coef", "value_loss", "critic_grad_norm"):
+        untouched, killed = ([row.get(name) for row in each] for each in rows)
+        assert untouched == killed and len(untouched) == 30
 
 
 @pytest.mark.slow

@@ -18,10 +18,11 @@ from areal_jax.runtime.api import load_model
 from areal_jax.runtime.convert import convert
 from areal_jax.runtime.jobs import run
 from areal_jax.runtime.reading import audit_run, view_sample
-from areal_jax.runtime.sources import open_source
+from areal_jax.runtime.sources import _other_ids, open_source, open_teacher
 from areal_jax.tasks.hf_tokenizer import HFTokenizer
 from areal_jax.tasks.source import load_tasks
 from areal_jax.tasks.task import TaskError
+from areal_jax.tasks.tokenizers import ByteTokenizer, CharTokenizer
 from areal_jax.types import ArealError
 from areal_jax.weights.digest import digest
 from tests.tasks.test_hf_tokenizer import write
@@ -121,3 +122,34 @@ def test_a_run_trains_a_pretrained_model_and_reads_its_own_tokens(folder, tmp_pa
     view = view_sample(tmp_path / "run", "0/0")
     assert "Answer with a number." in view.prompt and "What is" in view.prompt
     assert view.reward == 0
+
+
+def taught(teacher: object, *words: str):
+    config = load_config(
+        "tasks=arithmetic", "algorithm.preset=distillation", f"algorithm.teacher={teacher}", *words
+    )
+    tasks = load_tasks(config.tasks)
+    return open_teacher(config, tasks, open_source(config, tasks).model)
+
+
+def test_a_teacher_is_a_source_of_its_own_sizes(folder):
+    teacher = taught(folder, f"model.source={folder}", "model.dtype=bfloat16")
+    assert teacher.model.config == ModelConfig(vocab_size=272, dtype="bfloat16", **SIZES)
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(folder):
+    with pytest.raises(ArealError, match=r"algorithm.teacher=.* another vocabulary.*vocab_size is 264.* 258"):
+        taught(folder)
+
+
+def test_a_teacher_that_is_not_there_is_named_by_its_key():
+    with pytest.raises(ArealError, match=r"algorithm.teacher=nowhere: .*no such file or folder"):
+        taught("nowhere")
+    with pytest.raises(ArealError, match=r"algorithm.teacher=random has nothing to teach"):
+        taught("random")
+
+
+def test_vocabularies_are_compared_id_by_id():
+    assert _other_ids(CharTokenizer("abc"), CharTokenizer("abc")) is None
+    assert _other_ids(CharTokenizer("abc"), CharTokenizer("acb")) == "id 3 is 'c', the student's 'b'"
+    assert "vocab_size is 258" in str(_other_ids(CharTokenizer("abc"), ByteTokenizer()))

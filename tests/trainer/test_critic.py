@@ -29,7 +29,7 @@ COEF, TARGET, HORIZON, DECAY = 0.1, 0.01, 2000, 0.75
 
 
 def make(
-    model: Model, kind: str, teacher: Teacher | None = None, mesh: Any = None, **settings: Any
+    model: Model, kind: str, frozen: Teacher | None = None, mesh: Any = None, **settings: Any
 ) -> Learner:
     given = {"preset": "ppo", "critic": {"kind": kind, "coef": 0.3}, "group_size": 4, **settings}
     return Learner(
@@ -40,7 +40,7 @@ def make(
         length=LENGTH,
         mesh=make_mesh({"data": 1, "fsdp": 1, "tensor": 1, **(mesh or {})}, jax.devices(), "the trainer"),
         logp_chunk=8,
-        teacher=teacher,
+        teacher=frozen,
     )
 
 
@@ -60,6 +60,7 @@ def full(model: Model, half: Any) -> Learner:
         reference="ema",
         reference_decay=DECAY,
         minibatches=2,
+        teacher="half",
     )
 
 
@@ -136,7 +137,7 @@ def test_a_killed_update_goes_on_with_the_same_bits(params: Any, full: Learner, 
         assert not same_bits(getattr(on, name), getattr(fresh, name)), name
 
 
-def test_a_version_moves_reference_and_coefficient_once(params: Any, full: Learner, batch: Batch):
+def test_a_version_moves_reference_and_coefficient_once(params: Any, half: Any, full: Learner, batch: Batch):
     """However many minibatches it has: two here."""
     state = full.init(params)
     new, metrics = full.update(state, full.prepare(state, batch))
@@ -144,16 +145,16 @@ def test_a_version_moves_reference_and_coefficient_once(params: Any, full: Learn
     assert distance(new.reference, want) < 1e-6
     assert distance(new.reference, params) > 1e-3
     assert metrics["kl_coef"] == pytest.approx(COEF)
-    kl = (batch.behavior_logp - exact_logp(full, params, batch))[batch.loss_mask].mean()
+    kl, from_teacher = (
+        (batch.behavior_logp - exact(full.model, under, batch)[0])[batch.loss_mask].mean()
+        for under in (params, half)
+    )
+    assert metrics["teacher_kl"] == pytest.approx(from_teacher, rel=1e-3)
     assert metrics["kl"] == pytest.approx(kl, rel=1e-3)
     tokens = batch.loss_mask.sum()
     want = COEF * (1 + np.clip(kl / TARGET - 1, -0.2, 0.2) * tokens / HORIZON)
     assert float(new.kl_control.coef) == pytest.approx(want, rel=1e-5)
     assert float(new.kl_control.tokens) == 0
-
-
-def exact_logp(of: Learner, params: Any, batch: Batch) -> np.ndarray:
-    return exact(of.model, params, batch)[0]
 
 
 def test_a_critic_learns_the_returns(params: Any, full: Learner, batch: Batch):
