@@ -119,8 +119,8 @@ class Learner:
         self.teacher = teacher
         if (teacher is None) != (algorithm.teacher is None):
             raise ArealError(
-                f"algorithm.teacher={algorithm.teacher} and Learner(teacher={teacher and 'given'}): give both, "
-                "or neither"
+                f"algorithm.teacher={algorithm.teacher} and Learner(teacher={teacher and 'given'}): give "
+                "both, or neither"
             )
         if teacher is not None:
             of_teacher = dataclasses.replace(self.objective, model=teacher.model, critic=None)
