@@ -48,7 +48,8 @@ def cudnn(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
         sizes, offsets = segment_bounds(segment_ids, SEGMENTS)
         is_token = (segment_ids > 0)[..., None, None]  # what lies in no segment is not written
         q, k, v = (jnp.where(is_token, x, 0) for x in (q, k, v))
-        out = fused.dot_product_attention(
+        attend: Any = fused.dot_product_attention
+        out = attend(
             q, k, v, q_seqlen=sizes, kv_seqlen=sizes, q_offsets=offsets, kv_offsets=offsets,
             scale=q.shape[-1] ** -0.5, mask_type=fused.MaskType.PADDING_CAUSAL,
         )  # fmt: skip
