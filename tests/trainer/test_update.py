@@ -73,6 +73,16 @@ def test_each_minibatch_is_a_step_from_where_the_last_one_ended(params: Any, lea
     assert distance(one.params, two.params) > 1e-3
 
 
+def test_one_minibatch_needs_no_scoring_pass(
+    params: Any, learner: MakeLearner, oracle: TrainState, batch: Batch
+):
+    """Its own forward stands where the proximal policy does: the same step, the same off-policy weights."""
+    state, metrics = trained(learner(proximal="reuse"), params, batch)
+    assert distance(state.params, oracle.params) <= 1e-6
+    _, recomputed = trained(learner(), params, batch)
+    assert metrics == {name: pytest.approx(value, rel=1e-5) for name, value in recomputed.items()}
+
+
 @pytest.mark.parametrize("rows", [1, 8])
 def test_the_number_of_micro_batches_does_not_matter(
     params: Any, learner: MakeLearner, oracle: TrainState, rows: int
