@@ -245,8 +245,10 @@ class TrainerConfig(Section):
     """shared: what a group's samples begin with is computed once a row that holds any of them."""
     logp_chunk: int = Field(default=1024, ge=1)
     """Tokens whose logits exist at once in the LM head."""
-    remat: bool = True
-    """Recompute each layer's activations in the backward pass instead of keeping them."""
+    remat: Literal["none", "layer", "dots"] = "layer"
+    """What the backward pass computes again instead of keeping: nothing, each layer, or what a layer computes
+    besides matrix products and attention.
+    """
     supervised_steps: int = Field(default=0, ge=0)
     """Supervised updates on the task's reference answers before version 0."""
     supervised_batch: int = Field(default=128, ge=1)

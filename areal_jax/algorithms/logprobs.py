@@ -8,7 +8,8 @@ support.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,42 +57,127 @@ def _entropy(z: Float[Array, "n V"], log_total: Float[Array, " n"]) -> Float[Arr
     return -jnp.where(p > 0, p * jnp.where(p > 0, logp, 0.0), 0.0).sum(-1)
 
 
+Head = Callable[[Array, Array], Array]
+"""`head(weight, hidden)`: the logits (n, V) of hidden states (n, D), float32."""
+
+
 def packed_stats(
     hidden: Float[Array, "B T D"],
     tokens: Int[Array, "B T"],
     previous: Int[Array, "B T"],
     mask: Bool[Array, "B T"],
     temperature: Float[Array, "B T"],
-    logits: Callable[[Float[Array, "n D"]], Float[Array, "n V"]],
+    head: Head,
+    weight: Array,
     support: Int[Array, "B T K"] | None,
     chunk: int,
+    *,
+    has_entropy_gradient: bool = False,
 ) -> TokenStats:
     """`token_stats` of a packed row, (B, T) each: index t describes token t given the tokens before it.
 
     This is the one place where hidden states shift by a token: token t reads the hidden state at column
     `previous` of its row. Off the mask everything is 0, and a token without predecessor (-1) is off it, so
-    that no segment's first token reads its neighbour's state. The LM head runs over `chunk` tokens at a
-    time, or a column of the rows if that is more, so no (B, T, V) array exists, in the backward pass neither;
-    each chunk has its share of every row, so that devices which hold different rows all have work.
+    that no segment's first token reads its neighbour's state.
+
+    The LM head runs over about `chunk` tokens at a time, a run of columns of every row, so no (B, T, V) array
+    exists, in the backward pass neither. Each row's masked tokens are moved to its front and only as many
+    chunks are computed as they fill: a prompt costs nothing. Gradients flow through logp, and through entropy
+    where `has_entropy_gradient`, into `hidden` and `weight`.
     """
     mask = mask & (previous >= 0)
-    before = jnp.take_along_axis(hidden, jnp.maximum(previous, 0)[..., None], axis=1)
-    before = jnp.where(mask[..., None], before, 0.0)
     rows, length = tokens.shape
-    columns = min(max(chunk // rows, 1), length)
-    chunks = -(-length // columns)
+    width = min(length, max(1, chunk // rows))
+    parts = -(-length // width)
+    order = jnp.argsort(~mask, axis=1, stable=True)
 
-    def chunked(x: Array) -> Array:
-        padded = jnp.pad(x, ((0, 0), (0, chunks * columns - length), *((0, 0),) * (x.ndim - 2)))
-        return jnp.moveaxis(padded.reshape(rows, chunks, columns, *x.shape[2:]), 1, 0)
+    def chunked(x: Array, at: Array) -> Array:  # (parts, B * width, ...)
+        moved = jnp.take_along_axis(x, at.reshape(*at.shape, *(1,) * (x.ndim - 2)), axis=1)
+        moved = jnp.pad(moved, ((0, 0), (0, parts * width - length), *((0, 0),) * (x.ndim - 2)))
+        moved = jnp.moveaxis(moved.reshape(rows, parts, width, *x.shape[2:]), 1, 0)
+        return moved.reshape(parts, rows * width, *x.shape[2:])
 
-    @jax.checkpoint
-    def one_chunk(args: tuple[Array, ...]) -> TokenStats:
-        h, ids, temperatures, *kept = (x.reshape(rows * columns, *x.shape[2:]) for x in args)
-        stats = token_stats(logits(h), ids, temperatures, *kept)
-        return TokenStats(*(x.reshape(rows, columns) for x in stats))
+    before = jnp.take_along_axis(jnp.maximum(previous, 0), order, axis=1)
+    inputs = HeadInputs(
+        chunked(tokens, order),
+        chunked(temperature, order),
+        None if support is None else chunked(support, order),
+        -(-mask.sum(1).max() // width),
+    )
+    counts = chunked(mask, order)[..., None]
+    used = jnp.where(counts, chunked(hidden, before), 0.0)
+    stats: Any = _head_stats(head, has_entropy_gradient, used, weight, inputs)
+    back = jnp.argsort(order, axis=1)
 
-    args = (before, tokens, temperature) if support is None else (before, tokens, temperature, support)
-    stats = jax.lax.map(one_chunk, tuple(chunked(x) for x in args))
-    each = (jnp.moveaxis(x, 0, 1).reshape(rows, -1)[:, :length] for x in stats)
-    return TokenStats(*(jnp.where(mask, x, 0.0) for x in each))
+    def restored(x: Array) -> Array:
+        flat = jnp.moveaxis(x.reshape(parts, rows, width), 0, 1).reshape(rows, -1)
+        return jnp.where(mask, jnp.take_along_axis(flat, back, axis=1), 0.0)
+
+    return TokenStats(*map(restored, stats))
+
+
+class HeadInputs(NamedTuple):
+    """What the LM head needs beside hidden states and its weight; c chunks of n tokens."""
+
+    tokens: Int[Array, "c n"]
+    temperature: Float[Array, "c n"]
+    support: Int[Array, "c n K"] | None
+    count: Int[Array, ""]
+    """Chunks that hold a token of the mask; the others' statistics are 0."""
+
+    def of(self, i: Array) -> tuple[Array, Array, Array | None]:
+        return self.tokens[i], self.temperature[i], None if self.support is None else self.support[i]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _head_stats(
+    head: Head, has_entropy_gradient: bool, hidden: Float[Array, "c n D"], weight: Array, inputs: HeadInputs
+) -> TokenStats:
+    return _head_forward(head, has_entropy_gradient, hidden, weight, inputs)[0]
+
+
+def _head_forward(
+    head: Head, has_entropy_gradient: bool, hidden: Array, weight: Array, inputs: HeadInputs
+) -> tuple[TokenStats, tuple]:
+    def one_chunk(i: Array, stats: TokenStats) -> TokenStats:
+        here = token_stats(head(weight, hidden[i]), *inputs.of(i))
+        return TokenStats(*(x.at[i].set(now) for x, now in zip(stats, here, strict=True)))
+
+    zeros = jnp.zeros(inputs.tokens.shape, jnp.float32)
+    stats = jax.lax.fori_loop(0, inputs.count, one_chunk, TokenStats(zeros, zeros, zeros))
+    return stats, (hidden, weight, inputs, stats.logp)
+
+
+def _head_backward(
+    head: Head, has_entropy_gradient: bool, kept: tuple, slopes: TokenStats
+) -> tuple[Array, Array, None]:
+    hidden, weight, inputs, logp = kept
+
+    def one_chunk(i: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        of_hidden, of_weight = sums
+        logits, pull = jax.vjp(head, weight, hidden[i])
+        tokens, temperature, support = inputs.of(i)
+        if support is None and not has_entropy_gradient:
+            of_logits = _slope_of_logits(logits, tokens, temperature, logp[i], slopes.logp[i])
+        else:
+            entropy = slopes.entropy[i] if has_entropy_gradient else jnp.zeros_like(slopes.entropy[i])
+            _, back = jax.vjp(lambda z: token_stats(z, tokens, temperature, support), logits)
+            (of_logits,) = back(TokenStats(slopes.logp[i], entropy, jnp.zeros_like(entropy)))
+        more_weight, here = pull(of_logits)
+        return of_hidden.at[i].set(here), of_weight + more_weight.astype(jnp.float32)
+
+    start = (jnp.zeros_like(hidden), jnp.zeros(weight.shape, jnp.float32))
+    of_hidden, of_weight = jax.lax.fori_loop(0, inputs.count, one_chunk, start)
+    return of_hidden, of_weight.astype(weight.dtype), None
+
+
+_head_stats.defvjp(_head_forward, _head_backward)
+
+
+def _slope_of_logits(logits: Array, tokens: Array, temperature: Array, logp: Array, slope: Array) -> Array:
+    """slope * d logp / d logits = slope / temperature * (onehot - p); p from logp in a single pass."""
+    scale = jnp.where(temperature > 0, temperature, 1.0)[:, None]
+    z = logits / scale
+    log_total = jnp.take_along_axis(z, tokens[:, None], axis=-1) - logp[:, None]
+    is_token = jnp.arange(logits.shape[-1]) == tokens[:, None]
+    return slope[:, None] / scale * (is_token - jnp.exp(z - log_total))

@@ -74,7 +74,7 @@ def _attend(
     return _forward(q, k, v, sight)[0]
 
 
-def _forward(q: Array, k: Array, v: Array, sight: Sight) -> tuple[Array, tuple[Array, ...]]:
+def _forward(q: Array, k: Array, v: Array, sight: Sight) -> tuple[Array, tuple]:
     def one_block(i: Array) -> tuple[Array, Array]:
         def visit(j: Array, mask: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             largest, total, out = carry

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from areal_jax.models.attention import Attention, KVPages
 from areal_jax.models.config import ModelConfig
-from areal_jax.models.transformer import Transformer
+from areal_jax.models.transformer import Remat, Transformer, head_logits
 
 Params = Any
 """Nested dict of arrays; layers are stacked along axis 0 of every leaf under `blocks`."""
@@ -65,14 +65,22 @@ class Model:
         positions: Int[Array, "B T"],
         attend: Attention,
         cache: Any = None,
-        remat: bool = False,
+        remat: Remat = "none",
         rows: NamedSharding | None = None,
     ) -> tuple[Float[Array, "B T D"], Any]:
         return nnx.merge(self._abstract[0], params)(tokens, positions, attend, cache, remat, rows)
 
     def logits(self, params: Params, hidden: Float[Array, "n D"]) -> Float[Array, "n V"]:
         """Float32 logits; ids beyond the tokenizer's vocabulary are neither sampled nor normalised over."""
-        logits = nnx.merge(self._abstract[0], params).logits(hidden)
+        return self.head(self.head_weight(params), hidden)
+
+    def head_weight(self, params: Params) -> Array:
+        """The LM head's parameters: the embedding (V, D) where it is tied, else (D, V)."""
+        return params["embedding" if self.config.is_tied else "head"]
+
+    def head(self, weight: Array, hidden: Float[Array, "n D"]) -> Float[Array, "n V"]:
+        """`logits` by the head's weight alone."""
+        logits = head_logits(weight, hidden, self.config.is_tied, self.config.dtype)
         known = self.tokenizer.vocab_size
         if known == self.config.vocab_size:
             return logits

@@ -9,7 +9,8 @@ devices.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +20,22 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int
 
 from areal_jax.models.attention import Attention
+from areal_jax.models.blockwise import KEPT
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.rope import inverse_frequencies
+
+Remat = Literal["none", "layer", "dots"]
+"""What a layer's backward pass computes again: nothing, all of it, or all but products and attention."""
+
+
+def rematerialised(layer: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
+    if remat == "none":
+        return layer
+    if remat == "layer":
+        return jax.checkpoint(layer)
+    policies = jax.checkpoint_policies
+    kept = policies.save_from_both_policies(policies.checkpoint_dots, policies.save_only_these_names(KEPT))
+    return jax.checkpoint(layer, policy=kept)
 
 
 def _param(key: Array, shape: tuple[int, ...], axes: tuple[str, ...], scale: float) -> nnx.Param:
@@ -87,10 +102,7 @@ class SelfAttention(nnx.Module):
         self, layer: Array, x: Array, positions: Array, attend: Attention, cache: Any
     ) -> tuple[Array, Any]:
         c = self.config
-        q, k, v = (
-            project(x, weight[...], c.dtype).reshape(*x.shape[:-1], *weight.shape[1:])
-            for weight in (self.q, self.k, self.v)
-        )
+        q, k, v = self._project(x)
         if c.has_qkv_bias:
             q, k, v = q + self.q_bias[...], k + self.k_bias[...], v + self.v_bias[...]
         if c.has_qk_norm:
@@ -99,6 +111,19 @@ class SelfAttention(nnx.Module):
         q, k = rotate(q, positions, frequencies), rotate(k, positions, frequencies)
         out, cache = attend(layer, q, k.astype(c.dtype), v.astype(c.dtype), cache)
         return project(out.reshape(*out.shape[:-2], -1), self.out[...].reshape(-1, c.width), c.dtype), cache
+
+    def _project(self, x: Float[Array, "B T D"]) -> tuple[Array, Array, Array]:
+        """Queries (B, T, H, h), keys and values (B, T, K, h), by one product.
+
+        Each kv head lies beside its queries, so that a mesh which splits kv heads splits the product too.
+        """
+        c = self.config
+        repeats = c.heads // c.kv_heads
+        parts = (self.q[...].reshape(c.width, c.kv_heads, repeats, c.head_dim), self.k[...], self.v[...])
+        joined = jnp.concatenate([parts[0], parts[1][:, :, None], parts[2][:, :, None]], axis=2)
+        out = project(x, joined, c.dtype).reshape(*x.shape[:-1], c.kv_heads, repeats + 2, c.head_dim)
+        q = out[..., :repeats, :].reshape(*x.shape[:-1], c.heads, c.head_dim)
+        return q, out[..., repeats, :], out[..., repeats + 1, :]
 
 
 class GatedMLP(nnx.Module):
@@ -157,7 +182,7 @@ class Transformer(nnx.Module):
         positions: Int[Array, "B T"],
         attend: Attention,
         cache: Any,
-        remat: bool,
+        remat: Remat,
         rows: NamedSharding | None = None,
     ) -> tuple[Float[Array, "B T D"], Any]:
         """Hidden states after the last norm, and the cache with these tokens in it.
@@ -176,16 +201,18 @@ class Transformer(nnx.Module):
             return x if rows is None else jax.lax.with_sharding_constraint(x, rows)
 
         x = placed(self.embedding[...][tokens].astype(jnp.float32))
-        body = jax.checkpoint(one_layer) if remat else one_layer
+        body = rematerialised(one_layer, remat)
         (x, cache), _ = jax.lax.scan(body, (x, cache), (jnp.arange(self.config.layers), layers))
         return rms_norm(x, self.norm[...], self.config.norm_eps), cache
 
-    def logits(self, hidden: Float[Array, "n D"]) -> Float[Array, "n V"]:
-        if not self.config.is_tied:
-            return project(hidden, self.head[...], self.config.dtype)
-        return jax.lax.dot_general(  # the embedding as it lies: CPUs are slow to transpose bfloat16
-            hidden.astype(self.config.dtype),
-            self.embedding[...].astype(self.config.dtype),
-            (((1,), (1,)), ((), ())),
-            preferred_element_type=jnp.float32,
-        )
+
+def head_logits(weight: Array, hidden: Float[Array, "n D"], is_tied: bool, dtype: str) -> Float[Array, "n V"]:
+    """The LM head: `weight` is the embedding (V, D) where it is tied, else (D, V)."""
+    if not is_tied:
+        return project(hidden, weight, dtype)
+    return jax.lax.dot_general(  # the embedding as it lies: CPUs are slow to transpose bfloat16
+        hidden.astype(dtype),
+        weight.astype(dtype),
+        (((1,), (1,)), ((), ())),
+        preferred_element_type=jnp.float32,
+    )

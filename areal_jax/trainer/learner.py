@@ -26,6 +26,7 @@ from areal_jax.algorithms.losses import LOSSES
 from areal_jax.algorithms.weights import OFF_POLICY, fitting
 from areal_jax.config import AlgorithmConfig
 from areal_jax.models.model import Model, Params
+from areal_jax.models.transformer import Remat
 from areal_jax.parallel.mesh import ROWS, make_mesh, param_shardings, replicated
 from areal_jax.plugin import check_settings, load_object
 from areal_jax.trainer.critic import Critic
@@ -71,7 +72,7 @@ class Learner:
         max_tokens: int | None = None,
         mesh: Mesh | None = None,
         logp_chunk: int = 1024,
-        remat: bool = True,
+        remat: Remat = "layer",
         teacher: Teacher | None = None,
     ) -> None:
         self.model, self.algorithm, self.optimizer = model, algorithm, optimizer

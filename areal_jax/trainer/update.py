@@ -27,6 +27,7 @@ from areal_jax.algorithms.weights import reduction_weights
 from areal_jax.config import AlgorithmConfig
 from areal_jax.models.attention import PackedAttention
 from areal_jax.models.model import Model, Params
+from areal_jax.models.transformer import Remat
 from areal_jax.trainer.critic import Critic, at_end, before
 from areal_jax.trainer.gaps import gap_sums
 from areal_jax.trainer.metrics import Sums, value_sums
@@ -47,7 +48,7 @@ class Objective:
     """The longest completion."""
     chunk: int
     """Tokens whose logits exist at once."""
-    remat: bool
+    remat: Remat
     rows: NamedSharding | None = None
     """How a micro-batch's rows lie on the trainer's mesh."""
 
@@ -223,9 +224,11 @@ class Objective:
             micro.previous,
             micro.loss_mask,
             masked.per_token(micro.temperature, micro.segment_ids),
-            lambda h: self.model.logits(params, h),
+            self.model.head,
+            self.model.head_weight(params),
             micro.support,
             self.chunk,
+            has_entropy_gradient=self.algorithm.entropy_coef > 0,
         )
 
     def _values_after(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -100,13 +101,13 @@ SUPPORT = np.argsort(RNG.normal(size=(*SEGMENTS.shape, V)))[..., :5].astype(np.i
 
 
 def packed(hidden: np.ndarray, ids: np.ndarray, chunk: int, support: np.ndarray | None = None) -> TokenStats:
-    return jax.jit(packed_stats, static_argnums=(5, 7))(
-        hidden, ids, PREVIOUS, SEGMENTS > 0, TEMPERATURE, logits, support, chunk
+    return jax.jit(packed_stats, static_argnums=(5, 8))(
+        hidden, ids, PREVIOUS, SEGMENTS > 0, TEMPERATURE, head, HEAD, support, chunk
     )
 
 
-def logits(hidden: jax.Array) -> jax.Array:
-    return hidden @ HEAD
+def head(weight: jax.Array, hidden: jax.Array) -> jax.Array:
+    return hidden @ weight
 
 
 @pytest.mark.parametrize("support", [None, SUPPORT], ids=["full", "support"])
@@ -137,18 +138,86 @@ def test_a_first_token_has_no_log_prob_and_reads_no_neighbour():
     np.testing.assert_array_equal(np.asarray(before.logp)[first], 0)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 15])
-def test_chunks_change_nothing_beyond_rounding(chunk: int):
-    """Sizes that divide the 30 tokens and sizes that do not; values and gradients."""
+MASK = (SEGMENTS > 0) & (np.arange(SEGMENTS.shape[1]) % 3 > 0)
+"""A token in three is a prompt's; rows hold different numbers of loss tokens."""
 
-    def of(hidden: jax.Array, size: int) -> jax.Array:
-        stats = packed_stats(
-            hidden, IDS, PREVIOUS, SEGMENTS > 0, TEMPERATURE, lambda h: h @ HEAD, SUPPORT, size
-        )
-        return (stats.logp + 0.3 * stats.entropy).sum()
 
-    both = jax.jit(jax.value_and_grad(of), static_argnums=1)
-    whole, slope = both(HIDDEN, 1000)
-    value, chunked = both(HIDDEN, chunk)
-    np.testing.assert_allclose(value, whole, rtol=1e-6)
-    np.testing.assert_allclose(chunked, slope, rtol=0, atol=1e-5)
+def dense_stats(hidden: jax.Array, weight: jax.Array, support: np.ndarray | None) -> TokenStats:
+    """The same from all logits at once, by autodiff."""
+    before = jnp.take_along_axis(hidden, np.maximum(PREVIOUS, 0)[..., None], axis=1)
+    flat = support if support is None else support.reshape(-1, support.shape[-1])
+    stats = token_stats((before @ weight).reshape(-1, V), IDS.reshape(-1), TEMPERATURE.reshape(-1), flat)
+    counts = MASK & (PREVIOUS >= 0)
+    return TokenStats(*(jnp.where(counts, x.reshape(IDS.shape), 0) for x in stats))
+
+
+@pytest.mark.parametrize("has_entropy_gradient", [False, True])
+@pytest.mark.parametrize("support", [None, SUPPORT], ids=["full", "support"])
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+def test_chunks_change_nothing_beyond_rounding(
+    chunk: int, support: np.ndarray | None, has_entropy_gradient: bool
+):
+    """Values, and slopes of hidden states and of the head, beside autodiff over all logits at once."""
+    slopes = RNG.normal(size=(2, *IDS.shape)).astype(np.float32)
+
+    def value(stats: TokenStats) -> tuple[jax.Array, TokenStats]:
+        total = (slopes[0] * stats.logp).sum() + stats.outside.sum() * 0
+        return total + (slopes[1] * stats.entropy).sum() * has_entropy_gradient, stats
+
+    def chunked(hidden: jax.Array, weight: jax.Array) -> tuple[jax.Array, TokenStats]:
+        args = (IDS, PREVIOUS, MASK, TEMPERATURE, head, weight, support, chunk)
+        return value(packed_stats(hidden, *args, has_entropy_gradient=has_entropy_gradient))
+
+    def dense(hidden: jax.Array, weight: jax.Array) -> tuple[jax.Array, TokenStats]:
+        return value(dense_stats(hidden, weight, support))
+
+    got, want = (jax.jit(jax.grad(of, argnums=(0, 1), has_aux=True))(HIDDEN, HEAD) for of in (chunked, dense))
+    assert np.abs(np.asarray(want[0][1])).max() > 0.1
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
+
+
+def test_entropy_and_mass_outside_carry_no_gradient_unasked():
+    def of(hidden: jax.Array) -> jax.Array:
+        stats = packed_stats(hidden, IDS, PREVIOUS, MASK, TEMPERATURE, head, HEAD, SUPPORT, 7)
+        return (stats.entropy + stats.outside).sum()
+
+    assert of(HIDDEN) > 1
+    np.testing.assert_array_equal(jax.jit(jax.grad(of))(HIDDEN), 0)
+
+
+def test_only_chunks_that_hold_loss_tokens_are_computed():
+    """A chunk of a column a row: as many as the fullest row has loss tokens, twice with the backward pass."""
+    calls: list[int] = []
+
+    def counted(weight: jax.Array, hidden: jax.Array) -> jax.Array:
+        jax.debug.callback(lambda: calls.append(len(hidden)))
+        return hidden @ weight
+
+    def of(hidden: jax.Array, mask: np.ndarray) -> jax.Array:
+        return packed_stats(hidden, IDS, PREVIOUS, mask, TEMPERATURE, counted, HEAD, None, 3).logp.sum()
+
+    slope = jax.jit(jax.grad(of))
+    for mask in (SEGMENTS > 0, MASK, np.zeros_like(MASK)):
+        calls.clear()
+        jax.block_until_ready(slope(HIDDEN, mask))
+        jax.effects_barrier()
+        assert calls == [3] * 2 * (mask & (PREVIOUS >= 0)).sum(1).max()
+
+
+def test_hidden_states_that_no_loss_token_reads_do_not_matter():
+    """NaN there, in a row without loss tokens too, reaches neither a value nor a slope."""
+    mask = MASK.copy()
+    mask[1] = False
+    read = np.zeros(IDS.shape, bool)
+    for row, column in np.argwhere(mask & (PREVIOUS >= 0)):
+        read[row, PREVIOUS[row, column]] = True
+    hidden = np.where(read[..., None], HIDDEN, np.nan).astype(np.float32)
+
+    def of(hidden: jax.Array, weight: jax.Array) -> jax.Array:
+        return packed_stats(hidden, IDS, PREVIOUS, mask, TEMPERATURE, head, weight, None, 9).logp.sum()
+
+    value, slopes = jax.jit(jax.value_and_grad(of, argnums=(0, 1)))(hidden, HEAD)
+    assert np.isfinite(value)
+    assert np.isfinite(slopes[1]).all()
+    assert (np.asarray(slopes[0]) != 0).any(-1).tolist() == read.tolist()

@@ -87,7 +87,8 @@ def dense(model: Model) -> DenseLogp:
             positions - 1,
             positions > 0,
             temperature,
-            lambda h: model.logits(params, h),
+            model.head,
+            model.head_weight(params),
             support,
             64,
         ).logp

@@ -76,7 +76,8 @@ def test_what_is_recorded_is_what_a_dense_forward_says():
         positions - 1,
         positions > 0,
         jnp.ones(tokens.shape),
-        lambda h: MODEL.logits(params, h),
+        MODEL.head,
+        MODEL.head_weight(params),
         None,
         22,
     )

@@ -49,7 +49,7 @@ def params(model: Model) -> Any:
 
 @partial(jax.jit, static_argnums=(0, 5))
 def packed(
-    model: Model, params: Any, tokens: Any, positions: Any, segments: Any, remat: bool = False
+    model: Model, params: Any, tokens: Any, positions: Any, segments: Any, remat: Any = "none"
 ) -> jax.Array:
     hidden, _ = model.hidden(params, tokens, positions, PackedAttention(segments), remat=remat)
     return model.logits(params, hidden.reshape(-1, hidden.shape[-1])).reshape(*tokens.shape, -1)
@@ -78,10 +78,18 @@ def test_packed_segments_are_the_reference_each(model: Model, params: Any):
         np.testing.assert_allclose(got[where], want, rtol=0, atol=1e-5)
 
 
-def test_rematerialising_changes_nothing(model: Model, params: Any):
-    segments = np.ones((1, LENGTH), np.int32)
-    args = (model, params, TOKENS[None], positions_of(segments), segments)
-    np.testing.assert_allclose(packed(*args, True), packed(*args), rtol=0, atol=1e-6)
+@pytest.mark.parametrize("remat", ["layer", "dots"])
+def test_rematerialising_changes_nothing(model: Model, params: Any, remat: Any):
+    """Values and slopes; two segments, the second in a row of two blocks."""
+    segments = segments_of(((5, 7),), 13)
+    args = (TOKENS[None], positions_of(segments)[:, :LENGTH], segments[:, :LENGTH])
+
+    def value(params: Any, remat: Any) -> jax.Array:
+        return (packed(model, params, *args, remat) ** 2).mean()
+
+    slopes = jax.jit(jax.grad(value), static_argnums=1)
+    for one, other in zip(*(jax.tree.leaves(slopes(params, x)) for x in (remat, "none")), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5 * np.abs(other).max())
 
 
 @pytest.mark.parametrize("page_tokens", [3, 4, 12])

@@ -121,7 +121,8 @@ def test_every_recorded_log_prob_is_the_one_of_its_version(finished, tmp_path):
                 jnp.asarray(positions - 1),
                 jnp.asarray(positions > 0),
                 jnp.ones(tokens.shape),
-                lambda h: parts.model.logits(params, h),
+                parts.model.head,
+                parts.model.head_weight(params),
                 None,
                 length,
             )
