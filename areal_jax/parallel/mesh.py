@@ -40,6 +40,22 @@ def make_mesh(shape: Mapping[str, int], devices: Sequence[Any], who: str) -> Mes
     return Mesh(np.array(devices[:needed]).reshape(tuple(shape.values())), tuple(shape))
 
 
+def own_rows(mesh: Mesh, rows: int) -> np.ndarray:
+    """Which of a batch's rows lie on this process's devices, ascending: all of them in a process of its own.
+
+    Raises ArealError where the mesh has no device of this process.
+    """
+    if not mesh.local_devices:
+        axes = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
+        raise ArealError(
+            f"process {jax.process_index()} of {jax.process_count()} has no device of the mesh "
+            f"{axes or 'of one device'}, which takes {mesh.size} of {jax.device_count()} devices; enlarge "
+            "trainer.mesh, or start fewer processes"
+        )
+    owned = NamedSharding(mesh, ROWS).addressable_devices_indices_map((rows,))
+    return np.unique(np.concatenate([np.arange(rows)[index] for index in owned.values() if index]))
+
+
 def param_shardings(logical_axes: Any, abstract_params: Any, mesh: Mesh) -> Any:
     """A NamedSharding a leaf. An axis that the mesh lacks, or that does not divide, stays whole."""
 

@@ -27,7 +27,7 @@ from areal_jax.algorithms.weights import OFF_POLICY, fitting
 from areal_jax.config import AlgorithmConfig
 from areal_jax.models.model import Model, Params
 from areal_jax.models.transformer import Remat
-from areal_jax.parallel.mesh import ROWS, make_mesh, param_shardings, replicated
+from areal_jax.parallel.mesh import ROWS, make_mesh, own_rows, param_shardings, replicated
 from areal_jax.plugin import check_settings, load_object
 from areal_jax.trainer.critic import Critic
 from areal_jax.trainer.kl_control import KLControl
@@ -101,11 +101,11 @@ class Learner:
             remat,
             self._by_row,
         )
-        shards = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
-        if rows % shards:
+        self._shards = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        if rows % self._shards:
             raise ArealError(
-                f"trainer.rows={rows} does not divide over the mesh's data x fsdp = {shards} shards; choose "
-                "a multiple"
+                f"trainer.rows={rows} does not divide over the mesh's data x fsdp = {self._shards} shards; "
+                "choose a multiple"
             )
         self._whole = replicated(self.mesh)
         self._optimization = Optimization(model, algorithm, optimizer, self.critic)
@@ -127,6 +127,10 @@ class Learner:
             of_teacher = dataclasses.replace(self.objective, model=teacher.model, critic=None)
             self._score_teacher = jax.jit(of_teacher.score)
         self._split = jax.jit(self._split_batch)
+        self._has_tokens = jax.jit(self._micro_batches_with_tokens, out_shardings=self._whole)
+        self._join = jax.jit(jnp.concatenate, out_shardings=self._by_row)
+        nothing = partial(jnp.zeros, (rows, length), jnp.float32)
+        self._zero_rows = jax.jit(nothing, out_shardings=self._by_row)
 
     # --- state ----------------------------------------------------------------------------------------------
 
@@ -165,6 +169,7 @@ class Learner:
     ) -> Batch:
         """The batch with proximal log-probs, advantages and both kinds of weights, on the trainer's mesh.
 
+        Where several processes make up the mesh, each gives those rows of the batch that `own_rows` names.
         `between` as in `update`.
         """
         batch = self._to_device(batch)
@@ -192,8 +197,13 @@ class Learner:
         model = self.teacher.model
         return self.teacher.load(param_shardings(model.logical_axes, model.abstract_params, self.mesh))
 
+    def own_rows(self, rows: int) -> np.ndarray:
+        """Which of a batch's rows lie on this process's devices, ascending."""
+        return own_rows(self.mesh, rows)
+
     def _to_device(self, batch: Batch) -> Batch:
-        rows, length = batch.tokens.shape
+        given, length = batch.tokens.shape
+        rows = given * self._shards // len(self.own_rows(self._shards))
         minibatches = self.algorithm.minibatches
         if length != self.length or rows % (self.rows * minibatches):
             raise ArealError(
@@ -202,25 +212,27 @@ class Learner:
             )
 
         def put(name: str, x: Any) -> Any:
-            return (
-                None
-                if x is None
-                else jax.device_put(x, self._whole if name in PER_SEQUENCE else self._by_row)
-            )
+            if x is None or name in PER_SEQUENCE:
+                return x if x is None else jax.make_array_from_process_local_data(self._whole, x, x.shape)
+            return jax.make_array_from_process_local_data(self._by_row, x, (rows, *x.shape[1:]))
 
         return Batch(*(put(name, x) for name, x in zip(Batch._fields, batch, strict=True)))
 
     def micro_batches(self, batch: Batch) -> list[list[Batch | None]]:
         """Micro-batches by minibatch; None where a micro-batch holds no token to train."""
-        count = batch.tokens.shape[0] // self.rows
-        masks = np.split(np.asarray(batch.loss_mask), count)
-        micros = [m if mask.any() else None for m, mask in zip(self._split(batch), masks, strict=True)]
-        each = count // self.algorithm.minibatches
-        return [micros[start : start + each] for start in range(0, count, each)]
+        has_tokens = np.asarray(self._has_tokens(batch.loss_mask))
+        micros = [m if has else None for m, has in zip(self._split(batch), has_tokens, strict=True)]
+        each = len(micros) // self.algorithm.minibatches
+        return [micros[start : start + each] for start in range(0, len(micros), each)]
+
+    def _micro_batches_with_tokens(self, mask: Array) -> Array:
+        return mask.any(1).reshape(-1, self.rows).any(1)
 
     def _split_batch(self, batch: Batch) -> tuple[Batch, ...]:
         def part(name: str, x: Any, start: int) -> Any:
-            return x if x is None or name in PER_SEQUENCE else x[start : start + self.rows]
+            if x is None or name in PER_SEQUENCE:
+                return x
+            return jax.lax.with_sharding_constraint(x[start : start + self.rows], self._by_row)
 
         named = list(zip(Batch._fields, batch, strict=True))
         starts = range(0, batch.tokens.shape[0], self.rows)
@@ -236,13 +248,14 @@ class Learner:
         """`names` of what `program` says of the batch, a micro-batch at a time; 0 where none is trained."""
         if not names:
             return {}
-        nothing = dict.fromkeys(names, jnp.zeros((self.rows, self.length), jnp.float32))
+        zero: Array = self._zero_rows()
+        nothing = dict.fromkeys(names, zero)
         scores: list[Mapping[str, Array]] = []
         for micro in itertools.chain.from_iterable(self.micro_batches(batch)):
             scores.append(nothing if micro is None else program(micro))
             if micro is not None and between is not None:
                 between(scores[-1][names[0]])
-        return {name: jnp.concatenate([score[name] for score in scores]) for name in names}
+        return {name: self._join([score[name] for score in scores]) for name in names}
 
     # --- update ---------------------------------------------------------------------------------------------
 
