@@ -22,11 +22,12 @@ import numpy as np
 from areal_jax.config import Config, load_config
 from areal_jax.generation.engine import Engine
 from areal_jax.models.model import Model
+from areal_jax.models.transformer import Remat
 from areal_jax.plugin import check_settings
 from areal_jax.runtime.api import preset
 from areal_jax.runtime.bench_packed import packed
 from areal_jax.runtime.bench_sync import sync
-from areal_jax.runtime.measure import machine, median_s, random_model
+from areal_jax.runtime.measure import compile_s, machine, median_s, random_model
 from areal_jax.trainer.learner import Learner
 from areal_jax.trainer.state import make_optimizer
 from areal_jax.trajectories.packing import pack
@@ -109,10 +110,19 @@ def logprob(
 
 
 def update(
-    *, shape: str = "smollm2-135m", rows: int = 8, length: int = 256, dtype: str = "float32", repeats: int = 5
+    *,
+    shape: str = "smollm2-135m",
+    rows: int = 8,
+    length: int = 256,
+    dtype: str = "float32",
+    repeats: int = 5,
+    remat: Remat = "none",
 ) -> dict[str, Any]:
-    """Tokens a second of one update of a micro-batch of full rows, AdamW included; 6 N FLOPs a token."""
-    learner, state, batch = _trainer(shape, rows, length, dtype)
+    """Tokens a second of one update of a micro-batch of full rows, AdamW included; 6 N FLOPs a token.
+
+    `remat` as trainer.remat; what is computed again is not counted.
+    """
+    learner, state, batch = _trainer(shape, rows, length, dtype, remat)
     batch = learner.prepare(state, batch)
     states = [state]
 
@@ -176,15 +186,18 @@ BENCHES: dict[str, Callable[..., dict[str, Any]]] = {
 # --- parts --------------------------------------------------------------------------------------------------
 
 
-def _trainer(shape: str, rows: int, length: int, dtype: str) -> tuple[Learner, Any, Batch]:
+def _trainer(
+    shape: str, rows: int, length: int, dtype: str, remat: Remat = "none"
+) -> tuple[Learner, Any, Batch]:
     model = random_model(shape, dtype)
     config = load_config("trainer.learning_rate=1e-5")
     learner = Learner(
         model,
-        preset("grpo", group_size=rows, kl={"coef": 0}),
+        preset("grpo", group_size=rows, kl={"coef": 0}, proximal="recompute"),
         make_optimizer(config.trainer, 100),
         rows=rows,
         length=length,
+        remat=remat,
     )
     numbers = np.random.default_rng(0)
     members = tuple(_full_row(i, length, numbers, model.config.vocab_size) for i in range(rows))
@@ -231,7 +244,7 @@ def _of_peak(
     once: Callable[[], float],
     repeats: int,
 ) -> dict[str, Any]:
-    once()
+    compiling = compile_s(once)
     runs = [once() for _ in range(repeats)]
     seconds, tokens, peak = statistics.median(runs), batch.tokens.size, _peak(dtype)
     flops = flops_a_token * model.parameter_count * tokens
@@ -239,6 +252,7 @@ def _of_peak(
         "batch": list(batch.tokens.shape),
         "limit": tokens * peak / flops,
         "fraction_of_peak": flops / seconds / peak,
+        **compiling,
     }
 
 

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import os
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any
 
 import jax
+import jax.monitoring
+from jax.experimental.compilation_cache import compilation_cache
 
 from areal_jax.models.config import model_config
 from areal_jax.models.model import Model
 from areal_jax.tasks.tokenizers import ByteTokenizer
+
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+"""What jax tells its monitors of each program that it compiles or takes from its persistent cache."""
 
 
 def random_model(shape: str, dtype: str) -> Model:
@@ -37,6 +43,45 @@ def machine(shape: str, dtype: str, seconds: float, runs: list[float]) -> dict[s
         "load": list(os.getloadavg()),
         "allocator": os.environ.get("GLIBC_TUNABLES", "default"),
     }
+
+
+def compile_s(call: Callable[[], Any]) -> dict[str, float]:
+    """Seconds in XLA's compiler for all programs of `call`: with an empty persistent cache, and a filled one.
+
+    Calls it twice; every program compiled so far is forgotten.
+    """
+    settings = {
+        "jax_compilation_cache_dir": None,
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    seconds: list[float] = []
+
+    def listen(event: str, duration: float, **_: Any) -> None:
+        if event == COMPILE_EVENT:
+            seconds.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    totals = []
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            _use_cache(settings | {"jax_compilation_cache_dir": folder})
+            for _ in range(2):
+                jax.clear_caches()
+                seconds.clear()
+                jax.block_until_ready(call())
+                totals.append(sum(seconds))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+        _use_cache(before)
+    return dict(zip(("compile_s", "compile_cached_s"), totals, strict=True))
+
+
+def _use_cache(settings: Mapping[str, Any]) -> None:
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()  # it is opened once
 
 
 def timed_s(call: Callable[[], Any]) -> float:
