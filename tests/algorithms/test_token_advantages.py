@@ -157,10 +157,10 @@ def test_only_a_sample_cut_by_its_length_has_a_value_beyond_its_end():
 
 def test_a_neighbour_in_the_row_moves_not_one_bit():
     batch = with_tools(5)
-    mine = batch.segment_ids == 1
+    mine = batch.segment_ids == 7  # with a neighbour on either side
     other = batch._replace(
         values=np.where(mine, 3 - 7 * batch.values, batch.values).astype(np.float32),
-        reward=np.where(np.arange(len(batch.reward)) == 0, 9.0, batch.reward).astype(np.float32),
+        reward=np.where(np.arange(len(batch.reward)) == 6, 9.0, batch.reward).astype(np.float32),
         loss_mask=batch.loss_mask & ~(mine & (batch.positions % 2 == 0)),
     )
     for step in ("token", "turn"):
