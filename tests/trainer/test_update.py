@@ -208,12 +208,15 @@ def test_an_entropy_bonus_raises_entropy(params: Any, learner: MakeLearner):
 
 
 def test_no_array_of_all_tokens_by_vocabulary_exists(params: Any, learner: MakeLearner, batch: Batch):
-    """The compiled gradient holds logits of one chunk (8 tokens) at most, of the 32 of a micro-batch."""
+    """The compiled gradient and scores hold the logits of one chunk (8 tokens), of a micro-batch's 32."""
     of = learner()
     state = of.init(params)
     micro = of.micro_batches(of.prepare(state, batch))[0][0]
-    text = of.accumulate.lower(state, of.zero_sums(), micro).compile().as_text()
-    shapes = {tuple(map(int, found.split(","))) for found in re.findall(r"f32\[([\d,]+)\]", text)}
-    logits = {shape for shape in shapes if VOCAB in shape and 16 not in shape}
-    assert (8, VOCAB) in logits
-    assert max(int(np.prod(shape)) for shape in logits) < 32 * VOCAB
+    programs = (of.accumulate.lower(state, of.zero_sums(), micro), of._score.lower(state.params, micro))
+    for program in programs:
+        text = program.compile().as_text()
+        shapes = {tuple(map(int, found.split(","))) for found in re.findall(r"\[([\d,]+)\]", text)}
+        logits = {shape for shape in shapes if VOCAB in shape and 16 not in shape}
+        assert (8, VOCAB) in logits
+        assert max(int(np.prod(shape)) for shape in logits) < 32 * VOCAB
+        assert all(int(np.prod(shape)) != 32 * VOCAB for shape in shapes)

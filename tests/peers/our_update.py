@@ -1,0 +1,44 @@
+"""areal_jax's update and log-prob pass as `areal-jax bench` runs them, with CPU seconds, one JSON line.
+
+python tests/peers/our_update.py {update,logprob} SHAPE REPEATS
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import jax
+from shapes import LENGTH, SHAPES
+
+from areal_jax.runtime import bench
+
+
+def main(what: str, name: str, repeats: int) -> None:
+    rows = SHAPES[name]["rows"]
+    learner, state, raw = bench._trainer(name, rows, LENGTH, "float32")
+    batch = learner.prepare(state, raw)
+    states = [state]
+
+    def update() -> None:
+        state, _ = learner.update(states.pop(), batch)
+        states.append(state)
+        jax.block_until_ready(state.params)
+
+    def logprob() -> None:
+        jax.block_until_ready(learner.prepare(states[0], raw))
+
+    call = {"update": update, "logprob": logprob}[what]
+    call()
+    seconds, cpu = [], []
+    for _ in range(repeats):
+        started, cpu_started = time.perf_counter(), time.process_time()
+        call()
+        seconds.append(time.perf_counter() - started)
+        cpu.append(time.process_time() - cpu_started)
+    sys.stdout.write(json.dumps({"seconds": seconds, "cpu_s": cpu, "tokens": raw.tokens.size}) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

@@ -1,0 +1,80 @@
+"""google-tunix: its PeftTrainer with a clipped-ratio loss on its own Llama, one JSON line.
+
+python tests/peers/tunix_update.py {update,logprob} SHAPE REPEATS
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from shapes import LENGTH, SHAPES
+from tunix.models.llama3 import model as llama
+from tunix.rl import common
+from tunix.sft import peft_trainer
+
+
+def main(what: str, name: str, repeats: int) -> None:
+    s = SHAPES[name]
+    config = llama.ModelConfig(
+        num_layers=s["layers"],
+        vocab_size=s["vocab"],
+        embed_dim=s["width"],
+        hidden_dim=s["mlp"],
+        num_heads=s["heads"],
+        head_dim=s["head_dim"],
+        num_kv_heads=s["kv_heads"],
+        rope_theta=int(s["theta"]),
+        norm_eps=1e-5,
+        weight_tying=True,
+    )
+    model = llama.Llama3(config, rngs=nnx.Rngs(0))
+    rows = s["rows"]
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, s["vocab"], (rows, LENGTH)), jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(LENGTH), (rows, LENGTH))
+    mask = jnp.broadcast_to(jnp.tri(LENGTH, dtype=bool), (rows, LENGTH, LENGTH))
+    advantages = jnp.where(jnp.arange(rows) % 2 == 0, -1.0, 1.0)[:, None]
+
+    def log_probs(model: llama.Llama3, tokens: jax.Array) -> jax.Array:
+        logits, _ = model(tokens, positions, None, mask)
+        return common.selective_log_softmax(logits[:, :-1], tokens[:, 1:])
+
+    scored = nnx.jit(log_probs)
+
+    def loss(model: llama.Llama3, tokens: jax.Array, behavior: jax.Array) -> jax.Array:
+        ratio = jnp.exp(log_probs(model, tokens) - behavior)
+        return -jnp.minimum(ratio * advantages, jnp.clip(ratio, 0.8, 1.2) * advantages).mean()
+
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-5, 0.9, 0.95, weight_decay=0.0))
+    training = peft_trainer.TrainingConfig(eval_every_n_steps=10**9, max_steps=10**9)
+    trainer = peft_trainer.PeftTrainer(model, optimizer, training).with_loss_fn(loss)
+    behavior = scored(model, tokens)
+    trainer = trainer.with_gen_model_input_fn(lambda x: x)
+    step = trainer.jit_train_and_eval_step(cache_nnx_graph=True)[0]
+
+    def update() -> None:
+        jax.block_until_ready(step({"tokens": tokens, "behavior": behavior}))
+        jax.block_until_ready(nnx.state(model))
+
+    def logprob() -> None:
+        jax.block_until_ready(scored(model, tokens))
+
+    call = {"update": update, "logprob": logprob}[what]
+    call()
+    seconds, cpu = [], []
+    for _ in range(repeats):
+        started, cpu_started = time.perf_counter(), time.process_time()
+        call()
+        seconds.append(time.perf_counter() - started)
+        cpu.append(time.process_time() - cpu_started)
+    sys.stdout.write(json.dumps({"seconds": seconds, "cpu_s": cpu, "tokens": tokens.size}) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
