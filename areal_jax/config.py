@@ -19,6 +19,7 @@ from pydantic import Field, ValidationError, model_validator
 from areal_jax.presets import preset_settings
 from areal_jax.refusals import refusals
 from areal_jax.sections import (
+    ADAPTERS,
     AlgorithmConfig,
     ControlConfig,
     GenerationConfig,
@@ -64,6 +65,11 @@ class Config(Section):
     @property
     def row_length(self) -> int:
         return self.trainer.length or self.generation.length
+
+    @property
+    def trainable(self) -> str | None:
+        """Regular expression over the paths of the leaves that are trained; None: all."""
+        return self.trainer.trainable or (ADAPTERS if self.model.lora.rank else None)
 
     @model_validator(mode="before")
     @classmethod

@@ -5,10 +5,11 @@ A default trains. `areal-jax config KEY` prints what stands here.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 from areal_jax.types import Sampling
 
@@ -32,6 +33,30 @@ class RunConfig(Section):
         return Path(self.dir) if self.dir else Path("runs") / self.name
 
 
+ADAPTERS = r"blocks\..+_lora\.[ab]"
+"""Paths of the adapters' leaves."""
+
+
+def _regex(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"it is no regular expression ({error})") from None
+    return pattern
+
+
+Pattern = Annotated[str, AfterValidator(_regex)]
+
+
+class LoraConfig(Section):
+    rank: int = Field(default=0, ge=0)
+    """Rank of the adapters beside the projections, which are trained in their stead; 0: no adapters."""
+    alpha: float = Field(default=16.0, gt=0)
+    """An adapter's product is scaled by alpha / rank."""
+    targets: Pattern = ".*"
+    """Regular expression over whole projection names (q, k, v, out, gate, up, down): which have adapters."""
+
+
 class ModelSettings(Section):
     source: str = "random"
     """Where parameters come from: random (seeded, with the sizes below), smollm2 (its wheel), or a path: a
@@ -45,6 +70,8 @@ class ModelSettings(Section):
     """auto: a pretrained model's own; otherwise the task's where it has one, otherwise bytes."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What matrix products read; accumulation, norms and log-probs are float32 always."""
+    lora: LoraConfig = LoraConfig()
+    """Low-rank adapters (LoRA) beside frozen matrices."""
 
 
 class KLConfig(Section):
@@ -257,6 +284,10 @@ class TrainerConfig(Section):
     """Steps between checkpoints; the last step is always one."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Checkpoints kept; trained trajectories are kept from the oldest of them on."""
+    trainable: Pattern | None = None
+    """Regular expression over whole leaf paths such as blocks.mlp.up: what is trained. The rest has neither
+    gradient nor optimiser state. Unless given: the adapters where model.lora.rank > 0, else everything.
+    """
     numerics: Literal["bounded"] = "bounded"
     """How closely sampled and recomputed log-probs agree: to float rounding."""
     mesh: MeshConfig = MeshConfig()

@@ -4,11 +4,41 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from dataclasses import dataclass
 from typing import Any
 
 from areal_jax.models.rope import RopeScaling
 from areal_jax.types import ArealError
+
+PROJECTIONS = ("q", "k", "v", "out", "gate", "up", "down")
+"""The matrices of a block, each of which may have an adapter."""
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Adapters of rank `rank`, times alpha / rank (LoRA, Hu et al., arXiv:2106.09685), beside the projections
+    whose whole names `targets` matches. Raises ArealError for targets that match none.
+    """
+
+    rank: int
+    alpha: float
+    targets: str = ".*"
+
+    def __post_init__(self) -> None:
+        if not self.names:
+            raise ArealError(
+                f"model.lora.targets={self.targets} matches no projection's name; there are: "
+                + ", ".join(PROJECTIONS)
+            )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name in PROJECTIONS if re.fullmatch(self.targets, name))
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
 
 
 @dataclass(frozen=True)
@@ -34,6 +64,8 @@ class ModelConfig:
     """Qwen3's RMSNorm over each head of queries and keys."""
     dtype: str = "float32"
     """What matrix products read; they accumulate in float32."""
+    lora: Lora | None = None
+    """Trainable adapters beside the projections."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "layers", "width", "heads", "kv_heads", "head_dim", "mlp_width"):
@@ -64,6 +96,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+NO_SIZES = {"dtype", "rope_scaling", "lora"}
+
+
 def model_config(shape: str, vocab_size: int, dtype: str = "float32", /, **overrides: Any) -> ModelConfig:
     """The sizes of `shape` for a tokenizer of `vocab_size` ids; a shape's own larger vocabulary stays.
 
@@ -73,7 +108,7 @@ def model_config(shape: str, vocab_size: int, dtype: str = "float32", /, **overr
         near = difflib.get_close_matches(shape, SHAPES, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(SHAPES)}"
         raise ArealError(f"no model.shape={shape}; {hint}")
-    known = sorted({field.name for field in dataclasses.fields(ModelConfig)} - {"dtype", "rope_scaling"})
+    known = sorted({field.name for field in dataclasses.fields(ModelConfig)} - NO_SIZES)
     for key in overrides:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)

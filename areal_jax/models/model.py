@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from areal_jax.models.attention import Attention, KVPages
 from areal_jax.models.config import ModelConfig
+from areal_jax.models.lora import adapters_of, merge_adapters, with_adapters
 from areal_jax.models.transformer import Remat, Transformer, head_logits
 
 Params = Any
@@ -47,9 +49,39 @@ class Model:
     def parameter_count(self) -> int:
         return sum(leaf.size for leaf in jax.tree.leaves(self.abstract_params))
 
+    @cached_property
+    def base(self) -> Model:
+        """The same model without adapters: what sources hold, and what adapters are merged into."""
+        if self.config.lora is None:
+            return self
+        return Model(dataclasses.replace(self.config, lora=None), self.tokenizer)
+
     def init(self, seed: int) -> Params:
-        """Random float32 parameters, a function of the seed alone."""
-        return self._init(jax.random.key(seed))
+        """Random float32 parameters, a function of the seed alone; the base's are the same with adapters."""
+        if self.config.lora is None:
+            return self._init(jax.random.key(seed))
+        return self.adapted(self.base.init(seed), seed)
+
+    def adapted(self, params: Params, seed: int) -> Params:
+        """Parameters of `base` with the adapters that this model adds, which change no output yet.
+
+        The base's are the arrays given, not copies.
+        """
+        if self.config.lora is None:
+            return params
+        return with_adapters(params, self._first_adapters(jax.random.fold_in(jax.random.key(seed), 1)))
+
+    @cached_property
+    def _first_adapters(self) -> Callable[[Array], Params]:
+        def make(key: Array) -> Params:
+            return adapters_of(nnx.to_pure_dict(nnx.state(Transformer(self.config, nnx.Rngs(key)))))
+
+        return jax.jit(make)
+
+    def merged(self, params: Params) -> Params:
+        """Parameters of `base`, float32, that compute the same: every W becomes W + (alpha / rank) a b."""
+        lora = self.config.lora
+        return params if lora is None else merge_adapters(params, lora.scale)
 
     @cached_property
     def _init(self) -> Callable[[Array], Params]:

@@ -9,6 +9,7 @@ devices.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -38,11 +39,15 @@ def rematerialised(layer: Callable[..., Any], remat: Remat) -> Callable[..., Any
     return jax.checkpoint(layer, policy=kept)
 
 
-def _param(key: Array, shape: tuple[int, ...], axes: tuple[str, ...], scale: float) -> nnx.Param:
+Axes = tuple[str | None, ...]
+"""Logical names; None stays whole on every mesh."""
+
+
+def _param(key: Array, shape: tuple[int, ...], axes: Axes, scale: float) -> nnx.Param:
     return nnx.Param(scale * jax.random.normal(key, shape), out_sharding=axes, eager_sharding=False)
 
 
-def _zeros(shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
+def _zeros(shape: tuple[int, ...], axes: Axes) -> nnx.Param:
     return nnx.Param(jnp.zeros(shape), out_sharding=axes, eager_sharding=False)
 
 
@@ -79,6 +84,41 @@ def project(x: Float[Array, "... I"], weight: Array, dtype: str) -> Float[Array,
     return out.reshape(*x.shape[:-1], -1)
 
 
+class Adapter(nnx.Module):
+    """Low-rank factors beside a matrix whose first `inputs` axes are contracted (Hu et al., arXiv:2106.09685): a
+    random, b zero, so that nothing changes yet. The axis of the rank stays whole on a mesh.
+    """
+
+    def __init__(self, beside: nnx.Param, inputs: int, rank: int, rngs: nnx.Rngs) -> None:
+        shape, axes = beside.shape, beside.get_metadata("out_sharding")
+        scale = math.prod(shape[:inputs]) ** -0.5
+        self.a = _param(rngs.params(), (*shape[:inputs], rank), (*axes[:inputs], None), scale)
+        self.b = _zeros((rank, *shape[inputs:]), (None, *axes[inputs:]))
+
+
+def add_adapters(block: nnx.Module, c: ModelConfig, rngs: nnx.Rngs, **inputs: int) -> None:
+    """An adapter `<name>_lora` beside each matrix of the block that `c.lora` names."""
+    for name, count in inputs.items():
+        if c.lora is not None and name in c.lora.names:
+            setattr(block, f"{name}_lora", Adapter(getattr(block, name), count, c.lora.rank, rngs))
+
+
+def projected(
+    block: nnx.Module, name: str, x: Float[Array, "... I"], c: ModelConfig
+) -> Float[Array, "... O"]:
+    """x W, and (alpha / rank) (x a) b where the block has an adapter beside W; each as `project` does it."""
+    return adapted(project(x, getattr(block, name)[...], c.dtype), block, name, x, c)
+
+
+def adapted(out: Array, block: nnx.Module, name: str, x: Float[Array, "... I"], c: ModelConfig) -> Array:
+    """`out`, which is x W in any shape, and what the adapter beside W adds to it."""
+    if c.lora is None or name not in c.lora.names:
+        return out
+    adapter = getattr(block, f"{name}_lora")
+    added = project(project(x, adapter.a[...], c.dtype), adapter.b[...], c.dtype)
+    return out + c.lora.scale * added.reshape(out.shape)
+
+
 class SelfAttention(nnx.Module):
     def __init__(self, c: ModelConfig, rngs: nnx.Rngs) -> None:
         self.config = nnx.static(c)
@@ -97,6 +137,7 @@ class SelfAttention(nnx.Module):
             self.v_bias = _zeros((c.kv_heads, c.head_dim), ("kv_heads", "head_dim"))
         if c.has_qk_norm:
             self.q_norm, self.k_norm = _ones(c.head_dim, "head_dim"), _ones(c.head_dim, "head_dim")
+        add_adapters(self, c, rngs, q=1, k=1, v=1, out=2)
 
     def __call__(
         self, layer: Array, x: Array, positions: Array, attend: Attention, cache: Any
@@ -110,7 +151,7 @@ class SelfAttention(nnx.Module):
         frequencies = inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
         q, k = rotate(q, positions, frequencies), rotate(k, positions, frequencies)
         out, cache = attend(layer, q, k.astype(c.dtype), v.astype(c.dtype), cache)
-        return project(out.reshape(*out.shape[:-2], -1), self.out[...].reshape(-1, c.width), c.dtype), cache
+        return projected(self, "out", out.reshape(*out.shape[:-2], -1), c), cache
 
     def _project(self, x: Float[Array, "B T D"]) -> tuple[Array, Array, Array]:
         """Queries (B, T, H, h), keys and values (B, T, K, h), by one product.
@@ -123,7 +164,9 @@ class SelfAttention(nnx.Module):
         joined = jnp.concatenate([parts[0], parts[1][:, :, None], parts[2][:, :, None]], axis=2)
         out = project(x, joined, c.dtype).reshape(*x.shape[:-1], c.kv_heads, repeats + 2, c.head_dim)
         q = out[..., :repeats, :].reshape(*x.shape[:-1], c.heads, c.head_dim)
-        return q, out[..., repeats, :], out[..., repeats + 1, :]
+        k, v = out[..., repeats, :], out[..., repeats + 1, :]
+        q, k, v = (adapted(part, self, name, x, c) for part, name in ((q, "q"), (k, "k"), (v, "v")))
+        return q, k, v
 
 
 class GatedMLP(nnx.Module):
@@ -136,11 +179,12 @@ class GatedMLP(nnx.Module):
         self.down = _param(
             rngs.params(), (c.mlp_width, c.width), ("mlp", "embed"), (2 * c.layers * c.mlp_width) ** -0.5
         )
+        add_adapters(self, c, rngs, gate=1, up=1, down=1)
 
     def __call__(self, x: Array) -> Array:
-        dtype = self.config.dtype
-        gated = jax.nn.silu(project(x, self.gate[...], dtype)) * project(x, self.up[...], dtype)
-        return project(gated, self.down[...], dtype)
+        c = self.config
+        gated = jax.nn.silu(projected(self, "gate", x, c)) * projected(self, "up", x, c)
+        return projected(self, "down", gated, c)
 
 
 class Block(nnx.Module):

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from areal_jax.config import Config, GenerationConfig
 from areal_jax.generation.engine import Engine
 from areal_jax.models.model import Model, Params
+from areal_jax.parallel.mesh import param_shardings
 from areal_jax.runtime.devices import Devices, place
 from areal_jax.runtime.sources import Source, open_source, open_teacher
 from areal_jax.tasks.reference import reference_trajectory
@@ -89,6 +90,7 @@ def assemble(config: Config, tasks: Sequence[Task] = (), learner: Learner | None
         logp_chunk=config.trainer.logp_chunk,
         remat=config.trainer.remat,
         teacher=Teacher(teacher.model, teacher.load) if teacher else None,
+        trainable=config.trainable,
     )
     prompts = PromptStream(loaded, config.run.seed)
     parts = Parts(config, loaded, prompts, source, devices, learner, teacher)
@@ -98,18 +100,22 @@ def assemble(config: Config, tasks: Sequence[Task] = (), learner: Learner | None
 
 
 def first_params(parts: Parts) -> Params:
-    """The source's parameters on the trainer's mesh, after the supervised start."""
-    c = parts.config
-    return supervised_start(
-        parts.model,
-        parts.source.load(parts.learner.state_shardings.params),
+    """The source's parameters on the trainer's mesh, after the supervised start, and the adapters.
+
+    The supervised start trains all of them: it makes the base, which the run then freezes.
+    """
+    c, base, mesh = parts.config, parts.model.base, parts.devices.trainer
+    params = supervised_start(
+        base,
+        parts.source.load(param_shardings(base.logical_axes, base.abstract_params, mesh)),
         make_optimizer(c.trainer, c.trainer.supervised_steps),
         parts.tasks,
         c.trainer,
         length=c.row_length,
         seed=c.run.seed,
-        mesh=parts.devices.trainer,
+        mesh=mesh,
     )
+    return parts.model.adapted(params, c.run.seed)
 
 
 def make_engine(g: GenerationConfig, model: Model, mesh: Mesh | None = None) -> Engine:

@@ -18,6 +18,7 @@ import jax
 
 from areal_jax.config import Config, load_config
 from areal_jax.models.config import SHAPES
+from areal_jax.models.model import Model
 from areal_jax.observe.evals import append_eval
 from areal_jax.parallel.mesh import make_mesh, param_shardings
 from areal_jax.plugin import load_object
@@ -26,7 +27,7 @@ from areal_jax.runtime.devices import use_virtual_cpus
 from areal_jax.runtime.eval_result import RIGHT, EvalResult, task_figures
 from areal_jax.runtime.evaluation import EvalSettings, Progress, evaluate
 from areal_jax.runtime.jobs import JOURNAL, use_compilation_cache
-from areal_jax.runtime.sources import RANDOM, Source, open_source
+from areal_jax.runtime.sources import RANDOM, open_source
 from areal_jax.tasks.source import BUILTIN, WeightedTask, load_tasks
 from areal_jax.tasks.task import Task
 from areal_jax.trajectories.lock import holder
@@ -76,10 +77,11 @@ def _eval_model(
     tasks, splits = _held_out(config.tasks)
     use_compilation_cache()
     source = open_source(config, tasks)
-    mesh, shardings = _place(config, source)
+    model = source.model.base
+    mesh, shardings = _place(config, model)
     params = source.load(shardings)
     value = _as_served(VersionedParams(0, params, ""), config)
-    result = evaluate(source.model, value, tasks, settings, mesh, progress)
+    result = evaluate(model, value, tasks, settings, mesh, progress)
     return {"model": name, "run": None, "refused": []} | _figures(value, config, settings, splits, result)
 
 
@@ -96,7 +98,7 @@ def _eval_run(
     is_tasks_own = config.model.source == RANDOM and config.model.tokenizer == "auto"
     source = open_source(config, load_tasks(trained.tasks) if is_tasks_own else tasks)
     _require_tokenizer(tasks, source.model.tokenizer, folder)
-    mesh, shardings = _place(config, source)
+    mesh, shardings = _place(config, source.model)
     found = committed_params(folder, trained, source.model, shardings, config.weights.wire_dtype)
     value = _as_served(found.value, config)
     result = evaluate(source.model, value, tasks, settings, mesh, progress)
@@ -194,11 +196,10 @@ def _require_tokenizer(tasks: Mapping[str, WeightedTask], tokenizer: Any, folder
 # --- parameters and figures ---------------------------------------------------------------------------------
 
 
-def _place(config: Config, source: Source) -> tuple[Any, Any]:
+def _place(config: Config, model: Model) -> tuple[Any, Any]:
     """The mesh of one generation host, and the parameters' shardings on it."""
     use_virtual_cpus(config.runtime.host_tensor)
     mesh = make_mesh({"tensor": config.runtime.host_tensor}, jax.devices(), "the evaluation")
-    model = source.model
     return mesh, param_shardings(model.logical_axes, model.abstract_params, mesh)
 
 

@@ -18,7 +18,7 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from areal_jax.config import Config, load_config
-from areal_jax.models.config import model_config
+from areal_jax.models.config import Lora, ModelConfig, model_config
 from areal_jax.models.model import Model, Params
 from areal_jax.runtime.committed import committed_params
 from areal_jax.sections import ModelSettings
@@ -36,8 +36,9 @@ RUN_CONFIG, MODEL_CONFIG = "config.yaml", "config.json"
 @dataclass(frozen=True)
 class Source:
     model: Model
+    """With the adapters of the config."""
     load: Callable[[Any], Params]
-    """`load(shardings)`: the float32 parameters, laid out by a tree of shardings."""
+    """`load(shardings)`: the float32 parameters of `model.base`, laid out by a tree of shardings."""
     folder: Path | None = None
     """The Hugging Face folder whose tokenizer the model has; None for another tokenizer."""
 
@@ -109,8 +110,14 @@ def explained(what: str) -> Iterator[None]:
 
 def _random(config: Config, tasks: Mapping[str, WeightedTask]) -> Source:
     m, tokenizer = config.model, _own_tokenizer(config, tasks)
-    model = Model(model_config(m.shape, tokenizer.vocab_size, m.dtype, **m.overrides), tokenizer)
-    return Source(model, lambda shardings: jax.device_put(model.init(config.run.seed), shardings))
+    sizes = model_config(m.shape, tokenizer.vocab_size, m.dtype, **m.overrides)
+    model = Model(_with_lora(sizes, m), tokenizer)
+    return Source(model, lambda shardings: jax.device_put(model.base.init(config.run.seed), shardings))
+
+
+def _with_lora(sizes: ModelConfig, m: ModelSettings) -> ModelConfig:
+    lora = Lora(m.lora.rank, m.lora.alpha, m.lora.targets) if m.lora.rank else None
+    return dataclasses.replace(sizes, dtype=m.dtype, lora=lora)
 
 
 def _own_tokenizer(config: Config, tasks: Mapping[str, WeightedTask]) -> Tokenizer:
@@ -161,22 +168,36 @@ def _pretrained(config: Config, tasks: Mapping[str, WeightedTask], folder: Path)
     pretrained = open_folder(folder)
     tokenizer = HFTokenizer.from_folder(folder)
     require_fits(tokenizer, pretrained.config.vocab_size)
-    model = Model(dataclasses.replace(pretrained.config, dtype=m.dtype), tokenizer)
-    return Source(model, lambda shardings: pretrained.load(model.abstract_params, shardings), folder)
+    model = Model(_with_lora(pretrained.config, m), tokenizer)
+    return Source(model, lambda shardings: pretrained.load(model.base.abstract_params, shardings), folder)
 
 
 def _of_run(config: Config, folder: Path) -> Source:
-    """The model of another run, with the parameters of its newest committed version."""
-    theirs = load_config(folder / RUN_CONFIG)
-    theirs = theirs.model_copy(
-        update={"model": theirs.model.model_copy(update={"dtype": config.model.dtype})}
-    )
-    source = open_source(theirs, load_tasks(theirs.tasks))
+    """The model of another run, with the parameters of its newest committed version, adapters merged."""
+    theirs, source = run_source(folder, config.model.dtype)
+    model = Model(_with_lora(source.model.base.config, config.model), source.model.tokenizer)
 
     def load(shardings: Any) -> Params:
-        if shardings is None:
-            here = SingleDeviceSharding(jax.local_devices()[0])
-            shardings = jax.tree.map(lambda _: here, source.model.abstract_params)
-        return committed_params(folder, theirs, source.model, shardings).value.params
+        return jax.device_put(source.model.merged(run_params(folder, theirs, source.model)), shardings)
 
-    return Source(source.model, load, source.folder)
+    def load_plain(shardings: Any) -> Params:
+        return run_params(folder, theirs, source.model, shardings)
+
+    is_plain = source.model.base == source.model
+    return Source(model, load_plain if is_plain else load, source.folder)
+
+
+def run_source(folder: Path, dtype: str = "float32") -> tuple[Config, Source]:
+    """The config of another run, and its own source, which holds the parameters that the run began with."""
+    theirs = load_config(folder / RUN_CONFIG)
+    settings = theirs.model.model_copy(update={"dtype": dtype})
+    theirs = theirs.model_copy(update={"model": settings})
+    return theirs, open_source(theirs, load_tasks(theirs.tasks))
+
+
+def run_params(folder: Path, config: Config, model: Model, shardings: Any = None) -> Params:
+    """The newest committed version of a run with this config; on the first device unless placed."""
+    if shardings is None:
+        here = SingleDeviceSharding(jax.local_devices()[0])
+        shardings = jax.tree.map(lambda _: here, model.abstract_params)
+    return committed_params(folder, config, model, shardings).value.params

@@ -34,6 +34,7 @@ from areal_jax.trainer.kl_control import KLControl
 from areal_jax.trainer.metrics import add_metrics, to_floats
 from areal_jax.trainer.optimization import Optimization
 from areal_jax.trainer.state import TrainState
+from areal_jax.trainer.trainable import Trainable
 from areal_jax.trainer.update import Objective
 from areal_jax.types import ArealError, Batch, VersionedParams
 from areal_jax.weights.digest import digest
@@ -54,7 +55,8 @@ class Teacher(NamedTuple):
 
 
 class Learner:
-    """`rows` x `length` is one micro-batch; `max_tokens` is Dr.GRPO's constant where the algorithm has none.
+    """`rows` x `length` is one micro-batch; `max_tokens` is Dr.GRPO's constant where the algorithm has none;
+    `trainable` is a regular expression over the paths of the leaves that are trained (None: all).
 
     The loop that `update` runs, for a driver that has other work between the programs:
     `sums = zero_sums()`, `sums = accumulate(state, sums, micro)` for each of a minibatch's micro-batches
@@ -74,6 +76,7 @@ class Learner:
         logp_chunk: int = 1024,
         remat: Remat = "layer",
         teacher: Teacher | None = None,
+        trainable: str | None = None,
     ) -> None:
         self.model, self.algorithm, self.optimizer = model, algorithm, optimizer
         self.rows, self.length = rows, length
@@ -86,7 +89,9 @@ class Learner:
         check_settings(off_policy, algorithm.off_policy_settings, "algorithm.off_policy_settings")
         off_policy = fitting(loss, off_policy, algorithm)
         has_critic = algorithm.critic.kind != "none"
-        self.critic = Critic(model, algorithm.critic.kind) if has_critic else None
+        self.trainable = Trainable(trainable)
+        self.trainable.require(model)
+        self.critic = Critic(model, algorithm.critic.kind, self.trainable) if has_critic else None
         longest = float(max_tokens or length)
         self._by_row = NamedSharding(self.mesh, ROWS)
         self.objective = Objective(
@@ -99,6 +104,7 @@ class Learner:
             longest,
             logp_chunk,
             remat,
+            self.trainable,
             self._by_row,
         )
         self._shards = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
@@ -108,9 +114,10 @@ class Learner:
                 "choose a multiple"
             )
         self._whole = replicated(self.mesh)
-        self._optimization = Optimization(model, algorithm, optimizer, self.critic)
+        self._optimization = Optimization(model, algorithm, optimizer, self.critic, self.trainable)
         self.state_shardings = self._optimization.shardings(self.mesh)
-        sums = ((self.state_shardings.params, self.state_shardings.critic), self._whole)
+        trained = self.trainable.of(self.state_shardings.params)
+        sums = ((trained, self.state_shardings.critic), self._whole)
         self.zero_sums = jax.jit(self._zero_sums, out_shardings=sums)
         self.accumulate = jax.jit(self._accumulate, donate_argnums=1, out_shardings=sums)
         self.apply = jax.jit(self._apply, donate_argnums=0, out_shardings=(self.state_shardings, self._whole))
@@ -176,7 +183,7 @@ class Learner:
         arrive = partial(self._arrive, state.params, state.critic)
         scores = self._scores(arrive, self.objective.on_arrival, batch, between)
         if self.algorithm.has_reference:
-            under = partial(self._score, state.reference)
+            under = partial(self._score, self.trainable.whole(state.reference, state.params))
             scores |= self._scores(lambda micro: {"ref_logp": under(micro)}, ("ref_logp",), batch, between)
         if self.teacher is not None:
             of = partial(self._score_teacher, self._teacher_params)
@@ -283,7 +290,8 @@ class Learner:
 
     def _zero_sums(self) -> Sums:
         state = self._optimization.abstract()
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), (state.params, state.critic))
+        trained = self.trainable.of(state.params), state.critic
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), trained)
         return zeros, self.objective.no_metrics(self.rows, self.length)
 
     def _accumulate(self, state: TrainState, sums: Sums, micro: Batch) -> Sums:

@@ -22,6 +22,7 @@ from areal_jax.trainer.critic import Critic
 from areal_jax.trainer.kl_control import KLControl
 from areal_jax.trainer.metrics import Sums
 from areal_jax.trainer.state import TrainState
+from areal_jax.trainer.trainable import ALL, Trainable
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,15 @@ class Optimization:
     algorithm: AlgorithmConfig
     optimizer: optax.GradientTransformation
     critic: Critic | None
+    trainable: Trainable = ALL
 
     def first(self, params: Params) -> TrainState:
-        """The state of version 0. Takes `params`; reference and critic are copies."""
+        """The state of version 0. Takes `params`; reference and critic are copies of their trained part."""
         a, zero = self.algorithm, jnp.zeros((), jnp.int32)
-        state = TrainState(zero, zero, params, self.optimizer.init(params))
+        trained = self.trainable.of(params)
+        state = TrainState(zero, zero, params, self.optimizer.init(trained))
         if a.has_reference:
-            state = state.replace(reference=jax.tree.map(jnp.copy, params))
+            state = state.replace(reference=jax.tree.map(jnp.copy, trained))
         if self.critic is not None:
             critic = self.critic.first(params)
             state = state.replace(critic=critic, critic_optimizer=self.optimizer.init(critic))
@@ -65,11 +68,12 @@ class Optimization:
 
         params = param_shardings(self.model.logical_axes, abstract.params, mesh)
         placed = jax.tree.map(lambda _: replicated(mesh), abstract)
-        placed = placed.replace(params=params, optimizer=of_optimizer(abstract.optimizer, params))
+        trained = self.trainable.of(params)
+        placed = placed.replace(params=params, optimizer=of_optimizer(abstract.optimizer, trained))
         if self.algorithm.has_reference:
-            placed = placed.replace(reference=params)
+            placed = placed.replace(reference=trained)
         if self.critic is not None:
-            critic = param_shardings(self.critic.logical_axes, abstract.critic, mesh)
+            critic = self.critic.shardings(mesh)
             moments = of_optimizer(abstract.critic_optimizer, critic)
             placed = placed.replace(critic=critic, critic_optimizer=moments)
         return placed
@@ -86,11 +90,11 @@ class Optimization:
         is_last: Bool[Array, ""],
     ) -> tuple[TrainState, Sums]:
         """The state after a minibatch of these gradients and metric sums; `is_last` ends the version."""
-        params, optimizer = self._step(grads[0], state.optimizer, state.params)
+        trained, optimizer = self._step(grads[0], state.optimizer, self.trainable.of(state.params))
         new = state.replace(
             step=state.step + 1,
             version=state.version + is_last.astype(jnp.int32),
-            params=params,
+            params=self.trainable.whole(trained, state.params),
             optimizer=optimizer,
         )
         out = metrics | {"grad_norm": optax.tree.norm(grads[0])}
@@ -115,7 +119,7 @@ class Optimization:
             moved = jax.tree.map(
                 lambda old, now: jnp.where(is_last, decay * old + (1 - decay) * now, old),
                 state.reference,
-                state.params,
+                self.trainable.of(state.params),
             )
             state = state.replace(reference=moved)
         if state.kl_control is not None and a.kl.target is not None:

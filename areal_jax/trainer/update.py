@@ -31,6 +31,7 @@ from areal_jax.models.transformer import Remat
 from areal_jax.trainer.critic import Critic, at_end, before
 from areal_jax.trainer.gaps import gap_sums
 from areal_jax.trainer.metrics import Sums, value_sums
+from areal_jax.trainer.trainable import ALL, Trainable
 from areal_jax.types import Batch, PolicyOutputs
 
 
@@ -49,6 +50,7 @@ class Objective:
     chunk: int
     """Tokens whose logits exist at once."""
     remat: Remat
+    trainable: Trainable = ALL
     rows: NamedSharding | None = None
     """How a micro-batch's rows lie on the trainer's mesh."""
 
@@ -72,7 +74,7 @@ class Objective:
         if "proximal_logp" in self.on_arrival:
             out["proximal_logp"] = masked.keep(self._stats(params, hidden, micro).logp, micro.loss_mask)
         if critic is not None:
-            out["values_after"] = self._values_after(critic, hidden, micro)
+            out["values_after"] = self._values_after(critic, params, hidden, micro)
         return out
 
     def finish(
@@ -150,12 +152,12 @@ class Objective:
     def gradient(
         self, params: Params, critic: Params | None, micro: Batch, kl_coef: Array | float
     ) -> tuple[tuple[Params, Params | None], Sums]:
-        """The micro-batch's part of the gradient by policy's and critic's parameters, and its metric sums."""
+        """The micro-batch's part of the gradient by what policy and critic train, and its metric sums."""
 
         def value(trained: tuple[Params, Params | None]) -> tuple[Array, Sums]:
-            return self.value(trained[0], micro, trained[1], kl_coef)
+            return self.value(self.trainable.whole(trained[0], params), micro, trained[1], kl_coef)
 
-        return jax.grad(value, has_aux=True)((params, critic))
+        return jax.grad(value, has_aux=True)((self.trainable.of(params), critic))
 
     def value(
         self, params: Params, micro: Batch, critic: Params | None = None, kl_coef: Array | float | None = None
@@ -164,7 +166,7 @@ class Objective:
         hidden = self._hidden(self.model, params, micro)
         stats, value = self._stats(params, hidden, micro), None
         if critic is not None:
-            after = self._values_after(critic, hidden, micro)
+            after = self._values_after(critic, params, hidden, micro)
             value = masked.keep(before(after, micro.previous), micro.loss_mask)
         kl_coef = self.algorithm.kl.coef if kl_coef is None else kl_coef
         objective, metrics = self._terms(stats, value, micro, kl_coef)
@@ -232,12 +234,12 @@ class Objective:
         )
 
     def _values_after(
-        self, critic: Params, hidden: Float[Array, "R T D"], micro: Batch
+        self, critic: Params, params: Params, hidden: Float[Array, "R T D"], micro: Batch
     ) -> Float[Array, "R T"]:
-        """The value of the state after each token; `hidden` are the policy's."""
+        """The value of the state after each token; `params` and `hidden` are the policy's."""
         assert self.critic is not None
         if self.critic.trunk is not None:
-            hidden = self._hidden(self.critic.trunk, critic["trunk"], micro)
+            hidden = self._hidden(self.critic.trunk, self.critic.trunk_params(critic, params), micro)
         return self.critic.values(critic, hidden)
 
     def _hidden(self, model: Model, params: Params, micro: Batch) -> Float[Array, "R T D"]:
