@@ -7,6 +7,7 @@ ends a run with an error, rather than weighing its token as if nothing were wron
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Literal
 
@@ -63,20 +64,18 @@ def total_variation(p: Float[Array, "B T"], q: Float[Array, "B T"]) -> Float[Arr
 def binary_kl(p: Float[Array, "B T"], q: Float[Array, "B T"]) -> Float[Array, "B T"]:
     """KL(p | q) of "this token" against "another", from the token's log-probs; probabilities at least 1e-8.
 
-    1 - e^p is taken by expm1: in float32 the clamped complement of a sure token would be 0, its log infinite.
+    Log-probs are clamped, and 1 - e^p is taken by expm1: in float32 the probabilities of a nearly sure token
+    have no digits left to take a logarithm of.
     """
-
-    token, others = (_log_clamped(f(p)) for f in (jnp.exp, _complement))
-    q_token, q_others = (_log_clamped(f(q)) for f in (jnp.exp, _complement))
+    (token, others), (q_token, q_others) = _log_pair(p), _log_pair(q)
     return jnp.exp(token) * (token - q_token) + jnp.exp(others) * (others - q_others)
 
 
-def _complement(logp: Array) -> Array:
-    return -jnp.expm1(logp)
-
-
-def _log_clamped(probability: Array) -> Array:
-    return jnp.log(jnp.clip(probability, LEAST_PROBABILITY, 1 - LEAST_PROBABILITY))
+def _log_pair(logp: Float[Array, "B T"]) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """Log-probs of the token and of any other."""
+    least, most = math.log(LEAST_PROBABILITY), math.log1p(-LEAST_PROBABILITY)
+    others = jnp.log(jnp.clip(-jnp.expm1(logp), LEAST_PROBABILITY, 1 - LEAST_PROBABILITY))
+    return jnp.clip(logp, least, most), others
 
 
 def widest_binary_kl(p: Float[Array, "B T"], q: Float[Array, "B T"]) -> Float[Array, "B T"]:

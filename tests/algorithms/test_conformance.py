@@ -234,15 +234,23 @@ def test_a_good_token_is_made_likelier(loss: Callable[..., Any], advantage: floa
     assert (advantage * np.asarray(slope.logp)[mask] < 0).all()
 
 
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_a_log_prob_that_is_no_number_shows_in_the_gradient(loss: Callable[..., Any], value: float):
+def test_a_log_prob_that_is_no_number_shows_in_the_gradient(
+    loss: Callable[..., Any], value: float, advantage: float
+):
     """On the mask: never a ratio of 1, of the clamp, or a token cut in silence."""
     now, batch = prepared(7)
     at = tuple(np.argwhere(batch.loss_mask)[3])
     logp = np.array(now.logp)
     logp[at] = value
+    batch = batch._replace(advantages=np.where(batch.loss_mask, np.float32(advantage), 0))
     got, slope = gradient(loss, now._replace(logp=logp), batch)
-    assert not (np.isfinite(got) and np.isfinite(slope.logp).all())
+    assert not np.isfinite(got)
+    has_ratio = (
+        "ratio" in loss(now, batch)[1]
+    )  # without one the gradient is a constant, and the value shows it
+    assert np.isfinite(slope.logp).all() == (not has_ratio)
 
 
 # --- off-policy weights -------------------------------------------------------------------------------------

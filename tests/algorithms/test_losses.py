@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from areal_jax.algorithms.losses import LOSSES, policy_gradient, ppo_clip
+from areal_jax.algorithms.ratios import binary_kl
 from areal_jax.algorithms.weights import truncate
 from areal_jax.presets import OWN_RATIO
 from areal_jax.types import ArealError, Batch, PolicyOutputs
@@ -153,14 +154,13 @@ def test_dppo_cuts_only_tokens_that_move_away():
     np.testing.assert_array_equal(metrics["clip_share"], [[0, 1, 0, 1, 0]])
 
 
-def test_dppo_binary_kl_of_a_sure_token_is_finite_in_float32():
-    """1 - e^0 is 0, and 1 - 1e-8 is 1 in float32: clamping the probability alone would divide by 0."""
-    _, batch = prepared(5, rows=((3,),), length=3)
-    batch = batch._replace(behavior_logp=np.array([[0.0, -1e-9, -20.0]], np.float32))
-    now = PolicyOutputs(np.array([[-1e-9, -5.0, 0.0]], np.float32))
-    loss, metrics = LOSSES["dppo"](now, batch, divergence="binary_kl")
-    assert np.isfinite(loss).all()
-    assert np.isfinite(metrics["ratio"]).all()
+def test_binary_kl_keeps_its_digits_in_float32():
+    """Of nearly sure tokens too, whose probability rounds to 1; and of impossible ones it is finite."""
+    p = np.array([-1e-6, -3e-6, -1e-4, -0.5, -30.0, 0.0], np.float32)
+    q = np.array([-3e-6, -1e-6, -2e-4, -1.0, 0.0, -30.0], np.float32)
+    want = reference.binary_kl(p.astype(np.float64), q.astype(np.float64))
+    np.testing.assert_allclose(binary_kl(jnp.asarray(p), jnp.asarray(q)), want, rtol=1e-4)
+    assert want[0] == pytest.approx(9.0e-7, rel=0.01)
 
 
 # --- the decoupled objective (A3) ---------------------------------------------------------------------------
