@@ -85,8 +85,8 @@ def project(x: Float[Array, "... I"], weight: Array, dtype: str) -> Float[Array,
 
 
 class Adapter(nnx.Module):
-    """Low-rank factors beside a matrix whose first `inputs` axes are contracted (Hu et al., arXiv:2106.09685): a
-    random, b zero, so that nothing changes yet. The axis of the rank stays whole on a mesh.
+    """Low-rank factors beside a matrix whose first `inputs` axes are contracted: a random, b zero, so that
+    nothing changes yet (Hu et al., arXiv:2106.09685). The axis of the rank stays whole on a mesh.
     """
 
     def __init__(self, beside: nnx.Param, inputs: int, rank: int, rngs: nnx.Rngs) -> None:
