@@ -290,6 +290,8 @@ class TrainerConfig(Section):
     """
     numerics: Literal["bounded"] = "bounded"
     """How closely sampled and recomputed log-probs agree: to float rounding."""
+    optimizer_memory: Literal["device", "host"] = "device"
+    """Where the optimiser's moments lie between its steps: host saves 8 bytes a parameter on the device."""
     mesh: MeshConfig = MeshConfig()
     """Axes of the trainer's mesh."""
 

@@ -89,6 +89,7 @@ def assemble(config: Config, tasks: Sequence[Task] = (), learner: Learner | None
         mesh=devices.trainer,
         logp_chunk=config.trainer.logp_chunk,
         remat=config.trainer.remat,
+        optimizer_memory=config.trainer.optimizer_memory,
         teacher=Teacher(teacher.model, teacher.load) if teacher else None,
         trainable=config.trainable,
     )

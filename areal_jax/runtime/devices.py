@@ -86,9 +86,10 @@ def memory_table(
     dtype = config.weights.wire_dtype
     shards, host_shards = config.trainer.mesh.fsdp * config.trainer.mesh.tensor, config.runtime.host_tensor
     wire = BYTES[dtype] * n
+    moments = "trainer" if config.trainer.optimizer_memory == "device" else "the trainer's host memory"
     rows = [
         ("trainer", "master weights, float32", 4 * n // shards),
-        ("trainer", "Adam moments, float32", 8 * n // shards),
+        (moments, "Adam moments, float32", 8 * n // shards),
         ("trainer", "gradient, float32", 4 * n // shards),
     ]
     if config.algorithm.has_reference:
@@ -97,7 +98,7 @@ def memory_table(
         critic = Critic(model, config.algorithm.critic.kind).parameter_count
         rows += [
             ("trainer", "critic, float32", 4 * critic // shards),
-            ("trainer", "the critic's Adam moments, float32", 8 * critic // shards),
+            (moments, "the critic's Adam moments, float32", 8 * critic // shards),
             ("trainer", "the critic's gradient, float32", 4 * critic // shards),
         ]
     state = sum(size for _, what, size in rows if "gradient" not in what)

@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -76,6 +76,7 @@ class Learner:
         logp_chunk: int = 1024,
         remat: Remat = "layer",
         teacher: Teacher | None = None,
+        optimizer_memory: Literal["device", "host"] = "device",
         trainable: str | None = None,
     ) -> None:
         self.model, self.algorithm, self.optimizer = model, algorithm, optimizer
@@ -114,7 +115,9 @@ class Learner:
                 "choose a multiple"
             )
         self._whole = replicated(self.mesh)
-        self._optimization = Optimization(model, algorithm, optimizer, self.critic, self.trainable)
+        self._optimization = Optimization(
+            model, algorithm, optimizer, self.critic, self.trainable, memory=optimizer_memory
+        )
         self.state_shardings = self._optimization.shardings(self.mesh)
         trained = self.trainable.of(self.state_shardings.params)
         sums = ((trained, self.state_shardings.critic), self._whole)

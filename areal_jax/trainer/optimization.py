@@ -35,6 +35,9 @@ class Optimization:
     critic: Critic | None
     trainable: Trainable = ALL
 
+    memory: str = "device"
+    """Where moments lie between two steps: device | host."""
+
     def first(self, params: Params) -> TrainState:
         """The state of version 0. Takes `params`; reference and critic are copies of their trained part."""
         a, zero = self.algorithm, jnp.zeros((), jnp.int32)
@@ -54,13 +57,14 @@ class Optimization:
         return jax.eval_shape(self.first, self.model.abstract_params)
 
     def shardings(self, mesh: Mesh) -> TrainState:
-        """One for every leaf; an optimiser's moments lie as the parameters they belong to."""
+        """One for every leaf; an optimiser's moments lie as their parameters do, in `memory`."""
         abstract = self.abstract()
+        kind = "pinned_host" if self.memory == "host" else None
 
         def of_optimizer(state: Any, params: Any) -> Any:
             return optax.tree_utils.tree_map_params(
                 self.optimizer,
-                lambda _, sharding: sharding,
+                lambda _, sharding: sharding.with_memory_kind(kind) if kind else sharding,
                 state,
                 params,
                 transform_non_params=lambda _: replicated(mesh),
@@ -108,6 +112,8 @@ class Optimization:
         return new, out
 
     def _step(self, grads: Params, optimizer: Any, params: Params) -> tuple[Params, Any]:
+        if self.memory == "host":  # they return to where `shardings` says as the program ends
+            optimizer = jax.device_put(optimizer, jax.memory.Space.Device)
         updates, optimizer = self.optimizer.update(grads, optimizer, params)
         return optax.apply_updates(params, updates), optimizer
 

@@ -37,7 +37,16 @@ def supervised_start(
     if not c.supervised_steps:
         return params
     algorithm = AlgorithmConfig.model_validate(preset_settings({"preset": "sft"}))
-    learner = Learner(model, algorithm, optimizer, rows=c.rows, length=length, mesh=mesh, remat=c.remat)
+    learner = Learner(
+        model,
+        algorithm,
+        optimizer,
+        rows=c.rows,
+        length=length,
+        mesh=mesh,
+        remat=c.remat,
+        optimizer_memory=c.optimizer_memory,
+    )
     state = learner.init(params)
     for groups in _batches(tasks, model.tokenizer, c, seed):
         batch = learner.prepare(state, pack(groups, c.rows, length))

@@ -50,7 +50,14 @@ def combine(leaves: dict[str, str]) -> str:
 
 @jax.jit
 def _sums(leaves: list[jax.Array]) -> jax.Array:
-    return jnp.stack([_sum(leaf) for leaf in leaves])
+    return jnp.stack([_sum(on_device(leaf)) for leaf in leaves])
+
+
+def on_device(leaf: jax.Array) -> jax.Array:
+    """Inside jit: the leaf in the device's memory, wherever it lies."""
+    if jax.typeof(leaf).memory_space == jax.memory.Space.Device:
+        return leaf
+    return jax.device_put(leaf, jax.memory.Space.Device)
 
 
 def _sum(leaf: jax.Array) -> jax.Array:

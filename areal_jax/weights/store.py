@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.types import ArealError, PolicyVersion, VersionedParams
-from areal_jax.weights.digest import combine, digest, leaf_sums, name_sums
+from areal_jax.weights.digest import combine, digest, leaf_sums, name_sums, on_device
 
 LOAD_ATTEMPTS = 100
 """How often in a row a version may vanish between its name and its parameters."""
@@ -141,7 +141,7 @@ def copy_with_sums(tree: Any, dtype: str | None = None) -> tuple[Any, jax.Array]
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def _copy(tree: Any, dtype: str | None) -> Any:
-    return jax.tree.map(lambda leaf: jnp.copy(leaf).astype(dtype or leaf.dtype), tree)
+    return jax.tree.map(lambda leaf: jnp.copy(on_device(leaf)).astype(dtype or leaf.dtype), tree)
 
 
 # keep_unused: an argument that is read by nothing would otherwise be left out, and so never donated.

@@ -188,6 +188,16 @@ def test_staged_weights_hold_one_version_being_written_and_one_waiting():
     assert overwrites_serving(config(), "shared")
 
 
+def test_moments_in_the_hosts_memory_are_counted_there():
+    """10 of the 18 bytes a parameter stay on the device."""
+    settings = ["weights.wire_dtype=bfloat16", "trainer.optimizer_memory=host"]
+    table = figures("shared", *settings)
+    n = model().parameter_count
+    assert table["the trainer's host memory: Adam moments"] == 8 * n
+    on_device = [size for name, size in table.items() if "memory" not in name and "KV" not in name]
+    assert sum(on_device) == 10 * n
+
+
 def test_shards_pages_and_a_reference_policy_are_counted():
     n = model().parameter_count
     plain = figures("split")

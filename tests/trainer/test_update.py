@@ -104,19 +104,6 @@ def test_where_sequences_lie_does_not_matter(
         assert distance(state.params, oracle.params) <= 1e-5
 
 
-@pytest.mark.parametrize("mesh", [{"data": 2}, {"fsdp": 2}, {"tensor": 2}, {"fsdp": 2, "tensor": 2}], ids=str)
-def test_the_mesh_does_not_matter(
-    params: Any, learner: MakeLearner, oracle: TrainState, batch: Batch, mesh: dict[str, int]
-):
-    of = learner(mesh=mesh)
-    state, _ = trained(of, params, batch)
-    assert distance(state.params, oracle.params) <= 1e-5
-    gate = state.params["blocks"]["mlp"]["gate"]  # (layers, embed, mlp)
-    shards = (2, 16 // mesh.get("fsdp", 1), 24 // mesh.get("tensor", 1))
-    assert gate.sharding.shard_shape(gate.shape) == shards
-    assert state.optimizer[0].trace["blocks"]["mlp"]["gate"].sharding == gate.sharding
-
-
 def test_off_the_mask_nothing_counts(params: Any, learner: MakeLearner, oracle: TrainState, batch: Batch):
     """NaN and infinities in a raw batch's log-probs, through prepare and update: not one bit moves."""
     of = learner()
