@@ -22,14 +22,18 @@ def convert(
     ],
     target: Annotated[Path, typer.Argument(help="The folder to write; it must not exist.")],
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    form: Annotated[
+        str, typer.Option("--as", help="Of a run with adapters: merged, adapter (peft's files), base.")
+    ] = "merged",
     json: AsJson = False,
 ) -> None:
-    """Write a model as a Hugging Face folder that transformers loads."""
+    """Write a model as a Hugging Face folder that transformers loads, or its adapter as peft does."""
     from areal_jax.runtime.convert import convert as write
 
-    figures = write(source, target, dtype)
+    figures = write(source, target, dtype, form)
     if json:
         print_json(figures)
         return
     tokenizer = "with its tokenizer" if figures["has_tokenizer"] else "without a tokenizer"
-    typer.echo(f"{target}: {figures['parameters']:,} parameters in {dtype}, {tokenizer}")
+    beside = f"for {figures['base']}" if "base" in figures else tokenizer
+    typer.echo(f"{target}: {figures['parameters']:,} parameters in {dtype}, {beside}")

@@ -18,13 +18,13 @@ from areal_jax.models.families import Tensor, axis_sizes, read_config, tensors_o
 from areal_jax.models.model import Params
 from areal_jax.models.safetensors_folder import (
     CONFIG,
-    DTYPES,
     READABLE,
     SHARD_BYTES,
     Entry,
     Stored,
     read_header,
     read_json,
+    require_dtype,
     staged,
     write_json,
     write_tensors,
@@ -179,8 +179,7 @@ def export_folder(
     folder. Raises ArealError for a folder that exists, a dtype or a combination of options without a name
     there, a value beyond float16.
     """
-    if dtype not in DTYPES:
-        raise ArealError(f"dtype={dtype} cannot be exported; there are: {', '.join(DTYPES)}")
+    require_dtype(dtype)
     if tokenizer_from is not None and not tokenizer_from.is_dir():
         raise ArealError(f"tokenizer_from={tokenizer_from} is no folder; give one with tokenizer.json")
     raw = write_config(config, dtype)

@@ -104,15 +104,22 @@ def write_tensors(folder: Path, entries: Sequence[Entry], dtype: str, limit_byte
     if len(shards) > 1:
         names = [f"model-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, len(shards) + 1)]
     for name, shard in zip(names, shards, strict=True):
-        values = {entry.name: _cast(entry, dtype) for entry in shard}
-        _save(folder / name, values)
+        save_tensors(folder / name, shard, dtype)
     if len(shards) > 1:
         where = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
         total = sum(width * int(np.prod(entry.shape)) for entry in entries)
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
 
 
-def _save(path: Path, values: dict[str, np.ndarray]) -> None:
+def require_dtype(dtype: str) -> None:
+    """Raises ArealError for a dtype that no file is written in."""
+    if dtype not in DTYPES:
+        raise ArealError(f"dtype={dtype} cannot be exported; there are: {', '.join(DTYPES)}")
+
+
+def save_tensors(path: Path, entries: Iterable[Entry], dtype: str) -> None:
+    """One file. Raises ArealError for a value beyond the dtype, or a disk that does not take it."""
+    values = {entry.name: _cast(entry, dtype) for entry in entries}
     path.touch()
     mode = path.stat().st_mode  # the user's, where save_file makes a private file
     try:

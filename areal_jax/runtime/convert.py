@@ -1,27 +1,91 @@
-"""From any model source to a Hugging Face folder."""
+"""From any model source to a Hugging Face folder; from a LoRA run to its adapter or its base."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from areal_jax.config import make_config
-from areal_jax.runtime.sources import explained, open_source
+import jax
+
+from areal_jax.config import Config, make_config
+from areal_jax.models.lora import base_of
+from areal_jax.models.model import Model, Params
+from areal_jax.runtime.sources import RUN_CONFIG, Source, explained, open_source, run_params, run_source
+from areal_jax.trainer.trainable import Trainable
+from areal_jax.types import ArealError
+
+MERGED, ADAPTER, BASE = FORMS = ("merged", "adapter", "base")
 
 
-def convert(source: str, target: Path, dtype: str = "float32") -> dict[str, Any]:
+def convert(source: str, target: Path, dtype: str = "float32", form: str = MERGED) -> dict[str, Any]:
     """Write the model that `model.source` names, a run's newest version too, as a folder for transformers.
 
-    Figures of what was written. Raises ArealError for a source that does not exist, a target that does.
+    `form`, where the source is a run with adapters: merged (into the base's matrices), adapter (alone, for
+    peft), base (without them). Figures of what was written. Raises ArealError for a source that does not
+    exist or has no such form, a target that does exist.
     """
-    opened = open_source(make_config({"model": {"source": source}}), {})
+    if form not in FORMS:
+        raise ArealError(f"--as {form} is no form of a model; there are: {', '.join(FORMS)}")
     with explained("convert"):
-        from areal_jax.models.huggingface import export_folder
+        if form == MERGED:
+            opened = open_source(make_config({"model": {"source": source}}), {})
+            return _write_model(opened, opened.model, opened.load(None), target, dtype)
+        config, opened = _run_with_adapters(Path(source), form)
+        params = run_params(Path(source), config, opened.model)
+        if form == BASE:
+            return _write_model(opened, opened.model.base, base_of(params), target, dtype)
+        return _write_adapter(source, config, opened, params, target, dtype)
 
-        export_folder(target, opened.model.config, opened.load(None), dtype, tokenizer_from=opened.folder)
+
+def _run_with_adapters(folder: Path, form: str) -> tuple[Config, Source]:
+    if (folder / RUN_CONFIG).exists():
+        config, opened = run_source(folder)
+        if config.model.lora.rank:
+            return config, opened
+    raise ArealError(
+        f"--as {form}: {folder} is no run with adapters (model.lora.rank > 0); leave --as {form} out"
+    )
+
+
+def _write_model(opened: Source, model: Model, params: Params, target: Path, dtype: str) -> dict[str, Any]:
+    from areal_jax.models.huggingface import export_folder
+
+    export_folder(target, model.config, params, dtype, tokenizer_from=opened.folder)
+    return _figures(target, model.parameter_count, dtype, opened.folder is not None)
+
+
+def _write_adapter(
+    run: str, config: Config, opened: Source, params: Params, target: Path, dtype: str
+) -> dict[str, Any]:
+    from areal_jax.models.peft import export_adapter
+
+    trained = Trainable(config.trainable).of(opened.model.abstract_params)
+    if jax.tree.leaves(base_of(trained)):
+        raise ArealError(
+            f"--as adapter: {run} trained other leaves than its adapters (trainer.trainable="
+            f"{config.trainable}), which an adapter's file cannot hold; use --as merged"
+        )
+    name = base_name(run, config, opened)
+    export_adapter(target, opened.model.config, params, name, dtype)
+    count = opened.model.parameter_count - opened.model.base.parameter_count
+    return _figures(target, count, dtype, False) | {"base": name}
+
+
+def base_name(run: str, config: Config, opened: Source) -> str:
+    """What the adapters of a run belong to: the folder it began from, or how to write its base.
+
+    A random source has no folder; a run's or one after a supervised start is not what its folder holds.
+    """
+    is_as_read = not (Path(config.model.source) / RUN_CONFIG).exists() and not config.trainer.supervised_steps
+    if opened.folder is not None and is_as_read:
+        return str(opened.folder)
+    return f"the folder written by: areal-jax convert {run} FOLDER --as base"
+
+
+def _figures(target: Path, parameters: int, dtype: str, has_tokenizer: bool) -> dict[str, Any]:
     return {
         "folder": str(target),
-        "parameters": opened.model.parameter_count,
+        "parameters": parameters,
         "dtype": dtype,
-        "has_tokenizer": opened.folder is not None,
+        "has_tokenizer": has_tokenizer,
     }
