@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from areal_jax.models.attention_kernels import Kernel
 from areal_jax.models.blockwise import NEGATIVE, blockwise_attention
 
 BLOCK = 256
@@ -61,8 +62,12 @@ class PackedAttention(struct.PyTreeNode):
 
     segment_ids: Int[Array, "B T"]
     context_ids: Int[Array, "B T"] | None = None
+    kernel: Kernel | None = struct.field(pytree_node=False, default=None)
+    """What computes it where no context is given; pairs of blocks otherwise, and without one."""
 
     def __call__(self, layer: Any, q: Any, k: Any, v: Any, cache: None) -> tuple[Array, None]:
+        if self.kernel is not None and self.context_ids is None:
+            return self.kernel(q.astype(k.dtype), k, v, self.segment_ids).astype(jnp.float32), None
         rows, length, heads, head_dim = q.shape
         kv_heads = k.shape[2]
         grouped = q.reshape(rows, length, kv_heads, heads // kv_heads, head_dim)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from areal_jax.models.blockwise import blockwise_attention
@@ -160,6 +161,24 @@ def self_test(
         if one[0, second].tobytes() != other[0, second].tobytes():
             return f"its {name} of one segment moves with another's content"
     return None
+
+
+def on_mesh(choice: Choice, mesh: Mesh, kv_heads: int) -> Kernel | None:
+    """The chosen kernel over a trainer's mesh, a device its rows and heads; None for blocks, which need none.
+
+    Heads that the tensor axis does not divide stay whole.
+    """
+    if choice.path == BLOCKS:
+        return None
+    kernel = KERNELS[choice.path]
+    if mesh.size == 1:
+        return kernel
+    heads = "tensor" if kv_heads % mesh.shape["tensor"] == 0 else None
+    rows = ("data", "fsdp")
+    each = PartitionSpec(rows, None, heads)
+    return jax.shard_map(
+        kernel, mesh=mesh, in_specs=(each, each, each, PartitionSpec(rows)), out_specs=each, check_vma=False
+    )
 
 
 def describe(choice: Choice) -> dict[str, Any]:

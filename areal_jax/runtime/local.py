@@ -104,8 +104,9 @@ class LocalRun:
         self._checkpointer = Checkpointer(
             folder / "checkpoints", c.trainer.keep_checkpoints, restored, self._fails("the checkpoints")
         )
+        clock = timeline.actor("trainer")
         self.trainer = Trainer(
-            parts, state, self._store, self._checkpointer, self._tell, turns, timeline.actor("trainer")
+            parts, state, self._store, self._checkpointer, self._tell, turns, clock, view.note
         )
         self._pool = RewardPool(
             {name: weighted.task for name, weighted in parts.tasks.items()},

@@ -11,6 +11,7 @@ from functools import partial
 from areal_jax.control.events import BatchTrained, CheckpointCommitted, Event, VersionCommitted
 from areal_jax.observe.waits import Clock, get
 from areal_jax.runtime.assembly import Parts
+from areal_jax.runtime.memory import MemoryWatch
 from areal_jax.runtime.turns import Turns
 from areal_jax.trainer.checkpoint import Checkpointer
 from areal_jax.trainer.state import TrainState
@@ -28,18 +29,28 @@ class TrainBatch:
 
 
 def train_batch(
-    parts: Parts, state: TrainState, batch: TrainBatch, clock: Clock, between: Callable | None = None
+    parts: Parts,
+    state: TrainState,
+    batch: TrainBatch,
+    clock: Clock,
+    between: Callable | None = None,
+    memory: MemoryWatch | None = None,
 ) -> tuple[TrainState, VersionedParams, dict[str, float]]:
     """One update, which donates the state: the next one, its version, which aliases it, and the metrics.
 
-    `between` as in `Learner.update`. Raises ArealError for a gradient that is not finite.
+    `between` as in `Learner.update`; `memory` watches the learner's device. Raises ArealError for a gradient
+    that is not finite.
     """
     c, learner = parts.config, parts.learner
+    prompts = c.trainer.prompts if learner.takes_shared_prompts else "repeated"
     with clock.doing("pack"):
-        packed = pack(batch.groups, c.trainer.rows, c.row_length, c.algorithm.minibatches, c.trainer.prompts)
+        packed = pack(batch.groups, c.trainer.rows, c.row_length, c.algorithm.minibatches, prompts)
     with clock.doing("update"):
         prepared = learner.prepare(state, packed, between)
+        if memory is not None:
+            memory.before(state, prepared)
         state, metrics = learner.update(state, prepared, between)
+        metrics |= {} if memory is None else memory.after()
         value = learner.versioned(state)
     norms = {name: value for name, value in metrics.items() if name.endswith("grad_norm")}
     if not all(map(math.isfinite, norms.values())):
@@ -63,12 +74,15 @@ class Trainer:
         tell: Callable[[Event], None],
         turns: Turns,
         clock: Clock,
+        note: Callable[[str], None],
     ) -> None:
+        """`note` hears of memory and of programs compiled late."""
         self.inbox: queue.Queue[TrainBatch | None] = queue.Queue()
         self.state = state
         self._parts, self._store, self._checkpointer = parts, store, checkpointer
         self._tell, self._turns, self._clock = tell, turns, clock
         self._deadline_s = parts.config.runtime.deadline_s
+        self._memory = MemoryWatch(parts.learner, note)
 
     def run(self) -> None:
         """Until told None; then the newest state is checkpointed, and whatever is being written ends."""
@@ -104,7 +118,9 @@ class Trainer:
         self, batch: TrainBatch, between: Callable | None = None
     ) -> tuple[VersionedParams, dict[str, float]]:
         """One batch; the new version, still aliasing the state, and the update's metrics."""
-        self.state, value, metrics = train_batch(self._parts, self.state, batch, self._clock, between)
+        self.state, value, metrics = train_batch(
+            self._parts, self.state, batch, self._clock, between, self._memory
+        )
         return value, metrics
 
     def _checkpoint(self) -> None:

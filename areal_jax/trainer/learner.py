@@ -25,6 +25,7 @@ from areal_jax.algorithms.advantages import ADVANTAGES
 from areal_jax.algorithms.losses import LOSSES
 from areal_jax.algorithms.weights import OFF_POLICY, fitting
 from areal_jax.config import AlgorithmConfig
+from areal_jax.models.attention_kernels import Kernel, choose, on_mesh
 from areal_jax.models.model import Model, Params
 from areal_jax.models.transformer import Remat
 from areal_jax.parallel.mesh import ROWS, make_mesh, own_rows, param_shardings, replicated
@@ -33,6 +34,7 @@ from areal_jax.trainer.critic import Critic
 from areal_jax.trainer.kl_control import KLControl
 from areal_jax.trainer.metrics import add_metrics, to_floats
 from areal_jax.trainer.optimization import Optimization
+from areal_jax.trainer.programs import Compiled, Forecast, Program, bytes_on_one_device
 from areal_jax.trainer.state import TrainState
 from areal_jax.trainer.trainable import Trainable
 from areal_jax.trainer.update import Objective
@@ -81,6 +83,7 @@ class Learner:
     ) -> None:
         self.model, self.algorithm, self.optimizer = model, algorithm, optimizer
         self.rows, self.length = rows, length
+        self.compiled: list[Compiled] = []
         self.mesh = mesh or make_mesh({"data": 1, "fsdp": 1, "tensor": 1}, jax.devices(), "the trainer")
         loss = load_object(algorithm.loss, LOSSES, "loss")
         advantage = load_object(algorithm.advantage, ADVANTAGES, "advantage estimator")
@@ -107,6 +110,7 @@ class Learner:
             remat,
             self.trainable,
             self._by_row,
+            self._kernel(model),
         )
         self._shards = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
         if rows % self._shards:
@@ -120,13 +124,15 @@ class Learner:
         )
         self.state_shardings = self._optimization.shardings(self.mesh)
         trained = self.trainable.of(self.state_shardings.params)
-        sums = ((trained, self.state_shardings.critic), self._whole)
-        self.zero_sums = jax.jit(self._zero_sums, out_shardings=sums)
-        self.accumulate = jax.jit(self._accumulate, donate_argnums=1, out_shardings=sums)
-        self.apply = jax.jit(self._apply, donate_argnums=0, out_shardings=(self.state_shardings, self._whole))
-        self._arrive = jax.jit(self.objective.arrive)
-        self._score = jax.jit(self.objective.score)
-        self._finish = jax.jit(self._finish_batch)
+        self._sums_shardings = ((trained, self.state_shardings.critic), self._whole)
+        sums, after = self._sums_shardings, (self.state_shardings, self._whole)
+        program = partial(Program, report=self.compiled.append)
+        self.zero_sums = program("zero_sums", self._zero_sums, out_shardings=sums)
+        self.accumulate = program("accumulate", self._accumulate, donate_argnums=1, out_shardings=sums)
+        self.apply = program("apply", self._apply, donate_argnums=0, out_shardings=after)
+        self._arrive = program("arrive", self.objective.arrive)
+        self._score = program("score", self.objective.score)
+        self._finish = program("finish", self._finish_batch)
         self.teacher = teacher
         if (teacher is None) != (algorithm.teacher is None):
             raise ArealError(
@@ -134,13 +140,41 @@ class Learner:
                 "both, or neither"
             )
         if teacher is not None:
-            of_teacher = dataclasses.replace(self.objective, model=teacher.model, critic=None)
-            self._score_teacher = jax.jit(of_teacher.score)
-        self._split = jax.jit(self._split_batch)
+            kernel = self._kernel(teacher.model)
+            of_teacher = dataclasses.replace(self.objective, model=teacher.model, critic=None, kernel=kernel)
+            self._score_teacher = program("score_teacher", of_teacher.score)
+        self._split = program("split", self._split_batch)
         self._has_tokens = jax.jit(self._micro_batches_with_tokens, out_shardings=self._whole)
         self._join = jax.jit(jnp.concatenate, out_shardings=self._by_row)
         nothing = partial(jnp.zeros, (rows, length), jnp.float32)
         self._zero_rows = jax.jit(nothing, out_shardings=self._by_row)
+
+    def _kernel(self, model: Model) -> Kernel | None:
+        c, platform = model.config, self.mesh.devices.flat[0].platform
+        choice = choose(platform, c.heads, c.kv_heads, c.head_dim, c.dtype)
+        return on_mesh(choice, self.mesh, c.kv_heads)
+
+    @property
+    def takes_shared_prompts(self) -> bool:
+        """Whether a row's tokens may see a segment beside their own; the kernels of CUDA devices do not."""
+        return self.objective.kernel is None
+
+    def forecast(self, state: TrainState, batch: Batch) -> Forecast:
+        """What training this prepared batch takes of a device's memory; compiles `accumulate` and `apply`.
+
+        Resident are the state, the gradients, the batch and its micro-batches.
+        """
+
+        def placed(sharding: NamedSharding, leaves: Any) -> Any:
+            return jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), leaves
+            )
+
+        sums = jax.tree.map(placed, self._sums_shardings, jax.eval_shape(self._zero_sums))
+        micros = [m for m in itertools.chain.from_iterable(self.micro_batches(batch)) if m is not None]
+        programs = [self.apply.memory(state, sums, np.bool_(True))]
+        programs += [self.accumulate.memory(state, sums, micros[0])] if micros else []
+        return Forecast(bytes_on_one_device((state, sums, batch, micros)), tuple(programs))
 
     # --- state ----------------------------------------------------------------------------------------------
 

@@ -37,6 +37,22 @@ class ProgramMemory(NamedTuple):
         return self.temporaries + self.outputs - self.reused
 
 
+class Forecast(NamedTuple):
+    """Bytes of one device that a step will take, before it is taken."""
+
+    resident: int
+    """What lies there through all of its programs."""
+    programs: tuple[ProgramMemory, ...]
+
+    @property
+    def largest(self) -> ProgramMemory:
+        return max(self.programs, key=lambda program: program.beyond_arguments)
+
+    @property
+    def peak(self) -> int:
+        return self.resident + self.largest.beyond_arguments
+
+
 class Program:
     """`jax.jit(function, **options)` that tells `report` of every set of shapes it meets for the first time.
 

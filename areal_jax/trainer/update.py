@@ -26,6 +26,7 @@ from areal_jax.algorithms.values import value_loss
 from areal_jax.algorithms.weights import reduction_weights
 from areal_jax.config import AlgorithmConfig
 from areal_jax.models.attention import PackedAttention
+from areal_jax.models.attention_kernels import Kernel
 from areal_jax.models.model import Model, Params
 from areal_jax.models.transformer import Remat
 from areal_jax.trainer.critic import Critic, at_end, before
@@ -53,6 +54,8 @@ class Objective:
     trainable: Trainable = ALL
     rows: NamedSharding | None = None
     """How a micro-batch's rows lie on the trainer's mesh."""
+    kernel: Kernel | None = None
+    """Attention of packed rows; pairs of blocks without one."""
 
     # --- once a batch ---------------------------------------------------------------------------------------
 
@@ -243,7 +246,7 @@ class Objective:
         return self.critic.values(critic, hidden)
 
     def _hidden(self, model: Model, params: Params, micro: Batch) -> Float[Array, "R T D"]:
-        attend = PackedAttention(micro.segment_ids, micro.context_ids)
+        attend = PackedAttention(micro.segment_ids, micro.context_ids, self.kernel)
         return model.hidden(params, micro.tokens, micro.positions, attend, None, self.remat, self.rows)[0]
 
     def _metric_sums(self, micro: Batch, stats: TokenStats, own: dict[str, Array]) -> Sums:

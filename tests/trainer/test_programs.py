@@ -1,0 +1,68 @@
+"""Programs say which shapes they met, and what memory they take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from areal_jax.trainer.programs import Compiled, Program, bytes_on_one_device
+from areal_jax.trajectories.packing import pack
+from tests.trainer.conftest import LENGTH, MakeLearner, make_groups
+
+
+def test_a_new_shape_is_reported_once_with_what_is_new():
+    met: list[Compiled] = []
+    double = Program("double", lambda x, y: (2 * x["a"], y), met.append)
+    for _ in range(2):
+        double({"a": jnp.ones((2, 3))}, np.int32(1))
+    assert met == [Compiled("double", ("[0]['a'] float32[2, 3]", "[1] int32[]"))]
+    double({"a": jnp.ones((4, 3))}, np.int32(7))
+    assert met[1:] == [Compiled("double", ("[0]['a'] float32[4, 3]",))]
+
+
+def test_memory_is_the_compilers_account():
+    """A product of two 64 x 64 matrices: two arguments in, one out, which lies in a donated argument."""
+    square = Program("square", lambda x, y: x @ y, lambda _: None, donate_argnums=0)
+    of = square.memory(*(jax.ShapeDtypeStruct((64, 64), jnp.float32),) * 2)
+    size = 64 * 64 * 4
+    assert (of.arguments, of.outputs, of.reused) == (2 * size, size, size)
+    assert of.beyond_arguments == of.temporaries
+
+
+def test_a_learner_compiles_each_program_once_for_any_number_of_micro_batches(
+    params: Any, learner: MakeLearner
+):
+    of = learner(loss_settings={"low": 0.11, "high": 0.2})  # its own, whose programs nobody has compiled
+    assert of.compiled == []
+    state = of.init(params)
+    batch = pack(make_groups(), 2, LENGTH)
+    state, _ = of.update(state, of.prepare(state, batch))
+    first = [program for program, _ in of.compiled]
+    assert [first.count(name) for name in ("accumulate", "apply", "zero_sums", "finish")] == [1] * 4
+    more = pack(make_groups(), 2, LENGTH, prompts="repeated")
+    twice = more._replace(
+        **{
+            name: np.concatenate([x, np.full_like(x, -1 if name == "previous" else 0)])
+            for name, x in more._asdict().items()
+            if x is not None and x.shape[:1] == more.tokens.shape[:1] and x.ndim > 1
+        },
+        context_ids=None if batch.context_ids is None else np.zeros((2 * len(more.tokens), LENGTH), np.int32),
+    )
+    before = len(of.compiled)
+    of.update(state, of.prepare(state, twice))
+    later = {program for program, _ in of.compiled[before:]}
+    assert "accumulate" not in later and "apply" not in later
+
+
+def test_the_forecast_holds_the_state_and_the_largest_program(params: Any, learner: MakeLearner):
+    of = learner()
+    state = of.init(params)
+    prepared = of.prepare(state, pack(make_groups(), 2, LENGTH))
+    forecast = of.forecast(state, prepared)
+    assert {program.program for program in forecast.programs} == {"accumulate", "apply"}
+    assert forecast.resident > bytes_on_one_device(state) + bytes_on_one_device(state.params)
+    assert forecast.peak == forecast.resident + max(p.beyond_arguments for p in forecast.programs)
+    assert min(p.temporaries for p in forecast.programs) >= 0 < forecast.largest.temporaries
