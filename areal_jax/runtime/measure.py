@@ -58,9 +58,9 @@ def compile_s(call: Callable[[], Any]) -> dict[str, float]:
     before = {name: getattr(jax.config, name) for name in settings}
     seconds: list[float] = []
 
-    def listen(event: str, duration: float, **_: Any) -> None:
+    def listen(event: str, duration_secs: float, **_: str | int) -> None:
         if event == COMPILE_EVENT:
-            seconds.append(duration)
+            seconds.append(duration_secs)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     totals = []

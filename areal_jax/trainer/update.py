@@ -19,7 +19,7 @@ from areal_jax.algorithms import masked
 from areal_jax.algorithms.advantages import Estimate, whitened
 from areal_jax.algorithms.kl import kl_loss, kl_reward
 from areal_jax.algorithms.logprobs import TokenStats, packed_stats
-from areal_jax.algorithms.losses import Loss
+from areal_jax.algorithms.losses import LOSSES, Loss
 from areal_jax.algorithms.proximal import proximal_mix
 from areal_jax.algorithms.rewards import overlong_penalty
 from areal_jax.algorithms.values import value_loss
@@ -233,7 +233,7 @@ class Objective:
             self.model.head_weight(params),
             micro.support,
             self.chunk,
-            has_entropy_gradient=self.algorithm.entropy_coef > 0,
+            has_entropy_gradient=self.algorithm.entropy_coef > 0 or self.algorithm.loss not in LOSSES,
         )
 
     def _values_after(
