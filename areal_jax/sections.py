@@ -236,6 +236,13 @@ class MeshConfig(Section):
     expert: Literal[1] = 1
     """Reserved: shards of the experts."""
 
+    @field_validator("context", "expert", mode="before")
+    @classmethod
+    def _is_reserved(cls, value: Any) -> Any:
+        if value == 1:
+            return 1
+        raise ValueError("nothing is sharded over this axis yet: leave it at 1, enlarge fsdp or tensor")
+
     @property
     def shape(self) -> dict[str, int]:
         return {axis: getattr(self, axis) for axis in type(self).model_fields}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -11,7 +12,7 @@ import jax
 import pytest
 
 from areal_jax.config import Config, load_config
-from areal_jax.models.config import model_config
+from areal_jax.models.config import Lora, model_config
 from areal_jax.models.model import Model
 from areal_jax.runtime import devices
 from areal_jax.runtime.devices import diagnose, header, memory_table, overwrites_serving, place
@@ -93,6 +94,12 @@ def test_too_few_devices_are_an_error_with_a_remedy(four, monkeypatch, settings,
         place(config(*settings))
     assert message in str(error.value)
     assert "smaller" in str(error.value) or "fewer" in str(error.value)
+
+
+@pytest.mark.parametrize("axis", ["context", "expert"])
+def test_a_reserved_axis_is_refused_with_a_remedy(axis):
+    with pytest.raises(ArealError, match=rf"trainer\.mesh\.{axis}: .*leave it at 1, enlarge fsdp or tensor"):
+        config(f"trainer.mesh.{axis}=2")
 
 
 FRESH = """
@@ -215,6 +222,21 @@ def test_shards_pages_and_a_reference_policy_are_counted():
     assert table["each host: serving weights"] == plain["each host: serving weights"] // 2
     page = plain["each host: KV pages"] // (8 + 1)  # 8 slots of one page, and the scratch page
     assert table["each host: KV pages"] == page * (8 * 4 + 1) // 4 // 2
+
+
+def test_only_trained_parameters_have_moments_a_gradient_and_a_reference():
+    """The base is held once and served; 16 bytes of gradient, moments and reference are of adapters."""
+    lora = Lora(4, 8.0, "q|down")
+    tuned = Model(dataclasses.replace(model().config, lora=lora), model().tokenizer)
+    c, n = tuned.config, model().parameter_count
+    adapters = c.layers * 4 * (c.width + c.heads * c.head_dim + c.mlp_width + c.width)
+    words = ["algorithm.kl.coef=0.1", "model.lora={rank: 4, alpha: 8, targets: q|down}"]
+    table = {f"{who}: {what}": size for who, what, size in memory_table(config(*words), tuned, "split")}
+    few = f"of {adapters:,} trained parameters"
+    assert table["trainer: master weights, float32"] == 4 * (n + adapters)
+    assert table[f"trainer: Adam moments, float32, {few}"] == 8 * adapters
+    assert table[f"trainer: gradient, float32, {few}"] == 4 * adapters
+    assert table[f"trainer: reference policy, float32, {few}"] == 4 * adapters
 
 
 def test_a_critic_and_a_teacher_are_counted():
