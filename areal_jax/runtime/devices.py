@@ -20,6 +20,7 @@ from areal_jax.parallel.mesh import make_mesh
 from areal_jax.tasks.sandbox import require_sandbox
 from areal_jax.tasks.task import TaskError
 from areal_jax.trainer.critic import Critic
+from areal_jax.trainer.trainable import Trainable
 from areal_jax.types import ArealError
 
 OPTIONAL = (
@@ -81,22 +82,26 @@ def memory_table(
     """(who, what, bytes a device) of all that lives through a run; temporaries of the programs come on top.
 
     Bytes a parameter: float32 master 4 + Adam 8 + gradient 4, and what is served: one copy where publishing
-    overwrites it, otherwise the published one, and on a host two while the next version arrives.
+    overwrites it, otherwise the published one, and on a host two while the next version arrives. Gradient,
+    Adam, reference and critic hold trained parameters alone.
     """
     n, c, g = model.parameter_count, model.config, config.generation
     dtype = config.weights.wire_dtype
     shards, host_shards = config.trainer.mesh.fsdp * config.trainer.mesh.tensor, config.runtime.host_tensor
     wire = BYTES[dtype] * n
     moments = "trainer" if config.trainer.optimizer_memory == "device" else "the trainer's host memory"
+    trainable = Trainable(config.trainable)
+    trained = trainable.count(model)
+    few = "" if trained == n else f", of {trained:,} trained parameters"
     rows = [
         ("trainer", "master weights, float32", 4 * n // shards),
-        (moments, "Adam moments, float32", 8 * n // shards),
-        ("trainer", "gradient, float32", 4 * n // shards),
+        (moments, f"Adam moments, float32{few}", 8 * trained // shards),
+        ("trainer", f"gradient, float32{few}", 4 * trained // shards),
     ]
     if config.algorithm.has_reference:
-        rows.append(("trainer", "reference policy, float32", 4 * n // shards))
+        rows.append(("trainer", f"reference policy, float32{few}", 4 * trained // shards))
     if config.algorithm.critic.kind != "none":
-        critic = Critic(model, config.algorithm.critic.kind).parameter_count
+        critic = Critic(model, config.algorithm.critic.kind, trainable).parameter_count
         rows += [
             ("trainer", "critic, float32", 4 * critic // shards),
             (moments, "the critic's Adam moments, float32", 8 * critic // shards),
