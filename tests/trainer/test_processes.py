@@ -83,7 +83,7 @@ def alone(folder: Path) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize(
     "devices, meshes",
-    [(1, ["data=2", "fsdp=2"]), (2, ["fsdp=2,tensor=2", "data=2,fsdp=2"])],
+    [(1, ["data=2", "fsdp=2"]), (2, ["fsdp=2,tensor=2"])],
     ids=["2x1", "2x2"],
 )
 def test_two_processes_train_as_one(
