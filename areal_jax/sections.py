@@ -72,6 +72,10 @@ class ModelSettings(Section):
     """What matrix products read; accumulation, norms and log-probs are float32 always."""
     lora: LoraConfig = LoraConfig()
     """Low-rank adapters (LoRA) beside frozen matrices."""
+    quantize: Literal["none", "int8", "int4", "nf4"] = "none"
+    """How the projections of the blocks are held where trainer.trainable freezes them: with a scale for every
+    output and 64 inputs (extra [quantize]). Embedding, head and norms stay floats.
+    """
 
 
 class KLConfig(Section):

@@ -66,6 +66,8 @@ class ModelConfig:
     """What matrix products read; they accumulate in float32."""
     lora: Lora | None = None
     """Trainable adapters beside the projections."""
+    quantize: str = "none"  # none | int8 | int4 | nf4
+    """How the blocks' projections, frozen then, are held."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "layers", "width", "heads", "kv_heads", "head_dim", "mlp_width"):
@@ -79,6 +81,11 @@ class ModelConfig:
         if self.head_dim % 2:
             raise ArealError(
                 f"model: head_dim={self.head_dim} is odd; rotary embeddings turn pairs, choose an even one"
+            )
+        if self.quantize in ("int4", "nf4") and (self.width % 2 or self.mlp_width % 2):
+            raise ArealError(
+                f"model.quantize={self.quantize} holds two codes a byte, which width={self.width} and "
+                f"mlp_width={self.mlp_width} do not both fill; use model.quantize=int8"
             )
 
 
@@ -96,7 +103,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-NO_SIZES = {"dtype", "rope_scaling", "lora"}
+NO_SIZES = {"dtype", "rope_scaling", "lora", "quantize"}
 
 
 def model_config(shape: str, vocab_size: int, dtype: str = "float32", /, **overrides: Any) -> ModelConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -16,7 +16,8 @@ from jaxtyping import Array, Float, Int
 
 from areal_jax.models.attention import Attention, KVPages
 from areal_jax.models.config import ModelConfig
-from areal_jax.models.lora import adapters_of, merge_adapters, with_adapters
+from areal_jax.models.lora import adapters_of, base_of, merge_adapters, with_adapters
+from areal_jax.models.quantize import dequantize_tree, quantize_tree
 from areal_jax.models.transformer import Remat, Transformer, head_logits
 
 Params = Any
@@ -47,29 +48,37 @@ class Model:
 
     @property
     def parameter_count(self) -> int:
-        return sum(leaf.size for leaf in jax.tree.leaves(self.abstract_params))
+        """A quantised matrix counts as the one it stands for."""
+        adapters = self.abstract_params if self.base is self else adapters_of(self.abstract_params)
+        own = sum(leaf.size for leaf in jax.tree.leaves(adapters))
+        return own if self.base is self else own + self.base.parameter_count
 
     @cached_property
     def base(self) -> Model:
-        """The same model without adapters: what sources hold, and what adapters are merged into."""
-        if self.config.lora is None:
-            return self
-        return Model(dataclasses.replace(self.config, lora=None), self.tokenizer)
+        """The same model in floats and without adapters: what sources hold, and what a run is merged into."""
+        plain = dataclasses.replace(self.config, lora=None, quantize="none")
+        return self if plain == self.config else Model(plain, self.tokenizer)
 
     def init(self, seed: int) -> Params:
-        """Random float32 parameters, a function of the seed alone; the base's are the same with adapters."""
-        if self.config.lora is None:
+        """Random parameters, float32 but for codes: a function of the seed alone, as those of `base` are."""
+        if self.base is self:
             return self._init(jax.random.key(seed))
-        return self.adapted(self.base.init(seed), seed)
+        return self.from_base(self.base.init(seed), seed)
 
-    def adapted(self, params: Params, seed: int) -> Params:
-        """Parameters of `base` with the adapters that this model adds, which change no output yet.
+    def from_base(self, params: Params, seed: int) -> Params:
+        """Parameters of `base` made this model's: matrices quantised, and adapters that change no output yet.
 
-        The base's are the arrays given, not copies.
+        Other leaves are the arrays given, not copies.
         """
+        if self.config.quantize != "none":
+            params = self._quantize(params)
         if self.config.lora is None:
             return params
         return with_adapters(params, self._first_adapters(jax.random.fold_in(jax.random.key(seed), 1)))
+
+    @cached_property
+    def _quantize(self) -> Callable[[Params], Params]:
+        return jax.jit(partial(quantize_tree, kind=self.config.quantize))
 
     @cached_property
     def _first_adapters(self) -> Callable[[Array], Params]:
@@ -80,8 +89,16 @@ class Model:
 
     def merged(self, params: Params) -> Params:
         """Parameters of `base`, float32, that compute the same: every W becomes W + (alpha / rank) a b."""
-        lora = self.config.lora
+        lora, params = self.config.lora, self._in_floats(params)
         return params if lora is None else merge_adapters(params, lora.scale)
+
+    def without_adapters(self, params: Params) -> Params:
+        """Parameters of `base`, float32: what the adapters belong to."""
+        return base_of(self._in_floats(params))
+
+    def _in_floats(self, params: Params) -> Params:
+        kind = self.config.quantize
+        return params if kind == "none" else dequantize_tree(params, kind)
 
     @cached_property
     def _init(self) -> Callable[[Array], Params]:

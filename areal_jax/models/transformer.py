@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 from areal_jax.models.attention import Attention
 from areal_jax.models.blockwise import KEPT
 from areal_jax.models.config import ModelConfig
+from areal_jax.models.quantize import dequantized, inputs_of, shapes
 from areal_jax.models.rope import inverse_frequencies
 
 Remat = Literal["none", "layer", "dots"]
@@ -89,29 +90,58 @@ class Adapter(nnx.Module):
     nothing changes yet (Hu et al., arXiv:2106.09685). The axis of the rank stays whole on a mesh.
     """
 
-    def __init__(self, beside: nnx.Param, inputs: int, rank: int, rngs: nnx.Rngs) -> None:
-        shape, axes = beside.shape, beside.get_metadata("out_sharding")
+    def __init__(self, key: Array, shape: tuple[int, ...], axes: Axes, inputs: int, rank: int) -> None:
         scale = math.prod(shape[:inputs]) ** -0.5
-        self.a = _param(rngs.params(), (*shape[:inputs], rank), (*axes[:inputs], None), scale)
+        self.a = _param(key, (*shape[:inputs], rank), (*axes[:inputs], None), scale)
         self.b = _zeros((rank, *shape[inputs:]), (None, *axes[inputs:]))
 
 
-def add_adapters(block: nnx.Module, c: ModelConfig, rngs: nnx.Rngs, **inputs: int) -> None:
-    """An adapter `<name>_lora` beside each matrix of the block that `c.lora` names."""
-    for name, count in inputs.items():
-        if c.lora is not None and name in c.lora.names:
-            setattr(block, f"{name}_lora", Adapter(getattr(block, name), count, c.lora.rank, rngs))
+class Quantized(nnx.Module):
+    """A frozen matrix's codes and scale (`models.quantize`); zeros until a matrix is quantised."""
+
+    def __init__(self, kind: str, shape: tuple[int, ...], axes: Axes, inputs: int) -> None:
+        for name, leaf in shapes(kind, shape, inputs).items():
+            zeros = jnp.zeros(leaf.shape, leaf.dtype)
+            setattr(self, name, nnx.Param(zeros, out_sharding=axes, eager_sharding=False))
 
 
-def projected(
-    block: nnx.Module, name: str, x: Float[Array, "... I"], c: ModelConfig
-) -> Float[Array, "... O"]:
+Projections: TypeAlias = "SelfAttention | GatedMLP"
+
+
+def add_matrix(
+    block: Projections,
+    name: str,
+    rngs: nnx.Rngs,
+    shape: tuple[int, ...],
+    axes: Axes,
+    scale: float,
+) -> None:
+    """The projection `name` of a block, as floats or quantised, and its adapter where the config has one."""
+    c, inputs = block.config, inputs_of(name)
+    if c.quantize == "none":
+        setattr(block, name, _param(rngs.params(), shape, axes, scale))
+    else:
+        setattr(block, name, Quantized(c.quantize, shape, axes, inputs))
+    if c.lora is not None and name in c.lora.names:
+        setattr(block, f"{name}_lora", Adapter(rngs.params(), shape, axes, inputs, c.lora.rank))
+
+
+def matrix(block: Projections, name: str) -> Array:
+    """W of the projection `name`."""
+    weight, kind = getattr(block, name), block.config.quantize
+    if kind == "none":
+        return weight[...]
+    return dequantized(weight.codes[...], weight.scale[...], kind)
+
+
+def projected(block: Projections, name: str, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
     """x W, and (alpha / rank) (x a) b where the block has an adapter beside W; each as `project` does it."""
-    return adapted(project(x, getattr(block, name)[...], c.dtype), block, name, x, c)
+    return adapted(project(x, matrix(block, name), block.config.dtype), block, name, x)
 
 
-def adapted(out: Array, block: nnx.Module, name: str, x: Float[Array, "... I"], c: ModelConfig) -> Array:
+def adapted(out: Array, block: Projections, name: str, x: Float[Array, "... I"]) -> Array:
     """`out`, which is x W in any shape, and what the adapter beside W adds to it."""
+    c = block.config
     if c.lora is None or name not in c.lora.names:
         return out
     adapter = getattr(block, f"{name}_lora")
@@ -123,21 +153,21 @@ class SelfAttention(nnx.Module):
     def __init__(self, c: ModelConfig, rngs: nnx.Rngs) -> None:
         self.config = nnx.static(c)
         scale = c.width**-0.5
-        kv_shape, kv_axes = (c.width, c.kv_heads, c.head_dim), ("embed", "kv_heads", "head_dim")
-        self.q = _param(rngs.params(), (c.width, c.heads, c.head_dim), ("embed", "heads", "head_dim"), scale)
-        self.k = _param(rngs.params(), kv_shape, kv_axes, scale)
-        self.v = _param(rngs.params(), kv_shape, kv_axes, scale)
+        for name, heads, axis in (
+            ("q", c.heads, "heads"),
+            ("k", c.kv_heads, "kv_heads"),
+            ("v", c.kv_heads, "kv_heads"),
+        ):
+            add_matrix(self, name, rngs, (c.width, heads, c.head_dim), ("embed", axis, "head_dim"), scale)
         scale = (2 * c.layers * c.heads * c.head_dim) ** -0.5
-        self.out = _param(
-            rngs.params(), (c.heads, c.head_dim, c.width), ("heads", "head_dim", "embed"), scale
-        )
+        shape = (c.heads, c.head_dim, c.width)
+        add_matrix(self, "out", rngs, shape, ("heads", "head_dim", "embed"), scale)
         if c.has_qkv_bias:
             self.q_bias = _zeros((c.heads, c.head_dim), ("heads", "head_dim"))
             self.k_bias = _zeros((c.kv_heads, c.head_dim), ("kv_heads", "head_dim"))
             self.v_bias = _zeros((c.kv_heads, c.head_dim), ("kv_heads", "head_dim"))
         if c.has_qk_norm:
             self.q_norm, self.k_norm = _ones(c.head_dim, "head_dim"), _ones(c.head_dim, "head_dim")
-        add_adapters(self, c, rngs, q=1, k=1, v=1, out=2)
 
     def __call__(
         self, layer: Array, x: Array, positions: Array, attend: Attention, cache: Any
@@ -151,7 +181,7 @@ class SelfAttention(nnx.Module):
         frequencies = inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
         q, k = rotate(q, positions, frequencies), rotate(k, positions, frequencies)
         out, cache = attend(layer, q, k.astype(c.dtype), v.astype(c.dtype), cache)
-        return projected(self, "out", out.reshape(*out.shape[:-2], -1), c), cache
+        return projected(self, "out", out.reshape(*out.shape[:-2], -1)), cache
 
     def _project(self, x: Float[Array, "B T D"]) -> tuple[Array, Array, Array]:
         """Queries (B, T, H, h), keys and values (B, T, K, h), by one product.
@@ -160,12 +190,13 @@ class SelfAttention(nnx.Module):
         """
         c = self.config
         repeats = c.heads // c.kv_heads
-        parts = (self.q[...].reshape(c.width, c.kv_heads, repeats, c.head_dim), self.k[...], self.v[...])
-        joined = jnp.concatenate([parts[0], parts[1][:, :, None], parts[2][:, :, None]], axis=2)
+        q, k, v = (matrix(self, name) for name in "qkv")
+        q = q.reshape(c.width, c.kv_heads, repeats, c.head_dim)
+        joined = jnp.concatenate([q, k[:, :, None], v[:, :, None]], axis=2)
         out = project(x, joined, c.dtype).reshape(*x.shape[:-1], c.kv_heads, repeats + 2, c.head_dim)
         q = out[..., :repeats, :].reshape(*x.shape[:-1], c.heads, c.head_dim)
         k, v = out[..., repeats, :], out[..., repeats + 1, :]
-        q, k, v = (adapted(part, self, name, x, c) for part, name in ((q, "q"), (k, "k"), (v, "v")))
+        q, k, v = (adapted(part, self, name, x) for part, name in ((q, "q"), (k, "k"), (v, "v")))
         return q, k, v
 
 
@@ -174,17 +205,14 @@ class GatedMLP(nnx.Module):
 
     def __init__(self, c: ModelConfig, rngs: nnx.Rngs) -> None:
         self.config = nnx.static(c)
-        self.gate = _param(rngs.params(), (c.width, c.mlp_width), ("embed", "mlp"), c.width**-0.5)
-        self.up = _param(rngs.params(), (c.width, c.mlp_width), ("embed", "mlp"), c.width**-0.5)
-        self.down = _param(
-            rngs.params(), (c.mlp_width, c.width), ("mlp", "embed"), (2 * c.layers * c.mlp_width) ** -0.5
-        )
-        add_adapters(self, c, rngs, gate=1, up=1, down=1)
+        add_matrix(self, "gate", rngs, (c.width, c.mlp_width), ("embed", "mlp"), c.width**-0.5)
+        add_matrix(self, "up", rngs, (c.width, c.mlp_width), ("embed", "mlp"), c.width**-0.5)
+        scale = (2 * c.layers * c.mlp_width) ** -0.5
+        add_matrix(self, "down", rngs, (c.mlp_width, c.width), ("mlp", "embed"), scale)
 
     def __call__(self, x: Array) -> Array:
-        c = self.config
-        gated = jax.nn.silu(projected(self, "gate", x, c)) * projected(self, "up", x, c)
-        return projected(self, "down", gated, c)
+        gated = jax.nn.silu(projected(self, "gate", x)) * projected(self, "up", x)
+        return projected(self, "down", gated)
 
 
 class Block(nnx.Module):

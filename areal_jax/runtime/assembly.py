@@ -116,7 +116,7 @@ def first_params(parts: Parts) -> Params:
         seed=c.run.seed,
         mesh=mesh,
     )
-    return parts.model.adapted(params, c.run.seed)
+    return parts.model.from_base(params, c.run.seed)
 
 
 def make_engine(g: GenerationConfig, model: Model, mesh: Mesh | None = None) -> Engine:

@@ -14,6 +14,7 @@ from areal_jax.trainer.checkpoint import restore_params
 from areal_jax.types import ArealError, VersionedParams
 from areal_jax.weights.digest import digest
 from areal_jax.weights.staged import StagedError, committed, read
+from areal_jax.weights.store import dtype_in
 
 CHECKPOINTS, WEIGHTS = "checkpoints", "weights"
 
@@ -71,7 +72,9 @@ def _newest_first(folder: Path, kinds: Iterable[str]) -> list[Path]:
 
 def _like(model: Model, shardings: Any, dtype: str) -> Any:
     return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding),
+        lambda leaf, sharding: jax.ShapeDtypeStruct(
+            leaf.shape, dtype_in(leaf.dtype, dtype), sharding=sharding
+        ),
         model.abstract_params,
         shardings,
     )

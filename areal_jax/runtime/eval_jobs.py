@@ -33,7 +33,7 @@ from areal_jax.tasks.task import Task
 from areal_jax.trajectories.lock import holder
 from areal_jax.types import ArealError, VersionedParams
 from areal_jax.weights.digest import digest
-from areal_jax.weights.store import wire_copy
+from areal_jax.weights.store import dtype_in, wire_copy
 
 DEFAULTS: dict[str, Any] = {
     "generation": {"slots": 16, "length": 1024, "max_tokens": 512, "decode_steps": 8, "prefill_chunk": 128}
@@ -206,7 +206,7 @@ def _place(config: Config, model: Model) -> tuple[Any, Any]:
 def _as_served(value: VersionedParams, config: Config) -> VersionedParams:
     """In weights.wire_dtype, as a run's hosts decode with them, with the digest of that."""
     dtype = config.weights.wire_dtype
-    if any(leaf.dtype != dtype for leaf in jax.tree.leaves(value.params)):
+    if any(leaf.dtype != dtype_in(leaf.dtype, dtype) for leaf in jax.tree.leaves(value.params)):
         return wire_copy(value, dtype)
     return value._replace(digest=value.digest or digest(value.params))
 

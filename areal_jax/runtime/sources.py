@@ -36,7 +36,7 @@ RUN_CONFIG, MODEL_CONFIG = "config.yaml", "config.json"
 @dataclass(frozen=True)
 class Source:
     model: Model
-    """With the adapters of the config."""
+    """With the adapters and the quantisation of the config."""
     load: Callable[[Any], Params]
     """`load(shardings)`: the float32 parameters of `model.base`, laid out by a tree of shardings."""
     folder: Path | None = None
@@ -111,13 +111,14 @@ def explained(what: str) -> Iterator[None]:
 def _random(config: Config, tasks: Mapping[str, WeightedTask]) -> Source:
     m, tokenizer = config.model, _own_tokenizer(config, tasks)
     sizes = model_config(m.shape, tokenizer.vocab_size, m.dtype, **m.overrides)
-    model = Model(_with_lora(sizes, m), tokenizer)
+    model = Model(_held(sizes, m), tokenizer)
     return Source(model, lambda shardings: jax.device_put(model.base.init(config.run.seed), shardings))
 
 
-def _with_lora(sizes: ModelConfig, m: ModelSettings) -> ModelConfig:
+def _held(sizes: ModelConfig, m: ModelSettings) -> ModelConfig:
+    """These sizes with the dtype, adapters and quantisation of the settings."""
     lora = Lora(m.lora.rank, m.lora.alpha, m.lora.targets) if m.lora.rank else None
-    return dataclasses.replace(sizes, dtype=m.dtype, lora=lora)
+    return dataclasses.replace(sizes, dtype=m.dtype, lora=lora, quantize=m.quantize)
 
 
 def _own_tokenizer(config: Config, tasks: Mapping[str, WeightedTask]) -> Tokenizer:
@@ -168,14 +169,14 @@ def _pretrained(config: Config, tasks: Mapping[str, WeightedTask], folder: Path)
     pretrained = open_folder(folder)
     tokenizer = HFTokenizer.from_folder(folder)
     require_fits(tokenizer, pretrained.config.vocab_size)
-    model = Model(_with_lora(pretrained.config, m), tokenizer)
+    model = Model(_held(pretrained.config, m), tokenizer)
     return Source(model, lambda shardings: pretrained.load(model.base.abstract_params, shardings), folder)
 
 
 def _of_run(config: Config, folder: Path) -> Source:
     """The model of another run, with the parameters of its newest committed version, adapters merged."""
     theirs, source = run_source(folder, config.model.dtype)
-    model = Model(_with_lora(source.model.base.config, config.model), source.model.tokenizer)
+    model = Model(_held(source.model.base.config, config.model), source.model.tokenizer)
 
     def load(shardings: Any) -> Params:
         return jax.device_put(source.model.merged(run_params(folder, theirs, source.model)), shardings)

@@ -40,7 +40,7 @@ from areal_jax.trainer.trainable import Trainable
 from areal_jax.trainer.update import Objective
 from areal_jax.types import ArealError, Batch, VersionedParams
 from areal_jax.weights.digest import digest
-from areal_jax.weights.store import wire_copy
+from areal_jax.weights.store import dtype_in, wire_copy
 
 Sums = Any
 """(gradients of the policy's and the critic's parameters, metric sums), of the minibatch so far."""
@@ -186,7 +186,7 @@ class Learner:
         """
         del seed
         if not donate:
-            params = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), params)
+            params = jax.tree.map(lambda leaf: jnp.array(leaf, dtype_in(leaf.dtype, "float32")), params)
         first = jax.jit(self._optimization.first, donate_argnums=0, out_shardings=self.state_shardings)
         return first(jax.device_put(params, self.state_shardings.params))
 

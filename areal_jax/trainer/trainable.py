@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from areal_jax.models.model import Model, Params
+from areal_jax.models.quantize import CODES, SCALE
 from areal_jax.types import ArealError
 
 
@@ -44,11 +45,21 @@ class Trainable:
         )
 
     def require(self, model: Model) -> None:
-        """Raises ArealError where the pattern matches no leaf of the model, with the nearest paths."""
-        if self.pattern is None or jax.tree.leaves(self.of(model.abstract_params)):
+        """Raises ArealError where the pattern matches no leaf of the model, with the nearest paths.
+
+        Also where it matches a leaf of a quantised matrix, whose codes have no gradient.
+        """
+        trained, names = _names(self.of(model.abstract_params)), _names(model.abstract_params)
+        quantised = [name for name in trained if name.endswith((f".{CODES}", f".{SCALE}"))]
+        if quantised:
+            raise ArealError(
+                f"model.quantize={model.config.quantize} with trainer.trainable="
+                f"{self.pattern or 'everything'}: {quantised[0]} would be trained, and only frozen matrices "
+                "can be quantised; set model.lora.rank, a narrower trainer.trainable, or model.quantize=none"
+            )
+        if trained:
             return
-        names = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(model.abstract_params)]
-        near = difflib.get_close_matches(self.pattern, names, n=4, cutoff=0) or names
+        near = difflib.get_close_matches(self.pattern or "", names, n=4, cutoff=0) or names
         raise ArealError(
             f"trainer.trainable={self.pattern} matches no whole path of the model's leaves; the nearest are: "
             + ", ".join(near)
@@ -60,6 +71,10 @@ class Trainable:
 
 
 ALL = Trainable()
+
+
+def _names(tree: Any) -> list[str]:
+    return [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def _name(path: Any) -> str:

@@ -127,7 +127,12 @@ def start_copy(value: VersionedParams, dtype: str) -> tuple[VersionedParams, jax
 
 
 def _is_of(value: VersionedParams, dtype: str) -> bool:
-    return all(leaf.dtype == dtype for leaf in jax.tree.leaves(value.params))
+    return all(leaf.dtype == dtype_in(leaf.dtype, dtype) for leaf in jax.tree.leaves(value.params))
+
+
+def dtype_in(own: Any, dtype: str) -> Any:
+    """What a leaf of dtype `own` is among parameters in `dtype`: a quantised matrix's codes stay integers."""
+    return dtype if jnp.issubdtype(own, jnp.floating) else own
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
@@ -141,7 +146,9 @@ def copy_with_sums(tree: Any, dtype: str | None = None) -> tuple[Any, jax.Array]
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def _copy(tree: Any, dtype: str | None) -> Any:
-    return jax.tree.map(lambda leaf: jnp.copy(on_device(leaf)).astype(dtype or leaf.dtype), tree)
+    return jax.tree.map(
+        lambda leaf: jnp.copy(on_device(leaf)).astype(dtype_in(leaf.dtype, dtype or leaf.dtype)), tree
+    )
 
 
 # keep_unused: an argument that is read by nothing would otherwise be left out, and so never donated.

@@ -237,6 +237,13 @@ def test_only_trained_parameters_have_moments_a_gradient_and_a_reference():
     assert table[f"trainer: Adam moments, float32, {few}"] == 8 * adapters
     assert table[f"trainer: gradient, float32, {few}"] == 4 * adapters
     assert table[f"trainer: reference policy, float32, {few}"] == 4 * adapters
+    packed = Model(dataclasses.replace(tuned.config, quantize="int4"), tuned.tokenizer)
+    table = {f"{who}: {what}": size for who, what, size in memory_table(config(*words), packed, "split")}
+    attention, mlp = 4 * c.width**2, 3 * c.width * c.mlp_width  # half a byte each, and 4 a tile
+    halves, scales = (attention + mlp) // 2, 4 * ((attention * 3 // 4 + mlp) // 64 + c.width**2 // 16)
+    floats = n + adapters - c.layers * (attention + mlp)
+    assert table["trainer: master weights, float32"] == 4 * floats + c.layers * (halves + scales)
+    assert table[f"trainer: gradient, float32, {few}"] == 4 * adapters
 
 
 def test_a_critic_and_a_teacher_are_counted():

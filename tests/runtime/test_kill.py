@@ -25,6 +25,9 @@ CRITIC = [
 ]
 """A critic, a moving reference and an adaptive coefficient: all that a state may hold."""
 
+LORA = ["model.lora.rank=2", "model.quantize=nf4", "weights.backend=orbax", "algorithm.kl.coef=0.05"]
+"""Codes, adapters alone trained, and a reference that shares the codes."""
+
 CLI = [sys.executable, "-m", "areal_jax.cli.main"]
 
 
@@ -98,7 +101,7 @@ def test_kill_9_at_any_moment(tmp_path, moment):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("extra", [["weights.backend=memory"], ["weights.backend=orbax"], CRITIC])
+@pytest.mark.parametrize("extra", [["weights.backend=memory"], ["weights.backend=orbax"], CRITIC, LORA])
 def test_at_eta_0_a_killed_run_ends_with_the_same_bits_as_an_untouched_one(tmp_path, extra):
     words = ("run.steps=30", "control.max_staleness=0", "trainer.checkpoint_every=8")
     words += tuple(extra)
