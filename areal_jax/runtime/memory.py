@@ -36,7 +36,7 @@ class MemoryWatch:
         forecast = self._learner.forecast(state, batch)
         self._forecasts[shape] = forecast.peak
         largest = forecast.largest
-        parts = f"{_gib(forecast.resident)} resident, {_gib(largest.beyond_arguments)} in {largest.program}"
+        parts = f"{_gib(forecast.resident)} resident, {_gib(forecast.needs[largest])} in {largest}"
         rows, length = shape
         limit = self._stats().get("bytes_limit")
         if limit is not None and forecast.peak > limit:

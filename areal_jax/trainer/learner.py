@@ -62,7 +62,8 @@ class Learner:
 
     The loop that `update` runs, for a driver that has other work between the programs:
     `sums = zero_sums()`, `sums = accumulate(state, sums, micro)` for each of a minibatch's micro-batches
-    (`micro_batches`), `state, metrics = apply(state, sums, is_last)`; both donate sums, `apply` the state.
+    (`micro_batches`), or `sums = begin(state, micro)` where there is only one; `state, metrics =
+    apply(state, sums, is_last)`. `accumulate` donates sums, `apply` the state.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class Learner:
         sums, after = self._sums_shardings, (self.state_shardings, self._whole)
         program = partial(Program, report=self.compiled.append)
         self.zero_sums = program("zero_sums", self._zero_sums, out_shardings=sums)
+        self.begin = program("begin", self._begin, out_shardings=sums)
         self.accumulate = program("accumulate", self._accumulate, donate_argnums=1, out_shardings=sums)
         self.apply = program("apply", self._apply, donate_argnums=0, out_shardings=after)
         self._arrive = program("arrive", self.objective.arrive)
@@ -160,9 +162,9 @@ class Learner:
         return self.objective.kernel is None
 
     def forecast(self, state: TrainState, batch: Batch) -> Forecast:
-        """What training this prepared batch takes of a device's memory; compiles `accumulate` and `apply`.
+        """What training this prepared batch takes of a device's memory; compiles the programs that it runs.
 
-        Resident are the state, the gradients, the batch and its micro-batches.
+        Resident are the state, the batch and its micro-batches.
         """
 
         def placed(sharding: NamedSharding, leaves: Any) -> Any:
@@ -171,10 +173,16 @@ class Learner:
             )
 
         sums = jax.tree.map(placed, self._sums_shardings, jax.eval_shape(self._zero_sums))
-        micros = [m for m in itertools.chain.from_iterable(self.micro_batches(batch)) if m is not None]
-        programs = [self.apply.memory(state, sums, np.bool_(True))]
-        programs += [self.accumulate.memory(state, sums, micros[0])] if micros else []
-        return Forecast(bytes_on_one_device((state, sums, batch, micros)), tuple(programs))
+        size = bytes_on_one_device(sums)
+        minibatches = [[m for m in micros if m is not None] for micros in self.micro_batches(batch)]
+        needs = {"apply": size + self.apply.memory(state, sums, np.bool_(True)).beyond_arguments}
+        for micros in minibatches:
+            if len(micros) == 1:
+                needs["begin"] = self.begin.memory(state, micros[0]).beyond_arguments
+            elif micros:
+                beyond = self.accumulate.memory(state, sums, micros[0]).beyond_arguments
+                needs["accumulate"] = size + beyond
+        return Forecast(bytes_on_one_device((state, batch, minibatches)), needs)
 
     # --- state ----------------------------------------------------------------------------------------------
 
@@ -314,11 +322,10 @@ class Learner:
         metrics = []
         minibatches = self.micro_batches(batch)
         for index, micros in enumerate(minibatches):
-            sums = self.zero_sums()
-            for micro in micros:
-                if micro is None:
-                    continue
-                sums = self.accumulate(state, sums, micro)
+            live = [micro for micro in micros if micro is not None]
+            sums = self.zero_sums() if len(live) != 1 else None
+            for micro in live:
+                sums = self.begin(state, micro) if sums is None else self.accumulate(state, sums, micro)
                 if between is not None:
                     between(sums[1]["tokens"])
             state, sums_of_minibatch = self.apply(state, sums, np.bool_(index == len(minibatches) - 1))
@@ -331,9 +338,13 @@ class Learner:
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), trained)
         return zeros, self.objective.no_metrics(self.rows, self.length)
 
-    def _accumulate(self, state: TrainState, sums: Sums, micro: Batch) -> Sums:
+    def _begin(self, state: TrainState, micro: Batch) -> Sums:
+        """The sums of a minibatch's only micro-batch: no zeros are written, nothing is added."""
         kl_coef = self._optimization.kl_coef(state.kl_control)
-        grads, metrics = self.objective.gradient(state.params, state.critic, micro, kl_coef)
+        return self.objective.gradient(state.params, state.critic, micro, kl_coef)
+
+    def _accumulate(self, state: TrainState, sums: Sums, micro: Batch) -> Sums:
+        grads, metrics = self._begin(state, micro)
         return jax.tree.map(jnp.add, sums[0], grads), add_metrics(sums[1], metrics)
 
     def _apply(self, state: TrainState, sums: Sums, is_last: Array) -> tuple[TrainState, dict[str, Any]]:

@@ -6,7 +6,7 @@ with the shape, since each costs seconds and none should.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -42,15 +42,17 @@ class Forecast(NamedTuple):
 
     resident: int
     """What lies there through all of its programs."""
-    programs: tuple[ProgramMemory, ...]
+    needs: Mapping[str, int]
+    """By program, what it needs beside that."""
 
     @property
-    def largest(self) -> ProgramMemory:
-        return max(self.programs, key=lambda program: program.beyond_arguments)
+    def largest(self) -> str:
+        """The program that needs most."""
+        return max(self.needs, key=lambda program: self.needs[program])
 
     @property
     def peak(self) -> int:
-        return self.resident + self.largest.beyond_arguments
+        return self.resident + self.needs[self.largest]
 
 
 class Program:
@@ -76,12 +78,16 @@ class Program:
             self._tell_what_is_new(args)
         return self._jitted(*args)
 
+    def lower(self, *args: Any) -> Any:
+        """As jit's: for arrays or jax.ShapeDtypeStruct."""
+        return self._jitted.lower(*args)
+
     def memory(self, *args: Any) -> ProgramMemory:
         """Of the program for these arguments, arrays or jax.ShapeDtypeStruct; it is compiled for good.
 
         All 0 beside the name where the backend keeps no account.
         """
-        analysis = self._jitted.lower(*args).compile().memory_analysis()
+        analysis = self.lower(*args).compile().memory_analysis()
         if analysis is None:
             return ProgramMemory(self.name, 0, 0, 0, 0)
         return ProgramMemory(

@@ -62,7 +62,22 @@ def test_the_forecast_holds_the_state_and_the_largest_program(params: Any, learn
     state = of.init(params)
     prepared = of.prepare(state, pack(make_groups(), 2, LENGTH))
     forecast = of.forecast(state, prepared)
-    assert {program.program for program in forecast.programs} == {"accumulate", "apply"}
-    assert forecast.resident > bytes_on_one_device(state) + bytes_on_one_device(state.params)
-    assert forecast.peak == forecast.resident + max(p.beyond_arguments for p in forecast.programs)
-    assert min(p.temporaries for p in forecast.programs) >= 0 < forecast.largest.temporaries
+    assert set(forecast.needs) == {"accumulate", "apply"}
+    assert forecast.resident > bytes_on_one_device(state)
+    gradients = bytes_on_one_device(state.params)
+    assert min(forecast.needs.values()) > gradients
+    assert forecast.peak == forecast.resident + max(forecast.needs.values())
+
+
+def test_a_single_micro_batch_begins_with_the_bits_that_adding_to_nothing_gives(
+    params: Any, learner: MakeLearner
+):
+    of = learner(rows=16)
+    state = of.init(params)
+    ((micro,),) = of.micro_batches(of.prepare(state, pack(make_groups(), 16, LENGTH)))
+    added = of.accumulate(state, of.zero_sums(), micro)
+    begun = of.begin(state, micro)
+    for one, other in zip(jax.tree.leaves(begun), jax.tree.leaves(added), strict=True):
+        np.testing.assert_array_equal(one, other)
+    memory = of.begin.memory(state, micro)
+    assert memory.reused == 0 and memory.outputs > bytes_on_one_device(state.params)
