@@ -28,6 +28,7 @@ from areal_jax.runtime.api import preset
 from areal_jax.runtime.bench_packed import packed
 from areal_jax.runtime.bench_sync import sync
 from areal_jax.runtime.measure import compile_s, machine, median_s, random_model
+from areal_jax.runtime.memory import reset_peak, resident_bytes
 from areal_jax.trainer.learner import Learner
 from areal_jax.trainer.state import make_optimizer
 from areal_jax.trajectories.packing import pack
@@ -120,11 +121,14 @@ def update(
 ) -> dict[str, Any]:
     """Tokens a second of one update of a micro-batch of full rows, AdamW included; 6 N FLOPs a token.
 
-    `remat` as trainer.remat; what is computed again is not counted.
+    `remat` as trainer.remat; what is computed again is not counted. `memory_forecast_bytes` is what a step is
+    going to take, `memory_grown_bytes` by how much the process then grew beyond state and batch.
     """
     learner, state, batch = _trainer(shape, rows, length, dtype, remat)
     batch = learner.prepare(state, batch)
-    states = [state]
+    forecast = learner.forecast(state, batch)
+    states, before = [state], resident_bytes("VmRSS")
+    reset_peak()
 
     def once() -> float:
         started = time.perf_counter()
@@ -133,7 +137,13 @@ def update(
         states.append(state)
         return time.perf_counter() - started
 
-    return _of_peak(shape, dtype, 6, learner.model, batch, once, repeats)
+    once()
+    grown = resident_bytes() - before
+    return _of_peak(shape, dtype, 6, learner.model, batch, once, repeats) | {
+        "memory_forecast_bytes": forecast.peak,
+        "memory_forecast_beyond_resident_bytes": forecast.peak - forecast.resident,
+        "memory_grown_bytes": grown,
+    }
 
 
 def loop(*, steps: int = 150, repeats: int = 3, median: float = 6.0, seed: int = 0) -> dict[str, Any]:

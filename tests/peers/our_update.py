@@ -1,23 +1,30 @@
 """areal_jax's update and log-prob pass as `areal-jax bench` runs them, with CPU seconds, one JSON line.
 
-python tests/peers/our_update.py {update,logprob} SHAPE REPEATS
+python tests/peers/our_update.py {update,logprob,skewed} SHAPE REPEATS
+
+skewed: packed rows.
 """
 
 from __future__ import annotations
 
 import json
+import resource
 import sys
 import time
 
 import jax
-from shapes import LENGTH, SHAPES
+from shapes import LENGTH, MICRO_ROWS, SEQUENCES, SHAPES
 
-from areal_jax.runtime import bench
+from areal_jax.runtime import bench, bench_packed
+from areal_jax.trajectories.packing import pack
 
 
 def main(what: str, name: str, repeats: int) -> None:
-    rows = SHAPES[name]["rows"]
+    rows = MICRO_ROWS if what == "skewed" else SHAPES[name]["rows"]
     learner, state, raw = bench._trainer(name, rows, LENGTH, "float32")
+    if what == "skewed":
+        vocab = SHAPES[name]["vocab"]
+        raw = pack(bench_packed.skewed_groups(SEQUENCES, LENGTH, 64, 0.8, 16, vocab), rows, LENGTH)
     batch = learner.prepare(state, raw)
     states = [state]
 
@@ -29,7 +36,7 @@ def main(what: str, name: str, repeats: int) -> None:
     def logprob() -> None:
         jax.block_until_ready(learner.prepare(states[0], raw))
 
-    call = {"update": update, "logprob": logprob}[what]
+    call = {"update": update, "logprob": logprob, "skewed": update}[what]
     call()
     seconds, cpu = [], []
     for _ in range(repeats):
@@ -37,7 +44,8 @@ def main(what: str, name: str, repeats: int) -> None:
         call()
         seconds.append(time.perf_counter() - started)
         cpu.append(time.process_time() - cpu_started)
-    sys.stdout.write(json.dumps({"seconds": seconds, "cpu_s": cpu, "tokens": raw.tokens.size}) + "\n")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    sys.stdout.write(json.dumps({"seconds": seconds, "cpu_s": cpu, "peak_bytes": [peak]}) + "\n")
 
 
 if __name__ == "__main__":

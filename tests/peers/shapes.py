@@ -17,3 +17,7 @@ SHAPES = {
     ),
 }
 LENGTH = 256
+SEQUENCES = 64
+"""Of a skewed batch: lognormal lengths of median 64 and sigma 0.8, cut at 16 and LENGTH."""
+MICRO_ROWS = 8
+"""Rows of a micro-batch of it."""

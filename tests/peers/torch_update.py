@@ -6,6 +6,7 @@ python tests/peers/torch_update.py {update,logprob} SHAPE REPEATS
 from __future__ import annotations
 
 import json
+import resource
 import sys
 import time
 
@@ -68,7 +69,8 @@ def main(what: str, name: str, repeats: int) -> None:
         call()
         seconds.append(time.perf_counter() - started)
         cpu.append(time.process_time() - cpu_started)
-    sys.stdout.write(json.dumps({"seconds": seconds, "cpu_s": cpu, "tokens": tokens.numel()}) + "\n")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    sys.stdout.write(json.dumps({"seconds": seconds, "cpu_s": cpu, "peak_bytes": [peak]}) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
 """google-tunix: its PeftTrainer with a clipped-ratio loss on its own Llama, one JSON line.
 
-python tests/peers/tunix_update.py {update,logprob} SHAPE REPEATS
+python tests/peers/tunix_update.py {update,logprob,skewed} SHAPE REPEATS
+
+skewed: a padded row a sequence, as many optimiser steps as there are micro-batches.
 """
 
 from __future__ import annotations
 
 import json
+import resource
 import sys
 import time
 
@@ -14,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from shapes import LENGTH, SHAPES
+from shapes import LENGTH, MICRO_ROWS, SEQUENCES, SHAPES
 from tunix.models.llama3 import model as llama
 from tunix.rl import common
 from tunix.sft import peft_trainer
@@ -35,7 +38,7 @@ def main(what: str, name: str, repeats: int) -> None:
         weight_tying=True,
     )
     model = llama.Llama3(config, rngs=nnx.Rngs(0))
-    rows = s["rows"]
+    rows = MICRO_ROWS if what == "skewed" else s["rows"]
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, s["vocab"], (rows, LENGTH)), jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(LENGTH), (rows, LENGTH))
     mask = jnp.broadcast_to(jnp.tri(LENGTH, dtype=bool), (rows, LENGTH, LENGTH))
@@ -65,7 +68,11 @@ def main(what: str, name: str, repeats: int) -> None:
     def logprob() -> None:
         jax.block_until_ready(scored(model, tokens))
 
-    call = {"update": update, "logprob": logprob}[what]
+    def skewed() -> None:
+        for _ in range(SEQUENCES // MICRO_ROWS):
+            update()
+
+    call = {"update": update, "logprob": logprob, "skewed": skewed}[what]
     call()
     seconds, cpu = [], []
     for _ in range(repeats):
@@ -73,7 +80,8 @@ def main(what: str, name: str, repeats: int) -> None:
         call()
         seconds.append(time.perf_counter() - started)
         cpu.append(time.process_time() - cpu_started)
-    sys.stdout.write(json.dumps({"seconds": seconds, "cpu_s": cpu, "tokens": tokens.size}) + "\n")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    sys.stdout.write(json.dumps({"seconds": seconds, "cpu_s": cpu, "peak_bytes": [peak]}) + "\n")
 
 
 if __name__ == "__main__":
