@@ -2,7 +2,7 @@
 
 python tests/peers/our_update.py {update,logprob,skewed} SHAPE REPEATS
 
-skewed: packed rows.
+skewed: packed rows, with the trainer's default trainer.remat=layer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from areal_jax.trajectories.packing import pack
 
 def main(what: str, name: str, repeats: int) -> None:
     rows = MICRO_ROWS if what == "skewed" else SHAPES[name]["rows"]
-    learner, state, raw = bench._trainer(name, rows, LENGTH, "float32")
+    remat = "layer" if what == "skewed" else "none"
+    learner, state, raw = bench._trainer(name, rows, LENGTH, "float32", remat)
     if what == "skewed":
         vocab = SHAPES[name]["vocab"]
         raw = pack(bench_packed.skewed_groups(SEQUENCES, LENGTH, 64, 0.8, 16, vocab), rows, LENGTH)
