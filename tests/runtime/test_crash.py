@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import io
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from areal_jax.control.events import BatchTrained, CheckpointCommitted, Event, RunStarted, VersionCommitted
+from areal_jax.control.events import (
+    BatchTrained,
+    CheckpointCommitted,
+    Event,
+    RunStarted,
+    SampleFinished,
+    VersionCommitted,
+)
 from areal_jax.observe.metrics import read_rows
 from areal_jax.runtime.jobs import resume, run
 from areal_jax.runtime.reading import audit_run, open_journal
@@ -154,6 +162,30 @@ def test_on_a_slow_disk_a_run_starts_with_a_whole_version_and_ends_with_all_of_t
     with open_journal(folder) as journal:
         told = [row.event.version for row in journal.rows() if isinstance(row.event, VersionCommitted)]
     assert told == [1, 2]
+
+
+def test_generation_and_training_go_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
+    """The first checkpoint takes a second; meanwhile samples end and batches are trained."""
+    folder, meanwhile = tmp_path / "run", []
+    write, append, is_writing = staged.write, SqliteQueue.append, threading.Event()
+
+    def slow(path, *rest):
+        if path.name == "checkpoints" and not meanwhile:
+            is_writing.set()
+            time.sleep(1.0)
+            is_writing.clear()
+        write(path, *rest)
+
+    def watched(self, entries, durable=False):
+        if is_writing.is_set():
+            meanwhile.extend(type(entry.event) for entry in entries)
+        return append(self, entries, durable)
+
+    monkeypatch.setattr(staged, "write", slow)
+    monkeypatch.setattr(SqliteQueue, "append", watched)
+    run(small(folder, *WORDS, "trainer.checkpoint_every=2"), stream=io.StringIO())
+    assert meanwhile.count(SampleFinished) >= 4
+    assert meanwhile.count(BatchTrained) >= 1
 
 
 def test_a_version_that_cannot_be_written_ends_the_run_at_once_and_says_why(tmp_path, monkeypatch):
