@@ -24,15 +24,21 @@ from areal_jax.generation.engine import Engine
 from areal_jax.models.model import Model
 from areal_jax.models.transformer import Remat
 from areal_jax.plugin import check_settings
-from areal_jax.runtime.api import preset
 from areal_jax.runtime.bench_packed import packed
 from areal_jax.runtime.bench_sync import sync
-from areal_jax.runtime.measure import compile_s, machine, median_s, random_model
+from areal_jax.runtime.measure import (
+    bench_learner,
+    compile_s,
+    machine,
+    median_s,
+    random_model,
+    random_trajectory,
+)
 from areal_jax.runtime.memory import reset_peak, resident_bytes
 from areal_jax.trainer.learner import Learner
-from areal_jax.trainer.state import make_optimizer
+from areal_jax.trainer.state import TrainState
 from areal_jax.trajectories.packing import pack
-from areal_jax.types import ArealError, Batch, Group, Prompt, SampleId, Sampling, Trajectory, VersionedParams
+from areal_jax.types import ArealError, Batch, Group, Prompt, SampleId, Sampling, VersionedParams
 
 PEAK_SIZE = 2048
 BANDWIDTH_BYTES = 2**30
@@ -198,36 +204,12 @@ BENCHES: dict[str, Callable[..., dict[str, Any]]] = {
 
 def _trainer(
     shape: str, rows: int, length: int, dtype: str, remat: Remat = "none"
-) -> tuple[Learner, Any, Batch]:
-    model = random_model(shape, dtype)
-    config = load_config("trainer.learning_rate=1e-5")
-    learner = Learner(
-        model,
-        preset("grpo", group_size=rows, kl={"coef": 0}, proximal="recompute"),
-        make_optimizer(config.trainer, 100),
-        rows=rows,
-        length=length,
-        remat=remat,
-    )
-    numbers = np.random.default_rng(0)
-    members = tuple(_full_row(i, length, numbers, model.config.vocab_size) for i in range(rows))
-    batch = pack([Group(0, Prompt(tokens=[0]), members)], rows, length)
-    return learner, learner.init(model.init(0)), batch
-
-
-def _full_row(member: int, length: int, numbers: np.random.Generator, vocab_size: int) -> Trajectory:
-    is_sampled = np.arange(length) > 0
-    return Trajectory(
-        SampleId(0, member),
-        numbers.integers(0, vocab_size, length).astype(np.int32),
-        is_sampled,
-        np.where(is_sampled, -10.0, 0.0).astype(np.float32),
-        np.where(is_sampled, 0, -1).astype(np.int32),
-        np.where(is_sampled, 0, -1).astype(np.int32),
-        Sampling(),
-        "stop",
-        reward=float(member % 2),
-    )
+) -> tuple[Learner, TrainState, Batch]:
+    """A learner, its first state, and one micro-batch of full rows."""
+    learner, state = bench_learner(shape, rows, length, dtype, remat)
+    numbers, vocab_size = np.random.default_rng(0), learner.model.config.vocab_size
+    members = (random_trajectory(SampleId(0, i), length, numbers, vocab_size) for i in range(rows))
+    return learner, state, pack([Group(0, Prompt(tokens=[0]), tuple(members))], rows, length)
 
 
 def _decode_heavy(steps: int, median: float, seed: int, folder: str, words: list[str]) -> Config:

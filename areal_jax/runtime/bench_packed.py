@@ -7,13 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from areal_jax.config import load_config
-from areal_jax.runtime.api import preset
-from areal_jax.runtime.measure import machine, random_model, timed_s
-from areal_jax.trainer.learner import Learner
-from areal_jax.trainer.state import make_optimizer
+from areal_jax.models.transformer import Remat
+from areal_jax.runtime.measure import bench_learner, machine, random_trajectory, timed_s
 from areal_jax.trajectories.packing import PER_TOKEN, pack
-from areal_jax.types import Batch, Group, Prompt, SampleId, Sampling, Trajectory
+from areal_jax.types import Batch, Group, Prompt, SampleId
 
 GROUP = 8
 
@@ -28,24 +25,19 @@ def packed(
     sigma: float = 0.8,
     shortest: int = 16,
     repeats: int = 5,
+    remat: Remat = "layer",
 ) -> dict[str, Any]:
     """Real tokens a second of an update in packed rows, beside the same in a row a sequence, in turn.
 
     Lengths are lognormal, cut at `shortest` and `length`. `row_ratio` is what packing saves in rows,
     `speedup` what it saves in time.
     """
-    model = random_model(shape, "float32")
-    groups = skewed_groups(sequences, length, median, sigma, shortest, model.config.vocab_size)
-    learner = Learner(
-        model,
-        preset("grpo", group_size=GROUP, kl={"coef": 0}),
-        make_optimizer(load_config("trainer.learning_rate=1e-5").trainer, 1000),
-        rows=rows,
-        length=length,
-    )
+    learner, state = bench_learner(shape, rows, length, "float32", remat)
+    vocab_size = learner.model.config.vocab_size
+    groups = skewed_groups(sequences, length, median, sigma, shortest, vocab_size)
     batches = {"packed": pack(groups, rows, length), "padded": padded(groups, rows, length)}
-    states = [learner.init(model.init(0))]
-    prepared = {arm: learner.prepare(states[0], batch) for arm, batch in batches.items()}
+    states = [state]
+    prepared = {arm: learner.prepare(state, batch) for arm, batch in batches.items()}
     took: dict[str, list[float]] = {arm: [] for arm in batches}
 
     def update(arm: str) -> Any:
@@ -80,7 +72,10 @@ def skewed_groups(
     """Groups of 8 samples of one-token prompts; seeded."""
     rng = np.random.default_rng(0)
     sizes = np.clip(np.round(rng.lognormal(np.log(median), sigma, sequences)), shortest, length).astype(int)
-    flat = [_sample(i, int(size), rng, vocab_size) for i, size in enumerate(sizes)]
+    flat = [
+        random_trajectory(SampleId(i // GROUP, i % GROUP), int(size), rng, vocab_size)
+        for i, size in enumerate(sizes)
+    ]
     starts = range(0, sequences, GROUP)
     return [Group(start // GROUP, Prompt(tokens=[0]), tuple(flat[start : start + GROUP])) for start in starts]
 
@@ -114,18 +109,3 @@ def padded(groups: list[Group], rows: int, length: int) -> Batch:
 
 def _used_rows(batch: Batch) -> int:
     return int((np.asarray(batch.segment_ids) > 0).any(1).sum())
-
-
-def _sample(number: int, size: int, rng: np.random.Generator, vocab_size: int) -> Trajectory:
-    is_sampled = np.arange(size) > 0
-    return Trajectory(
-        SampleId(number // GROUP, number % GROUP),
-        rng.integers(0, vocab_size, size).astype(np.int32),
-        is_sampled,
-        np.where(is_sampled, -10.0, 0.0).astype(np.float32),
-        np.where(is_sampled, 0, -1).astype(np.int32),
-        np.where(is_sampled, 0, -1).astype(np.int32),
-        Sampling(),
-        "stop",
-        reward=float(number % 2),
-    )

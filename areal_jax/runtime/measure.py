@@ -12,11 +12,18 @@ from typing import Any
 
 import jax
 import jax.monitoring
+import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
+from areal_jax.config import load_config
 from areal_jax.models.config import model_config
 from areal_jax.models.model import Model
+from areal_jax.models.transformer import Remat
+from areal_jax.runtime.api import preset
 from areal_jax.tasks.tokenizers import ByteTokenizer
+from areal_jax.trainer.learner import Learner
+from areal_jax.trainer.state import TrainState, make_optimizer
+from areal_jax.types import SampleId, Sampling, Trajectory
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 """What jax tells its monitors of each program that it compiles or takes from its persistent cache."""
@@ -28,6 +35,40 @@ def random_model(shape: str, dtype: str) -> Model:
     config = model_config(shape, tokenizer.vocab_size, dtype)
     tokenizer.vocab_size = config.vocab_size
     return Model(config, tokenizer)
+
+
+def bench_learner(
+    shape: str, rows: int, length: int, dtype: str, remat: Remat = "none"
+) -> tuple[Learner, TrainState]:
+    """GRPO without KL, its log-probs recomputed, and AdamW; and a state of random weights."""
+    model = random_model(shape, dtype)
+    learner = Learner(
+        model,
+        preset("grpo", group_size=rows, kl={"coef": 0}, proximal="recompute"),
+        make_optimizer(load_config("trainer.learning_rate=1e-5").trainer, 1000),
+        rows=rows,
+        length=length,
+        remat=remat,
+    )
+    return learner, learner.init(model.init(0))
+
+
+def random_trajectory(
+    sample: SampleId, size: int, numbers: np.random.Generator, vocab_size: int
+) -> Trajectory:
+    """`size` tokens, a prompt of one before what is sampled; every second member of a group earns 1."""
+    is_sampled = np.arange(size) > 0
+    return Trajectory(
+        sample,
+        numbers.integers(0, vocab_size, size).astype(np.int32),
+        is_sampled,
+        np.where(is_sampled, -10.0, 0.0).astype(np.float32),
+        np.where(is_sampled, 0, -1).astype(np.int32),
+        np.where(is_sampled, 0, -1).astype(np.int32),
+        Sampling(),
+        "stop",
+        reward=float(sample.member % 2),
+    )
 
 
 def machine(shape: str, dtype: str, seconds: float, runs: list[float]) -> dict[str, Any]:

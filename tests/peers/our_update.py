@@ -7,25 +7,27 @@ skewed: packed rows, with the trainer's default trainer.remat=layer.
 
 from __future__ import annotations
 
-import json
-import resource
 import sys
-import time
 
 import jax
 from shapes import LENGTH, MICRO_ROWS, SEQUENCES, SHAPES
+from timing import report
 
-from areal_jax.runtime import bench, bench_packed
+from areal_jax.runtime.bench_packed import skewed_groups
+from areal_jax.runtime.measure import bench_learner
 from areal_jax.trajectories.packing import pack
+
+SHORTEST = {"update": LENGTH, "logprob": LENGTH, "skewed": 16}
+"""Tokens of the shortest sequence; LENGTH makes full rows."""
 
 
 def main(what: str, name: str, repeats: int) -> None:
     rows = MICRO_ROWS if what == "skewed" else SHAPES[name]["rows"]
     remat = "layer" if what == "skewed" else "none"
-    learner, state, raw = bench._trainer(name, rows, LENGTH, "float32", remat)
-    if what == "skewed":
-        vocab = SHAPES[name]["vocab"]
-        raw = pack(bench_packed.skewed_groups(SEQUENCES, LENGTH, 64, 0.8, 16, vocab), rows, LENGTH)
+    learner, state = bench_learner(name, rows, LENGTH, "float32", remat)
+    vocab = SHAPES[name]["vocab"]
+    groups = skewed_groups(SEQUENCES if what == "skewed" else rows, LENGTH, 64, 0.8, SHORTEST[what], vocab)
+    raw = pack(groups, rows, LENGTH)
     batch = learner.prepare(state, raw)
     states = [state]
 
@@ -37,16 +39,7 @@ def main(what: str, name: str, repeats: int) -> None:
     def logprob() -> None:
         jax.block_until_ready(learner.prepare(states[0], raw))
 
-    call = {"update": update, "logprob": logprob, "skewed": update}[what]
-    call()
-    seconds, cpu = [], []
-    for _ in range(repeats):
-        started, cpu_started = time.perf_counter(), time.process_time()
-        call()
-        seconds.append(time.perf_counter() - started)
-        cpu.append(time.process_time() - cpu_started)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    sys.stdout.write(json.dumps({"seconds": seconds, "cpu_s": cpu, "peak_bytes": [peak]}) + "\n")
+    report({"update": update, "logprob": logprob, "skewed": update}[what], repeats)
 
 
 if __name__ == "__main__":

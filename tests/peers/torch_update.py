@@ -5,13 +5,11 @@ python tests/peers/torch_update.py {update,logprob} SHAPE REPEATS
 
 from __future__ import annotations
 
-import json
-import resource
 import sys
-import time
 
 import torch
 from shapes import LENGTH, SHAPES
+from timing import report
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
@@ -61,16 +59,7 @@ def main(what: str, name: str, repeats: int) -> None:
         with torch.no_grad():
             log_probs(model, tokens)
 
-    call = {"update": update, "logprob": logprob}[what]
-    call()
-    seconds, cpu = [], []
-    for _ in range(repeats):
-        started, cpu_started = time.perf_counter(), time.process_time()
-        call()
-        seconds.append(time.perf_counter() - started)
-        cpu.append(time.process_time() - cpu_started)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    sys.stdout.write(json.dumps({"seconds": seconds, "cpu_s": cpu, "peak_bytes": [peak]}) + "\n")
+    report({"update": update, "logprob": logprob}[what], repeats)
 
 
 if __name__ == "__main__":

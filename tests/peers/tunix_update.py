@@ -7,10 +7,7 @@ skewed: a padded row a sequence, as many optimiser steps as there are micro-batc
 
 from __future__ import annotations
 
-import json
-import resource
 import sys
-import time
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +15,7 @@ import numpy as np
 import optax
 from flax import nnx
 from shapes import LENGTH, MICRO_ROWS, SEQUENCES, SHAPES
+from timing import report
 from tunix.models.llama3 import model as llama
 from tunix.rl import common
 from tunix.sft import peft_trainer
@@ -72,16 +70,7 @@ def main(what: str, name: str, repeats: int) -> None:
         for _ in range(SEQUENCES // MICRO_ROWS):
             update()
 
-    call = {"update": update, "logprob": logprob, "skewed": skewed}[what]
-    call()
-    seconds, cpu = [], []
-    for _ in range(repeats):
-        started, cpu_started = time.perf_counter(), time.process_time()
-        call()
-        seconds.append(time.perf_counter() - started)
-        cpu.append(time.process_time() - cpu_started)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    sys.stdout.write(json.dumps({"seconds": seconds, "cpu_s": cpu, "peak_bytes": [peak]}) + "\n")
+    report({"update": update, "logprob": logprob, "skewed": skewed}[what], repeats)
 
 
 if __name__ == "__main__":
