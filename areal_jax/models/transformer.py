@@ -136,17 +136,12 @@ def matrix(block: Projections, name: str) -> Array:
 
 def projected(block: Projections, name: str, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
     """x W, and (alpha / rank) (x a) b where the block has an adapter beside W; each as `project` does it."""
-    return adapted(project(x, matrix(block, name), block.config.dtype), block, name, x)
-
-
-def adapted(out: Array, block: Projections, name: str, x: Float[Array, "... I"]) -> Array:
-    """`out`, which is x W in any shape, and what the adapter beside W adds to it."""
     c = block.config
+    out = project(x, matrix(block, name), c.dtype)
     if c.lora is None or name not in c.lora.names:
         return out
     adapter = getattr(block, f"{name}_lora")
-    added = project(project(x, adapter.a[...], c.dtype), adapter.b[...], c.dtype)
-    return out + c.lora.scale * added.reshape(out.shape)
+    return out + c.lora.scale * project(project(x, adapter.a[...], c.dtype), adapter.b[...], c.dtype)
 
 
 class SelfAttention(nnx.Module):
@@ -173,7 +168,7 @@ class SelfAttention(nnx.Module):
         self, layer: Array, x: Array, positions: Array, attend: Attention, cache: Any
     ) -> tuple[Array, Any]:
         c = self.config
-        q, k, v = self._project(x)
+        q, k, v = (projected(self, name, x).reshape(*x.shape[:-1], -1, c.head_dim) for name in "qkv")
         if c.has_qkv_bias:
             q, k, v = q + self.q_bias[...], k + self.k_bias[...], v + self.v_bias[...]
         if c.has_qk_norm:
@@ -182,22 +177,6 @@ class SelfAttention(nnx.Module):
         q, k = rotate(q, positions, frequencies), rotate(k, positions, frequencies)
         out, cache = attend(layer, q, k.astype(c.dtype), v.astype(c.dtype), cache)
         return projected(self, "out", out.reshape(*out.shape[:-2], -1)), cache
-
-    def _project(self, x: Float[Array, "B T D"]) -> tuple[Array, Array, Array]:
-        """Queries (B, T, H, h), keys and values (B, T, K, h), by one product.
-
-        Each kv head lies beside its queries, so that a mesh which splits kv heads splits the product too.
-        """
-        c = self.config
-        repeats = c.heads // c.kv_heads
-        q, k, v = (matrix(self, name) for name in "qkv")
-        q = q.reshape(c.width, c.kv_heads, repeats, c.head_dim)
-        joined = jnp.concatenate([q, k[:, :, None], v[:, :, None]], axis=2)
-        out = project(x, joined, c.dtype).reshape(*x.shape[:-1], c.kv_heads, repeats + 2, c.head_dim)
-        q = out[..., :repeats, :].reshape(*x.shape[:-1], c.heads, c.head_dim)
-        k, v = out[..., repeats, :], out[..., repeats + 1, :]
-        q, k, v = (adapted(part, self, name, x) for part, name in ((q, "q"), (k, "k"), (v, "v")))
-        return q, k, v
 
 
 class GatedMLP(nnx.Module):
