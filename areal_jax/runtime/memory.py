@@ -25,15 +25,15 @@ class MemoryWatch:
         self._forecasts: dict[Any, int] = {}
         self._steps = 0
 
-    def before(self, state: TrainState, batch: Batch) -> None:
+    def before(self, state: TrainState, batch: Batch, is_alone: bool) -> None:
         """Forecast training a prepared batch of this shape, the first time one comes.
 
-        Raises ArealError for more than the device has.
+        `is_alone` as in `Learner.forecast`. Raises ArealError for more than the device has.
         """
         shape = batch.tokens.shape
         if shape in self._forecasts:
             return
-        forecast = self._learner.forecast(state, batch)
+        forecast = self._learner.forecast(state, batch, is_alone)
         self._forecasts[shape] = forecast.peak
         largest = forecast.largest
         parts = f"{_gib(forecast.resident)} resident, {_gib(forecast.needs[largest])} in {largest}"

@@ -48,7 +48,7 @@ def train_batch(
     with clock.doing("update"):
         prepared = learner.prepare(state, packed, between)
         if memory is not None:
-            memory.before(state, prepared)
+            memory.before(state, prepared, between is None)
         state, metrics = learner.update(state, prepared, between)
         metrics |= {} if memory is None else memory.after()
         value = learner.versioned(state)
@@ -103,7 +103,8 @@ class Trainer:
 
     def _take(self, batch: TrainBatch) -> None:
         with self._turns.trainer(self._clock):
-            value, metrics = self.train(batch, partial(self._turns.between, self._clock))
+            between = partial(self._turns.between, self._clock) if self._turns.are_taken else None
+            value, metrics = self.train(batch, between)
             self._tell(
                 BatchTrained(batch.step, tuple(g.ordinal for g in batch.groups), value.digest, metrics)
             )

@@ -22,6 +22,9 @@ POLL_S = 0.005
 
 
 class Turns(Protocol):
+    are_taken: bool
+    """Whether anybody waits for `between`."""
+
     def host(self, clock: Clock) -> AbstractContextManager[Any]: ...
     def trainer(self, clock: Clock) -> AbstractContextManager[Any]: ...
     def between(self, clock: Clock, result: jax.Array) -> None: ...
@@ -29,6 +32,8 @@ class Turns(Protocol):
 
 class OwnDevices:
     """Split placement: nobody waits for anybody."""
+
+    are_taken = False
 
     def host(self, clock: Clock) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -42,6 +47,8 @@ class OwnDevices:
 
 class OneDevice:
     """Shared placement. `is_decoding` says whether any host has samples to go on with."""
+
+    are_taken = True
 
     def __init__(self, decode_calls: int, is_decoding: Callable[[], bool], deadline_s: float) -> None:
         self._decode_calls, self._is_decoding, self._deadline_s = decode_calls, is_decoding, deadline_s

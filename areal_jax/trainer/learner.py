@@ -132,6 +132,7 @@ class Learner:
         self.begin = program("begin", self._begin, out_shardings=sums)
         self.accumulate = program("accumulate", self._accumulate, donate_argnums=1, out_shardings=sums)
         self.apply = program("apply", self._apply, donate_argnums=0, out_shardings=after)
+        self.step = program("step", self._step, donate_argnums=0, out_shardings=after)
         self._arrive = program("arrive", self.objective.arrive)
         self._score = program("score", self.objective.score)
         self._finish = program("finish", self._finish_batch)
@@ -161,10 +162,10 @@ class Learner:
         """Whether a row's tokens may see a segment beside their own; the kernels of CUDA devices do not."""
         return self.objective.kernel is None
 
-    def forecast(self, state: TrainState, batch: Batch) -> Forecast:
+    def forecast(self, state: TrainState, batch: Batch, is_alone: bool = True) -> Forecast:
         """What training this prepared batch takes of a device's memory; compiles the programs that it runs.
 
-        Resident are the state, the batch and its micro-batches.
+        Resident are the state, the batch and its micro-batches. `is_alone`: updated without `between`.
         """
 
         def placed(sharding: NamedSharding, leaves: Any) -> Any:
@@ -175,8 +176,13 @@ class Learner:
         sums = jax.tree.map(placed, self._sums_shardings, jax.eval_shape(self._zero_sums))
         size = bytes_on_one_device(sums)
         minibatches = [[m for m in micros if m is not None] for micros in self.micro_batches(batch)]
-        needs = {"apply": size + self.apply.memory(state, sums, np.bool_(True)).beyond_arguments}
-        for micros in minibatches:
+        needs = {}
+        for micros, whole in zip(minibatches, self.micro_batches(batch), strict=True):
+            if is_alone and self.mesh.size == 1 and len(micros) > 1:
+                padded = _padded(micros, len(whole))
+                needs["step"] = self.step.memory(state, *padded, np.bool_(True)).beyond_arguments
+                continue
+            needs["apply"] = size + self.apply.memory(state, sums, np.bool_(True)).beyond_arguments
             if len(micros) == 1:
                 needs["begin"] = self.begin.memory(state, micros[0]).beyond_arguments
             elif micros:
@@ -317,20 +323,49 @@ class Learner:
         """Train a prepared batch: micro-batches accumulated, an optimiser step a minibatch; donates `state`.
 
         `between` is called after each program with something of its result to block on: where one device also
-        serves, that is when others get their turn.
+        serves, that is when others get their turn. Without it a device of its own takes several micro-batches
+        and their step as one program, to the same bits.
         """
         metrics = []
         minibatches = self.micro_batches(batch)
+        is_alone = between is None and self.mesh.size == 1
         for index, micros in enumerate(minibatches):
+            is_last = np.bool_(index == len(minibatches) - 1)
             live = [micro for micro in micros if micro is not None]
-            sums = self.zero_sums() if len(live) != 1 else None
-            for micro in live:
-                sums = self.begin(state, micro) if sums is None else self.accumulate(state, sums, micro)
-                if between is not None:
-                    between(sums[1]["tokens"])
-            state, sums_of_minibatch = self.apply(state, sums, np.bool_(index == len(minibatches) - 1))
+            if is_alone and len(live) > 1:
+                state, sums_of_minibatch = self.step(state, *_padded(live, len(micros)), is_last)
+            else:
+                state, sums_of_minibatch = self._by_micro_batch(state, live, is_last, between)
             metrics.append(sums_of_minibatch)
         return state, to_floats(jax.device_get(metrics))
+
+    def _by_micro_batch(
+        self, state: TrainState, live: Sequence[Batch], is_last: Any, between: Callable[[Array], None] | None
+    ) -> tuple[TrainState, dict[str, Any]]:
+        sums = self.zero_sums() if len(live) != 1 else None
+        for micro in live:
+            sums = self.begin(state, micro) if sums is None else self.accumulate(state, sums, micro)
+            if between is not None:
+                between(sums[1]["tokens"])
+        return self.apply(state, sums, is_last)
+
+    def _step(
+        self, state: TrainState, micros: Sequence[Batch], count: Array, is_last: Array
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """A minibatch's first `count` micro-batches accumulated and applied; gradients never leave it."""
+        named = zip(Batch._fields, zip(*micros, strict=True), strict=True)
+        stacked = {
+            name: jnp.stack(parts)
+            for name, parts in named
+            if name not in PER_SEQUENCE and parts[0] is not None
+        }
+
+        def add(i: Array, sums: Sums) -> Sums:
+            micro = micros[0]._replace(**{name: x[i] for name, x in stacked.items()})
+            return self._accumulate(state, sums, micro)
+
+        sums = jax.lax.fori_loop(0, count, add, self._zero_sums())
+        return self._apply(state, sums, is_last)
 
     def _zero_sums(self) -> Sums:
         state = self._optimization.abstract()
@@ -350,3 +385,8 @@ class Learner:
     def _apply(self, state: TrainState, sums: Sums, is_last: Array) -> tuple[TrainState, dict[str, Any]]:
         grads, metrics = sums
         return self._optimization.apply(state, grads, metrics, is_last)
+
+
+def _padded(live: Sequence[Batch], count: int) -> tuple[tuple[Batch, ...], np.int32]:
+    """`count` micro-batches, live ones first, and how many those are: one shape for any number of them."""
+    return (*live, *[live[0]] * (count - len(live))), np.int32(len(live))

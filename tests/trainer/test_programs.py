@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from areal_jax.trainer.programs import Compiled, Program, bytes_on_one_device
 from areal_jax.trajectories.packing import pack
@@ -37,9 +38,13 @@ def test_a_learner_compiles_each_program_once_for_any_number_of_micro_batches(
 ):
     of = learner(loss_settings={"low": 0.11, "high": 0.2})  # its own, whose programs nobody has compiled
     assert of.compiled == []
+
+    def turns(_: Any) -> None:
+        """Somebody else has the device between two programs."""
+
     state = of.init(params)
     batch = pack(make_groups(), 2, LENGTH)
-    state, _ = of.update(state, of.prepare(state, batch))
+    state, _ = of.update(state, of.prepare(state, batch), turns)
     first = [program for program, _ in of.compiled]
     assert [first.count(name) for name in ("accumulate", "apply", "zero_sums", "finish")] == [1] * 4
     more = pack(make_groups(), 2, LENGTH, prompts="repeated")
@@ -52,7 +57,7 @@ def test_a_learner_compiles_each_program_once_for_any_number_of_micro_batches(
         context_ids=None if batch.context_ids is None else np.zeros((2 * len(more.tokens), LENGTH), np.int32),
     )
     before = len(of.compiled)
-    of.update(state, of.prepare(state, twice))
+    of.update(state, of.prepare(state, twice), turns)
     later = {program for program, _ in of.compiled[before:]}
     assert "accumulate" not in later and "apply" not in later
 
@@ -61,7 +66,8 @@ def test_the_forecast_holds_the_state_and_the_largest_program(params: Any, learn
     of = learner()
     state = of.init(params)
     prepared = of.prepare(state, pack(make_groups(), 2, LENGTH))
-    forecast = of.forecast(state, prepared)
+    assert set(of.forecast(state, prepared).needs) == {"step"}
+    forecast = of.forecast(state, prepared, is_alone=False)
     assert set(forecast.needs) == {"accumulate", "apply"}
     assert forecast.resident > bytes_on_one_device(state)
     gradients = bytes_on_one_device(state.params)
@@ -81,3 +87,22 @@ def test_a_single_micro_batch_begins_with_the_bits_that_adding_to_nothing_gives(
         np.testing.assert_array_equal(one, other)
     memory = of.begin.memory(state, micro)
     assert memory.reused == 0 and memory.outputs > bytes_on_one_device(state.params)
+
+
+@pytest.mark.parametrize("settings", [{}, {"preset": "decoupled_ppo", "minibatches": 2, "entropy_coef": 0.1}])
+def test_one_program_a_minibatch_has_the_bits_of_a_program_a_micro_batch(
+    params: Any, learner: MakeLearner, settings: dict[str, Any]
+):
+    """Also where the last micro-batches are padding that is never computed."""
+    of = learner(rows=1, **settings)
+    batch = pack(make_groups(), 1, LENGTH, of.algorithm.minibatches)
+    seen: list[Any] = []
+    states = []
+    for between in (None, seen.append):
+        state = of.init(params)
+        for _ in range(2):
+            state, metrics = of.update(state, of.prepare(state, batch, between), between)
+        states.append((state, metrics))
+    assert len(seen) > 4 and "step" in {program for program, _ in of.compiled}
+    for one, other in zip(jax.tree.leaves(states[0]), jax.tree.leaves(states[1]), strict=True):
+        np.testing.assert_array_equal(one, other)
