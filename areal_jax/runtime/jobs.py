@@ -97,6 +97,11 @@ def resume(
 def read_config(folder: Path, overrides: Sequence[str] = ()) -> Config:
     """The config of the run in `folder`, with keys that change no past. Raises ConfigError."""
     if not (folder / JOURNAL).exists():
+        if (folder / "config.yaml").exists():
+            raise ConfigError(
+                f"the run in {folder} ended before its journal began, so there is nothing to go on from; "
+                "remove the folder and start it again"
+            )
         raise ConfigError(
             f"{folder} is not a run's folder: it has no {JOURNAL}; start one with `areal-jax run`"
         )

@@ -91,19 +91,11 @@ class SqliteQueue:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = _take(path)
         try:
-            db = _connect(path, "rwc")
-            db.execute("PRAGMA journal_mode = WAL")
-            db.execute("BEGIN IMMEDIATE")
-            for statement in _TABLES:
-                db.execute(statement)
-            db.execute("INSERT INTO header VALUES (?)", (_pack(header),))
-            db.execute(f"PRAGMA application_id = {APPLICATION}")
-            db.execute(f"PRAGMA user_version = {FORMAT}")
-            db.execute("COMMIT")
+            _make(path, header)
+            return cls(path, _connect(path, "rw"), lock)
         except sqlite3.Error as error:
             lock.release()
             _refuse(path, error)
-        return cls(path, db, lock)
 
     @classmethod
     def open(cls, path: str | Path, readonly: bool = False) -> SqliteQueue:
@@ -287,6 +279,26 @@ class SqliteQueue:
             )
             for member, trajectory in trajectories
         )
+
+
+def _make(path: Path, header: dict[str, Any]) -> None:
+    """An empty journal that appears under its name whole: a killed creation leaves none behind."""
+    unfinished = path.with_name(path.name + ".new")
+    for left in (unfinished, path.with_name(unfinished.name + "-journal")):
+        left.unlink(missing_ok=True)
+    db = _connect(unfinished, "rwc")
+    try:
+        db.execute("BEGIN IMMEDIATE")
+        for statement in _TABLES:
+            db.execute(statement)
+        db.execute("INSERT INTO header VALUES (?)", (_pack(header),))
+        db.execute(f"PRAGMA application_id = {APPLICATION}")
+        db.execute(f"PRAGMA user_version = {FORMAT}")
+        db.execute("COMMIT")
+        db.execute("PRAGMA journal_mode = WAL")
+    finally:
+        db.close()
+    unfinished.rename(path)
 
 
 def _connect(path: Path, mode: str) -> sqlite3.Connection:

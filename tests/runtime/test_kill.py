@@ -38,7 +38,14 @@ def rows_of(folder: Path) -> list[dict]:
 
 def begin(folder: Path, *words: str) -> subprocess.Popen:
     words = (*WORDS, f"run.dir={folder}", "observe.live=false", *words)
-    return subprocess.Popen([*CLI, "run", str(RECIPE), *words], stdout=subprocess.DEVNULL, env=env())
+    return subprocess.Popen(
+        [*CLI, "run", str(RECIPE), *words], stdout=subprocess.DEVNULL, env=env(), preexec_fn=interruptible
+    )
+
+
+def interruptible() -> None:
+    """Ctrl-C reaches the child, also where this process was started with interrupts ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def env() -> dict[str, str]:
@@ -127,9 +134,10 @@ def test_a_second_process_cannot_resume_a_run_in_progress(tmp_path):
         wait_until(lambda: len(rows_of(folder)) >= 2, process)
         second = call("resume", str(folder))
         assert second.returncode == 1 and str(process.pid) in second.stderr
-    finally:
         process.send_signal(signal.SIGINT)
-    assert process.wait(120) == 130
+        assert process.wait(120) == 130
+    finally:
+        process.kill()
     assert audit_run(folder).ok
     steps = len(rows_of(folder))
     assert 2 <= steps < 100_000

@@ -255,6 +255,38 @@ def test_a_second_writer_is_refused_and_a_killed_one_loses_nothing(tmp_path: Pat
             assert len(again.group(ordinal, 0, 3)) == 3
 
 
+def test_a_creation_killed_at_any_statement_leaves_a_whole_journal_or_none(tmp_path: Path):
+    script = textwrap.dedent(
+        """
+        import os, sqlite3, sys
+        from areal_jax.trajectories.sqlite import SqliteQueue
+
+        class Dying(sqlite3.Connection):
+            left = int(sys.argv[2])
+            def execute(self, *words):
+                Dying.left -= 1
+                if Dying.left < 0:
+                    os._exit(9)
+                return super().execute(*words)
+
+        connect = sqlite3.connect
+        sqlite3.connect = lambda *args, **options: connect(*args, factory=Dying, **options)
+        SqliteQueue.create(sys.argv[1], {"cores": 2})
+        """
+    )
+    path = tmp_path / "journal.sqlite"
+    outcomes = []
+    for statements in (1, 4, 8, 10, 11, 12, 13, 100):
+        done = subprocess.run([sys.executable, "-c", script, str(path), str(statements)], cwd=ROOT, timeout=60)
+        outcomes.append((done.returncode, path.exists()))
+        if path.exists():
+            with SqliteQueue.open(path) as queue:
+                assert queue.header == {"cores": 2}
+            path.unlink()
+    assert (9, False) in outcomes and outcomes[-1] == (0, True)
+    assert not list(tmp_path.glob("*.new*"))
+
+
 def test_closing_lets_the_next_writer_in_within_one_process(queue: SqliteQueue):
     with pytest.raises(JournalError, match=f"process {os.getpid()} "):
         SqliteQueue.open(queue.path)
