@@ -154,7 +154,7 @@ def test_resume_refuses_what_changes_the_past(finished):
 
 def test_a_run_that_ended_before_its_journal_has_nothing_to_go_on_from(tmp_path):
     (tmp_path / "config.yaml").write_text("run: {steps: 1}\n")
-    with pytest.raises(ArealError, match="ended before its journal began.*remove the folder"):
+    with pytest.raises(ArealError, match=r"ended before its journal began.*remove the folder"):
         resume(tmp_path)
 
 

@@ -277,7 +277,8 @@ def test_a_creation_killed_at_any_statement_leaves_a_whole_journal_or_none(tmp_p
     path = tmp_path / "journal.sqlite"
     outcomes = []
     for statements in (1, 4, 8, 10, 11, 12, 13, 100):
-        done = subprocess.run([sys.executable, "-c", script, str(path), str(statements)], cwd=ROOT, timeout=60)
+        words = [sys.executable, "-c", script, str(path), str(statements)]
+        done = subprocess.run(words, cwd=ROOT, timeout=60)
         outcomes.append((done.returncode, path.exists()))
         if path.exists():
             with SqliteQueue.open(path) as queue:
