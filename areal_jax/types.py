@@ -42,6 +42,8 @@ class Sampling:
     """Keep ids at least min_p times as likely as the likeliest."""
     max_tokens: int = 256
     """Longest completion, in tokens; the stop token counts."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion; the tokens up to the one that completed a text stay."""
 
     @property
     def is_truncated(self) -> bool:
@@ -108,6 +110,13 @@ class Trajectory:
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     reward_note: str = ""
     interruptions: int = 0
+    on_update: str = "recompute"
+    """What its host does with KV when the version changes: recompute | keep | pinned | drain."""
+
+    @property
+    def is_reproducible(self) -> bool:
+        """Each token's log-prob is that of a dense forward under its version; not so once KV was kept."""
+        return self.on_update != "keep" or self.interruptions == 0
 
     @property
     def truncated(self) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 
 from areal_jax.types import ArealError, SampleId, Sampling, Trajectory
 
-MAGIC = b"AJT2"
+MAGIC = b"AJT3"
 """The first bytes of a blob; the digit is the format."""
 
 ARRAYS = ("tokens", "loss_mask", "behavior_logp", "versions", "turn_ids", "support")
@@ -30,12 +30,13 @@ def encode(trajectory: Trajectory) -> bytes:
     fields = [
         [int(part) for part in trajectory.sample],
         [_encode_array(name, getattr(trajectory, name)) for name in ARRAYS],
-        [float(s.temperature), int(s.top_k), float(s.top_p), float(s.min_p), int(s.max_tokens)],
+        [float(s.temperature), int(s.top_k), float(s.top_p), float(s.min_p), int(s.max_tokens), list(s.stop)],
         trajectory.stop_reason,
         None if trajectory.reward is None else float(trajectory.reward),
         {str(name): float(value) for name, value in trajectory.reward_parts.items()},
         trajectory.reward_note,
         int(trajectory.interruptions),
+        trajectory.on_update,
     ]
     body = cast(bytes, msgpack.packb(fields))
     return b"".join((MAGIC, zlib.crc32(body).to_bytes(4, "little"), body))
@@ -55,16 +56,18 @@ def decode(blob: bytes) -> Trajectory:
             "the copy of the journal is at fault, so restore the journal from a backup"
         )
     try:
-        sample, arrays, sampling, stop_reason, reward, parts, note, interruptions = msgpack.unpackb(body)
+        fields = msgpack.unpackb(body)
+        sample, arrays, sampling, stop_reason, reward, parts, note, interruptions, on_update = fields
         named = {name: _decode_array(packed) for name, packed in zip(ARRAYS, arrays, strict=True)}
         return Trajectory(
             sample=SampleId(*sample),
-            sampling=Sampling(*sampling),
+            sampling=Sampling(*sampling[:-1], stop=tuple(sampling[-1])),
             stop_reason=stop_reason,
             reward=reward,
             reward_parts=parts,
             reward_note=note,
             interruptions=interruptions,
+            on_update=on_update,
             **named,
         )
     except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:

@@ -22,7 +22,7 @@ from areal_jax.trajectories.codec import decode, encode
 from areal_jax.trajectories.lock import WriterLock
 from areal_jax.types import ArealError, SampleId, Trajectory
 
-FORMAT = 2
+FORMAT = 3
 """Raised whenever an older program could not read what is written; stored as SQLite's user_version."""
 
 APPLICATION = 0x41524A31

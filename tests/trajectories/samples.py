@@ -23,13 +23,16 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         behavior_logp=draw(arrays(np.float32, n, elements=st.floats(width=32))),
         versions=draw(arrays(np.int32, n, elements=INT32)),
         turn_ids=draw(arrays(np.int32, n, elements=INT32)),
-        sampling=Sampling(draw(st.floats(0, 2)), draw(st.integers(0, 9)), draw(st.floats(0, 1)), 0.25, 7),
+        sampling=Sampling(
+            draw(st.floats(0, 2)), draw(st.integers(0, 9)), draw(st.floats(0, 1)), 0.25, 7, ("a", "")
+        ),
         stop_reason=draw(st.sampled_from(["stop", "length"])),
         support=draw(st.none() | arrays(np.int32, (n, width), elements=INT32)),
         reward=draw(st.none() | st.floats(allow_nan=False)),
         reward_parts=draw(st.dictionaries(st.text(max_size=4), st.floats(allow_nan=False), max_size=3)),
         reward_note=draw(st.text(max_size=9)),
         interruptions=draw(st.integers(0, 9)),
+        on_update=draw(st.sampled_from(["recompute", "keep", "pinned", "drain"])),
     )
 
 
@@ -78,5 +81,5 @@ def assert_same(one: Trajectory, other: Trajectory) -> None:
             continue
         assert (left.dtype, left.shape) == (right.dtype, right.shape), name
         assert left.tobytes() == right.tobytes(), name
-    for name in ("sample", "sampling", "stop_reason", "reward", "reward_parts", "interruptions"):
+    for name in ("sample", "sampling", "stop_reason", "reward", "reward_parts", "interruptions", "on_update"):
         assert getattr(one, name) == getattr(other, name), name

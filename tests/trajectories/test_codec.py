@@ -46,7 +46,7 @@ def test_a_blob_of_another_form_is_refused_with_the_reason():
     for broken in (fields[:-1], [*fields, 1], [fields[0], fields[1][:-1], *fields[2:]], 7):
         body = msgpack.packb(broken)
         with pytest.raises(CodecError, match="form of its own"):
-            decode(b"AJT2" + zlib.crc32(body).to_bytes(4, "little") + body)
+            decode(b"AJT3" + zlib.crc32(body).to_bytes(4, "little") + body)
 
 
 def test_arrays_are_little_endian_whatever_they_were():
