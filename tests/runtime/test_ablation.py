@@ -55,6 +55,7 @@ def bench() -> Workbench:
     return Workbench(SPEED)
 
 
+@pytest.mark.slow
 def test_a_table_has_a_row_a_value_and_arm_and_tells_the_staleness_that_was_reached(table):
     rows = {(row["value"], row["arm"]): row for row in table["table"]}
     assert list(rows) == [(value, arm) for value in (0, 3) for arm in ("naive", "decoupled")]
@@ -69,6 +70,7 @@ def test_a_table_has_a_row_a_value_and_arm_and_tells_the_staleness_that_was_reac
     assert set(table["claims"].values()) == {None}  # two values tell nothing of the other five
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_bits_again_whatever_ran_before_it(table, bench):
     """The last run of the table against the first one of another bench; then that bench's third run."""
     last = table["runs"][-1]

@@ -236,6 +236,7 @@ def test_bfloat16_on_the_wire_is_checked_by_its_own_digest(tmp_path):
     assert all(committed[row["version"]] != row["params_digest"] for row in rows)
 
 
+@pytest.mark.slow
 def test_two_hosts_and_a_hard_bound_on_age(tmp_path):
     """Groups that grew too old start again, on whichever host has room, and no token older is trained."""
     config = small(

@@ -39,7 +39,7 @@ def same_bits(one: Any, other: Any) -> bool:
     return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
 
 
-@pytest.fixture(scope="module", params=["none", "int4"])
+@pytest.fixture(scope="module", params=["none", pytest.param("int4", marks=pytest.mark.slow)])
 def tuned(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> tuple[Config, list[dict[str, Any]]]:

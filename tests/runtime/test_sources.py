@@ -97,6 +97,7 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tmp_path):
         opened(configured(make_folder(tmp_path, vocab_size=260)))
 
 
+@pytest.mark.slow
 def test_a_run_trains_a_pretrained_model_and_reads_its_own_tokens(folder, tmp_path):
     config = configured(
         folder,

@@ -32,8 +32,12 @@ def model() -> Model:
 
 @pytest.fixture(scope="session")
 def params(model: Model) -> Any:
-    """Random, larger than an init's, so that no distribution is near uniform."""
-    rng = np.random.default_rng(0)
+    return random_params(model, 0)
+
+
+def random_params(model: Model, seed: int) -> Any:
+    """Larger than an init's, so that no distribution is near uniform."""
+    rng = np.random.default_rng(seed)
     return jax.tree.map(
         lambda leaf: (0.4 * rng.normal(size=leaf.shape) + (leaf.ndim < 3)).astype(np.float32),
         model.abstract_params,

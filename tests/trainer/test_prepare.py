@@ -81,7 +81,7 @@ def test_truncation_mask_keeps_the_reward_in_its_group(params: Any, learner: Mak
     np.testing.assert_allclose(got.weights, want, rtol=1e-6)
 
 
-@pytest.mark.parametrize("estimator", ["k2", "k3"])
+@pytest.mark.parametrize("estimator", [pytest.param("k2", marks=pytest.mark.slow), "k3"])
 def test_the_objective_is_its_formula(
     model: Model, params: Any, learner: MakeLearner, batch: Batch, estimator: str
 ):

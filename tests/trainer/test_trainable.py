@@ -23,7 +23,7 @@ from areal_jax.trainer.learner import Learner
 from areal_jax.trainer.trainable import Trainable
 from areal_jax.trajectories.packing import pack
 from areal_jax.types import ArealError, Batch
-from tests.trainer.conftest import LENGTH, MakeLearner, distance, make_groups, same_bits
+from tests.trainer.conftest import LENGTH, MakeLearner, distance, make_groups, random_params, same_bits
 
 RANK, ALPHA, DECAY = 2, 8.0, 0.75
 SOME = r"norm|blocks\.mlp\.(up|gate)"
@@ -52,11 +52,7 @@ def with_lora(model: Model) -> Model:
 @pytest.fixture(scope="module")
 def lora_params(with_lora: Model) -> Any:
     """Neither factor of any adapter is 0."""
-    rng = np.random.default_rng(1)
-    return jax.tree.map(
-        lambda leaf: (0.4 * rng.normal(size=leaf.shape) + (leaf.ndim < 3)).astype(np.float32),
-        with_lora.abstract_params,
-    )
+    return random_params(with_lora, 1)
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +109,7 @@ def test_a_subset_takes_the_steps_that_it_takes_in_the_whole(
     assert same_bits(trained.whole(trained.of(params), few), params)  # the rest did not move
 
 
+@pytest.mark.slow
 def test_adapters_with_a_critic_a_moving_reference_and_weight_decay(
     with_lora: Model, lora_params: Any, batch: Batch, tmp_path: Path
 ):
