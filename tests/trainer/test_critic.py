@@ -194,21 +194,3 @@ def test_a_shared_critic_is_a_head_whose_gradient_reaches_the_trunk(model: Model
     assert float(weight @ np.asarray(head["head"]["weight"], float)) == pytest.approx(want, rel=1e-3)
     without = state.replace(critic=jax.tree.map(lambda leaf: 0 * leaf, state.critic))
     assert distance(sums_of(without)[0], grads) > 1e-4
-
-
-@pytest.mark.slow
-def test_the_mesh_does_not_matter(model: Model, params: Any, batch: Batch):
-    """Sharded as the policy is, its moments as itself."""
-    results = []
-    for mesh in ({}, {"fsdp": 2}):
-        of = make(model, "separate", mesh=mesh, minibatches=1, kl={"coef": 0.1}, reference="ema")
-        state = with_head(of, params)
-        state, _ = of.update(state, of.prepare(state, batch))
-        results.append(state)
-    gate = results[1].critic["trunk"]["blocks"]["mlp"]["gate"]
-    assert gate.sharding.shard_shape(gate.shape) == (2, 8, 24)
-    assert results[1].critic_optimizer[0].mu["trunk"]["blocks"]["mlp"]["gate"].sharding == gate.sharding
-    np.testing.assert_allclose(
-        results[0].critic["head"]["weight"], results[1].critic["head"]["weight"], atol=2e-4
-    )
-    assert distance(results[0].reference, results[1].reference) < 2e-4
