@@ -17,7 +17,7 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from areal_jax.presets import preset_settings
-from areal_jax.refusals import refusals
+from areal_jax.refusals import FIXED_STALENESS, ON_UPDATE, control_refusals, refusals
 from areal_jax.sections import (
     ADAPTERS,
     AlgorithmConfig,
@@ -55,12 +55,19 @@ class Config(Section):
     def max_staleness(self) -> int | None:
         """η; None = unbounded."""
         if self.control.max_staleness is None:
-            return 0 if self.control.strategy == "sync" else 2
+            return FIXED_STALENESS.get(self.control.strategy, 2)
         return None if self.control.max_staleness == "unbounded" else self.control.max_staleness
 
     @property
     def on_update(self) -> str:
-        return self.generation.on_update or ("drain" if self.control.strategy == "sync" else "recompute")
+        return self.generation.on_update or ON_UPDATE[self.control.strategy][0]
+
+    @property
+    def parameter_sets(self) -> int:
+        """Versions of the parameters that a host may hold at once: the one it decodes under and the next;
+        pinned, that of every live sample and the next.
+        """
+        return max(2, 1 + (self.max_staleness or 0)) if self.on_update == "pinned" else 2
 
     @property
     def row_length(self) -> int:
@@ -121,8 +128,7 @@ def _impossible(c: Config) -> Iterator[str]:
 def _impossible_control(c: Config) -> Iterator[str]:
     eta, control = c.max_staleness, c.control
     named = f"control.max_staleness={'unbounded' if eta is None else eta}"
-    if control.strategy == "sync" and eta != 0:
-        yield f"{named} contradicts control.strategy=sync; use interruptible"
+    yield from control_refusals(control, eta, c.on_update)
     if eta is None and control.max_concurrent is None:
         yield (
             f"{named} needs a bound on the groups in flight; set control.max_concurrent="

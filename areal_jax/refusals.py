@@ -1,15 +1,15 @@
-"""Combinations of the `algorithm` section that type-check and would train something else than they say.
+"""Combinations of keys that type-check and would train something else than they say.
 
 Each is refused before anything starts, with its reason and what to do. What a function of one's own reads is
-not known here, so it is refused nothing.
+not known here, so it is refused nothing. Those of `algorithm` come first, those of `control` after them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from areal_jax.presets import MINIBATCH_STATISTICS, NO_REWARD, OWN_RATIO
-from areal_jax.sections import AlgorithmConfig
+from areal_jax.sections import AlgorithmConfig, ControlConfig
 
 WIDEST_SEQUENCE_CLIP = 0.1
 """A sequence's geometric mean ratio moves by thousandths; the clip of single tokens (0.2) never binds."""
@@ -230,3 +230,93 @@ def _of_rewards(a: AlgorithmConfig, max_tokens: int) -> Iterator[str]:
 def _of_reductions(a: AlgorithmConfig) -> Iterator[str]:
     if a.reduction_constant is not None and a.reduction != "constant":
         yield f"algorithm.reduction_constant={a.reduction_constant} needs algorithm.reduction=constant"
+
+
+# --- control ------------------------------------------------------------------------------------------------
+
+ON_UPDATE: Mapping[str, tuple[str, ...]] = {
+    "sync": ("drain", "recompute"),
+    "one_step": ("drain",),
+    "interruptible": ("recompute", "drain"),
+    "keep": ("keep",),
+    "pinned": ("pinned", "drain"),
+}
+"""control.strategy -> each generation.on_update that keeps its promise; the first is the default."""
+
+FIXED_STALENESS: Mapping[str, int] = {"sync": 0, "one_step": 1}
+"""Strategies that have but one."""
+
+_TWO_VERSIONS = "a sample that is live when a version commits would have tokens of two, and of one only is"
+_BROKEN: Mapping[tuple[str, str], tuple[str, str]] = {
+    ("sync", "keep"): (
+        "no sample is live when a version commits, so nothing would be kept and yet every sample marked as "
+        "not exactly reproducible",
+        "leave generation.on_update out",
+    ),
+    ("sync", "pinned"): (
+        "no sample is live when a version commits, so a host would hold parameters that nobody decodes with",
+        "leave generation.on_update out",
+    ),
+    ("one_step", "recompute"): (
+        f"{_TWO_VERSIONS} what one_step promises",
+        "use control.strategy=interruptible control.max_staleness=1",
+    ),
+    ("one_step", "keep"): (
+        f"{_TWO_VERSIONS} what one_step promises",
+        "use control.strategy=keep control.max_staleness=1",
+    ),
+    ("one_step", "pinned"): (
+        "one_step promises batches of one version, and samples that wait on a host when a version commits "
+        "would start under it",
+        "use control.strategy=pinned control.max_staleness=1",
+    ),
+    ("interruptible", "keep"): (
+        "interruptible promises that a token's log-prob is that of its version, and old KV is of another",
+        "use control.strategy=keep",
+    ),
+    ("interruptible", "pinned"): (
+        "interruptible bounds the mean age, so nothing would bound how many versions a host holds",
+        "use control.strategy=pinned, whose max_staleness bounds every age",
+    ),
+    ("keep", "recompute"): (
+        "no KV would be kept",
+        "use control.strategy=interruptible, which admits alike",
+    ),
+    ("keep", "pinned"): (
+        "no KV of an older version would be decoded on",
+        "use control.strategy=pinned",
+    ),
+    ("keep", "drain"): (
+        "no sample is live when weights change, so no KV would be kept",
+        "use control.strategy=interruptible, which admits alike",
+    ),
+    ("pinned", "recompute"): (
+        f"{_TWO_VERSIONS} what pinned promises (DORA's C1)",
+        "use control.strategy=interruptible",
+    ),
+    ("pinned", "keep"): (
+        f"{_TWO_VERSIONS} what pinned promises (DORA's C1)",
+        "use control.strategy=keep",
+    ),
+}
+"""(control.strategy, generation.on_update) -> why the promise is broken, and the remedy."""
+
+
+def control_refusals(control: ControlConfig, max_staleness: int | None, on_update: str) -> Iterator[str]:
+    """What is wrong with the strategy, given the staleness (None = unbounded) and what hosts do."""
+    strategy, eta = control.strategy, "unbounded" if max_staleness is None else max_staleness
+    fixed = FIXED_STALENESS.get(strategy)
+    if fixed is not None and max_staleness != fixed:
+        another = "interruptible" if strategy == "sync" else "pinned, or interruptible"
+        yield (
+            f"control.max_staleness={eta} contradicts control.strategy={strategy}, whose staleness is "
+            f"{fixed}; use {another}"
+        )
+    if strategy == "pinned" and max_staleness is None:
+        yield (
+            "control.max_staleness=unbounded with control.strategy=pinned: a host would hold the parameters "
+            "of any number of versions; give a number K, and it holds at most K + 1"
+        )
+    if on_update not in ON_UPDATE[strategy]:
+        why, remedy = _BROKEN[strategy, on_update]
+        yield f"generation.on_update={on_update} with control.strategy={strategy}: {why}; {remedy}"

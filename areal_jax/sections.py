@@ -198,9 +198,11 @@ class GenerationConfig(Section):
     """KV tokens a page holds; generation.length (one page a slot) unless given."""
     prefill_chunk: int = Field(default=32, ge=1)
     """Prompt tokens a prefill call takes, and a recompute pass takes per slot."""
-    on_update: Literal["recompute", "drain"] | None = None
-    """What a host does with live slots when a newer version commits: rebuild their KV under it, or let them
-    end first. By strategy unless given: interruptible recomputes, sync drains.
+    on_update: Literal["recompute", "keep", "pinned", "drain"] | None = None
+    """What a host does with live slots when a newer version commits: rebuild their KV under it (recompute),
+    go on with the old KV (keep), end them under their own version while new ones start under the newest
+    (pinned), or end them first and start nobody meanwhile (drain). By strategy unless given: interruptible
+    recomputes, keep and pinned do as they say, sync and one_step drain.
     """
 
     @property
@@ -209,10 +211,14 @@ class GenerationConfig(Section):
 
 
 class ControlConfig(Section):
-    strategy: Literal["sync", "interruptible"] = "interruptible"
-    """Who is admitted and under which version: sync (staleness 0) or AReaL's interruptible generation."""
+    strategy: Literal["sync", "one_step", "interruptible", "keep", "pinned"] = "interruptible"
+    """Who is admitted, under which version, and when the trainer waits: sync (staleness 0), one_step (a batch
+    is generated while the one before is trained), AReaL's interruptible generation, keep (PipelineRL's: the
+    old KV goes on), or pinned (DORA's: a sample is of one version, none is trained beyond max_staleness).
+    """
     max_staleness: int | Literal["unbounded"] | None = None
-    """η: a group may start if (admitted - dropped - 1) // batch_size <= version + η. Default 2; sync 0.
+    """η: a group may start if (admitted - dropped - 1) // batch_size <= version + η. Default 2; sync 0,
+    one_step 1. pinned: DORA's K, a hard bound; a host holds the parameters of up to K + 1 versions.
     unbounded: any number of batches ahead; needs max_concurrent.
     """
     max_token_age: int | None = Field(default=None, ge=0)

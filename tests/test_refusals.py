@@ -122,3 +122,97 @@ def test_no_kl_is_taken_to_a_reference_that_is_not_there():
     assert without.kl.coef == 0 and not without.has_reference
     for name in ("grpo", "rloo", "reinforce_pp"):
         assert load_config(f"algorithm.preset={name}").algorithm.has_reference
+
+
+# --- control ------------------------------------------------------------------------------------------------
+
+PAIRS = {
+    "sync": {"drain": None, "recompute": None, "keep": "generation.on_update out", "pinned": "on_update out"},
+    "one_step": {
+        "drain": None,
+        "recompute": "control.strategy=interruptible control.max_staleness=1",
+        "keep": "control.strategy=keep control.max_staleness=1",
+        "pinned": "control.strategy=pinned control.max_staleness=1",
+    },
+    "interruptible": {
+        "recompute": None,
+        "drain": None,
+        "keep": "control.strategy=keep",
+        "pinned": "control.strategy=pinned",
+    },
+    "keep": {
+        "keep": None,
+        "recompute": "control.strategy=interruptible",
+        "drain": "control.strategy=interruptible",
+        "pinned": "control.strategy=pinned",
+    },
+    "pinned": {
+        "pinned": None,
+        "drain": None,
+        "recompute": "C1); use control.strategy=interruptible",
+        "keep": "C1); use control.strategy=keep",
+    },
+}
+"""strategy -> on_update -> None where it keeps the promise, otherwise the end of the refusal's remedy."""
+
+
+@pytest.mark.parametrize("strategy", PAIRS)
+@pytest.mark.parametrize("on_update", ["recompute", "keep", "pinned", "drain"])
+def test_every_pair_of_strategy_and_on_update_is_taken_or_refused_with_its_remedy(strategy, on_update):
+    words = (f"control.strategy={strategy}", f"generation.on_update={on_update}")
+    remedy = PAIRS[strategy][on_update]
+    if remedy is None:
+        assert load_config(*words).on_update == on_update
+        return
+    with pytest.raises(ConfigError, match=re.escape(remedy)) as refused:
+        load_config(*words)
+    said = f"generation.on_update={on_update} with control.strategy={strategy}: "
+    assert str(refused.value).startswith(said)
+    load_config(*words[:1], *re.findall(r"control\.\w+=\w+", remedy))  # what it advises is taken
+
+
+def test_the_default_follows_the_strategy():
+    defaults = {strategy: load_config(f"control.strategy={strategy}").on_update for strategy in PAIRS}
+    assert defaults == {
+        "sync": "drain",
+        "one_step": "drain",
+        "interruptible": "recompute",
+        "keep": "keep",
+        "pinned": "pinned",
+    }
+    staleness = {strategy: load_config(f"control.strategy={strategy}").max_staleness for strategy in PAIRS}
+    assert staleness == {"sync": 0, "one_step": 1, "interruptible": 2, "keep": 2, "pinned": 2}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("strategy=sync max_staleness=1", "control.max_staleness=1 contradicts control.strategy=sync"),
+        ("strategy=one_step max_staleness=2", "whose staleness is 1; use pinned, or interruptible"),
+        (
+            "strategy=one_step max_staleness=0",
+            "control.max_staleness=0 contradicts control.strategy=one_step",
+        ),
+        (
+            "strategy=pinned max_staleness=unbounded max_concurrent=9",
+            "parameters of any number of versions; give a number K",
+        ),
+    ],
+)
+def test_a_staleness_that_breaks_the_strategy_is_refused(words, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(*(f"control.{word}" for word in words.split()))
+
+
+def test_a_pinned_host_may_hold_the_bound_and_one_more():
+    def sets(*words: str) -> int:
+        return load_config(*words).parameter_sets
+
+    assert [sets("control.strategy=pinned", f"control.max_staleness={k}") for k in (0, 1, 2, 5)] == [
+        2,
+        2,
+        3,
+        6,
+    ]
+    assert sets("control.strategy=pinned", "generation.on_update=drain", "control.max_staleness=5") == 2
+    assert sets("control.max_staleness=8") == sets("control.strategy=keep") == 2

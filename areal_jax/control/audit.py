@@ -221,6 +221,10 @@ class _Books:
         versions = [span.version for span in event.spans]
         self.require(versions == sorted(versions), f"{event.sample} went back in versions: {versions}")
         self.require(
+            len(set(versions)) <= 1 or not self.rules.has_one_version,
+            f"{event.sample} is of versions {versions} though hosts {self.rules.on_update}: one is allowed",
+        )
+        self.require(
             max(versions, default=0) <= self.committed,
             f"{event.sample} carries version {max(versions, default=0)}; committed is {self.committed}",
         )
@@ -305,7 +309,7 @@ class _Books:
             f"needs attempt {account.attempt} and all {self.rules.group_size} members",
         )
         age = self.trained_version - min(account.oldest.values(), default=self.trained_version)
-        bound = 0 if self.rules.max_staleness == 0 else self.rules.max_token_age
+        bound = self.rules.oldest_trained
         self.require(
             bound is None or age <= bound,
             f"ordinal {ordinal} trained in batch {step} at token age {age} > {bound}",

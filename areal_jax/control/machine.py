@@ -289,11 +289,11 @@ class ControlPlane:
                 yield from self._reissue(s.groups[ordinal], "over_age")
 
     def _form_batch(self) -> Iterator[Action]:
-        """The B lowest ordinals among complete groups, in ordinal order."""
+        """The B lowest ordinals among complete groups, in order, unless that makes others too old."""
         s, size = self._state, self._rules.batch_size
-        if len(s.complete) < size:
-            return
         ordinals = tuple(s.complete[:size])
+        if len(ordinals) < size or not self._strategy.trains(self._progress, s.began(but=ordinals)):
+            return
         del s.complete[:size]
         s.training = e.Train(s.trained_version, ordinals, tuple(s.groups[n].attempt for n in ordinals))
         for ordinal in ordinals:

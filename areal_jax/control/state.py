@@ -8,7 +8,7 @@ long the run is.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -94,6 +94,12 @@ class State:
         group = self.groups.get(ordinal)
         return group is not None and (group.stage, group.attempt) == ("scoring", attempt)
 
+    def began(self, but: Collection[int]) -> list[int]:
+        """By ordinal, what all other groups began under; the newest version where they have not."""
+        left = sorted(ordinal for ordinal in self.groups if ordinal not in but)
+        first = [self.groups[ordinal].min_version for ordinal in left]
+        return [self.version if version < 0 else version for version in first]
+
     def roomiest_host(self, group_size: int) -> str | None:
         """The one with the fewest outstanding samples; a group beyond its slots waits to refill them."""
         room = [
@@ -166,8 +172,11 @@ def who_waits(state: State, batch_size: int) -> tuple[str, ...]:
             said.append(f"group {group.ordinal} waits for its rewards")
     if state.training is not None:
         said.append(f"batch {state.training.step} waits for the trainer")
+    elif (missing := batch_size - len(state.complete)) > 0:
+        said.append(f"the trainer waits for {missing} more complete groups")
     else:
-        said.append(f"the trainer waits for {batch_size - len(state.complete)} more complete groups")
+        slow = min(group.ordinal for group in state.groups.values() if group.stage != "complete")
+        said.append(f"the trainer waits for group {slow}, which would be too old for a later batch")
     if state.trained_version > state.version:
         said.append(f"admission waits for the commit of version {state.version + 1}")
     return tuple(said)

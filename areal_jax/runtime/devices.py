@@ -118,7 +118,9 @@ def memory_table(
         is_staged = config.weights.backend == "orbax"
         what = "published weights, a version written and one waiting" if is_staged else "published weights"
         rows.append(("trainer", f"{what}, {dtype}", (1 + is_staged) * wire // shards))
-        rows.append(("each host", f"serving weights, and the next ones, {dtype}", 2 * wire // host_shards))
+        sets = config.parameter_sets
+        what = "and the next ones" if sets == 2 else f"of up to {sets} versions"
+        rows.append(("each host", f"serving weights, {what}, {dtype}", sets * wire // host_shards))
     page = g.page_tokens or g.length
     pages = g.slots * (g.length // page) + 1  # and the scratch page
     kv_bytes = BYTES[pages_dtype(c.dtype, jax.devices()[0].platform)]
@@ -135,11 +137,14 @@ def _bytes(model: Model, dtype: str) -> int:
 
 
 def overwrites_serving(config: Config, placement: str) -> bool:
-    """Whether publishing overwrites what is served: one host on the trainer's device, swapping at once."""
+    """Whether publishing overwrites what is served: one host on the trainer's device, swapping at once.
+
+    Not where live samples go on under the version they began with: drain and pinned.
+    """
     r = config.runtime
     is_alone = r.hosts == 1 and config.trainer.mesh.devices == 1 and r.host_tensor == 1
     is_in_memory = config.weights.backend == "memory"
-    return placement == "shared" and is_alone and is_in_memory and config.on_update == "recompute"
+    return placement == "shared" and is_alone and is_in_memory and config.on_update in ("recompute", "keep")
 
 
 def usable_cores() -> int:

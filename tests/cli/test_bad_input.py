@@ -34,7 +34,7 @@ def refused(*words: str) -> str:
         ("control.max_stalenes=1", "did you mean control.max_staleness?"),
         ("learning_rate=1", "did you mean trainer.learning_rate?"),
         ("trainer.batch_size=many", "trainer.batch_size: Input should be a valid integer"),
-        ("control.strategy=asink", "Input should be 'sync' or 'interruptible'"),
+        ("control.strategy=asink", "Input should be 'sync', 'one_step', 'interruptible', 'keep' or 'pinned'"),
         ("control.max_staleness=-1", "give a whole number from 0 on, or unbounded (got -1)"),
         (
             "control.max_staleness=unbounded",

@@ -87,11 +87,13 @@ class Player:
         )
 
     def finish(self, decoding: Decoding) -> Event:
-        """The sample ends now: its head under the version it began with, its tail under the newest."""
+        """The sample ends now: its head under the version it began with, its tail under the newest, or
+        all of it under that of its head where hosts drain or pin.
+        """
         if self.random.random() < self.failed_samples:
             return e.SampleFailed(decoding.sample, decoding.host, "")
         spans = (VersionSpan(decoding.version, 0, 3),)
-        if self.plane.version > decoding.version:
+        if self.plane.version > decoding.version and not self.rules.has_one_version:
             spans += (VersionSpan(self.plane.version, 3, 5),)
         self.spans[decoding.sample] = spans
         return e.SampleFinished(decoding.sample, decoding.host, spans, "stop")

@@ -13,7 +13,7 @@ from areal_jax.control.audit import audit
 from areal_jax.control.events import Dispatch
 from areal_jax.control.gate import may_admit
 from areal_jax.control.rules import Rules
-from areal_jax.control.strategies import STRATEGIES, Interruptible, Progress, Sync
+from areal_jax.control.strategies import STRATEGIES, Ahead, Bounded, Progress
 from tests.control.play import Player
 
 ETAS = [0, 1, 2, 4, 8, None]
@@ -52,8 +52,8 @@ def test_first_and_last_admission_of_a_version():
 
 def test_sync_is_the_gate_at_zero():
     progress = [Progress(admitted, 1, 2, 2, 4) for admitted in range(20)]
-    assert [Sync().admits(p) for p in progress] == [Interruptible(0).admits(p) for p in progress]
-    assert STRATEGIES["sync"](7) == Sync()
+    assert [Bounded(0).admits(p) for p in progress] == [Ahead(0).admits(p) for p in progress]
+    assert STRATEGIES["sync"](7) == Bounded(0)
 
 
 class CapacityCounter(Player):

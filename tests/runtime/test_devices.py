@@ -183,6 +183,9 @@ def test_other_placements_hold_the_published_copy_and_two_served_ones():
         table = figures(placement, *settings)
         assert table["trainer: published weights"] == 4 * n
         assert table["each host: serving weights"] == 8 * n
+    for bound in (1, 3):  # DORA's K, and the next version while it arrives
+        table = figures("shared", "control.strategy=pinned", f"control.max_staleness={bound}")
+        assert table["each host: serving weights"] == 4 * n * (bound + 1)
 
 
 def test_staged_weights_hold_one_version_being_written_and_one_waiting():
@@ -275,6 +278,9 @@ def test_a_critic_and_a_teacher_are_counted():
         ("shared", ["runtime.host_tensor=2"], False),
         ("shared", ["control.strategy=sync"], False),  # drains: the old version is decoded with meanwhile
         ("shared", ["generation.on_update=drain"], False),
+        ("shared", ["control.strategy=sync", "generation.on_update=recompute"], True),
+        ("shared", ["control.strategy=keep"], True),  # the KV is old, the parameters are not
+        ("shared", ["control.strategy=pinned"], False),  # live samples hold theirs
     ],
 )
 def test_what_is_served_is_overwritten_only_where_nobody_else_reads_it(placement, settings, expected):
