@@ -51,6 +51,22 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Penalties:
+    """Changes to the logits that a server's requests may ask for; never those of training samples, whose
+    log-probs the trainer could not compute again.
+    """
+
+    repetition: float = 1.0
+    """Logits of ids seen in the sample are divided by it where positive, else multiplied (CTRL,
+    arXiv:1909.05858); 1 changes nothing.
+    """
+    presence: float = 0.0
+    """Taken from the logits of ids seen in the sample."""
+    bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of these ids."""
+
+
+@dataclass(frozen=True)
 class Prompt:
     """What the policy is asked: exactly one of text, messages, tokens; `info` is what the reward needs."""
 

@@ -1,10 +1,10 @@
-"""The decode engine: JetStream's members over static slots and paged KV.
+"""The decode engine: JetStream's members over static slots and a pool of KV pages.
 
 A slot holds one sample. `prefill` computes a prompt's KV but for its last token; `insert` copies it into a
-slot; `generate` feeds each live slot's last token and samples the next one, several times a call. `recompute`
-rebuilds the live slots' KV under other parameters. The shape of every call is fixed by the constructor, never
-by what the slots hold, so a sample's tokens do not depend on its neighbours. Extensions beyond JetStream's
-members: log-probs, versions, supports, `recompute`, `free_resource`.
+slot's pages, or shares those of a sibling; `generate` feeds each live slot's last token and samples the next
+one, several times a call. `recompute` rebuilds the live slots' KV under other parameters; `extract` takes a
+half-decoded sample out, KV and all. The shape of every call is fixed by the constructor or by the one sample
+it serves, never by what the other slots hold, so a sample's tokens do not depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -13,34 +13,42 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Bool
 
-from areal_jax.algorithms.logprobs import token_stats
 from areal_jax.generation.layout import pages_dtype, serving_layout
-from areal_jax.generation.sampling import draw, require_counted_randomness, sample_key, uniforms
-from areal_jax.generation.slots import MAX_STOP_TOKENS, DecodeState, Prefix, Request, ResultTokens
-from areal_jax.models.attention import KVPages, PackedAttention, PagedAttention
-from areal_jax.models.model import Model, Params
+from areal_jax.generation.programs import Programs
+from areal_jax.generation.sampling import require_counted_randomness
+from areal_jax.generation.slots import (
+    MAX_STOP_TOKENS,
+    DecodeState,
+    Prefix,
+    Request,
+    RequestPenalty,
+    ResultTokens,
+)
+from areal_jax.models.attention import KVPages
+from areal_jax.models.model import Model
 from areal_jax.parallel.mesh import make_mesh, param_shardings, replicated
-from areal_jax.types import ArealError, SampleId, Sampling, VersionedParams
-
-CANARY_TOKENS = 16
+from areal_jax.types import ArealError, Penalties, SampleId, Sampling, VersionedParams
 
 
-class _Sampled(NamedTuple):
-    """Of one step, a slot each; scanned, so with k in front."""
+class Prefilling(NamedTuple):
+    """A prompt on its way through the chunks; `done` of its tokens have been computed."""
 
-    tokens: Array
-    is_valid: Array
-    logp: Array
-    support: Array | None
+    cache: KVPages
+    tokens: np.ndarray  # (length + a chunk,) int32
+    count: int
+    done: int
 
 
 class Engine:
-    """`slots` samples at once, each at most `length` tokens with its prompt; `decode_steps` tokens a call."""
+    """`slots` samples at once, each at most `length` tokens with its prompt; `decode_steps` tokens a call.
+
+    `kv_tokens`: tokens that the pool of pages holds, all slots together; slots * length unless given.
+    `has_penalties`: requests may bring penalties and biases, which a server's do.
+    """
 
     def __init__(
         self,
@@ -50,8 +58,11 @@ class Engine:
         length: int,
         decode_steps: int = 4,
         page_tokens: int | None = None,
+        kv_tokens: int | None = None,
+        kv_dtype: str = "auto",
         prefill_chunk: int = 32,
         support_size: int = 0,
+        has_penalties: bool = False,
         mesh: Mesh | None = None,
     ) -> None:
         require_counted_randomness()
@@ -61,22 +72,41 @@ class Engine:
         if length % self.page_tokens:
             raise ArealError(f"page_tokens={page_tokens} does not divide length={length}; choose a divisor")
         self.pages_per_slot = length // self.page_tokens
-        self._chunk = min(prefill_chunk, length)
+        self.pages = (kv_tokens or slots * length) // self.page_tokens
+        if self.pages < self.pages_per_slot:
+            raise ArealError(
+                f"kv_tokens={kv_tokens} holds no sample of length={length}; give at least that many"
+            )
+        self.has_penalties = has_penalties
         self._mesh = mesh or make_mesh({"tensor": 1}, jax.devices(), "a generation host")
         self.param_shardings = param_shardings(model.logical_axes, model.abstract_params, self._mesh)
         self._platform = self._mesh.devices.flat[0].platform
+        self._programs = programs = Programs(
+            model,
+            slots,
+            length,
+            decode_steps,
+            self.page_tokens,
+            self.pages,
+            pages_dtype(model.config.dtype, self._platform) if kv_dtype == "auto" else kv_dtype,
+            min(prefill_chunk, length),
+            support_size,
+            has_penalties,
+        )
         # Results lie where arguments do, or a program would be compiled again for its own results.
         cache, whole = self._cache_sharding(), replicated(self._mesh)
-        state = jax.tree.map(lambda _: whole, jax.eval_shape(self._make_state)).replace(cache=cache)
-        empty = partial(self._pages, self.pages_per_slot)
-        self._empty_prefix = jax.jit(empty, out_shardings=cache)
-        self._empty_state = jax.jit(self._make_state, out_shardings=state)
-        self._prefill_chunk = jax.jit(self._prefill_one_chunk, donate_argnums=1, out_shardings=cache)
-        self._insert = jax.jit(self._insert_prefix, donate_argnums=0, out_shardings=state)
-        self._generate = jax.jit(self._generate_steps, donate_argnums=2, out_shardings=(state, whole))
-        self._recompute = jax.jit(self._recompute_live, donate_argnums=1, out_shardings=state)
-        self._release = jax.jit(self._end_sample, donate_argnums=0, out_shardings=state)
-        self.canary = jax.jit(self._canary_logp)
+        state = jax.tree.map(lambda _: whole, jax.eval_shape(programs.empty_state)).replace(cache=cache)
+        prefix = Prefix(cache, whole, whole)  # type: ignore[arg-type]
+        self._empty_prefix = jax.jit(programs.kv_pages, static_argnums=0, out_shardings=cache)
+        self._empty_state = jax.jit(programs.empty_state, out_shardings=state)
+        self._prefill_chunk = jax.jit(programs.prefill, donate_argnums=1, out_shardings=cache)
+        self._insert = jax.jit(programs.insert, donate_argnums=0, out_shardings=state)
+        self._generate = jax.jit(programs.generate, donate_argnums=2, out_shardings=(state, whole))
+        self._recompute = jax.jit(programs.recompute, donate_argnums=1, out_shardings=state)
+        self._release = jax.jit(programs.release, donate_argnums=0, out_shardings=state)
+        self._extract = jax.jit(programs.extract, static_argnums=2, out_shardings=prefix)
+        self._everybody = np.ones(slots, bool)
+        self.canary = jax.jit(programs.canary)
         """`canary(params) -> (n,)`: log-probs of a fixed sequence, compared at each adoption."""
 
     # --- JetStream's members -------------------------------------------------------------------------------
@@ -127,32 +157,42 @@ class Engine:
         """
         if existing_prefix is not None:
             raise ArealError("prefill does not continue an existing prefix; give the whole prompt")
-        if not 1 <= true_length < self.length:
-            raise ArealError(
-                f"a prompt of {true_length} tokens does not fit generation.length={self.length}, which holds "
-                "prompt and completion; raise generation.length or shorten the prompt"
-            )
-        tokens = np.zeros(self.length + self._chunk, np.int32)
-        tokens[:true_length] = padded_tokens[:true_length]
-        cache = self._empty_prefix()
-        for start in range(0, true_length - 1, self._chunk):
-            chunk = tokens[None, start : start + self._chunk]
-            cache = self._prefill_chunk(params.params, cache, chunk, start, true_length - 1)
-        return Prefix(cache, tokens[: self.length], np.asarray(true_length, np.int32))
+        prompt = self.begin_prefill(padded_tokens, true_length)
+        while self.is_prefilling(prompt):
+            prompt = self.prefill_next(params, prompt)
+        return self.end_prefill(prompt)
 
     def insert(
-        self, prefix: Prefix, decode_state: DecodeState, slot: int, *, request: Request | None = None
+        self,
+        prefix: Prefix,
+        decode_state: DecodeState,
+        slot: int,
+        *,
+        request: Request | None = None,
+        sibling: int | None = None,
     ) -> DecodeState:
-        """Start a sample of the prompt in `slot`; without a request: temperature 1, up to the length."""
-        return self._insert(
-            decode_state, prefix, slot, request or self.request(SampleId(0, 0), 0, Sampling(), 0)
-        )
+        """Go on from the prefix in `slot`; without a request: temperature 1, up to the length.
+
+        `sibling`: a live slot that began with the same prefix, whose KV is of the same parameters; its full
+        pages are shared, only the last one is copied. Where pages do not last, the slot is not live.
+        """
+        if request is None:
+            request = self.request(SampleId(0, 0), 0, Sampling(), 0)
+        return self._insert(decode_state, prefix, slot, request, -1 if sibling is None else sibling)
 
     def generate(
-        self, params: VersionedParams, decode_state: DecodeState
+        self,
+        params: VersionedParams,
+        decode_state: DecodeState,
+        only: Bool[np.ndarray, " N"] | None = None,
     ) -> tuple[DecodeState, ResultTokens]:
-        """`decode_steps` tokens for every live slot; the version of `params` is stamped on each."""
-        state, data = self._generate(params.params, params.version, decode_state)
+        """`decode_steps` tokens for every live slot; the version of `params` is stamped on each.
+
+        `only`: the slots that step; others keep still. A slot that gets no page for all of its steps keeps
+        still too, and is reported as starved.
+        """
+        only = self._everybody if only is None else only
+        state, data = self._generate(params.params, params.version, decode_state, only)
         return state, ResultTokens(data, self.decode_steps, self.support_size)
 
     # --- extensions ----------------------------------------------------------------------------------------
@@ -164,10 +204,12 @@ class Engine:
         sampling: Sampling,
         prompt_tokens: int,
         stop_tokens: tuple[int, ...] = (),
+        penalties: Penalties | None = None,
     ) -> Request:
         """The request of one sample; with `prompt_tokens` 0 only the engine's length limits it.
 
-        Raises ArealError for more stop tokens than there is room for.
+        Raises ArealError for more stop tokens than there is room for, and for penalties on an engine
+        without them.
         """
         if len(stop_tokens) > MAX_STOP_TOKENS:
             raise ArealError(f"{len(stop_tokens)} stop tokens; a request has room for {MAX_STOP_TOKENS}")
@@ -182,138 +224,90 @@ class Engine:
             np.asarray(sampling.min_p, np.float32),
             np.asarray(min(room, self.length), np.int32),
             stops,
+            self._request_penalty(penalties),
         )
 
-    def recompute(self, params: VersionedParams, decode_state: DecodeState) -> DecodeState:
+    def begin_prefill(self, tokens: np.ndarray, count: int) -> Prefilling:
+        """Before the first chunk of the prompt `tokens[:count]`. Raises ArealError where it does not fit."""
+        if not 1 <= count < self.length:
+            raise ArealError(
+                f"a prompt of {count} tokens does not fit generation.length={self.length}, which holds "
+                "prompt and completion; raise generation.length or shorten the prompt"
+            )
+        padded = np.zeros(self.length + self._programs.prefill_chunk, np.int32)
+        padded[:count] = tokens[:count]
+        return Prefilling(self._empty_prefix(self._bucket(count)), padded, count, 0)
+
+    @staticmethod
+    def is_prefilling(prompt: Prefilling) -> bool:
+        return prompt.done < prompt.count - 1
+
+    def prefill_next(self, params: VersionedParams, prompt: Prefilling) -> Prefilling:
+        """One more chunk; the cache of `prompt` is donated."""
+        start, end = prompt.done, prompt.done + self._programs.prefill_chunk
+        chunk = prompt.tokens[None, start:end]
+        cache = self._prefill_chunk(params.params, prompt.cache, chunk, start, prompt.count - 1)
+        return prompt._replace(cache=cache, done=end)
+
+    def end_prefill(self, prompt: Prefilling) -> Prefix:
+        return Prefix(prompt.cache, prompt.tokens[: self.length], np.asarray(prompt.count, np.int32))
+
+    def recompute(
+        self,
+        params: VersionedParams,
+        decode_state: DecodeState,
+        only: Bool[np.ndarray, " N"] | None = None,
+    ) -> DecodeState:
         """Live slots' KV rebuilt under `params`: one pass of N rows, in fixed chunks from position 0."""
-        return self._recompute(params.params, decode_state)
+        return self._recompute(params.params, decode_state, self._everybody if only is None else only)
 
     def free_resource(self, slot: int, decode_state: DecodeState) -> DecodeState:
-        """The slot stops decoding."""
+        """The slot stops decoding; its pages are free unless shared."""
         return self._release(decode_state, slot)
 
-    # --- jitted --------------------------------------------------------------------------------------------
+    def extract(self, slot: int, decode_state: DecodeState, filled: int) -> Prefix:
+        """The sample in `slot`, of which `filled` tokens are known, with its KV; `insert` goes on with it."""
+        return self._extract(decode_state, slot, self._bucket(filled))
 
-    def _cache_sharding(self) -> KVPages:
+    def pages_for(self, count: int, has_sibling: bool = False) -> int:
+        """Pages that `insert` takes for a prefix of `count` tokens."""
+        used = (count - 1) // self.page_tokens
+        return 1 if has_sibling else used + 1
+
+    def warm(self, params: VersionedParams) -> None:
+        """Compile, or load from the cache, every program of a host."""
+        state = self.init_decode_state()
+        for pages in sorted({self._bucket(count) for count in range(1, self.length)}):
+            count = min(pages * self.page_tokens, self.length - 1)
+            prompt = self.begin_prefill(np.zeros(count, np.int32), count)
+            prefix = self.end_prefill(self.prefill_next(params, prompt) if count > 1 else prompt)
+            request = self.request(SampleId(0, 0), 0, Sampling(max_tokens=1), count)
+            state = self.insert(prefix, state, 0, request=request)
+            self.extract(0, state, count)
+        state = self.recompute(params, state)
+        state, _ = self.generate(params, state)
+        jax.block_until_ready(self.free_resource(0, state))
+
+    # --- inside --------------------------------------------------------------------------------------------
+
+    def _bucket(self, count: int) -> int:
+        """Pages of a prefix's cache: a power of two that holds `count` tokens, or a slot's places."""
+        used = (count - 1) // self.page_tokens + 1
+        return min(1 << (used - 1).bit_length(), self.pages_per_slot)
+
+    def _request_penalty(self, penalties: Penalties | None) -> RequestPenalty | None:
+        if not self.has_penalties:
+            if penalties is not None and penalties != Penalties():
+                raise ArealError("this engine serves no penalties: they would bias what is trained on")
+            return None
+        penalties = penalties or Penalties()
+        bias = np.zeros(self.model.config.vocab_size, np.float32)
+        bias[list(penalties.bias)] = list(penalties.bias.values())
+        return RequestPenalty(
+            np.asarray(penalties.repetition, np.float32), np.asarray(penalties.presence, np.float32), bias
+        )
+
+    def _cache_sharding(self) -> Any:
         axis = "tensor" if self.model.config.kv_heads % self._mesh.shape["tensor"] == 0 else None
         by_head = NamedSharding(self._mesh, PartitionSpec(None, None, None, axis, None))
-        return KVPages(by_head, by_head)  # type: ignore[arg-type]
-
-    def _pages(self, count: int) -> KVPages:
-        dtype = pages_dtype(self.model.config.dtype, self._platform)
-        return self.model.kv_pages(count, self.page_tokens, dtype)
-
-    def _make_state(self) -> DecodeState:
-        n, pages = self.slots, self.pages_per_slot
-        return DecodeState(
-            cache=self._pages(n * pages),
-            table=1 + jnp.arange(n * pages, dtype=jnp.int32).reshape(n, pages),
-            tokens=jnp.zeros((n, self.length), jnp.int32),
-            filled=jnp.ones(n, jnp.int32),
-            is_live=jnp.zeros(n, bool),
-            key=jnp.zeros((n, 2), jnp.uint32),
-            temperature=jnp.ones(n),
-            top_k=jnp.zeros(n, jnp.int32),
-            top_p=jnp.ones(n),
-            min_p=jnp.zeros(n),
-            limit=jnp.full(n, self.length, jnp.int32),
-            stop_tokens=jnp.full((n, MAX_STOP_TOKENS), -1, jnp.int32),
-        )
-
-    def _end_sample(self, state: DecodeState, slot: Array) -> DecodeState:
-        return state.replace(is_live=state.is_live.at[slot].set(False))
-
-    def _canary_logp(self, params: Params) -> Float[Array, " n"]:
-        tokens = (jnp.arange(CANARY_TOKENS) * 7 % self.model.tokenizer.vocab_size)[None]
-        positions = jnp.arange(CANARY_TOKENS)[None]
-        hidden, _ = self.model.hidden(params, tokens, positions, PackedAttention(jnp.ones_like(tokens)))
-        logits = self.model.logits(params, hidden[0, :-1])
-        return token_stats(logits, tokens[0, 1:], jnp.ones(CANARY_TOKENS - 1)).logp
-
-    def _prefill_one_chunk(
-        self, params: Params, cache: KVPages, tokens: Array, start: Array, count: Array
-    ) -> KVPages:
-        positions = start + jnp.arange(self._chunk)[None]
-        table = 1 + jnp.arange(self.pages_per_slot)[None]
-        attend = PagedAttention(table, jnp.minimum(positions, self.length - 1), positions < count)
-        return self.model.hidden(params, tokens, positions, attend, cache)[1]
-
-    def _insert_prefix(self, state: DecodeState, prefix: Prefix, slot: Array, r: Request) -> DecodeState:
-        pages = state.table[slot]
-        return state.replace(
-            cache=KVPages(
-                state.cache.k.at[:, pages].set(prefix.cache.k[:, 1:]),
-                state.cache.v.at[:, pages].set(prefix.cache.v[:, 1:]),
-            ),
-            tokens=state.tokens.at[slot].set(prefix.tokens),
-            filled=state.filled.at[slot].set(prefix.true_length),
-            is_live=state.is_live.at[slot].set(prefix.true_length < r.limit),
-            key=state.key.at[slot].set(sample_key(*r.numbers)),
-            temperature=state.temperature.at[slot].set(r.temperature),
-            top_k=state.top_k.at[slot].set(r.top_k),
-            top_p=state.top_p.at[slot].set(r.top_p),
-            min_p=state.min_p.at[slot].set(r.min_p),
-            limit=state.limit.at[slot].set(r.limit),
-            stop_tokens=state.stop_tokens.at[slot].set(r.stop_tokens),
-        )
-
-    def _generate_steps(
-        self, params: Params, version: Array, state: DecodeState
-    ) -> tuple[DecodeState, Int[Array, "N columns"]]:
-        one_step = partial(self._sample_token, params)
-        state, sampled = jax.lax.scan(one_step, state, None, self.decode_steps)
-        columns = [
-            sampled.tokens.T,
-            sampled.is_valid.T.astype(jnp.int32),
-            state.filled[:, None],
-            jax.lax.bitcast_convert_type(sampled.logp.T, jnp.int32),
-            jnp.broadcast_to(jnp.asarray(version, jnp.int32), (self.slots, 1)),
-            state.is_live[:, None].astype(jnp.int32),
-        ]
-        if sampled.support is not None:
-            columns.append(jnp.moveaxis(sampled.support, 0, 1).reshape(self.slots, -1))
-        return state, jnp.concatenate(columns, axis=1)
-
-    def _sample_token(self, params: Params, state: DecodeState, _: None) -> tuple[DecodeState, _Sampled]:
-        at = state.filled - 1
-        fed = jnp.take_along_axis(state.tokens, at[:, None], axis=1)
-        attend = PagedAttention(state.table, at[:, None], state.is_live[:, None])
-        hidden, cache = self.model.hidden(params, fed, at[:, None], attend, state.cache)
-        logits = self.model.logits(params, hidden[:, 0])
-        tokens, support = draw(
-            logits,
-            uniforms(state.key, state.filled),
-            state.temperature,
-            state.top_k,
-            state.top_p,
-            state.min_p,
-            self.support_size,
-        )
-        logp = token_stats(logits, tokens, state.temperature, support).logp
-        live, slots = state.is_live, jnp.arange(self.slots)
-        written = state.tokens.at[slots, jnp.minimum(state.filled, self.length - 1)].set(tokens)
-        filled = state.filled + live
-        is_stop = (tokens[:, None] == state.stop_tokens).any(-1)
-        state = state.replace(
-            cache=cache,
-            tokens=jnp.where(live[:, None], written, state.tokens),
-            filled=filled,
-            is_live=live & ~is_stop & (filled < state.limit),
-        )
-        return state, _Sampled(tokens, live, logp, support)
-
-    def _recompute_live(self, params: Params, state: DecodeState) -> DecodeState:
-        known = jnp.where(state.is_live, state.filled - 1, 0)
-        padded = jnp.pad(state.tokens, ((0, 0), (0, self._chunk)))
-
-        def one_chunk(i: Array, cache: KVPages) -> KVPages:
-            start = i * self._chunk
-            positions = jnp.broadcast_to(start + jnp.arange(self._chunk), (self.slots, self._chunk))
-            tokens = jax.lax.dynamic_slice_in_dim(padded, start, self._chunk, axis=1)
-            attend = PagedAttention(
-                state.table, jnp.minimum(positions, self.length - 1), positions < known[:, None]
-            )
-            return self.model.hidden(params, tokens, positions, attend, cache)[1]
-
-        chunks = -(-known.max() // self._chunk)
-        return state.replace(cache=jax.lax.fori_loop(0, chunks, one_chunk, state.cache))
+        return jax.tree.map(lambda _: by_head, jax.eval_shape(partial(self._programs.kv_pages, 1)))

@@ -83,6 +83,19 @@ def draw(
     return jnp.where(is_cut, inside, tokens), support
 
 
+def penalized(
+    logits: Float[Array, "N V"],
+    counts: Int[Array, "N V"],
+    repetition: Float[Array, " N"],
+    presence: Float[Array, " N"],
+    bias: Float[Array, "N V"],
+) -> Float[Array, "N V"]:
+    """Logits with a server's penalties, for ids that stand in the sample `counts` times."""
+    factor = repetition[:, None]
+    repeated = jnp.where(logits > 0, logits / factor, logits * factor) - presence[:, None]
+    return jnp.where(counts > 0, repeated, logits) + bias
+
+
 def _truncate(
     z: Float[Array, "N V"], top_k: Int[Array, " N"], top_p: Float[Array, " N"], min_p: Float[Array, " N"]
 ) -> Float[Array, "N V"]:

@@ -1,29 +1,34 @@
 """What a slot holds, what starts a sample in it, and what a decode call gives back.
 
-Shapes: N slots, M pages a slot, E stop tokens, K ids of a support, k steps a call.
+Shapes: N slots, M pages a slot, E stop tokens, K ids of a support, V vocabulary, k steps a call.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from areal_jax.generation.pages import PageTable
 from areal_jax.models.attention import KVPages
 
-MAX_STOP_TOKENS = 4
+MAX_STOP_TOKENS = 8
 
 HostArray = np.ndarray | Array
 """Numpy from the host, traced inside `insert`."""
 
 
 class Prefix(struct.PyTreeNode):
-    """A prompt's KV (all tokens but the last) and its tokens; shared by the samples of a group."""
+    """The first tokens of a sample and the KV of all of them but the last: what a slot goes on from.
 
-    cache: KVPages  # of one slot: pages 1..M
+    A prompt's comes from `prefill` and is shared by the samples of a group; a half-decoded sample's from
+    `extract`.
+    """
+
+    cache: KVPages  # of one slot: pages 1..m, in order, as many as the tokens fill rounded up to a bucket
     tokens: Int[HostArray, " length"]
     true_length: Int[HostArray, ""]
 
@@ -38,11 +43,28 @@ class Request(struct.PyTreeNode):
     min_p: Float[HostArray, ""]
     limit: Int[HostArray, ""]  # prompt + completion at most
     stop_tokens: Int[HostArray, "E"]
+    penalty: RequestPenalty | None = None
+
+
+class RequestPenalty(struct.PyTreeNode):
+    repetition: Float[HostArray, ""]
+    presence: Float[HostArray, ""]
+    bias: Float[HostArray, " V"]
+
+
+class SlotPenalties(struct.PyTreeNode):
+    """Of engines that serve them; what is sampled then is no longer the policy's own distribution."""
+
+    repetition: Float[Array, " N"]
+    presence: Float[Array, " N"]
+    bias: Float[Array, "N V"]
+    counts: Int[Array, "N V"]
+    """How often each id stands in the sample so far, its prompt included."""
 
 
 class DecodeState(struct.PyTreeNode):
     cache: KVPages
-    table: Int[Array, "N M"]
+    pages: PageTable
     tokens: Int[Array, "N length"]
     filled: Int[Array, " N"]  # tokens known; the KV holds all but the last of them
     is_live: Bool[Array, " N"]
@@ -53,6 +75,7 @@ class DecodeState(struct.PyTreeNode):
     min_p: Float[Array, " N"]
     limit: Int[Array, " N"]
     stop_tokens: Int[Array, "N E"]
+    penalties: SlotPenalties | None = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +83,7 @@ class ResultTokens:
     """What one `generate` call sampled, in one int32 array: one device-to-host copy a call.
 
     Columns, with k steps a call: tokens k | valid k | length | log-probs k (float32 bits) | version |
-    is_live | support k * K. The first three are JetStream's.
+    is_live | is_starved | free pages | support k * K. The first three are JetStream's.
     """
 
     data: Any  # (N, columns) int32
@@ -68,7 +91,7 @@ class ResultTokens:
     support_size: int
 
     def convert_to_numpy(self) -> ResultTokens:
-        return ResultTokens(np.asarray(self.data), self.steps, self.support_size)
+        return replace(self, data=np.asarray(self.data))
 
     @property
     def tokens(self) -> Any:
@@ -95,6 +118,15 @@ class ResultTokens:
         return self.data[:, 3 * self.steps + 2] != 0
 
     @property
+    def is_starved(self) -> Any:
+        """(N,) bool: a live slot that was asked to step and got no page for it, so it sampled nothing."""
+        return self.data[:, 3 * self.steps + 3] != 0
+
+    @property
+    def free_pages(self) -> int:
+        return int(self.data[0, 3 * self.steps + 4])
+
+    @property
     def support(self) -> Any:
-        flat = self.data[:, 3 * self.steps + 3 :]
+        flat = self.data[:, 3 * self.steps + 5 :]
         return flat.reshape(len(flat), self.steps, self.support_size) if self.support_size else None

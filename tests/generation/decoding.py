@@ -8,8 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from areal_jax.control.events import Event
-from areal_jax.generation.engine import DecodeState, Engine
+from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host, Start
+from areal_jax.generation.slots import DecodeState
 from areal_jax.types import NOT_SAMPLED, SampleId, Sampling, Trajectory, VersionedParams
 from areal_jax.weights.memory import MemoryStore
 

@@ -8,7 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-from areal_jax.generation.engine import CANARY_TOKENS, MAX_STOP_TOKENS, Engine
+from areal_jax.generation.engine import Engine
+from areal_jax.generation.programs import CANARY_TOKENS
+from areal_jax.generation.slots import MAX_STOP_TOKENS
 from areal_jax.types import ArealError, SampleId, Sampling
 from tests.generation.conftest import LENGTH, SLOTS, STEPS, SUPPORT, make_engine
 from tests.generation.decoding import Asked, decode, fill
@@ -137,7 +139,7 @@ def test_a_host_of_two_devices_samples_what_one_device_does(model, engine, versi
         np.testing.assert_array_equal(two[slot].tokens, one[slot].tokens)
         np.testing.assert_allclose(two[slot].behavior_logp, one[slot].behavior_logp, atol=1e-5)
     programs = [sharded._prefill_chunk, sharded._insert, sharded._generate]
-    assert [program._cache_size() for program in programs] == [1, 1, 1]
+    assert [program._cache_size() for program in programs] == [2, 2, 1]  # prompts of one page, and of two
 
 
 # --- ends and limits ----------------------------------------------------------------------------------------
@@ -239,7 +241,7 @@ def test_jetstreams_loop_decodes(engine, versions):
     state, results = engine.generate(params, state)
     data = np.asarray(results.data)
     assert data.dtype == np.int32
-    assert data.shape == (SLOTS, 3 * STEPS + 3)
+    assert data.shape == (SLOTS, 3 * STEPS + 5)
     same = decode(engine, versions(0), {2: Asked(PROMPT, SampleId(0, 0))})[2].tokens
     np.testing.assert_array_equal(data[2, :STEPS], same[len(PROMPT) : len(PROMPT) + STEPS])
     np.testing.assert_array_equal(data[:, STEPS : 2 * STEPS].sum(axis=1), [0, 0, STEPS, 0, 0])
