@@ -210,6 +210,7 @@ def schedule(config: Config, speed: float) -> Schedule:
         crowd_slots=math.inf,
         prefill_s=0.0,
         swap_s=0.0,
+        recompute_token_s=0.0,
         train_s=1.0,
         publish_s=PUBLISH_S,
         reward_s=0.0,

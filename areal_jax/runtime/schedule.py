@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from areal_jax.config import Config, make_config
+from areal_jax.refusals import FIXED_STALENESS, ON_UPDATE
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,14 @@ class Schedule:
     """Of a completion; lognormal, cut at generation.max_tokens."""
     sigma_tokens: float = 0.8
     token_s: float = 0.01
-    """One decode step of an almost empty host."""
+    """One decode step of an almost empty host, under one version: the time to read its parameters."""
     crowd_slots: float = 16.0
     """Live slots that double the time of a decode step."""
     prefill_s: float = 0.02
     swap_s: float = 0.05
-    """Adopting a version, with the KV of live slots rebuilt."""
+    """Adopting a version."""
+    recompute_token_s: float = 1e-4
+    """Rebuilding the KV of a token under the adopted version, where hosts do."""
     train_s: float = 1.0
     publish_s: float = 0.1
     reward_s: float = 0.05
@@ -59,8 +62,9 @@ def random_schedule(seed: int) -> tuple[Config, Schedule]:
     rng = np.random.default_rng([seed, 1])
     size = int(rng.integers(4, 9))
     hosts = int(rng.integers(2, 4))
-    strategy = "sync" if rng.random() < 0.25 else "interruptible"
-    staleness = 0 if strategy == "sync" else int(rng.choice([0, 1, 2, 4, 8]))
+    pairs = [(strategy, on_update) for strategy, allowed in ON_UPDATE.items() for on_update in allowed]
+    strategy, on_update = pairs[int(rng.integers(len(pairs)))]
+    staleness = FIXED_STALENESS.get(strategy, int(rng.choice([0, 1, 2, 4, 8])))
     config = make_config(
         {
             "run": {"seed": seed, "steps": -(-int(rng.integers(50, 65)) // size)},
@@ -68,7 +72,12 @@ def random_schedule(seed: int) -> tuple[Config, Schedule]:
                 "group_size": int(rng.integers(2, 5)),
                 "group_filter": str(rng.choice(["none", "signal"])),
             },
-            "generation": {"slots": int(rng.integers(3, 9)), "length": 136, "max_tokens": 128},
+            "generation": {
+                "slots": int(rng.integers(3, 9)),
+                "length": 136,
+                "max_tokens": 128,
+                "on_update": on_update,
+            },
             "control": {
                 "strategy": strategy,
                 "max_staleness": staleness,

@@ -22,7 +22,7 @@ from areal_jax.control.audit import AuditResult, Row, audit
 from areal_jax.control.events import Action, Event
 from areal_jax.control.machine import ControlPlane
 from areal_jax.runtime.schedule import Fault, Schedule
-from areal_jax.runtime.simulated_host import Host
+from areal_jax.runtime.simulated_host import Call, Host
 from areal_jax.runtime.simulated_machines import DrawnMachines, Machines
 from areal_jax.types import ArealError, SampleId, VersionSpan
 
@@ -46,6 +46,12 @@ class SimResult:
     faults: dict[str, int]
     """Faults that did strike, by kind."""
     interruptions: int
+    swaps: int
+    """Versions that a host adopted, the first ones not counted."""
+    recomputed_tokens: int
+    """Tokens whose KV was rebuilt at a swap."""
+    held: dict[int, int]
+    """Decode calls by the number of versions whose parameters the host held."""
     tokens: int
     """Tokens decoded, those lost with a host included."""
     host_busy_s: float
@@ -71,9 +77,19 @@ class Meters:
     token_ages: Counter[int] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     interruptions: int = 0
+    swaps: int = 0
+    recomputed_tokens: int = 0
+    held: Counter[int] = field(default_factory=Counter)
     tokens: int = 0
     host_busy_s: float = 0.0
     trainer_busy_s: float = 0.0
+
+    def swapped(self, call: Call) -> None:
+        """A host adopted a version as this turn began."""
+        assert call.adopted is not None
+        self.swaps += call.adopted.version > 0
+        self.interruptions += call.adopted.interrupted
+        self.recomputed_tokens += call.recomputed
 
 
 class World:
@@ -111,8 +127,8 @@ class World:
         m = self.meters
         return SimResult(
             self.rows, audit(self.config, self.rows), self.finished_s, dict(sorted(m.head_ages.items())),
-            dict(sorted(m.token_ages.items())), self.plane.version, dict(m.faults), m.interruptions, m.tokens,
-            m.host_busy_s, m.trainer_busy_s,
+            dict(sorted(m.token_ages.items())), self.plane.version, dict(m.faults), m.interruptions, m.swaps,
+            m.recomputed_tokens, dict(sorted(m.held.items())), m.tokens, m.host_busy_s, m.trainer_busy_s,
         )  # fmt: skip
 
     # --- clock and journal ----------------------------------------------------------------------------------

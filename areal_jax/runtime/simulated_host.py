@@ -31,6 +31,12 @@ class Call:
     tokens: int
     ended: tuple[e.SampleFinished | e.SampleFailed, ...]
     """Samples that ended in the decode call: told when its time is up."""
+    recomputed: int = 0
+    """Tokens whose KV was rebuilt under the adopted version."""
+    passes: int = 1
+    """Versions that live slots decode under, one after the other: each reads its parameters."""
+    held: int = 1
+    """Versions whose parameters the host had to hold."""
 
 
 class Decoder(Protocol):
@@ -69,17 +75,19 @@ class Host:
         call = self.decoder.step()
         seconds = 0.0
         if call.adopted is not None:
-            world.meters.interruptions += call.adopted.interrupted
-            seconds = world.latency(schedule.swap_s)
+            world.meters.swapped(call)
+            seconds = world.latency(schedule.swap_s + call.recomputed * schedule.recompute_token_s)
             world.tell(call.adopted)
             if not self.is_alive:  # a fault struck as the adoption was told
                 return
-        if not call.live:
+        if call.live:
+            steps = world.config.generation.decode_steps
+            load = call.passes + call.live / schedule.crowd_slots
+            seconds += call.prefills * schedule.prefill_s + world.latency(schedule.token_s) * steps * load
+            world.meters.held[call.held] += 1
+        elif call.adopted is None:
             self._is_busy = False
             return
-        steps = world.config.generation.decode_steps
-        seconds += call.prefills * schedule.prefill_s
-        seconds += world.latency(schedule.token_s) * steps * (1 + call.live / schedule.crowd_slots)
         world.meters.host_busy_s += seconds
         world.later(seconds, self._decoded, call)
 
@@ -103,22 +111,30 @@ class Work:
     length: int
     """Tokens it will have."""
     fails: bool = False
+    min_version: PolicyVersion = 0
+    """What its dispatch asked for."""
+    version: PolicyVersion = -1
+    """What it decodes under; -1 before it has a slot."""
     tokens: int = 0
     spans: list[VersionSpan] = field(default_factory=list)
     interruptions: int = 0
 
-    def grow(self, tokens: int, version: int) -> int:
+    def grow(self, tokens: int) -> int:
         """Decode so many tokens, or as many as there are left; how many."""
         start, self.tokens = self.tokens, min(self.tokens + tokens, self.length)
-        if self.spans and self.spans[-1].version == version:
+        if self.spans and self.spans[-1].version == self.version:
             self.spans[-1] = self.spans[-1]._replace(end=self.tokens)
         else:
-            self.spans.append(VersionSpan(version, start, self.tokens))
+            self.spans.append(VersionSpan(self.version, start, self.tokens))
         return self.tokens - start
 
 
 class DrawnAnswers:
-    """Static slots that hold answers of drawn lengths: `work(sample)` draws one, `latest()` is committed."""
+    """Static slots that hold answers of drawn lengths: `work(sample)` draws one, `latest()` is committed.
+
+    A newer version is adopted at once, except where hosts drain: then not before everything that was
+    dispatched for the version held has ended, live or waiting, so that a group is of one version.
+    """
 
     def __init__(
         self,
@@ -130,14 +146,15 @@ class DrawnAnswers:
         self.name = name
         self._work, self._latest = work, latest
         self._slots, self._steps = config.generation.slots, config.generation.decode_steps
-        self._limit, self._drains = config.generation.max_tokens, config.on_update == "drain"
-        self._version = -1
+        self._limit, self._on_update = config.generation.max_tokens, config.on_update
+        self._version: PolicyVersion = -1
         self._queue: deque[Work] = deque()
         self._live: list[Work] = []
 
     def take(self, dispatch: e.Dispatch) -> None:
-        """Queue them. No sample starts before the newest version is adopted, so any min_version is kept."""
-        self._queue.extend(self._work(sample) for sample in dispatch.samples)
+        for sample in dispatch.samples:
+            self._queue.append(work := self._work(sample))
+            work.min_version = dispatch.min_version
 
     def cancel(self, samples: Iterable[SampleId]) -> None:
         gone = set(samples)
@@ -145,29 +162,41 @@ class DrawnAnswers:
         self._live = [work for work in self._live if work.sample not in gone]
 
     def step(self) -> Call:
-        adopted = self._adopt()
+        adopted, recomputed = self._adopt()
         prefills = self._refill()
+        versions = {work.version for work in self._live}
         live = len(self._live)
-        tokens = sum(work.grow(self._steps, self._version) for work in self._live)
+        tokens = sum(work.grow(self._steps) for work in self._live)
         ended = tuple(self._end(work) for work in self._live if work.tokens >= work.length)
         self._live = [work for work in self._live if work.tokens < work.length]
-        return Call(adopted, prefills, live, tokens, ended)
+        held = len(versions | {self._version})
+        return Call(adopted, prefills, live, tokens, ended, recomputed, len(versions), held)
 
-    def _adopt(self) -> e.HostAdopted | None:
+    def _adopt(self) -> tuple[e.HostAdopted | None, int]:
+        """Take the newest version if there is a newer one, and the tokens whose KV that rebuilt."""
         version, digest = self._latest()
-        if version <= self._version or (self._drains and self._live):
-            return None
-        interrupted = [work for work in self._live if work.tokens]
-        for work in interrupted:
-            work.interruptions += 1
+        if version <= self._version or (self._on_update == "drain" and (self._live or self._is_due())):
+            return None, 0
         self._version = version
-        return e.HostAdopted(self.name, version, digest, len(interrupted))
+        interrupted = [work for work in self._live if work.tokens]
+        if self._on_update == "pinned":  # the live ones go on under their own
+            interrupted = []
+        for work in interrupted:
+            work.version = version
+            work.interruptions += 1
+        rebuilt = sum(work.tokens for work in interrupted) if self._on_update == "recompute" else 0
+        return e.HostAdopted(self.name, version, digest, len(interrupted)), rebuilt
+
+    def _is_due(self) -> bool:
+        """Does a sample wait whose dispatch asked for no newer version than the one held?"""
+        return bool(self._queue) and self._queue[0].min_version <= self._version
 
     def _refill(self) -> int:
-        if self._version < self._latest()[0]:  # draining
-            return 0
-        started = min(len(self._queue), self._slots - len(self._live))
-        self._live.extend(self._queue.popleft() for _ in range(started))
+        started = 0
+        while self._is_due() and len(self._live) < self._slots:
+            self._live.append(work := self._queue.popleft())
+            work.version = self._version
+            started += 1
         return started
 
     def _end(self, work: Work) -> e.SampleFinished | e.SampleFailed:
