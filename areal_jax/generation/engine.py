@@ -94,7 +94,8 @@ class Engine:
             has_penalties,
         )
         # Results lie where arguments do, or a program would be compiled again for its own results.
-        cache, whole = self._cache_sharding(), replicated(self._mesh)
+        self._cache = cache = self._cache_sharding()
+        whole = replicated(self._mesh)
         state = jax.tree.map(lambda _: whole, jax.eval_shape(programs.empty_state)).replace(cache=cache)
         prefix = Prefix(cache, whole, whole)  # type: ignore[arg-type]
         self._empty_prefix = jax.jit(programs.kv_pages, static_argnums=0, out_shardings=cache)
@@ -178,6 +179,7 @@ class Engine:
         """
         if request is None:
             request = self.request(SampleId(0, 0), 0, Sampling(), 0)
+        prefix = prefix.replace(cache=jax.device_put(prefix.cache, self._cache))
         return self._insert(decode_state, prefix, slot, request, -1 if sibling is None else sibling)
 
     def generate(
@@ -268,6 +270,12 @@ class Engine:
     def extract(self, slot: int, decode_state: DecodeState, filled: int) -> Prefix:
         """The sample in `slot`, of which `filled` tokens are known, with its KV; `insert` goes on with it."""
         return self._extract(decode_state, slot, self._bucket(filled))
+
+    def is_own(self, prefix: Prefix) -> bool:
+        """Whether the prefix lies as one of this engine's own, so that `insert` can go on with it."""
+        own = jax.eval_shape(partial(self._programs.kv_pages, self._bucket(int(prefix.true_length))))
+        of = lambda tree: [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)]  # noqa: E731
+        return of(own) == of(prefix.cache) and prefix.tokens.shape == (self.length,)
 
     def pages_for(self, count: int, has_sibling: bool = False) -> int:
         """Pages that `insert` takes for a prefix of `count` tokens."""

@@ -1,8 +1,8 @@
 """A generation host: the one decode loop there is.
 
 Between two jitted calls it takes commands, adopts a newer version if one is committed, refills free slots,
-decodes a few tokens, and hands on the samples that ended. Weights change in the middle of a sample: its KV is
-rebuilt under the new version and it goes on; every token keeps the version and log-prob it was sampled with.
+decodes a few tokens, and hands on the samples that ended. Weights change in the middle of a sample: what
+becomes of its KV is `on_update`; every token keeps the version and log-prob it was sampled with.
 """
 
 from __future__ import annotations
@@ -12,15 +12,30 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
-from areal_jax.control.events import Event, HostAdopted, SampleFinished
-from areal_jax.generation.engine import Engine, Prefix, ResultTokens
+from areal_jax.control.events import Event, HostAdopted, SampleFailed, SampleFinished
+from areal_jax.generation.admission import Admission
+from areal_jax.generation.commands import (
+    Command,
+    Give,
+    Pause,
+    Start,
+    Statistics,
+    Stop,
+    Take,
+    Tokens,
+    Unpause,
+    Work,
+)
+from areal_jax.generation.engine import Engine
+from areal_jax.generation.records import Records
+from areal_jax.generation.slots import ResultTokens
 from areal_jax.observe.waits import REMEDY, Clock, Timeline, WaitTimeout, get
-from areal_jax.types import NOT_SAMPLED, SampleId, Sampling, Trajectory, VersionedParams
+from areal_jax.types import PolicyVersion, SampleId, Sampling, Trajectory, VersionedParams
 from areal_jax.weights.store import ParamReader, load_newer
 
 Emit = Callable[[Event, Trajectory | None], None]
@@ -28,47 +43,13 @@ Emit = Callable[[Event, Trajectory | None], None]
 POLL_S = 0.001
 
 
-@dataclass(frozen=True)
-class Start:
-    """Decode these samples of one prompt, under `min_version` or newer."""
-
-    samples: tuple[SampleId, ...]
-    prompt: tuple[int, ...]
-    min_version: int
-
-
-@dataclass(frozen=True)
-class Stop:
-    """Decode no further for these samples; without any, the host ends its loop."""
-
-    samples: tuple[SampleId, ...] = ()
-
-
-@dataclass
-class _Live:
-    """The sample in a slot, as far as it has come."""
-
-    sample: SampleId
-    prompt_tokens: int
-    interruptions: int = 0
-
-
-@dataclass
-class _Waiting:
-    sample: SampleId
-    prompt: tuple[int, ...]
-    min_version: int
-
-
-def _group(sample: SampleId) -> tuple[int, int]:
-    return sample.ordinal, sample.attempt
-
-
 class Host:
     """`emit(event, trajectory)` hears what happens; `turn()` guards every use of parameters and device.
 
-    `on_update` is what a newer version does to live samples: `recompute` rebuilds their KV under it, `drain`
-    lets them end first and admits nobody meanwhile.
+    `on_update` is what a newer version does to live samples. recompute: their KV is rebuilt under it. keep:
+    they go on with the KV they have. pinned: they end under the version they began with, whose parameters
+    stay until then, at most `versions` sets at once. drain: they end first, and nobody is admitted meanwhile.
+    `on_tokens` hears what each decode call sampled for each sample, before it ends.
     """
 
     def __init__(
@@ -81,30 +62,34 @@ class Host:
         seed: int,
         sampling: Sampling,
         on_update: str = "recompute",
+        versions: int = 2,
+        on_tokens: Callable[[SampleId, Tokens], None] | None = None,
+        is_server: bool = False,
         turn: Callable[[], AbstractContextManager[Any]] = nullcontext,
         clock: Clock | None = None,
         deadline_s: float = 600.0,
     ) -> None:
-        self.name, self.inbox = name, queue.Queue[Start | Stop]()
+        """`is_server`: nobody owes it commands, so that it waits for them without a deadline."""
+        self.name, self.inbox = name, queue.Queue[Command]()
         self._engine, self._store, self._emit, self._turn = engine, store, emit, turn
         self._seed, self._sampling, self._on_update = seed, sampling, on_update
+        self._most_versions, self._on_tokens, self._is_server = versions, on_tokens, is_server
         self._clock = clock or Timeline(None).actor(name)
         self._deadline_s = deadline_s
         self._stops = (engine.get_tokenizer().eos_id,)
-        self._waiting: deque[_Waiting] = deque()
-        self._live: dict[int, _Live] = {}
-        self._prefixes: dict[tuple[int, int], Prefix] = {}
-        self._params: VersionedParams | None = None
         self._state = engine.init_decode_state()
-        shape = (engine.slots, engine.length)
-        self._tokens = np.zeros(shape, np.int32)
-        self._logp = np.zeros(shape, np.float32)
-        self._versions = np.full(shape, NOT_SAMPLED, np.int32)
-        self._support = np.full((*shape, engine.support_size), -1, np.int32) if engine.support_size else None
-        self._filled = np.ones(engine.slots, np.int64)
+        self._records = Records(engine.slots, engine.length, engine.support_size)
+        self._admission = Admission(engine, self._records, self._clock)
+        self._live: dict[int, Work] = self._admission.live
+        self._waiting: deque[Work] = self._admission.waiting
+        self._held: dict[PolicyVersion, VersionedParams] = {}
+        self._is_paused = False
         self._last_call_s: float | None = None
         self._stalled_since_s: float | None = None
         self.generated_tokens = 0
+        self._interruptions = self._recomputed_tokens = self._swaps = self._evictions = 0
+        self._swap_s = 0.0
+        self._statistics = Statistics()
         self.gaps_s: deque[float] = deque(maxlen=100_000)
         """Seconds between two decode calls' results while a sample was live through both."""
 
@@ -117,83 +102,140 @@ class Host:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._live or self._waiting)
+        return bool(self._live or self._waiting) and not self._is_paused
 
     @property
     def live(self) -> int:
         """Slots that hold a sample."""
         return len(self._live)
 
+    def statistics(self) -> Statistics:
+        """As of the last step; for any thread."""
+        return self._statistics
+
     def step(self) -> None:
         """Adopt, refill, decode once. Raises WaitTimeout when the waiting samples get no version in time."""
-        results = None
+        results: list[ResultTokens] = []
         with self._turn():
             self._adopt_newer()
             self._refill()
-            if self._live:
+            if self._live and not self._is_paused:
                 with self._clock.doing("decode"):
-                    self._state, results = self._engine.generate(self._current(), self._state)
-                    results = results.convert_to_numpy()
-        if results is not None:
+                    results = self._decode()
+        if results:
             self._collect(results)
             self._stalled_since_s = None
-        elif self._waiting:
+        elif self._waiting and not self._admission.is_prefilling and not self._is_paused:
             self._wait_for_version()
+        self._statistics = self._count()
 
     def take_commands(self, is_patient: bool = False) -> bool:
         """Do what the inbox says, waiting for a first command when patient. False: the loop ends."""
         while is_patient or not self.inbox.empty():
-            if is_patient:
-                command = get(
-                    self.inbox,
-                    who=self.name,
-                    what="samples from the control plane",
-                    deadline_s=self._deadline_s,
-                    clock=self._clock,
-                )
-            else:
-                command = self.inbox.get_nowait()
+            command = self._wait_for_command() if is_patient else self.inbox.get_nowait()
             is_patient = False
-            if isinstance(command, Start):
-                self._waiting.extend(
-                    _Waiting(s, command.prompt, command.min_version) for s in command.samples
-                )
-            elif command.samples:
-                self._cancel(set(command.samples))
-            else:
+            if isinstance(command, Stop) and not command.samples:
                 return False
+            self._obey(command)
         return True
+
+    def _wait_for_command(self) -> Command:
+        if self._is_server:
+            with self._clock.doing("wait: a request"):
+                return self.inbox.get()
+        return get(
+            self.inbox,
+            who=self.name,
+            what="samples from the control plane",
+            deadline_s=self._deadline_s,
+            clock=self._clock,
+        )
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case Start():
+                self._accept(command)
+            case Stop(samples):
+                self._cancel(set(samples))
+            case Pause() | Unpause():
+                self._is_paused = isinstance(command, Pause)
+                self._last_call_s = None
+            case Give(sample, to):
+                to(self._give(sample))
+            case Take(work, refused):
+                if reason := self._reason_against(work):
+                    refused(work, reason)
+                else:
+                    self._waiting.appendleft(work)
+        self._statistics = self._count()
 
     # --- weights -------------------------------------------------------------------------------------------
 
-    def _current(self) -> VersionedParams:
-        assert self._params is not None, "a host decodes only after it has adopted a version"
-        return self._params
+    @property
+    def _current(self) -> VersionedParams | None:
+        return self._held[max(self._held)] if self._held else None
 
     def _adopt_newer(self) -> None:
-        latest = self._store.latest()
-        if latest is None or (self._params is not None and latest <= self._params.version):
+        latest, former = self._store.latest(), self._current
+        if latest is None or (former is not None and latest <= former.version):
             return
-        if self._live and self._on_update == "drain":
+        if self._on_update == "drain" and self._admission.has_begun:
+            return
+        if self._on_update == "pinned" and len(self._in_use()) >= self._most_versions:
             return
         with self._clock.doing("swap"):
-            former = self._params
-            loaded = load_newer(
-                self._store, self._engine.param_shardings, former.version if former is not None else -1
-            )
+            started = time.perf_counter()
+            than = former.version if former is not None else -1
+            loaded = load_newer(self._store, self._engine.param_shardings, than)
             if loaded is None:
                 return
-            self._params = self._engine.load_params(loaded)
-            interrupted = [
-                live for slot, live in self._live.items() if self._filled[slot] > live.prompt_tokens
-            ]
-            if self._live and former is not None and former.digest != self._params.digest:
-                self._state = self._engine.recompute(self._params, self._state)
-            for live in interrupted:
-                live.interruptions += 1
-            self._prefixes.clear()
-        adopted = HostAdopted(self.name, self._params.version, self._params.digest, len(interrupted))
-        self._emit(adopted, None)
+            interrupted = self._put_in_force(self._engine.load_params(loaded), former)
+            self._swaps += former is not None
+            self._swap_s += time.perf_counter() - started
+        self._emit(HostAdopted(self.name, loaded.version, loaded.digest, interrupted), None)
+
+    def _put_in_force(self, value: VersionedParams, former: VersionedParams | None) -> int:
+        """Samples under which the version changed, of those that have a token."""
+        is_other = former is not None and former.digest != value.digest
+        self._admission.forget_prompts()
+        self._held[value.version] = value
+        if self._on_update == "pinned":
+            self._free_versions()
+            return 0
+        self._held = {value.version: value}
+        if is_other and self._on_update == "recompute":
+            self._state = self._admission.restart_unbegun(self._state)
+        begun = self._admission.begun
+        for work in begun:
+            work.interruptions += 1
+            work.version, work.digest = value.version, value.digest
+            work.is_stale |= is_other and self._on_update == "recompute"
+        for work in self._live.values():
+            work.version, work.digest = value.version, value.digest
+        self._rebuild()
+        self._interruptions += len(begun)
+        return len(begun)
+
+    def _rebuild(self) -> None:
+        """The KV of live samples whose parameters changed, under the current ones."""
+        stale = [slot for slot, work in self._live.items() if work.is_stale]
+        current = self._current
+        if not stale or current is None:
+            return
+        only = np.isin(np.arange(self._engine.slots), stale)
+        state = self._engine.recompute(current, self._state, only)
+        self._state = jax.block_until_ready(state)
+        for slot in stale:
+            self._live[slot].is_stale = False
+        self._recomputed_tokens += int((self._records.filled[stale] - 1).sum())
+
+    def _in_use(self) -> set[PolicyVersion]:
+        """Versions that a sample has to end under, and the newest."""
+        begun = [*self._live.values(), *(work for work in self._waiting if work.so_far is not None)]
+        return {work.version for work in begun} | ({max(self._held)} if self._held else set())
+
+    def _free_versions(self) -> None:
+        self._held = {version: self._held[version] for version in self._held if version in self._in_use()}
 
     def _wait_for_version(self) -> None:
         """Nothing is live and nobody may start: the version that the next sample needs is on its way."""
@@ -211,96 +253,131 @@ class Host:
 
     # --- slots ---------------------------------------------------------------------------------------------
 
-    def _refill(self) -> None:
-        is_draining = self._params is None or self._store.latest() != self._params.version
-        if is_draining or not self._waiting:
+    def _accept(self, start: Start) -> None:
+        """Put the samples in the queue, or say why they cannot be."""
+        if reason := self._admission.reason_against(start):
+            for sample in start.samples:
+                self._emit(SampleFailed(sample, self.name, reason), None)
             return
-        for slot in range(self._engine.slots):
-            if slot in self._live or not self._waiting:
-                continue
-            if self._waiting[0].min_version > self._current().version:
-                break
-            self._insert(slot, self._waiting.popleft())
-
-    def _insert(self, slot: int, waiting: _Waiting) -> None:
-        with self._clock.doing("prefill"):
-            prefix = self._prefix(waiting)
-            count = len(waiting.prompt)
-            request = self._engine.request(waiting.sample, self._seed, self._sampling, count, self._stops)
-            self._state = self._engine.insert(prefix, self._state, slot, request=request)
-        self._live[slot] = _Live(waiting.sample, count)
-        self._filled[slot] = count
-        self._tokens[slot, :count] = waiting.prompt
-
-    def _prefix(self, waiting: _Waiting) -> Prefix:
-        """One prefill for the samples of a group, as long as they start under one version."""
-        group = _group(waiting.sample)
-        if group not in self._prefixes:
-            self._prefixes[group] = self._engine.prefill(
-                params=self._current(),
-                padded_tokens=np.asarray(waiting.prompt),
-                true_length=len(waiting.prompt),
+        self._waiting.extend(
+            Work(
+                sample,
+                start.prompt,
+                start.min_version,
+                start.sampling or self._sampling,
+                self._seed if start.seed is None else start.seed,
+                self._stops + start.stop_tokens,
+                start.penalties,
             )
-        is_shared = any(_group(w.sample) == group for w in self._waiting)
-        return self._prefixes[group] if is_shared else self._prefixes.pop(group)
+            for sample in start.samples
+        )
+
+    def _refill(self) -> None:
+        current = self._current
+        if current is None or self._is_paused:
+            return
+        is_draining = self._on_update == "drain" and self._store.latest() != current.version
+        self._state, failed = self._admission.refill(self._state, current, is_draining)
+        self._rebuild()
+        for work, reason in failed:
+            self._emit(SampleFailed(work.sample, self.name, reason), None)
 
     def _cancel(self, samples: set[SampleId]) -> None:
-        self._waiting = deque(w for w in self._waiting if w.sample not in samples)
-        waiting = {_group(w.sample) for w in self._waiting}
-        self._prefixes = {group: prefix for group, prefix in self._prefixes.items() if group in waiting}
-        for slot in [slot for slot, live in self._live.items() if live.sample in samples]:
-            self._state = self._engine.free_resource(slot, self._state)
-            del self._live[slot]
+        self._state = self._admission.cancel(self._state, samples)
         if not self._live:
             self._last_call_s = None
 
+    def _give(self, sample: SampleId) -> Work | None:
+        slot = next((slot for slot, work in self._live.items() if work.sample == sample), None)
+        if slot is not None:
+            self._state = self._admission.evict(self._state, slot)
+        found = next((work for work in self._waiting if work.sample == sample), None)
+        if found is not None:
+            self._waiting.remove(found)
+        return found
+
+    def _reason_against(self, work: Work) -> str:
+        """Why this host cannot go on with a sample of another; empty where it can."""
+        if work.so_far is None:
+            return ""
+        mine = self._held.get(work.version)
+        if mine is None or mine.digest != work.digest:
+            held = ", ".join(f"{v} ({p.digest})" for v, p in self._held.items()) or "none"
+            return (
+                f"its KV is of version {work.version} ({work.digest}), and {self.name} holds {held}; move it "
+                "to a host of the same version, or start it again"
+            )
+        if not self._admission.fits(work.so_far.kv):
+            return f"its KV lies in other pages than those of {self.name}; give both the same generation.*"
+        return ""
+
     # --- results -------------------------------------------------------------------------------------------
 
-    def _collect(self, results: ResultTokens) -> None:
-        """Copy what was sampled into the slots' records; emit the samples that ended."""
+    def _decode(self) -> list[ResultTokens]:
+        """One call for each version in use: its own slots step, the others keep still."""
+        slots, results = np.arange(self._engine.slots), []
+        for version in sorted({work.version for work in self._live.values()}):
+            own = [slot for slot, work in self._live.items() if work.version == version]
+            only = np.isin(slots, own)
+            self._state, sampled = self._engine.generate(self._held[version], self._state, only)
+            results.append(sampled.convert_to_numpy())
+        return results
+
+    def _collect(self, results: list[ResultTokens]) -> None:
+        """Copy what was sampled into the slots' records; emit the samples that ended; evict who must be."""
         now = time.perf_counter()
         if self._last_call_s is not None:
             self.gaps_s.append(now - self._last_call_s)
-        valid = results.valid
-        slots, steps = np.nonzero(valid)
-        at = self._filled[slots] + steps  # a slot's valid steps are its first ones
-        self._tokens[slots, at] = results.tokens[slots, steps]
-        self._logp[slots, at] = results.logp[slots, steps]
-        self._versions[slots, at] = results.version[slots]
-        if self._support is not None:
-            self._support[slots, at] = results.support[slots, steps]
-        self._filled += valid.sum(axis=1)
-        self.generated_tokens += len(slots)
-        is_live = results.is_live
-        for slot in [slot for slot in self._live if not is_live[slot]]:
-            trajectory = self._trajectory(slot, self._live.pop(slot))
-            finished = SampleFinished(
-                trajectory.sample,
-                self.name,
-                trajectory.spans,
-                trajectory.stop_reason,
-                trajectory.interruptions,
-            )
-            self._emit(finished, trajectory)
+        before = self._records.filled.copy()
+        for sampled in results:
+            self._records.add(sampled)
+        is_live, self._admission.free_pages = results[-1].is_live, results[-1].free_pages
+        for slot in list(self._live):
+            self._advance(slot, int(before[slot]), bool(is_live[slot]))
+        self.generated_tokens += int((self._records.filled - before).sum())
+        if any(sampled.is_starved.any() for sampled in results) and len(self._live) > 1:
+            youngest = max(self._live, key=lambda slot: self._live[slot].place)
+            self._state = self._admission.evict(self._state, youngest)
+            self._evictions += 1
+        if self._on_update == "pinned":
+            self._free_versions()
         self._last_call_s = now if self._live else None
 
-    def _trajectory(self, slot: int, live: _Live) -> Trajectory:
-        end = int(self._filled[slot])
-        loss_mask = np.arange(end) >= live.prompt_tokens
-        tokens = self._tokens[slot, :end].copy()
-        return Trajectory(
-            sample=live.sample,
-            tokens=tokens,
-            loss_mask=loss_mask,
-            behavior_logp=np.where(loss_mask, self._logp[slot, :end], 0).astype(np.float32),
-            versions=np.where(loss_mask, self._versions[slot, :end], NOT_SAMPLED).astype(np.int32),
-            turn_ids=np.where(loss_mask, 0, -1).astype(np.int32),
-            sampling=self._sampling,
-            stop_reason="stop" if int(tokens[-1]) in self._stops else "length",
-            support=None if self._support is None else self._masked_support(slot, loss_mask),
-            interruptions=live.interruptions,
+    def _advance(self, slot: int, before: int, is_live: bool) -> None:
+        """Tell of a slot's new tokens, and of its sample's end if this was it."""
+        work = self._live[slot]
+        if self._admission.end_at_text(slot, before) and is_live:
+            self._state = self._engine.free_resource(slot, self._state)
+            is_live = False
+        if self._on_tokens is not None and self._records.filled[slot] > before:
+            self._on_tokens(work.sample, self._records.since(slot, before))
+        if is_live:
+            return
+        del self._live[slot]
+        reason = self._admission.stop_reason(slot, work)
+        trajectory = self._records.trajectory(slot, work, reason, self._on_update)
+        finished = SampleFinished(
+            work.sample, self.name, trajectory.spans, trajectory.stop_reason, work.interruptions
         )
+        self._emit(finished, trajectory)
 
-    def _masked_support(self, slot: int, loss_mask: np.ndarray) -> np.ndarray:
-        assert self._support is not None
-        return np.where(loss_mask[:, None], self._support[slot, : len(loss_mask)], -1)
+    def _count(self) -> Statistics:
+        current = self._current
+        return Statistics(
+            version=current.version if current else -1,
+            digest=current.digest if current else "",
+            slots=self._engine.slots,
+            live=len(self._live),
+            waiting=len(self._waiting),
+            is_paused=self._is_paused,
+            free_pages=self._admission.free_pages,
+            pages=self._engine.pages,
+            held_versions=tuple(sorted(self._held)),
+            generated_tokens=self.generated_tokens,
+            interruptions=self._interruptions,
+            recomputed_tokens=self._recomputed_tokens,
+            swaps=self._swaps,
+            swap_s=self._swap_s,
+            evictions=self._evictions,
+            prefills=self._admission.prefills,
+        )

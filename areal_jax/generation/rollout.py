@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from areal_jax.control.events import Event, RewardFailed, RewardScored
+from areal_jax.control.events import Event, RewardFailed, RewardScored, SampleFailed
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host, Start
 from areal_jax.tasks.scoring import score_group
 from areal_jax.tasks.source import PromptStream, WeightedTask, load_tasks
 from areal_jax.tasks.task import Task, TaskError
 from areal_jax.tasks.tokenizers import Tokenizer
-from areal_jax.types import Completion, Group, SampleId, Sampling, Trajectory, VersionedParams
+from areal_jax.types import ArealError, Completion, Group, SampleId, Sampling, Trajectory, VersionedParams
 from areal_jax.weights.memory import MemoryStore
 
 
@@ -42,14 +42,17 @@ def rollout(
 ) -> list[Group]:
     """Sample and score the groups at these ordinals, all under `params`; groups in ordinal order.
 
-    Raises TaskError where a reward fails: there is no second attempt here.
+    Raises ArealError for a prompt that does not fit, TaskError where a reward fails: there is no second
+    attempt here.
     """
     tasks = load_tasks({}, [task]) if isinstance(task, Task) else task
     prompts = PromptStream(tasks, seed)
     tokenizer = engine.get_tokenizer()
     done: dict[SampleId, Trajectory] = {}
 
-    def collect(_: Event, trajectory: Trajectory | None) -> None:
+    def collect(event: Event, trajectory: Trajectory | None) -> None:
+        if isinstance(event, SampleFailed):
+            raise ArealError(f"the prompt at ordinal {event.sample.ordinal} cannot be served: {event.reason}")
         if trajectory is not None:
             done[trajectory.sample] = trajectory
 

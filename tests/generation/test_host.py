@@ -30,7 +30,7 @@ def store(engine, versions) -> MemoryStore:
 @pytest.fixture
 def counted(engine, monkeypatch) -> dict[str, int]:
     """Calls of the engine's programs."""
-    calls = {"prefill": 0, "generate": 0, "recompute": 0}
+    calls = {"end_prefill": 0, "generate": 0, "recompute": 0}
 
     def count(name: str) -> None:
         original = getattr(engine, name)
@@ -96,16 +96,16 @@ def test_one_prefill_a_group_and_one_more_after_a_swap(engine, store, versions, 
     host.inbox.put(start(0, 2 * SLOTS, PROMPT))
     host.take_commands()
     host.step()
-    assert counted["prefill"] == 1
+    assert counted["end_prefill"] == 1
     store.publish(versions(1))
     while host.has_work:
         host.step()
-    assert counted["prefill"] == 2
-    assert host._prefixes == {}
+    assert counted["end_prefill"] == 2
+    assert host._admission._prefix is None
     host.inbox.put(start(1, 2, PROMPT))
     host.inbox.put(start(2, 2, PROMPT))
     finish(host)
-    assert counted["prefill"] == 4
+    assert counted["end_prefill"] == 4
 
 
 def test_cancelled_samples_free_their_slots_and_say_nothing(engine, store):
@@ -117,7 +117,7 @@ def test_cancelled_samples_free_their_slots_and_say_nothing(engine, store):
     host.step()
     host.inbox.put(Stop(tuple(SampleId(0, member) for member in range(SLOTS + 2))))
     assert host.take_commands()
-    assert (len(host._live), len(host._waiting), host._prefixes) == (0, 1, {})
+    assert (len(host._live), len(host._waiting), host._admission._prefix) == (0, 1, None)
     finish(host)
     assert set(heard.done) == {SampleId(1, 0)}
     assert host.generated_tokens == SLOTS * STEPS + heard.done[SampleId(1, 0)].completion_tokens
@@ -220,7 +220,7 @@ def test_draining_admits_nobody_and_mixes_nothing(engine, store, versions, count
     assert len(host._live) == SLOTS
     store.publish(versions(1))
     live = set()
-    while host._params.version == 0:
+    while host.statistics().version == 0:
         now = {entry.sample for entry in host._live.values()}
         assert not live or now <= live
         live = now

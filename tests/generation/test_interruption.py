@@ -132,7 +132,7 @@ def test_repeated_interruptions_are_safe(engine, versions, dense):
             break
         host.step()
         for slot, live in host._live.items():
-            now = host._tokens[slot, : host._filled[slot]].tolist()
+            now = host._records.tokens[slot, : host._records.filled[slot]].tolist()
             before = known.get(live.sample, [])
             assert now[: len(before)] == before
             known[live.sample] = now
