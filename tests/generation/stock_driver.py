@@ -93,10 +93,14 @@ def main() -> None:
         generate_params=[params],
         interleaved_mode=True,
     )
-    found = asyncio.run(streamed(orchestrator.LLMOrchestrator(driver)))
-    sys.stdout.write(json.dumps({"driver": found, "host": expected, "process": process}))
+    asyncio.run(report(driver, {"host": expected, "process": process}))
+
+
+async def report(driver, found: dict) -> None:
+    found["driver"] = await streamed(orchestrator.LLMOrchestrator(driver))
+    sys.stdout.write(json.dumps(found))
     sys.stdout.flush()
-    os._exit(0)  # now: the long request is still being decoded
+    os._exit(0)  # with the loop open: the long request is still being decoded, and its thread speaks to it
 
 
 if __name__ == "__main__":
