@@ -60,6 +60,9 @@ def _entropy(z: Float[Array, "n V"], log_total: Float[Array, " n"]) -> Float[Arr
 Head = Callable[[Array, Array], Array]
 """`head(weight, hidden)`: the logits (n, V) of hidden states (n, D), float32."""
 
+Values = Callable[[Array, Array, Array, Array, Array | None], TokenStats]
+"""`values(weight, hidden, tokens, temperature, support)`: the same as token_stats of the head's logits."""
+
 
 def packed_stats(
     hidden: Float[Array, "B T D"],
@@ -73,6 +76,7 @@ def packed_stats(
     chunk: int,
     *,
     has_entropy_gradient: bool = False,
+    values: Values | None = None,
 ) -> TokenStats:
     """`token_stats` of a packed row, (B, T) each: index t describes token t given the tokens before it.
 
@@ -83,7 +87,8 @@ def packed_stats(
     The LM head runs over about `chunk` tokens at a time, a run of columns of every row, so no (B, T, V) array
     exists, in the backward pass neither. Each row's masked tokens are moved to its front and only as many
     chunks are computed as they fill: a prompt costs nothing. Gradients flow through logp, and through entropy
-    where `has_entropy_gradient`, into `hidden` and `weight`.
+    where `has_entropy_gradient`, into `hidden` and `weight`. `values` computes a chunk in the forward pass where
+    it is given; gradients are those of `head` all the same.
     """
     mask = mask & (previous >= 0)
     rows, length = tokens.shape
@@ -106,7 +111,8 @@ def packed_stats(
     )
     counts = chunked(mask, order)[..., None]
     used = jnp.where(counts, chunked(hidden, before), 0.0)
-    stats: Any = _head_stats(head, has_entropy_gradient, used, weight, inputs)
+    values = values or partial(_values_of, head)
+    stats: Any = _head_stats(head, values, has_entropy_gradient, used, weight, inputs)
     back = jnp.argsort(order, axis=1)
 
     def restored(x: Array) -> Array:
@@ -129,18 +135,29 @@ class HeadInputs(NamedTuple):
         return self.tokens[i], self.temperature[i], None if self.support is None else self.support[i]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _head_stats(
-    head: Head, has_entropy_gradient: bool, hidden: Float[Array, "c n D"], weight: Array, inputs: HeadInputs
+    head: Head,
+    values: Values,
+    has_entropy_gradient: bool,
+    hidden: Float[Array, "c n D"],
+    weight: Array,
+    inputs: HeadInputs,
 ) -> TokenStats:
-    return _head_forward(head, has_entropy_gradient, hidden, weight, inputs)[0]
+    return _head_forward(head, values, has_entropy_gradient, hidden, weight, inputs)[0]
+
+
+def _values_of(
+    head: Head, weight: Array, hidden: Array, tokens: Array, temperature: Array, support: Array | None
+) -> TokenStats:
+    return token_stats(head(weight, hidden), tokens, temperature, support)
 
 
 def _head_forward(
-    head: Head, has_entropy_gradient: bool, hidden: Array, weight: Array, inputs: HeadInputs
+    head: Head, values: Values, has_entropy_gradient: bool, hidden: Array, weight: Array, inputs: HeadInputs
 ) -> tuple[TokenStats, tuple]:
     def one_chunk(i: Array, stats: TokenStats) -> TokenStats:
-        here = token_stats(head(weight, hidden[i]), *inputs.of(i))
+        here = values(weight, hidden[i], *inputs.of(i))
         return TokenStats(*(x.at[i].set(now) for x, now in zip(stats, here, strict=True)))
 
     zeros = jnp.zeros(inputs.tokens.shape, jnp.float32)
@@ -149,7 +166,7 @@ def _head_forward(
 
 
 def _head_backward(
-    head: Head, has_entropy_gradient: bool, kept: tuple, slopes: TokenStats
+    head: Head, values: Values, has_entropy_gradient: bool, kept: tuple, slopes: TokenStats
 ) -> tuple[Array, Array, None]:
     hidden, weight, inputs, logp = kept
 

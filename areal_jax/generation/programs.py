@@ -18,7 +18,8 @@ from areal_jax.algorithms.logprobs import token_stats
 from areal_jax.generation.pages import PageTable
 from areal_jax.generation.sampling import draw, penalized, sample_key, uniforms
 from areal_jax.generation.slots import MAX_STOP_TOKENS, DecodeState, Prefix, Request, SlotPenalties
-from areal_jax.models.attention import KVPages, PackedAttention, PagedAttention
+from areal_jax.models.attention import KVPages, PackedAttention
+from areal_jax.models.exact import paged_attention
 from areal_jax.models.model import Model, Params
 
 CANARY_TOKENS = 16
@@ -90,7 +91,7 @@ class Programs:
         positions = start + jnp.arange(self.prefill_chunk)[None]
         table = 1 + jnp.arange(cache.k.shape[1] - 1)[None]
         room = table.shape[1] * self.page_tokens
-        attend = PagedAttention(table, jnp.minimum(positions, room - 1), positions < count)
+        attend = paged_attention(self.model.config, table, jnp.minimum(positions, room - 1), positions < count)
         return self.model.hidden(params, tokens, positions, attend, cache)[1]
 
     def insert(
@@ -162,7 +163,7 @@ class Programs:
         going, slots = state.is_live & steps, jnp.arange(self.slots)
         at = state.filled - 1
         fed = jnp.take_along_axis(state.tokens, at[:, None], axis=1)
-        attend = PagedAttention(state.pages.table, at[:, None], going[:, None])
+        attend = paged_attention(self.model.config, state.pages.table, at[:, None], going[:, None])
         hidden, cache = self.model.hidden(params, fed, at[:, None], attend, state.cache)
         logits = self.model.logits(params, hidden[:, 0])
         penalties = state.penalties
@@ -179,7 +180,7 @@ class Programs:
             state.min_p,
             self.support_size,
         )
-        logp = token_stats(logits, tokens, state.temperature, support).logp
+        logp = self.model.in_rows(token_stats)(logits, tokens, state.temperature, support).logp
         if penalties is not None:
             penalties = penalties.replace(counts=penalties.counts.at[slots, tokens].add(going))
         written = state.tokens.at[slots, jnp.minimum(state.filled, self.length - 1)].set(tokens)
@@ -204,7 +205,8 @@ class Programs:
                 start + jnp.arange(self.prefill_chunk), (self.slots, self.prefill_chunk)
             )
             tokens = jax.lax.dynamic_slice_in_dim(padded, start, self.prefill_chunk, axis=1)
-            attend = PagedAttention(
+            attend = paged_attention(
+                self.model.config,
                 state.pages.table, jnp.minimum(positions, self.length - 1), positions < known[:, None]
             )
             return self.model.hidden(params, tokens, positions, attend, cache)[1]

@@ -68,6 +68,10 @@ class ModelConfig:
     """Trainable adapters beside the projections."""
     quantize: str = "none"  # none | int8 | int4 | nf4
     """How the blocks' projections, frozen then, are held."""
+    numerics: str = "bounded"  # bounded | exact
+    """exact: generator and trainer compute log-probs equal in every bit (`models.exact`)."""
+    params_dtype: str = "float32"
+    """exact: what parameters are published in, and so rounded to wherever they are read."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "layers", "width", "heads", "kv_heads", "head_dim", "mlp_width"):
@@ -103,7 +107,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-NO_SIZES = {"dtype", "rope_scaling", "lora", "quantize"}
+NO_SIZES = {"dtype", "rope_scaling", "lora", "quantize", "numerics", "params_dtype"}
 
 
 def model_config(shape: str, vocab_size: int, dtype: str = "float32", /, **overrides: Any) -> ModelConfig:

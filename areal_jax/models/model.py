@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from areal_jax.models.attention import Attention, KVPages
 from areal_jax.models.config import ModelConfig
+from areal_jax.models.exact import as_published, in_tiles, rounded
 from areal_jax.models.lora import adapters_of, base_of, merge_adapters, with_adapters
 from areal_jax.models.quantize import dequantize_tree, quantize_tree
 from areal_jax.models.transformer import Remat, Transformer, head_logits
@@ -117,15 +118,35 @@ class Model:
         remat: Remat = "none",
         rows: NamedSharding | None = None,
     ) -> tuple[Float[Array, "B T D"], Any]:
-        return nnx.merge(self._abstract[0], params)(tokens, positions, attend, cache, remat, rows)
+        return nnx.merge(self._abstract[0], self._as_read(params))(tokens, positions, attend, cache, remat, rows)
 
     def logits(self, params: Params, hidden: Float[Array, "n D"]) -> Float[Array, "n V"]:
         """Float32 logits; ids beyond the tokenizer's vocabulary are neither sampled nor normalised over."""
-        return self.head(self.head_weight(params), hidden)
+        return self.head_by_rows(self.head_weight(params), hidden)
+
+    def head_by_rows(self, weight: Array, hidden: Float[Array, "n D"]) -> Float[Array, "n V"]:
+        """`head` in the numerics of the model; it has no gradient where those are exact."""
+        if self.config.numerics == "bounded":
+            return self.head(weight, hidden)
+        weight = rounded(weight, self.config.dtype).astype(self.config.dtype)  # once for all tiles
+        return in_tiles(partial(self.head, weight), hidden)
 
     def head_weight(self, params: Params) -> Array:
         """The LM head's parameters: the embedding (V, D) where it is tied, else (D, V)."""
-        return params["embedding" if self.config.is_tied else "head"]
+        return self._as_read(params["embedding" if self.config.is_tied else "head"])
+
+    def _as_read(self, params: Params) -> Params:
+        """Exact numerics: what hosts read of parameters that are published in fewer bits."""
+        c = self.config
+        is_lossy = c.numerics == "exact" and c.params_dtype != "float32"
+        return as_published(params, c.params_dtype) if is_lossy else params
+
+    def in_rows(self, f: Callable[..., Any]) -> Callable[..., Any]:
+        """`f`, whose results' rows come from its arguments' rows, in the numerics of the model.
+
+        It has no gradient where those are exact.
+        """
+        return f if self.config.numerics == "bounded" else partial(in_tiles, f)
 
     def head(self, weight: Array, hidden: Float[Array, "n D"]) -> Float[Array, "n V"]:
         """`logits` by the head's weight alone."""

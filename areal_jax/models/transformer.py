@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 from areal_jax.models.attention import Attention
 from areal_jax.models.blockwise import KEPT
 from areal_jax.models.config import ModelConfig
+from areal_jax.models.exact import as_attended, is_exact, rows_of, with_matrices_in
 from areal_jax.models.quantize import dequantized, inputs_of, shapes
 from areal_jax.models.rope import inverse_frequencies
 
@@ -164,9 +165,7 @@ class SelfAttention(nnx.Module):
         if c.has_qk_norm:
             self.q_norm, self.k_norm = _ones(c.head_dim, "head_dim"), _ones(c.head_dim, "head_dim")
 
-    def __call__(
-        self, layer: Array, x: Array, positions: Array, attend: Attention, cache: Any
-    ) -> tuple[Array, Any]:
+    def queries_keys_values(self, x: Array, positions: Array) -> tuple[Array, Array, Array]:
         c = self.config
         q, k, v = (projected(self, name, x).reshape(*x.shape[:-1], -1, c.head_dim) for name in "qkv")
         if c.has_qkv_bias:
@@ -175,8 +174,10 @@ class SelfAttention(nnx.Module):
             q, k = rms_norm(q, self.q_norm[...], c.norm_eps), rms_norm(k, self.k_norm[...], c.norm_eps)
         frequencies = inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
         q, k = rotate(q, positions, frequencies), rotate(k, positions, frequencies)
-        out, cache = attend(layer, q, k.astype(c.dtype), v.astype(c.dtype), cache)
-        return projected(self, "out", out.reshape(*out.shape[:-2], -1)), cache
+        return q, k.astype(c.dtype), v.astype(c.dtype)
+
+    def mixed(self, attended: Float[Array, "B T H h"]) -> Float[Array, "B T D"]:
+        return projected(self, "out", attended.reshape(*attended.shape[:-2], -1))
 
 
 class GatedMLP(nnx.Module):
@@ -205,11 +206,19 @@ class Block(nnx.Module):
     def __call__(
         self, layer: Array, x: Array, positions: Array, attend: Attention, cache: Any
     ) -> tuple[Array, Any]:
-        eps = self.config.norm_eps
-        normed = rms_norm(x, self.attention_norm[...], eps)
-        mixed, cache = self.attention(layer, normed, positions, attend, cache)
-        x = x + mixed
-        return x + self.mlp(rms_norm(x, self.mlp_norm[...], eps)), cache
+        by_rows = rows_of(attend)
+        attended, cache = attend(layer, *by_rows(self.before, x, positions), cache)
+        return by_rows(self.after, x, attended), cache
+
+    def before(self, x: Array, positions: Array) -> tuple[Array, Array, Array]:
+        """Queries, keys and values; a row's from that row alone."""
+        normed = rms_norm(x, self.attention_norm[...], self.config.norm_eps)
+        return self.attention.queries_keys_values(normed, positions)
+
+    def after(self, x: Array, attended: Array) -> Array:
+        """The residual stream behind attention and MLP; a row's from that row alone."""
+        x = x + self.attention.mixed(attended)
+        return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.config.norm_eps))
 
 
 class Transformer(nnx.Module):
@@ -238,23 +247,34 @@ class Transformer(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Any]:
         """Hidden states after the last norm, and the cache with these tokens in it.
 
-        `rows`: how they lie on a mesh, in every layer. XLA would have them lie as the parameters do: on an
+        With an exact attention (`models.exact`) only a layer's inputs are kept for the backward pass, whatever
+        `remat` says. `rows`: how they lie on a mesh, in every layer. XLA would have them lie as the parameters do: on an
         fsdp mesh, a share of the width of all rows on each device.
         """
         graph, layers = nnx.split(self.blocks)
 
+        def layer_by(attend: Attention, fixed: tuple, inputs: tuple) -> tuple[Array, Any]:
+            (index, positions), (params, x, cache) = fixed, inputs
+            if is_exact(attend):
+                params = with_matrices_in(params, self.config.dtype)
+            return nnx.merge(graph, params)(index, x, positions, attend, cache)
+
         def one_layer(carry: tuple[Array, Any], layer: tuple[Array, Any]) -> tuple[tuple[Array, Any], None]:
             index, params = layer
-            x, cache = nnx.merge(graph, params)(index, carry[0], positions, attend, carry[1])
+            x, cache = as_attended(layer_by, attend, (index, positions), (params, *carry))
             return (placed(x), cache), None
+
+        def last_norm(attend: Attention, fixed: None, inputs: tuple[Array, Array]) -> Array:
+            x, scale = inputs
+            return rows_of(attend)(lambda x: rms_norm(x, scale, self.config.norm_eps), x)
 
         def placed(x: Array) -> Array:
             return x if rows is None else jax.lax.with_sharding_constraint(x, rows)
 
         x = placed(self.embedding[...][tokens].astype(jnp.float32))
-        body = rematerialised(one_layer, remat)
+        body = one_layer if is_exact(attend) else rematerialised(one_layer, remat)
         (x, cache), _ = jax.lax.scan(body, (x, cache), (jnp.arange(self.config.layers), layers))
-        return rms_norm(x, self.norm[...], self.config.norm_eps), cache
+        return as_attended(last_norm, attend, None, (x, self.norm[...])), cache
 
 
 def head_logits(weight: Array, hidden: Float[Array, "n D"], is_tied: bool, dtype: str) -> Float[Array, "n V"]:

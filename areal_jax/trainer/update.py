@@ -18,15 +18,15 @@ from jaxtyping import Array, Float
 from areal_jax.algorithms import masked
 from areal_jax.algorithms.advantages import Estimate, whitened
 from areal_jax.algorithms.kl import kl_loss, kl_reward
-from areal_jax.algorithms.logprobs import TokenStats, packed_stats
+from areal_jax.algorithms.logprobs import TokenStats, packed_stats, token_stats
 from areal_jax.algorithms.losses import LOSSES, Loss
 from areal_jax.algorithms.proximal import proximal_mix
 from areal_jax.algorithms.rewards import overlong_penalty
 from areal_jax.algorithms.values import value_loss
 from areal_jax.algorithms.weights import reduction_weights
 from areal_jax.config import AlgorithmConfig
-from areal_jax.models.attention import PackedAttention
 from areal_jax.models.attention_kernels import Kernel
+from areal_jax.models.exact import packed_attention
 from areal_jax.models.model import Model, Params
 from areal_jax.models.transformer import Remat
 from areal_jax.trainer.critic import Critic, at_end, before
@@ -234,7 +234,15 @@ class Objective:
             micro.support,
             self.chunk,
             has_entropy_gradient=self.algorithm.entropy_coef > 0 or self.algorithm.loss not in LOSSES,
+            values=None if self.model.config.numerics == "bounded" else self._values,
         )
+
+    def _values(
+        self, weight: Array, hidden: Array, tokens: Array, temperature: Array, support: Array | None
+    ) -> TokenStats:
+        """As a generation host computes them."""
+        logits = self.model.head_by_rows(weight, hidden)
+        return self.model.in_rows(token_stats)(logits, tokens, temperature, support)
 
     def _values_after(
         self, critic: Params, params: Params, hidden: Float[Array, "R T D"], micro: Batch
@@ -246,7 +254,9 @@ class Objective:
         return self.critic.values(critic, hidden)
 
     def _hidden(self, model: Model, params: Params, micro: Batch) -> Float[Array, "R T D"]:
-        attend = PackedAttention(micro.segment_ids, micro.context_ids, self.kernel)
+        attend = packed_attention(
+            model.config, micro.segment_ids, micro.context_ids, micro.positions, micro.previous, self.kernel
+        )
         return model.hidden(params, micro.tokens, micro.positions, attend, None, self.remat, self.rows)[0]
 
     def _metric_sums(self, micro: Batch, stats: TokenStats, own: dict[str, Array]) -> Sums:
