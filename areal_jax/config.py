@@ -17,7 +17,7 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from areal_jax.presets import preset_settings
-from areal_jax.refusals import FIXED_STALENESS, ON_UPDATE, control_refusals, refusals
+from areal_jax.refusals import FIXED_STALENESS, ON_UPDATE, control_refusals, exact_refusals, refusals
 from areal_jax.sections import (
     ADAPTERS,
     AlgorithmConfig,
@@ -100,6 +100,8 @@ def _impossible(c: Config) -> Iterator[str]:
     g, a, t = c.generation, c.algorithm, c.trainer
     yield from _impossible_control(c)
     yield from refusals(a, g.max_tokens)
+    if t.numerics == "exact":
+        yield from exact_refusals(t.mesh.shape, c.runtime.host_tensor, c.on_update)
     if t.batch_size % a.minibatches:
         yield (
             f"algorithm.minibatches={a.minibatches} does not divide trainer.batch_size={t.batch_size} "

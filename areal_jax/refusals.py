@@ -232,6 +232,26 @@ def _of_reductions(a: AlgorithmConfig) -> Iterator[str]:
         yield f"algorithm.reduction_constant={a.reduction_constant} needs algorithm.reduction=constant"
 
 
+# --- numerics -----------------------------------------------------------------------------------------------
+
+
+def exact_refusals(mesh: Mapping[str, int], host_tensor: int, on_update: str) -> Iterator[str]:
+    """What trainer.numerics=exact cannot keep its word with; `mesh`: the trainer's, by axis."""
+    exact, bounded = "trainer.numerics=exact", "or trainer.numerics=bounded"
+    wide = [f"trainer.mesh.{axis}={size}" for axis, size in mesh.items() if size > 1]
+    wide += [f"runtime.host_tensor={host_tensor}"] if host_tensor > 1 else []
+    if wide:
+        yield (
+            f"{exact} with {', '.join(wide)}: sums over devices are taken in an order of their own; use one "
+            f"device a side, {bounded}"
+        )
+    if on_update == "keep":
+        yield (
+            f"{exact} with generation.on_update=keep: KV of an older version gives log-probs of no version "
+            f"at all; use control.strategy=interruptible, {bounded}"
+        )
+
+
 # --- control ------------------------------------------------------------------------------------------------
 
 ON_UPDATE: Mapping[str, tuple[str, ...]] = {

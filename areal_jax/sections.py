@@ -305,8 +305,10 @@ class TrainerConfig(Section):
     """Regular expression over whole leaf paths such as blocks.mlp.up: what is trained. The rest has neither
     gradient nor optimiser state. Unless given: the adapters where model.lora.rank > 0, else everything.
     """
-    numerics: Literal["bounded"] = "bounded"
-    """How closely sampled and recomputed log-probs agree: to float rounding."""
+    numerics: Literal["bounded", "exact"] = "bounded"
+    """How closely sampled and recomputed log-probs agree: to float rounding, or in every bit (exact). Hosts
+    and trainer then compute the forward pass in the same row tiles, which costs speed.
+    """
     optimizer_memory: Literal["device", "host"] = "device"
     """Where the optimiser's moments lie between its steps: host saves 8 bytes a parameter on the device."""
     mesh: MeshConfig = MeshConfig()

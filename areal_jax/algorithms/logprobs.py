@@ -87,8 +87,8 @@ def packed_stats(
     The LM head runs over about `chunk` tokens at a time, a run of columns of every row, so no (B, T, V) array
     exists, in the backward pass neither. Each row's masked tokens are moved to its front and only as many
     chunks are computed as they fill: a prompt costs nothing. Gradients flow through logp, and through entropy
-    where `has_entropy_gradient`, into `hidden` and `weight`. `values` computes a chunk in the forward pass where
-    it is given; gradients are those of `head` all the same.
+    where `has_entropy_gradient`, into `hidden` and `weight`. `values`, where given, computes a chunk in the
+    forward pass; gradients are those of `head` all the same.
     """
     mask = mask & (previous >= 0)
     rows, length = tokens.shape

@@ -91,7 +91,9 @@ class Programs:
         positions = start + jnp.arange(self.prefill_chunk)[None]
         table = 1 + jnp.arange(cache.k.shape[1] - 1)[None]
         room = table.shape[1] * self.page_tokens
-        attend = paged_attention(self.model.config, table, jnp.minimum(positions, room - 1), positions < count)
+        attend = paged_attention(
+            self.model.config, table, jnp.minimum(positions, room - 1), positions < count
+        )
         return self.model.hidden(params, tokens, positions, attend, cache)[1]
 
     def insert(
@@ -207,7 +209,9 @@ class Programs:
             tokens = jax.lax.dynamic_slice_in_dim(padded, start, self.prefill_chunk, axis=1)
             attend = paged_attention(
                 self.model.config,
-                state.pages.table, jnp.minimum(positions, self.length - 1), positions < known[:, None]
+                state.pages.table,
+                jnp.minimum(positions, self.length - 1),
+                positions < known[:, None],
             )
             return self.model.hidden(params, tokens, positions, attend, cache)[1]
 

@@ -104,7 +104,9 @@ def as_published(params: Any, dtype: str) -> Any:
     return jax.tree.map(lambda leaf: rounded(leaf, dtype), params)
 
 
-as_published.defvjp(lambda params, dtype: (as_published(params, dtype), None), lambda dtype, _, slope: (slope,))
+as_published.defvjp(
+    lambda params, dtype: (as_published(params, dtype), None), lambda dtype, _, slope: (slope,)
+)
 
 
 def with_matrices_in(params: Any, dtype: str) -> Any:
@@ -212,7 +214,10 @@ def _by_rows(f: Callable[..., Any], args: tuple, is_live: Bool[Array, "B T"]) ->
 
 
 def _attend(
-    fetch: Callable[[Any, Array], tuple[Array, Array]], q: Float[Array, "1 n H h"], positions: Array, place: Any
+    fetch: Callable[[Any, Array], tuple[Array, Array]],
+    q: Float[Array, "1 n H h"],
+    positions: Array,
+    place: Any,
 ) -> Float[Array, "1 n H h"]:
     """Causal attention of one tile in float32; `fetch(place, seen)` gives keys and values (n, KV_BLOCK, K, h)
     of the tokens `seen` of each row's own sample. A block behind a row's last token changes no bit of it.
@@ -256,7 +261,10 @@ def packed_attention(
 
 
 def paged_attention(
-    config: ModelConfig, table: Int[Array, "N M"], positions: Int[Array, "N C"], is_written: Bool[Array, "N C"]
+    config: ModelConfig,
+    table: Int[Array, "N M"],
+    positions: Int[Array, "N C"],
+    is_written: Bool[Array, "N C"],
 ) -> Attention:
     """Attention over pages of KV, in the numerics of the model."""
     kind = PagedAttention if config.numerics == "bounded" else ExactPagedAttention

@@ -20,6 +20,7 @@ from areal_jax.models.exact import as_published, in_tiles, rounded
 from areal_jax.models.lora import adapters_of, base_of, merge_adapters, with_adapters
 from areal_jax.models.quantize import dequantize_tree, quantize_tree
 from areal_jax.models.transformer import Remat, Transformer, head_logits
+from areal_jax.types import ArealError
 
 Params = Any
 """Nested dict of arrays; layers are stacked along axis 0 of every leaf under `blocks`."""
@@ -118,7 +119,9 @@ class Model:
         remat: Remat = "none",
         rows: NamedSharding | None = None,
     ) -> tuple[Float[Array, "B T D"], Any]:
-        return nnx.merge(self._abstract[0], self._as_read(params))(tokens, positions, attend, cache, remat, rows)
+        return nnx.merge(self._abstract[0], self._as_read(params))(
+            tokens, positions, attend, cache, remat, rows
+        )
 
     def logits(self, params: Params, hidden: Float[Array, "n D"]) -> Float[Array, "n V"]:
         """Float32 logits; ids beyond the tokenizer's vocabulary are neither sampled nor normalised over."""
@@ -157,5 +160,11 @@ class Model:
         return jnp.where(jnp.arange(self.config.vocab_size) < known, logits, -jnp.inf)
 
     def kv_pages(self, pages: int, page_tokens: int, dtype: str) -> KVPages:
+        """`pages` of them, zeros. Raises ArealError where exact numerics would lose bits in them."""
         c = self.config
+        if c.numerics == "exact" and dtype not in ("float32", c.dtype):
+            raise ArealError(
+                f"trainer.numerics=exact with KV in {dtype}: the trainer reads keys and values of "
+                f"model.dtype={c.dtype}; hold KV in that, or use trainer.numerics=bounded"
+            )
         return KVPages.zeros(c.layers, pages, page_tokens, c.kv_heads, c.head_dim, dtype)

@@ -207,7 +207,8 @@ class Block(nnx.Module):
         self, layer: Array, x: Array, positions: Array, attend: Attention, cache: Any
     ) -> tuple[Array, Any]:
         by_rows = rows_of(attend)
-        attended, cache = attend(layer, *by_rows(self.before, x, positions), cache)
+        q, k, v = by_rows(self.before, x, positions)
+        attended, cache = attend(layer, q, k, v, cache)
         return by_rows(self.after, x, attended), cache
 
     def before(self, x: Array, positions: Array) -> tuple[Array, Array, Array]:
@@ -247,9 +248,9 @@ class Transformer(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Any]:
         """Hidden states after the last norm, and the cache with these tokens in it.
 
-        With an exact attention (`models.exact`) only a layer's inputs are kept for the backward pass, whatever
-        `remat` says. `rows`: how they lie on a mesh, in every layer. XLA would have them lie as the parameters do: on an
-        fsdp mesh, a share of the width of all rows on each device.
+        With an exact attention (`models.exact`) only a layer's inputs are kept for the backward pass,
+        whatever `remat` says. `rows`: how they lie on a mesh, in every layer. XLA would have them lie as the
+        parameters do: on an fsdp mesh, a share of the width of all rows on each device.
         """
         graph, layers = nnx.split(self.blocks)
 

@@ -69,7 +69,8 @@ def open_teacher(config: Config, tasks: Mapping[str, WeightedTask], student: Mod
         raise ArealError(f"algorithm.teacher={name} has nothing to teach; name a trained model")
     settings = ModelSettings(source=name, dtype=config.model.dtype)
     try:
-        teacher = open_source(config.model_copy(update={"model": settings}), tasks)
+        trainer = config.trainer.model_copy(update={"numerics": "bounded"})  # its log-probs meet no host's
+        teacher = open_source(config.model_copy(update={"model": settings, "trainer": trainer}), tasks)
     except ArealError as error:
         raise ArealError(f"algorithm.teacher={name}: {error}") from None
     if problem := _other_ids(student.tokenizer, teacher.model.tokenizer):
@@ -111,14 +112,22 @@ def explained(what: str) -> Iterator[None]:
 def _random(config: Config, tasks: Mapping[str, WeightedTask]) -> Source:
     m, tokenizer = config.model, _own_tokenizer(config, tasks)
     sizes = model_config(m.shape, tokenizer.vocab_size, m.dtype, **m.overrides)
-    model = Model(_held(sizes, m), tokenizer)
+    model = Model(_held(sizes, config), tokenizer)
     return Source(model, lambda shardings: jax.device_put(model.base.init(config.run.seed), shardings))
 
 
-def _held(sizes: ModelConfig, m: ModelSettings) -> ModelConfig:
-    """These sizes with the dtype, adapters and quantisation of the settings."""
+def _held(sizes: ModelConfig, config: Config) -> ModelConfig:
+    """These sizes with the dtype, adapters, quantisation and numerics of the config."""
+    m, numerics = config.model, config.trainer.numerics
     lora = Lora(m.lora.rank, m.lora.alpha, m.lora.targets) if m.lora.rank else None
-    return dataclasses.replace(sizes, dtype=m.dtype, lora=lora, quantize=m.quantize)
+    return dataclasses.replace(
+        sizes,
+        dtype=m.dtype,
+        lora=lora,
+        quantize=m.quantize,
+        numerics=numerics,
+        params_dtype=config.weights.wire_dtype if numerics == "exact" else "float32",
+    )
 
 
 def _own_tokenizer(config: Config, tasks: Mapping[str, WeightedTask]) -> Tokenizer:
@@ -169,14 +178,14 @@ def _pretrained(config: Config, tasks: Mapping[str, WeightedTask], folder: Path)
     pretrained = open_folder(folder)
     tokenizer = HFTokenizer.from_folder(folder)
     require_fits(tokenizer, pretrained.config.vocab_size)
-    model = Model(_held(pretrained.config, m), tokenizer)
+    model = Model(_held(pretrained.config, config), tokenizer)
     return Source(model, lambda shardings: pretrained.load(model.base.abstract_params, shardings), folder)
 
 
 def _of_run(config: Config, folder: Path) -> Source:
     """The model of another run, with the parameters of its newest committed version, adapters merged."""
     theirs, source = run_source(folder, config.model.dtype)
-    model = Model(_held(source.model.base.config, config.model), source.model.tokenizer)
+    model = Model(_held(source.model.base.config, config), source.model.tokenizer)
 
     def load(shardings: Any) -> Params:
         return jax.device_put(source.model.merged(run_params(folder, theirs, source.model)), shardings)

@@ -182,8 +182,9 @@ class Objective:
         a, mask = self.algorithm, micro.loss_mask
         now = PolicyOutputs(masked.keep(stats.logp, mask), masked.keep(stats.entropy, mask), value)
         if micro.proximal_logp is None:
-            gap = jax.lax.stop_gradient(now.logp) - micro.behavior_logp
-            micro = micro._replace(proximal_logp=micro.behavior_logp + micro.proximal_mix * gap)
+            held, mix = jax.lax.stop_gradient(now.logp), micro.proximal_mix
+            mixed = micro.behavior_logp + mix * (held - micro.behavior_logp)
+            micro = micro._replace(proximal_logp=jnp.where(mix == 1, held, mixed))  # free of rounding
             micro = self._with_off_policy(micro)
         loss, own = self.loss(now, micro, **a.loss_settings)
         objective = micro.off_policy_weight * loss

@@ -22,7 +22,7 @@ def drawn(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     mask = rng.random(shape) < 0.8
     gap = rng.normal(size=shape) * 10.0 ** rng.uniform(-7, 0.3, shape)
     behavior = rng.normal(-2, 1, shape)
-    proximal = np.where(mask, behavior + gap, np.nan)
+    proximal = np.where(mask, np.where(rng.random(shape) < 0.3, behavior, behavior + gap), np.nan)
     ages = rng.choice(list(NAMES), shape)
     return proximal.astype(np.float32), behavior.astype(np.float32), ages.astype(np.int32), mask
 
@@ -43,7 +43,8 @@ def test_gaps_overall_and_by_age():
         assert figures[f"mismatch_kl{suffix}"] == pytest.approx(kl, rel=1e-3)
         exact = np.quantile(size, 0.999, method="inverted_cdf")
         assert figures[f"logp_gap_p999{suffix}"] == pytest.approx(exact, rel=0.04)
-    assert len(figures) == 4 * len(buckets)  # no age that no token has: 2 is absent
+        assert figures[f"logp_unequal{suffix}"] == (proximal != behavior)[where].sum()
+    assert len(figures) == 5 * len(buckets)  # no age that no token has: 2 is absent
 
 
 def test_gaps_of_parts_add_up_to_the_whole():
@@ -54,6 +55,7 @@ def test_gaps_of_parts_add_up_to_the_whole():
     joined = add_metrics({"gaps": parts[0]}, {"gaps": parts[1]})["gaps"]
     np.testing.assert_array_equal(joined.counts, whole.counts)
     np.testing.assert_array_equal(joined.largest, whole.largest)
+    np.testing.assert_array_equal(joined.unequal, whole.unequal)
     np.testing.assert_allclose(joined.absolute, whole.absolute, rtol=1e-5)
     split = to_floats(
         [{"tokens": m.sum(), "gaps": p} for m, p in zip((half, mask & ~half), parts, strict=True)]

@@ -147,6 +147,7 @@ def test_metrics_are_means_over_loss_tokens(params: Any, learner: MakeLearner, b
         "logp_gap_mean": np.abs(gap).mean(),
         "logp_gap_max": np.abs(gap).max(),
         "mismatch_kl": (np.exp(gap) - 1 - gap).mean(),
+        "logp_unequal": (np.asarray(prepared.proximal_logp) != batch.behavior_logp)[mask].sum(),
     }
     want = {
         **gaps,
