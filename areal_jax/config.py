@@ -117,6 +117,11 @@ def _impossible(c: Config) -> Iterator[str]:
             f"trainer.length={t.length} is shorter than generation.length={g.length}: the longest "
             "trajectory would fit no row; raise trainer.length"
         )
+    if g.kv_tokens is not None and g.kv_tokens < g.length:
+        yield (
+            f"generation.kv_tokens={g.kv_tokens} has no room for one sample of generation.length={g.length}; "
+            "give at least that many"
+        )
     if g.page_tokens is not None and g.length % g.page_tokens:
         yield f"generation.page_tokens={g.page_tokens} is no divisor of generation.length={g.length}"
     if g.sampling.is_truncated and not 1 <= g.top_k <= g.support_size:

@@ -196,6 +196,14 @@ class GenerationConfig(Section):
     """Tokens decoded a jitted call; weights change between calls."""
     page_tokens: int | None = Field(default=None, ge=1)
     """KV tokens a page holds; generation.length (one page a slot) unless given."""
+    kv_tokens: int | None = Field(default=None, ge=2)
+    """Tokens whose KV a host has room for, all slots together; slots * length unless given. With fewer, and
+    small pages, more slots fit: where room runs out the youngest sample waits with its KV in host memory.
+    """
+    kv_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
+    """What KV pages hold; auto: what the device reads fastest for model.dtype. int8: with a scale for every
+    token and head, so that log-probs agree with the trainer's less closely.
+    """
     prefill_chunk: int = Field(default=32, ge=1)
     """Prompt tokens a prefill call takes, and a recompute pass takes per slot."""
     on_update: Literal["recompute", "keep", "pinned", "drain"] | None = None

@@ -89,7 +89,7 @@ class Admission:
         while free and self.waiting and self.waiting[0].min_version <= current.version:
             work = self.waiting[0]
             if work.so_far is not None:
-                if not self._has_pages(len(work.so_far.tokens)):
+                if not self._has_pages(len(work.so_far.tokens), spare=self._soon):
                     break
                 state = self._resume(state, free.popleft(), self.waiting.popleft())
                 continue
@@ -106,7 +106,7 @@ class Admission:
                 if self._prefilling is not None:
                     break
             sibling = self._sibling(work, current)
-            if not self._has_pages(len(work.prompt), sibling):
+            if not self._has_pages(len(work.prompt), sibling is not None):
                 break
             state = self._start(state, free.popleft(), self.waiting.popleft(), sibling, current)
         return state, failed
@@ -142,12 +142,13 @@ class Admission:
         found = (s for s, other in self.live.items() if (other.group, other.epoch, other.version) == wanted)
         return next(found, None)
 
-    def _has_pages(self, count: int, sibling: int | None = None) -> bool:
-        """Whether a prefix fits and leaves the live ones what they may ask for in their next call."""
-        engine = self._engine
-        soon = -(-len(self.live) * engine.decode_steps // engine.page_tokens)
-        needed = engine.pages_for(count, sibling is not None)
-        return not self.live or needed + soon <= self.free_pages
+    def _has_pages(self, count: int, has_sibling: bool = False, spare: int = 0) -> bool:
+        return not self.live or self._engine.pages_for(count, has_sibling) + spare <= self.free_pages
+
+    @property
+    def _soon(self) -> int:
+        """Pages that the live ones may ask for in a call: who left for want of one comes back beside them."""
+        return -(-len(self.live) * self._engine.decode_steps // self._engine.page_tokens)
 
     def _start(
         self, state: DecodeState, slot: int, work: Work, sibling: int | None, current: VersionedParams

@@ -123,11 +123,12 @@ def memory_table(
         what = "and the next ones" if sets == 2 else f"of up to {sets} versions"
         rows.append(("each host", f"serving weights, {what}, {dtype}", sets * wire // host_shards))
     page = g.page_tokens or g.length
-    pages = g.slots * (g.length // page) + 1  # and the scratch page
-    kv_bytes = BYTES[pages_dtype(c.dtype, jax.devices()[0].platform)]
-    kv = 2 * c.layers * pages * page * c.kv_heads * c.head_dim * kv_bytes
+    room = g.kv_tokens or g.slots * g.length
+    kv_dtype = pages_dtype(c.dtype, jax.devices()[0].platform) if g.kv_dtype == "auto" else g.kv_dtype
+    abstract = jax.eval_shape(lambda: model.kv_pages(room // page, page, kv_dtype))
+    kv = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract))
     kv_shards = host_shards if c.kv_heads % host_shards == 0 else 1
-    rows.append(("each host", f"KV pages, {g.slots} slots x {g.length} tokens", kv // kv_shards))
+    rows.append(("each host", f"KV pages, {room} tokens, {kv_dtype}", kv // kv_shards))
     return rows
 
 

@@ -142,6 +142,7 @@ class LocalRun:
             seed=c.run.seed,
             sampling=c.generation.sampling,
             on_update=c.on_update,
+            versions=c.parameter_sets,
             turn=partial(turns.host, clock),
             clock=clock,
             deadline_s=self._deadline_s,

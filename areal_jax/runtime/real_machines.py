@@ -42,6 +42,7 @@ class EngineDecoder:
             seed=c.run.seed,
             sampling=c.generation.sampling,
             on_update=c.on_update,
+            versions=c.parameter_sets,
         )
         self._heard: list[Event] = []
 
