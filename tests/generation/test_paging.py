@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from areal_jax.generation.commands import Statistics
+from areal_jax.generation.commands import Start, Statistics, Stop
 from areal_jax.types import ArealError, SampleId, Sampling
 from areal_jax.weights.memory import MemoryStore
 from tests.generation.conftest import LENGTH, SLOTS, STEPS, make_engine
@@ -197,3 +197,55 @@ def test_slots_in_a_tight_room_are_many_more_than_whole_samples(model, store):
     assert host.statistics().live == 4 * SLOTS == engine.pages
     finish(host)
     assert (len(heard.done), host.statistics().evictions) == (4 * SLOTS, 0)
+
+
+def replayed(engine, versions, trajectory, sampling: Sampling):
+    """The sample alone in another slot, swapped at the places where its own versions change."""
+    prompt = trajectory.tokens[~trajectory.loss_mask].tolist()
+    edges = {(begin - len(prompt)) // STEPS: version for version, begin, _ in trajectory.spans}
+
+    def between(call, params, state):
+        if call in edges and edges[call] != params.version:
+            params = versions(edges[call] % 7)._replace(version=edges[call])
+            state = engine.recompute(params, state)
+        return params, state
+
+    first = versions(trajectory.first_version % 7)._replace(version=trajectory.first_version)
+    return decode(engine, first, {SLOTS - 1: Asked(prompt, trajectory.sample, sampling)}, 0, between)[
+        SLOTS - 1
+    ]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_sample_is_a_function_of_its_version_spans_whatever_the_host_was_doing(narrow, versions, seed):
+    """Random neighbours, prompts, lengths, cancellations, evictions and swaps: not a bit of it shows."""
+    numbers = np.random.default_rng(seed)
+    store, heard = MemoryStore(narrow.canary), Heard()
+    store.publish(versions(0))
+    host = make_host(narrow, store, heard)
+    asked: dict[SampleId, Sampling] = {}
+    evictions = step = 0
+    while step < 40 or host.has_work:
+        if step < 40 and numbers.random() < 0.35:
+            prompt = tuple(numbers.integers(2, 17, numbers.integers(1, 20)).tolist())
+            sampling = Sampling(
+                float(numbers.choice([0.7, 1.0, 1.3])), max_tokens=int(numbers.integers(1, 30))
+            )
+            samples = tuple(SampleId(step, member) for member in range(numbers.integers(1, 5)))
+            asked |= dict.fromkeys(samples, sampling)
+            host.inbox.put(Start(samples, prompt, 0, sampling))
+        if numbers.random() < 0.1 and asked:
+            host.inbox.put(Stop((list(asked)[numbers.integers(len(asked))],)))
+        if numbers.random() < 0.15:
+            version = store.latest() + 1
+            store.publish(versions(version % 7)._replace(version=version))
+        host.take_commands()
+        if host.has_work:
+            host.step()
+        step += 1
+    evictions = host.statistics().evictions
+    assert evictions > 0 and host.statistics().interruptions > 3
+    chosen = [heard.done[sample] for sample in sorted(heard.done)][:: max(1, len(heard.done) // 12)]
+    assert len(chosen) >= 10 and max(len(t.spans) for t in chosen) > 1
+    for trajectory in chosen:
+        assert bits(trajectory) == bits(replayed(narrow, versions, trajectory, asked[trajectory.sample]))
