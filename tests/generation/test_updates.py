@@ -71,15 +71,29 @@ def test_keep_goes_on_with_the_kv_it_has_and_says_so(engine, store, versions, de
     assert host.statistics().recomputed_tokens == 0
 
 
-def test_kept_or_not_nobody_starts_from_a_prompt_of_an_older_version(engine, store, versions, dense):
-    """Members of one group on both sides of an update: the late ones share nothing with the early ones."""
-    heard = Heard()
-    host = make_host(engine, store, heard, on_update="keep", sampling=Sampling(max_tokens=6))
-    host.inbox.put(start(0, SLOTS + 2, PROMPT))
-    played(host, store, versions, 1)
-    late = [t for t in heard.done.values() if [span.version for span in t.spans] == [1]]
-    assert len(late) == 2 and all(t.is_reproducible for t in late)
-    assert max(gap(t, dense, versions) for t in late) < 1e-5
+@pytest.mark.parametrize("on_update", ["keep", "recompute", "pinned"])
+def test_nobody_starts_from_a_prompt_of_an_older_version(engine, store, versions, dense, on_update):
+    """A group on both sides of an update: late members share no page with early ones that are still live."""
+    heard, prompt = Heard(), PROMPT * 3
+    host = make_host(engine, store, heard, on_update=on_update)
+    early, late = ([SampleId(0, 2 * i + j) for i in range(SLOTS - 1)] for j in range(2))
+    for sample in early:
+        length = 4 if sample == early[0] else 64
+        host.inbox.put(Start((sample,), prompt, 0, Sampling(max_tokens=length)))
+    host.inbox.put(Start(tuple(late), prompt, 1))
+    host.take_commands()
+    host.step()
+    assert host._state.pages.users.max() == SLOTS - 1
+    store.publish(versions(1))
+    while host.has_work:
+        host.step()
+    for sample in late:
+        found = heard.done[sample]
+        assert [span.version for span in found.spans] == [1] and found.is_reproducible
+        alone = decode(engine, versions(1), {0: Asked(prompt, sample)})[0]
+        np.testing.assert_array_equal(found.tokens, alone.tokens)
+        np.testing.assert_array_equal(found.behavior_logp, alone.behavior_logp)
+        assert gap(found, dense, versions) < 1e-5
 
 
 # --- pinned -------------------------------------------------------------------------------------------------
