@@ -25,6 +25,7 @@ from areal_jax.models.model import Model
 from areal_jax.models.transformer import Remat
 from areal_jax.plugin import check_settings
 from areal_jax.runtime.bench_packed import packed
+from areal_jax.runtime.bench_serve import room, serve, swap
 from areal_jax.runtime.bench_sync import sync
 from areal_jax.runtime.measure import (
     bench_learner,
@@ -197,6 +198,9 @@ BENCHES: dict[str, Callable[..., dict[str, Any]]] = {
     "packed": packed,
     "loop": loop,
     "sync": sync,
+    "serve": serve,
+    "room": room,
+    "swap": swap,
 }
 
 # --- parts --------------------------------------------------------------------------------------------------
