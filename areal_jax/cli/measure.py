@@ -80,16 +80,15 @@ def _print_table(figures: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    title = f"{figures['key']}: final rewards; shares of clipped tokens, off-policy weights, ages in versions"
+    names = [name for name in figures["table"][0] if name not in ("value", "arm", "by_seed")]
+    headers = (name.replace("_", " ") for name in names[1:])
     table = Table(
-        "value", "arm", "reward", "by seed", "clip", "weight", "head", "token", box=SIMPLE, padding=0
+        figures["key"], "arm", names[0].replace("_", " "), "by seed", *headers, box=SIMPLE, padding=0
     )
     for row in figures["table"]:
-        shares = (f"{row[key]:.3f}" for key in ("clip_share", "off_policy_weight"))
-        ages = (f"{row[key]:.2f}" for key in ("head_age", "token_age"))
-        seeds = " ".join(f"{reward:.3f}" for reward in row["rewards"])
-        table.add_row(str(row["value"]), row["arm"], f"{row['reward']:.3f}", seeds, *shares, *ages)
-    typer.echo(title)
+        means = [f"{row[name]:.4g}" for name in names]
+        seeds = " ".join(f"{figure:.4g}" for figure in row["by_seed"])
+        table.add_row(str(row["value"]), row["arm"], means[0], seeds, *means[1:])
     Console().print(table)
     for claim, holds in figures["claims"].items():
         typer.echo(f"{ {True: 'met', False: 'not met', None: 'not asked'}[holds] }: {claim}")

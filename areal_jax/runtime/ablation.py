@@ -1,19 +1,21 @@
 """Ablations: one config key varied, arms that differ in a few words, seeds; and the table that comes of it.
 
-Every run is the real engine and learner under the virtual clock, so the staleness of what is trained is the
-one asked for, and equal words give the same table twice, bit for bit. What each named ablation varies stands
-in `runtime.ablations`.
+Every run is the real engine and learner. Under the virtual clock the staleness of what is trained is the one
+asked for, and equal words give the same table twice, bit for bit; where speed itself is the question, a run
+is the local one and the clock is the wall's. What each named ablation varies stands in `runtime.ablations`.
 """
 
 from __future__ import annotations
 
 import difflib
 import math
+import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import yaml
 
@@ -23,6 +25,7 @@ from areal_jax.generation.engine import Engine
 from areal_jax.models.model import Params
 from areal_jax.plugin import check_settings
 from areal_jax.runtime.assembly import assemble, first_params
+from areal_jax.runtime.jobs import run
 from areal_jax.runtime.measure import machine
 from areal_jax.runtime.real_machines import RealMachines
 from areal_jax.runtime.schedule import Schedule
@@ -33,8 +36,9 @@ from areal_jax.types import ArealError
 PUBLISH_S = 0.02
 """Virtual seconds of a publication; a training step takes 1."""
 
-LATE = 4
-"""Final figures are means over the last 1 / LATE of the steps."""
+
+Row = Mapping[str, Any]
+"""The metrics of a training step."""
 
 
 @dataclass(frozen=True)
@@ -44,18 +48,17 @@ class Result:
     value: Any
     arm: str
     seed: int
-    reward: float
-    """Mean of the last quarter of the steps, as are the ages."""
-    clip_share: float
-    """Mean of all steps, as is the weight."""
-    off_policy_weight: float
-    head_age: float
-    token_age: float
+    figures: Mapping[str, float]
+    """By the names of `Ablation.figures`."""
     rewards: tuple[float, ...]
     """Mean of each batch."""
     digest: str
     """Of the last parameters."""
     seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        plain = dict(vars(self))
+        return {key: plain.pop(key) for key in ("value", "arm", "seed")} | plain.pop("figures") | plain
 
 
 @dataclass(frozen=True)
@@ -64,23 +67,23 @@ class Table:
 
     results: tuple[Result, ...]
 
-    def rewards(self, value: Any, arm: str) -> list[float]:
-        """By seed; empty without such runs."""
-        return [r.reward for r in self.results if (r.value, r.arm) == (value, arm)]
-
-    def mean(self, value: Any, arm: str, figure: str = "reward") -> float:
-        """Over seeds. Raises KeyError without such runs."""
-        found = [getattr(r, figure) for r in self.results if (r.value, r.arm) == (value, arm)]
+    def by_seed(self, value: Any, arm: str, figure: str) -> list[float]:
+        """Raises KeyError without such runs."""
+        found = [r.figures[figure] for r in self.results if (r.value, r.arm) == (value, arm)]
         if not found:
             raise KeyError((value, arm))
-        return statistics.mean(found)
+        return found
+
+    def mean(self, value: Any, arm: str, figure: str) -> float:
+        """Over seeds. Raises KeyError without such runs."""
+        return statistics.mean(self.by_seed(value, arm, figure))
 
     def rows(self) -> list[dict[str, Any]]:
-        """One a value and arm, in the order in which they were run."""
-        figures = ("reward", "clip_share", "off_policy_weight", "head_age", "token_age")
+        """One a value and arm, in the order in which they were run: the first figure by seed, and means."""
+        names = list(self.results[0].figures)
         return [
-            {"value": value, "arm": arm, "rewards": self.rewards(value, arm)}
-            | {figure: self.mean(value, arm, figure) for figure in figures}
+            {"value": value, "arm": arm, "by_seed": self.by_seed(value, arm, names[0])}
+            | {name: self.mean(value, arm, name) for name in names}
             for value, arm in dict.fromkeys((r.value, r.arm) for r in self.results)
         ]
 
@@ -96,8 +99,12 @@ class Ablation:
     arms: Mapping[str, tuple[str, ...]]
     """Name -> the config words that make it."""
     seeds: int
-    speed: float
-    """Batches decoded in the time of a training step, were every answer as long as it may be."""
+    speed: float | None
+    """Batches decoded in the time of a training step, were every answer as long as it may be; None: the local
+    run, by the wall clock.
+    """
+    figures: Mapping[str, Callable[[Sequence[Row]], float]]
+    """Name -> what it is of the rows of a run. The first is what the ablation is about."""
     claims: Mapping[str, Callable[[Table], bool]]
     """What is expected -> whether it came out so; KeyError where the table lacks runs to tell."""
 
@@ -115,14 +122,18 @@ def ablate(name: str, ablation: Ablation, words: Sequence[str], say: Callable[[s
     values, arms = settings["values"], settings["arms"]
     places = [(seed, value, arm) for seed in range(settings["seeds"]) for value in values for arm in arms]
     configs = [_config(ablation, overrides, *place) for place in places]  # what cannot be is said at once
-    bench, results, started = Workbench(settings["speed"]), [], time.perf_counter()
+    bench: Bench = LocalBench() if settings["speed"] is None else Workbench(settings["speed"])
+    results, started = [], time.perf_counter()
     for (seed, value, arm), config in zip(places, configs, strict=True):
         began = time.perf_counter()
         rows = bench.run(config)
-        results.append(_result(value, arm, seed, rows, time.perf_counter() - began))
+        figures = {name: figure(rows) for name, figure in ablation.figures.items()}
+        rewards, seconds = tuple(row["reward_mean"] for row in rows), time.perf_counter() - began
+        results.append(Result(value, arm, seed, figures, rewards, rows[-1]["params_digest"], seconds))
+        first = next(iter(figures))
         say(
             f"{len(results)}/{len(places)}: {ablation.key}={value}, {arm}, seed {seed}: "
-            f"reward {results[-1].reward:.3f}, {results[-1].seconds:.0f} s"
+            f"{first} {figures[first]:.5g}, {seconds:.0f} s"
         )
     table, c = Table(tuple(results)), configs[0]
     seconds = [result.seconds for result in results]
@@ -135,31 +146,10 @@ def ablate(name: str, ablation: Ablation, words: Sequence[str], say: Callable[[s
         **settings,
         "table": table.rows(),
         "claims": {claim: _holds(table, test) for claim, test in ablation.claims.items()},
-        "runs": [asdict(result) for result in results],
+        "runs": [result.to_json() for result in results],
         "total_seconds": time.perf_counter() - started,
         **machine(c.model.shape, c.model.dtype, statistics.median(seconds), seconds),
     }
-
-
-def _result(value: Any, arm: str, seed: int, rows: Sequence[Mapping[str, Any]], seconds: float) -> Result:
-    late = rows[-max(1, len(rows) // LATE) :]
-
-    def mean(figure: str, of: Sequence[Mapping[str, Any]]) -> float:
-        return statistics.fmean(row[figure] for row in of)
-
-    return Result(
-        value,
-        arm,
-        seed,
-        reward=mean("reward_mean", late),
-        clip_share=mean("clip_share", rows),
-        off_policy_weight=mean("off_policy_weight_mean", rows),
-        head_age=mean("head_age_mean", late),
-        token_age=mean("token_age_mean", late),
-        rewards=tuple(row["reward_mean"] for row in rows),
-        digest=rows[-1]["params_digest"],
-        seconds=seconds,
-    )
 
 
 def _holds(table: Table, test: Callable[[Table], bool]) -> bool | None:
@@ -169,9 +159,24 @@ def _holds(table: Table, test: Callable[[Table], bool]) -> bool | None:
         return None
 
 
+class Bench(Protocol):
+    def run(self, config: Config) -> list[dict[str, Any]]:
+        """A row of metrics a step. Raises ArealError."""
+        ...
+
+
+class LocalBench:
+    """The local run: threads and the wall clock, in a folder that goes when it ends."""
+
+    def run(self, config: Config) -> list[dict[str, Any]]:
+        with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as silent:
+            where = config.run.model_copy(update={"dir": f"{folder}/run"})
+            return run(config.model_copy(update={"run": where}), stream=silent).metrics
+
+
 class Workbench:
-    """Runs one config after another. Learners, engines and first parameters are made once for all the configs
-    that agree in what they are made of, so most runs cost their steps alone.
+    """Under the virtual clock. Runs one config after another: learners, engines and first parameters are made
+    once for all the configs that agree in what they are made of, so most runs cost their steps alone.
     """
 
     def __init__(self, speed: float) -> None:
@@ -181,7 +186,6 @@ class Workbench:
         self._params: dict[str, Params] = {}
 
     def run(self, config: Config) -> list[dict[str, Any]]:
-        """A row of metrics a step. Raises ArealError."""
         of_engine = _key(config, "model", "tasks", "generation", "runtime")
         of_learner = of_engine + _key(config, "algorithm", "trainer") + str(config.run.steps)
         of_params = of_engine + _key(config, "trainer") + str(config.run.seed)
@@ -256,6 +260,10 @@ def _read(name: str, ablation: Ablation, words: Sequence[str]) -> tuple[dict[str
 
 def _check(name: str, ablation: Ablation, settings: Mapping[str, Any]) -> None:
     """Raise ArealError for a setting that cannot be. The values themselves are the config's to check."""
+    if ablation.speed is None and settings["speed"] is not None:
+        raise ArealError(
+            f"speed={settings['speed']}: ablation {name} runs by the wall clock; leave speed out"
+        )
     for key in ("values", "arms"):
         if isinstance(settings[key], str) or not settings[key]:
             raise ArealError(f"{key}={settings[key]} is no list; write {key}=[{settings[key]}]")
@@ -266,8 +274,9 @@ def _check(name: str, ablation: Ablation, settings: Mapping[str, Any]) -> None:
             raise ArealError(f"ablation {name} has no arm {arm}; {hint}")
     if type(settings["seeds"]) is not int or settings["seeds"] < 1:
         raise ArealError(f"seeds={settings['seeds']} is no count; give a whole number from 1 on")
-    if not isinstance(settings["speed"], (int, float)) or not 0 < settings["speed"] < math.inf:
-        raise ArealError(f"speed={settings['speed']} is no ratio; give a number above 0")
+    speed = settings["speed"]
+    if speed is not None and not (isinstance(speed, (int, float)) and 0 < speed < math.inf):
+        raise ArealError(f"speed={speed} is no ratio; give a number above 0")
 
 
 def _config(ablation: Ablation, overrides: Sequence[str], seed: int, value: Any, arm: str) -> Config:

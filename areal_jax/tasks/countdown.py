@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from statistics import NormalDist
+from string import ascii_lowercase, ascii_uppercase
 
 import numpy as np
 
@@ -11,7 +12,8 @@ from areal_jax.tasks.task import Task, TaskError
 from areal_jax.tasks.tokenizers import CharTokenizer
 from areal_jax.types import Completion, Prompt, Reward
 
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
+LETTERS = ascii_lowercase + ascii_uppercase + "".join(map(chr, range(0x100, 0x180)))
+"""The Latin alphabet, then the letters of Unicode's Latin Extended-A: for answers of up to 179."""
 ASK = ">"
 """Ends the prompt: the answer begins."""
 

@@ -61,7 +61,7 @@ def test_a_table_has_a_row_a_value_and_arm_and_tells_the_staleness_that_was_reac
     assert list(rows) == [(value, arm) for value in (0, 3) for arm in ("naive", "decoupled")]
     for (value, _), row in rows.items():
         assert row["head_age"] == row["token_age"] == value
-        assert len(row["rewards"]) == 1 and row["reward"] == row["rewards"][0]
+        assert row["by_seed"] == [row["reward"]]
     assert rows[3, "naive"]["off_policy_weight"] == 1.0
     assert rows[3, "decoupled"]["off_policy_weight"] != 1.0
     runs = [run for run in table["runs"] if run["value"] == 3]
@@ -128,7 +128,7 @@ def test_what_the_real_machines_cannot_do_is_said_before_they_start():
 def table_of(rewards: dict[tuple[object, str], list[float]], clipped: dict[str, float]) -> Table:
     return Table(
         tuple(
-            Result(value, arm, seed, reward, clipped[arm], 1.0, 0.0, 0.0, (), "", 0.0)
+            Result(value, arm, seed, {"reward": reward, "clip_share": clipped[arm]}, (), "", 0.0)
             for (value, arm), by_seed in rewards.items()
             for seed, reward in enumerate(by_seed)
         )
@@ -185,6 +185,9 @@ def test_unknown_names_and_the_list():
     with pytest.raises(ArealError, match=r"did you mean staleness\?"):
         find("stalenes")
     refused = CliRunner().invoke(app, ["ablate", "nothing"])
-    assert refused.exit_code == 1 and refused.stderr == "error: no ablation nothing; there are: staleness\n"
+    assert (
+        refused.exit_code == 1
+        and refused.stderr == "error: no ablation nothing; there are: staleness, interruption\n"
+    )
     listed = CliRunner().invoke(app, ["ablate", "--json"])
     assert json.loads(listed.stdout) == {name: ablation.doc for name, ablation in ABLATIONS.items()}
