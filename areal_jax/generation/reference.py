@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Callable
 
 from areal_jax.control.events import SampleFailed, SampleFinished
-from areal_jax.generation.host import Emit, Start, Stop
+from areal_jax.generation.commands import Start, Statistics, Stop
+from areal_jax.generation.host import Emit
 from areal_jax.observe.waits import Clock, get
 from areal_jax.types import ArealError, SampleId, Trajectory
 
@@ -35,6 +36,10 @@ class ReferenceHost:
         self.has_work = False
         self.generated_tokens = 0
         self.gaps_s: deque[float] = deque()
+
+    def statistics(self) -> Statistics:
+        """It swaps, rebuilds and evicts nothing."""
+        return Statistics(generated_tokens=self.generated_tokens)
 
     def run(self) -> None:
         """Until told to stop. Raises WaitTimeout when no command comes for the deadline."""

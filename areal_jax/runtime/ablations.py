@@ -79,6 +79,18 @@ def _unbounded_costs(table: Table) -> bool:
 # --- interruption -------------------------------------------------------------------------------------------
 
 
+def _swap_ms(rows: Sequence[Row]) -> float:
+    """Of one swap on one host, loading and rebuilding; 0 where none was."""
+    late = rows[len(rows) // WARM_UP :]
+    return 1e3 * sum(row["swap_s"] for row in late) / max(1, sum(row["swaps"] for row in late))
+
+
+def _recomputed_share(rows: Sequence[Row]) -> float:
+    """Tokens whose KV was rebuilt, for each one that was generated."""
+    late = rows[len(rows) // WARM_UP :]
+    return sum(row["recomputed_tokens"] for row in late) / sum(row["generated_tokens"] for row in late)
+
+
 def _gain(table: Table, sigma: float) -> float:
     """Trained tokens a second of recompute over drain: the median of the seeds, which ran in turn."""
     pairs = (table.by_seed(sigma, arm, "trained_tokens_per_s") for arm in ("recompute", "drain"))
@@ -138,6 +150,8 @@ ABLATIONS: Mapping[str, Ablation] = {
         figures={
             "trained_tokens_per_s": _per_s("trained_tokens"),
             "generated_tokens_per_s": _per_s("generated_tokens"),
+            "swap_ms": _swap_ms,
+            "recomputed_share": _recomputed_share,
             "interruptions": _warm("interruptions"),
             "generator_idle_share": _warm("generator_idle_share"),
             "trainer_wait_share": _warm("trainer_wait_share"),

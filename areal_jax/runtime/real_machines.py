@@ -43,8 +43,10 @@ class EngineDecoder:
             sampling=c.generation.sampling,
             on_update=c.on_update,
             versions=c.parameter_sets,
+            on_tokens=lambda sample, tokens: self._decoded_under.add(tokens.version),
         )
         self._heard: list[Event] = []
+        self._decoded_under: set[PolicyVersion] = set()
 
     def take(self, dispatch: e.Dispatch) -> None:
         prompt = self._parts.prompt_tokens(dispatch.samples[0].ordinal)
@@ -57,13 +59,24 @@ class EngineDecoder:
     def step(self) -> Call:
         host = self._host
         host.take_commands()
-        held, decoded = host.live, host.generated_tokens
+        held, before = host.live, host.statistics()
+        self._decoded_under.clear()
         host.step()
+        now = host.statistics()
         heard, self._heard = self._heard, []
         ended = tuple(event for event in heard if isinstance(event, e.SampleFinished))
         adopted = next((event for event in heard if isinstance(event, e.HostAdopted)), None)
         live = host.live + len(ended)
-        return Call(adopted, live - held, live, host.generated_tokens - decoded, ended)
+        return Call(
+            adopted,
+            prefills=live - held,
+            live=live,
+            tokens=now.generated_tokens - before.generated_tokens,
+            ended=ended,
+            recomputed=now.recomputed_tokens - before.recomputed_tokens,
+            passes=len(self._decoded_under),
+            held=len(now.held_versions),
+        )
 
     def _hear(self, event: Event, trajectory: Trajectory | None) -> None:
         self._heard.append(event)

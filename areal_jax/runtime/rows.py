@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,10 @@ from areal_jax.types import NOT_SAMPLED, Group
 
 BY_TASK = ("reward_mean", "signal_share", "completion_tokens_mean", "truncated_share")
 """What a row says of each task as well, and `failed_rewards`."""
+
+HOST_COUNTS = ("swaps", "swap_s", "recomputed_tokens", "evictions")
+"""What a row says of the hosts' `Statistics`: versions adopted and the seconds it took, tokens whose KV was
+rebuilt, samples that left their slot for want of pages."""
 
 
 class RowMaker:
@@ -39,6 +43,7 @@ class RowMaker:
         self._zero_s = time.monotonic() - start_s
         self._last_s = time.monotonic()
         self._generated = 0
+        self._host_totals: Mapping[str, float] = dict.fromkeys(HOST_COUNTS, 0)
         self._counts: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
         self._dropped: Counter[str] = Counter()
@@ -82,6 +87,7 @@ class RowMaker:
             ),
             "decode_gap_p99_s": float(np.quantile(gaps, 0.99)) if gaps else 0.0,
             "interruptions": self._counts["interruptions"],
+            **self._host_counts(),
             "failed_rewards": self._counts["failed_rewards"],
             "dropped": self._dropped.total(),
             "dropped_by_reason": dict(self._dropped),
@@ -93,6 +99,14 @@ class RowMaker:
         for counter in (self._counts, self._failed, self._dropped, self._reissued):
             counter.clear()
         return row
+
+    def _host_counts(self) -> dict[str, float]:
+        """What the hosts did since the row before, summed over them."""
+        said = [host.statistics() for host in self._hosts]
+        totals = {name: sum(getattr(each, name) for each in said) for name in HOST_COUNTS}
+        new = {name: total - self._host_totals[name] for name, total in totals.items()}
+        self._host_totals = totals
+        return new
 
     def _task_figures(self, groups: Sequence[Group]) -> dict[str, float]:
         """`<figure>/<task>` for each of several tasks; of one without a group in the batch, its failures."""

@@ -10,10 +10,12 @@ from typer.testing import CliRunner
 
 from areal_jax.cli.main import app
 from areal_jax.config import Config, load_config
+from areal_jax.control.events import SampleFinished
+from areal_jax.generation.engine import Engine
 from areal_jax.generation.rollout import rollout
 from areal_jax.runtime.ablation import Result, Table, Workbench, ablate, schedule
 from areal_jax.runtime.ablations import ABLATIONS, find
-from areal_jax.runtime.assembly import assemble
+from areal_jax.runtime.assembly import Parts, assemble
 from areal_jax.runtime.real_machines import RealMachines
 from areal_jax.runtime.schedule import Fault, Schedule
 from areal_jax.runtime.simulated import simulate
@@ -191,3 +193,89 @@ def test_unknown_names_and_the_list():
     )
     listed = CliRunner().invoke(app, ["ablate", "--json"])
     assert json.loads(listed.stdout) == {name: ablation.doc for name, ablation in ABLATIONS.items()}
+
+
+# --- interruption -------------------------------------------------------------------------------------------
+
+INTERRUPTION = ABLATIONS["interruption"]
+QUICK = (
+    "run.steps=12", "tasks.countdown.letters=24", "tasks.countdown.median=6", "generation.length=32",
+    "generation.max_tokens=28", "trainer.length=64", "trainer.supervised_steps=2",
+)  # fmt: skip
+
+
+def speeds(skewed: tuple[list[float], list[float]], constant: tuple[list[float], list[float]]) -> Table:
+    """Trained tokens a second by seed, of recompute and of drain."""
+    return Table(
+        tuple(
+            Result(sigma, arm, seed, {"trained_tokens_per_s": speed}, (), "", 0.0)
+            for sigma, arms in ((1.0, skewed), (0.0, constant))
+            for arm, by_seed in zip(("recompute", "drain"), arms, strict=True)
+            for seed, speed in enumerate(by_seed)
+        )
+    )
+
+
+def test_the_gain_is_the_median_ratio_of_runs_that_followed_one_another():
+    def claims(*arms: tuple[list[float], list[float]]) -> list[bool]:
+        return [claim(speeds(*arms)) for claim in INTERRUPTION.claims.values()]
+
+    even = ([100, 200, 300], [100, 200, 300])
+    assert claims(([120, 90, 460], [100, 100, 400]), even) == [True, True]  # ratios 1.2, 0.9, 1.15
+    assert claims(([120, 90, 400], [100, 100, 400]), ([120, 90, 360], [100, 100, 300])) == [False, False]
+
+
+def test_rates_leave_the_first_steps_out_and_swaps_cost_what_hosts_say():
+    rows = [
+        {"wall_s": 9.0 if step == 0 else 9.0 + step, "trained_tokens": 1000 if step == 0 else 30,
+         "generated_tokens": 40, "swaps": 2 if step else 9, "swap_s": 0.5 if step else 9.0,
+         "recomputed_tokens": 10 if step else 900}
+        for step in range(5)
+    ]  # fmt: skip
+    figures = {
+        name: INTERRUPTION.figures[name] for name in ("trained_tokens_per_s", "swap_ms", "recomputed_share")
+    }
+    assert {name: figure(rows) for name, figure in figures.items()} == {
+        "trained_tokens_per_s": 30.0,
+        "swap_ms": 250.0,
+        "recomputed_share": 0.25,
+    }
+    assert figures["swap_ms"]([{"swaps": 0, "swap_s": 0.0}] * 5) == 0.0
+
+
+@pytest.fixture(scope="module")
+def quick() -> Parts:
+    return assemble(load_config(INTERRUPTION.recipe, *SMALL, *QUICK))
+
+
+@pytest.fixture(scope="module")
+def engine(quick: Parts) -> Engine:
+    return quick.engine(0)
+
+
+@pytest.mark.parametrize("arm", INTERRUPTION.arms)
+def test_hosts_do_under_the_virtual_clock_what_the_arm_says(arm, quick, engine):
+    """The real engine, audited: recompute alone rebuilds, pinned alone holds several versions."""
+    config = load_config(INTERRUPTION.recipe, *SMALL, *QUICK, *INTERRUPTION.arms[arm])
+    parts = assemble(config, learner=quick.learner)
+    machines = RealMachines(parts, parts.first_state(), [engine])
+    result = simulate(config, schedule(config, 0.7), machines)
+    assert result.audit.violations == []
+    assert (result.recomputed_tokens > 0) == (arm == "recompute")
+    assert (result.interruptions > 0) == (arm in ("recompute", "keep"))
+    assert (max(result.held) > 1) == (arm == "pinned")
+    spans = {len(event.spans) for _, event, _ in result.rows if isinstance(event, SampleFinished)}
+    assert (spans == {1}) == (arm in ("pinned", "drain"))
+
+
+def test_the_table_of_a_run_by_the_wall_clock():
+    words = [*SMALL, *QUICK, "run.steps=6", "values=[1.0]", "arms=[drain]", "seeds=1"]
+    table = ablate("interruption", INTERRUPTION, words, lambda said: None)
+    (row,) = table["table"]
+    assert (table["speed"], row["value"], row["arm"]) == (None, 1.0, "drain")
+    assert row["interruptions"] == row["recomputed_share"] == 0
+    assert row["trained_tokens_per_s"] > 0 and row["by_seed"] == [row["trained_tokens_per_s"]]
+    assert 0 < row["swap_ms"] < 1e3 * table["total_seconds"]
+    assert len(table["runs"][0]["rewards"]) == 6
+    with pytest.raises(ArealError, match=r"speed=0\.5: ablation interruption runs by the wall clock"):
+        ablate("interruption", INTERRUPTION, ["speed=0.5"], lambda said: pytest.fail(said))

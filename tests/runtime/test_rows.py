@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from areal_jax.control import events as e
+from areal_jax.generation.commands import Statistics
 from areal_jax.observe.metrics import REQUIRED, MetricsWriter
 from areal_jax.observe.waits import Timeline
 from areal_jax.runtime.rows import RowMaker
@@ -29,6 +30,10 @@ class FakeHost:
     name: str = "host-0"
     generated_tokens: int = 0
     gaps_s: deque[float] = field(default_factory=deque)
+    said: Statistics = field(default_factory=Statistics)
+
+    def statistics(self) -> Statistics:
+        return self.said
 
 
 def sample(ordinal: int, member: int, reward: float, versions: list[int], stop: str = "stop") -> Trajectory:
@@ -160,3 +165,16 @@ def test_a_task_without_a_group_in_the_batch_still_tells_its_failures():
     row = rows.make(5, BATCH[:1], TRAINED, "")
     assert [name for name in row if name.endswith("/y")] == ["failed_rewards/y"]
     assert row["failed_rewards/y"] == 1 and row["reward_mean/x"] == 0.5
+
+
+def test_swaps_and_what_they_cost_are_summed_over_hosts_and_counted_from_row_to_row():
+    hosts = [FakeHost(), FakeHost("host-1")]
+    rows = make(hosts)
+    hosts[0].said = Statistics(swaps=2, swap_s=0.5, recomputed_tokens=70, evictions=1)
+    hosts[1].said = Statistics(swaps=1, swap_s=0.25, recomputed_tokens=30)
+    row = rows.make(5, BATCH, TRAINED, "d" * 16)
+    names = ("swaps", "swap_s", "recomputed_tokens", "evictions")
+    assert [row[name] for name in names] == [3, 0.75, 100, 1]
+    hosts[1].said = Statistics(swaps=2, swap_s=0.375, recomputed_tokens=30)
+    row = rows.make(6, BATCH, TRAINED, "d" * 16)
+    assert [row[name] for name in names] == [1, 0.125, 0, 0]
