@@ -1,32 +1,33 @@
 """How parameters and pages lie while a host decodes: in the form that its device reads fastest.
 
-On a CPU, XLA copies a layer's slice of stacked bfloat16 weights, and gathers bfloat16 pages, element by
-element: there weights are held as their bits, which are copied as memory, and pages in float32. Elsewhere
-they lie as they are.
+On a CPU a decode step is bound by reading weights, and XLA would copy each layer's slice out of the stack of
+layers before it reads it: there every layer's leaves lie apart, and matrices have a row for each output
+(`FeatureMajor`). The copy is made once, when a version is adopted. Elsewhere, and where the numerics are
+exact, parameters lie as they are: there generator and trainer run the same products.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+from jaxtyping import Array
 
+from areal_jax.models.config import PROJECTIONS
 from areal_jax.models.model import Model, Params
+from areal_jax.models.quantize import inputs_of
+from areal_jax.models.transformer import FeatureMajor
 
 
 def serving_layout(model: Model, params: Params, platform: str) -> Params:
-    """The parameters for decoding on `platform`; on a CPU, stacked bfloat16 matrices as uint16 bits."""
-    if platform != "cpu" or all(leaf.dtype != jnp.bfloat16 for leaf in jax.tree.leaves(params)):
+    """The parameters for decoding on `platform`: as they are, but on a single CPU device."""
+    is_settled = isinstance(params["blocks"], tuple) or model.config.numerics == "exact"
+    if platform != "cpu" or is_settled or any(len(leaf.devices()) > 1 for leaf in jax.tree.leaves(params)):
         return params
-    axes = jax.tree.leaves(model.logical_axes, is_leaf=lambda names: isinstance(names, jax.P))
-    leaves, tree = jax.tree.flatten(params)
-    return tree.unflatten(
-        _bits(leaf)
-        if leaf.dtype == jnp.bfloat16 and leaf.ndim > 2 and {"layers", "embed"} <= set(names)
-        else leaf
-        for leaf, names in zip(leaves, axes, strict=True)
-    )
+    layers = tuple(_layer(params["blocks"], index) for index in range(model.config.layers))
+    head = FeatureMajor(params["embedding"]) if model.config.is_tied else _transposed(params["head"])
+    return params | {"blocks": layers, "head": head}
 
 
 def pages_dtype(dtype: str, platform: str) -> str:
@@ -35,5 +36,19 @@ def pages_dtype(dtype: str, platform: str) -> str:
 
 
 @jax.jit
-def _bits(leaf: jax.Array) -> Any:
-    return jax.lax.bitcast_convert_type(leaf, jnp.uint16)
+def _layer(blocks: Any, index: Array) -> Any:
+    """One layer's parameters out of the stack; adapters and codes keep their form."""
+
+    def one(path: tuple, leaf: Array) -> Any:
+        own, name = leaf[index], path[-1].key
+        if name not in PROJECTIONS:
+            return own
+        inputs = math.prod(own.shape[: inputs_of(name)])
+        return FeatureMajor(own.reshape(inputs, -1).T)
+
+    return jax.tree_util.tree_map_with_path(one, blocks)
+
+
+@jax.jit
+def _transposed(matrix: Array) -> FeatureMajor:
+    return FeatureMajor(matrix.T)

@@ -23,7 +23,11 @@ from areal_jax.models.transformer import Remat, Transformer, head_logits
 from areal_jax.types import ArealError
 
 Params = Any
-"""Nested dict of arrays; layers are stacked along axis 0 of every leaf under `blocks`."""
+"""Nested dict of arrays; layers are stacked along axis 0 of every leaf under `blocks`.
+
+Or as `generation.layout` has them for serving: `blocks` a tuple of layers, matrices `FeatureMajor`, and a
+`head` of that form also where the embedding is tied.
+"""
 
 
 @dataclass(frozen=True)
@@ -119,9 +123,12 @@ class Model:
         remat: Remat = "none",
         rows: NamedSharding | None = None,
     ) -> tuple[Float[Array, "B T D"], Any]:
-        return nnx.merge(self._abstract[0], self._as_read(params))(
-            tokens, positions, attend, cache, remat, rows
-        )
+        params, apart = self._as_read(params), ()
+        if isinstance(params["blocks"], tuple):
+            apart = params["blocks"]
+            params = {name: params[name] for name in self.abstract_params} | {"blocks": apart[0]}
+        transformer = nnx.merge(self._abstract[0], params)
+        return transformer(tokens, positions, attend, cache, remat, rows, apart)
 
     def logits(self, params: Params, hidden: Float[Array, "n D"]) -> Float[Array, "n V"]:
         """Float32 logits; ids beyond the tokenizer's vocabulary are neither sampled nor normalised over."""
@@ -136,7 +143,7 @@ class Model:
 
     def head_weight(self, params: Params) -> Array:
         """The LM head's parameters: the embedding (V, D) where it is tied, else (D, V)."""
-        return self._as_read(params["embedding" if self.config.is_tied else "head"])
+        return self._as_read(params["head" if "head" in params else "embedding"])
 
     def _as_read(self, params: Params) -> Params:
         """Exact numerics: what hosts read of parameters that are published in fewer bits."""

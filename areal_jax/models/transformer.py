@@ -10,13 +10,13 @@ devices.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from flax import nnx, struct
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int
 
@@ -74,13 +74,31 @@ def rotate(
     return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
 
 
-def project(x: Float[Array, "... I"], weight: Array, dtype: str) -> Float[Array, "... O"]:
-    """x @ weight in `dtype` with float32 accumulation; two-dimensional, as CPU kernels want it.
+class FeatureMajor(struct.PyTreeNode):
+    """A matrix with a row for each output: what a CPU reads as it lies, where a product has few rows."""
 
-    A bfloat16 weight may come as its uint16 bits.
-    """
-    if weight.dtype == jnp.uint16:
-        weight = jax.lax.bitcast_convert_type(weight, jnp.bfloat16)
+    rows: Float[Array, "O I"]
+
+    def product(self, x: Float[Array, "... I"], dtype: str) -> Float[Array, "... O"]:
+        flat = x.reshape(-1, x.shape[-1]).astype(dtype)
+        count = len(flat)
+        if dtype == "bfloat16" and count < FEWEST_ROWS:
+            flat = jnp.pad(flat, ((0, FEWEST_ROWS - count), (0, 0)))
+        out = jax.lax.dot_general(
+            self.rows.astype(dtype), flat, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+        )
+        # Fenced: XLA would take operands and transposition for x @ rows.T, whose kernel repacks the matrix.
+        return jax.lax.optimization_barrier(out).T[:count].reshape(*x.shape[:-1], -1)
+
+
+FEWEST_ROWS = 8
+"""Of a product of bfloat16: with fewer, XLA takes a kernel on a CPU that is several times slower."""
+
+
+def project(x: Float[Array, "... I"], weight: Array | FeatureMajor, dtype: str) -> Float[Array, "... O"]:
+    """x @ weight in `dtype` with float32 accumulation; two-dimensional, as CPU kernels want it."""
+    if isinstance(weight, FeatureMajor):
+        return weight.product(x, dtype)
     flat = weight.reshape(x.shape[-1], -1).astype(dtype)
     out = jnp.dot(x.reshape(-1, x.shape[-1]).astype(dtype), flat, preferred_element_type=jnp.float32)
     return out.reshape(*x.shape[:-1], -1)
@@ -127,11 +145,11 @@ def add_matrix(
         setattr(block, f"{name}_lora", Adapter(rngs.params(), shape, axes, inputs, c.lora.rank))
 
 
-def matrix(block: Projections, name: str) -> Array:
+def matrix(block: Projections, name: str) -> Array | FeatureMajor:
     """W of the projection `name`."""
     weight, kind = getattr(block, name), block.config.quantize
     if kind == "none":
-        return weight[...]
+        return weight.get_value()
     return dequantized(weight.codes[...], weight.scale[...], kind)
 
 
@@ -245,12 +263,14 @@ class Transformer(nnx.Module):
         cache: Any,
         remat: Remat,
         rows: NamedSharding | None = None,
+        apart: Sequence[Any] = (),
     ) -> tuple[Float[Array, "B T D"], Any]:
         """Hidden states after the last norm, and the cache with these tokens in it.
 
         With an exact attention (`models.exact`) only a layer's inputs are kept for the backward pass,
         whatever `remat` says. `rows`: how they lie on a mesh, in every layer. XLA would have them lie as the
-        parameters do: on an fsdp mesh, a share of the width of all rows on each device.
+        parameters do: on an fsdp mesh, a share of the width of all rows on each device. `apart`: the layers'
+        parameters one by one, where they are not stacked; there is no scan then.
         """
         graph, layers = nnx.split(self.blocks)
 
@@ -260,7 +280,7 @@ class Transformer(nnx.Module):
                 params = with_matrices_in(params, self.config.dtype)
             return nnx.merge(graph, params)(index, x, positions, attend, cache)
 
-        def one_layer(carry: tuple[Array, Any], layer: tuple[Array, Any]) -> tuple[tuple[Array, Any], None]:
+        def one_layer(carry: tuple[Array, Any], layer: tuple[Any, Any]) -> tuple[tuple[Array, Any], None]:
             index, params = layer
             x, cache = as_attended(layer_by, attend, (index, positions), (params, *carry))
             return (placed(x), cache), None
@@ -273,14 +293,20 @@ class Transformer(nnx.Module):
             return x if rows is None else jax.lax.with_sharding_constraint(x, rows)
 
         x = placed(self.embedding[...][tokens].astype(jnp.float32))
-        body = one_layer if is_exact(attend) else rematerialised(one_layer, remat)
-        (x, cache), _ = jax.lax.scan(body, (x, cache), (jnp.arange(self.config.layers), layers))
+        if apart:
+            for index, params in enumerate(apart):
+                (x, cache), _ = one_layer((x, cache), (index, params))
+        else:
+            body = one_layer if is_exact(attend) else rematerialised(one_layer, remat)
+            (x, cache), _ = jax.lax.scan(body, (x, cache), (jnp.arange(self.config.layers), layers))
         return as_attended(last_norm, attend, None, (x, self.norm[...])), cache
 
 
-def head_logits(weight: Array, hidden: Float[Array, "n D"], is_tied: bool, dtype: str) -> Float[Array, "n V"]:
+def head_logits(
+    weight: Array | FeatureMajor, hidden: Float[Array, "n D"], is_tied: bool, dtype: str
+) -> Float[Array, "n V"]:
     """The LM head: `weight` is the embedding (V, D) where it is tied, else (D, V)."""
-    if not is_tied:
+    if not is_tied or isinstance(weight, FeatureMajor):
         return project(hidden, weight, dtype)
     return jax.lax.dot_general(  # the embedding as it lies: CPUs are slow to transpose bfloat16
         hidden.astype(dtype),

@@ -48,7 +48,7 @@ def versions(model: Model, engine: Engine) -> Callable[[int], VersionedParams]:
     @cache
     def make(version: int) -> VersionedParams:
         params = jax.tree.map(lambda leaf: leaf if leaf.ndim < 3 else 2 * leaf, model.init(100 + version))
-        return engine.load_params(VersionedParams(version, params, digest(params)))
+        return VersionedParams(version, jax.device_put(params, engine.param_shardings), digest(params))
 
     return make
 

@@ -43,7 +43,8 @@ def decode(
     between: Callable[[int, VersionedParams, DecodeState], tuple[VersionedParams, DecodeState]] | None = None,
 ) -> dict[int, Trajectory]:
     """Every slot's sample to its end. `between(call, params, state)` may change both before each call."""
-    state = fill(engine, params, slots, seed)
+    served = engine.load_params(params)
+    state = fill(engine, served, slots, seed)
     tokens = {slot: list(asked.prompt) for slot, asked in slots.items()}
     logp = {slot: [0.0] * len(asked.prompt) for slot, asked in slots.items()}
     versions = {slot: [NOT_SAMPLED] * len(asked.prompt) for slot, asked in slots.items()}
@@ -51,8 +52,10 @@ def decode(
     support = {slot: [blank] * len(asked.prompt) for slot, asked in slots.items()}
     for call in range(engine.length):
         if between is not None:
+            former = params
             params, state = between(call, params, state)
-        state, results = engine.generate(params, state)
+            served = served if params is former else engine.load_params(params)
+        state, results = engine.generate(served, state)
         results = results.convert_to_numpy()
         for slot in slots:
             for step in np.flatnonzero(results.valid[slot]):

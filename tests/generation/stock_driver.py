@@ -83,8 +83,8 @@ def main() -> None:
     }
     sizes = model_config("tiny", 258, width=32, heads=4, kv_heads=2, head_dim=8, mlp_width=64, is_tied=False)
     engine = Engine(Model(sizes, ByteTokenizer()), slots=4, length=LENGTH, decode_steps=2, page_tokens=64)
-    params = engine.load_params(VersionedParams(3, engine.model.init(5), "seed 5"))
-    expected = ours(engine, params)
+    published = VersionedParams(3, engine.model.init(5), "seed 5")
+    expected, params = ours(engine, published), engine.load_params(published)
     stock = JetStreamEngine(engine, Sampling(temperature=0.0, max_tokens=LENGTH))
     driver = orchestrator.Driver(
         prefill_engines=[stock],

@@ -248,12 +248,15 @@ def test_jetstreams_loop_decodes(engine, versions):
     assert data[2, 2 * STEPS] == len(PROMPT) + STEPS
 
 
-def test_load_params_places_the_value_on_the_engines_mesh(engine, versions):
+def test_load_params_places_the_value_on_the_engines_mesh(model, engine, versions):
     elsewhere = versions(0)._replace(params=jax.device_put(versions(0).params, jax.devices()[1]))
     loaded = engine.load_params(elsewhere)
     assert (loaded.version, loaded.digest) == (0, versions(0).digest)
+    assert {d for leaf in jax.tree.leaves(loaded.params) for d in leaf.devices()} == {jax.devices()[0]}
+    sharded = make_engine(model, mesh=jax.sharding.Mesh(np.array(jax.devices()[2:4]), ("tensor",)))
+    loaded = sharded.load_params(elsewhere)
     for leaf, sharding in zip(
-        jax.tree.leaves(loaded.params), jax.tree.leaves(engine.param_shardings), strict=True
+        jax.tree.leaves(loaded.params), jax.tree.leaves(sharded.param_shardings), strict=True
     ):
         assert leaf.sharding == sharding
 
@@ -264,19 +267,20 @@ def test_load_params_places_the_value_on_the_engines_mesh(engine, versions):
 def test_refilling_slots_and_other_requests_compile_nothing(one_page_engine, versions):
     """One program each, whatever is in the slots and whichever program its arguments come from."""
     engine = one_page_engine
-    state = fill(engine, versions(0), {0: asked(0)})
+    served = [engine.load_params(versions(version)) for version in (0, 1)]
+    state = fill(engine, served[0], {0: asked(0)})
     for slot, request in enumerate([asked(1, (4,)), asked(2, PROMPT * 4, temperature=0.3, stops=(1, 2))]):
-        state, _ = engine.generate(versions(slot), state)
+        state, _ = engine.generate(served[slot], state)
         prefix = engine.prefill(
-            params=versions(slot),
+            params=served[slot],
             padded_tokens=np.array(request.prompt),
             true_length=len(request.prompt),
         )
         numbers = engine.request(request.sample, slot, request.sampling, len(request.prompt), request.stops)
         state = engine.insert(prefix, state, slot, request=numbers)
-        state = engine.recompute(versions(slot), state)
+        state = engine.recompute(served[slot], state)
         state = engine.free_resource(slot, state)
-    state, _ = engine.generate(versions(1), state)
+    state, _ = engine.generate(served[1], state)
     programs = [engine._prefill_chunk, engine._insert, engine._generate, engine._recompute, engine._release]
     assert [program._cache_size() for program in programs] == [1, 1, 1, 1, 1]
 

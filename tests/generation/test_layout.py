@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from areal_jax.algorithms.logprobs import packed_stats
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.layout import pages_dtype, serving_layout
 from areal_jax.models.attention import PackedAttention
-from areal_jax.models.config import model_config
+from areal_jax.models.config import PROJECTIONS, Lora, model_config
 from areal_jax.models.model import Model
+from areal_jax.models.transformer import FeatureMajor, project
 from areal_jax.tasks.tokenizers import CharTokenizer
 from areal_jax.types import SampleId, Sampling, VersionedParams
 
@@ -35,22 +39,67 @@ def bfloat16_params():
     return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), MODEL.init(0))
 
 
-def test_only_stacked_matrices_change_their_form_and_none_its_bits():
+def test_each_layer_lies_apart_and_no_value_changes():
+    """Against the definition of a matrix: outputs in front, flattened as `project` flattens them."""
     params = bfloat16_params()
     served = serving_layout(MODEL, params, "cpu")
-    attention, mlp = served["blocks"]["attention"], served["blocks"]["mlp"]
-    as_bits = {name for name, leaf in {**attention, **mlp}.items() if leaf.dtype == jnp.uint16}
-    assert as_bits == {"q", "k", "v", "out", "gate", "up", "down"}
-    for leaf, of in zip(jax.tree.leaves(params), jax.tree.leaves(served), strict=True):
-        np.testing.assert_array_equal(np.asarray(leaf).view(np.uint16), np.asarray(of).view(np.uint16))
+    assert len(served["blocks"]) == MODEL.config.layers
+    for i, layer in enumerate(served["blocks"]):
+        for part in ("attention", "mlp"):
+            for name, leaf in layer[part].items():
+                stacked = np.asarray(params["blocks"][part][name][i])
+                if name in PROJECTIONS:
+                    outputs = 32 if name in ("out", "down") else stacked.size // 32
+                    np.testing.assert_array_equal(leaf.rows, stacked.reshape(-1, outputs).T)
+                else:
+                    np.testing.assert_array_equal(leaf, stacked)
+        np.testing.assert_array_equal(layer["mlp_norm"], params["blocks"]["mlp_norm"][i])
+    assert served["head"].rows is served["embedding"] is params["embedding"]
+    assert serving_layout(MODEL, served, "cpu") is served
 
 
-def test_elsewhere_and_for_float32_they_lie_as_they_are():
+def test_elsewhere_and_on_several_devices_they_lie_as_they_are():
     params = bfloat16_params()
     assert serving_layout(MODEL, params, "gpu") is params
-    float32 = MODEL.init(0)
-    assert serving_layout(MODEL, float32, "cpu") is float32
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("tensor",))
+    spread = jax.device_put(params, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+    assert serving_layout(MODEL, spread, "cpu") is spread
     assert pages_dtype("bfloat16", "gpu") == "bfloat16" and pages_dtype("bfloat16", "cpu") == "float32"
+
+
+@pytest.mark.parametrize("rows", [1, 7, 8, 20])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_product_is_the_same_in_both_forms(rows, dtype):
+    """Few rows of bfloat16 are padded; none of the padding may be seen."""
+    numbers = np.random.default_rng(rows)
+    x, w = numbers.normal(size=(rows, 1, 24)), numbers.normal(size=(24, 2, 5))
+    found = project(jnp.asarray(x, jnp.float32), FeatureMajor(jnp.asarray(w.reshape(24, 10).T, dtype)), dtype)
+    as_read = [np.asarray(jnp.asarray(v, dtype), np.float64) for v in (x, w.reshape(24, 10))]
+    np.testing.assert_allclose(found, as_read[0] @ as_read[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("change", ["plain", "untied", "adapters", "int8"])
+def test_hidden_states_and_logits_are_those_of_the_stack(change):
+    changes = {
+        "plain": {},
+        "untied": {"is_tied": False},
+        "adapters": {"lora": Lora(2, 4.0)},
+        "int8": {"quantize": "int8"},
+    }[change]
+    model = Model(dataclasses.replace(MODEL.config, dtype="float32", **changes), MODEL.tokenizer)
+    params = jax.tree.map(  # so that adapters are not zero
+        lambda leaf: leaf + 0.1 if leaf.dtype == jnp.float32 else leaf, model.init(0)
+    )
+    served = serving_layout(model, params, "cpu")
+    tokens = jnp.arange(14).reshape(2, 7) % 10
+    positions = jnp.broadcast_to(jnp.arange(7), (2, 7))
+
+    @jax.jit
+    def logits(params):
+        hidden, _ = model.hidden(params, tokens, positions, PackedAttention(jnp.ones_like(tokens)))
+        return model.logits(params, hidden.reshape(14, -1))
+
+    np.testing.assert_allclose(logits(served), logits(params), rtol=1e-4, atol=1e-4)
 
 
 def test_what_is_recorded_is_what_a_dense_forward_says():
