@@ -173,7 +173,7 @@ class Admission:
         with self._clock.doing("prefill"):
             engine, count = self._engine, int(prefix.true_length)
             request = engine.request(
-                work.sample, work.seed, work.sampling, len(work.prompt), work.stops, work.penalties
+                work.key, work.seed, work.sampling, len(work.prompt), work.stops, work.penalties
             )
             state = engine.insert(prefix, state, slot, request=request, sibling=sibling)
         self.free_pages -= engine.pages_for(count, sibling is not None)

@@ -24,6 +24,8 @@ class Start:
     seed: int | None = None
     stop_tokens: tuple[int, ...] = ()
     """Beside the tokenizer's own."""
+    drawn_as: int | None = None
+    """The ordinal in the draws' keys, where another than the samples' own: equal ones draw alike."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ class Work:
     seed: int
     stops: tuple[int, ...] = ()
     penalties: Penalties | None = None
+    drawn_as: int | None = None
     so_far: SoFar | None = None
     """While it is half-decoded and in no slot."""
     version: PolicyVersion = -1
@@ -108,6 +111,11 @@ class Work:
     epoch: int = -1
     """Which of the host's sets of fresh prompt KV its own began with; -1: none that others may share."""
     interruptions: int = 0
+
+    @property
+    def key(self) -> SampleId:
+        """What its draws depend on, beside the seed."""
+        return self.sample if self.drawn_as is None else self.sample._replace(ordinal=self.drawn_as)
 
     @property
     def group(self) -> tuple[int, int]:

@@ -268,6 +268,7 @@ class Host:
                 self._seed if start.seed is None else start.seed,
                 self._stops + start.stop_tokens,
                 start.penalties,
+                start.drawn_as,
             )
             for sample in start.samples
         )

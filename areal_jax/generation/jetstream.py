@@ -78,7 +78,7 @@ require_version()
 try:
     with without_seqio(), root_logger_kept():
         from jetstream.core import orchestrator
-        from jetstream.core.proto import jetstream_pb2 as protocol
+        from jetstream.core.proto import jetstream_pb2
         from jetstream.engine import engine_api, token_utils, tokenizer_api, tokenizer_pb2
 except ModuleNotFoundError as error:
     raise ArealError(f"{PACKAGE} needs the package {error.name}; {REMEDY}") from None
@@ -92,6 +92,9 @@ def _delete_pytree(tree: Any) -> None:
 
 
 orchestrator.delete_pytree = _delete_pytree
+
+protocol: Any = jetstream_pb2
+"""The messages of its Orchestrator service."""
 
 __all__ = ["JetStreamEngine", "orchestrator", "protocol"]
 

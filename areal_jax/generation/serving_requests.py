@@ -47,8 +47,6 @@ class Served:
     name: str
     """The model's, as `serve` was given it."""
     tokenizer: Tokenizer
-    vocab_size: int
-    """Of the model: it may know more ids than the tokenizer."""
     length: int
     """Prompt and completion at most, in tokens."""
     max_samples: int
@@ -144,12 +142,12 @@ def rendered(prompt: Prompt, served: Served) -> tuple[int, ...]:
 
 
 def checked_ids(ids: Iterable[int], served: Served, name: str) -> tuple[int, ...]:
-    checked = tuple(ids)
+    checked, size = tuple(ids), served.tokenizer.vocab_size
     for token in checked:
-        if not 0 <= token < served.vocab_size:
+        if not 0 <= token < size:
             raise invalid(
-                f"{name} has the id {token}, and the model's are 0..{served.vocab_size - 1}; was it encoded "
-                "with another tokenizer?"
+                f"{name} has the id {token}, and the tokenizer's are 0..{size - 1}; was it encoded with "
+                "another one?"
             )
     return checked
 

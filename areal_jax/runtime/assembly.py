@@ -119,7 +119,9 @@ def first_params(parts: Parts) -> Params:
     return parts.model.from_base(params, c.run.seed)
 
 
-def make_engine(g: GenerationConfig, model: Model, mesh: Mesh | None = None) -> Engine:
+def make_engine(
+    g: GenerationConfig, model: Model, mesh: Mesh | None = None, has_penalties: bool = False
+) -> Engine:
     return Engine(
         model,
         slots=g.slots,
@@ -130,5 +132,6 @@ def make_engine(g: GenerationConfig, model: Model, mesh: Mesh | None = None) -> 
         kv_dtype=g.kv_dtype,
         prefill_chunk=g.prefill_chunk,
         support_size=g.support_size,
+        has_penalties=has_penalties,
         mesh=mesh,
     )

@@ -72,7 +72,7 @@ def eval_model_or_run(
 def _eval_model(
     name: str, words: Sequence[str], limit: int | None, samples: int, progress: Progress
 ) -> dict[str, Any]:
-    config = _with_pages(load_config(DEFAULTS, *words, {"model": _model_section(name)}))  # whatever they say
+    config = with_pages(load_config(DEFAULTS, *words, {"model": model_section(name)}))  # whatever they say
     settings = _settings(config, limit, samples)
     tasks, splits = _held_out(config.tasks)
     use_compilation_cache()
@@ -80,7 +80,7 @@ def _eval_model(
     model = source.model.base
     mesh, shardings = _place(config, model)
     params = source.load(shardings)
-    value = _as_served(VersionedParams(0, params, ""), config)
+    value = as_served(VersionedParams(0, params, ""), config)
     result = evaluate(model, value, tasks, settings, mesh, progress)
     return {"model": name, "run": None, "refused": []} | _figures(value, config, settings, splits, result)
 
@@ -100,7 +100,7 @@ def _eval_run(
     _require_tokenizer(tasks, source.model.tokenizer, folder)
     mesh, shardings = _place(config, source.model)
     found = committed_params(folder, trained, source.model, shardings, config.weights.wire_dtype)
-    value = _as_served(found.value, config)
+    value = as_served(found.value, config)
     result = evaluate(source.model, value, tasks, settings, mesh, progress)
     named = {"model": None, "run": str(folder), "refused": list(found.refused)}
     return named | _figures(value, config, settings, splits, result)
@@ -109,7 +109,7 @@ def _eval_run(
 # --- config -------------------------------------------------------------------------------------------------
 
 
-def _model_section(name: str) -> dict[str, str]:
+def model_section(name: str) -> dict[str, str]:
     """The `model` section that the first word stands for. Raises ArealError for a name of nothing."""
     if name in SHAPES:
         return {"source": "random", "shape": name}
@@ -135,7 +135,7 @@ def _base_of(config: Config) -> dict[str, Any]:
     return tree
 
 
-def _with_pages(config: Config) -> Config:
+def with_pages(config: Config) -> Config:
     """Pages of about PAGE_TOKENS unless given: the largest divisor of generation.length up to that."""
     g = config.generation
     if g.page_tokens is not None:
@@ -203,7 +203,7 @@ def _place(config: Config, model: Model) -> tuple[Any, Any]:
     return mesh, param_shardings(model.logical_axes, model.abstract_params, mesh)
 
 
-def _as_served(value: VersionedParams, config: Config) -> VersionedParams:
+def as_served(value: VersionedParams, config: Config) -> VersionedParams:
     """In weights.wire_dtype, as a run's hosts decode with them, with the digest of that."""
     dtype = config.weights.wire_dtype
     if any(leaf.dtype != dtype_in(leaf.dtype, dtype) for leaf in jax.tree.leaves(value.params)):

@@ -231,9 +231,9 @@ def test_what_cannot_be_evaluated_is_refused_by_name(words, says):
 def test_defaults_give_pages_that_divide_the_length():
     for length, pages in ((1024, 128), (300, 100), (509, 509), (64, 64)):
         config = eval_jobs.load_config(f"generation.length={length}", "generation.max_tokens=8")
-        assert eval_jobs._with_pages(config).generation.page_tokens == pages
+        assert eval_jobs.with_pages(config).generation.page_tokens == pages
     kept = eval_jobs.load_config("generation.length=64", "generation.page_tokens=16")
-    assert eval_jobs._with_pages(kept).generation.page_tokens == 16
+    assert eval_jobs.with_pages(kept).generation.page_tokens == 16
 
 
 # --- evals.jsonl --------------------------------------------------------------------------------------------
