@@ -119,7 +119,7 @@ class Rollout:
         return self._described(self._streams.host.statistics())
 
     def _described(self, now: Statistics) -> Any:
-        names = messages.StatisticsResponse.DESCRIPTOR.fields_by_name.keys() - {"model"}
+        names = {*messages.StatisticsResponse.DESCRIPTOR.fields_by_name} - {"model"}
         figures = {name: getattr(now, name) for name in names}
         return messages.StatisticsResponse(model=self._served.name, **figures)
 

@@ -1,0 +1,70 @@
+"""`areal-jax serve` as a user calls it: what it refuses, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+
+from tests.cli.test_bad_input import fails
+
+
+def test_an_address_that_others_reach_needs_a_secret(monkeypatch):
+    monkeypatch.delenv("AREAL_JAX_SECRET", raising=False)
+    assert "--host 0.0.0.0 is reached from other machines" in fails("serve", "tiny", "--host", "0.0.0.0")
+    monkeypatch.setenv("AREAL_JAX_SECRET", "short")
+    assert "the secret has 5 characters" in fails("serve", "tiny", "--host", "0.0.0.0")
+
+
+def test_an_unknown_model_and_a_mistyped_key_are_named():
+    assert "did you mean smollm2?" in fails("serve", "smolm2")
+    assert "did you mean generation.slots?" in fails("serve", "tiny", "generation.slot=3")
+
+
+@pytest.mark.parametrize(
+    ("package", "says"),
+    [
+        ("grpc", "pip install 'areal-jax[serve]'"),
+        ("uvicorn", "pip install 'areal-jax[serve]'"),
+        ("jetstream.core", "pip install --no-deps google-jetstream==0.2.2"),
+    ],
+)
+def test_a_missing_package_says_how_to_get_it(monkeypatch, package, says):
+    for name in [
+        name for name in sys.modules if name.startswith(("areal_jax.generation.", "areal_jax.runtime."))
+    ]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    assert says in fails("serve", "tiny")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+def test_it_says_when_it_is_ready_and_stops_when_asked(end):
+    words = ["serve", "tiny", "--port", "0", "--http-port", "0", "generation.length=64"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "areal_jax.cli.main", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    ) as process:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        found = re.fullmatch(
+            r"tiny is served: gRPC on 127\.0\.0\.1:\d+, HTTP on (127\.0\.0\.1:\d+) \(/health, /metrics\)\n",
+            said,
+        )
+        if found is None:
+            process.kill()
+            pytest.fail(f"{said}{process.communicate()}")
+        with urllib.request.urlopen(f"http://{found[1]}/health", timeout=30) as response:
+            assert b'"status":"ok"' in response.read()
+        process.send_signal(end)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "stopped\n")
