@@ -227,7 +227,10 @@ class Server:
         return self._store.publish(VersionedParams(version + 1, params, digest(params)))
 
     def _allowed(self, path: str) -> Path:
-        folder = Path(path).resolve()
+        try:
+            folder = Path(path).resolve()
+        except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, a zero byte
+            raise invalid(f"path={path!r:.200} is no path ({error}); give a folder's") from None
         if not any(folder.is_relative_to(root.resolve()) for root in self._settings.weights):
             raise RequestError(
                 "PERMISSION_DENIED",

@@ -46,7 +46,16 @@ def test_a_missing_package_says_how_to_get_it(monkeypatch, package, says):
 @pytest.mark.slow
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
 def test_it_says_when_it_is_ready_and_stops_when_asked(end):
-    words = ["serve", "tiny", "--port", "0", "--http-port", "0", "generation.length=64"]
+    words = [
+        "serve",
+        "tiny",
+        "--port",
+        "0",
+        "--http-port",
+        "0",
+        "generation.length=64",
+        "generation.max_tokens=32",
+    ]
     with subprocess.Popen(
         [sys.executable, "-m", "areal_jax.cli.main", *words],
         stdout=subprocess.PIPE,

