@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -107,6 +108,12 @@ def test_a_sampler_and_a_prompt_cut_on_the_left_are_refused(served, versions):
         served.generate(versions(0), served.init_decode_state(), sampler=print)
     with pytest.raises(ArealError, match=r"true_length=6 with 5 tokens.*cut"):
         served.prefill(params=versions(0), padded_tokens=np.array(PROMPT), true_length=6)
+
+
+def test_jetstream_is_imported_in_one_file():
+    lines = re.compile(r"^\s*(from|import) jetstream\b", re.MULTILINE)
+    found = [path.name for path in (ROOT / "areal_jax").rglob("*.py") if lines.search(path.read_text())]
+    assert found == ["jetstream.py"]
 
 
 def test_bos_is_prepended_once_and_only_where_asked():
