@@ -243,6 +243,13 @@ class Learner:
             )
         return self._finish(batch, state.version, state.kl_control, scores)
 
+    def logp(self, params: Params, batch: Batch) -> Float[Array, "B T"]:
+        """Log-probs of the loss tokens under any parameters, as `prepare` recomputes them; 0 elsewhere."""
+        under = partial(self._score, params)
+        return self._scores(lambda micro: {"logp": under(micro)}, ("logp",), self._to_device(batch), None)[
+            "logp"
+        ]
+
     def _finish_batch(
         self, batch: Batch, version: Array, control: KLControl | None, scores: dict[str, Array]
     ) -> Batch:
