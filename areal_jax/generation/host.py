@@ -61,6 +61,7 @@ class Host:
         *,
         seed: int,
         sampling: Sampling,
+        stops: tuple[int, ...] | None = None,
         on_update: str = "recompute",
         versions: int = 2,
         on_tokens: Callable[[SampleId, Tokens], None] | None = None,
@@ -69,14 +70,16 @@ class Host:
         clock: Clock | None = None,
         deadline_s: float = 600.0,
     ) -> None:
-        """`is_server`: nobody owes it commands, so that it waits for them without a deadline."""
+        """`stops`: ids that end a sample; the tokenizer's own end unless given. `is_server`: nobody owes it
+        commands, so that it waits for them without a deadline.
+        """
         self.name, self.inbox = name, queue.Queue[Command]()
         self._engine, self._store, self._emit, self._turn = engine, store, emit, turn
         self._seed, self._sampling, self._on_update = seed, sampling, on_update
         self._most_versions, self._on_tokens, self._is_server = versions, on_tokens, is_server
         self._clock = clock or Timeline(None).actor(name)
         self._deadline_s = deadline_s
-        self._stops = (engine.get_tokenizer().eos_id,)
+        self._stops = (engine.get_tokenizer().eos_id,) if stops is None else stops
         self._state = engine.init_decode_state()
         self._records = Records(engine.slots, engine.length, engine.support_size)
         self._admission = Admission(engine, self._records, self._clock)
@@ -371,7 +374,7 @@ class Host:
             live=len(self._live),
             waiting=len(self._waiting),
             is_paused=self._is_paused,
-            free_pages=self._admission.free_pages,
+            free_pages=self._admission.free_pages if self._live else self._engine.pages,
             pages=self._engine.pages,
             held_versions=tuple(sorted(self._held)),
             generated_tokens=self.generated_tokens,

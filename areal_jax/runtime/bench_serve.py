@@ -14,6 +14,8 @@ from areal_jax.control.events import Event
 from areal_jax.generation.commands import Start
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host
+from areal_jax.generation.slots import DecodeState, ResultTokens
+from areal_jax.models.model import Model
 from areal_jax.runtime.measure import machine, random_model, timed_s
 from areal_jax.types import SampleId, Sampling, Trajectory, VersionedParams
 from areal_jax.weights.digest import digest
@@ -94,7 +96,7 @@ def room(
     """
     model = random_model(shape, "float32")
     length = -(-(prompt + longest) // page_tokens) * page_tokens
-    engine = Engine(
+    engine = _Watched(
         model,
         slots=slots,
         length=length,
@@ -107,19 +109,10 @@ def room(
     for start in _starts(skewed_lengths(requests, longest, sigma), prompt, engine):
         host.inbox.put(start)
     host.take_commands()
-    used, live, generate = [], [], engine.generate
-
-    def watched(params: Any, state: Any, only: Any) -> Any:
-        is_live = np.asarray(state.is_live)
-        live.append(int(is_live.sum()))
-        used.append(int((np.asarray(state.filled)[is_live] - 1).sum()))
-        return generate(params, state, only)
-
-    engine.generate = watched
-    while host.statistics().waiting or not used:
+    while host.statistics().waiting or not engine.used:
         host.step()
-    settled = slice(len(used) // 5, None)  # the first ones fill an empty host
-    mean_used, mean_live = statistics.mean(used[settled]), statistics.mean(live[settled])
+    settled = slice(len(engine.used) // 5, None)  # the first ones fill an empty host
+    mean_used, mean_live = statistics.mean(engine.used[settled]), statistics.mean(engine.live[settled])
     return {
         "fraction_of_limit": mean_used / kv_tokens,
         "slots_in_use": mean_live,
@@ -190,6 +183,23 @@ def makespan(lengths: Sequence[int], slots: int) -> int:
 # --- parts --------------------------------------------------------------------------------------------------
 
 
+class _Watched(Engine):
+    """Counts live slots and the tokens whose KV they hold, at each decode call."""
+
+    def __init__(self, model: Model, **sizes: Any) -> None:
+        super().__init__(model, **sizes)
+        self.live: list[int] = []
+        self.used: list[int] = []
+
+    def generate(
+        self, params: VersionedParams, decode_state: DecodeState, only: Any = None
+    ) -> tuple[DecodeState, ResultTokens]:
+        is_live = np.asarray(decode_state.is_live)
+        self.live.append(int(is_live.sum()))
+        self.used.append(int((np.asarray(decode_state.filled)[is_live] - 1).sum()))
+        return super().generate(params, decode_state, only)
+
+
 def _store(engine: Engine, params: Any) -> MemoryStore:
     store = MemoryStore(engine.canary, dtype=str(jax.tree.leaves(params)[0].dtype))
     store.publish(VersionedParams(0, params, digest(params)))
@@ -200,9 +210,8 @@ def _host(engine: Engine, store: MemoryStore) -> Host:
     def ignore(event: Event, trajectory: Trajectory | None) -> None:
         del event, trajectory
 
-    host = Host("bench", engine, store, ignore, seed=0, sampling=Sampling(max_tokens=engine.length))
-    host._stops = ()  # lengths are those asked for
-    return host
+    sampling = Sampling(max_tokens=engine.length)
+    return Host("bench", engine, store, ignore, seed=0, sampling=sampling, stops=())
 
 
 def _starts(lengths: Sequence[int], prompt: int, engine: Engine) -> list[Start]:

@@ -110,8 +110,5 @@ def make_host(
     engine: Engine, store: MemoryStore, heard: Heard, stops: tuple[int, ...] = (), **changes: object
 ) -> Host:
     """Without stop tokens unless given: then every sample is as long as it may be."""
-    settings = {"seed": 0, "sampling": Sampling(max_tokens=64), **changes}
-    host = Host("host-0", engine, store, heard, **settings)  # type: ignore[arg-type]
-    assert host._stops == (engine.get_tokenizer().eos_id,)
-    host._stops = stops
-    return host
+    settings = {"seed": 0, "sampling": Sampling(max_tokens=64), "stops": stops, **changes}
+    return Host("host-0", engine, store, heard, **settings)  # type: ignore[arg-type]
