@@ -44,6 +44,10 @@ def bench(
         typer.echo(f"{key}: {value:.4g}" if isinstance(value, float) else f"{key}: {value}")
 
 
+COLUMN = 13
+"""Characters of a column of an ablation's table, also where the terminal is narrower."""
+
+
 @plain_errors
 def ablate(
     name: Annotated[str, typer.Argument(help="Which ablation; a list of them without one.")] = "",
@@ -89,7 +93,7 @@ def _print_table(figures: Mapping[str, Any]) -> None:
         means = [f"{row[name]:.4g}" for name in names]
         seeds = " ".join(f"{figure:.4g}" for figure in row["by_seed"])
         table.add_row(str(row["value"]), row["arm"], means[0], seeds, *means[1:])
-    Console().print(table)
+    Console(width=COLUMN * len(table.columns)).print(table)
     for claim, holds in figures["claims"].items():
         typer.echo(f"{ {True: 'met', False: 'not met', None: 'not asked'}[holds] }: {claim}")
 

@@ -16,6 +16,7 @@ from areal_jax.control.audit import audit
 from areal_jax.control.gate import may_train
 from areal_jax.control.machine import ControlPlane
 from areal_jax.control.rules import Rules
+from areal_jax.control.state import GroupState, State
 from areal_jax.types import SampleId, VersionSpan
 from tests.control.play import Decoding, Player
 
@@ -79,6 +80,14 @@ def test_the_trainer_waits_for_a_straggler_and_says_so():
     assert plane.training is None
     assert "the trainer waits for group 0, which would be too old for a later batch" in plane.waits()
     assert end(0, 0) == (e.Train(1, (0,), (0,)),)
+
+
+def test_a_group_that_has_not_begun_counts_as_the_newest_version():
+    """It takes a place in the order of training all the same."""
+    groups = {
+        ordinal: GroupState(ordinal, (None,), min_version=v) for ordinal, v in ((3, -1), (5, 2), (6, 4))
+    }
+    assert State(9, version=4, groups=groups).began(but=(6,)) == [4, 2]
 
 
 # --- whole runs ---------------------------------------------------------------------------------------------

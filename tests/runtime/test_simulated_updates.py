@@ -43,10 +43,10 @@ def endings(result: SimResult) -> list[e.SampleFinished]:
 class Stepped:
     """A host of two slots and four tokens a call; samples 0 and 1 are live, 2 waits, all for version 0."""
 
-    def __init__(self, on_update: str) -> None:
+    def __init__(self, on_update: str, first: int = 10, second: int = 6) -> None:
         strategy = {"recompute": "interruptible", "drain": "interruptible"}.get(on_update, on_update)
         self.version = 0
-        lengths = {0: 10, 1: 6, 2: 3, 3: 4}
+        lengths = {0: first, 1: second, 2: 3, 3: 4}
         self.host = DrawnAnswers(
             "a",
             config_of(strategy, on_update, 2, slots=2, algorithm={"group_size": 2}),
@@ -54,8 +54,8 @@ class Stepped:
             lambda: (self.version, f"d{self.version}"),
         )
         self.ask(0, 1, 2)
-        first = self.host.step()
-        assert (first.adopted, first.prefills, first.tokens) == (e.HostAdopted("a", 0, "d0"), 2, 8)
+        call = self.host.step()
+        assert (call.adopted, call.prefills, call.tokens) == (e.HostAdopted("a", 0, "d0"), 2, 8)
         self.version = 1
         self.ask(3)
 
@@ -125,6 +125,12 @@ def test_drain_ends_what_was_dispatched_for_the_version_held_before_it_adopts_th
         2: (VersionSpan(0, 0, 3),),
         3: (VersionSpan(1, 0, 4),),
     }
+
+
+def test_drain_starts_who_waits_for_the_version_held_also_where_nobody_is_live():
+    host = Stepped("drain", first=4, second=4)  # both ended in the first call
+    calls = [host.step() for _ in range(2)]
+    assert [figures(call)[:4] for call in calls] == [(-1, 1, 1, 3), (0, 1, 1, 4)]
 
 
 def test_a_hosts_time_is_that_of_its_calls_its_swaps_and_every_recomputed_token():
