@@ -77,11 +77,11 @@ class Admission:
         return ""
 
     def refill(
-        self, state: DecodeState, current: VersionedParams, is_draining: bool
+        self, state: DecodeState, current: VersionedParams, is_held: bool
     ) -> tuple[DecodeState, Failed]:
         """Samples into free slots, as far as slots, pages and chunks go; and those that failed on the way.
 
-        While draining only those that have begun.
+        Held, only those that have begun.
         """
         free = deque(slot for slot in range(self._engine.slots) if slot not in self.live)
         chunks = CHUNKS * len(free) if self.live else self._engine.length
@@ -93,7 +93,7 @@ class Admission:
                     break
                 state = self._resume(state, free.popleft(), self.waiting.popleft())
                 continue
-            if is_draining:
+            if is_held:
                 break
             if self._prefix is None or self._prefix[0] != work.group:
                 try:

@@ -48,7 +48,8 @@ class Host:
 
     `on_update` is what a newer version does to live samples. recompute: their KV is rebuilt under it. keep:
     they go on with the KV they have. pinned: they end under the version they began with, whose parameters
-    stay until then, at most `versions` sets at once. drain: they end first, and nobody is admitted meanwhile.
+    stay until then, at most `versions` sets at once. drain: they end first, and whoever was sent here under
+    their version.
     `on_tokens` hears what each decode call sampled for each sample, before it ends.
     """
 
@@ -182,7 +183,7 @@ class Host:
         latest, former = self._store.latest(), self._current
         if latest is None or (former is not None and latest <= former.version):
             return
-        if self._on_update == "drain" and self._admission.has_begun:
+        if self._on_update == "drain" and former is not None and self._is_draining(former.version):
             return
         if self._on_update == "pinned" and len(self._in_use()) >= self._most_versions:
             return
@@ -196,6 +197,14 @@ class Host:
             self._swaps += former is not None
             self._swap_s += time.perf_counter() - started
         self._emit(HostAdopted(self.name, loaded.version, loaded.digest, interrupted), None)
+
+    def _is_draining(self, version: PolicyVersion) -> bool:
+        """Whether samples of `version` are live, or were sent here when it was the newest.
+
+        A server's requests name no version and never end: those that wait begin under the next one.
+        """
+        is_owed = bool(self._waiting) and self._waiting[0].min_version <= version
+        return self._admission.has_begun or (is_owed and not self._is_server)
 
     def _put_in_force(self, value: VersionedParams, former: VersionedParams | None) -> int:
         """Samples under which the version changed, of those that have a token."""
@@ -280,8 +289,8 @@ class Host:
         current = self._current
         if current is None or self._is_paused:
             return
-        is_draining = self._on_update == "drain" and self._store.latest() != current.version
-        self._state, failed = self._admission.refill(self._state, current, is_draining)
+        is_held = self._is_server and self._on_update == "drain" and self._store.latest() != current.version
+        self._state, failed = self._admission.refill(self._state, current, is_held)
         self._rebuild()
         for work, reason in failed:
             self._emit(SampleFailed(work.sample, self.name, reason), None)

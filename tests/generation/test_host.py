@@ -210,28 +210,6 @@ def test_no_token_is_sampled_before_the_version_that_was_asked_for(engine, store
     assert all(heard.done[SampleId(1, member)].first_version == 2 for member in range(2))
 
 
-def test_draining_admits_nobody_and_mixes_nothing(engine, store, versions, counted):
-    heard = Heard()
-    host = make_host(engine, store, heard, on_update="drain")
-    host.inbox.put(start(0, 2, PROMPT))
-    host.inbox.put(start(1, SLOTS, PROMPT))
-    host.take_commands()
-    host.step()
-    assert len(host._live) == SLOTS
-    store.publish(versions(1))
-    live = set()
-    while host.statistics().version == 0:
-        now = {entry.sample for entry in host._live.values()}
-        assert not live or now <= live
-        live = now
-        host.step()
-    finish(host)
-    assert counted["recompute"] == 0
-    assert {len(t.spans) for t in heard.done.values()} == {1}
-    assert {t.first_version for t in heard.done.values()} == {0, 1}
-    assert all(t.interruptions == 0 for t in heard.done.values())
-
-
 def test_recomputing_mixes_versions_and_counts_interruptions(engine, store, versions, counted):
     heard = Heard()
     host = make_host(engine, store, heard)

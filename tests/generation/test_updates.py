@@ -141,21 +141,32 @@ def test_pinned_samples_do_not_see_each_others_versions(engine, store, versions)
 # --- drain and recompute ------------------------------------------------------------------------------------
 
 
-def test_drain_admits_nobody_until_the_live_ones_ended(engine, store, versions):
+def drained(engine, store, versions, **changes):
+    """Three live, one more than there are slots, an update, and one that is sent under it."""
     heard = Heard()
-    host = make_host(engine, store, heard, on_update="drain", sampling=Sampling(max_tokens=8))
+    host = make_host(engine, store, heard, on_update="drain", sampling=Sampling(max_tokens=8), **changes)
     host.inbox.put(start(0, SLOTS - 1, PROMPT))
     host.inbox.put(Start((SampleId(1, 0),), PROMPT, 0, Sampling(max_tokens=2)))
     host.inbox.put(start(2, 1, PROMPT))
     host.take_commands()
     host.step()
     store.publish(versions(1))
+    host.inbox.put(start(3, 1, PROMPT, 0 if changes else 1))
+    host.take_commands()
     while host.has_work:
         host.step()
     assert [e.interrupted for e in heard.of(HostAdopted)] == [0, 0]
-    assert {t.first_version for s, t in heard.done.items() if s.ordinal < 2} == {0}
-    assert heard.done[SampleId(2, 0)].first_version == 1
     assert host.statistics().recomputed_tokens == 0
+    return {sample.ordinal: trajectory.first_version for sample, trajectory in heard.done.items()}
+
+
+def test_drain_ends_all_that_was_sent_under_the_old_version_first(engine, store, versions):
+    assert drained(engine, store, versions) == {0: 0, 1: 0, 2: 0, 3: 1}
+
+
+def test_a_draining_server_begins_nobody_under_the_old_version(engine, store, versions):
+    """Its requests name no version: it would never drain."""
+    assert drained(engine, store, versions, is_server=True) == {0: 0, 1: 0, 2: 1, 3: 1}
 
 
 def test_a_swap_that_arrives_during_a_swap_is_the_one_that_counts(engine, versions, dense):
