@@ -26,6 +26,8 @@ from areal_jax.types import ArealError
 from areal_jax.weights.digest import digest
 from tests.runtime.small import RECIPE, small
 
+pytestmark = pytest.mark.slow
+
 
 def logits(model: Model, params: Any) -> np.ndarray:
     """Of every id of the vocabulary in turn."""
@@ -39,7 +41,7 @@ def same_bits(one: Any, other: Any) -> bool:
     return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
 
 
-@pytest.fixture(scope="module", params=["none", pytest.param("int4", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["none", "int4"])
 def tuned(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> tuple[Config, list[dict[str, Any]]]:
@@ -110,7 +112,6 @@ def test_forms_that_a_source_does_not_have_are_refused(
     assert not (tmp_path / "x").exists()
 
 
-@pytest.mark.slow
 def test_adapters_learn_the_quickstart(tmp_path: Path):
     """Half the recipe's steps with rank 8: rewards rise, by adapters alone."""
     words = ("run.steps=100", "model.lora.rank=8", "observe.tensorboard=false", "observe.report=false")

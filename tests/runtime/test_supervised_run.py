@@ -72,6 +72,7 @@ def test_a_supervised_run_goes_on(tmp_path):
     assert [row["params_digest"] for row in resumed] == [row["params_digest"] for row in whole]
 
 
+@pytest.mark.slow
 def test_an_answer_that_does_not_fit_is_dropped_and_said(tmp_path):
     stream = io.StringIO()
     long = ("generation.length=20", "tasks.countdown.letters=26", "tasks.countdown.median=12")
