@@ -23,7 +23,7 @@ def register(app: typer.Typer) -> None:
 
 @plain_errors
 def bench(
-    name: Annotated[str, typer.Argument(help="decode, logprob, update, loop or sync.")],
+    name: Annotated[str, typer.Argument(help="decode, serve, update, ...; a wrong name lists them.")],
     words: Annotated[list[str] | None, typer.Argument(help="setting=value, such as shape=5m.")] = None,
     json: AsJson = False,
 ) -> None:
