@@ -216,3 +216,24 @@ def test_a_pinned_host_may_hold_the_bound_and_one_more():
     ]
     assert sets("control.strategy=pinned", "generation.on_update=drain", "control.max_staleness=5") == 2
     assert sets("control.max_staleness=8") == sets("control.strategy=keep") == 2
+
+
+# --- numerics -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("trainer.mesh.fsdp=2", "with trainer.mesh.fsdp=2: sums over devices are taken in an order"),
+        ("trainer.mesh.data=2 runtime.host_tensor=2", "trainer.mesh.data=2, runtime.host_tensor=2: sums"),
+        ("control.strategy=keep", "generation.on_update=keep: KV of an older version gives log-probs of no"),
+    ],
+)
+def test_what_cannot_be_exact_is_refused(words: str, message: str):
+    load_config(*words.split())
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(*words.split(), "trainer.numerics=exact")
+
+
+def test_exact_numerics_need_nothing_else():
+    assert load_config("trainer.numerics=exact", "generation.slots=3").trainer.numerics == "exact"

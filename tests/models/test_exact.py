@@ -1,0 +1,188 @@
+"""Tiles and what is built of them: equal bits wherever a row lies, and the gradients of the fast form."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from areal_jax.models.attention import PackedAttention
+from areal_jax.models.config import ModelConfig
+from areal_jax.models.exact import (
+    KV_BLOCK,
+    TILE,
+    ExactPackedAttention,
+    as_published,
+    forward_as,
+    in_tiles,
+    rounded,
+)
+from areal_jax.models.model import Model
+from areal_jax.tasks.tokenizers import CharTokenizer
+
+SIZES = dict(layers=2, width=16, heads=4, kv_heads=2, head_dim=4, mlp_width=24)
+LENGTH = 2 * KV_BLOCK
+"""Of a row."""
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    config = ModelConfig(vocab_size=19, numerics="exact", **SIZES)
+    return Model(config, CharTokenizer("abcdefghijklmnopq"))
+
+
+@pytest.fixture(scope="module")
+def params(model: Model) -> Any:
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda leaf: (0.4 * rng.normal(size=leaf.shape) + (leaf.ndim < 3)).astype(np.float32),
+        model.abstract_params,
+    )
+
+
+# --- tiles --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, TILE - 1, TILE, 3 * TILE + 1])
+def test_tiles_give_each_row_its_own_result(count):
+    x = np.random.default_rng(count).normal(size=(count, 3)).astype(np.float32)
+    number = np.arange(count)
+    double, total = jax.jit(lambda x, n: in_tiles(lambda x, n: (2 * x, x.sum(-1) + n[:, None][:, 0]), x, n))(
+        x, number
+    )
+    np.testing.assert_array_equal(double, 2 * x)
+    np.testing.assert_allclose(total, x.sum(-1) + number, rtol=1e-6)
+
+
+def test_a_tile_without_a_live_row_is_not_computed():
+    is_live = np.zeros(4 * TILE, bool)
+    is_live[[2 * TILE + 3, 3 * TILE]] = True
+    got = jax.jit(lambda x, live: in_tiles(lambda x: 1 / x, x, is_live=live))(np.ones(4 * TILE), is_live)
+    np.testing.assert_array_equal(got, np.repeat([0.0, 0.0, 1.0, 1.0], TILE))
+
+
+def test_the_value_is_of_one_form_and_the_gradient_of_the_other():
+    value, slope = jax.value_and_grad(
+        lambda x: forward_as(lambda n, x: n * x, lambda n, x: n * x**2, jnp.int32(3), x)
+    )(5.0)
+    assert (value, slope) == (15.0, 30.0)
+
+
+# --- rounding -----------------------------------------------------------------------------------------------
+
+
+def test_rounding_is_that_of_a_cast_and_lets_gradients_through():
+    x = (np.random.default_rng(0).normal(size=1000) * 10.0 ** np.arange(-5, 5).repeat(100)).astype(np.float32)
+    want = x.astype(ml_dtypes.bfloat16).astype(np.float32)
+    np.testing.assert_array_equal(jax.jit(lambda x: rounded(x, "bfloat16"))(x), want)
+    np.testing.assert_array_equal(rounded(x, "float32"), x)
+    slope = np.linspace(-1, 1, 1000).astype(np.float32)
+    read, pull = jax.vjp(lambda x: as_published(x, "bfloat16"), x)
+    np.testing.assert_array_equal(read, want)
+    np.testing.assert_array_equal(pull(slope)[0], slope)
+
+
+# --- packed rows --------------------------------------------------------------------------------------------
+
+
+def segments(seed: int) -> list[np.ndarray]:
+    """Token ids of samples around the borders of tiles and blocks."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(2, 19, n) for n in (TILE - 1, TILE + 1, KV_BLOCK - 1, KV_BLOCK + 1)]
+
+
+def packed(rows: list[list[np.ndarray]], prompts: dict[int, int] | None = None) -> dict[str, np.ndarray]:
+    """Rows of segments, side by side. `prompts`: number of a segment -> tokens it has from the first one."""
+    prompts = prompts or {}
+    names = ("tokens", "positions", "segment_ids", "context_ids", "previous")
+    out = {name: np.zeros((len(rows), LENGTH), np.int32) for name in names}
+    out["previous"] -= 1
+    number = 0
+    for row, members in enumerate(rows):
+        column = 0
+        for ids in members:
+            number += 1
+            start, size = prompts.get(number, 0), len(ids) - prompts.get(number, 0)
+            at = slice(column, column + size)
+            out["tokens"][row, at] = ids[start:]
+            out["positions"][row, at] = np.arange(start, start + size)
+            out["segment_ids"][row, at] = number
+            out["context_ids"][row, at] = 1 if start else 0
+            out["previous"][row, at] = np.arange(column - 1, column + size - 1)
+            out["previous"][row, column] = start - 1  # the first segment lies at the row's beginning
+            column += size
+    return out
+
+
+@cache
+def forward(model: Model) -> Any:
+    def hidden(params: Any, p: dict[str, Any]) -> Any:
+        bounded = PackedAttention(p["segment_ids"], p["context_ids"])
+        attend = ExactPackedAttention.of(bounded, p["positions"], p["previous"])
+        return model.hidden(params, p["tokens"], p["positions"], attend)[0]
+
+    return jax.jit(hidden)
+
+
+def of_segment(hidden: Any, p: dict[str, np.ndarray], number: int) -> np.ndarray:
+    return np.asarray(hidden)[p["segment_ids"] == number]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_segments_bits_do_not_depend_on_where_it_lies(model, params, dtype):
+    """Another row, another column, other neighbours, another number of rows and of live tiles."""
+    model = Model(dataclasses.replace(model.config, dtype=dtype), model.tokenizer)
+    a, b, c, d = segments(0)
+    other = segments(1)
+    here = packed([[a, d], [c, b], [other[3]]])
+    there = packed([[other[1], b, c], [other[3], a], [d, other[0]]])
+    one, two = forward(model)(params, here), forward(model)(params, there)
+    alone = forward(model)(params, packed([[b]]))
+    for number, place in ((1, 5), (2, 6), (3, 3), (4, 2)):
+        mine = of_segment(one, here, number)
+        assert np.isfinite(mine).all() and mine.std() > 0.1
+        assert mine.tobytes() == of_segment(two, there, place).tobytes()
+    assert of_segment(alone, packed([[b]]), 1).tobytes() == of_segment(one, here, 4).tobytes()
+
+
+def test_a_shared_prompt_gives_the_bits_of_one_that_is_repeated(model, params):
+    rng = np.random.default_rng(2)
+    prompt = rng.integers(2, 19, TILE + 3)
+    tails = [rng.integers(2, 19, n) for n in (TILE, 2 * TILE + 1)]
+    own = packed([[np.concatenate([prompt, tail])] for tail in tails])
+    shared = packed(
+        [[prompt, *(np.concatenate([prompt, tail]) for tail in tails)]], {2: len(prompt), 3: len(prompt)}
+    )
+    repeated, once = forward(model)(params, own), forward(model)(params, shared)
+    for number in (1, 2):
+        tail = of_segment(repeated, own, number)[len(prompt) :]
+        assert tail.tobytes() == of_segment(once, shared, number + 1).tobytes()
+
+
+def test_exact_hidden_states_and_gradients_are_the_bounded_ones_but_for_rounding(model, params):
+    a, b, c, d = segments(3)
+    p = packed([[a, d], [c, b]])
+    weights = np.where(p["segment_ids"] > 0, 1.0, 0.0)[..., None]
+    slopes = np.random.default_rng(4).normal(size=(*p["tokens"].shape, SIZES["width"])) * weights
+
+    def bounded_hidden(params: Any) -> Any:
+        attend = PackedAttention(p["segment_ids"])
+        return model.hidden(params, p["tokens"], p["positions"], attend)[0]
+
+    def both(hidden: Any) -> Any:
+        return jax.jit(jax.value_and_grad(lambda params: (hidden(params) * slopes).sum()))(params)
+
+    alone = {**p, "context_ids": np.zeros_like(p["tokens"])}
+    (one, slope), (other, want) = both(lambda params: forward(model)(params, alone)), both(bounded_hidden)
+    assert one == pytest.approx(float(other), rel=1e-5)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-5 * float(np.abs(y).max())),
+        slope,
+        want,
+    )

@@ -1,0 +1,103 @@
+"""200 asynchronous updates of the quickstart in exact numerics: not one bit differs, and what that costs."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from areal_jax.config import load_config
+from areal_jax.control.events import BatchTrained, Train
+from areal_jax.parallel.mesh import param_shardings
+from areal_jax.runtime.assembly import Parts, assemble
+from areal_jax.runtime.jobs import run
+from areal_jax.runtime.parity import recomputed_logp
+from areal_jax.runtime.reading import open_journal
+from areal_jax.types import Group, Trajectory
+from areal_jax.weights.staged import read
+from tests.runtime.small import RECIPE
+
+STEPS = 200
+SETTINGS = ("observe.live=false", "observe.tensorboard=false", "observe.report=false")
+KEPT = ("weights.backend=orbax", f"weights.keep_versions={STEPS + 1}")
+
+
+def trained_groups(folder: Path, parts: Parts) -> list[Group]:
+    """What the run trained on, in the order of training; also checks that all of it is still there."""
+    with open_journal(folder) as journal:
+        rows = list(journal.rows())
+        batches = {e.step: e.ordinals for e in (row.event for row in rows) if isinstance(e, BatchTrained)}
+        orders = [a for row in rows for a in row.actions if isinstance(a, Train) and a.step in batches]
+        return [
+            Group(ordinal, parts.prompts.prompt(ordinal), journal.group(ordinal, attempt, 8))
+            for order in orders
+            for ordinal, attempt in zip(order.ordinals, order.attempts, strict=True)
+        ]
+
+
+def unequal_under_own_version(folder: Path, parts: Parts, groups: list[Group]) -> tuple[int, int]:
+    """Tokens whose recorded log-prob has other bits than the learner's under the version that is stamped on
+    them, as it was published; and tokens compared.
+    """
+    model, learner = parts.model, parts.learner
+    shardings = param_shardings(model.logical_axes, model.abstract_params, learner.mesh)
+    like = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, "float32", sharding=sharding),
+        model.abstract_params,
+        shardings,
+    )
+    of_version: dict[int, list[Group]] = {}
+    for group in groups:
+        for version in {int(v) for one in group.trajectories for v in one.versions[one.loss_mask]}:
+            of_version.setdefault(version, []).append(group)
+    differ = count = 0
+    for version, concerned in of_version.items():
+        params = read(folder / "weights" / str(version), like)
+        again = recomputed_logp(learner, params, concerned)
+        found: list[Trajectory] = [
+            t for group in sorted(concerned, key=lambda g: g.ordinal) for t in group.trajectories
+        ]
+        for one, logp in zip(found, again, strict=True):
+            mine = one.versions[one.loss_mask] == version
+            recorded = one.behavior_logp[one.loss_mask]
+            differ += int((recorded.view(np.uint32) != logp.view(np.uint32))[mine].sum())
+            count += int(mine.sum())
+    return differ, count
+
+
+@pytest.mark.slow
+def test_200_asynchronous_updates_without_a_differing_bit(tmp_path, capsys):
+    walls, rows = {}, {}
+    for numerics in ("bounded", "exact"):
+        folder = tmp_path / numerics
+        words = (*SETTINGS, *KEPT, f"trainer.numerics={numerics}", f"run.dir={folder}")
+        begun = time.monotonic()
+        result = run(load_config(RECIPE, *words))
+        walls[numerics], rows[numerics] = time.monotonic() - begun, result.metrics
+    exact = rows["exact"]
+    assert len(exact) == STEPS
+    assert sum(row["interruptions"] for row in exact) > STEPS and max(r["token_age_max"] for r in exact) >= 2
+    assert sum(row.get("logp_unequal/age_0", 0) for row in exact) == 0
+    assert sum(row.get("logp_unequal/age_0", 0) for row in rows["bounded"]) > 1000  # the control
+    assert max(row.get("logp_gap_max/age_0", 0) for row in rows["bounded"]) < 1e-4
+    parts = assemble(load_config(tmp_path / "exact" / "config.yaml"))
+    groups = trained_groups(tmp_path / "exact", parts)
+    differ, count = unequal_under_own_version(tmp_path / "exact", parts, groups)
+    assert count == sum(row["trained_tokens"] for row in exact)
+    assert differ == 0
+    figures = {
+        "tokens": count,
+        "unequal": differ,
+        "interruptions": sum(row["interruptions"] for row in exact),
+        "token_age_mean": float(np.mean([row["token_age_mean"] for row in exact])),
+        "wall_s": walls,
+        "exact_over_bounded": (exact[-1]["wall_s"] - exact[20]["wall_s"])
+        / (rows["bounded"][-1]["wall_s"] - rows["bounded"][20]["wall_s"]),
+        "last_rewards": {k: float(np.mean([r["reward_mean"] for r in v[-50:]])) for k, v in rows.items()},
+    }
+    with capsys.disabled():
+        print(json.dumps(figures))  # noqa: T201 - what the run cost
