@@ -17,10 +17,12 @@ import optax
 import pytest
 
 from areal_jax.generation.engine import Engine
+from areal_jax.models.config import Lora
 from areal_jax.models.exact import KV_BLOCK, TILE
 from areal_jax.models.model import Model
 from areal_jax.runtime.api import preset
 from areal_jax.runtime.parity import recomputed_logp
+from areal_jax.sections import ADAPTERS
 from areal_jax.trainer.learner import Learner
 from areal_jax.types import ArealError, Group, Prompt, SampleId, Sampling, Trajectory, VersionedParams
 from areal_jax.weights.digest import digest
@@ -54,10 +56,13 @@ class Sides:
         """Float32, each far from the others, every leaf of them random."""
         keys = iter(jax.random.split(jax.random.key(version), 100))
         model = self.learner.model
-        return jax.tree.map(
-            lambda leaf: (1 + (leaf.ndim > 2)) * leaf + 0.2 * jax.random.normal(next(keys), leaf.shape),
-            model.init(version),
-        )
+
+        def moved(leaf: Any) -> Any:
+            if leaf.dtype != "float32":
+                return leaf  # a quantised matrix's codes
+            return (1 + (leaf.ndim > 2)) * leaf + 0.2 * jax.random.normal(next(keys), leaf.shape)
+
+        return jax.tree.map(moved, model.init(version))
 
     def published(self, version: int) -> VersionedParams:
         params = self.trained(version)
@@ -80,7 +85,15 @@ def sides(model: Model, numerics: str, dtype: str, wire_dtype: str, **changes: A
         support_size=SUPPORT,
     )
     algorithm = preset("grpo", group_size=MEMBERS, kl={"coef": 0})
-    learner = Learner(model, algorithm, optax.sgd(0.1), rows=3, length=2 * LENGTH, logp_chunk=40)
+    learner = Learner(
+        model,
+        algorithm,
+        optax.sgd(0.1),
+        rows=3,
+        length=2 * LENGTH,
+        logp_chunk=40,
+        trainable=ADAPTERS if model.config.lora else None,
+    )
     return Sides(engine, learner, wire_dtype)
 
 
@@ -145,8 +158,15 @@ def test_so_they_are_in_fewer_bits(model, dtype, wire_dtype):
 
 
 @pytest.mark.slow
-def test_so_they_are_with_every_option_of_a_model(model):
-    options = {"has_qkv_bias": True, "has_qk_norm": True, "is_tied": True, "layers": 1}
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"has_qkv_bias": True, "has_qk_norm": True, "is_tied": True, "layers": 1},
+        {"lora": Lora(2, 4.0), "quantize": "int8"},
+    ],
+    ids=["biases, norms, a tied head, one layer", "adapters over int8"],
+)
+def test_so_they_are_with_every_option_of_a_model(model, options):
     require_exact(sides(model, "exact", "bfloat16", "float32", **options))
 
 
