@@ -317,5 +317,5 @@ class Engine:
 
     def _cache_sharding(self) -> Any:
         axis = "tensor" if self.model.config.kv_heads % self._mesh.shape["tensor"] == 0 else None
-        by_head = NamedSharding(self._mesh, PartitionSpec(None, None, None, axis, None))
+        by_head = NamedSharding(self._mesh, PartitionSpec(None, None, axis, None, None))
         return jax.tree.map(lambda _: by_head, jax.eval_shape(partial(self._programs.kv_pages, 1)))

@@ -31,8 +31,8 @@ def serving_layout(model: Model, params: Params, platform: str) -> Params:
 
 
 def pages_dtype(dtype: str, platform: str) -> str:
-    """What KV pages of a model that computes in `dtype` are held in."""
-    return "float32" if platform == "cpu" else dtype
+    """What KV pages of a model that computes in `dtype` are held in, unless the config says."""
+    return dtype
 
 
 @jax.jit

@@ -21,6 +21,8 @@ BLOCK = 256
 """Queries, and keys, of a packed row whose scores exist at once."""
 CPU_BLOCK = 64
 """The same on a CPU, where the scores of a block should stay in its cache."""
+KV_BLOCK = 64
+"""Tokens of KV that paged attention visits at once, in whole pages; larger pages one by one."""
 
 
 class Attention(Protocol):
@@ -35,22 +37,67 @@ class Attention(Protocol):
 
 
 class KVPages(struct.PyTreeNode):
-    """Every layer's keys and values, in pages; page 0 is scratch, written by slots that do not count."""
+    """Every layer's keys and values, in pages; page 0 is scratch, written by slots that do not count.
 
-    k: Float[Array, "L P page K h"]
-    v: Float[Array, "L P page K h"]
+    bfloat16 is held as its bits, which a CPU moves as memory; int8 codes have a scale a token and kv head.
+    """
+
+    k: Array
+    """(L, P, K, page, h): float32, uint16 (bits of bfloat16) or int8."""
+    v: Array
+    k_scale: Float[Array, "L P K page 1"] | None = None
+    v_scale: Float[Array, "L P K page 1"] | None = None
 
     @classmethod
     def zeros(
         cls, layers: int, pages: int, page_tokens: int, kv_heads: int, head_dim: int, dtype: str
     ) -> KVPages:
-        """`pages` of them, and the scratch page."""
-        shape = (layers, pages + 1, page_tokens, kv_heads, head_dim)
-        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+        """`pages` of them, and the scratch page; `dtype` float32, bfloat16 or int8."""
+        shape = (layers, pages + 1, kv_heads, page_tokens, head_dim)
+        held = jnp.uint16 if dtype == "bfloat16" else dtype
+        scales = [jnp.zeros((*shape[:-1], 1)) for _ in range(2)] if dtype == "int8" else [None, None]
+        return cls(jnp.zeros(shape, held), jnp.zeros(shape, held), *scales)
 
     @property
     def page_tokens(self) -> int:
-        return self.k.shape[2]
+        return self.k.shape[3]
+
+    def written(
+        self, layer: Any, page: Int[Array, "N C"], place: Int[Array, "N C"], k: Any, v: Any
+    ) -> KVPages:
+        """With keys and values (N, C, K, h) of the tokens at `place` in their pages."""
+        at = (layer, page, slice(None), place)
+        (k, k_scale), (v, v_scale) = (_held(x, self.k.dtype) for x in (k, v))
+        pages = KVPages(self.k.at[at].set(k), self.v.at[at].set(v), self.k_scale, self.v_scale)
+        if self.k_scale is None or self.v_scale is None:
+            return pages
+        return pages.replace(
+            k_scale=self.k_scale.at[at].set(k_scale), v_scale=self.v_scale.at[at].set(v_scale)
+        )
+
+    def read(self, *at: Any) -> tuple[Array, Array]:
+        """Keys and values at these indices into (L, P, K, page), as products read them."""
+        scales = [None if scale is None else scale[at] for scale in (self.k_scale, self.v_scale)]
+        return _floats(self.k[at], scales[0]), _floats(self.v[at], scales[1])
+
+
+def _held(x: Float[Array, "... h"], dtype: Any) -> tuple[Array, Array | None]:
+    """`x` as pages of `dtype` hold it, and its scale."""
+    if dtype == jnp.uint16:
+        return jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16), None
+    if dtype != jnp.int8:
+        return x.astype(dtype), None
+    x = x.astype(jnp.float32)
+    scale = jnp.abs(x).max(-1, keepdims=True) / 127
+    return jnp.round(x / jnp.where(scale > 0, scale, 1.0)).astype(jnp.int8), scale
+
+
+def _floats(held: Array, scale: Array | None) -> Array:
+    """What `held` stands for: bfloat16 where that is held, but on a CPU, whose products want float32."""
+    if held.dtype == jnp.uint16:
+        floats = jax.lax.bitcast_convert_type(held, jnp.bfloat16)
+        return floats.astype(jnp.float32) if jax.default_backend() == "cpu" else floats
+    return held if scale is None else held.astype(jnp.float32) * scale
 
 
 class PackedAttention(struct.PyTreeNode):
@@ -79,8 +126,9 @@ class PackedAttention(struct.PyTreeNode):
 class PagedAttention(struct.PyTreeNode):
     """Causal attention of N slots over their own pages; first writes the call's C tokens into them.
 
-    Pages are visited in ascending order with an online softmax, so that the number of visited pages changes
-    no bit: a page beyond a slot's tokens multiplies by 1 and adds 0.
+    Keys are visited in blocks of as many pages as make KV_BLOCK tokens, in ascending order with an online
+    softmax, so that the number of visited blocks changes no bit: a block beyond a slot's tokens multiplies by
+    1 and adds 0.
     """
 
     table: Int[Array, "N M"]
@@ -91,38 +139,45 @@ class PagedAttention(struct.PyTreeNode):
 
     def __call__(self, layer: Any, q: Any, k: Any, v: Any, cache: KVPages) -> tuple[Array, KVPages]:
         slots, tokens, heads, head_dim = q.shape
-        page_tokens, kv_heads = cache.page_tokens, k.shape[2]
-        page = jnp.take_along_axis(self.table, self.positions // page_tokens, axis=1)
-        page = jnp.where(self.is_written, page, 0)
-        at = (layer, page, self.positions % page_tokens)
-        keys, values = k.astype(cache.k.dtype), v.astype(cache.v.dtype)
-        cache = KVPages(cache.k.at[at].set(keys), cache.v.at[at].set(values))
-        q = q.reshape(slots, tokens, kv_heads, heads // kv_heads, head_dim)
+        size, kv_heads = cache.page_tokens, k.shape[2]
+        page = jnp.take_along_axis(self.table, self.positions // size, axis=1)
+        cache = cache.written(layer, jnp.where(self.is_written, page, 0), self.positions % size, k, v)
+        joined = max(1, KV_BLOCK // size)  # pages of a block
+        table = jnp.pad(self.table, ((0, 0), (0, -self.table.shape[1] % joined)))
+        q = q.reshape(slots, tokens, kv_heads, -1, head_dim)
+        head = jnp.arange(kv_heads)[None, :, None]
 
         def visit(block: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             largest, total, out = carry
-            pages = self.table[:, block]
-            seen = block * page_tokens + jnp.arange(page_tokens)
-            visible = self.positions[:, :, None] >= seen[None, None, :]  # (N, C, page)
-            scores = _scores(q, cache.k[layer, pages], visible)
+            pages = jax.lax.dynamic_slice_in_dim(table, block * joined, joined, axis=1)
+            # Heads in front of pages: so a block's tokens lie in order without being moved once more.
+            keys, values = (
+                x.reshape(slots, kv_heads, joined * size, head_dim)
+                for x in cache.read(layer, pages[:, None], head)
+            )
+            seen = block * joined * size + jnp.arange(joined * size)
+            visible = self.positions[:, :, None] >= seen  # (N, C, block)
+            scores = _scores(q, keys, visible)
             now = jnp.maximum(largest, scores.max(-1))
             shrink = jnp.exp(largest - now)
             weights = jnp.exp(scores - now[..., None])
-            values = cache.v[layer, pages]
+            # A product, of more than a column: XLA's other sums have an order that depends on how many rows
+            # there are, and then a token fed alone would not get the bits that it gets in a chunk.
+            added = jnp.einsum("nkrqt,nkto->nkrqo", weights, jnp.ones((slots, kv_heads, joined * size, 2)))
             mixed = jnp.einsum(
-                "bkrqt,btkh->bkrqh", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
+                "nkrqt,nkth->nkrqh", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
             )
-            return now, total * shrink + weights.sum(-1), out * shrink[..., None] + mixed
+            return now, total * shrink + added[..., 0], out * shrink[..., None] + mixed
 
         shape = (slots, kv_heads, heads // kv_heads, tokens)
         start = (jnp.full(shape, NEGATIVE), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
-        used = jnp.where(self.is_written, self.positions, 0).max() // page_tokens + 1
-        _, total, out = jax.lax.fori_loop(0, used, visit, start)
+        last = jnp.where(self.is_written, self.positions, 0).max()
+        _, total, out = jax.lax.fori_loop(0, last // (joined * size) + 1, visit, start)
         out = out / total[..., None]
         return jnp.moveaxis(out, 3, 1).reshape(slots, tokens, heads, head_dim), cache
 
 
-def _scores(q: Float[Array, "B Q K R h"], k: Float[Array, "B T K h"], visible: Bool[Array, "B Q T"]) -> Array:
-    """Masked, scaled scores (B, K, R, Q, T) in float32."""
-    scores = jnp.einsum("bqkrh,btkh->bkrqt", q.astype(k.dtype), k, preferred_element_type=jnp.float32)
+def _scores(q: Float[Array, "N C K R h"], k: Float[Array, "N K T h"], visible: Bool[Array, "N C T"]) -> Array:
+    """Masked, scaled scores (N, K, R, C, T) in float32."""
+    scores = jnp.einsum("nqkrh,nkth->nkrqt", q.astype(k.dtype), k, preferred_element_type=jnp.float32)
     return jnp.where(visible[:, None, None], scores * q.shape[-1] ** -0.5, NEGATIVE)

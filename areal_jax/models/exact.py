@@ -183,19 +183,15 @@ class ExactPagedAttention(struct.PyTreeNode):
         return _by_rows(f, args, self.is_written)
 
     def __call__(self, layer: Any, q: Any, k: Any, v: Any, cache: KVPages) -> tuple[Array, KVPages]:
-        size, pages = cache.page_tokens, cache.k.shape[1]
+        size = cache.page_tokens
         page = jnp.take_along_axis(self.table, self.positions // size, axis=1)
-        at = (layer, jnp.where(self.is_written, page, 0), self.positions % size)
-        cache = KVPages(
-            cache.k.at[at].set(k.astype(cache.k.dtype)), cache.v.at[at].set(v.astype(cache.v.dtype))
-        )
-        keys, values = (x.reshape(-1, *x.shape[3:]) for x in (cache.k, cache.v))
+        cache = cache.written(layer, jnp.where(self.is_written, page, 0), self.positions % size, k, v)
         last = self.table.shape[1] * size - 1
 
         def fetch(pages_of: Array, seen: Array) -> tuple[Array, Array]:
             seen = jnp.minimum(seen, last)
-            at = (layer * pages + pages_of[:, seen // size]) * size + seen % size
-            return keys[at].astype(jnp.float32), values[at].astype(jnp.float32)
+            keys, values = cache.read(layer, pages_of[:, seen // size], slice(None), seen % size)
+            return keys.astype(jnp.float32), values.astype(jnp.float32)
 
         table = jnp.broadcast_to(self.table[:, None], (*self.positions.shape, self.table.shape[1]))
         return self.rows(partial(_attend, fetch), q, self.positions, table), cache

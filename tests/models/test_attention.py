@@ -118,12 +118,28 @@ def test_one_segment_never_moves_another(monkeypatch: pytest.MonkeyPatch, block:
     assert np.asarray(before)[first].tobytes() == np.asarray(after)[first].tobytes()
 
 
-def test_pages_beyond_a_slot_change_no_bit():
-    """A neighbour with more tokens makes the loop visit more pages: an exact no-op for this slot."""
+KV_DTYPES = {"float32": 1e-6, "bfloat16": 2e-2, "int8": 5e-2}
+"""Of pages, and how far attention over them may be from that over what was written."""
+
+
+def random_pages(rng: np.random.Generator, dtype: str, page_tokens: int) -> KVPages:
+    """Two layers of eight pages, every token of them written."""
+    cache = KVPages.zeros(2, 8, page_tokens, 2, 6, dtype)
+    for layer in range(2):
+        k, v = rng.normal(size=(2, 9, page_tokens, 2, 6)).astype(np.float32)
+        page, place = np.mgrid[:9, :page_tokens]
+        cache = cache.written(layer, jnp.asarray(page), jnp.asarray(place), jnp.asarray(k), jnp.asarray(v))
+    return cache
+
+
+@pytest.mark.parametrize("dtype", KV_DTYPES)
+@pytest.mark.parametrize("page_tokens", [24, 100])  # blocks of two pages, of one
+def test_blocks_beyond_a_slot_change_no_bit(dtype: str, page_tokens: int):
+    """A neighbour with more tokens makes the loop visit more blocks: an exact no-op for this slot."""
     rng = np.random.default_rng(4)
     q, k, v = rng.normal(size=(3, 2, 1, 2, 6)).astype(np.float32)
-    cache = KVPages(*jnp.asarray(rng.normal(size=(2, 1, 9, 3, 2, 6)), jnp.float32))
-    table = jnp.arange(1, 9).reshape(2, 4)
+    cache = random_pages(rng, dtype, page_tokens)
+    table = jnp.arange(1, 9).reshape(2, 4)[:, :3]  # three pages, so that two a block do not divide them
 
     @jax.jit
     def first_slot(other_position: Any) -> jax.Array:
@@ -132,7 +148,71 @@ def test_pages_beyond_a_slot_change_no_bit():
         return attend(jnp.int32(0), q, k, v, cache)[0][0]
 
     alone = np.asarray(first_slot(0))
-    assert all(np.asarray(first_slot(at)).tobytes() == alone.tobytes() for at in (5, 11))
+    far = (page_tokens, 2 * page_tokens + 2, 3 * page_tokens - 1)
+    assert all(np.asarray(first_slot(at)).tobytes() == alone.tobytes() for at in far)
+
+
+@pytest.mark.parametrize("dtype", KV_DTYPES)
+@pytest.mark.parametrize("page_tokens", [5, 16, 80])
+def test_paged_attention_is_softmax_over_what_was_written(dtype: str, page_tokens: int):
+    """Against float64, two query heads a kv head, tokens of one call and of earlier ones."""
+    rng = np.random.default_rng(6)
+    known, new, places = 70, 3, -(-73 // page_tokens)
+    k, v = rng.normal(size=(2, 2, known + new, 2, 6)).astype(np.float32)
+    q = rng.normal(size=(2, new, 4, 6)).astype(np.float32)
+    cache = KVPages.zeros(1, 2 * places, page_tokens, 2, 6, dtype)
+    table = jnp.asarray(rng.permutation(2 * places).reshape(2, places) + 1)
+    at = jnp.tile(jnp.arange(known + new), (2, 1))
+    page = jnp.take_along_axis(table, at // page_tokens, axis=1)
+    early = slice(None), slice(0, known)
+    cache = cache.written(0, page[early], at[early] % page_tokens, *map(jnp.asarray, (k[early], v[early])))
+    attend = PagedAttention(table, at[:, known:], jnp.ones((2, new), bool))
+    out, _ = attend(jnp.int32(0), *map(jnp.asarray, (q, k[:, known:], v[:, known:])), cache)
+    for slot, token, head in np.ndindex(2, new, 4):
+        seen = slice(0, known + token + 1)
+        scores = k[slot, seen, head // 2].astype(np.float64) @ q[slot, token, head] / np.sqrt(6)
+        weights = np.exp(scores - scores.max())
+        want = weights @ v[slot, seen, head // 2] / weights.sum()
+        np.testing.assert_allclose(out[slot, token, head], want, atol=KV_DTYPES[dtype])
+
+
+@pytest.mark.parametrize("page_tokens", [8, 16, 64])
+def test_a_token_gets_the_same_bits_alone_and_in_a_chunk(page_tokens: int):
+    """So that KV that is computed again, in one row or in many, is the KV that decoding wrote."""
+    rng = np.random.default_rng(8)
+    k, v = rng.normal(size=(2, 1, 128, 3, 16)).astype(np.float32)
+    q = rng.normal(size=(1, 128, 9, 16)).astype(np.float32)
+
+    def outputs(slots: int, tokens: int) -> np.ndarray:
+        cache = KVPages.zeros(1, slots * 128 // page_tokens, page_tokens, 3, 16, "float32")
+        table = 1 + jnp.arange(slots * 128 // page_tokens).reshape(slots, -1)
+
+        @jax.jit
+        def attend(cache: KVPages, start: Any) -> tuple[jax.Array, KVPages]:
+            of = (jnp.repeat(jax.lax.dynamic_slice_in_dim(x, start, tokens, 1), slots, 0) for x in (q, k, v))
+            positions = jnp.broadcast_to(start + jnp.arange(tokens), (slots, tokens))
+            return PagedAttention(table, positions, jnp.ones(positions.shape, bool))(0, *of, cache)
+
+        found = []
+        for start in range(0, 128, tokens):
+            out, cache = attend(cache, start)
+            found.append(np.asarray(out)[-1])
+        return np.concatenate(found)
+
+    alone = outputs(5, 1)
+    for slots, tokens in ((1, 1), (1, 4), (5, 4)):
+        assert outputs(slots, tokens).tobytes() == alone.tobytes()
+
+
+@pytest.mark.parametrize(("dtype", "spacing"), [("bfloat16", 2**-7), ("int8", 1 / 127)])
+def test_pages_hold_the_nearest_value_of_their_dtype(dtype: str, spacing: float):
+    rng = np.random.default_rng(7)
+    k, v = rng.normal(size=(2, 1, 4, 2, 6)).astype(np.float32) * np.array([1e-3, 1, 30, 0])[:, None, None]
+    cache = KVPages.zeros(1, 1, 4, 2, 6, dtype)
+    cache = cache.written(0, jnp.ones((1, 4), int), jnp.arange(4)[None], jnp.asarray(k), jnp.asarray(v))
+    for found, want in zip(cache.read(0, 1), (k, v), strict=True):
+        largest = np.abs(want).max(-1, keepdims=True)  # of the token and head, which share int8's scale
+        assert (np.abs(np.swapaxes(found, 0, 1) - want[0]) <= largest[0] * spacing * 0.501).all()
 
 
 def test_unwritten_tokens_touch_no_page_but_the_scratch_page():
@@ -144,5 +224,5 @@ def test_unwritten_tokens_touch_no_page_but_the_scratch_page():
     is_written = jnp.array([[True, True, False, False], [False] * 4])
     _, after = PagedAttention(table, positions, is_written)(jnp.int32(0), *map(jnp.asarray, (q, k, v)), cache)
     want = np.zeros_like(np.asarray(after.k[0, 1:]))
-    want[0, :2] = k[0, :2]
+    want[0, :, :2] = np.swapaxes(k[0, :2], 0, 1)
     np.testing.assert_array_equal(after.k[0, 1:], want)
