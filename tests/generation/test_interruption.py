@@ -35,7 +35,7 @@ def swapping(engine, versions, calls, is_rebuilt=True):
         if call in calls:
             params = versions(params.version + 1)
             if is_rebuilt:
-                state = engine.recompute(params, state)
+                state = engine.recompute(engine.load_params(params), state)
         return params, state
 
     return between
@@ -91,7 +91,7 @@ def test_a_rebuild_leaves_tokens_alone_and_does_not_read_ended_slots(engine, ver
     def between(call, params, state):
         if call == 5:
             before = [np.array(leaf) for leaf in (state.tokens, state.filled, state.is_live, state.key)]
-            state = engine.recompute(versions(1), state)
+            state = engine.recompute(engine.load_params(versions(1)), state)
             after = [np.array(leaf) for leaf in (state.tokens, state.filled, state.is_live, state.key)]
             for one, other in zip(before, after, strict=True):
                 np.testing.assert_array_equal(one, other)
@@ -107,7 +107,7 @@ def test_a_forced_rebuild_under_the_same_weights_agrees(engine, versions):
     plain = decode(engine, versions(0), {0: asked(0), 3: asked(1)})
 
     def between(call, params, state):
-        return params, engine.recompute(params, state) if call % 3 == 1 else state
+        return params, engine.recompute(engine.load_params(params), state) if call % 3 == 1 else state
 
     rebuilt = decode(engine, versions(0), {0: asked(0), 3: asked(1)}, 0, between)
     for slot in plain:

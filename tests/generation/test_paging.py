@@ -207,7 +207,7 @@ def replayed(engine, versions, trajectory, sampling: Sampling):
     def between(call, params, state):
         if call in edges and edges[call] != params.version:
             params = versions(edges[call] % 7)._replace(version=edges[call])
-            state = engine.recompute(params, state)
+            state = engine.recompute(engine.load_params(params), state)
         return params, state
 
     first = versions(trajectory.first_version % 7)._replace(version=trajectory.first_version)
