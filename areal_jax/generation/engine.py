@@ -30,6 +30,7 @@ from areal_jax.generation.slots import (
 )
 from areal_jax.models.attention import KVPages
 from areal_jax.models.model import Model
+from areal_jax.models.paged_kernels import choose_for
 from areal_jax.parallel.mesh import make_mesh, param_shardings, replicated
 from areal_jax.types import ArealError, Penalties, SampleId, Sampling, VersionedParams
 
@@ -81,6 +82,9 @@ class Engine:
         self._mesh = mesh or make_mesh({"tensor": 1}, jax.devices(), "a generation host")
         self.param_shardings = param_shardings(model.logical_axes, model.abstract_params, self._mesh)
         self._platform = self._mesh.devices.flat[0].platform
+        kv_dtype = pages_dtype(model.config.dtype, self._platform) if kv_dtype == "auto" else kv_dtype
+        self.attention, kernel = choose_for(model.config, self._mesh, kv_dtype, self.page_tokens, self.pages)
+        """What computes the attention of decode steps: the path, and why not those before it."""
         self._programs = programs = Programs(
             model,
             slots,
@@ -88,10 +92,11 @@ class Engine:
             decode_steps,
             self.page_tokens,
             self.pages,
-            pages_dtype(model.config.dtype, self._platform) if kv_dtype == "auto" else kv_dtype,
+            kv_dtype,
             min(prefill_chunk, length),
             support_size,
             has_penalties,
+            kernel,
         )
         # Results lie where arguments do, or a program would be compiled again for its own results.
         self._cache = cache = self._cache_sharding()

@@ -18,7 +18,7 @@ from areal_jax.algorithms.logprobs import token_stats
 from areal_jax.generation.pages import PageTable
 from areal_jax.generation.sampling import draw, penalized, sample_key, uniforms
 from areal_jax.generation.slots import MAX_STOP_TOKENS, DecodeState, Prefix, Request, SlotPenalties
-from areal_jax.models.attention import KVPages, PackedAttention
+from areal_jax.models.attention import KVPages, PackedAttention, PagedKernel
 from areal_jax.models.exact import paged_attention
 from areal_jax.models.model import Model, Params
 
@@ -49,6 +49,8 @@ class Programs:
     prefill_chunk: int
     support_size: int
     has_penalties: bool
+    kernel: PagedKernel | None = None
+    """Of decode steps; blocks without one, as in prefill and recomputation."""
 
     @property
     def pages_per_slot(self) -> int:
@@ -165,7 +167,9 @@ class Programs:
         going, slots = state.is_live & steps, jnp.arange(self.slots)
         at = state.filled - 1
         fed = jnp.take_along_axis(state.tokens, at[:, None], axis=1)
-        attend = paged_attention(self.model.config, state.pages.table, at[:, None], going[:, None])
+        attend = paged_attention(
+            self.model.config, state.pages.table, at[:, None], going[:, None], self.kernel
+        )
         hidden, cache = self.model.hidden(params, fed, at[:, None], attend, state.cache)
         logits = self.model.logits(params, hidden[:, 0])
         penalties = state.penalties

@@ -7,6 +7,7 @@ query heads, K kv heads, R = H / K, h head dimension, N slots, C tokens a slot g
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -23,6 +24,8 @@ CPU_BLOCK = 64
 """The same on a CPU, where the scores of a block should stay in its cache."""
 KV_BLOCK = 64
 """Tokens of KV that paged attention visits at once, in whole pages; larger pages one by one."""
+LARGEST = 3e38
+"""Of the values that pages hold; a little less than what bfloat16 holds."""
 
 
 class Attention(Protocol):
@@ -39,7 +42,9 @@ class Attention(Protocol):
 class KVPages(struct.PyTreeNode):
     """Every layer's keys and values, in pages; page 0 is scratch, written by slots that do not count.
 
-    bfloat16 is held as its bits, which a CPU moves as memory; int8 codes have a scale a token and kv head.
+    A CPU holds bfloat16 as its bits, which it moves as memory; int8 codes have a scale a token and kv head.
+    Values are finite: a token with others has zeros for them and keys that are no number, so that whoever
+    sees it computes none, and whoever masks its scores multiplies the values by 0 and adds 0.
     """
 
     k: Array
@@ -54,7 +59,7 @@ class KVPages(struct.PyTreeNode):
     ) -> KVPages:
         """`pages` of them, and the scratch page; `dtype` float32, bfloat16 or int8."""
         shape = (layers, pages + 1, kv_heads, page_tokens, head_dim)
-        held = jnp.uint16 if dtype == "bfloat16" else dtype
+        held = jnp.uint16 if dtype == "bfloat16" and jax.default_backend() == "cpu" else dtype
         scales = [jnp.zeros((*shape[:-1], 1)) for _ in range(2)] if dtype == "int8" else [None, None]
         return cls(jnp.zeros(shape, held), jnp.zeros(shape, held), *scales)
 
@@ -67,6 +72,8 @@ class KVPages(struct.PyTreeNode):
     ) -> KVPages:
         """With keys and values (N, C, K, h) of the tokens at `place` in their pages."""
         at = (layer, page, slice(None), place)
+        is_finite = (jnp.abs(v) < LARGEST).all(-1, keepdims=True)
+        k, v = jnp.where(is_finite, k, jnp.nan), jnp.where(is_finite, v, 0)
         (k, k_scale), (v, v_scale) = (_held(x, self.k.dtype) for x in (k, v))
         pages = KVPages(self.k.at[at].set(k), self.v.at[at].set(v), self.k_scale, self.v_scale)
         if self.k_scale is None or self.v_scale is None:
@@ -98,6 +105,11 @@ def _floats(held: Array, scale: Array | None) -> Array:
         floats = jax.lax.bitcast_convert_type(held, jnp.bfloat16)
         return floats.astype(jnp.float32) if jax.default_backend() == "cpu" else floats
     return held if scale is None else held.astype(jnp.float32) * scale
+
+
+PagedKernel = Callable[[Array, KVPages, Array, Array, Array], Array]
+"""`kernel(q (N, H, h), cache, layer, table (N, M), lengths (N,)) -> (N, H, h)` float32: a slot's query over
+the first `lengths` tokens of its pages; nothing in particular where that is 0."""
 
 
 class PackedAttention(struct.PyTreeNode):
@@ -136,12 +148,17 @@ class PagedAttention(struct.PyTreeNode):
     positions: Int[Array, "N C"]
     is_written: Bool[Array, "N C"]
     """False: the token is padding; its KV goes to the scratch page and its output means nothing."""
+    kernel: PagedKernel | None = struct.field(pytree_node=False, default=None)
+    """What computes calls of one token a slot; blocks otherwise, and without one."""
 
     def __call__(self, layer: Any, q: Any, k: Any, v: Any, cache: KVPages) -> tuple[Array, KVPages]:
         slots, tokens, heads, head_dim = q.shape
         size, kv_heads = cache.page_tokens, k.shape[2]
         page = jnp.take_along_axis(self.table, self.positions // size, axis=1)
         cache = cache.written(layer, jnp.where(self.is_written, page, 0), self.positions % size, k, v)
+        if self.kernel is not None and tokens == 1:
+            lengths = jnp.where(self.is_written, self.positions + 1, 0)[:, 0]
+            return self.kernel(q[:, 0], cache, layer, self.table, lengths)[:, None], cache
         joined = max(1, KV_BLOCK // size)  # pages of a block
         table = jnp.pad(self.table, ((0, 0), (0, -self.table.shape[1] % joined)))
         q = q.reshape(slots, tokens, kv_heads, -1, head_dim)

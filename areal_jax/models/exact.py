@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from areal_jax.models.attention import Attention, KVPages, PackedAttention, PagedAttention
+from areal_jax.models.attention import Attention, KVPages, PackedAttention, PagedAttention, PagedKernel
 from areal_jax.models.attention_kernels import Kernel
 from areal_jax.models.blockwise import NEGATIVE
 from areal_jax.models.config import PROJECTIONS, ModelConfig
@@ -261,10 +261,12 @@ def paged_attention(
     table: Int[Array, "N M"],
     positions: Int[Array, "N C"],
     is_written: Bool[Array, "N C"],
+    kernel: PagedKernel | None = None,
 ) -> Attention:
-    """Attention over pages of KV, in the numerics of the model."""
-    kind = PagedAttention if config.numerics == "bounded" else ExactPagedAttention
-    return kind(table, positions, is_written)
+    """Attention over pages of KV, in the numerics of the model; exact ones use no kernel."""
+    if config.numerics == "exact":
+        return ExactPagedAttention(table, positions, is_written)
+    return PagedAttention(table, positions, is_written, kernel)
 
 
 def is_exact(attend: Attention) -> TypeGuard[ExactPackedAttention | ExactPagedAttention]:

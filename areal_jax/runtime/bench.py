@@ -33,6 +33,7 @@ from areal_jax.runtime.measure import (
     machine,
     median_s,
     random_model,
+    random_params,
     random_trajectory,
 )
 from areal_jax.runtime.memory import reset_peak, resident_bytes
@@ -41,8 +42,9 @@ from areal_jax.trainer.state import TrainState
 from areal_jax.trajectories.packing import pack
 from areal_jax.types import ArealError, Batch, Group, Prompt, SampleId, Sampling, VersionedParams
 
-PEAK_SIZE = 2048
 BANDWIDTH_BYTES = 2**30
+NOMINAL_BANDWIDTH = {"NVIDIA H100 80GB HBM3": 3.35e12, "NVIDIA H200": 4.8e12}
+"""Bytes a second of device memory by its vendor's data sheet."""
 
 
 def bench(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,16 +63,28 @@ def decode(
     prompt: int = 64,
     tokens: int = 32,
     decode_steps: int = 8,
+    page_tokens: int | None = None,
+    kv_dtype: str = "auto",
     repeats: int = 5,
 ) -> dict[str, Any]:
     """Tokens a second of the whole engine with every slot live, sampling and log-probs included.
 
     The limit of a step is the larger of reading the weights once and multiplying by them for every slot.
+    `fraction_of_bandwidth` counts the live KV too: (weights + KV bytes) / time / bandwidth, measured here,
+    and as the vendor names it where the device is a known one.
     """
     model = random_model(shape, dtype)
-    engine = Engine(model, slots=slots, length=prompt + tokens + decode_steps, decode_steps=decode_steps)
-    params = jax.tree.map(lambda leaf: leaf.astype(dtype), model.init(0))
-    value = engine.load_params(VersionedParams(0, params, ""))
+    length = prompt + tokens + decode_steps
+    length += -length % (page_tokens or length)
+    engine = Engine(
+        model,
+        slots=slots,
+        length=length,
+        decode_steps=decode_steps,
+        page_tokens=page_tokens,
+        kv_dtype=kv_dtype,
+    )
+    value = engine.load_params(VersionedParams(0, random_params(model, dtype), ""))
     calls = max(1, tokens // decode_steps)
 
     def fresh() -> Any:
@@ -95,11 +109,22 @@ def decode(
     seconds = statistics.median(step_s)
     weight_bytes = model.parameter_count * jnp.dtype(dtype).itemsize
     flops = 2 * model.parameter_count * slots
-    limit_s = max(weight_bytes / _bandwidth(), flops / _peak(dtype))
+    bandwidth = _bandwidth()
+    limit_s = max(weight_bytes / bandwidth, flops / _peak(dtype))
+    kv = jax.eval_shape(engine.init_decode_state).cache
+    token_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kv))
+    token_bytes /= (engine.pages + 1) * engine.page_tokens
+    read_bytes = weight_bytes + slots * (prompt + (calls * decode_steps - 1) / 2) * token_bytes
+    nominal = NOMINAL_BANDWIDTH.get(jax.devices()[0].device_kind)
     return _figures(shape, dtype, seconds, step_s, slots / seconds) | {
         "slots": slots,
         "limit": slots / limit_s,
         "fraction_of_limit": limit_s / seconds,
+        "attention": engine.attention.path,
+        "read_bytes": read_bytes,
+        "bandwidth": bandwidth,
+        "fraction_of_bandwidth": read_bytes / seconds / bandwidth,
+        "fraction_of_nominal_bandwidth": nominal and read_bytes / seconds / nominal,
     }
 
 
@@ -260,9 +285,10 @@ def _figures(
 
 def _peak(dtype: str) -> float:
     """FLOP/s of a square matrix product read in `dtype`, accumulated in float32."""
-    left = jnp.ones((PEAK_SIZE, PEAK_SIZE), dtype)
+    size = 2048 if jax.default_backend() == "cpu" else 8192  # long enough beside the time of a call
+    left = jnp.ones((size, size), dtype)
     product = jax.jit(lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32))
-    return 2 * PEAK_SIZE**3 / median_s(lambda: product(left, left))
+    return 2 * size**3 / median_s(lambda: product(left, left))
 
 
 def _bandwidth() -> float:

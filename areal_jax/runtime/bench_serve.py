@@ -16,7 +16,7 @@ from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host
 from areal_jax.generation.slots import DecodeState, ResultTokens
 from areal_jax.models.model import Model
-from areal_jax.runtime.measure import machine, random_model, timed_s
+from areal_jax.runtime.measure import machine, random_model, random_params, timed_s
 from areal_jax.types import SampleId, Sampling, Trajectory, VersionedParams
 from areal_jax.weights.digest import digest
 from areal_jax.weights.memory import MemoryStore
@@ -52,7 +52,7 @@ def serve(
         page_tokens=page_tokens,
         prefill_chunk=prefill_chunk,
     )
-    store = _store(engine, jax.tree.map(lambda leaf: leaf.astype(dtype), model.init(0)))
+    store = _store(engine, random_params(model, dtype))
     answers = skewed_lengths(requests, longest, sigma)
     step_s, prefill_s, took = [], [], []
     for repeat in range(repeats + 1):
@@ -134,7 +134,7 @@ def swap(
 ) -> dict[str, Any]:
     """What live samples of `tokens` tokens cost when the version changes, beside one prefill of them all."""
     model = random_model(shape, dtype)
-    params = jax.tree.map(lambda leaf: leaf.astype(dtype), model.init(0))
+    params = random_params(model, dtype)
     took: dict[int, list[float]] = {prefill_chunk: [], tokens: []}
     runs = {}
     for chunk in took:

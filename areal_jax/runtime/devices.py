@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from areal_jax.config import Config
 from areal_jax.generation.layout import pages_dtype
+from areal_jax.models import paged_kernels
 from areal_jax.models.attention_kernels import choose, describe
 from areal_jax.models.model import Model
 from areal_jax.parallel.mesh import make_mesh
@@ -178,13 +179,21 @@ def diagnose() -> dict[str, Any]:
         "placement": "split" if len(devices) > 1 or devices[0].platform == "cpu" else "shared",
         "missing": [name for name in OPTIONAL if find_spec(name) is None],
         "code_sandbox": _code_sandbox(),
-        "attention": _attention(devices[0].platform),
+        **_attention(devices[0].platform),
     }
 
 
 def _attention(platform: str) -> dict[str, Any]:
-    """The path of packed attention that passes its self-test here, with Qwen2.5-1.5B's heads in bfloat16."""
-    return describe(choose(platform, heads=12, kv_heads=2, head_dim=128, dtype="bfloat16"))
+    """The paths of attention that pass their self-tests here, with Qwen2.5-1.5B's heads in bfloat16: over
+    packed rows in training, and over pages in decode steps.
+    """
+    heads, kv_heads, head_dim, dtype, page_tokens = 12, 2, 128, "bfloat16", 64
+    return {
+        "attention": describe(choose(platform, heads, kv_heads, head_dim, dtype)),
+        "decode_attention": describe(
+            paged_kernels.choose(platform, heads, kv_heads, head_dim, dtype, dtype, page_tokens)
+        ),
+    }
 
 
 def _code_sandbox() -> str:

@@ -17,7 +17,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from areal_jax.config import load_config
 from areal_jax.models.config import model_config
-from areal_jax.models.model import Model
+from areal_jax.models.model import Model, Params
 from areal_jax.models.transformer import Remat
 from areal_jax.runtime.api import preset
 from areal_jax.tasks.tokenizers import ByteTokenizer
@@ -35,6 +35,11 @@ def random_model(shape: str, dtype: str) -> Model:
     config = model_config(shape, tokenizer.vocab_size, dtype)
     tokenizer.vocab_size = config.vocab_size
     return Model(config, tokenizer)
+
+
+def random_params(model: Model, dtype: str) -> Params:
+    """Random parameters in `dtype`, made on the device by one program: none of them lies there in float32."""
+    return jax.jit(lambda: jax.tree.map(lambda leaf: leaf.astype(dtype), model.init(0)))()
 
 
 def bench_learner(
