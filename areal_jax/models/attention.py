@@ -48,7 +48,7 @@ class KVPages(struct.PyTreeNode):
     """
 
     k: Array
-    """(L, P, K, page, h): float32, uint16 (bits of bfloat16) or int8."""
+    """(L, P, K, page, h): float32, bfloat16 (on a CPU uint16, its bits) or int8."""
     v: Array
     k_scale: Float[Array, "L P K page 1"] | None = None
     v_scale: Float[Array, "L P K page 1"] | None = None

@@ -93,10 +93,10 @@ def test_samples_of_spoilt_weights_leave_nothing_behind(engine, versions):
     prefix = engine.prefill(params=sound, padded_tokens=np.array(PROMPT), true_length=len(PROMPT))
     request = engine.request(asked.sample, 0, asked.sampling, len(PROMPT))
     state = engine.insert(prefix, state, 0, request=request)
-    logp = []
-    while state.is_live[0]:
+    logp: list[float] = []
+    while np.asarray(state.is_live)[0]:
         state, results = engine.generate(sound, state)
         results = results.convert_to_numpy()
         logp += results.logp[0][results.valid[0]].tolist()
-    np.testing.assert_array_equal(state.tokens[0], want.tokens)
-    np.testing.assert_array_equal(np.float32(logp), want.behavior_logp[want.loss_mask])
+    np.testing.assert_array_equal(np.asarray(state.tokens)[0], want.tokens)
+    np.testing.assert_array_equal(np.array(logp, np.float32), want.behavior_logp[want.loss_mask])
