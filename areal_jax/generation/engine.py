@@ -288,25 +288,25 @@ class Engine:
         return 1 if has_sibling else used + 1
 
     def warm(self, params: VersionedParams) -> None:
-        """Compile, or load from the cache, every program of a host."""
+        """Compile, or load from the cache, every program of a host; nothing is computed that takes long."""
         state = self.init_decode_state()
-        for pages in sorted({self._bucket(count) for count in range(1, self.length)}):
-            count = min(pages * self.page_tokens, self.length - 1)
+        for count in {self._bucket(count): count for count in range(self.length - 1, 0, -1)}.values():
             prompt = self.begin_prefill(np.zeros(count, np.int32), count)
-            prefix = self.end_prefill(self.prefill_next(params, prompt) if count > 1 else prompt)
+            prefix = self.end_prefill(self.prefill_next(params, prompt))
             request = self.request(SampleId(0, 0), 0, Sampling(max_tokens=1), count)
             state = self.insert(prefix, state, 0, request=request)
             self.extract(0, state, count)
-        state = self.recompute(params, state)
-        state, _ = self.generate(params, state)
-        jax.block_until_ready(self.free_resource(0, state))
+        state = self.recompute(params, self.free_resource(0, state))  # no slot is live: no chunk is computed
+        jax.block_until_ready(self.generate(params, state)[0])
 
     # --- inside --------------------------------------------------------------------------------------------
 
     def _bucket(self, count: int) -> int:
-        """Pages of a prefix's cache: a power of two that holds `count` tokens, or a slot's places."""
-        used = (count - 1) // self.page_tokens + 1
-        return min(1 << (used - 1).bit_length(), self.pages_per_slot)
+        """Pages of a prefix's cache: a power of four that holds `count` tokens, or a slot's places."""
+        pages, used = 1, (count - 1) // self.page_tokens + 1
+        while pages < used:
+            pages *= 4
+        return min(pages, self.pages_per_slot)
 
     def _request_penalty(self, penalties: Penalties | None) -> RequestPenalty | None:
         if not self.has_penalties:

@@ -12,8 +12,9 @@ from areal_jax.generation.engine import Engine
 from areal_jax.generation.programs import CANARY_TOKENS
 from areal_jax.generation.slots import MAX_STOP_TOKENS
 from areal_jax.types import ArealError, SampleId, Sampling
+from areal_jax.weights.memory import MemoryStore
 from tests.generation.conftest import LENGTH, SLOTS, STEPS, SUPPORT, make_engine
-from tests.generation.decoding import Asked, decode, fill
+from tests.generation.decoding import Asked, Heard, decode, fill, make_host, start
 
 PROMPT = (5, 9, 2, 14, 3, 3, 7)
 EOS = 1
@@ -283,6 +284,27 @@ def test_refilling_slots_and_other_requests_compile_nothing(one_page_engine, ver
     state, _ = engine.generate(served[1], state)
     programs = [engine._prefill_chunk, engine._insert, engine._generate, engine._recompute, engine._release]
     assert [program._cache_size() for program in programs] == [1, 1, 1, 1, 1]
+
+
+def test_once_warm_a_host_compiles_nothing(model, versions):
+    """Prompts of every bucket, a swap, an eviction and a sample that comes back."""
+    engine = make_engine(model, kv_tokens=2 * LENGTH)
+    engine.warm(versions(0))
+    programs = [engine._empty_prefix, engine._prefill_chunk, engine._insert, engine._extract]
+    programs += [engine._generate, engine._recompute, engine._release]
+    sizes = [program._cache_size() for program in programs]
+    assert sizes == [2, 2, 2, 2, 1, 1, 1]
+    store, heard = MemoryStore(engine.canary), Heard()
+    store.publish(versions(0))
+    host = make_host(engine, store, heard)
+    for ordinal, count in enumerate([1, 7, 8, 9, 20, 31]):
+        host.inbox.put(start(ordinal, 2, PROMPT[:1] * count))
+    while host.take_commands() and host.has_work:
+        host.step()
+        if host.statistics().evictions and store.latest() == 0:
+            store.publish(versions(1))
+    assert host.statistics().evictions > 0 and host.statistics().swaps == 1
+    assert [program._cache_size() for program in programs] == sizes
 
 
 def test_the_decode_state_is_updated_in_place(engine, versions):
