@@ -11,7 +11,7 @@ import pytest
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.programs import CANARY_TOKENS
 from areal_jax.generation.slots import MAX_STOP_TOKENS
-from areal_jax.types import ArealError, SampleId, Sampling
+from areal_jax.types import ArealError, SampleId, Sampling, VersionedParams
 from areal_jax.weights.memory import MemoryStore
 from tests.generation.conftest import LENGTH, SLOTS, STEPS, SUPPORT, make_engine
 from tests.generation.decoding import Asked, Heard, decode, fill, make_host, start
@@ -286,23 +286,24 @@ def test_refilling_slots_and_other_requests_compile_nothing(one_page_engine, ver
     assert [program._cache_size() for program in programs] == [1, 1, 1, 1, 1]
 
 
-def test_once_warm_a_host_compiles_nothing(model, versions):
+def test_once_warm_a_host_compiles_nothing(model):
     """Prompts of every bucket, a swap, an eviction and a sample that comes back."""
     engine = make_engine(model, kv_tokens=2 * LENGTH)
-    engine.warm(versions(0))
+    published = [VersionedParams(version, model.init(version), str(version)) for version in range(2)]
+    engine.warm(engine.load_params(published[0]))
     programs = [engine._empty_prefix, engine._prefill_chunk, engine._insert, engine._extract]
     programs += [engine._generate, engine._recompute, engine._release]
     sizes = [program._cache_size() for program in programs]
     assert sizes == [2, 2, 2, 2, 1, 1, 1]
     store, heard = MemoryStore(engine.canary), Heard()
-    store.publish(versions(0))
+    store.publish(published[0])
     host = make_host(engine, store, heard)
     for ordinal, count in enumerate([1, 7, 8, 9, 20, 31]):
         host.inbox.put(start(ordinal, 2, PROMPT[:1] * count))
     while host.take_commands() and host.has_work:
         host.step()
         if host.statistics().evictions and store.latest() == 0:
-            store.publish(versions(1))
+            store.publish(published[1])
     assert host.statistics().evictions > 0 and host.statistics().swaps == 1
     assert [program._cache_size() for program in programs] == sizes
 
