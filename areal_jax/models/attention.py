@@ -71,7 +71,9 @@ class KVPages(struct.PyTreeNode):
         self, layer: Any, page: Int[Array, "N C"], place: Int[Array, "N C"], k: Any, v: Any
     ) -> KVPages:
         """With keys and values (N, C, K, h) of the tokens at `place` in their pages."""
-        at = (layer, page, slice(None), place)
+        # All leading axes by index: were heads a slice between them, XLA:GPU may move the whole pool to have
+        # them in front.
+        at = (layer, page[..., None], jnp.arange(self.k.shape[2]), place[..., None])
         is_finite = (jnp.abs(v) < LARGEST).all(-1, keepdims=True)
         k, v = jnp.where(is_finite, k, jnp.nan), jnp.where(is_finite, v, 0)
         (k, k_scale), (v, v_scale) = (_held(x, self.k.dtype) for x in (k, v))

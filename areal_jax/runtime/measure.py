@@ -38,7 +38,7 @@ def random_model(shape: str, dtype: str) -> Model:
 
 
 def random_params(model: Model, dtype: str) -> Params:
-    """Random parameters in `dtype`, made on the device by one program: none of them lies there in float32."""
+    """Random parameters in `dtype`, made on the device by one program, which gives no float32 ones back."""
     return jax.jit(lambda: jax.tree.map(lambda leaf: leaf.astype(dtype), model.init(0)))()
 
 

@@ -175,6 +175,7 @@ def test_the_pool_reaches_the_kernel_as_it_lies():
         if name and any(np.prod([int(n) for n in dims.split("x")[:-1]]) >= size for dims in shapes):
             large.append(name.group(1) or "scatter")
     assert sorted(large) == ["scatter", "scatter", "stablehlo.reshape", "stablehlo.reshape"]
+    assert text.count("scatter_dims_to_operand_dims = [0, 1, 2, 3]") == 2  # else it is transposed for it
     assert text.count("xla.gpu.triton") == 1
 
 
