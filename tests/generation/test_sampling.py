@@ -13,7 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from areal_jax.generation.sampling import _pick, draw, require_counted_randomness, sample_key, uniforms
+from areal_jax.generation.sampling import (
+    _likeliest,
+    _pick,
+    draw,
+    penalized,
+    require_counted_randomness,
+    sample_key,
+    uniforms,
+)
 from areal_jax.types import ArealError
 
 SLOTS, VOCABULARY = 4, 24
@@ -70,6 +78,59 @@ def test_kept_sets_equal_those_found_by_sorting(z, top_k, top_p, min_p):
         kept_by_sorting(z[i], top_k[i], top_p[i], min_p[i]) if is_cut[i] else set() for i in range(SLOTS)
     ]
     assert supports(z, top_k, top_p, min_p) == expected
+
+
+@given(
+    grid,
+    st.integers(0, 9),
+    st.sampled_from([1.0, 0.9137, 0.5171, 0.0731]),
+    st.sampled_from([0.0, 0.0317, 0.2713]),
+)
+@settings(max_examples=100)
+def test_a_small_support_is_the_front_of_what_sorting_keeps(z, top_k, top_p, min_p):
+    """Six ids at most: top-k is at most six, ties beyond the sixth have mass and no room."""
+    tokens, ids = jitted(
+        z.astype(np.float32),
+        np.full((SLOTS, 2), 0.5, np.float32),
+        np.ones(SLOTS, np.float32),
+        np.full(SLOTS, top_k, np.int32),
+        np.full(SLOTS, top_p, np.float32),
+        np.full(SLOTS, min_p, np.float32),
+        6,
+    )
+    for row in range(SLOTS):
+        kept = kept_by_sorting(z[row], min(top_k or 6, 6), top_p, min_p)
+        front = sorted(kept, key=lambda i: (-z[row, i], i))[:6]
+        found = [i for i in np.asarray(ids)[row].tolist() if i >= 0]
+        if top_k or top_p < 1 or min_p:
+            assert found == front and int(tokens[row]) in front
+        else:
+            assert found == []
+
+
+@given(arrays(np.float32, (3, 300), elements=st.integers(-3, 3).map(np.float32)), st.booleans())
+def test_the_likeliest_is_the_first_of_equals(z, is_masked):
+    if is_masked:
+        z[:, 280:] = -np.inf
+    np.testing.assert_array_equal(jax.jit(_likeliest)(z), z.argmax(-1))
+
+
+def test_penalties_are_those_of_a_loop_in_numpy():
+    """A CTRL penalty above and below 0, presence once however often, and bias whether seen or not."""
+    rng = np.random.default_rng(13)
+    logits, bias = rng.normal(size=(2, 3, 40)).astype(np.float32)
+    counts = rng.integers(0, 3, (3, 40)).astype(np.int32)
+    repetition, presence = np.array([1.0, 1.3, 0.8], np.float32), np.array([0.0, 0.5, -0.25], np.float32)
+    want = np.zeros((3, 40))
+    for i, j in np.ndindex(3, 40):
+        want[i, j] = logits[i, j]
+        if counts[i, j]:
+            want[i, j] *= repetition[i] if want[i, j] < 0 else 1 / repetition[i]
+            want[i, j] -= presence[i]
+        want[i, j] += bias[i, j]
+    np.testing.assert_allclose(penalized(logits, counts, repetition, presence, bias), want, rtol=1e-6)
+    neutral = penalized(logits, counts, np.ones(3), np.zeros(3), np.zeros((3, 40)))
+    np.testing.assert_array_equal(neutral, logits)
 
 
 def test_zero_and_minus_zero_tie():
@@ -216,6 +277,12 @@ def test_temperature_0_is_greedy_whatever_the_randomness():
     z = np.random.default_rng(10).normal(size=20)
     assert set(drawn(z, DRAWS, 11, temperature=0.0).tolist()) == {int(z.argmax())}
     assert set(drawn(z, DRAWS, 11, temperature=0.0, top_k=3).tolist()) == {int(z.argmax())}
+
+
+def test_greedy_is_the_limit_of_a_falling_temperature():
+    z = np.random.default_rng(14).normal(size=200)
+    shares = [(drawn(z, 2000, 15, temperature=t) == z.argmax()).mean() for t in (1.0, 0.3, 0.1, 0.01, 1e-4)]
+    assert shares == sorted(shares) and shares[0] < 0.1 and shares[-1] == 1
 
 
 # --- counted randomness -------------------------------------------------------------------------------------
