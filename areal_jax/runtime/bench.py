@@ -16,35 +16,28 @@ from importlib.resources import files
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.config import Config, load_config
-from areal_jax.generation.engine import Engine
 from areal_jax.models.model import Model
 from areal_jax.models.transformer import Remat
 from areal_jax.plugin import check_settings
+from areal_jax.runtime.bench_decode import decode, prefill, sample
 from areal_jax.runtime.bench_packed import packed
 from areal_jax.runtime.bench_serve import room, serve, swap
 from areal_jax.runtime.bench_sync import sync
 from areal_jax.runtime.measure import (
     bench_learner,
     compile_s,
-    machine,
-    median_s,
-    random_model,
-    random_params,
+    figures,
+    matrix_peak,
     random_trajectory,
 )
 from areal_jax.runtime.memory import reset_peak, resident_bytes
 from areal_jax.trainer.learner import Learner
 from areal_jax.trainer.state import TrainState
 from areal_jax.trajectories.packing import pack
-from areal_jax.types import ArealError, Batch, Group, Prompt, SampleId, Sampling, VersionedParams
-
-BANDWIDTH_BYTES = 2**30
-NOMINAL_BANDWIDTH = {"NVIDIA H100 80GB HBM3": 3.35e12, "NVIDIA H200": 4.8e12}
-"""Bytes a second of device memory by its vendor's data sheet."""
+from areal_jax.types import ArealError, Batch, Group, Prompt, SampleId
 
 
 def bench(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,79 +46,6 @@ def bench(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
         raise ArealError(f"no bench {name}; there are: {', '.join(BENCHES)}")
     check_settings(BENCHES[name], settings, f"bench {name}")
     return BENCHES[name](**settings)
-
-
-def decode(
-    *,
-    shape: str = "smollm2-135m",
-    slots: int = 16,
-    dtype: str = "bfloat16",
-    prompt: int = 64,
-    tokens: int = 32,
-    decode_steps: int = 8,
-    page_tokens: int | None = None,
-    kv_dtype: str = "auto",
-    repeats: int = 5,
-) -> dict[str, Any]:
-    """Tokens a second of the whole engine with every slot live, sampling and log-probs included.
-
-    The limit of a step is the larger of reading the weights once and multiplying by them for every slot.
-    `fraction_of_bandwidth` counts the live KV too: (weights + KV bytes) / time / bandwidth, measured here,
-    and as the vendor names it where the device is a known one.
-    """
-    model = random_model(shape, dtype)
-    length = prompt + tokens + decode_steps
-    length += -length % (page_tokens or length)
-    engine = Engine(
-        model,
-        slots=slots,
-        length=length,
-        decode_steps=decode_steps,
-        page_tokens=page_tokens,
-        kv_dtype=kv_dtype,
-    )
-    value = engine.load_params(VersionedParams(0, random_params(model, dtype), ""))
-    calls = max(1, tokens // decode_steps)
-
-    def fresh() -> Any:
-        state = engine.init_decode_state()
-        prefix = engine.prefill(params=value, padded_tokens=np.arange(prompt) % 200, true_length=prompt)
-        for slot in range(slots):
-            request = engine.request(SampleId(0, slot), 0, Sampling(max_tokens=engine.length), prompt)
-            state = engine.insert(prefix, state, slot, request=request)
-        return state
-
-    def once() -> float:
-        state = fresh()
-        jax.block_until_ready(state)
-        started = time.perf_counter()
-        for _ in range(calls):
-            state, results = engine.generate(value, state)
-        jax.block_until_ready(results.data)
-        return (time.perf_counter() - started) / (calls * decode_steps)
-
-    once()
-    step_s = [once() for _ in range(repeats)]
-    seconds = statistics.median(step_s)
-    weight_bytes = model.parameter_count * jnp.dtype(dtype).itemsize
-    flops = 2 * model.parameter_count * slots
-    bandwidth = _bandwidth()
-    limit_s = max(weight_bytes / bandwidth, flops / _peak(dtype))
-    kv = jax.eval_shape(engine.init_decode_state).cache
-    token_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kv))
-    token_bytes /= (engine.pages + 1) * engine.page_tokens
-    read_bytes = weight_bytes + slots * (prompt + (calls * decode_steps - 1) / 2) * token_bytes
-    nominal = NOMINAL_BANDWIDTH.get(jax.devices()[0].device_kind)
-    return _figures(shape, dtype, seconds, step_s, slots / seconds) | {
-        "slots": slots,
-        "limit": slots / limit_s,
-        "fraction_of_limit": limit_s / seconds,
-        "attention": engine.attention.path,
-        "read_bytes": read_bytes,
-        "bandwidth": bandwidth,
-        "fraction_of_bandwidth": read_bytes / seconds / bandwidth,
-        "fraction_of_nominal_bandwidth": nominal and read_bytes / seconds / nominal,
-    }
 
 
 def logprob(
@@ -203,7 +123,7 @@ def loop(*, steps: int = 150, repeats: int = 3, median: float = 6.0, seed: int =
                 rewards[arm].append(statistics.mean(row["reward_mean"] for row in rows[-steps // 4 :]))
     ratios = [a / s for a, s in zip(speeds["async"], speeds["sync"], strict=True)]
     seconds = [1 / speed for speed in speeds["async"]]
-    return _figures(
+    return figures(
         "tiny", "float32", statistics.median(seconds), seconds, statistics.median(speeds["async"])
     ) | {
         "sync_tokens_per_s": statistics.median(speeds["sync"]),
@@ -218,6 +138,8 @@ def loop(*, steps: int = 150, repeats: int = 3, median: float = 6.0, seed: int =
 
 BENCHES: dict[str, Callable[..., dict[str, Any]]] = {
     "decode": decode,
+    "prefill": prefill,
+    "sample": sample,
     "logprob": logprob,
     "update": update,
     "packed": packed,
@@ -267,32 +189,11 @@ def _of_peak(
 ) -> dict[str, Any]:
     compiling = compile_s(once)
     runs = [once() for _ in range(repeats)]
-    seconds, tokens, peak = statistics.median(runs), batch.tokens.size, _peak(dtype)
+    seconds, tokens, peak = statistics.median(runs), batch.tokens.size, matrix_peak(dtype)
     flops = flops_a_token * model.parameter_count * tokens
-    return _figures(shape, dtype, seconds, runs, tokens / seconds) | {
+    return figures(shape, dtype, seconds, runs, tokens / seconds) | {
         "batch": list(batch.tokens.shape),
         "limit": tokens * peak / flops,
         "fraction_of_peak": flops / seconds / peak,
         **compiling,
     }
-
-
-def _figures(
-    shape: str, dtype: str, seconds: float, runs: list[float], tokens_per_s: float
-) -> dict[str, Any]:
-    return {"tokens_per_s": tokens_per_s, **machine(shape, dtype, seconds, runs)}
-
-
-def _peak(dtype: str) -> float:
-    """FLOP/s of a square matrix product read in `dtype`, accumulated in float32."""
-    size = 2048 if jax.default_backend() == "cpu" else 8192  # long enough beside the time of a call
-    left = jnp.ones((size, size), dtype)
-    product = jax.jit(lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32))
-    return 2 * size**3 / median_s(lambda: product(left, left))
-
-
-def _bandwidth() -> float:
-    """Bytes a second of reading one large array."""
-    values = jnp.ones(BANDWIDTH_BYTES // 4, jnp.float32)
-    total = jax.jit(jnp.sum)
-    return BANDWIDTH_BYTES / median_s(lambda: total(values))

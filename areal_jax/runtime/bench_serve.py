@@ -16,6 +16,7 @@ from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host
 from areal_jax.generation.slots import DecodeState, ResultTokens
 from areal_jax.models.model import Model
+from areal_jax.runtime.bench_decode import filled
 from areal_jax.runtime.measure import machine, random_model, random_params, timed_s
 from areal_jax.types import SampleId, Sampling, Trajectory, VersionedParams
 from areal_jax.weights.digest import digest
@@ -142,7 +143,7 @@ def swap(
             model, slots=slots, length=2 * tokens, decode_steps=4, page_tokens=16, prefill_chunk=chunk
         )
         value = engine.load_params(VersionedParams(0, params, ""))
-        states = [_filled(engine, value, tokens)]
+        states = [filled(engine, value, tokens)]
 
         def rebuild(engine: Engine = engine, value: Any = value, states: list = states) -> Any:
             states.append(engine.recompute(value, states.pop()))
@@ -163,6 +164,18 @@ def swap(
         "batched_prefill_s": seconds[tokens],
         "ratio": rebuilt / seconds[tokens],
     }
+
+
+def batch_seconds(shape: str, slots: int, dtype: str, prompt: int, tokens: int, repeats: int) -> list[float]:
+    """Seconds of a host for a prompt a slot and `tokens` tokens of each, from its first command on."""
+    model = random_model(shape, dtype)
+    length = prompt + tokens
+    engine = Engine(
+        model, slots=slots, length=length + -length % 32, decode_steps=8, page_tokens=32, prefill_chunk=prompt
+    )
+    store = _store(engine, random_params(model, dtype))
+    runs = [timed_s(lambda: _served(engine, store, [tokens] * slots, prompt)) for _ in range(repeats + 1)]
+    return runs[1:]  # the first compiles
 
 
 def skewed_lengths(count: int, longest: int, sigma: float) -> list[int]:
@@ -246,7 +259,7 @@ def _parts_s(engine: Engine, store: MemoryStore, prompt: int) -> tuple[float, fl
         timed_s(lambda: engine.prefill(params=value, padded_tokens=tokens, true_length=prompt))
         for _ in range(3)
     )
-    state = _filled(engine, value, prompt)
+    state = filled(engine, value, prompt)
     took = []
     for _ in range(6):
         states = []
@@ -258,13 +271,3 @@ def _parts_s(engine: Engine, store: MemoryStore, prompt: int) -> tuple[float, fl
         took.append(timed_s(call) / engine.decode_steps)
         state = states[0]
     return statistics.median(took), prefill
-
-
-def _filled(engine: Engine, value: VersionedParams, tokens: int) -> Any:
-    """Every slot live with a prefix of `tokens` tokens."""
-    state = engine.init_decode_state()
-    prefix = engine.prefill(params=value, padded_tokens=np.arange(tokens), true_length=tokens)
-    for slot in range(engine.slots):
-        request = engine.request(SampleId(0, slot), 0, Sampling(max_tokens=engine.length), tokens)
-        state = engine.insert(prefix, state, slot, request=request)
-    return state

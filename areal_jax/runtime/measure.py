@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.monitoring
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
@@ -24,6 +25,8 @@ from areal_jax.tasks.tokenizers import ByteTokenizer
 from areal_jax.trainer.learner import Learner
 from areal_jax.trainer.state import TrainState, make_optimizer
 from areal_jax.types import SampleId, Sampling, Trajectory
+
+BANDWIDTH_BYTES = 2**30
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 """What jax tells its monitors of each program that it compiles or takes from its persistent cache."""
@@ -141,3 +144,22 @@ def median_s(call: Callable[[], Any], repeats: int = 5) -> float:
     """Median of `repeats` calls after a first one that compiles."""
     timed_s(call)
     return statistics.median(timed_s(call) for _ in range(repeats))
+
+
+def figures(shape: str, dtype: str, seconds: float, runs: list[float], tokens_per_s: float) -> dict[str, Any]:
+    return {"tokens_per_s": tokens_per_s, **machine(shape, dtype, seconds, runs)}
+
+
+def matrix_peak(dtype: str) -> float:
+    """FLOP/s of a square matrix product read in `dtype`, accumulated in float32."""
+    size = 2048 if jax.default_backend() == "cpu" else 8192  # long enough beside the time of a call
+    left = jnp.ones((size, size), dtype)
+    product = jax.jit(lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32))
+    return 2 * size**3 / median_s(lambda: product(left, left))
+
+
+def read_bandwidth() -> float:
+    """Bytes a second of reading one large array."""
+    values = jnp.ones(BANDWIDTH_BYTES // 4, jnp.float32)
+    total = jax.jit(jnp.sum)
+    return BANDWIDTH_BYTES / median_s(lambda: total(values))

@@ -20,3 +20,8 @@ def report(call: Callable[[], None], repeats: int) -> None:
         cpu.append(time.process_time() - cpu_started)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     sys.stdout.write(json.dumps({"seconds": seconds, "cpu_s": cpu, "peak_bytes": [peak]}) + "\n")
+
+
+def report_seconds(seconds: list[float], whole: list[float], **more: list[float]) -> None:
+    """One JSON line: seconds of a decode step, and of prompt and answers together, a run each."""
+    sys.stdout.write(json.dumps({"seconds": seconds, "whole_s": whole, **more}) + "\n")
