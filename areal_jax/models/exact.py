@@ -58,12 +58,20 @@ def in_tiles(f: Callable[..., Any], *rows: Any, is_live: Bool[Array, " n"] | Non
         at = order[i]
         here = jax.lax.optimization_barrier(jax.tree.map(lambda x: x[at], parts))
         found = jax.lax.optimization_barrier(f(*here))
-        return jax.tree.map(lambda whole, part: whole.at[at].set(part), out, found)
+        return jax.tree.map(lambda whole, part: whole.at[at].set(_bits(part)), out, found)
 
     like = jax.eval_shape(f, *jax.tree.map(lambda x: x[0], parts))
-    out = jax.tree.map(lambda leaf: jnp.zeros((tiles, *leaf.shape), leaf.dtype), like)
+    out = jax.tree.map(lambda leaf: _bits(jnp.zeros((tiles, *leaf.shape), leaf.dtype)), like)
     out = jax.lax.fori_loop(0, visits, one_tile, out)
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:count], out)
+    out = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:count], out)
+    return jax.tree.map(
+        lambda x, leaf: x if x.dtype == leaf.dtype else jax.lax.bitcast_convert_type(x, leaf.dtype), out, like
+    )
+
+
+def _bits(x: Array) -> Array:
+    """A bfloat16's bits: to write a part of an array of them, a CPU casts all of it to float32 and back."""
+    return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
