@@ -170,6 +170,7 @@ def test_so_they_are_with_every_option_of_a_model(model, options):
     require_exact(sides(model, "exact", "bfloat16", "float32", **options))
 
 
+@pytest.mark.slow
 def test_bounded_numerics_fail_the_same_test(model):
     """The control: with the same work many bits differ, and no log-prob by more than rounding."""
     of = sides(model, "bounded", "float32", "float32")
