@@ -27,7 +27,9 @@ def asked(member: int, prompt=PROMPT, stops=(), **sampling) -> Asked:
 # --- log-probs ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", ["pages and chunks", "one page", "uneven chunks"])
+@pytest.mark.parametrize(
+    "shape", ["pages and chunks", "one page", pytest.param("uneven chunks", marks=pytest.mark.slow)]
+)
 def test_recorded_logp_is_that_of_a_dense_forward(model, engine, one_page_engine, versions, dense, shape):
     """Prefill, pages and decode steps are another way to compute what the trainer computes."""
     if shape == "one page":

@@ -85,6 +85,7 @@ def test_a_seed_gives_the_same_bits_again_whatever_ran_before_it(table, bench):
     assert bench.run(config_of(3)) == alone
 
 
+@pytest.mark.slow
 def test_every_named_staleness_is_reached_and_unbounded_grows_with_the_run(bench):
     """Ages by step: the first batches are of version 0, then each is as old as the gate lets it be."""
     for eta in (1, 2):
@@ -253,6 +254,7 @@ def engine(quick: Parts) -> Engine:
     return quick.engine(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arm", INTERRUPTION.arms)
 def test_hosts_do_under_the_virtual_clock_what_the_arm_says(arm, quick, engine):
     """The real engine, audited: recompute alone rebuilds, pinned alone holds several versions."""

@@ -85,6 +85,7 @@ def folder(trained: Path, tmp_path: Path) -> Path:
 # --- a run --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_is_evaluated_at_its_newest_version_and_twice_alike(folder: Path):
     figures = asked(str(folder), "--limit", "12")
     assert (figures["version"], figures["digest"]) == (3, read_rows(folder)[-1]["params_digest"])
@@ -188,6 +189,7 @@ def test_the_runs_split_is_not_the_evaluations(tmp_path: Path):
 # --- a model ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_shape_with_random_parameters_on_the_held_out_split():
     words = ("tiny", "tasks=[arithmetic,countdown]", "model.tokenizer=byte", *TINY, "generation.length=80")
     words = (*words, "generation.page_tokens=40")
