@@ -11,29 +11,13 @@ import sys
 import time
 
 import torch
-from shapes import SHAPES
 from timing import report_seconds
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch_model import make
 
 
 def main(name: str, slots: int, dtype: str, prompt: int, tokens: int, repeats: int) -> None:
-    torch.set_num_threads(2)
-    torch.manual_seed(0)
-    s = SHAPES[name]
-    config = LlamaConfig(
-        vocab_size=s["vocab"],
-        hidden_size=s["width"],
-        intermediate_size=s["mlp"],
-        num_hidden_layers=s["layers"],
-        num_attention_heads=s["heads"],
-        num_key_value_heads=s["kv_heads"],
-        head_dim=s["head_dim"],
-        rope_theta=s["theta"],
-        tie_word_embeddings=True,
-        attn_implementation="sdpa",
-    )
-    model = LlamaForCausalLM(config).to(getattr(torch, dtype)).eval()
-    ids = torch.randint(0, s["vocab"], (slots, prompt))
+    model = make(name, dtype).eval()
+    ids = torch.randint(0, model.config.vocab_size, (slots, prompt))
 
     def seconds_of(count: int) -> float:
         started = time.perf_counter()

@@ -10,7 +10,8 @@ import sys
 import torch
 from shapes import LENGTH, SHAPES
 from timing import report
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch_model import make
+from transformers import LlamaForCausalLM
 
 
 def log_probs(model: LlamaForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
@@ -24,22 +25,8 @@ def log_probs(model: LlamaForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def main(what: str, name: str, repeats: int) -> None:
-    torch.set_num_threads(2)
-    torch.manual_seed(0)
     s = SHAPES[name]
-    config = LlamaConfig(
-        vocab_size=s["vocab"],
-        hidden_size=s["width"],
-        intermediate_size=s["mlp"],
-        num_hidden_layers=s["layers"],
-        num_attention_heads=s["heads"],
-        num_key_value_heads=s["kv_heads"],
-        head_dim=s["head_dim"],
-        rope_theta=s["theta"],
-        tie_word_embeddings=True,
-        attn_implementation="sdpa",
-    )
-    model = LlamaForCausalLM(config).float()
+    model = make(name, "float32")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95), weight_decay=0, fused=True)
     tokens = torch.randint(0, s["vocab"], (s["rows"], LENGTH))
     advantages = torch.where(torch.arange(s["rows"]) % 2 == 0, -1.0, 1.0)[:, None]

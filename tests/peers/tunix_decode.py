@@ -7,11 +7,10 @@ import time
 
 import jax
 import numpy as np
-from flax import nnx
 from shapes import SHAPES
 from timing import report_seconds
 from tunix.generate import sampler
-from tunix.models.llama3 import model as llama
+from tunix_model import make
 
 
 class Numbers:
@@ -35,21 +34,8 @@ class Numbers:
 
 def main(name: str, slots: int, dtype: str, prompt: int, tokens: int, repeats: int) -> None:
     s = SHAPES[name]
-    config = llama.ModelConfig(
-        num_layers=s["layers"],
-        vocab_size=s["vocab"],
-        embed_dim=s["width"],
-        hidden_dim=s["mlp"],
-        num_heads=s["heads"],
-        head_dim=s["head_dim"],
-        num_kv_heads=s["kv_heads"],
-        rope_theta=int(s["theta"]),
-        norm_eps=1e-5,
-        weight_tying=True,
-    )
-    model = llama.Llama3(config, rngs=nnx.Rngs(0))
     cache = sampler.CacheConfig(prompt + tokens + 2, s["layers"], s["kv_heads"], s["head_dim"])
-    sample = sampler.Sampler(model, Numbers(), cache)
+    sample = sampler.Sampler(make(name), Numbers(), cache)
     numbers = np.random.default_rng(0).integers(2, s["vocab"], (slots, prompt - 1))
     prompts = [" ".join(map(str, row)) for row in numbers]
 

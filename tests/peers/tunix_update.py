@@ -19,23 +19,12 @@ from timing import report
 from tunix.models.llama3 import model as llama
 from tunix.rl import common
 from tunix.sft import peft_trainer
+from tunix_model import make
 
 
 def main(what: str, name: str, repeats: int) -> None:
     s = SHAPES[name]
-    config = llama.ModelConfig(
-        num_layers=s["layers"],
-        vocab_size=s["vocab"],
-        embed_dim=s["width"],
-        hidden_dim=s["mlp"],
-        num_heads=s["heads"],
-        head_dim=s["head_dim"],
-        num_kv_heads=s["kv_heads"],
-        rope_theta=int(s["theta"]),
-        norm_eps=1e-5,
-        weight_tying=True,
-    )
-    model = llama.Llama3(config, rngs=nnx.Rngs(0))
+    model = make(name)
     rows = MICRO_ROWS if what == "skewed" else s["rows"]
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, s["vocab"], (rows, LENGTH)), jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(LENGTH), (rows, LENGTH))
