@@ -123,7 +123,7 @@ def test_a_bench_or_setting_that_is_none():
     from areal_jax.runtime.bench import bench
     from areal_jax.types import ArealError
 
-    with pytest.raises(ArealError, match="there are: decode, logprob, update, packed, loop"):
+    with pytest.raises(ArealError, match="there are: decode, prefill, sample, logprob, update"):
         bench("decod", {})
     with pytest.raises(ArealError, match=r"did you mean bench decode\.slots\?"):
         bench("decode", {"slot": 3})

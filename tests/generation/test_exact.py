@@ -147,6 +147,7 @@ def require_exact(of: Sides) -> None:
     assert unequal(of, groups) == (0, sum(one.completion_tokens for one in trajectories))
 
 
+@pytest.mark.slow
 def test_a_busy_hosts_log_probs_are_the_trainers_to_the_bit(exact):
     require_exact(exact)
 

@@ -95,6 +95,7 @@ def test_every_named_staleness_is_reached_and_unbounded_grows_with_the_run(bench
     assert ages[0] == 0 and ages == sorted(ages) and ages[-1] > 2
 
 
+@pytest.mark.slow
 def test_staleness_0_is_the_plain_synchronous_loop_bit_for_bit(bench):
     config = config_of(0, "run.seed=5")
     parts = assemble(config)
@@ -270,6 +271,7 @@ def test_hosts_do_under_the_virtual_clock_what_the_arm_says(arm, quick, engine):
     assert (spans == {1}) == (arm in ("pinned", "drain"))
 
 
+@pytest.mark.slow
 def test_the_table_of_a_run_by_the_wall_clock():
     words = [*SMALL, *QUICK, "run.steps=6", "values=[1.0]", "arms=[drain]", "seeds=1"]
     table = ablate("interruption", INTERRUPTION, words, lambda said: None)

@@ -101,6 +101,7 @@ def test_a_run_is_evaluated_at_its_newest_version_and_twice_alike(folder: Path):
     assert [line["tasks"] for line in read_evals(folder)] == [figures["tasks"], again["tasks"]]
 
 
+@pytest.mark.slow
 def test_a_run_in_progress_is_read_at_low_priority_and_never_locked(folder: Path, monkeypatch):
     given: list[int] = []
     monkeypatch.setattr(os, "nice", given.append)
@@ -119,6 +120,7 @@ def test_a_run_in_progress_is_read_at_low_priority_and_never_locked(folder: Path
     lock.release()
 
 
+@pytest.mark.slow
 def test_a_damaged_version_gives_way_to_the_one_before(folder: Path):
     flip_a_bit(folder / "checkpoints" / "3")
     figures = asked(str(folder), "--limit", "1", "--samples", "0")
@@ -126,6 +128,7 @@ def test_a_damaged_version_gives_way_to_the_one_before(folder: Path):
     assert len(figures["refused"]) == 1 and "checkpoints/3 is damaged" in figures["refused"][0]
 
 
+@pytest.mark.slow
 def test_a_version_pruned_while_it_is_read_gives_way_to_the_next(folder: Path, monkeypatch):
     newer = folder / "checkpoints" / "3"
     newer.rename(folder / "aside")
@@ -142,6 +145,7 @@ def test_a_version_pruned_while_it_is_read_gives_way_to_the_next(folder: Path, m
     assert (figures["version"], figures["refused"]) == (3, [])
 
 
+@pytest.mark.slow
 def test_a_run_without_a_version_or_with_none_left(folder: Path):
     manifest = folder / "checkpoints" / "2" / "manifest.json"
     manifest.write_text("{")
@@ -152,12 +156,14 @@ def test_a_run_without_a_version_or_with_none_left(folder: Path):
     assert "has no committed version yet; its first checkpoint comes after step 2" in message
 
 
+@pytest.mark.slow
 def test_what_hosts_decode_with_is_what_is_evaluated(folder: Path):
     """bfloat16 on the wire: the digest is of the cast parameters."""
     figures = asked(str(folder), "weights.wire_dtype=bfloat16", "--limit", "2", "--samples", "0")
     assert figures["version"] == 3 and figures["digest"] != read_rows(folder)[-1]["params_digest"]
 
 
+@pytest.mark.slow
 def test_the_newer_of_checkpoint_and_published_version_is_taken(folder: Path):
     """As the Orbax ParamStore leaves them in weights/; a damaged one gives way to the checkpoint."""
     parts = assemble(load_config(folder / "config.yaml"))
@@ -175,6 +181,7 @@ def test_the_newer_of_checkpoint_and_published_version_is_taken(folder: Path):
     assert "weights/5 is damaged" in figures["refused"][0]
 
 
+@pytest.mark.slow
 def test_a_task_of_another_tokenizer_is_refused(folder: Path):
     assert "trained with a CharTokenizer of 19" in refused(str(folder), "tasks.countdown.letters=8")
 

@@ -28,7 +28,8 @@ CRITIC = [
 LORA = ["model.lora.rank=2", "model.quantize=nf4", "weights.backend=orbax", "algorithm.kl.coef=0.05"]
 """Codes, adapters alone trained, and a reference that shares the codes."""
 
-CLI = [sys.executable, "-m", "areal_jax.cli.main"]
+CLI = ["env", "--default-signal=INT", sys.executable, "-m", "areal_jax.cli.main"]
+"""Ctrl-C reaches a child also where this process was started with interrupts ignored."""
 
 
 def rows_of(folder: Path) -> list[dict]:
@@ -38,14 +39,7 @@ def rows_of(folder: Path) -> list[dict]:
 
 def begin(folder: Path, *words: str) -> subprocess.Popen:
     words = (*WORDS, f"run.dir={folder}", "observe.live=false", *words)
-    return subprocess.Popen(
-        [*CLI, "run", str(RECIPE), *words], stdout=subprocess.DEVNULL, env=env(), preexec_fn=interruptible
-    )
-
-
-def interruptible() -> None:
-    """Ctrl-C reaches the child, also where this process was started with interrupts ignored."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen([*CLI, "run", str(RECIPE), *words], stdout=subprocess.DEVNULL, env=env())
 
 
 def env() -> dict[str, str]:

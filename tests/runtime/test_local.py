@@ -207,6 +207,7 @@ def test_a_reward_that_hangs_times_out_and_costs_only_its_group(tmp_path):
     assert len(rows) == 2
 
 
+@pytest.mark.slow
 def test_truncated_sampling_trains_on_the_distribution_it_sampled_from(tmp_path):
     """On fresh weights the recomputed log-prob is the recorded one, at any temperature and support."""
     config = small(
