@@ -149,8 +149,9 @@ def sample(*, slots: int = 16, vocabulary: int = 49_152, repeats: int = 20) -> d
     cuts = {"plain": (0, 1.0, 0.0, 0), "top_p": (0, 0.9, 0.0, 0), "top_k_256": (256, 0.9, 0.05, 256)}
 
     def drawn(top_k: int, top_p: float, min_p: float, support: int) -> Callable[..., Any]:
-        settings = jnp.full(slots, top_k), top_p * ones, min_p * ones
-        return jax.jit(lambda z, u: draw(z, u, ones, *settings, support))
+        settings = jnp.full(slots, top_k), top_p * ones, min_p * ones  # not constants of the program
+        run = jax.jit(lambda z, u, t, k, p, m: draw(z, u, t, k, p, m, support))
+        return lambda z, u: run(z, u, ones, *settings)
 
     def both(z: jax.Array, u: jax.Array) -> Any:
         chosen = draw(z, u, ones, tokens, ones, 0 * ones, 0)[0]
