@@ -222,10 +222,6 @@ class Admission:
             del self.live[slot]
         return state
 
-    def fits(self, kv: Prefix) -> bool:
-        """Whether the KV lies in pages as this engine's do."""
-        return self._engine.is_own(kv)
-
     # --- ends ----------------------------------------------------------------------------------------------
 
     def end_at_text(self, slot: int, before: int) -> bool:
@@ -245,16 +241,3 @@ class Admission:
                 self._records.filled[slot] = now
                 return True
         return False
-
-    def stop_reason(self, slot: int, work: Work) -> str:
-        """stop: by a stop token or a stop text; length otherwise."""
-        last = int(self._records.tokens[slot, self._records.filled[slot] - 1])
-        if last in work.stops:
-            return "stop"
-        ended = work.sampling.stop and self._ends_in_text(slot, work)
-        return "stop" if ended else "length"
-
-    def _ends_in_text(self, slot: int, work: Work) -> bool:
-        own = self._records.tokens[slot, len(work.prompt) : self._records.filled[slot]]
-        said = self._engine.get_tokenizer().decode(own.tolist())
-        return any(text in said for text in work.sampling.stop)

@@ -320,7 +320,7 @@ class Host:
                 f"its KV is of version {work.version} ({work.digest}), and {self.name} holds {held}; move it "
                 "to a host of the same version, or start it again"
             )
-        if not self._admission.fits(work.so_far.kv):
+        if not self._engine.is_own(work.so_far.kv):
             return f"its KV lies in other pages than those of {self.name}; give both the same generation.*"
         return ""
 
@@ -359,19 +359,18 @@ class Host:
     def _advance(self, slot: int, before: int, is_live: bool) -> None:
         """Tell of a slot's new tokens, and of its sample's end if this was it."""
         work = self._live[slot]
-        if self._admission.end_at_text(slot, before) and is_live:
+        is_stopped = self._admission.end_at_text(slot, before)
+        if is_stopped and is_live:
             self._state = self._engine.free_resource(slot, self._state)
-            is_live = False
         if self._on_tokens is not None and self._records.filled[slot] > before:
             self._on_tokens(work.sample, self._records.since(slot, before))
-        if is_live:
+        if is_live and not is_stopped:
             return
         del self._live[slot]
-        reason = self._admission.stop_reason(slot, work)
+        is_stopped |= self._records.last(slot) in work.stops
+        reason = "stop" if is_stopped else "length"
         trajectory = self._records.trajectory(slot, work, reason, self._on_update)
-        finished = SampleFinished(
-            work.sample, self.name, trajectory.spans, trajectory.stop_reason, work.interruptions
-        )
+        finished = SampleFinished(work.sample, self.name, trajectory.spans, reason, work.interruptions)
         self._emit(finished, trajectory)
 
     def _count(self) -> Statistics:

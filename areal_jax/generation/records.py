@@ -44,6 +44,10 @@ class Records:
             self.support[slots, at] = results.support[slots, steps]
         self.filled += valid.sum(axis=1)
 
+    def last(self, slot: int) -> int:
+        """The newest token."""
+        return int(self.tokens[slot, self.filled[slot] - 1])
+
     def since(self, slot: int, start: int) -> Tokens:
         """The tokens from place `start` on, all of one decode call."""
         own = slice(start, int(self.filled[slot]))

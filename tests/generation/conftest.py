@@ -19,6 +19,7 @@ from areal_jax.models.model import Model
 from areal_jax.tasks.tokenizers import CharTokenizer
 from areal_jax.types import Trajectory, VersionedParams
 from areal_jax.weights.digest import digest
+from areal_jax.weights.memory import MemoryStore
 
 LENGTH, SLOTS, STEPS, SUPPORT = 32, 5, 2, 6
 
@@ -51,6 +52,14 @@ def versions(model: Model, engine: Engine) -> Callable[[int], VersionedParams]:
         return VersionedParams(version, jax.device_put(params, engine.param_shardings), digest(params))
 
     return make
+
+
+@pytest.fixture
+def store(engine: Engine, versions: Callable[[int], VersionedParams]) -> MemoryStore:
+    """It holds version 0."""
+    store = MemoryStore(engine.canary)
+    store.publish(versions(0))
+    return store
 
 
 @pytest.fixture(scope="session")

@@ -21,13 +21,6 @@ PROMPT = (5, 9, 2, 14, 3)
 
 
 @pytest.fixture
-def store(engine, versions) -> MemoryStore:
-    store = MemoryStore(engine.canary)
-    store.publish(versions(0))
-    return store
-
-
-@pytest.fixture
 def counted(engine, monkeypatch) -> dict[str, int]:
     """Calls of the engine's programs."""
     calls = {"end_prefill": 0, "generate": 0, "recompute": 0}

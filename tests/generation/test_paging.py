@@ -21,13 +21,6 @@ def narrow(model):
     return make_engine(model, kv_tokens=2 * LENGTH)
 
 
-@pytest.fixture
-def store(engine, versions) -> MemoryStore:
-    store = MemoryStore(engine.canary)
-    store.publish(versions(0))
-    return store
-
-
 def finish(host) -> list[Statistics]:
     seen = []
     host.take_commands()
@@ -224,7 +217,7 @@ def test_a_sample_is_a_function_of_its_version_spans_whatever_the_host_was_doing
     store.publish(versions(0))
     host = make_host(narrow, store, heard)
     asked: dict[SampleId, Sampling] = {}
-    evictions = step = 0
+    step = 0
     while step < 40 or host.has_work:
         if step < 40 and numbers.random() < 0.35:
             prompt = tuple(numbers.integers(2, 17, numbers.integers(1, 20)).tolist())
@@ -243,8 +236,7 @@ def test_a_sample_is_a_function_of_its_version_spans_whatever_the_host_was_doing
         if host.has_work:
             host.step()
         step += 1
-    evictions = host.statistics().evictions
-    assert evictions > 0 and host.statistics().interruptions > 3
+    assert host.statistics().evictions > 0 and host.statistics().interruptions > 3
     chosen = [heard.done[sample] for sample in sorted(heard.done)][:: max(1, len(heard.done) // 12)]
     assert len(chosen) >= 10 and max(len(t.spans) for t in chosen) > 1
     for trajectory in chosen:

@@ -15,13 +15,6 @@ from tests.generation.decoding import Asked, Heard, decode, make_host, start
 PROMPT = (5, 9, 2, 14, 3)
 
 
-@pytest.fixture
-def store(engine, versions) -> MemoryStore:
-    store = MemoryStore(engine.canary)
-    store.publish(versions(0))
-    return store
-
-
 def gap(trajectory, dense, versions) -> float:
     """Largest distance of a recorded log-prob from a dense forward under that token's version."""
     return max(
