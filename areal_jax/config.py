@@ -189,7 +189,7 @@ def resolved(config: Config) -> dict[str, Any]:
     if config.control.max_staleness is None:
         tree["control"]["max_staleness"] = config.max_staleness
     tree["generation"]["on_update"] = config.on_update
-    tree["generation"]["page_tokens"] = config.generation.page_tokens or config.generation.length
+    tree["generation"]["page_tokens"] = config.generation.tokens_per_page
     tree["trainer"]["length"] = config.row_length
     tree["run"]["dir"] = str(config.run.folder)
     return tree

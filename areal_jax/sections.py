@@ -195,7 +195,7 @@ class GenerationConfig(Section):
     decode_steps: int = Field(default=4, ge=1)
     """Tokens decoded a jitted call; weights change between calls."""
     page_tokens: int | None = Field(default=None, ge=1)
-    """KV tokens a page holds; generation.length (one page a slot) unless given."""
+    """KV tokens a page holds; the largest divisor of generation.length up to 64 unless given."""
     kv_tokens: int | None = Field(default=None, ge=2)
     """Tokens whose KV a host has room for, all slots together; slots * length unless given. With fewer, and
     small pages, more slots fit: where room runs out the youngest sample waits with its KV in host memory.
@@ -212,6 +212,18 @@ class GenerationConfig(Section):
     (pinned), or end them first and start nobody meanwhile (drain). By strategy unless given: interruptible
     recomputes, keep and pinned do as they say, sync and one_step drain.
     """
+
+    @property
+    def tokens_per_page(self) -> int:
+        """`page_tokens` with what an open one stands for; one page a slot where the length has no such divisor.
+
+        Attention visits whole pages, 64 tokens at once: larger ones are read beyond a sample's last token,
+        pages of a few tokens cost more to find than to read.
+        """
+        if self.page_tokens is not None:
+            return self.page_tokens
+        fitting = max(size for size in range(1, 65) if self.length % size == 0)
+        return fitting if fitting >= 8 else self.length
 
     @property
     def sampling(self) -> Sampling:

@@ -127,7 +127,7 @@ def make_engine(
         slots=g.slots,
         length=g.length,
         decode_steps=g.decode_steps,
-        page_tokens=g.page_tokens,
+        page_tokens=g.tokens_per_page,
         kv_tokens=g.kv_tokens,
         kv_dtype=g.kv_dtype,
         prefill_chunk=g.prefill_chunk,

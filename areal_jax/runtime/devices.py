@@ -123,7 +123,7 @@ def memory_table(
         sets = config.parameter_sets
         what = "and the next ones" if sets == 2 else f"of up to {sets} versions"
         rows.append(("each host", f"serving weights, {what}, {dtype}", sets * wire // host_shards))
-    page = g.page_tokens or g.length
+    page = g.tokens_per_page
     room = g.kv_tokens or g.slots * g.length
     kv_dtype = pages_dtype(c.dtype, jax.devices()[0].platform) if g.kv_dtype == "auto" else g.kv_dtype
     abstract = jax.eval_shape(lambda: model.kv_pages(room // page, page, kv_dtype))

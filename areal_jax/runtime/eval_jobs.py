@@ -40,9 +40,6 @@ DEFAULTS: dict[str, Any] = {
 }
 """What a model is evaluated with; a run is evaluated with its own config."""
 
-PAGE_TOKENS = 128
-"""Attention reads whole pages, so a page as long as the longest sample would read mostly emptiness."""
-
 NICE = 19
 """The lowest priority: what an evaluation beside a run in progress gives itself."""
 
@@ -72,7 +69,7 @@ def eval_model_or_run(
 def _eval_model(
     name: str, words: Sequence[str], limit: int | None, samples: int, progress: Progress
 ) -> dict[str, Any]:
-    config = with_pages(load_config(DEFAULTS, *words, {"model": model_section(name)}))  # whatever they say
+    config = load_config(DEFAULTS, *words, {"model": model_section(name)})  # whatever they say
     settings = _settings(config, limit, samples)
     tasks, splits = _held_out(config.tasks)
     use_compilation_cache()
@@ -130,20 +127,8 @@ def _base_of(config: Config) -> dict[str, Any]:
         for name, settings in tree["tasks"].items()
     }
     tree["trainer"]["length"] = None
-    if config.generation.page_tokens == config.generation.length:
-        tree["generation"]["page_tokens"] = None
+    tree["generation"]["page_tokens"] = None
     return tree
-
-
-def with_pages(config: Config) -> Config:
-    """Pages of about PAGE_TOKENS unless given: the largest divisor of generation.length up to that."""
-    g = config.generation
-    if g.page_tokens is not None:
-        return config
-    pages = max(size for size in range(1, PAGE_TOKENS + 1) if g.length % size == 0)
-    if pages < PAGE_TOKENS // 8:
-        pages = g.length
-    return load_config(config.model_dump(mode="json"), {"generation": {"page_tokens": pages}})
 
 
 def _settings(config: Config, limit: int | None, samples: int) -> EvalSettings:

@@ -34,7 +34,7 @@ from areal_jax.models.model import Model
 from areal_jax.parallel.mesh import make_mesh
 from areal_jax.runtime.assembly import make_engine
 from areal_jax.runtime.devices import use_virtual_cpus
-from areal_jax.runtime.eval_jobs import DEFAULTS, as_served, model_section, with_pages
+from areal_jax.runtime.eval_jobs import DEFAULTS, as_served, model_section
 from areal_jax.runtime.jobs import use_compilation_cache
 from areal_jax.runtime.sources import MODEL_CONFIG, open_source
 from areal_jax.types import ArealError, Sampling, VersionedParams
@@ -280,7 +280,7 @@ def _listening(host: str, port: int) -> socket.socket:
 def make_server(name: str, words: Sequence[str], settings: ServeSettings) -> Server:
     """The server of a model, every program compiled. Raises ArealError."""
     require_secret(settings.host, settings.secret)
-    config = with_pages(load_config(SERVE_DEFAULTS, *words, {"model": model_section(name)}))
+    config = load_config(SERVE_DEFAULTS, *words, {"model": model_section(name)})
     use_compilation_cache()
     source = open_source(config, {})
     model = source.model.base

@@ -29,7 +29,7 @@ from tests.runtime.small import small
 TINY = (
     "model.overrides={width: 16, heads: 2, kv_heads: 2, head_dim: 8, mlp_width: 32}",
     "generation.length=24", "generation.max_tokens=18", "generation.slots=4", "generation.decode_steps=2",
-    "generation.prefill_chunk=8", "generation.page_tokens=24",
+    "generation.prefill_chunk=8",
 )  # fmt: skip
 """The sizes of `small`, so that programs are compiled once."""
 
@@ -199,7 +199,6 @@ def test_the_runs_split_is_not_the_evaluations(tmp_path: Path):
 @pytest.mark.slow
 def test_a_shape_with_random_parameters_on_the_held_out_split():
     words = ("tiny", "tasks=[arithmetic,countdown]", "model.tokenizer=byte", *TINY, "generation.length=80")
-    words = (*words, "generation.page_tokens=40")
     figures = asked(*words, "--limit", "4", "--samples", "1")
     assert {name: task["split"] for name, task in figures["tasks"].items()} == {
         "arithmetic": "test", "countdown": None,
@@ -235,14 +234,6 @@ def test_a_table_for_people():
 )
 def test_what_cannot_be_evaluated_is_refused_by_name(words, says):
     assert says in refused(*words)
-
-
-def test_defaults_give_pages_that_divide_the_length():
-    for length, pages in ((1024, 128), (300, 100), (509, 509), (64, 64)):
-        config = eval_jobs.load_config(f"generation.length={length}", "generation.max_tokens=8")
-        assert eval_jobs.with_pages(config).generation.page_tokens == pages
-    kept = eval_jobs.load_config("generation.length=64", "generation.page_tokens=16")
-    assert eval_jobs.with_pages(kept).generation.page_tokens == 16
 
 
 # --- evals.jsonl --------------------------------------------------------------------------------------------
