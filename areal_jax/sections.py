@@ -215,7 +215,7 @@ class GenerationConfig(Section):
 
     @property
     def tokens_per_page(self) -> int:
-        """`page_tokens` with what an open one stands for; one page a slot where the length has no such divisor.
+        """`page_tokens`, or what an open one stands for: one page a slot where there is no such divisor.
 
         Attention visits whole pages, 64 tokens at once: larger ones are read beyond a sample's last token,
         pages of a few tokens cost more to find than to read.

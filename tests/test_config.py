@@ -54,7 +54,9 @@ def test_unbounded_staleness_needs_a_bound_on_what_is_in_flight_and_survives_the
         load_config(*words, "control.max_token_age=3")
 
 
-@pytest.mark.parametrize(("length", "tokens"), [(1024, 64), (384, 64), (300, 60), (136, 34), (32, 32), (509, 509)])
+@pytest.mark.parametrize(
+    ("length", "tokens"), [(1024, 64), (384, 64), (300, 60), (136, 34), (32, 32), (509, 509)]
+)
 def test_a_page_is_the_largest_divisor_of_the_length_that_attention_visits_at_once(length: int, tokens: int):
     words = (f"generation.length={length}", "generation.max_tokens=8", f"trainer.length={length}")
     assert resolved(load_config(*words))["generation"]["page_tokens"] == tokens

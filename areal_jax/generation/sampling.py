@@ -1,9 +1,9 @@
 """Choosing a token without sorting the vocabulary, from counted randomness.
 
-Truncation thresholds (top-k, top-p) are found by bisection over the ordered bits of float32: 32 passes,
-exact; where a support is kept, in the list of its likeliest ids. The draw is an inverse CDF in two levels
-with a uniform each, so that a float32 cumulative sum never runs over the whole vocabulary. Symbols: N slots,
-V vocabulary, K ids of a support.
+Truncation thresholds (top-k, top-p) are found by bisection over the ordered bits of float32 until one id is
+left to decide; where a support is kept, in the list of its likeliest ids. The draw is an inverse CDF in two
+levels with a uniform each, so that a float32 cumulative sum never runs over the whole vocabulary. Symbols: N
+slots, V vocabulary, K ids of a support.
 """
 
 from __future__ import annotations
@@ -68,8 +68,10 @@ def draw(
     is_cut = (top_k > 0) | (top_p < 1.0) | (min_p > 0.0)
     if not support_size:
         k = jnp.where(top_k > 0, top_k, z.shape[-1])
-        z = jax.lax.cond(is_cut.any(), lambda z: _truncate(z, k, top_p, min_p), lambda z: z, z)
-        return jnp.where(temperature > 0, _inverse_cdf(z, randoms), _likeliest(z)), None
+        none = jnp.full(len(z), -jnp.inf)
+        least = jax.lax.cond(is_cut.any(), lambda z: _least_kept(z, k, top_p, min_p), lambda z: none, z)
+        kept = jnp.where(z < least[:, None], -jnp.inf, z)
+        return jnp.where(temperature > 0, _inverse_cdf(kept, randoms), _likeliest(z)), None
 
     def of_support(z: Array) -> tuple[Array, Array]:
         k = jnp.where(top_k > 0, jnp.minimum(top_k, support_size), support_size)
@@ -131,41 +133,94 @@ def _truncated_support(
     return jnp.where(kept & (weights >= min_p[:, None]), values, -jnp.inf), ids
 
 
-def _truncate(
+def _least_kept(
     z: Float[Array, "N V"], top_k: Int[Array, " N"], top_p: Float[Array, " N"], min_p: Float[Array, " N"]
-) -> Float[Array, "N V"]:
-    """`z` with -inf for the ids that are cut. A bisection that no slot asks for is not made."""
-    order = _ordered_bits(z)
+) -> Float[Array, " N"]:
+    """The least of the `z` that are kept. A bisection that no slot asks for is not made."""
 
     def by_count(z: Array) -> Array:
-        at_least = _largest(lambda bound: (order >= bound).sum(-1) >= top_k, len(z))
-        return jnp.where(order >= at_least[:, None], z, -jnp.inf)
+        order = _ordered_bits(z)
+        all_ids, lowest = jnp.full_like(top_k, z.shape[-1]), jnp.zeros_like(top_k, jnp.uint32)
+        bound = _bisected(
+            lambda bound: (order >= bound).sum(-1),
+            top_k,
+            (lowest, ~lowest),
+            all_ids,
+            lambda _, between: between == 1,
+        )
+        return jnp.where(order >= bound[:, None], z, -jnp.inf)
 
-    def by_mass(z: Array) -> Array:
-        at_least = _largest(lambda bound: jnp.where(order >= bound, p, 0.0).sum(-1) >= top_p, len(z))
-        return jnp.where((order >= at_least[:, None]) | (top_p >= 1.0)[:, None], z, -jnp.inf)
+    def by_mass(weights: Array) -> Array:
+        total = weights.sum(-1)
+
+        def is_one(
+            bound: Array, between: Array
+        ) -> Array:  # of at least the bound's weight, if sums resolve it
+            return (between < 1.5 * _float(bound)) & (_float(bound) > 3e-5 * total)
+
+        # All ids of less than `low` together have less than 1 - top_p; halved, since sums are rounded.
+        low = jnp.where(top_p < 1.0, (1 - top_p) * total / weights.shape[-1] / 2, 1.0)
+        bounds = _bits(low), _bits(jnp.ones_like(total)) + 1
+        bound = _bisected(
+            lambda bound: jnp.where(weights >= _float(bound), weights, 0.0).sum(-1),
+            top_p * total,
+            bounds,
+            total,
+            is_one,
+        )
+        return jnp.where(top_p < 1.0, _float(bound), 0.0)
 
     z = jax.lax.cond((top_k < z.shape[-1]).any(), by_count, lambda z: z, z)
-    p = jax.nn.softmax(z, axis=-1)
-    z = jax.lax.cond((top_p < 1.0).any(), by_mass, lambda z: z, z)
-    return jnp.where(p >= min_p[:, None] * p.max(-1, keepdims=True), z, -jnp.inf)
+    weights = jnp.exp(z - z.max(-1, keepdims=True))
+    none = jnp.zeros_like(top_p)
+    bound = jax.lax.cond((top_p < 1.0).any(), by_mass, lambda weights: none, weights)
+    return jnp.where(weights >= jnp.maximum(bound, min_p)[:, None], z, jnp.inf).min(-1)
 
 
 def _ordered_bits(z: Float[Array, "N V"]) -> UInt32[Array, "N V"]:
     """float32 as uint32 in the same order."""
-    z = jnp.where(z == 0, 0.0, z)  # -0 equals 0
-    bits = jax.lax.bitcast_convert_type(z.astype(jnp.float32), jnp.uint32)
+    bits = _bits(jnp.where(z == 0, 0.0, z))  # -0 equals 0
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
-def _largest(holds: Callable[[Array], Bool[Array, " N"]], slots: int) -> UInt32[Array, " N"]:
-    """The largest uint32 for which the falling predicate `holds`, a slot; 0 where it holds for none."""
+def _bits(x: Float[Array, "*n"]) -> UInt32[Array, "*n"]:
+    return jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
 
-    def one_bit(i: Array, found: Array) -> Array:
-        tried = found | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
-        return jnp.where(holds(tried[:, None]), tried, found)
 
-    return jax.lax.fori_loop(0, 32, one_bit, jnp.zeros(slots, jnp.uint32))
+def _float(bits: UInt32[Array, "*n"]) -> Float[Array, "*n"]:
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _bisected(
+    amount: Callable[[UInt32[Array, "N 1"]], Array],
+    wanted: Array,
+    bounds: tuple[UInt32[Array, " N"], UInt32[Array, " N"]],
+    most: Array,
+    is_one: Callable[[Array, Array], Bool[Array, " N"]],
+) -> UInt32[Array, " N"]:
+    """A bound, a slot, from which on there is the `wanted` amount, and not without the least thing above it.
+
+    `amount` falls with the bound: at most `most` at the first of `bounds`, which has enough, and 0 at the
+    second. `is_one(bound, amount between two bounds)`: whether there is one thing between.
+    """
+
+    def halved(state: tuple[Array, ...]) -> tuple[Array, ...]:
+        low, beyond, at_low, at_beyond = state
+        tried = low + (beyond - low) // 2
+        there = amount(tried[:, None])
+        is_enough = there >= wanted
+        return (
+            jnp.where(is_enough, tried, low),
+            jnp.where(is_enough, beyond, tried),
+            jnp.where(is_enough, there, at_low),
+            jnp.where(is_enough, at_beyond, there),
+        )
+
+    def is_open(state: tuple[Array, ...]) -> Array:
+        low, beyond, at_low, at_beyond = state
+        return ((beyond - low > 1) & ~is_one(low, at_low - at_beyond)).any()
+
+    return jax.lax.while_loop(is_open, halved, (*bounds, most, jnp.zeros_like(most)))[0]
 
 
 def _inverse_cdf(z: Float[Array, "N V"], randoms: Float[Array, "N 2"]) -> Int[Array, " N"]:

@@ -131,6 +131,8 @@ class PackedAttention(struct.PyTreeNode):
             return self.kernel(q.astype(k.dtype), k, v, self.segment_ids).astype(jnp.float32), None
         rows, length, heads, head_dim = q.shape
         kv_heads = k.shape[2]
+        if jax.default_backend() == "cpu":  # whose products want float32, over pages too
+            k, v = k.astype(jnp.float32), v.astype(jnp.float32)
         grouped = q.reshape(rows, length, kv_heads, heads // kv_heads, head_dim)
         block = CPU_BLOCK if jax.default_backend() == "cpu" else BLOCK
         out = blockwise_attention(grouped, k, v, self.segment_ids, self.context_ids, block)

@@ -71,7 +71,7 @@ class ModelConfig:
     numerics: str = "bounded"  # bounded | exact
     """exact: generator and trainer compute log-probs equal in every bit (`models.exact`)."""
     params_dtype: str = "float32"
-    """exact: what parameters are published in, and so rounded to wherever they are read."""
+    """What parameters are published in, and so rounded to wherever they are read."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "layers", "width", "heads", "kv_heads", "head_dim", "mlp_width"):

@@ -123,7 +123,7 @@ class Model:
         remat: Remat = "none",
         rows: NamedSharding | None = None,
     ) -> tuple[Float[Array, "B T D"], Any]:
-        params, apart = self._as_read(params), ()
+        apart = ()
         if isinstance(params["blocks"], tuple):
             apart = params["blocks"]
             params = {name: params[name] for name in self.abstract_params} | {"blocks": apart[0]}
@@ -143,13 +143,7 @@ class Model:
 
     def head_weight(self, params: Params) -> Array:
         """The LM head's parameters: the embedding (V, D) where it is tied, else (D, V)."""
-        return self._as_read(params["head" if "head" in params else "embedding"])
-
-    def _as_read(self, params: Params) -> Params:
-        """Exact numerics: what hosts read of parameters that are published in fewer bits."""
-        c = self.config
-        is_lossy = c.numerics == "exact" and c.params_dtype != "float32"
-        return as_published(params, c.params_dtype) if is_lossy else params
+        return as_published(params["head" if "head" in params else "embedding"], self.config.params_dtype)
 
     def in_rows(self, f: Callable[..., Any]) -> Callable[..., Any]:
         """`f`, whose results' rows come from its arguments' rows, in the numerics of the model.

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 from areal_jax.models.attention import Attention
 from areal_jax.models.blockwise import KEPT
 from areal_jax.models.config import ModelConfig
-from areal_jax.models.exact import as_attended, is_exact, rows_of, with_matrices_in
+from areal_jax.models.exact import as_attended, as_published, is_exact, rows_of, with_matrices_in
 from areal_jax.models.quantize import dequantized, inputs_of, shapes
 from areal_jax.models.rope import inverse_frequencies
 
@@ -273,6 +273,7 @@ class Transformer(nnx.Module):
         parameters one by one, where they are not stacked; there is no scan then.
         """
         graph, layers = nnx.split(self.blocks)
+        read = self.config.params_dtype
 
         def layer_by(attend: Attention, fixed: tuple, inputs: tuple) -> tuple[Array, Any]:
             (index, positions), (params, x, cache) = fixed, inputs
@@ -282,6 +283,7 @@ class Transformer(nnx.Module):
 
         def one_layer(carry: tuple[Array, Any], layer: tuple[Any, Any]) -> tuple[tuple[Array, Any], None]:
             index, params = layer
+            params = as_published(params, read)
             x, cache = as_attended(layer_by, attend, (index, positions), (params, *carry))
             return (placed(x), cache), None
 
@@ -292,14 +294,14 @@ class Transformer(nnx.Module):
         def placed(x: Array) -> Array:
             return x if rows is None else jax.lax.with_sharding_constraint(x, rows)
 
-        x = placed(self.embedding[...][tokens].astype(jnp.float32))
+        x = placed(as_published(self.embedding[...][tokens].astype(jnp.float32), read))
         if apart:
             for index, params in enumerate(apart):
                 (x, cache), _ = one_layer((x, cache), (index, params))
         else:
             body = one_layer if is_exact(attend) else rematerialised(one_layer, remat)
             (x, cache), _ = jax.lax.scan(body, (x, cache), (jnp.arange(self.config.layers), layers))
-        return as_attended(last_norm, attend, None, (x, self.norm[...])), cache
+        return as_attended(last_norm, attend, None, (x, as_published(self.norm[...], read))), cache
 
 
 def head_logits(

@@ -21,7 +21,7 @@ from areal_jax.config import Config, load_config
 from areal_jax.models.config import Lora, ModelConfig, model_config
 from areal_jax.models.model import Model, Params
 from areal_jax.runtime.committed import committed_params
-from areal_jax.sections import ModelSettings
+from areal_jax.sections import ModelSettings, WeightsConfig
 from areal_jax.tasks.source import WeightedTask, load_tasks
 from areal_jax.tasks.tokenizers import ByteTokenizer, Tokenizer
 from areal_jax.types import ArealError
@@ -69,8 +69,12 @@ def open_teacher(config: Config, tasks: Mapping[str, WeightedTask], student: Mod
         raise ArealError(f"algorithm.teacher={name} has nothing to teach; name a trained model")
     settings = ModelSettings(source=name, dtype=config.model.dtype)
     try:
-        trainer = config.trainer.model_copy(update={"numerics": "bounded"})  # its log-probs meet no host's
-        teacher = open_source(config.model_copy(update={"model": settings, "trainer": trainer}), tasks)
+        # It is not published, and its log-probs meet no host's.
+        own = {
+            "trainer": config.trainer.model_copy(update={"numerics": "bounded"}),
+            "weights": WeightsConfig(),
+        }
+        teacher = open_source(config.model_copy(update={"model": settings} | own), tasks)
     except ArealError as error:
         raise ArealError(f"algorithm.teacher={name}: {error}") from None
     if problem := _other_ids(student.tokenizer, teacher.model.tokenizer):
@@ -118,15 +122,15 @@ def _random(config: Config, tasks: Mapping[str, WeightedTask]) -> Source:
 
 def _held(sizes: ModelConfig, config: Config) -> ModelConfig:
     """These sizes with the dtype, adapters, quantisation and numerics of the config."""
-    m, numerics = config.model, config.trainer.numerics
+    m = config.model
     lora = Lora(m.lora.rank, m.lora.alpha, m.lora.targets) if m.lora.rank else None
     return dataclasses.replace(
         sizes,
         dtype=m.dtype,
         lora=lora,
         quantize=m.quantize,
-        numerics=numerics,
-        params_dtype=config.weights.wire_dtype if numerics == "exact" else "float32",
+        numerics=config.trainer.numerics,
+        params_dtype=config.weights.wire_dtype,
     )
 
 

@@ -34,7 +34,8 @@ class Critic:
         """The policy's model without its LM head; None where the policy's own trunk is used."""
         if self.kind == "shared":
             return None
-        return Model(dataclasses.replace(self.policy.config, is_tied=True), self.policy.tokenizer)
+        sizes = dataclasses.replace(self.policy.config, is_tied=True, params_dtype="float32")
+        return Model(sizes, self.policy.tokenizer)
 
     @property
     def parameter_count(self) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -76,6 +78,16 @@ def test_packed_segments_are_the_reference_each(model: Model, params: Any):
         want = reference.logits(model.config, params, tokens[where])
         assert np.abs(want).max() > 1
         np.testing.assert_allclose(got[where], want, rtol=0, atol=1e-5)
+
+
+def test_parameters_are_read_as_they_are_published(model: Model, params: Any):
+    """Every one of them: with norms in more bits the trainer would have another policy than its hosts."""
+    sent = Model(dataclasses.replace(model.config, params_dtype="bfloat16"), model.tokenizer)
+    rounded = jax.tree.map(lambda leaf: leaf.astype(ml_dtypes.bfloat16).astype(np.float32), params)
+    args = TOKENS[None], np.arange(LENGTH)[None], np.ones((1, LENGTH), np.int32)
+    read = packed(sent, params, *args)
+    np.testing.assert_allclose(read, packed(model, rounded, *args), rtol=0, atol=1e-6)
+    assert np.abs(read - packed(model, params, *args)).max() > 1e-3
 
 
 @pytest.mark.parametrize("remat", ["layer", "dots"])

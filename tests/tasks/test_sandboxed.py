@@ -66,12 +66,12 @@ def look(word):
         except OSError: pass
     return any(word in text for text in texts)
 def secret(code): return look("".join(map(chr, code)))
-early = secret([51, 49, 51, 51, 55])
+early = secret([51, 49, 51, 51, 55] * 4)
 KNOWN = "needle"
 """
     tests = [
         {"code": "assert early is False, early"},
-        {"code": "assert secret([51, 49, 51, 51, 55]) is False, 31337"},
+        {"code": "assert secret([51, 49, 51, 51, 55] * 4) is False, 31337313373133731337"},
         {"code": "assert secret([110, 101, 101, 100, 108, 101]), 'it does look'"},
     ]
     assert verdicts(run_tests(source, tests, Limits(seconds=20))) == [{}, {}, {}]
