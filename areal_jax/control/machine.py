@@ -117,6 +117,10 @@ class ControlPlane:
         """Would this sample's end be taken now? If not, its payload must not replace the one in store."""
         return self._state.awaits(sample, host)
 
+    def awaits_reward(self, ordinal: int, attempt: int) -> bool:
+        """Would this group's reward be taken now?"""
+        return self._state.is_scoring(ordinal, attempt)
+
     def waits(self) -> tuple[str, ...]:
         """Who waits for whom, one sentence each: what a driver prints when a deadline passes."""
         return who_waits(self._state, self._rules.batch_size)
@@ -242,10 +246,10 @@ class ControlPlane:
         return ()
 
     def _version_reissued(self, event: e.VersionReissued) -> Iterable[Action]:
-        if event.version <= self._state.version:  # else it was never committed: nobody saw the old bits
+        s = self._state
+        if event.version <= s.version:  # else it was never committed: nobody saw the old bits
             self._require_digest(event.version, event.old, "reissued")
-            if event.version in self._state.digests:
-                self._state.digests[event.version] = event.new
+            s.digests |= {event.version: event.new} if event.version in s.digests else {}
         return ()
 
     def _checkpoint_committed(self, event: e.CheckpointCommitted) -> Iterable[Action]:
@@ -326,7 +330,7 @@ class ControlPlane:
         s, asked = self._state, self._strategy.min_version(self._progress)
         first = asked if group.min_version < 0 else group.min_version
         s.groups[group.ordinal] = replace(group, stage="decoding", host=host, min_version=first)
-        self._state.unload(host, -len(group.unfinished))
+        s.unload(host, -len(group.unfinished))
         return e.Dispatch(group.unfinished, host, asked)
 
     # --- ways out of the usual path -------------------------------------------------------------------------
@@ -339,10 +343,10 @@ class ControlPlane:
 
     def _reissue(self, group: GroupState, reason: str) -> Iterator[Action]:
         """Start a group again on purpose: a new attempt draws anew. Not a drop, so nothing is refunded."""
-        yield e.Reissue(group.ordinal, group.attempt + 1, reason)
+        attempt, nobody = group.attempt + 1, (None,) * self._rules.group_size
+        yield e.Reissue(group.ordinal, attempt, reason)
         yield from self._withdraw(group)
-        fresh = GroupState(group.ordinal, (None,) * self._rules.group_size, attempt=group.attempt + 1)
-        self._state.wait(replace(fresh, failures=group.failures))
+        self._state.wait(GroupState(group.ordinal, nobody, attempt=attempt, failures=group.failures))
 
     def _drop(self, ordinal: int, reason: str) -> Iterator[Action]:
         """A group leaves for good. Here alone `dropped` grows, so every drop refunds exactly once."""
@@ -352,11 +356,7 @@ class ControlPlane:
         yield from self._withdraw(s.groups.pop(ordinal))
 
     def _withdraw(self, group: GroupState) -> Iterator[Action]:
-        """Take a group off its host and out of the lists."""
-        s = self._state
-        for ordinals in (s.waiting, s.complete):
-            if group.ordinal in ordinals:
-                ordinals.remove(group.ordinal)
+        self._state.unlist(group.ordinal)
         if group.host:
             self._state.unload(group.host, len(group.unfinished))
             yield e.Cancel(group.unfinished, group.host)
@@ -365,8 +365,8 @@ class ControlPlane:
 
     @property
     def _progress(self) -> Progress:
-        s = self._state
-        return Progress(s.admitted, self._state.refunds, s.version, s.trained_version, self._rules.batch_size)
+        s, size = self._state, self._rules.batch_size
+        return Progress(s.admitted, s.refunds, s.version, s.trained_version, size)
 
     def _require_digest(self, version: int, digest: str, who: str) -> None:
         """Digests older than every kept checkpoint are forgotten here; the audit knows them still."""

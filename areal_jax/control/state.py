@@ -112,6 +112,12 @@ class State:
         self.groups[group.ordinal] = replace(group, stage="waiting", host="")
         insort(self.waiting, group.ordinal)
 
+    def unlist(self, ordinal: int) -> None:
+        """The group is neither waiting nor complete any more."""
+        for ordinals in (self.waiting, self.complete):
+            if ordinal in ordinals:
+                ordinals.remove(ordinal)
+
     def lose(self, host: str) -> None:
         """Its unfinished samples wait for another host, under the same attempt; finished members stay."""
         del self.hosts[host]

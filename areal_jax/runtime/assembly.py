@@ -26,26 +26,17 @@ CHECKED_PROMPTS = 256
 
 
 @dataclass(frozen=True)
-class Parts:
+class Inputs:
+    """What a run asks, and whom: no device, no parameter yet."""
+
     config: Config
     tasks: dict[str, WeightedTask]
     prompts: PromptStream
     source: Source
-    devices: Devices
-    learner: Learner
-    teacher: Source | None = None
 
     @property
     def model(self) -> Model:
         return self.source.model
-
-    def engine(self, host: int) -> Engine:
-        """The engine of the host at that place."""
-        return make_engine(self.config.generation, self.model, self.devices.hosts[host])
-
-    def first_state(self) -> TrainState:
-        """Version 0: seeded parameters after the supervised start; a function of the config alone."""
-        return self.learner.init(first_params(self), self.config.run.seed, donate=True)
 
     def reference(self, sample: SampleId) -> Trajectory:
         """The reference answer at that place, as a sample. Raises TaskError where the task has none."""
@@ -67,37 +58,63 @@ class Parts:
         return tokens
 
 
+@dataclass(frozen=True)
+class Parts(Inputs):
+    """And on which devices: all that one process needs."""
+
+    devices: Devices
+    learner: Learner
+    teacher: Source | None = None
+
+    def engine(self, host: int) -> Engine:
+        """The engine of the host at that place."""
+        return make_engine(self.config.generation, self.model, self.devices.hosts[host])
+
+    def first_state(self) -> TrainState:
+        """Version 0: seeded parameters after the supervised start; a function of the config alone."""
+        return self.learner.init(first_params(self), self.config.run.seed, donate=True)
+
+
+def open_inputs(config: Config, tasks: Sequence[Task] = ()) -> Inputs:
+    """The config's tasks, or those that stand in for them, and its model; the first prompts are checked.
+
+    Raises ArealError.
+    """
+    loaded = load_tasks(config.tasks, tasks)
+    inputs = Inputs(config, loaded, PromptStream(loaded, config.run.seed), open_source(config, loaded))
+    for ordinal in range(CHECKED_PROMPTS):
+        inputs.prompt_tokens(ordinal)
+    return inputs
+
+
 def assemble(config: Config, tasks: Sequence[Task] = (), learner: Learner | None = None) -> Parts:
     """Everything that can be checked before a run is checked here. Raises ArealError.
 
     `tasks` stand in for the config's. `learner`: that of a run with the same model, algorithm, trainer and
     lengths, whose compiled programs this one shares.
     """
-    loaded = load_tasks(config.tasks, tasks)
-    source = open_source(config, loaded)
-    model = source.model
-    teacher = open_teacher(config, loaded, model) if config.algorithm.teacher else None
+    inputs = open_inputs(config, tasks)
     devices = place(config)
-    steps = config.run.steps * config.algorithm.minibatches
-    learner = learner or Learner(
+    teacher = open_teacher(config, inputs.tasks, inputs.model) if config.algorithm.teacher else None
+    learner = learner or make_learner(config, inputs.model, devices.trainer, teacher)
+    return Parts(config, inputs.tasks, inputs.prompts, inputs.source, devices, learner, teacher)
+
+
+def make_learner(config: Config, model: Model, mesh: Mesh, teacher: Source | None) -> Learner:
+    return Learner(
         model,
         config.algorithm,
-        make_optimizer(config.trainer, steps),
+        make_optimizer(config.trainer, config.run.steps * config.algorithm.minibatches),
         rows=config.trainer.rows,
         length=config.row_length,
         max_tokens=config.generation.max_tokens,
-        mesh=devices.trainer,
+        mesh=mesh,
         logp_chunk=config.trainer.logp_chunk,
         remat=config.trainer.remat,
         optimizer_memory=config.trainer.optimizer_memory,
         teacher=Teacher(teacher.model, teacher.load) if teacher else None,
         trainable=config.trainable,
     )
-    prompts = PromptStream(loaded, config.run.seed)
-    parts = Parts(config, loaded, prompts, source, devices, learner, teacher)
-    for ordinal in range(CHECKED_PROMPTS):
-        parts.prompt_tokens(ordinal)
-    return parts
 
 
 def first_params(parts: Parts) -> Params:

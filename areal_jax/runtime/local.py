@@ -1,33 +1,31 @@
 """The local driver: trainer, generation hosts and reward pool as threads and processes of one command.
 
-One thread owns the control plane. Everybody else only puts events into its inbox; it takes all that wait,
-lets the control plane answer, writes events, payloads and answers into the journal in one transaction, and
-only then acts.
+One thread owns the loop of `runtime.driver`. Everybody else only puts events into its inbox, and finds what
+it is to do in an inbox of its own.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from areal_jax.control import events as e
-from areal_jax.control.events import Action, Event
+from areal_jax.control.events import Event
 from areal_jax.control.machine import ControlPlane
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host, Start, Stop
 from areal_jax.generation.reference import ReferenceHost
-from areal_jax.generation.rollout import completion_of, with_rewards
 from areal_jax.observe.live import View
 from areal_jax.observe.metrics import MetricsWriter
 from areal_jax.observe.waits import Timeline, WaitTimeout, get
 from areal_jax.runtime.assembly import Parts
 from areal_jax.runtime.devices import overwrites_serving
+from areal_jax.runtime.driver import Driver, Told
 from areal_jax.runtime.interrupts import kept_interrupts
 from areal_jax.runtime.rows import RowMaker
 from areal_jax.runtime.trainer import TrainBatch, Trainer
@@ -35,17 +33,11 @@ from areal_jax.runtime.turns import OneDevice, OwnDevices, Turns
 from areal_jax.tasks.pool import RewardPool
 from areal_jax.trainer.checkpoint import Checkpointer
 from areal_jax.trainer.state import TrainState
-from areal_jax.trajectories.sqlite import Entry, SqliteQueue
-from areal_jax.types import ArealError, Group, Trajectory
+from areal_jax.trajectories.sqlite import SqliteQueue
+from areal_jax.types import ArealError, Completion, Group, Prompt, Trajectory
 from areal_jax.weights.memory import MemoryStore
 from areal_jax.weights.orbax import OrbaxStore
 from areal_jax.weights.store import ParamStore
-
-MOST_DROPS = 50
-"""Batches' worth of groups that may be dropped between two trained batches before the run gives up."""
-
-DURABLE = (e.CheckpointCommitted, e.VersionCommitted)
-"""Events that also have to outlive a power cut."""
 
 STOP_S = 60.0
 """How long a thread may take to end once told to, beyond the work it is in."""
@@ -59,7 +51,7 @@ class Crash:
     error: BaseException
 
 
-Message = tuple[Event, Trajectory | None] | Crash
+Message = Told | Crash
 
 
 class LocalRun:
@@ -86,8 +78,7 @@ class LocalRun:
         `restored`: version of the checkpoint that the state is from.
         """
         c = parts.config
-        self._parts, self._control, self._journal = parts, control, journal
-        self._view, self._metrics, self._timeline = view, metrics, timeline
+        self._parts, self._view, self._timeline = parts, view, timeline
         self._inbox: queue.Queue[Message] = queue.Queue()
         self._deadline_s = c.runtime.deadline_s
         is_shared = parts.devices.placement == "shared"
@@ -101,26 +92,19 @@ class LocalRun:
         self._store = self._make_store(engines[0], folder)
         self._hosts = [self._make_host(f"host-{i}", engine, turns) for i, engine in enumerate(engines)]
         self._by_name = {host.name: host for host in self._hosts}
-        self._checkpointer = Checkpointer(
-            folder / "checkpoints", c.trainer.keep_checkpoints, restored, self._fails("the checkpoints")
-        )
+        checkpointer = Checkpointer(folder / "checkpoints", restored, self._fails("the checkpoints"))
         clock = timeline.actor("trainer")
-        self.trainer = Trainer(
-            parts, state, self._store, self._checkpointer, self._tell, turns, clock, view.note
-        )
+        self.trainer = Trainer(parts, state, self._store, checkpointer, self._tell, turns, clock, view.note)
         self._pool = RewardPool(
             {name: weighted.task for name, weighted in parts.tasks.items()},
             c.runtime.reward_workers,
             c.runtime.reward_timeout_s,
         )
-        self._rows = RowMaker(
+        rows = RowMaker(
             timeline, self._hosts, start_s, tuple(parts.tasks), lambda o: parts.prompts.place(o)[0]
         )
-        self._members: dict[tuple[int, int], dict[int, Trajectory]] = {}
-        self._groups: dict[int, Group] = {}
-        self._trained = deque(trained)
+        self._driver = Driver(parts, control, journal, folder, view, metrics, timeline, rows, self, trained)
         self._threads: list[threading.Thread] = []
-        self._drops = 0
 
     def _make_host(self, name: str, engine: Engine, turns: Turns) -> Host | ReferenceHost:
         """Samples from the policy, or answers with the tasks' references."""
@@ -162,8 +146,8 @@ class LocalRun:
         with kept_interrupts() as is_interrupted:
             try:
                 self._begin()
-                while not self._control.is_finished:
-                    self._handle(self._messages())
+                while not self._driver.control.is_finished:
+                    self._driver.handle(self._messages())
                     if is_interrupted():
                         raise KeyboardInterrupt
             except BaseException:
@@ -177,12 +161,12 @@ class LocalRun:
         c = self._parts.config
         wire = self._store.publish(self._parts.learner.versioned(self.trainer.state))
         self._store.wait(self._deadline_s)  # a version is told once it is whole, and no host has started
-        if self._control.version < 0:
+        if self._driver.control.version < 0:
             first: list[Event] = [e.RunStarted(wire.digest, c.run.steps)]
         else:
             first = [e.RunResumed(c.run.steps), e.VersionCommitted(wire.version, wire.digest)]
         joined = [e.HostJoined(host.name, c.generation.slots) for host in self._hosts]
-        self._handle([(event, None) for event in [*first, *joined]])
+        self._driver.handle([(event, None) for event in [*first, *joined]])
         for name, body in [("trainer", self.trainer.run), *((host.name, host.run) for host in self._hosts)]:
             thread = threading.Thread(target=self._guarded(name, body), name=name, daemon=True)
             thread.start()
@@ -204,7 +188,7 @@ class LocalRun:
                 rest.append(self._inbox.get_nowait())
         crashed = [message for message in rest if isinstance(message, Crash)]
         try:
-            self._record([message for message in rest if not isinstance(message, Crash)])
+            self._driver.record([message for message in rest if not isinstance(message, Crash)])
         except ArealError as error:
             crashed.append(Crash("control", error))
         self._timeline.close()
@@ -227,7 +211,7 @@ class LocalRun:
     def _tell(self, event: Event, trajectory: Trajectory | None = None) -> None:
         self._inbox.put((event, trajectory))
 
-    def _messages(self) -> list[tuple[Event, Trajectory | None]]:
+    def _messages(self) -> list[Told]:
         """All that wait, at least one. Raises what a thread ended by, WaitTimeout when nobody says a word."""
         try:
             first = get(
@@ -238,148 +222,27 @@ class LocalRun:
                 clock=self._timeline.actor("control", "decide"),
             )
         except WaitTimeout as error:
-            raise WaitTimeout(f"{error}. {'; '.join(self._control.waits())}") from None
+            raise WaitTimeout(f"{error}. {'; '.join(self._driver.control.waits())}") from None
         messages = [first]
         with suppress(queue.Empty):
             while True:
                 messages.append(self._inbox.get_nowait())
         for message in messages:
             if isinstance(message, Crash):
-                self._record([m for m in messages if not isinstance(m, Crash)])
+                self._driver.record([m for m in messages if not isinstance(m, Crash)])
                 raise message.error
         return messages  # type: ignore[return-value]
 
-    def _handle(self, messages: Sequence[tuple[Event, Trajectory | None]]) -> None:
-        """Decide, write down, act: in this order."""
-        for action in self._record(messages):
-            self._act(action)
-        self._require_progress()
-
-    def _record(self, messages: Sequence[tuple[Event, Trajectory | None]]) -> list[Action]:
-        """Let the control plane answer, and write down what it was told with its answers.
-
-        Where it refuses an event, those before it are still written: its state and the journal stay one.
-        """
-        entries: list[Entry] = []
-        try:
-            for event, trajectory in messages:
-                entries.append(self._decide(event, trajectory))
-        finally:
-            if entries:
-                is_durable = any(isinstance(entry.event, DURABLE) for entry in entries)
-                self._journal.append(entries, durable=is_durable)
-        for entry in entries:
-            self._note(entry.event)
-        return [action for entry in entries for action in entry.actions]
-
-    def _decide(self, event: Event, trajectory: Trajectory | None) -> Entry:
-        if isinstance(event, e.SampleFinished) and not self._control.awaits(event.sample, event.host):
-            trajectory = None  # too late: its payload must not stand in for the one that counts
-        if trajectory is not None:
-            sample = trajectory.sample
-            members = self._members.setdefault((sample.ordinal, sample.attempt), {})
-            members.setdefault(sample.member, trajectory)
-        if isinstance(event, e.RewardScored):
-            self._reward(event)
-        if isinstance(event, e.BatchTrained):
-            event = self._with_row(event)
-        actions = self._control.handle(event)
-        self._rows.see(event, actions)
-        self._drops += sum(isinstance(action, e.Drop) for action in actions)
-        return Entry(event, actions, trajectory)
-
-    def _with_row(self, event: e.BatchTrained) -> e.BatchTrained:
-        groups = [self._groups[ordinal] for ordinal in event.ordinals]
-        return replace(event, metrics=self._rows.make(event.step, groups, event.metrics, event.digest))
-
-    def _note(self, event: Event) -> None:
-        """What follows once an event is written: rows, snapshots, payloads that may go."""
-        if isinstance(event, e.BatchTrained):
-            self._metrics.write(event.metrics)
-            self._view.show(event.metrics)
-            self._timeline.flush()
-            for ordinal in event.ordinals:
-                del self._groups[ordinal]
-            self._trained.append((event.step + 1, event.ordinals))
-            self._drops = 0
-        elif isinstance(event, e.CheckpointCommitted):
-            self._journal.snapshot(self._journal.last_seq, self._control.snapshot())
-            self._checkpointer.prune(event.version)
-            self._forget_trained()
-        elif isinstance(event, e.SampleFailed):
-            self._view.note(f"sample {event.sample.ordinal}/{event.sample.member} failed: {event.reason}")
-        elif isinstance(event, e.RewardFailed):
-            self._view.note(
-                f"group {event.ordinal}: reward {event.outcome.replace('_', ' ')}: {event.message}"
-            )
-
-    def _forget_trained(self) -> None:
-        """Payloads stay from the oldest checkpoint on, and those of the newest observe.keep_groups groups."""
-        kept = self._checkpointer.kept()
-        is_needed_from = kept[0] if len(kept) >= self._parts.config.trainer.keep_checkpoints else 0
-        count = sum(len(ordinals) for _, ordinals in self._trained)
-        while self._trained and self._trained[0][0] <= is_needed_from:
-            ordinals = self._trained[0][1]
-            if count - len(ordinals) < self._parts.config.observe.keep_groups:
-                break
-            self._journal.forget(ordinals)
-            self._trained.popleft()
-            count -= len(ordinals)
-
-    def _require_progress(self) -> None:
-        """Replacements of dropped groups are admitted for ever: a run that only drops has to stop."""
-        if self._drops > MOST_DROPS * self._parts.config.trainer.batch_size:
-            reasons = ", ".join(f"{n} {reason}" for reason, n in self._control.dropped.items())
-            raise ArealError(
-                f"{self._drops} groups were dropped since the last trained batch ({reasons} in all): "
-                "nothing is left to "
-                "learn from. Look at the rewards in logs/ and with `areal-jax inspect`; no_signal: use an "
-                "easier task or algorithm.group_filter=none; failed_reward: mend the task's score"
-            )
-
-    # --- groups ---------------------------------------------------------------------------------------------
-
-    def _trajectories(self, ordinal: int, attempt: int) -> tuple[Trajectory, ...]:
-        """A group's members, from memory or, after a resume, from the journal."""
-        size = self._parts.config.algorithm.group_size
-        members = self._members.get((ordinal, attempt), {})
-        if len(members) == size:
-            return tuple(members[i] for i in range(size))
-        return self._journal.group(ordinal, attempt, size)
-
-    def _reward(self, event: e.RewardScored) -> None:
-        members = self._trajectories(event.ordinal, event.attempt)
-        self._members.pop((event.ordinal, event.attempt), None)
-        prompt = self._parts.prompts.prompt(event.ordinal)
-        self._groups[event.ordinal] = Group(event.ordinal, prompt, with_rewards(members, event))
-
-    def _group(self, ordinal: int, attempt: int) -> Group:
-        if ordinal not in self._groups:
-            prompt = self._parts.prompts.prompt(ordinal)
-            self._groups[ordinal] = Group(ordinal, prompt, self._trajectories(ordinal, attempt))
-        return self._groups[ordinal]
-
     # --- actions --------------------------------------------------------------------------------------------
 
-    def _act(self, action: Action) -> None:
-        match action:
-            case e.Dispatch(samples, host, min_version):
-                prompt = self._parts.prompt_tokens(samples[0].ordinal)
-                self._by_name[host].inbox.put(Start(samples, prompt, min_version))
-            case e.Cancel(samples, host):
-                self._by_name[host].inbox.put(Stop(samples))
-            case e.Score(ordinal, attempt):
-                tokenizer = self._parts.model.tokenizer
-                completions = [completion_of(t, tokenizer) for t in self._trajectories(ordinal, attempt)]
-                self._pool.submit(
-                    ordinal, attempt, self._parts.prompts.prompt(ordinal), completions, self._tell
-                )
-            case e.Train(step, ordinals, attempts):
-                groups = [self._group(o, a) for o, a in zip(ordinals, attempts, strict=True)]
-                self.trainer.inbox.put(TrainBatch(step, tuple(groups)))
-            case e.Drop(ordinal) | e.Reissue(ordinal):
-                self._groups.pop(ordinal, None)
-                for key in [key for key in self._members if key[0] == ordinal]:
-                    del self._members[key]
-            case e.Finish():
-                pass
+    def dispatch(self, action: e.Dispatch, prompt: tuple[int, ...]) -> None:
+        self._by_name[action.host].inbox.put(Start(action.samples, prompt, action.min_version))
+
+    def cancel(self, action: e.Cancel) -> None:
+        self._by_name[action.host].inbox.put(Stop(action.samples))
+
+    def score(self, action: e.Score, prompt: Prompt, completions: Sequence[Completion]) -> None:
+        self._pool.submit(action.ordinal, action.attempt, prompt, completions, self._tell)
+
+    def train(self, action: e.Train, groups: tuple[Group, ...]) -> None:
+        self.trainer.inbox.put(TrainBatch(action.step, groups))

@@ -25,6 +25,7 @@ __all__ = [
     "Restored",
     "committed",
     "discard_newer",
+    "prune",
     "restore",
     "restore_params",
 ]
@@ -45,12 +46,12 @@ class Checkpointer:
     """Writes off the caller's path: `save` copies the state to the host and returns; one write at a time."""
 
     def __init__(
-        self, folder: Path, keep: int, restored: int | None = None, on_failure: OnFailure | None = None
+        self, folder: Path, restored: int | None = None, on_failure: OnFailure | None = None
     ) -> None:
         """`restored`: the version that the run goes on from, which is whole. `on_failure` hears at once of a
         write that failed; the next call here raises it.
         """
-        self._folder, self._keep = folder, keep
+        self._folder = folder
         self._writer = Writer(f"writing checkpoints to {folder}", on_failure=on_failure)
         self._last_saved = restored
         folder.mkdir(parents=True, exist_ok=True)
@@ -77,22 +78,19 @@ class Checkpointer:
     def close(self, deadline_s: float) -> None:
         self._writer.close(deadline_s)
 
-    def kept(self) -> list[int]:
-        """Committed versions, oldest first."""
-        return committed(self._folder)
-
-    def prune(self, newest: int) -> None:
-        """Keep `newest` and the `keep - 1` before it; whatever is newer was refused, and does not count.
-
-        To be called once the journal has heard of `newest`: until then the ones before it are what a resumed
-        run starts from.
-        """
-        before = [version for version in self.kept() if version < newest]
-        staged.remove(self._folder, before[: max(0, len(before) - self._keep + 1)])
-
     def _write(self, version: int, state: Detached, on_commit: Callable[[int], None]) -> None:
         staged.write(self._folder, version, state)
         on_commit(version)
+
+
+def prune(folder: Path, newest: int, keep: int) -> None:
+    """Keep checkpoint `newest` and the `keep - 1` before it. Newer ones were refused, and do not count.
+
+    To be called once the journal has heard of `newest`: until then the ones before it are what a resumed run
+    starts from.
+    """
+    before = [version for version in committed(folder) if version < newest]
+    staged.remove(folder, before[: max(0, len(before) - keep + 1)])
 
 
 def discard_newer(folder: Path, than: int) -> list[int]:

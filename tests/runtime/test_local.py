@@ -182,7 +182,7 @@ class AlwaysFails(Countdown):
 
 
 def test_a_run_that_only_drops_stops_and_says_why(tmp_path, monkeypatch):
-    monkeypatch.setattr("areal_jax.runtime.local.MOST_DROPS", 2)
+    monkeypatch.setattr("areal_jax.runtime.driver.MOST_DROPS", 2)
     with pytest.raises(
         ArealError, match=r"groups were dropped since the last trained batch \(\d+ failed_reward"
     ):

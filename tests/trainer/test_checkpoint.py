@@ -23,7 +23,9 @@ from areal_jax.presets import preset_settings
 from areal_jax.trainer.checkpoint import (
     MANIFEST,
     Checkpointer,
+    committed,
     discard_newer,
+    prune,
     restore,
     restore_params,
 )
@@ -89,11 +91,11 @@ def folder(saved: Path, tmp_path: Path) -> Path:
 def save(folder: Path, *states: TrainState, keep: int = 2) -> list[int]:
     """As a run does: pruned once each commit is heard of."""
     told: list[int] = []
-    checkpointer = Checkpointer(folder, keep)
+    checkpointer = Checkpointer(folder)
     for state in states:
         checkpointer.save(state, told.append, DEADLINE_S)
         checkpointer.wait(DEADLINE_S)
-        checkpointer.prune(int(state.version))
+        prune(folder, int(state.version), keep)
     checkpointer.close(DEADLINE_S)
     return told
 
@@ -146,7 +148,7 @@ def test_a_checkpoint_moves_to_another_mesh(
 def test_saving_outlives_donation(adamw: Learner, state_of: Callable[[int], TrainState], tmp_path: Path):
     """`save` returns before the file is written; the state may be donated at once."""
     state = state_of(1)
-    checkpointer = Checkpointer(tmp_path, 1)
+    checkpointer = Checkpointer(tmp_path)
     checkpointer.save(state, lambda version: None, DEADLINE_S)
     for leaf in jax.tree.leaves(state):
         leaf.delete()
@@ -297,7 +299,7 @@ def test_a_staged_folder_of_a_crash_does_not_matter(
 def test_only_the_newest_are_kept(state_of: Callable[[int], TrainState], tmp_path: Path, keep: int):
     versions = [2, 4, 6]
     assert save(tmp_path, *map(state_of, versions), keep=keep) == versions
-    assert Checkpointer(tmp_path, keep).kept() == versions[-keep:]
+    assert committed(tmp_path) == versions[-keep:]
 
 
 def test_one_version_is_written_once(state_of: Callable[[int], TrainState], tmp_path: Path):
@@ -311,7 +313,7 @@ def test_after_a_refusal_no_good_checkpoint_is_pruned_for_it(
     """7 is damaged, the run goes on from 3: 7 counts for nothing; at 7 it is replaced."""
     data_files(folder / "7")[0].write_bytes(b"")
     assert save(folder, state_of(5), keep=keep) == [5]
-    assert Checkpointer(folder, keep).kept() == kept
+    assert committed(folder) == kept
     assert same_bits(restore(folder, adamw.abstract_state()).state, state_of(5))
     assert save(folder, state_of(7), keep=keep) == [7]
     assert restore(folder, adamw.abstract_state()).refused == ()
@@ -329,20 +331,20 @@ def test_what_the_journal_never_heard_of_is_discarded(
 
 
 def test_nothing_goes_before_the_journal_has_heard(state_of: Callable[[int], TrainState], tmp_path: Path):
-    checkpointer = Checkpointer(tmp_path, keep=1)
+    checkpointer = Checkpointer(tmp_path)
     for version in (1, 2):
         checkpointer.save(state_of(version), lambda version: None, DEADLINE_S)
         checkpointer.wait(DEADLINE_S)
-    assert checkpointer.kept() == [1, 2]
-    checkpointer.prune(2)
-    assert checkpointer.kept() == [2]
+    assert committed(tmp_path) == [1, 2]
+    prune(tmp_path, 2, keep=1)
+    assert committed(tmp_path) == [2]
     checkpointer.close(DEADLINE_S)
 
 
 def test_the_version_restored_is_not_written_again(folder: Path, state_of: Callable[[int], TrainState]):
     told: list[int] = []
     before = (folder / "7" / MANIFEST).stat().st_ino
-    checkpointer = Checkpointer(folder, 2, restored=7)
+    checkpointer = Checkpointer(folder, restored=7)
     checkpointer.save(state_of(7), told.append, DEADLINE_S)
     checkpointer.close(DEADLINE_S)
     assert told == [] and (folder / "7" / MANIFEST).stat().st_ino == before
@@ -350,7 +352,7 @@ def test_the_version_restored_is_not_written_again(folder: Path, state_of: Calla
 
 def test_a_writer_that_cannot_write_is_heard(state_of: Callable[[int], TrainState], tmp_path: Path):
     heard: list[BaseException] = []
-    checkpointer = Checkpointer(tmp_path / "gone", 2, on_failure=heard.append)
+    checkpointer = Checkpointer(tmp_path / "gone", on_failure=heard.append)
     (tmp_path / "gone").rmdir()
     checkpointer.save(state_of(1), lambda version: None, DEADLINE_S)
     with pytest.raises(StagedError, match=r"gone.1 could not be written: .*No such file"):
@@ -359,7 +361,7 @@ def test_a_writer_that_cannot_write_is_heard(state_of: Callable[[int], TrainStat
 
 
 def test_a_write_that_takes_too_long_is_an_error(state_of: Callable[[int], TrainState], tmp_path: Path):
-    checkpointer = Checkpointer(tmp_path, 2)
+    checkpointer = Checkpointer(tmp_path)
     checkpointer.save(state_of(1), lambda version: None, DEADLINE_S)
     with pytest.raises(StagedError, match="took longer than 0 s"):
         checkpointer.wait(0.0)

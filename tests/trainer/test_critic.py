@@ -122,7 +122,7 @@ def test_a_killed_update_goes_on_with_the_same_bits(params: Any, full: Learner, 
     """Critic, its moments, the moving reference and the coefficient are all in the checkpoint."""
     state = full.init(params)
     state, _ = full.update(state, full.prepare(state, batch))
-    checkpointer = Checkpointer(tmp_path, 1)
+    checkpointer = Checkpointer(tmp_path)
     checkpointer.save(state, lambda version: None, 60.0)
     checkpointer.close(60.0)
     restored = restore(tmp_path, full.abstract_state())

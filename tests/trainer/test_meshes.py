@@ -145,7 +145,7 @@ def test_moments_in_the_hosts_memory_train_the_same(trained: MakeTrained, tmp_pa
     assert {*jax.tree.leaves(adam.mu), *jax.tree.leaves(adam.nu)} == {"pinned_host"}
     assert {adam.count, *jax.tree.leaves(kinds.params)} == {"device"}
     assert_lies_as_parameters(other.learner, other.state)
-    checkpointer = Checkpointer(tmp_path, keep=1)
+    checkpointer = Checkpointer(tmp_path)
     checkpointer.save(other.state, lambda version: None, 60)
     checkpointer.close(60)
     for memory, of in (("pinned_host", other), ("device", one)):

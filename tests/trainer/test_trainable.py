@@ -144,7 +144,7 @@ def test_adapters_with_a_critic_a_moving_reference_and_weight_decay(
     assert distance(adapters_of(state.params), first) > 1e-3
     assert distance(adapters_of(state.reference), reference) < 1e-6
     assert distance(adapters_of(state.critic["trunk"]), first) > 1e-3
-    checkpointer = Checkpointer(tmp_path, 1)
+    checkpointer = Checkpointer(tmp_path)
     checkpointer.save(state, lambda version: None, 60.0)
     checkpointer.close(60.0)
     restored = restore(tmp_path, tuned.abstract_state()).state
