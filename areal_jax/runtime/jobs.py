@@ -20,7 +20,7 @@ from areal_jax.runtime.assembly import Parts, assemble
 from areal_jax.runtime.devices import header, memory_table
 from areal_jax.runtime.local import LocalRun
 from areal_jax.runtime.reading import write_report
-from areal_jax.runtime.trainer import TrainBatch, Trainer
+from areal_jax.runtime.trainer import Trainer, held_batch
 from areal_jax.tasks.source import BUILTIN
 from areal_jax.tasks.task import Task
 from areal_jax.trainer.checkpoint import discard_newer, restore
@@ -202,11 +202,11 @@ def _redo(parts: Parts, trainer: Trainer, control: ControlPlane, journal: Sqlite
         plans |= {action.step: action for action in row.actions if isinstance(action, Train)}
     for step in range(first, last):
         plan, size = plans[step], parts.config.algorithm.group_size
-        groups = tuple(
+        groups = [
             Group(o, parts.prompts.prompt(o), journal.group(o, a, size))
             for o, a in zip(plan.ordinals, plan.attempts, strict=True)
-        )
-        value, _ = trainer.train(TrainBatch(step, groups))
+        ]
+        value, _ = trainer.train(held_batch(parts, step, groups))
         if value.digest != digests[step]:
             view.note(f"version {value.version} has digest {value.digest}, was {digests[step]}: reissued")
             if value.version <= control.version:

@@ -28,7 +28,7 @@ from areal_jax.runtime.devices import overwrites_serving
 from areal_jax.runtime.driver import Driver, Told
 from areal_jax.runtime.interrupts import kept_interrupts
 from areal_jax.runtime.rows import RowMaker
-from areal_jax.runtime.trainer import TrainBatch, Trainer
+from areal_jax.runtime.trainer import Trainer, held_batch
 from areal_jax.runtime.turns import OneDevice, OwnDevices, Turns
 from areal_jax.tasks.pool import RewardPool
 from areal_jax.trainer.checkpoint import Checkpointer
@@ -245,4 +245,4 @@ class LocalRun:
         self._pool.submit(action.ordinal, action.attempt, prompt, completions, self._tell)
 
     def train(self, action: e.Train, groups: tuple[Group, ...]) -> None:
-        self.trainer.inbox.put(TrainBatch(action.step, groups))
+        self.trainer.inbox.put(held_batch(self._parts, action.step, groups))

@@ -21,7 +21,7 @@ class MemoryWatch:
 
     def __init__(self, learner: Learner, note: Callable[[str], None]) -> None:
         self._learner, self._note = learner, note
-        self._device = learner.mesh.devices.flat[0]
+        self._device = learner.mesh.local_devices[0]
         self._forecasts: dict[Any, int] = {}
         self._steps = 0
 

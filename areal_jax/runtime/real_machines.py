@@ -18,7 +18,7 @@ from areal_jax.observe.waits import Timeline
 from areal_jax.runtime.assembly import Parts
 from areal_jax.runtime.rows import batch_figures
 from areal_jax.runtime.simulated_host import Call
-from areal_jax.runtime.trainer import TrainBatch, train_batch
+from areal_jax.runtime.trainer import held_batch, train_batch
 from areal_jax.tasks.scoring import score_group
 from areal_jax.trainer.state import TrainState
 from areal_jax.types import ArealError, Group, PolicyVersion, SampleId, Trajectory, VersionedParams
@@ -126,7 +126,7 @@ class RealMachines:
     def train(self, action: e.Train) -> tuple[str, dict[str, Any]]:
         """One update; the version waits, as a copy, until it is published."""
         groups = tuple(self._groups.pop(ordinal) for ordinal in action.ordinals)
-        batch = TrainBatch(action.step, groups)
+        batch = held_batch(self._parts, action.step, groups)
         self.state, value, metrics = train_batch(self._parts, self.state, batch, self._clock)
         self._trained[value.version] = wire_copy(value, self._parts.config.weights.wire_dtype)
         return value.digest, batch_figures(action.step, groups) | metrics

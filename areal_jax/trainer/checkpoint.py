@@ -4,6 +4,9 @@
 `weights.staged` says. One that is not as it was written is refused by name, and the one before is used. The
 control plane's state is not in here: it is the fold of the journal, whose snapshots are written when the
 journal has heard of a checkpoint.
+
+Where several processes train as one, all of them save, each its own shards, and all restore, whatever number
+of them saved.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from areal_jax.models.model import Params
+from areal_jax.parallel.agreement import leads
 from areal_jax.trainer.state import TrainState
 from areal_jax.weights import staged
 from areal_jax.weights.staged import MANIFEST, Detached, OnFailure, StagedError, Writer, committed
@@ -58,7 +62,7 @@ class Checkpointer:
 
     def save(self, state: TrainState, on_commit: Callable[[int], None], deadline_s: float) -> None:
         """Write `state`, which may be donated at once; `on_commit(version)` is called from the writer once it
-        is whole on disk.
+        is whole on disk, in the first of several processes.
 
         Does nothing for the version saved or restored last. One that lies there from an earlier process is
         written anew: it is the damaged one for whose sake that version was trained again.
@@ -67,7 +71,7 @@ class Checkpointer:
         version = int(state.version)
         if version == self._last_saved:
             return
-        write = partial(self._write, version, Detached.copy(state), on_commit)
+        write = partial(self._write, version, Detached.copy(state), on_commit, deadline_s)
         self._writer.submit(write, deadline_s)
         self._last_saved = version
 
@@ -78,9 +82,12 @@ class Checkpointer:
     def close(self, deadline_s: float) -> None:
         self._writer.close(deadline_s)
 
-    def _write(self, version: int, state: Detached, on_commit: Callable[[int], None]) -> None:
-        staged.write(self._folder, version, state)
-        on_commit(version)
+    def _write(
+        self, version: int, state: Detached, on_commit: Callable[[int], None], deadline_s: float
+    ) -> None:
+        staged.write(self._folder, version, state, deadline_s=deadline_s)
+        if leads():
+            on_commit(version)
 
 
 def prune(folder: Path, newest: int, keep: int) -> None:

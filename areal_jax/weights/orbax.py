@@ -3,12 +3,14 @@
 `publish` copies on the device and returns; a thread writes, tells `before_commit` once the version is whole
 on disk, and commits it. Readers look at the folder alone, restore onto their own mesh, and check every leaf.
 A version that a reader refuses is named by its `latest` no more, until it is replaced.
+
+Where several processes train as one, each publishes its own shards, and the first of them alone tells.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from areal_jax.parallel.agreement import leads
 from areal_jax.types import PolicyVersion, VersionedParams
 from areal_jax.weights import staged
 from areal_jax.weights.digest import combine
@@ -68,15 +71,23 @@ class OrbaxStore:
         One version is written and one more may wait; the next publish waits for room, at most `deadline_s`.
         `before_commit` hears the value in the writing thread, when it is whole on disk and no reader can load
         it. Raises WeightsError: as ParamStore says, or for an earlier version that could not be committed.
+
+        Of several processes, all must run the programs of their devices in one order: there the canary is
+        computed before this returns, and the first version, which may be read back, is waited for.
         """
+        is_alone = jax.process_count() == 1
         with self._lock:
             (wire, sums), known = start_copy(value, self._dtype), self._published
             if known is not None and value.version <= known.version:
                 if (wire.version, wire.digest) == (known.version, known.digest):
                     return wire
                 refuse_old(wire, known)
+            canary = partial(self._probe, wire.params) if is_alone else _computed(self._probe(wire.params))
+            commit = partial(self._commit, wire, sums, canary, before_commit)
             with self._heard():
-                self._writer.submit(lambda: self._commit(wire, sums, before_commit), self._deadline_s)
+                self._writer.submit(commit, self._deadline_s)
+                if known is None and not is_alone:
+                    self._writer.wait(self._deadline_s)
             self._published = wire._replace(params=None)
             return wire
 
@@ -98,22 +109,32 @@ class OrbaxStore:
                 self._published = self._committed
             raise
 
-    def _commit(self, wire: VersionedParams, sums: jax.Array, before_commit: BeforeCommit | None) -> None:
+    def _commit(
+        self,
+        wire: VersionedParams,
+        sums: jax.Array,
+        probe: Callable[[], Any],
+        before_commit: BeforeCommit | None,
+    ) -> None:
         """In the writing thread. What must go goes before the write, not while readers adopt."""
         is_first = self._committed is None
         if is_first:
             self._folder.mkdir(parents=True, exist_ok=True)
         there = staged.committed(self._folder)
         void = [v for v in there if v > wire.version] if is_first else there[: -max(1, self._keep - 1)]
-        staged.remove(self._folder, void)
+        self._remove(void)
         if not (is_first and self._holds(wire)):
-            canary = self._probe(wire.params)  # on its way while Orbax writes
+            canary = probe()  # on its way while Orbax writes
             about = lambda: {CANARY: np.asarray(canary, np.float64).tolist()}  # noqa: E731
             tell = partial(before_commit, wire) if before_commit is not None else None
             tree = Detached(wire.params, sums)
-            staged.write(self._folder, wire.version, tree, about, tell, wire.digest)
+            staged.write(self._folder, wire.version, tree, about, tell, wire.digest, self._deadline_s)
         self._committed = wire._replace(params=None)
-        staged.remove(self._folder, staged.committed(self._folder)[: -1 if is_first else -self._keep])
+        self._remove(staged.committed(self._folder)[: -1 if is_first else -self._keep])
+
+    def _remove(self, versions: list[PolicyVersion]) -> None:
+        if leads():
+            staged.remove(self._folder, versions)
 
     def _holds(self, wire: VersionedParams) -> bool:
         """Whether an earlier process committed these very bits, whole."""
@@ -167,6 +188,11 @@ class OrbaxStore:
         except OSError:
             return None
         return found.st_ino, found.st_mtime_ns
+
+
+def _computed(canary: jax.Array) -> Callable[[], np.ndarray]:
+    found = np.asarray(canary)
+    return lambda: found
 
 
 def _like(path: Path, manifest: Manifest, shardings: Any) -> Any:

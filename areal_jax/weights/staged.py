@@ -9,6 +9,9 @@ leaves running tasks behind when it fails; so files are checked before it opens 
 - it holds every leaf's digest, taken before writing, compared with that of what was read. Chunks are raw
   bits, uncompressed, so no damage to them goes unseen there.
 
+Where several processes make up a world they write and read together, on a file system that they share: each
+its own shards, the first one all else. None goes on before all have come as far, or it is said who has not.
+
 Trainer checkpoints and the Orbax ParamStore both lie on disk this way.
 """
 
@@ -30,10 +33,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from areal_jax.parallel.agreement import DisagreementError, leads, together
 from areal_jax.weights.digest import combine, leaf_digests, leaf_sums, name_sums
 from areal_jax.weights.store import WeightsError, copy_with_sums
 
 MANIFEST, STATE = "manifest.json", "state"
+
+DEADLINE_S = 600.0
+"""How long the processes of a world wait for each other, where the caller says nothing else."""
 
 FORMAT = 1
 """Raised whenever an older program could not read what is written."""
@@ -87,11 +94,15 @@ class Detached(NamedTuple):
         """In the host's memory. Where that is the device's own, the copy is on its way when this returns;
         otherwise no second copy ever lies on the device, and this returns once the transfer has ended.
         """
-        devices = (device for leaf in jax.tree.leaves(tree) for device in leaf.devices())
-        if all(device.platform == "cpu" for device in devices):
+        leaves = jax.tree.leaves(tree)
+        if all(device.platform == "cpu" for leaf in leaves for device in leaf.devices()):
             return cls(*copy_with_sums(tree))
         sums = leaf_sums(tree)
-        return cls(jax.device_get(tree), sums)
+        if all(leaf.is_fully_addressable for leaf in leaves):
+            return cls(jax.device_get(tree), sums)
+        on_host = [leaf.sharding.with_memory_kind("pinned_host") for leaf in leaves]
+        shards = jax.block_until_ready(jax.device_put(leaves, on_host))
+        return cls(jax.tree.unflatten(jax.tree.structure(tree), shards), sums)
 
     def digests(self) -> dict[str, str]:
         return name_sums(self.tree, self.sums)
@@ -104,40 +115,57 @@ def write(
     about: Callable[[], dict[str, Any]] = dict,
     before_commit: Callable[[], None] | None = None,
     digest: str | None = None,
+    deadline_s: float = DEADLINE_S,
 ) -> None:
     """Commit the tree as `version`, in place of one of that name. One writer a folder.
 
     `digest`, where given, must be the tree's: what is written is what was published. `about()` goes into the
     manifest as it is. `before_commit` is called once all is on disk, before any reader can see it; what it
-    raises ends the write and commits nothing. Raises StagedError for a disk that does not take it.
+    raises ends the write and commits nothing. All processes of a world call this; the first one calls
+    `about` and `before_commit`, and each waits at most `deadline_s` for the others at a time. Raises
+    StagedError for a disk that does not take it, or another process that failed.
     """
     staged, final = folder / f".staged-{version}", folder / str(version)
     try:
-        clear(folder)
-        staged.mkdir()
+        with together(f"{folder}: a version is begun", deadline_s):
+            if leads():
+                clear(folder)
+                (staged / STATE).mkdir(parents=True)
         leaves = tree.digests()
         if digest is not None and combine(leaves) != digest:
             raise StagedError(
                 f"version {version} was published with digest {digest} and is about to be written with "
                 f"{combine(leaves)}: its parameters changed meanwhile; resume from the last checkpoint"
             )
-        _save(staged / STATE, to_plain(tree.tree))
-        contents = {"version": version, "leaves": leaves, "files": _files(staged / STATE)}
-        contents |= {"about": about(), "written_s": time.time()}
-        (staged / MANIFEST).write_bytes(render(contents))
-        _sync(staged)
-        if before_commit is not None:
-            before_commit()
-        remove(folder, [version] if final.exists() else [])
-        staged.rename(final)
-        _sync_one(folder)
+        with together(f"{folder}: all shards of a version are written", deadline_s):
+            _save(staged / STATE, to_plain(tree.tree))
+        with together(f"{folder}: a version is committed", deadline_s):
+            if leads():
+                contents = {"version": version, "leaves": leaves, "files": _files(staged / STATE)}
+                contents |= {"about": about(), "written_s": time.time()}
+                _commit(staged, final, contents, before_commit)
     except OSError as error:
         raise StagedError(
             f"{final} could not be written: {error}; see to the disk, then resume: what was committed before "
             "is whole"
         ) from error
+    except DisagreementError as error:
+        raise StagedError(f"{final} was not written, since another process failed: {error}") from None
     finally:
-        shutil.rmtree(staged, ignore_errors=True)
+        if leads():
+            shutil.rmtree(staged, ignore_errors=True)
+
+
+def _commit(
+    staged: Path, final: Path, contents: dict[str, Any], before_commit: Callable[[], None] | None
+) -> None:
+    (staged / MANIFEST).write_bytes(render(contents))
+    _sync(staged)
+    if before_commit is not None:
+        before_commit()
+    remove(final.parent, [contents["version"]] if final.exists() else [])
+    staged.rename(final)
+    _sync_one(final.parent)
 
 
 def remove(folder: Path, versions: Iterable[int]) -> None:
@@ -241,16 +269,22 @@ def described(leaf: str) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct([int(n) for n in match[2].split(",") if n], jnp.dtype(match[1]))
 
 
-def read(path: Path, like: Any, is_part: bool = False) -> Any:
+def read(path: Path, like: Any, is_part: bool = False, deadline_s: float = DEADLINE_S) -> Any:
     """The tree in one version's folder, onto the shapes, dtypes and shardings of `like`.
 
-    `is_part`: `like` may lack leaves that lie there. Raises StagedError: a file or leaf that is not as it was
-    written, or another tree than `like`.
+    `is_part`: `like` may lack leaves that lie there. All processes of a world call this, whatever number of
+    them wrote; each reads its own shards, and where one of them refuses what it finds, all do. Raises
+    StagedError: a file or leaf that is not as it was written, or another tree than `like`.
     """
-    manifest, plain = read_manifest(path), to_plain(like)
-    _require_leaves(path, manifest, plain, is_part)
-    _require_files(path, manifest)
-    found = _restore(path, plain)
+    plain = to_plain(like)
+    try:
+        with together(f"{path}: read", deadline_s):
+            manifest = read_manifest(path)
+            _require_leaves(path, manifest, plain, is_part)
+            _require_files(path, manifest)
+            found = _restore(path, plain)
+    except DisagreementError as error:
+        raise StagedError(f"{path} is refused with another process: {error}") from None
     for name, digest in leaf_digests(found).items():
         if digest != manifest.leaves[name]:
             raise StagedError(
@@ -306,7 +340,6 @@ def _save(folder: Path, plain: Mapping[str, jax.Array]) -> None:
     import orbax.checkpoint as ocp
     from etils import epath
 
-    folder.mkdir()
     handler = _handler()
     try:
         handler.save(epath.Path(folder.absolute()), args=ocp.args.PyTreeSave(dict(plain)))
