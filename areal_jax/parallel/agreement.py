@@ -1,4 +1,4 @@
-"""Processes of one jax.distributed world do something together: all of them did it, or it is said who did not.
+"""Processes of one jax.distributed world do something together: all did it, or it is said who did not.
 
 They meet at the coordination service and not on the devices, so every wait has a deadline, and a thread that
 writes may wait while the devices compute.

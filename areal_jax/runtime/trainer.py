@@ -26,9 +26,8 @@ from areal_jax.trajectories.plan import BatchPlan, fill
 from areal_jax.types import ArealError, Group, SampleId, Trajectory, VersionedParams
 from areal_jax.weights.store import ParamStore
 
-
 Source = Callable[[Mapping[int, SampleId]], Mapping[int, Trajectory]]
-"""`source(places)`: at least the trajectories at those places of a plan, scored; which sample each must be."""
+"""`source(places)`: at least the trajectories at those places of a plan, scored; whose each is, is said."""
 
 
 @dataclass(frozen=True)
