@@ -57,6 +57,11 @@ class Clock:
         self._since = now_ns()
         self._totals: dict[str, int] = {}
         self._record = _Record() if has_record else None
+        self._follower: Callable[[str], None] | None = None
+
+    def follow(self, hear: Callable[[str], None]) -> None:
+        """`hear(activity)` is called at every switch from now on, in the thread that switches."""
+        self._follower = hear
 
     @property
     def activity(self) -> str:
@@ -67,7 +72,9 @@ class Clock:
         with self._lock:
             self._settle()
             former, self._activity = self._activity, activity
-            return former
+        if self._follower is not None:
+            self._follower(activity)
+        return former
 
     @contextmanager
     def doing(self, activity: str) -> Iterator[None]:
