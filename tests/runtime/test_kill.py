@@ -66,6 +66,7 @@ def check_whole(folder: Path, steps: int) -> None:
     assert [row["step"] for row in rows_of(folder)] == list(range(steps))
 
 
+@pytest.mark.slow
 def test_kill_9_in_the_middle_then_resume(tmp_path):
     folder = tmp_path / "run"
     process = begin(folder, "run.steps=40", "trainer.checkpoint_every=7")

@@ -159,6 +159,7 @@ def is_adam(part: Any) -> bool:
     return hasattr(part, "mu")
 
 
+@pytest.mark.slow
 def test_no_device_computes_another_ones_rows(trained: MakeTrained):
     """The compiled gradient of 4 rows of 16 tokens, width 16: none holds them all, but for the gradient of
     the embedding, which has half of the width of each.
