@@ -39,6 +39,10 @@ class VersionDamagedError(WeightsError):
     """A version whose files or bits are not those that were published; `latest` names it no more."""
 
 
+class PublisherLostError(WeightsError):
+    """The publisher cannot be reached, or went away in mid-pull; what a reader has stays in force."""
+
+
 class ParamReader(Protocol):
     """What a host needs of a store."""
 
@@ -77,8 +81,8 @@ class ParamStore(ParamReader, Protocol):
 def load_newer(store: ParamReader, shardings: Any, than: PolicyVersion = -1) -> VersionedParams | None:
     """The newest version beyond `than` that can be loaded, None if there is none: what is in force stays so.
 
-    A version that vanishes gives way to the one that replaced it, a damaged one to the one before it.
-    Raises VersionGoneError after LOAD_ATTEMPTS.
+    A version that vanishes gives way to the one that replaced it, a damaged one to the one before it; where
+    the publisher is lost there is none. Raises VersionGoneError after LOAD_ATTEMPTS.
     """
     for _ in range(LOAD_ATTEMPTS):
         version = store.latest()
@@ -90,6 +94,9 @@ def load_newer(store: ParamReader, shardings: Any, than: PolicyVersion = -1) -> 
             continue
         except VersionDamagedError as error:
             logging.getLogger(__name__).warning("refused: %s", error)
+        except PublisherLostError as error:
+            logging.getLogger(__name__).warning("%s", error)
+            return None
     raise VersionGoneError(f"no version could be loaded; the store's latest is {store.latest()}")
 
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from areal_jax.types import VersionedParams
+from areal_jax.types import PolicyVersion, VersionedParams
 from areal_jax.weights.digest import digest
-from areal_jax.weights.store import ParamReader, load_newer
+from areal_jax.weights.reader import TransferReader
+from areal_jax.weights.store import ParamReader, Probe, WeightsError, load_newer
+from areal_jax.weights.transfer import TransferStore
 
 DEADLINE_S = 30.0
 
@@ -37,6 +44,34 @@ def value(version: int, seed: int | None = None) -> VersionedParams:
 @jax.jit
 def probe(params) -> jax.Array:
     return (params["w"].astype(jnp.float32) * 0.1).sum(axis=0)
+
+
+class Transferred:
+    """A TransferStore and a reader of it, as one store: `wait` is until the reader has heard."""
+
+    def __init__(self, probe: Probe = probe, dtype: str = "float32", **settings: Any) -> None:
+        self.store = TransferStore(probe, dtype, **{"deadline_s": DEADLINE_S, **settings})
+        self.reader = TransferReader(self.store.address, probe, DEADLINE_S)
+        self.publish, self.load = self.store.publish, self.reader.load
+
+    def wait(self, deadline_s: float) -> None:
+        self.store.wait(deadline_s)
+        wait_for(lambda: self.reader.latest() == self.store.latest(), deadline_s)
+
+    def latest(self) -> PolicyVersion | None:
+        return self.reader.latest()
+
+    def close(self, deadline_s: float = DEADLINE_S) -> None:
+        self.reader.close()
+        with suppress(WeightsError):  # the test's own
+            self.store.close(deadline_s)
+
+
+def wait_for(is_so: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
+    end_s = time.monotonic() + deadline_s
+    while not is_so():
+        assert time.monotonic() < end_s, "it did not come"
+        time.sleep(0.001)
 
 
 def newest(store: ParamReader, shardings) -> VersionedParams:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import jax
@@ -17,21 +18,34 @@ from areal_jax.weights.digest import digest
 from areal_jax.weights.memory import MemoryStore
 from areal_jax.weights.orbax import OrbaxStore
 from areal_jax.weights.store import ParamStore, VersionGoneError, WeightsError, load_newer
-from tests.weights.values import DEADLINE_S, HERE, THERE, newest, pointers, probe, same, value
+from tests.weights.values import (
+    DEADLINE_S,
+    HERE,
+    THERE,
+    Transferred,
+    newest,
+    pointers,
+    probe,
+    same,
+    value,
+)
 
 Make = Callable[..., ParamStore]
 
 
-@pytest.fixture(params=["memory", "orbax"])
-def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
+@pytest.fixture(params=["memory", "orbax", "transfer"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
     """`make(probe, dtype)`: a store that keeps the latest version alone, as the one in memory does."""
+    with ExitStack() as made:
 
-    def store(probe=probe, dtype: str = "float32") -> ParamStore:
-        if request.param == "memory":
-            return MemoryStore(probe, dtype)
-        return OrbaxStore(tmp_path / "weights", probe, dtype, keep=1, deadline_s=DEADLINE_S)
+        def store(probe=probe, dtype: str = "float32") -> ParamStore:
+            if request.param == "memory":
+                return MemoryStore(probe, dtype)
+            if request.param == "orbax":
+                return OrbaxStore(tmp_path / "weights", probe, dtype, keep=1, deadline_s=DEADLINE_S)
+            return made.enter_context(closing(Transferred(probe, dtype, keep=1)))
 
-    return store
+        yield store
 
 
 def publish(store: ParamStore, given: VersionedParams, before_commit=None) -> VersionedParams:
