@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from areal_jax.runtime.redis_server import RedisServer
 
 # Read by jax when it first asks for devices, so it has to stand before any test imports it.
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "4")
@@ -29,3 +34,14 @@ def shared_data() -> Path:
     if os.environ.get("CI"):
         pytest.fail(message)
     pytest.skip(message)
+
+
+@pytest.fixture(scope="session")
+def redis_at(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """One server for all; each test takes a run name of its own. In CI its absence is a failure."""
+    from areal_jax.runtime.redis_server import redis_server
+    from tests.redis_servers import SECRET, require_redis
+
+    require_redis()
+    with redis_server(tmp_path_factory.mktemp("redis"), secret=SECRET) as server:
+        yield server

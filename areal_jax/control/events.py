@@ -1,7 +1,7 @@
 """What the control plane is told (events) and what it answers (actions).
 
 Frozen records of plain values with stable names: the journal stores them. A field may be added with a
-default; none is ever renamed or removed without raising `trajectories.sqlite.FORMAT`.
+default; none is ever renamed or removed without raising `trajectories.journal.FORMAT`.
 """
 
 from __future__ import annotations

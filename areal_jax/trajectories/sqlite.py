@@ -2,6 +2,8 @@
 
 An event, the actions that answered it and the trajectory it announces are written in one transaction, so that
 no crash parts them. One process writes (an OS lock that dies with it); any number reads beside it.
+
+The file is also the archive of a journal whose newest events are in Redis: `rest` then says where.
 """
 
 from __future__ import annotations
@@ -11,19 +13,25 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn
 
-import msgpack
-
-from areal_jax.control.events import ACTIONS, EVENTS, Action, Event, RewardScored, from_wire, to_wire
-from areal_jax.trajectories.codec import decode, encode
+from areal_jax.trajectories.journal import (
+    FORMAT,
+    Entry,
+    EventRecord,
+    JournalError,
+    Records,
+    Row,
+    all_of,
+    one_of,
+    pack,
+    to_records,
+    to_row,
+    unpack,
+)
 from areal_jax.trajectories.lock import WriterLock
-from areal_jax.types import ArealError, SampleId, Trajectory
-
-FORMAT = 3
-"""Raised whenever an older program could not read what is written; stored as SQLite's user_version."""
+from areal_jax.types import SampleId, Trajectory
 
 APPLICATION = 0x41524A31
 """'ARJ1': SQLite's application_id of a journal."""
@@ -41,33 +49,23 @@ _TABLES = (
     "PRIMARY KEY (ordinal, attempt)) WITHOUT ROWID",
     "CREATE TABLE snapshots (seq INTEGER PRIMARY KEY, state BLOB NOT NULL)",
 )
+_REST = "CREATE TABLE rest (url TEXT, run TEXT, identity TEXT, is_live INTEGER)"
 _EVENT = "INSERT INTO events VALUES (?, ?, ?, ?, ?)"
-# The first finish of a sample is the one that counts; a late one, of a host given up for lost, is void.
+_EVENT_ONCE = "INSERT OR IGNORE INTO events VALUES (?, ?, ?, ?, ?)"
 _TRAJECTORY = "INSERT OR IGNORE INTO trajectories VALUES (?, ?, ?, ?)"
 _REWARD = "INSERT OR IGNORE INTO rewards VALUES (?, ?, ?)"
-_FORGET = "DELETE FROM trajectories WHERE ordinal = ?"
 
 
-class JournalError(ArealError):
-    """A journal that cannot be made, opened, read or written; the message says what to do."""
+class Rest(NamedTuple):
+    """Where a journal is written of which this file is the archive."""
 
-
-@dataclass(frozen=True)
-class Entry:
-    """One event, what control answered, and the payload it announces."""
-
-    event: Event
-    actions: Sequence[Action] = ()
-    trajectory: Trajectory | None = None
-
-
-class Row(NamedTuple):
-    """One event as the journal holds it."""
-
-    seq: int
-    wall_s: float
-    event: Event
-    actions: tuple[Action, ...]
+    url: str
+    """Without its password."""
+    run: str
+    identity: str
+    """Made up with the journal, so that another run of the same name is never taken for this one."""
+    is_live: bool
+    """Events may be there that the archive does not have."""
 
 
 class SqliteQueue:
@@ -79,27 +77,33 @@ class SqliteQueue:
         self._db = db
         self._writer = lock
         self._guard = threading.RLock()
-        self.header: dict[str, Any] = _unpack(self._one("SELECT value FROM header")[0])
+        self.header: dict[str, Any] = unpack(self._one("SELECT value FROM header")[0])
         self._last_seq: int = self._one("SELECT coalesce(max(seq), 0) FROM events")[0]
 
     @classmethod
-    def create(cls, path: str | Path, header: dict[str, Any]) -> SqliteQueue:
-        """A new journal; `header` holds what the run's bits depend on. Raises JournalError if it exists."""
+    def create(cls, path: str | Path, header: dict[str, Any], rest: Rest | None = None) -> SqliteQueue:
+        """A new journal; `header` holds what the run's bits depend on. Raises JournalError if it exists.
+
+        `rest` makes it the archive of a journal elsewhere.
+        """
         path = Path(path)
         if path.exists():
             raise JournalError(f"{path} exists; resume that run, or choose another run.dir")
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = _take(path)
         try:
-            _make(path, header)
+            _make(path, header, rest)
             return cls(path, _connect(path, "rw"), lock)
         except sqlite3.Error as error:
             lock.release()
             _refuse(path, error)
 
     @classmethod
-    def open(cls, path: str | Path, readonly: bool = False) -> SqliteQueue:
-        """An existing journal, read-only beside a live run or to go on writing. Raises JournalError."""
+    def open(cls, path: str | Path, readonly: bool = False, is_archive: bool = False) -> SqliteQueue:
+        """An existing journal, read-only beside a live run or to go on writing. Raises JournalError.
+
+        One with live events elsewhere is written only by whoever says `is_archive`, and so moves them here.
+        """
         path = Path(path)
         if not path.is_file():
             raise JournalError(f"there is no journal {path}; name the folder that `areal-jax run` made")
@@ -107,7 +111,15 @@ class SqliteQueue:
         try:
             db = _connect(path, "ro" if readonly else "rw")
             _check_format(path, db)
-            return cls(path, db, lock)
+            queue = cls(path, db, lock)
+            rest = None if readonly or is_archive else queue.rest
+            if rest is not None and rest.is_live:
+                queue.close()
+                raise JournalError(
+                    f"the newest events of {path} are in Redis, under run {rest.run!r} at {rest.url}; set "
+                    f"runtime.redis={rest.url} to go on with it"
+                )
+            return queue
         except sqlite3.Error as error:
             _release(lock)
             _refuse(path, error)
@@ -121,29 +133,27 @@ class SqliteQueue:
         """Write all entries in one transaction; the seq of the last. `durable`: also against power loss."""
         wall_s = time.time()
         with self._guard:
-            events, payloads, rewards = [], [], []
-            for seq, entry in enumerate(entries, self._last_seq + 1):
-                kind, values = to_wire(entry.event)
-                actions = _pack([to_wire(action) for action in entry.actions]) if entry.actions else b"\x90"
-                events.append((seq, wall_s, kind, _pack(values), actions))
-                if entry.trajectory is not None:
-                    sample = entry.trajectory.sample
-                    payloads.append((sample.ordinal, sample.attempt, sample.member, encode(entry.trajectory)))
-                if isinstance(entry.event, RewardScored):
-                    scored = entry.event
-                    packed = _pack([scored.rewards, scored.parts, scored.notes])
-                    rewards.append((scored.ordinal, scored.attempt, packed))
-            with self._transaction(durable) as db:
-                db.executemany(_EVENT, events)
-                db.executemany(_TRAJECTORY, payloads)
-                db.executemany(_REWARD, rewards)
-            self._last_seq += len(events)
+            records = to_records(entries, self._last_seq + 1, wall_s)
+            self._write(_EVENT, records, durable)
+            self._last_seq += len(records.events)
             return self._last_seq
+
+    def absorb(self, records: Records) -> None:
+        """Write what was journaled elsewhere, durably, in one transaction; what is here already stays."""
+        with self._guard:
+            self._write(_EVENT_ONCE, records, durable=True)
+            self._last_seq = max([self._last_seq, *(event.seq for event in records.events)])
+
+    def set_rest(self, rest: Rest) -> None:
+        """Say where the journal is written whose archive this is."""
+        with self._guard, self._transaction(durable=True) as db:
+            db.execute("DELETE FROM rest")
+            db.execute("INSERT INTO rest VALUES (?, ?, ?, ?)", rest)
 
     def snapshot(self, seq: int, state: dict[str, Any]) -> None:
         """Keep control's state after event `seq`. Plain values only; tuples come back as lists."""
         with self._guard, self._transaction(durable=True) as db:
-            db.execute("INSERT OR REPLACE INTO snapshots VALUES (?, ?)", (seq, _pack(state)))
+            db.execute("INSERT OR REPLACE INTO snapshots VALUES (?, ?)", (seq, pack(state)))
 
     def forget(self, ordinals: Sequence[int]) -> None:
         """Delete the trajectories of these groups, all attempts; their events and rewards stay."""
@@ -162,41 +172,48 @@ class SqliteQueue:
         with self._guard:
             return self._last_seq
 
+    @property
+    def rest(self) -> Rest | None:
+        """Where the journal is written if this is but its archive, else None."""
+        if not self._all("SELECT 1 FROM sqlite_master WHERE name = 'rest'"):
+            return None
+        url, run, identity, is_live = self._one("SELECT * FROM rest")
+        return Rest(url, run, identity, bool(is_live))
+
     def rows(self, after_seq: int = 0) -> Iterator[Row]:
         """Every event after `after_seq`, in order. Raises JournalError for an event of a later version."""
-        while chunk := self._all(
-            "SELECT * FROM events WHERE seq > ? ORDER BY seq LIMIT ?", (after_seq, _CHUNK_ROWS)
-        ):
-            for seq, wall_s, kind, event, actions in chunk:
-                yield Row(seq, wall_s, self._restore(kind, event), self._restore_actions(actions))
-            after_seq = chunk[-1][0]
+        while chunk := self.records(after_seq):
+            for record in chunk:
+                yield to_row(record, self.path)
+            after_seq = chunk[-1].seq
+
+    def records(self, after_seq: int) -> list[EventRecord]:
+        """The next events after `after_seq`, as many as are read at once; none at the end."""
+        statement = "SELECT * FROM events WHERE seq > ? ORDER BY seq LIMIT ?"
+        return [EventRecord(*found) for found in self._all(statement, (after_seq, _CHUNK_ROWS))]
+
+    def payloads(self, ordinal: int, attempt: int, member: int | None = None) -> dict[int, bytes]:
+        """The payloads of a group, or of one of its members, by member."""
+        statement = "SELECT member, payload FROM trajectories WHERE ordinal = ? AND attempt = ?"
+        if member is None:
+            return dict(self._all(statement, (ordinal, attempt)))
+        return dict(self._all(f"{statement} AND member = ?", (ordinal, attempt, member)))
+
+    def scored(self, ordinal: int, attempt: int) -> bytes | None:
+        """The rewards of a group as they were written, None before it was scored."""
+        statement = "SELECT scored FROM rewards WHERE ordinal = ? AND attempt = ?"
+        found = self._all(statement, (ordinal, attempt))
+        return found[0][0] if found else None
 
     def trajectory(self, sample: SampleId) -> Trajectory:
         """One sample's trajectory, with its reward once scored. Raises JournalError if it is not kept."""
-        found = self._all(
-            "SELECT member, payload FROM trajectories WHERE ordinal = ? AND attempt = ? AND member = ?",
-            (sample.ordinal, sample.attempt, sample.member),
-        )
-        if not found:
-            raise JournalError(
-                f"{self.path} holds no trajectory of {sample}: it never finished, or its group was trained "
-                "long ago (raise observe.keep_groups to keep more)"
-            )
-        return self._rewarded(sample.ordinal, sample.attempt, found)[0]
+        found = self.payloads(sample.ordinal, sample.attempt, sample.member)
+        return one_of(found, self.scored(sample.ordinal, sample.attempt), sample, self.path)
 
     def group(self, ordinal: int, attempt: int, size: int) -> tuple[Trajectory, ...]:
         """A group's trajectories by member, rewarded once scored. Raises JournalError if one is missing."""
-        found = self._all(
-            "SELECT member, payload FROM trajectories WHERE ordinal = ? AND attempt = ? ORDER BY member",
-            (ordinal, attempt),
-        )
-        members = [member for member, _ in found]
-        if members != list(range(size)):
-            raise JournalError(
-                f"{self.path} holds members {members} of group {ordinal} (attempt {attempt}), not {size}: "
-                "the others never finished, or the group's trajectories were deleted after training"
-            )
-        return self._rewarded(ordinal, attempt, found)
+        found = self.payloads(ordinal, attempt), self.scored(ordinal, attempt)
+        return all_of(*found, ordinal, attempt, size, self.path)
 
     def latest_snapshot(self, before_seq: int | None = None) -> tuple[int, dict[str, Any]] | None:
         """The newest (seq, state), or the newest whose seq is at most `before_seq`; None if there is none."""
@@ -204,7 +221,7 @@ class SqliteQueue:
         found = self._all(
             "SELECT seq, state FROM snapshots WHERE seq <= ? ORDER BY seq DESC LIMIT 1", (limit,)
         )
-        return (found[0][0], _unpack(found[0][1])) if found else None
+        return (found[0][0], unpack(found[0][1])) if found else None
 
     def close(self) -> None:
         """Write what is buffered and let the next writer in. Closing twice does nothing."""
@@ -219,6 +236,12 @@ class SqliteQueue:
         self.close()
 
     # --- inside ---------------------------------------------------------------------------------------------
+
+    def _write(self, event: str, records: Records, durable: bool) -> None:
+        with self._transaction(durable) as db:
+            db.executemany(event, records.events)
+            db.executemany(_TRAJECTORY, records.payloads)
+            db.executemany(_REWARD, records.rewards)
 
     @contextmanager
     def _transaction(self, durable: bool = False) -> Iterator[sqlite3.Connection]:
@@ -249,39 +272,8 @@ class SqliteQueue:
     def _one(self, statement: str) -> Any:
         return self._all(statement)[0]
 
-    def _restore(self, kind: str, event: bytes) -> Event:
-        return self._known(kind, _unpack(event), EVENTS)
 
-    def _restore_actions(self, actions: bytes) -> tuple[Action, ...]:
-        return tuple(self._known(kind, values, ACTIONS) for kind, values in _unpack(actions))
-
-    def _known(self, kind: str, values: list[Any], kinds: dict[str, type]) -> Any:
-        try:
-            return from_wire(kind, values, kinds)
-        except (KeyError, TypeError) as error:
-            raise JournalError(
-                f"{self.path} holds a {kind} that this areal-jax does not know ({error}); use the version "
-                "that wrote it"
-            ) from error
-
-    def _rewarded(self, ordinal: int, attempt: int, found: list[Any]) -> tuple[Trajectory, ...]:
-        trajectories = [(member, decode(payload)) for member, payload in found]
-        scored = self._all("SELECT scored FROM rewards WHERE ordinal = ? AND attempt = ?", (ordinal, attempt))
-        if not scored:
-            return tuple(trajectory for _, trajectory in trajectories)
-        rewards, parts, notes = _unpack(scored[0][0])
-        return tuple(
-            replace(
-                trajectory,
-                reward=rewards[member],
-                reward_parts=dict(parts[member]) if parts else {},
-                reward_note=notes[member] if notes else "",
-            )
-            for member, trajectory in trajectories
-        )
-
-
-def _make(path: Path, header: dict[str, Any]) -> None:
+def _make(path: Path, header: dict[str, Any], rest: Rest | None) -> None:
     """An empty journal that appears under its name whole: a killed creation leaves none behind."""
     unfinished = path.with_name(path.name + ".new")
     for left in (unfinished, path.with_name(unfinished.name + "-journal")):
@@ -291,11 +283,15 @@ def _make(path: Path, header: dict[str, Any]) -> None:
         db.execute("BEGIN IMMEDIATE")
         for statement in _TABLES:
             db.execute(statement)
-        db.execute("INSERT INTO header VALUES (?)", (_pack(header),))
+        db.execute("INSERT INTO header VALUES (?)", (pack(header),))
+        if rest is not None:
+            db.execute(_REST)
+            db.execute("INSERT INTO rest VALUES (?, ?, ?, ?)", rest)
         db.execute(f"PRAGMA application_id = {APPLICATION}")
         db.execute(f"PRAGMA user_version = {FORMAT}")
         db.execute("COMMIT")
-        db.execute("PRAGMA journal_mode = WAL")
+        if rest is None:  # an archive may be on a file system of several hosts, where WAL does not work
+            db.execute("PRAGMA journal_mode = WAL")
     finally:
         db.close()
     unfinished.rename(path)
@@ -354,18 +350,3 @@ def _take(path: Path) -> WriterLock:
 def _release(lock: WriterLock | None) -> None:
     if lock is not None:
         lock.release()
-
-
-def _plain(value: Any) -> Any:
-    """numpy scalars as the numbers that they are; msgpack refuses the rest."""
-    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
-        return value.item()
-    raise TypeError(f"a {type(value).__name__} cannot be journaled; use plain numbers, text, lists and dicts")
-
-
-def _pack(value: Any) -> bytes:
-    return cast(bytes, msgpack.packb(value, default=_plain))
-
-
-def _unpack(blob: bytes) -> Any:
-    return msgpack.unpackb(blob, strict_map_key=False)

@@ -1,0 +1,291 @@
+"""What every journal promises, wherever it is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_jax.control.events import (
+    BatchTrained,
+    Dispatch,
+    Drop,
+    HostJoined,
+    RewardScored,
+    RunStarted,
+    Train,
+)
+from areal_jax.trajectories import redis_part
+from areal_jax.trajectories.journal import Entry, Journal, JournalError
+from areal_jax.types import SampleId
+from tests.trajectories.journals import Store, finished, make_store
+from tests.trajectories.samples import assert_same
+
+ROOT = Path(__file__).parents[2]
+STORES = ["sqlite", pytest.param("redis", marks=pytest.mark.cluster)]
+
+
+@pytest.fixture(params=STORES)
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    server = request.getfixturevalue("redis_at") if request.param == "redis" else None
+    return make_store(tmp_path / "run", server)
+
+
+@pytest.fixture
+def queue(store: Store):
+    with store.create({"jaxlib": "1.2", "cores": 2}) as queue:
+        yield queue
+
+
+def test_rows_give_back_events_and_actions_in_order_across_a_reopening(store: Store, queue: Journal):
+    dispatch = Dispatch((SampleId(0, 0), SampleId(0, 1)), "host-0", 0)
+    trained = BatchTrained(0, (0, 1), "abc", {"loss": 0.5, "histogram": [1, 2], "by_age": {3: 4}})
+    before = time.time()
+    first = [Entry(RunStarted("abc")), Entry(HostJoined("host-0", 4), [dispatch])]
+    assert queue.append(first) == 2
+    assert queue.append([Entry(trained, [Drop(7, "end"), Train(1, (2, 3), (0, 1))])], durable=True) == 3
+    queue.close()
+
+    with store.open() as again:
+        rows = list(again.rows())
+        assert again.header == {"jaxlib": "1.2", "cores": 2}
+        assert again.last_seq == 3
+        assert [row.seq for row in again.rows(after_seq=1)] == [2, 3]
+        assert again.append([Entry(HostJoined("host-1", 2))]) == 4
+    assert [row.event for row in rows] == [RunStarted("abc"), HostJoined("host-0", 4), trained]
+    assert [row.actions for row in rows] == [(), (dispatch,), (Drop(7, "end"), Train(1, (2, 3), (0, 1)))]
+    assert all(before <= row.wall_s <= time.time() for row in rows)
+
+
+def test_rows_are_read_in_pieces_while_others_are_written(queue: Journal):
+    queue.append([Entry(HostJoined(f"host-{i}", i)) for i in range(1500)])
+    seen = 0
+    for row in queue.rows():
+        seen += 1
+        assert row.event == HostJoined(f"host-{seen - 1}", seen - 1)
+        if seen == 3:
+            queue.append([Entry(HostJoined("host-1500", 1500))])
+    assert seen == 1501
+
+
+def test_numpy_numbers_in_metrics_become_plain_ones(queue: Journal):
+    queue.append([Entry(BatchTrained(0, (np.int64(3),), "d", {"loss": np.float32(0.5)}))])
+    (row,) = queue.rows()
+    assert row.event == BatchTrained(0, (3,), "d", {"loss": 0.5})
+
+
+def test_an_event_and_its_payload_are_written_together_or_not_at_all(queue: Journal):
+    bad = Entry(BatchTrained(0, (0,), "d", {"array": np.zeros(3)}))
+    with pytest.raises(TypeError, match="ndarray"):
+        queue.append([finished(SampleId(0, 0)), bad])
+    assert (queue.last_seq, list(queue.rows())) == (0, [])
+    with pytest.raises(JournalError, match="no trajectory"):
+        queue.trajectory(SampleId(0, 0))
+
+
+def test_a_group_is_complete_or_an_error_and_gets_its_rewards_once_scored(queue: Journal):
+    entries = [finished(SampleId(5, member, 1), reward=None) for member in (1, 0)]
+    queue.append(entries[:1])
+    with pytest.raises(JournalError, match=r"members \[1\] of group 5 \(attempt 1\), not 2"):
+        queue.group(5, 1, 2)
+    queue.append(entries[1:])
+    unscored = queue.group(5, 1, 2)
+    assert_same(unscored[0], entries[1].trajectory)
+    assert_same(unscored[1], entries[0].trajectory)
+
+    queue.append([Entry(RewardScored(5, 1, (0.25, 1.0), ((("format", 0.0),), ())))])
+    one, two = queue.group(5, 1, 2)
+    assert (one.reward, one.reward_parts, two.reward, two.reward_parts) == (0.25, {"format": 0.0}, 1.0, {})
+    assert queue.trajectory(SampleId(5, 1, 1)).reward == 1.0
+    with pytest.raises(JournalError, match=r"members \[\]"):
+        queue.group(5, 0, 2)
+
+
+def test_the_first_finish_of_a_sample_counts(queue: Journal):
+    queue.append([finished(SampleId(0, 0), length=6)])
+    queue.append([finished(SampleId(0, 0), length=9)])
+    assert len(queue.trajectory(SampleId(0, 0)).tokens) == 6
+    assert queue.last_seq == 2
+
+
+def test_forgetting_deletes_payloads_and_keeps_events(queue: Journal):
+    queue.append([finished(SampleId(n, 0, attempt)) for n in range(3) for attempt in range(2)])
+    queue.forget([0, 2])
+    assert queue.last_seq == len(list(queue.rows())) == 6
+    assert queue.trajectory(SampleId(1, 0)).sample == SampleId(1, 0)
+    for gone in (SampleId(0, 0), SampleId(2, 0, 1)):
+        with pytest.raises(JournalError, match="keep_groups"):
+            queue.trajectory(gone)
+
+
+def test_the_newest_snapshot_is_found_also_before_a_given_event(queue: Journal):
+    assert queue.latest_snapshot() is None
+    queue.snapshot(3, {"version": 1, "groups": {7: [1, 2]}})
+    queue.snapshot(9, {"version": 2})
+    assert queue.latest_snapshot() == (9, {"version": 2})
+    assert queue.latest_snapshot(before_seq=8) == (3, {"version": 1, "groups": {7: [1, 2]}})
+    assert queue.latest_snapshot(before_seq=2) is None
+
+
+def test_threads_may_append_and_read_at_once(queue: Journal):
+    def work(ordinal: int) -> None:
+        for member in range(20):
+            queue.append([finished(SampleId(ordinal, member))])
+            queue.trajectory(SampleId(ordinal, member))
+
+    threads = [threading.Thread(target=work, args=(ordinal,)) for ordinal in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert [row.seq for row in queue.rows()] == list(range(1, 81))
+    assert [len(queue.group(ordinal, 0, 20)) for ordinal in range(4)] == [20] * 4
+
+
+def test_a_reader_beside_the_writer_sees_what_is_committed(store: Store, queue: Journal):
+    queue.append([finished(SampleId(0, 0))])
+    with store.open(readonly=True) as reader:
+        assert reader.last_seq == 1
+        queue.append([finished(SampleId(0, 1))])
+        assert reader.last_seq == 2
+        assert len(reader.group(0, 0, 2)) == 2
+        with pytest.raises(JournalError, match="open for reading"):
+            reader.append([finished(SampleId(1, 0))])
+
+
+WRITER = """
+    import sys
+    from pathlib import Path
+    from areal_jax.trajectories import redis_part
+    from areal_jax.types import SampleId
+    from tests.trajectories.journals import Store, finished
+
+    folder, url, secret, run, lease_s = sys.argv[1:]
+    redis_part.LEASE_S = float(lease_s)
+    queue = Store(Path(folder), url, secret, run).create({})
+    for ordinal in range(10**9):
+        last = queue.append([finished(SampleId(ordinal, member)) for member in range(3)])
+        if ordinal % 8 == 7:
+            queue.snapshot(last - 1, {"ordinal": ordinal})
+        print(last, flush=True)
+"""
+
+
+def writing(store: Store, lease_s: float) -> subprocess.Popen[str]:
+    """Another process that writes until it is killed, and says what was acknowledged."""
+    words = [store.folder, store.url, store.secret, store.run, lease_s]
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(WRITER), *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+
+
+def test_a_second_writer_is_refused_and_a_killed_one_loses_nothing(store: Store, monkeypatch):
+    monkeypatch.setattr(redis_part, "LEASE_S", 1.0)
+    writer = writing(store, 1.0)
+    try:
+        told = [int(writer.stdout.readline()) for _ in range(20)][-1]
+        with pytest.raises(JournalError, match=f"is being written by process {writer.pid} "):
+            store.open()
+        with store.open(readonly=True) as reader:
+            assert reader.last_seq >= told
+    finally:
+        os.kill(writer.pid, signal.SIGKILL)
+        rest = writer.communicate(timeout=30)[0].split()
+    told = int(rest[-1]) if rest else told
+
+    with store.open() as again:
+        assert again.last_seq >= told
+        assert again.last_seq % 3 == 0, "a transaction was torn"
+        assert [row.seq for row in again.rows()] == list(range(1, again.last_seq + 1))
+        for ordinal in range(again.last_seq // 3):
+            assert len(again.group(ordinal, 0, 3)) == 3
+        seq, state = again.latest_snapshot()
+        assert seq == 3 * state["ordinal"] + 2
+
+
+def test_closing_lets_the_next_writer_in_within_one_process(store: Store, queue: Journal):
+    with pytest.raises(JournalError, match=f"process {os.getpid()} "):
+        store.open()
+    queue.close()
+    queue.close()
+    store.open().close()
+
+
+# --- whatever happens in whatever order -------------------------------------------------------------------
+
+SAMPLE = st.builds(SampleId, st.integers(0, 2), st.integers(0, 1), st.integers(0, 1))
+DEEDS = st.lists(
+    st.one_of(
+        st.tuples(st.just("finish"), st.lists(SAMPLE, min_size=1, max_size=3)),
+        st.tuples(st.just("score"), st.tuples(st.integers(0, 2), st.integers(0, 1), st.floats(0, 1))),
+        st.tuples(st.just("snapshot"), st.integers(0, 20)),
+        st.tuples(st.just("forget"), st.lists(st.integers(0, 2), max_size=2)),
+        st.tuples(st.just("reopen"), st.none()),
+    ),
+    max_size=12,
+)
+
+
+def test_it_reads_as_a_journal_of_plain_lists_would(store: Store):
+    """The oracle holds rows and payloads in Python's own containers: first come, first kept."""
+
+    @settings(max_examples=25)
+    @given(DEEDS)
+    def holds(deeds: list[tuple[str, Any]]) -> None:
+        place = dataclasses.replace(store, folder=store.folder / uuid.uuid4().hex, run=uuid.uuid4().hex)
+        queue, events, payloads, rewards, snapshots = place.create({}), [], {}, {}, {}
+        for number, (deed, value) in enumerate(deeds):
+            if deed == "finish":
+                queue.append([finished(sample, length=6 + number) for sample in value])
+                events += [finished(sample, length=6 + number).event for sample in value]
+                for sample in value:
+                    payloads.setdefault(sample, 6 + number)
+            elif deed == "score":
+                event = RewardScored(value[0], value[1], (value[2], 1.0))
+                queue.append([Entry(event)])
+                events.append(event)
+                rewards.setdefault(value[:2], value[2])
+            elif deed == "snapshot":
+                seq = min(value, len(events))
+                queue.snapshot(seq, {"number": number})
+                snapshots[seq] = {"number": number}
+            elif deed == "forget":
+                queue.forget(value)
+                payloads = {sample: kept for sample, kept in payloads.items() if sample.ordinal not in value}
+            else:
+                queue.close()
+                queue = place.open()
+        for journal in (queue, place.open(readonly=True)):
+            assert [row.event for row in journal.rows()] == events
+            assert journal.last_seq == len(events)
+            assert journal.latest_snapshot() == (max(snapshots.items()) if snapshots else None)
+            for sample, length in payloads.items():
+                held = journal.trajectory(sample)
+                reward = rewards.get((sample.ordinal, sample.attempt), 0.5) if sample.member == 0 else None
+                assert len(held.tokens) == length
+                assert reward is None or held.reward == reward
+            for sample in {SampleId(o, m, a) for o in range(3) for m in range(2) for a in range(2)} - set(
+                payloads
+            ):
+                with pytest.raises(JournalError, match="no trajectory"):
+                    journal.trajectory(sample)
+            journal.close()
+
+    holds()
