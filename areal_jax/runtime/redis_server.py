@@ -11,6 +11,7 @@ import secrets
 import shutil
 import signal
 import socket
+import string
 import subprocess
 import sys
 import time
@@ -62,7 +63,7 @@ def redis_server(
     fsync: str = "always",
     deadline_s: float = 10.0,
 ) -> Iterator[RedisServer]:
-    """A server with its files in `folder`, until the block ends. Port 0 takes a free one, no `secret` makes one.
+    """A server with its files in `folder`, until the block ends. Port 0 is a free one; no `secret`, a new one.
 
     `fsync`: `always` loses nothing that was acknowledged; `everysec` is faster on a slow disk, and loses up
     to a second when the machine dies. To be entered by a thread that lives as long as the server should.
@@ -125,7 +126,8 @@ def _config(folder: Path, address: str, port: int, secret: str, fsync: str) -> s
 
 def _quoted(text: str) -> str:
     """For redis.conf and the protocol's one-line form: everything but letters and digits by its code."""
-    return '"' + "".join(chr(b) if chr(b).isalnum() and b < 128 else f"\\x{b:02x}" for b in text.encode()) + '"'
+    plain = (string.ascii_letters + string.digits).encode()
+    return '"' + "".join(chr(byte) if byte in plain else f"\\x{byte:02x}" for byte in text.encode()) + '"'
 
 
 def _start(program: str, folder: Path, config: str) -> subprocess.Popen[bytes]:
