@@ -23,6 +23,7 @@ from areal_jax.sections import (
     AlgorithmConfig,
     ControlConfig,
     GenerationConfig,
+    LaunchConfig,
     ModelSettings,
     ObserveConfig,
     RunConfig,
@@ -50,6 +51,7 @@ class Config(Section):
     weights: WeightsConfig = WeightsConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     observe: ObserveConfig = ObserveConfig()
+    launch: LaunchConfig = LaunchConfig()
 
     @property
     def max_staleness(self) -> int | None:

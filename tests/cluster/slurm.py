@@ -1,0 +1,193 @@
+"""A Slurm cluster of three nodes on this one machine: munged, slurmctld and three slurmd of a test's own.
+
+Each node is a slurmd of its own name with two cores, so that a heterogeneous job, which wants a machine for
+each component, finds them. Everything lies in one folder, listens on free ports, and is ended by its id.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.programs import require, require_root
+
+NODES = 3
+PROGRAMS = (
+    "munged",
+    "slurmctld",
+    "slurmd",
+    "sbatch",
+    "srun",
+    "scancel",
+    "scontrol",
+    "squeue",
+    "redis-server",
+)
+
+CONF = """\
+ClusterName=areal
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+CryptoType=crypto/munge
+StateSaveLocation={folder}/state
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdSpoolDir={folder}/spool-%n
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+ReturnToService=2
+SwitchType=switch/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=bf_interval=2,sched_interval=2
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+KillWait=20
+{nodes}
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+@dataclass(frozen=True)
+class Slurm:
+    folder: Path
+    env: Mapping[str, str]
+
+    def call(self, *words: str, timeout_s: float = 60) -> str:
+        """What a command of Slurm's prints."""
+        done = subprocess.run(
+            words, env=dict(self.env), capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+        assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def state(self, job: str) -> str:
+        """PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, ... of a job, or of a component (17+0)."""
+        shown = self.call("scontrol", "--oneliner", "show", "job", job).splitlines()[0]
+        return dict(word.split("=", 1) for word in shown.split() if "=" in word)["JobState"]
+
+    def wait_for(self, job: str, *states: str, timeout_s: float = 120) -> str:
+        end_s = time.monotonic() + timeout_s
+        while (state := self.state(job)) not in states:
+            assert time.monotonic() < end_s, f"job {job} is {state}, not {states}\n{self.logs()}"
+            time.sleep(0.5)
+        return state
+
+    def logs(self) -> str:
+        return "\n".join(
+            f"== {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in self.folder.glob("*.log")
+        )
+
+
+@contextmanager
+def slurm_cluster(folder: Path) -> Iterator[Slurm]:
+    """Up, with every node idle, until the block ends."""
+    require(*PROGRAMS)
+    require_root("slurmd starts jobs as other users")
+    ports = free_ports(NODES + 1)
+    host = socket.gethostname().split(".")[0]
+    nodes = "\n".join(
+        f"NodeName=n{i + 1} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[i]} CPUs=2 RealMemory=1000"
+        for i in range(NODES)
+    )
+    (folder / "state").mkdir(parents=True)
+    conf = folder / "slurm.conf"
+    conf.write_text(CONF.format(host=host, port=ports[NODES], folder=folder, nodes=nodes))
+    env = {**os.environ, "SLURM_CONF": str(conf)}
+    with ExitStack() as stack:
+        stack.enter_context(_munged(folder))
+        for words in (["slurmctld", "-D"], *(["slurmd", "-D", "-N", f"n{i + 1}"] for i in range(NODES))):
+            stack.enter_context(_daemon(words, env, folder / f"{'-'.join(words)}.out"))
+        slurm = Slurm(folder, env)
+        _await_idle(slurm)
+        try:
+            yield slurm
+        finally:
+            subprocess.run(["scancel", "--full", "--user=root"], env=env, timeout=60, check=False)
+            _await_idle(slurm)
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+# --- inside -------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _munged(folder: Path) -> Iterator[None]:
+    """With a key and a socket of its own. It wants folders that nobody else may write."""
+    key = folder / "munge.key"
+    key.write_bytes(secrets.token_bytes(128))
+    key.chmod(0o600)
+    folder.chmod(0o755)
+    words = [
+        "munged",
+        "--foreground",
+        "--force",
+        f"--key-file={key}",
+        f"--socket={folder}/munge.socket",
+        f"--pid-file={folder}/munged.pid",
+        f"--log-file={folder}/munged.log",
+        f"--seed-file={folder}/munged.seed",
+    ]
+    with _daemon(words, os.environ, folder / "munged.out"):
+        end_s = time.monotonic() + 30
+        while not (folder / "munge.socket").exists():
+            assert time.monotonic() < end_s, (folder / "munged.out").read_text()
+            time.sleep(0.1)
+        yield
+
+
+@contextmanager
+def _daemon(words: list[str], env: Mapping[str, str], out: Path) -> Iterator[subprocess.Popen]:
+    with out.open("w") as file:
+        process = subprocess.Popen(words, env=dict(env), stdout=file, stderr=file, start_new_session=True)
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _await_idle(slurm: Slurm, timeout_s: float = 60) -> None:
+    end_s = time.monotonic() + timeout_s
+    seen = ""
+    while time.monotonic() < end_s:
+        done = subprocess.run(
+            ["sinfo", "--noheader", "--Node", "--format=%T"],
+            env=dict(slurm.env),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        seen = done.stdout + done.stderr
+        if done.stdout.split() == ["idle"] * NODES:
+            return
+        time.sleep(0.5)
+    raise AssertionError(f"the nodes are not idle: {seen}\n{slurm.logs()}")
