@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
+from areal_jax.launch_section import LaunchConfig
 from areal_jax.presets import preset_settings
 from areal_jax.refusals import FIXED_STALENESS, ON_UPDATE, control_refusals, exact_refusals, refusals
 from areal_jax.sections import (
@@ -23,7 +24,6 @@ from areal_jax.sections import (
     AlgorithmConfig,
     ControlConfig,
     GenerationConfig,
-    LaunchConfig,
     ModelSettings,
     ObserveConfig,
     RunConfig,

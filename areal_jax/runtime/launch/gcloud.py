@@ -132,7 +132,7 @@ def _submit(plan: Plan, machines: list[Machine]) -> str:
     ]
     return script(
         BASH,
-        f"files={shlex.quote(str(plan.folder / 'launch'))}\nown=areal-jax/{plan.name} # in each machine's home",
+        f"files={shlex.quote(str(plan.folder / 'launch'))}\nown=areal-jax/{plan.name} # in a machine's home",
         functions,
         "\n".join(_creations(plan, machines)),
         f"head=$({command(asks)})",

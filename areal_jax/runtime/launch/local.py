@@ -35,8 +35,8 @@ def local_plan(launch: Launch) -> Plan:
     if accelerator == "gpu" and plan.devices_per_machine > gpus:
         raise LaunchError(
             f"the run needs {plan.devices_per_machine} GPUs (trainer.mesh {config.trainer.mesh.devices}, "
-            f"runtime.hosts={config.runtime.hosts} of {config.runtime.host_tensor}); this machine has {gpus}. "
-            "Use fewer, `areal-jax run` with runtime.placement=shared on one, or launch.accelerator=cpu"
+            f"runtime.hosts={config.runtime.hosts} of {config.runtime.host_tensor}); here are {gpus}; "
+            "use fewer, `areal-jax run` with runtime.placement=shared on one, or launch.accelerator=cpu"
         )
     return plan
 

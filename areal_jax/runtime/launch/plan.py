@@ -216,8 +216,8 @@ def _require_whole_machines(plan: Plan) -> None:
             room = plan.config.launch.machine_devices
             raise LaunchError(
                 f"{', '.join(owner.name for owner in owners)} would share one machine's TPU chips, which "
-                f"belong to one process; give trainer.mesh {room} devices a process and runtime.host_tensor={room} "
-                "(launch.machine_devices)"
+                f"belong to one process; give trainer.mesh {room} devices a process and "
+                f"runtime.host_tensor={room} (launch.machine_devices)"
             )
 
 

@@ -29,6 +29,9 @@ port 7600
 requirepass $(<"$own/secret")
 dir "$run/redis"
 appendonly yes
+appendfsync everysec
+save ""
+maxmemory-policy noeviction
 END
 )
 keep redis redis-server "$own/redis.conf"

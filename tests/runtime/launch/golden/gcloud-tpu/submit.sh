@@ -2,7 +2,7 @@
 set -euo pipefail
 
 files=/mnt/areal-jax/runs/qwen/launch
-own=areal-jax/qwen2-5-1-5b-gsm8k # in each machine's home
+own=areal-jax/qwen2-5-1-5b-gsm8k # in a machine's home
 
 create() { # create NAME OPTION...: makes the machine unless it is there
     gcloud compute tpus tpu-vm describe "$1" --zone=us-central1-a >/dev/null 2>&1 || gcloud compute tpus tpu-vm create "$@"

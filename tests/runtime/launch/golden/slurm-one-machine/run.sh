@@ -78,6 +78,9 @@ port 7600
 requirepass $AREAL_JAX_SECRET
 dir "$run/redis"
 appendonly yes
+appendfsync everysec
+save ""
+maxmemory-policy noeviction
 END
 )
 need redis srun --overlap --cpu-bind=none --nodes=1 --ntasks=1 "--nodelist=$SLURMD_NODENAME" \

@@ -84,6 +84,9 @@ port 7600
 requirepass $AREAL_JAX_SECRET
 dir "$run/redis"
 appendonly yes
+appendfsync everysec
+save ""
+maxmemory-policy noeviction
 END
 )
 need redis srun --overlap --cpu-bind=none --het-group=0 --nodes=1 --ntasks=1 \
