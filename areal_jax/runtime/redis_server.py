@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -63,7 +63,7 @@ def redis_server(
     fsync: str = "always",
     deadline_s: float = 10.0,
 ) -> Iterator[RedisServer]:
-    """A server with its files in `folder`, until the block ends. Port 0 is a free one; no `secret`, a new one.
+    """A server with its files in `folder`, until the block ends. Port 0: a free one; no `secret`: a new one.
 
     `fsync`: `always` loses nothing that was acknowledged; `everysec` is faster on a slow disk, and loses up
     to a second when the machine dies. To be entered by a thread that lives as long as the server should.
@@ -137,11 +137,8 @@ def _start(program: str, folder: Path, config: str) -> subprocess.Popen[bytes]:
             words, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
         )
     assert process.stdin is not None
-    try:
-        with process.stdin as pipe:
-            pipe.write(config.encode())
-    except BrokenPipeError:
-        pass  # it ended at once; its log says why
+    with suppress(BrokenPipeError), process.stdin as pipe:  # one that ended at once says why in its log
+        pipe.write(config.encode())
     return process
 
 
@@ -162,13 +159,10 @@ def _await(
 def _answer(address: str, port: int, secret: str) -> bytes:
     """To PING, which waits for the data, and who it is; less where the server is not there yet."""
     answer = b""
-    try:
-        with socket.create_connection((address, port), timeout=1) as connection:
-            connection.sendall(f"AUTH {_quoted(secret)}\r\nPING\r\nINFO server\r\nQUIT\r\n".encode())
-            while part := connection.recv(4096):
-                answer += part
-    except OSError:
-        pass
+    with suppress(OSError), socket.create_connection((address, port), timeout=1) as connection:
+        connection.sendall(f"AUTH {_quoted(secret)}\r\nPING\r\nINFO server\r\nQUIT\r\n".encode())
+        while part := connection.recv(4096):
+            answer += part
     return answer
 
 
@@ -179,9 +173,11 @@ def _free_port(address: str) -> int:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(_STOP_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    """Asked again and again: a server that begins its append-only file refuses to go."""
+    end_s = time.monotonic() + _STOP_S
+    while process.poll() is None and time.monotonic() < end_s:
+        process.send_signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(1)
+    process.kill()
+    process.wait()

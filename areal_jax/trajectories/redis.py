@@ -26,7 +26,7 @@ from areal_jax.trajectories.journal import (
     to_row,
 )
 from areal_jax.trajectories.redis_link import Link
-from areal_jax.trajectories.redis_part import CHUNK_ROWS, RedisPart, holds
+from areal_jax.trajectories.redis_part import RedisPart, holds
 from areal_jax.trajectories.sqlite import Rest, SqliteQueue
 from areal_jax.types import SampleId, Trajectory
 
@@ -155,7 +155,7 @@ class RedisQueue:
                 return self._last_seq
         if self._is_moved():
             return self._archive.last_seq
-        return max(self._part.read(1, 1)[0] or 0, self._archive.last_seq)
+        return max(self._part.newest() or 0, self._archive.last_seq)
 
     def rows(self, after_seq: int = 0) -> Iterator[Row]:
         """Every event after `after_seq`, in order. Raises JournalError for an event of a later version."""
@@ -235,7 +235,7 @@ class RedisQueue:
         for _ in range(2):
             if (chunk := self._archive.records(after_seq)) or self._is_moved():
                 return chunk
-            last, chunk = self._part.read(after_seq + 1, CHUNK_ROWS)
+            last, chunk = self._part.read(after_seq + 1)
             if chunk and chunk[0].seq == after_seq + 1:
                 return chunk
             if not chunk and last is not None and last <= after_seq:
@@ -273,12 +273,12 @@ def _part(link: Link, rest: Rest, archive: SqliteQueue) -> RedisPart:
 def _join(part: RedisPart, archive: SqliteQueue, rest: Rest) -> int:
     """Seq of the newest event. The archive now says where Redis is, and no event is missing between them."""
     archived = archive.last_seq
-    newest = part.read(1, 1)[0] or 0
+    newest = part.newest() or 0
     if newest < archived:
         part.catch_up(archived)
     with SqliteQueue.open(archive.path, is_archive=True) as writer:
         writer.set_rest(rest._replace(is_live=True))
-    following = part.read(archived + 1, 1)[1]
+    following = part.read(archived + 1)[1]
     if newest > archived and (not following or following[0].seq != archived + 1):
         raise JournalError(
             f"{part.where} goes on after event {archived}, the last of {archive.path}, with a later one: the "

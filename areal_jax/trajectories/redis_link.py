@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
-from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from areal_jax.types import ArealError
 
@@ -59,8 +59,9 @@ class Link:
         """
         self._refusal, self._deadline_s = refusal, deadline_s
         self.shown, self.options, plain = self._parse(url)
-        self._has_password = bool(urlsplit(url).password or secret)
+        self._has_password = bool(urlsplit(url).password or "password=" in plain or secret)
         self._require_password(url)
+        wire = {"socket_connect_timeout": min(SOCKET_S, deadline_s), "socket_keepalive": True}
         try:
             pool = redis.ConnectionPool.from_url(
                 plain,
@@ -68,16 +69,15 @@ class Link:
                 protocol=2,
                 retry=Retry(NoBackoff(), 0),
                 socket_timeout=min(SOCKET_S, deadline_s),
-                socket_connect_timeout=min(SOCKET_S, deadline_s),
-                socket_keepalive=True,
                 health_check_interval=15,
+                **({} if plain.startswith("unix:") else wire),
             )
             self._client: Any = redis.Redis(connection_pool=pool)
             pool.make_connection()
         except (TypeError, ValueError) as error:
             raise refusal(f"{self.shown}: {_plain(error)}; mend the options of runtime.redis") from None
         self._scripts: dict[str, Any] = {}
-        self._is_away = False
+        self._is_away = self._is_closed = False
 
     def __repr__(self) -> str:
         return f"Link({self.shown})"
@@ -85,6 +85,8 @@ class Link:
     def run(self, work: Callable[[Any], T], deadline_s: float | None = None) -> T:
         """`work(client)`, as often as it takes to get an answer."""
         deadline_s = self._deadline_s if deadline_s is None else deadline_s
+        if self._is_closed:
+            raise self._refusal(f"the connection to {self.shown} is closed; open a new one")
         end_s, pause_s = time.monotonic() + deadline_s, PAUSES_S[0]
         while True:
             try:
@@ -147,9 +149,9 @@ class Link:
             log.warning("%s %s", self.shown, fault)
 
     def close(self) -> None:
-        """Ends the connections. Closing twice does nothing."""
-        self._client.close()
-        self._client.connection_pool.disconnect()
+        """Ends the connections; those that another thread waits on, with their answer."""
+        self._is_closed = True
+        self._client.connection_pool.disconnect(inuse_connections=False)
 
     # --- inside ---------------------------------------------------------------------------------------------
 
@@ -181,7 +183,7 @@ class Link:
                 f"runtime.redis: {shown} is no url of a Redis; write redis://HOST:PORT/DATABASE, rediss:// "
                 "for TLS, or unix:///PATH"
             )
-        return shown, options, urlunsplit(parts._replace(query=urlencode(rest)))
+        return shown, options, f"{parts.scheme}://{parts.netloc}{parts.path}?{urlencode(rest)}"
 
     def _require_password(self, url: str) -> None:
         parts = urlsplit(url)

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from areal_jax.control.events import RewardScored, SampleFinished
@@ -127,19 +128,21 @@ class RedisPart:
         if self._ended.is_set():
             return
         self._ended.set()
-        try:
-            if self._token is not None:
+        if self._token is not None:
+            with suppress(JournalError):
                 self._link.script(scripts.RELEASE, self._keys, [self._token], deadline_s=1)
-        except JournalError:
-            pass
-        finally:
-            self._link.close()
+        self._link.close()
 
     # --- reading --------------------------------------------------------------------------------------------
 
-    def read(self, first: int, count: int = CHUNK_ROWS) -> tuple[int | None, list[EventRecord]]:
+    def newest(self) -> int | None:
+        """Seq of the newest event, None where Redis has nothing of the run."""
+        last = self._link.run(lambda client: client.hget(self._keys.state, "last"))
+        return None if last is None else int(last)
+
+    def read(self, first: int) -> tuple[int | None, list[EventRecord]]:
         """The newest seq, None where Redis has nothing of the run, and the next events from `first` on."""
-        last, found = self._link.script(scripts.READ, self._keys, [first, count])
+        last, found = self._link.script(scripts.READ, self._keys, [first, CHUNK_ROWS])
         return None if last is None else int(last), [_event(text_of(at), fields) for at, fields in found]
 
     def with_announced(self, events: Sequence[EventRecord]) -> Records:
@@ -189,10 +192,8 @@ class RedisPart:
     def _keep_lease(self) -> None:
         """Until the end. Where it cannot, the next append says why."""
         while not self._ended.wait(LEASE_S / _RENEWALS):
-            try:
+            with suppress(JournalError):
                 self.renew(LEASE_S / _RENEWALS)
-            except JournalError:
-                continue
 
 
 def holds(link: Link, rest: Rest) -> bool:
