@@ -1,9 +1,9 @@
-"""A trainer-like process and a host of its own, with nothing between them but a folder.
+"""A trainer-like process and a host of its own, with nothing between them but a folder or a socket.
 
-`python -m tests.weights.processes publish FOLDER FIRST LAST [HANG]`: versions FIRST..LAST, each once a host
-has adopted the one before; with HANG it stops for ever when that version is whole on disk and not committed.
-`python -m tests.weights.processes adopt FOLDER LAST`: on two devices; adopts and decodes until LAST.
-Both print a JSON object a version.
+`python -m tests.weights.processes publish STORE FOLDER FIRST LAST [HANG]`: versions FIRST..LAST, each once a
+host has adopted the one before; with HANG it stops for ever when that version is whole and not committed.
+`python -m tests.weights.processes adopt STORE FOLDER LAST`: on two devices; adopts and decodes until LAST.
+Both print a JSON object a version. STORE is orbax (files in FOLDER) or transfer (FOLDER holds the address).
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from areal_jax.tasks.tokenizers import CharTokenizer
 from areal_jax.types import SampleId, Sampling, VersionedParams
 from areal_jax.weights.digest import digest
 from areal_jax.weights.orbax import OrbaxStore
-from areal_jax.weights.store import load_newer
+from areal_jax.weights.store import ParamReader, load_newer
+from areal_jax.weights.transfer import TransferReader, TransferStore
 
 DEADLINE_S = 120.0
 PROMPT, TOKENS = 5, 4
+SECRET = "of this test"
 
 
 def make_engine(devices: int) -> Engine:
@@ -42,6 +44,11 @@ def say(**what: object) -> None:
     sys.stdout.flush()
 
 
+def tell_address(folder: Path, store: TransferStore) -> None:
+    (folder / ".address").write_text(store.address)
+    (folder / ".address").rename(folder / "address")
+
+
 def wait_for(path: Path) -> None:
     end_s = time.monotonic() + DEADLINE_S
     while not path.exists():
@@ -49,9 +56,13 @@ def wait_for(path: Path) -> None:
         time.sleep(0.01)
 
 
-def publish(folder: Path, first: int, last: int, hang: int = -1) -> None:
+def publish(kind: str, folder: Path, first: int, last: int, hang: int = -1) -> None:
     engine = make_engine(1)
-    store = OrbaxStore(folder / "weights", engine.canary, keep=2, deadline_s=DEADLINE_S)
+    if kind == "orbax":
+        store = OrbaxStore(folder / "weights", engine.canary, keep=2, deadline_s=DEADLINE_S)
+    else:
+        store = TransferStore(engine.canary, deadline_s=DEADLINE_S, secret=SECRET)
+        tell_address(folder, store)
     update = jax.jit(lambda p: jax.tree.map(lambda leaf: leaf * 1.01, p), donate_argnums=0)
 
     def before_commit(wire: VersionedParams) -> None:
@@ -72,14 +83,22 @@ def publish(folder: Path, first: int, last: int, hang: int = -1) -> None:
     store.close(DEADLINE_S)
 
 
-def adopt(folder: Path, last: int) -> None:
+def adopt(kind: str, folder: Path, last: int) -> None:
     assert jax.device_count() == 2
     engine, version = make_engine(2), -1
-    store = OrbaxStore(folder / "weights", engine.canary)
+    reader: ParamReader
+    if kind == "orbax":
+        reader = OrbaxStore(folder / "weights", engine.canary)
+    else:
+        wait_for(folder / "address")
+        address = (folder / "address").read_text()
+        reader = TransferReader(address, engine.canary, DEADLINE_S, SECRET)
     end_s = time.monotonic() + DEADLINE_S
     while version < last:
         assert time.monotonic() < end_s, f"version {last} did not come"
-        value = load_newer(store, engine.param_shardings, version)
+        if isinstance(reader, TransferReader):
+            reader.address = (folder / "address").read_text()
+        value = load_newer(reader, engine.param_shardings, version)
         if value is None:
             time.sleep(0.01)
             continue
@@ -98,5 +117,5 @@ def decode(engine: Engine, value: VersionedParams) -> list[int]:
 
 
 if __name__ == "__main__":
-    numbers = [int(word) for word in sys.argv[3:]]
-    {"publish": publish, "adopt": adopt}[sys.argv[1]](Path(sys.argv[2]), *numbers)
+    role, kind, folder, *numbers = sys.argv[1:]
+    {"publish": publish, "adopt": adopt}[role](kind, Path(folder), *map(int, numbers))

@@ -1,34 +1,50 @@
-"""Weights between processes that share a folder and nothing else; killed at the worst moment."""
+"""Weights between processes that share a folder or a socket and nothing else; killed at the worst moment."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
+from areal_jax.generation.engine import Engine
+from areal_jax.weights.digest import digest
 from areal_jax.weights.orbax import OrbaxStore
+from areal_jax.weights.pulling import Pull
 from areal_jax.weights.staged import committed
+from areal_jax.weights.store import PublisherLostError, load_newer
+from areal_jax.weights.transfer import TransferReader
+from tests.weights.group import SPECS, params_of, probe
+from tests.weights.processes import DEADLINE_S, SECRET, make_engine, wait_for
+from tests.weights.values import on
+from tests.weights.values import wait_for as wait_until
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
+STORES = pytest.mark.parametrize("kind", ["orbax", "transfer"])
 
 
 @pytest.fixture
-def start() -> Iterator:
-    """`start("publish", folder, ...)`; what is left of it is killed in the end."""
+def start() -> Iterator[Callable[..., subprocess.Popen]]:
+    """`start("processes", 1, "publish", ...)`: a module here on so many devices; killed in the end."""
     running: list[subprocess.Popen] = []
 
-    def begin(role: str, folder: Path, *numbers: int) -> subprocess.Popen:
-        words = [sys.executable, "-m", "tests.weights.processes", role, str(folder), *map(str, numbers)]
-        devices = {"publish": "1", "adopt": "2"}[role]
-        env = {**os.environ, "JAX_NUM_CPU_DEVICES": devices, "JAX_PLATFORMS": "cpu"}
-        running.append(subprocess.Popen(words, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True))
+    def begin(module: str, devices: int, *words: Any) -> subprocess.Popen:
+        command = [sys.executable, "-m", f"tests.weights.{module}", *map(str, words)]
+        env = {**os.environ, "JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
+        running.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True))
         return running[-1]
 
     yield begin
@@ -49,37 +65,138 @@ def next_of(process: subprocess.Popen) -> dict:
     return json.loads(process.stdout.readline())
 
 
-def test_a_host_of_its_own_process_and_mesh_adopts_every_version(start, tmp_path):
-    trainer, host = start("publish", tmp_path, 0, 4), start("adopt", tmp_path, 4)
+@STORES
+def test_a_host_of_its_own_process_and_mesh_adopts_every_version(start, tmp_path, kind):
+    trainer = start("processes", 1, "publish", kind, tmp_path, 0, 4)
+    host = start("processes", 2, "adopt", kind, tmp_path, 4)
     adopted, published = said(host), said(trainer)
     assert [one["version"] for one in adopted] == [0, 1, 2, 3, 4]
     assert [one["digest"] for one in adopted] == [one["digest"] for one in published]
     assert len({one["digest"] for one in adopted}) == 5
     assert all(len(one["tokens"]) == 4 for one in adopted)
-    assert committed(tmp_path / "weights") == [3, 4]
+    if kind == "orbax":
+        assert committed(tmp_path / "weights") == [3, 4]
+    else:  # no file was touched
+        assert {path.name for path in tmp_path.iterdir()} == {"address", *(f"adopted-{v}" for v in range(5))}
 
 
-def test_a_publisher_killed_between_stage_and_commit_leaves_the_version_before_in_force(start, tmp_path):
-    trainer, host = start("publish", tmp_path, 0, 4, 2), start("adopt", tmp_path, 4)
+@STORES
+def test_a_publisher_killed_between_stage_and_commit_leaves_the_version_before_in_force(
+    start, tmp_path, kind
+):
+    trainer = start("processes", 1, "publish", kind, tmp_path, 0, 4, 2)
+    host = start("processes", 2, "adopt", kind, tmp_path, 4)
     assert {"staged": 2} in [next_of(trainer) for _ in range(4)]
     trainer.kill()
     trainer.wait()
     folder = tmp_path / "weights"
-    assert (folder / ".staged-2" / "manifest.json").exists()
-    assert OrbaxStore(folder, lambda params: params).latest() == 1
-    again = said(start("publish", tmp_path, 2, 4))
+    if kind == "orbax":
+        assert (folder / ".staged-2" / "manifest.json").exists()
+        assert OrbaxStore(folder, lambda params: params).latest() == 1
+    again = said(start("processes", 1, "publish", kind, tmp_path, 2, 4))
     adopted = said(host)
     assert [one["version"] for one in adopted] == [0, 1, 2, 3, 4]
     assert [one["digest"] for one in adopted[2:]] == [one["digest"] for one in again]
-    assert sorted(path.name for path in folder.iterdir()) == ["3", "4"]
+    if kind == "orbax":
+        assert sorted(path.name for path in folder.iterdir()) == ["3", "4"]
 
 
-def test_a_killed_host_harms_nobody_and_its_successor_takes_the_newest(start, tmp_path):
-    trainer, host = start("publish", tmp_path, 0, 3), start("adopt", tmp_path, 3)
+@STORES
+def test_a_killed_host_harms_nobody_and_its_successor_takes_the_newest(start, tmp_path, kind):
+    trainer = start("processes", 1, "publish", kind, tmp_path, 0, 3)
+    host = start("processes", 2, "adopt", kind, tmp_path, 3)
     assert next_of(host)["version"] == 0
     host.kill()
     host.wait()
-    adopted, published = said(start("adopt", tmp_path, 3)), said(trainer)
+    adopted, published = said(start("processes", 2, "adopt", kind, tmp_path, 3)), said(trainer)
     assert adopted[-1]["version"] == 3
     digests = {one["version"]: one["digest"] for one in published}
     assert all(one["digest"] == digests[one["version"]] for one in adopted)
+
+
+# --- in the middle of a pull --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def host() -> Engine:
+    return make_engine(2)
+
+
+def before_the_pull(monkeypatch: pytest.MonkeyPatch, strike: Callable[[], object]) -> None:
+    """Granted, and not begun."""
+    ask = Pull._ask
+
+    def and_strike(self, channel, **request):
+        answer = ask(self, channel, **request)
+        if request["ask"] == "pull":
+            strike()
+        return answer
+
+    monkeypatch.setattr(Pull, "_ask", and_strike)
+
+
+def test_a_publisher_killed_in_mid_pull_is_an_error_at_once(start, tmp_path, monkeypatch, host: Engine):
+    trainer = start("processes", 1, "publish", "transfer", tmp_path, 0, 2)
+    wait_for(tmp_path / "address")
+    address = (tmp_path / "address").read_text()
+    with (
+        closing(TransferReader(address, host.canary, DEADLINE_S, SECRET)) as reader,
+        closing(TransferReader(address, host.canary, DEADLINE_S, SECRET)) as late,
+    ):
+        wait_until(lambda: reader.latest() == late.latest() == 0)
+        held = reader.load(0, host.param_shardings)
+        before_the_pull(monkeypatch, trainer.kill)
+        started = time.monotonic()
+        with pytest.raises(PublisherLostError, match=f"version 0 could not be pulled from {address}"):
+            late.load(0, host.param_shardings)
+        assert time.monotonic() - started < 20
+        assert load_newer(reader, host.param_shardings, than=0) is None
+        assert digest(held.params) == held.digest
+
+
+def test_a_publisher_that_stands_still_is_given_up_at_the_deadline(
+    start, tmp_path, monkeypatch, host: Engine
+):
+    """Its machine answers still, and the process does not; when it goes on, so does the reader."""
+    trainer = start("processes", 1, "publish", "transfer", tmp_path, 0, 2)
+    wait_for(tmp_path / "address")
+    address = (tmp_path / "address").read_text()
+    with closing(TransferReader(address, host.canary, 2.0, SECRET)) as reader:
+        wait_until(lambda: reader.latest() == 0)
+        with monkeypatch.context() as patch:
+            before_the_pull(patch, lambda: trainer.send_signal(signal.SIGSTOP))
+            started = time.monotonic()
+            with pytest.raises(PublisherLostError, match=r"within 2 s: timed out"):
+                reader.load(0, host.param_shardings)
+            assert 1.9 < time.monotonic() - started < 20
+        trainer.send_signal(signal.SIGCONT)
+        wait_until(lambda: reader.latest() == 0)
+        loaded = reader.load(0, host.param_shardings)
+        assert digest(loaded.params) == loaded.digest
+
+
+# --- several processes that publish as one ------------------------------------------------------------------
+
+
+def test_each_process_serves_its_own_shards(start, tmp_path):
+    """Two processes of two devices; the reader's one mesh has two, on other axes."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    group = [start("group", 2, tmp_path, 2, index, port) for index in range(2)]
+    wait_for(tmp_path / "address")
+    specs = {name: list(spec)[::-1] for name, spec in SPECS.items()}
+    onto = {name: on(2, 3)["w" if len(spec) == 2 else "b"] for name, spec in specs.items()}
+    address = (tmp_path / "address").read_text()
+    with closing(TransferReader(address, probe, DEADLINE_S, SECRET)) as reader:
+        for version in range(2):
+            wait_until(lambda version=version: reader.latest() == version, DEADLINE_S)
+            loaded = reader.load(version, onto)
+            for name, wanted in params_of(version).items():
+                np.testing.assert_array_equal(np.asarray(loaded.params[name]), wanted, err_msg=name)
+                assert loaded.params[name].sharding == onto[name]
+            (tmp_path / f"adopted-{version}").touch()
+        sizes = {name: leaf.nbytes for name, leaf in params_of(0).items()}
+        assert reader.pulled_bytes == 2 * sum(sizes.values()) - sizes["frozen"]
+    assert [process.wait(DEADLINE_S) for process in group] == [0, 0]
+    assert jax.process_count() == 1
