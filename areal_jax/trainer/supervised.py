@@ -49,7 +49,7 @@ def supervised_start(
     )
     state = learner.init(params)
     for groups in _batches(tasks, model.tokenizer, c, seed):
-        batch = learner.prepare(state, pack(groups, c.rows, length))
+        batch = learner.prepare(state, pack(groups, c.rows, length, own_rows=learner.own_rows))
         state, _ = learner.update(state, batch)
     return state.params
 

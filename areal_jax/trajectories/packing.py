@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -25,11 +25,15 @@ def pack(
     length: int,
     minibatches: int = 1,
     prompts: Literal["shared", "repeated"] = "shared",
+    own_rows: Callable[[int], np.ndarray] = np.arange,
 ) -> Batch:
-    """The batch of these groups, in ordinal order: all rows of `plan_batch`. Raises PackingError."""
+    """The batch of these groups, in ordinal order: those rows of `plan_batch` that `own_rows(B)` names.
+
+    Raises PackingError.
+    """
     plan = plan_batch(groups, rows, length, minibatches, prompts)
     flat = (one for group in _in_order(groups) for one in group.trajectories)
-    return fill(plan, np.arange(plan.rows), dict(enumerate(flat)))
+    return fill(plan, own_rows(plan.rows), dict(enumerate(flat)))
 
 
 def plan_batch(

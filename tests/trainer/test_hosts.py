@@ -1,0 +1,227 @@
+"""Several processes are one trainer: same losses, one set of versions and checkpoints, and one end.
+
+Each is watched; whatever is left of a group at a test's deadline is killed by its id.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import msgpack
+import pytest
+
+from areal_jax.models.model import Model
+from areal_jax.runtime.assembly import assemble
+from areal_jax.trainer.checkpoint import committed, discard_newer
+from areal_jax.trajectories.codec import encode
+from areal_jax.trajectories.packing import plan_batch
+from areal_jax.weights.orbax import OrbaxStore
+from tests.runtime.small import small
+from tests.trainer.conftest import make_groups
+from tests.trainer.hosts import LENGTH, ROWS, STEPS, WORDS, Asked, probe
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 280
+TOGETHER, ALONE = "{fsdp: 2, tensor: 2}", "{data: 1}"
+OWN = ("digest", "compiled_programs", "memory_forecast_bytes")
+"""What is another mesh's own."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Every step's plan, and its trajectories one by one."""
+    folder = tmp_path_factory.mktemp("hosts")
+    for step in range(STEPS):
+        groups = make_groups(seed=step)
+        plan = plan_batch(groups, ROWS, LENGTH, minibatches=2)
+        (folder / f"plan-{step}").write_bytes(msgpack.packb(plan.to_wire()))
+        for place, one in enumerate(one for group in groups for one in group.trajectories):
+            (folder / f"{step}-{place}").write_bytes(encode(one))
+    return folder
+
+
+@contextmanager
+def group(folder: Path, name: str, processes: int, **asked: Any) -> Iterator[list[subprocess.Popen]]:
+    """The watchers of a trainer's processes, of four devices together or of one."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    devices, mesh = ("2", TOGETHER) if processes > 1 else ("1", ALONE)
+    env = {**os.environ, "JAX_NUM_CPU_DEVICES": devices, "JAX_PLATFORMS": "cpu"}
+    asked = {"mesh": mesh, "last": STEPS, **asked}
+    started = []
+    for index in range(processes):
+        own = Asked(name, processes, index, port, **asked)._asdict()
+        own["stops_at"] = own["stops_at"] if index == processes - 1 else -1
+        command = [sys.executable, "-m", "tests.trainer.hosts", str(folder), json.dumps(own)]
+        log = (folder / f"{name}-{index}.log").open("w")
+        started.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log))
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.kill()  # and the kernel the one it watches
+            process.wait()
+
+
+def log(folder: Path, name: str, index: int) -> str:
+    return (folder / f"{name}-{index}.log").read_text()
+
+
+def train(folder: Path, name: str, processes: int, **asked: Any) -> list[dict[str, Any]]:
+    """What each process left."""
+    end = time.monotonic() + DEADLINE_S
+    with group(folder, name, processes, **asked) as started:
+        for process in started:
+            process.wait(max(0.0, end - time.monotonic()))
+        statuses = [process.returncode for process in started]
+    assert statuses == [0] * processes, "\n".join(log(folder, name, i)[-3000:] for i in range(processes))
+    return [json.loads((folder / f"{name}-{i}.json").read_text()) for i in range(processes)]
+
+
+def figures(out: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """By step."""
+    return {
+        step: {name: value for name, value in row.items() if name not in OWN}
+        for step, row in out["trained"].items()
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[str, Any]:
+    return train(folder, "alone", 1, run="alone")[0]
+
+
+@pytest.fixture(scope="module")
+def pair(folder: Path) -> list[dict[str, Any]]:
+    """Two processes of two devices each; their run's folder is `pair`."""
+    return train(folder, "pair", 2, run="pair")
+
+
+def test_two_processes_train_as_one(alone: dict[str, Any], pair: list[dict[str, Any]]):
+    first, second = pair
+    assert len(alone["trained"]) == STEPS
+    assert figures(first).keys() == figures(alone).keys()
+    for step, wanted in figures(alone).items():
+        assert figures(first)[step] == pytest.approx(wanted, rel=1e-5, abs=1e-8), step
+    assert first["digests"] == second["digests"]
+    assert first["digests"]["0"] == alone["digests"]["0"]  # the same first parameters on any mesh
+
+
+def test_the_first_process_tells_and_the_others_do_not(pair: list[dict[str, Any]]):
+    told = pair[0]["told"]
+    assert told[0] == "str"  # the note on memory
+    assert sorted(told[1:]) == sorted(
+        ["BatchTrained", "VersionCommitted"] * STEPS + ["CheckpointCommitted"] * 2
+    )
+    assert pair[1]["told"] == []
+
+
+def test_what_two_processes_published_a_single_one_reads(folder: Path, pair: list[dict[str, Any]]):
+    parts = assemble(small(folder / "reader", *WORDS, f"trainer.mesh={ALONE}"))
+    model: Model = parts.model
+    store = OrbaxStore(folder / "pair" / "weights", probe(model))
+    shardings = jax.tree.map(
+        lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), model.abstract_params
+    )
+    assert store.latest() == STEPS
+    assert store.load(STEPS, shardings).digest == pair[0]["digests"][str(STEPS)]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_checkpoint_of_two_processes_is_gone_on_from(
+    folder: Path, pair: list[dict[str, Any]], processes: int
+):
+    """By two to the same bits, by one to the same losses."""
+    name = f"resumed-by-{processes}"
+    shutil.copytree(folder / "pair", folder / name)
+    assert discard_newer(folder / name / "checkpoints", 2) == [4]
+    resumed = train(folder, name, processes, run=name)
+    middle = pair[0]["trained"]["1"]["digest"]
+    for one in resumed:
+        assert one["restored"] == 2
+        assert one["digests"]["2"] == middle
+    assert list(resumed[0]["trained"]) == ["2", "3"]
+    for step, row in figures(resumed[0]).items():
+        assert row == pytest.approx(figures(pair[0])[step], rel=1e-5, abs=1e-8), step
+    if processes == 2:
+        assert [one["digests"]["4"] for one in resumed] == [pair[0]["digests"]["4"]] * 2
+    assert committed(folder / name / "checkpoints") == [2, 4]
+
+
+# --- ends ---------------------------------------------------------------------------------------------------
+
+
+def pids(folder: Path, name: str) -> list[int]:
+    """Of watchers and watched."""
+    return [int(pid) for i in range(2) for pid in (folder / f"{name}-{i}.pids").read_text().split()]
+
+
+def is_there(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_for_stop(folder: Path, name: str, started: list[subprocess.Popen]) -> None:
+    """Until the second process is at the step in which it stops; the first one's collectives then wait."""
+    end = time.monotonic() + DEADLINE_S
+    while not (folder / f"{name}-1.stopped").exists():
+        is_running = all(process.poll() is None for process in started)
+        assert is_running and time.monotonic() < end, log(folder, name, 0)[-3000:]
+        time.sleep(0.05)
+
+
+def ends_within(folder: Path, name: str, started: list[subprocess.Popen], deadline_s: float) -> list[int]:
+    """The watchers' statuses; of nobody anything is left."""
+    end = time.monotonic() + deadline_s
+    statuses = [process.wait(max(0.0, end - time.monotonic())) for process in started]
+    assert not any(map(is_there, pids(folder, name)))
+    return statuses
+
+
+def test_a_group_with_a_stopped_process_is_ended_by_its_watchdogs(folder: Path, pair: Any):
+    with group(folder, "stopped", 2, run="stopped", stops_at=1, later_s=15.0) as started:
+        wait_for_stop(folder, "stopped", started)
+        statuses = ends_within(folder, "stopped", started, 15 + 12)
+    assert statuses[1] == 128 + signal.SIGKILL
+    assert "stopped was silent for 15 s in: pack\n" in log(folder, "stopped", 1)
+    assert statuses[0] in (128 + signal.SIGKILL, 128 + signal.SIGABRT)  # by its watchdog, or by jax
+    assert " in: update\n" in log(folder, "stopped", 0)
+
+
+def test_a_told_group_ends_though_one_is_stopped(folder: Path, pair: Any):
+    """As scancel does: SIGTERM to all; the grace is 3 s."""
+    with group(folder, "told", 2, run="told", stops_at=1) as started:
+        wait_for_stop(folder, "told", started)
+        for process in started:
+            process.send_signal(signal.SIGTERM)
+        statuses = ends_within(folder, "told", started, 3 + 12)
+    assert statuses == [128 + signal.SIGTERM, 128 + signal.SIGKILL]
+    assert "did not end within 3 s of being told to, in: pack\n" in log(folder, "told", 1)
+
+
+def test_a_killed_process_ends_the_others(folder: Path, pair: Any):
+    """By jax's own heartbeat: no watchdog comes to its deadline here."""
+    asked = {"run": "killed", "stops_at": 1, "by": int(signal.SIGKILL), "heartbeat_s": 5}
+    with group(folder, "killed", 2, **asked) as started:
+        wait_for_stop(folder, "killed", started)
+        statuses = ends_within(folder, "killed", started, 5 + 15)
+    assert statuses == [128 + signal.SIGABRT, 128 + signal.SIGKILL]
+    assert "ended with status 137 in: pack\n" in log(folder, "killed", 1)
+    assert "ended with status 134 in: update\n" in log(folder, "killed", 0)
