@@ -201,7 +201,7 @@ def test_a_group_with_a_stopped_process_is_ended_by_its_watchdogs(folder: Path, 
         statuses = ends_within(folder, "stopped", started, 15 + 12)
     assert statuses[1] == 128 + signal.SIGKILL
     assert "stopped was silent for 15 s in: pack\n" in log(folder, "stopped", 1)
-    assert statuses[0] in (128 + signal.SIGKILL, 128 + signal.SIGABRT)  # by its watchdog, or by jax
+    assert statuses[0] in (1, 128 + signal.SIGABRT, 128 + signal.SIGKILL)  # by Gloo, jax or its watchdog
     assert " in: update\n" in log(folder, "stopped", 0)
 
 
@@ -217,11 +217,12 @@ def test_a_told_group_ends_though_one_is_stopped(folder: Path, pair: Any):
 
 
 def test_a_killed_process_ends_the_others(folder: Path, pair: Any):
-    """By jax's own heartbeat: no watchdog comes to its deadline here."""
+    """By the connection that Gloo lost, or jax's heartbeat: no watchdog comes to its deadline here."""
     asked = {"run": "killed", "stops_at": 1, "by": int(signal.SIGKILL), "heartbeat_s": 5}
     with group(folder, "killed", 2, **asked) as started:
         wait_for_stop(folder, "killed", started)
         statuses = ends_within(folder, "killed", started, 5 + 15)
-    assert statuses == [128 + signal.SIGABRT, 128 + signal.SIGKILL]
+    assert statuses[0] in (1, 128 + signal.SIGABRT)
+    assert statuses[1] == 128 + signal.SIGKILL
     assert "ended with status 137 in: pack\n" in log(folder, "killed", 1)
-    assert "ended with status 134 in: update\n" in log(folder, "killed", 0)
+    assert f"ended with status {statuses[0]} in: update\n" in log(folder, "killed", 0)
