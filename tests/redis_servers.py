@@ -76,15 +76,13 @@ class Wire:
         self.lost = 0
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def lose_next(self, word: bytes, times: int = 1) -> None:
-        """The answers to the next requests that hold the word."""
-        left = [times]
+    def lose_next(self, word: bytes, times: int = 1, after: int = 0) -> None:
+        """The answers to the next requests that hold the word, but for the first `after` of them."""
+        seen = [0]
 
         def loses(request: bytes) -> bool:
-            if left[0] and word in request:
-                left[0] -= 1
-                return True
-            return False
+            seen[0] += word in request
+            return word in request and after < seen[0] <= after + times
 
         self.loses = loses
 

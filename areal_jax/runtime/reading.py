@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 from areal_jax.config import Config, load_config
 from areal_jax.control.audit import AuditResult, audit
 from areal_jax.control.events import BatchTrained, RewardFailed, RewardScored, SampleFinished
+from areal_jax.generation.serving_secret import VARIABLE
 from areal_jax.observe.evals import read_evals
 from areal_jax.observe.metrics import read_rows
 from areal_jax.observe.report import FailedReward, ReportData, render
@@ -18,11 +20,15 @@ from areal_jax.observe.sample import SampleView
 from areal_jax.observe.waits import read_intervals
 from areal_jax.runtime.viewer import Late, Viewer
 from areal_jax.tasks.task import Task
+from areal_jax.trajectories.journal import Journal
 from areal_jax.trajectories.sqlite import SqliteQueue
 from areal_jax.types import ArealError, SampleId
 
 LATE = 256
 """Trained samples, newest last, among which the report looks for those worth showing."""
+
+REDIS_S = 10.0
+"""How long reading waits for a Redis that does not answer."""
 
 LISTED = 200
 """Failed rewards, the newest, of which the report says what they said."""
@@ -39,8 +45,17 @@ class Found:
     failures: deque[RewardFailed] = field(default_factory=lambda: deque(maxlen=LISTED))
 
 
-def open_journal(folder: Path) -> SqliteQueue:
-    return SqliteQueue.open(folder / "journal.sqlite", readonly=True)
+def open_journal(folder: Path) -> Journal:
+    """To read; while a run's newest events are in Redis, with those. Its password is AREAL_JAX_SECRET."""
+    journal = SqliteQueue.open(folder / "journal.sqlite", readonly=True)
+    rest = journal.rest
+    if rest is None or not rest.is_live:
+        return journal
+    journal.close()
+    from areal_jax.trajectories.redis import RedisQueue
+
+    secret = os.environ.get(VARIABLE)
+    return RedisQueue.open(rest.url, rest.run, folder, readonly=True, secret=secret, deadline_s=REDIS_S)
 
 
 def audit_run(folder: Path) -> AuditResult:
@@ -50,7 +65,7 @@ def audit_run(folder: Path) -> AuditResult:
         return audit(load_config(folder / "config.yaml"), rows)
 
 
-def find(journal: SqliteQueue) -> Found:
+def find(journal: Journal) -> Found:
     """One pass over the journal; ages count from the version at the start of the update."""
     finished: dict[int, dict[SampleId, SampleFinished]] = defaultdict(dict)
     scored: dict[int, RewardScored] = {}
@@ -113,7 +128,7 @@ def write_report(folder: Path, config: Config, tasks: Sequence[Task] = ()) -> Pa
 
 
 def _samples(
-    journal: SqliteQueue, config: Config, tasks: Sequence[Task], found: Found
+    journal: Journal, config: Config, tasks: Sequence[Task], found: Found
 ) -> tuple[list[tuple[str, list[SampleView]]], str, Callable[[int], str]]:
     """The samples to show, why there are none, and whose prompt stands at an ordinal."""
     try:

@@ -13,7 +13,7 @@ from areal_jax.runtime.sources import RANDOM, open_source
 from areal_jax.tasks.source import PromptStream, WeightedTask, load_tasks
 from areal_jax.tasks.task import Task
 from areal_jax.tasks.tokenizers import REPLACEMENT, Tokenizer
-from areal_jax.trajectories.sqlite import SqliteQueue
+from areal_jax.trajectories.journal import Journal
 from areal_jax.types import ArealError, SampleId
 
 SHOWN = 3
@@ -34,7 +34,7 @@ class Late(NamedTuple):
 class Viewer:
     """Reads one run's samples; tasks given as objects stand in for the config's."""
 
-    def __init__(self, journal: SqliteQueue, config: Config, tasks: Sequence[Task] = ()) -> None:
+    def __init__(self, journal: Journal, config: Config, tasks: Sequence[Task] = ()) -> None:
         """Raises ArealError where the model's tokenizer cannot be made here."""
         self._journal, self._config, self._objects = journal, config, tasks
         is_tasks_own = config.model.source == RANDOM and config.model.tokenizer == "auto"

@@ -195,8 +195,8 @@ class RedisQueue:
     def __enter__(self) -> RedisQueue:
         return self
 
-    def __exit__(self, _: object, error: object, __: object) -> None:
-        if isinstance(error, JournalError):
+    def __exit__(self, *error: object) -> None:
+        if isinstance(error[1], JournalError):
             self._release()  # Redis is away, or another process writes: the next writer goes on from there
         else:
             self.close()

@@ -11,8 +11,8 @@ import ipaddress
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeVar
-from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
+from typing import Any, NamedTuple, NoReturn, TypeVar
+from urllib.parse import SplitResult, parse_qsl, unquote, urlencode, urlsplit
 
 from areal_jax.types import ArealError
 
@@ -48,6 +48,47 @@ _MISCONFIGURED = "it cannot write its own files: free space on its disk, then go
 log = logging.getLogger(__name__)
 
 
+class Url(NamedTuple):
+    """A url of a Redis, taken apart."""
+
+    shown: str
+    """Without passwords and our options: for messages, files and runtime.redis."""
+    plain: str
+    """As the client takes it."""
+    options: dict[str, str]
+    has_password: bool
+    is_open: bool
+    """Others reach it as they like: over the network, without TLS."""
+
+
+def parse_url(url: str) -> Url:
+    """Raises ArealError for one that is none; the message has no password."""
+    parts = urlsplit(url)
+    options = {name: values[0] for name, values in OPTIONS.items()}
+    ours, rest = [], []
+    for name, value in parse_qsl(parts.query, keep_blank_values=True):
+        (ours if name in OPTIONS else rest).append((name, value))
+    for name, value in ours:
+        if value not in OPTIONS[name]:
+            raise ArealError(f"runtime.redis: ?{name}= is {' or '.join(OPTIONS[name])}, not {value!r}")
+        options[name] = value
+    user, _, place = parts.netloc.rpartition("@")
+    name = user.partition(":")[0]
+    shown = _joined(parts.scheme, f"{name}@{place}" if name else place, parts.path, _without_passwords(rest))
+    if not _is_whole(parts):
+        raise ArealError(
+            f"runtime.redis: {shown} is no url of a Redis; write redis://HOST:PORT/DATABASE, rediss:// for "
+            "TLS, or unix:///PATH"
+        )
+    return Url(
+        shown,
+        _joined(parts.scheme, parts.netloc, parts.path, rest),
+        options,
+        bool(parts.password) or "password" in dict(rest),
+        parts.scheme == "redis" and not _is_loopback(parts.hostname or ""),
+    )
+
+
 class Link:
     """Redis as journal and broker use it. Safe to share between threads."""
 
@@ -58,9 +99,16 @@ class Link:
         and that wants no password.
         """
         self._refusal, self._deadline_s = refusal, deadline_s
-        self.shown, self.options, plain = self._parse(url)
-        self._has_password = bool(urlsplit(url).password or "password=" in plain or secret)
-        self._require_password(url)
+        try:
+            self.shown, plain, self.options, has_password, is_open = parse_url(url)
+        except ArealError as error:
+            raise refusal(str(error)) from None
+        self._has_password = has_password or bool(secret)
+        if is_open and not self._has_password:
+            raise refusal(
+                f"{self.shown} is reached from other machines, and there is no password for it: whoever "
+                "comes by could steer the run. Set requirepass in its redis.conf and AREAL_JAX_SECRET here"
+            )
         wire = {"socket_connect_timeout": min(SOCKET_S, deadline_s), "socket_keepalive": True}
         try:
             pool = redis.ConnectionPool.from_url(
@@ -155,45 +203,6 @@ class Link:
 
     # --- inside ---------------------------------------------------------------------------------------------
 
-    def _parse(self, url: str) -> tuple[str, dict[str, str], str]:
-        """The url as it may be shown, our options, and the url as the client takes it."""
-        parts = urlsplit(url)
-        options = {name: values[0] for name, values in OPTIONS.items()}
-        rest = []
-        for name, value in parse_qsl(parts.query, keep_blank_values=True):
-            if name not in OPTIONS:
-                rest.append((name, value))
-            elif value not in OPTIONS[name]:
-                raise self._refusal(f"runtime.redis: ?{name}= is {' or '.join(OPTIONS[name])}, not {value!r}")
-            else:
-                options[name] = value
-        place = parts.netloc.rpartition("@")[2]
-        shown = f"{parts.scheme}://{place}{parts.path}"
-        try:
-            is_whole = (
-                bool(parts.path) if parts.scheme == "unix" else bool(parts.hostname) and parts.port != 0
-            )
-            is_known = (
-                parts.scheme == "unix" or parts.path.strip("/").isdecimal() or not parts.path.strip("/")
-            )
-        except ValueError:  # a port that is no number
-            is_whole = is_known = False
-        if parts.scheme not in ("redis", "rediss", "unix") or not is_whole or not is_known:
-            raise self._refusal(
-                f"runtime.redis: {shown} is no url of a Redis; write redis://HOST:PORT/DATABASE, rediss:// "
-                "for TLS, or unix:///PATH"
-            )
-        return shown, options, f"{parts.scheme}://{parts.netloc}{parts.path}?{urlencode(rest)}"
-
-    def _require_password(self, url: str) -> None:
-        parts = urlsplit(url)
-        is_guarded = self._has_password or parts.scheme != "redis" or _is_loopback(parts.hostname or "")
-        if not is_guarded:
-            raise self._refusal(
-                f"{self.shown} is reached from other machines, and there is no password for it: whoever "
-                "comes by could steer the run. Set requirepass in its redis.conf and AREAL_JAX_SECRET here"
-            )
-
     def _refuse_password(self, error: Exception) -> NoReturn:
         if "without any password" in str(error):
             remedy = "it has no password, and one was given: set requirepass in its redis.conf"
@@ -214,6 +223,25 @@ class Link:
 def text_of(value: bytes | str) -> str:
     """Redis' answers are bytes."""
     return value.decode() if isinstance(value, bytes) else value
+
+
+def _joined(scheme: str, netloc: str, path: str, query: Sequence[tuple[str, str]]) -> str:
+    return f"{scheme}://{netloc}{path}" + (f"?{urlencode(query)}" if query else "")
+
+
+def _without_passwords(query: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    return [(name, value) for name, value in query if "password" not in name]
+
+
+def _is_whole(parts: SplitResult) -> bool:
+    if parts.scheme == "unix":
+        return bool(parts.path)
+    try:
+        has_place = bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number
+        return False
+    database = parts.path.strip("/")
+    return parts.scheme in ("redis", "rediss") and has_place and (not database or database.isdecimal())
 
 
 def _plain(error: Exception) -> str:

@@ -126,6 +126,36 @@ def test_an_append_whose_answer_is_lost_is_applied_once(redis_at: RedisServer, t
             assert_whole(queue, 3)
 
 
+def test_whatever_answer_is_lost_in_a_journals_life_it_reads_the_same(
+    redis_at: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Each request is lost in turn, from the making to the last close."""
+    monkeypatch.setattr(redis_part, "LEASE_S", 600.0)  # who waits for a lease has failed
+    with Wire(redis_at.port) as wire:
+        for request in range(1000):
+            folder = tmp_path / str(request)
+            store = make_store(folder, redis_at, f"redis://127.0.0.1:{wire.port}/0")
+            lost, started_s = wire.lost, time.monotonic()
+            wire.lose_next(b"EVALSHA", after=request)
+            with store.create({}) as queue:
+                queue.append(group(0))
+                queue.snapshot(2, {"at": 2})
+                queue.append(group(1))
+                queue._part.release()
+                queue._last_seq = None  # ends without moving the rest
+            with store.open() as again:
+                again.append(group(2))
+                assert_whole(again, 3)
+                again.forget([7])
+            assert keys_of(redis_at, store.run) == set()
+            with SqliteQueue.open(folder / "journal.sqlite") as archive:
+                assert_whole(archive, 3)
+            assert time.monotonic() - started_s < 30
+            if wire.lost == lost:
+                break
+    assert 20 < request < 60
+
+
 def test_one_that_does_not_come_back_is_an_error_by_the_deadline(
     killable: Killable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

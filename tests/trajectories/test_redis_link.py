@@ -24,8 +24,9 @@ def link(url: str, secret: str | None = None, deadline_s: float = 5.0) -> Link:
     [
         ("redis://localhost:6379/0", "redis://localhost:6379/0"),
         ("redis://127.0.0.1", "redis://127.0.0.1"),
-        ("redis://user:open-sesame@trainer:6379/2?durability=none", "redis://trainer:6379/2"),
+        ("redis://user:open-sesame@trainer:6379/2?durability=none", "redis://user@trainer:6379/2"),
         ("rediss://:open-sesame@[fd00::1]:7000/", "rediss://[fd00::1]:7000/"),
+        ("rediss://r/0?ssl_ca_certs=ca.pem&ssl_password=open-sesame", "rediss://r/0?ssl_ca_certs=ca.pem"),
         ("unix:///run/redis.sock?password=open-sesame", "unix:///run/redis.sock"),
         ("redis://[::1]:6379?lost=accept", "redis://[::1]:6379"),
     ],
