@@ -174,6 +174,18 @@ class Broker:
         """Delete all messages of the box, also those that somebody took."""
         self._link.run(lambda client: client.delete(self._key(box)))
 
+    def remove(self) -> None:
+        """Delete all boxes of the run and its beats: for the end, when nobody posts any more."""
+        pattern = "".join(f"\\{letter}" if letter in "*?[]^\\" else letter for letter in self._key_of(""))
+        prefixes = (self._key(""), self._key_of("beats"))
+
+        def delete(client: Any) -> None:
+            for key in client.scan_iter(f"{pattern}*", count=1000):
+                if text_of(key).startswith(prefixes):
+                    client.delete(key)
+
+        self._link.run(delete)
+
     # --- signs of life --------------------------------------------------------------------------------------
 
     def beat(self, name: str, body: Any, ttl_s: float) -> None:

@@ -170,6 +170,24 @@ def test_clearing_drops_all_also_under_a_waiting_reader(broker: Broker, redis_at
     assert keys_of(redis_at, run) == set()
 
 
+@cluster
+def test_removing_leaves_nothing_of_this_run_and_everything_of_others(redis_at: RedisServer, run: str):
+    names = (f"{run}[ab]*?", f"{run}a", f"{run}[ab]*?2")
+    brokers = [again(redis_at, name) for name in names]
+    for broker in brokers:
+        for box in ("controller", "host-0"):
+            broker.post(box, 1)
+        broker.beat("host-0", 1, 60)
+    with client(redis_at) as asked:
+        asked.set(f"areal:{{{names[0]}}}:state", "the journal's")
+        brokers[0].remove()
+        left = {key.split("{")[1] for key in asked.scan_iter("areal:*") if run in key}
+    others = {f"{name}}}:{key}" for name in names[1:] for key in ("box:controller", "box:host-0", "beats")}
+    assert left == others | {f"{names[0]}}}:state"}
+    for broker in brokers:
+        broker.close()
+
+
 # --- the wire breaks ----------------------------------------------------------------------
 
 
