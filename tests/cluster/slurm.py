@@ -122,13 +122,16 @@ def slurm_cluster(folder: Path) -> Iterator[Slurm]:
 
 
 def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+    """That follow one another, below those that the system hands out: of these srun itself takes some."""
+    while True:
+        first = 10_000 + secrets.randbelow(20_000)
+        with ExitStack() as stack:
+            try:
+                for port in range(first, first + count):
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return list(range(first, first + count))
 
 
 # --- inside -------------------------------------------------------------------------------------------------

@@ -1,0 +1,160 @@
+"""Slurm itself: what `launch slurm` submits is queued, runs, is watched, cancelled, and goes on."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.slurm import Slurm, free_ports, slurm_cluster
+
+pytestmark = pytest.mark.cluster
+
+ROOT = Path(__file__).parents[2]
+OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+STAND_IN = f"launch.setup=export PATH={Path(__file__).parent}:$PATH"
+"""Finds the stand-in for areal-jax that lies here: these tests are of the scripts."""
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    with slurm_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+def launch(slurm: Slurm, *words: str) -> list[str]:
+    """Submit; the jobs' numbers."""
+    program = [sys.executable, "-m", "areal_jax.cli.main", "launch", "slurm", *words]
+    program += ["launch.accelerator=cpu", "launch.cpus=2", f"launch.port={free_ports(2)[0]}"]
+    done = subprocess.run(
+        program, cwd=ROOT, env=dict(slurm.env), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return re.findall(r"\d+", done.stdout.splitlines()[0])
+
+
+def fresh(folder: Path, *words: str) -> list[str]:
+    """Of a run whose trainer and hosts do not fit on one node."""
+    return ["configs/quickstart.yaml", f"run.dir={folder}", "launch.machine_devices=1", *words]
+
+
+def begin(slurm: Slurm, folder: Path, *words: str, failures: Mapping[str, int] | None = None) -> list[str]:
+    """Submit stand-ins; each named process dies so many times."""
+    jobs = launch(slurm, *words, STAND_IN)
+    for name, count in (failures or {}).items():
+        (folder / f"{name}.fails").write_text(str(count))
+    (folder / "begin").touch()
+    return jobs
+
+
+def log(folder: Path, name: str) -> str:
+    path = folder / "logs" / f"{name}.log"
+    return path.read_text() if path.exists() else ""
+
+
+def wait_for_text(folder: Path, name: str, text: str, timeout_s: float = 60) -> None:
+    end_s = time.monotonic() + timeout_s
+    while text not in log(folder, name):
+        assert time.monotonic() < end_s, f"{name} says no {text!r}: {log(folder, name)[-2000:]}"
+        time.sleep(0.2)
+
+
+def told(folder: Path, name: str) -> list[tuple[str, str]]:
+    """(node, arguments) of each time that a process started."""
+    return re.findall(r"^(n\d) (role .*)$", log(folder, name), re.MULTILINE)
+
+
+def test_a_heterogeneous_job_starts_every_process_where_it_belongs_and_ends_with_the_controller(
+    slurm, tmp_path
+):
+    folder = tmp_path / "run"
+    two = ["trainer.mesh.fsdp=2", "runtime.trainer_processes=2", "runtime.hosts=1", "run.name=two-trainers"]
+    (job,) = begin(slurm, folder, *fresh(folder, *two))
+    slurm.wait_for(job, "RUNNING")
+    wait_for_text(folder, "generate-0", "role generate")
+    (folder / "enough").touch()
+    assert slurm.wait_for(job, *OVER) == "COMPLETED"
+    nodes = {name: told(folder, name)[0][0] for name in ("controller", "reward-0", "generate-0")}
+    assert nodes["controller"] == nodes["reward-0"] != nodes["generate-0"]
+    trainers = told(folder, "trainer")
+    assert len({node for node, _ in trainers} | {nodes["generate-0"]}) == 3
+    first = next(words for node, words in trainers if node == nodes["controller"])
+    assert "--name=trainer-0 --index=0" in first and "--processes=2" in first
+    assert {re.search(r"--index=(\d)", words)[1] for _, words in trainers} == {"0", "1"}
+    assert len({re.search(r"--coordinator=(\S+)", words)[1] for _, words in trainers}) == 1
+    assert "ready to exit" in log(folder, "redis")  # it was asked, not killed
+    secret = (folder / "launch" / "secret").read_text()
+    assert not any(secret in path.read_text() for path in (folder / "logs").iterdir())
+
+
+def test_what_dies_starts_again_and_the_trainers_processes_do_so_together(slurm, tmp_path):
+    folder = tmp_path / "run"
+    two = ["trainer.mesh.fsdp=2", "runtime.trainer_processes=2"]
+    words = fresh(folder, *two)
+    begin(slurm, folder, *words, failures={"trainer-1": 1, "generate-0": 2})
+    wait_for_text(folder, "generate-0", "role generate")
+    end_s = time.monotonic() + 60
+    while len(told(folder, "generate-0")) < 3 or len(told(folder, "trainer")) < 4:
+        assert time.monotonic() < end_s, log(folder, "trainer")
+        time.sleep(0.2)
+    (folder / "enough").touch()
+    job = next((folder / "logs").glob("slurm-*.log")).stem.removeprefix("slurm-")
+    assert slurm.wait_for(job, *OVER) == "COMPLETED"
+    assert len(told(folder, "controller")) == 1
+    assert log(folder, "trainer").count("is done") == 2
+    assert "trainer ended with" in log(folder, f"slurm-{job}") and "(failure 1)" in log(
+        folder, f"slurm-{job}"
+    )
+
+
+def test_a_job_fails_with_a_trainer_that_cannot_be_kept_and_leaves_nobody(slurm, tmp_path):
+    folder = tmp_path / "run"
+    (job,) = begin(slurm, folder, *fresh(folder, "launch.restarts=1"), failures={"trainer-0": 9})
+    assert slurm.wait_for(job, *OVER) == "FAILED"
+    assert "trainer-0 ended with 137 (failure 2)" in log(folder, f"slurm-{job}")
+    assert "generate-0 was asked to end" in log(folder, "generate-0")
+    assert slurm.call("squeue", "--noheader", "--steps").strip() == ""
+
+
+def test_scancel_asks_every_process_to_end_and_the_run_goes_on_in_another_job(slurm, tmp_path):
+    folder = tmp_path / "run"
+    (job,) = begin(slurm, folder, *fresh(folder))
+    slurm.wait_for(job, "RUNNING")
+    for name in ("controller", "trainer-0", "generate-0", "reward-0"):
+        wait_for_text(folder, name, f"--name={name}")
+    time.sleep(1)  # past their first words to Redis
+    slurm.call("scancel", job)
+    assert slurm.wait_for(job, *OVER) == "CANCELLED"
+    for name in ("controller", "trainer-0", "generate-0", "reward-0"):
+        wait_for_text(folder, name, f"{name} was asked to end")
+    secret = (folder / "launch" / "secret").read_text()
+    (again,) = begin(slurm, folder, str(folder), "run.steps=9")
+    (folder / "enough").touch()
+    assert slurm.wait_for(again, *OVER) == "COMPLETED"
+    assert (folder / "launch" / "secret").read_text() == secret
+    assert told(folder, "controller")[-1][1].endswith("run.steps=9")
+
+
+def test_two_plain_jobs_find_each_other_and_end_together(slurm, tmp_path):
+    folder = tmp_path / "run"
+    trainer, hosts = begin(slurm, folder, *fresh(folder, "launch.plain=true", "runtime.hosts=2"))
+    wait_for_text(folder, "generate-1", "role generate")
+    (folder / "enough").touch()
+    assert slurm.wait_for(trainer, *OVER) == "COMPLETED"
+    assert slurm.wait_for(hosts, *OVER) == "COMPLETED"
+    assert {told(folder, f"generate-{i}")[0][0] for i in (0, 1)}.isdisjoint(
+        {told(folder, "controller")[0][0]}
+    )
+
+
+def test_the_hosts_job_does_not_outlive_a_trainers_job_that_failed(slurm, tmp_path):
+    folder = tmp_path / "run"
+    words = fresh(folder, "launch.plain=true", "launch.restarts=0")
+    trainer, hosts = begin(slurm, folder, *words, failures={"trainer-0": 9})
+    assert slurm.wait_for(trainer, *OVER) == "FAILED"
+    assert slurm.wait_for(hosts, *OVER) in ("CANCELLED", "FAILED")
