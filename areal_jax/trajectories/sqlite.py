@@ -12,7 +12,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -265,7 +265,7 @@ class SqliteQueue:
     def _all(self, statement: str, values: tuple[Any, ...] = ()) -> list[Any]:
         try:
             with self._guard:
-                return self._db.execute(statement, values).fetchall()
+                return _fetch(self.path, self._db, statement, values)
         except sqlite3.Error as error:
             _refuse(self.path, error)
 
@@ -305,13 +305,14 @@ def _connect(path: Path, mode: str) -> sqlite3.Connection:
         isolation_level=None,
         check_same_thread=False,
     )
-    db.execute("PRAGMA synchronous = NORMAL")
+    if mode != "ro":
+        db.execute("PRAGMA synchronous = NORMAL")
     return db
 
 
 def _check_format(path: Path, db: sqlite3.Connection) -> None:
-    (application,) = db.execute("PRAGMA application_id").fetchone()
-    (version,) = db.execute("PRAGMA user_version").fetchone()
+    ((application,),) = _fetch(path, db, "PRAGMA application_id")
+    ((version,),) = _fetch(path, db, "PRAGMA user_version")
     if application != APPLICATION:
         raise JournalError(f"{path} is no areal-jax journal; name the journal.sqlite of a run's folder")
     if version != FORMAT:
@@ -319,6 +320,18 @@ def _check_format(path: Path, db: sqlite3.Connection) -> None:
             f"{path} has journal format {version}, and this areal-jax reads format {FORMAT}; use the version "
             "that wrote it, or start a new run"
         )
+
+
+def _fetch(path: Path, db: sqlite3.Connection, statement: str, values: tuple[Any, ...] = ()) -> list[Any]:
+    try:
+        return db.execute(statement, values).fetchall()
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode != sqlite3.SQLITE_READONLY_ROLLBACK:
+            raise
+    # The writer was killed in the middle of a transaction: that is undone by who may write, so not by `db`.
+    with closing(_connect(path, "rw")) as mender:
+        mender.execute("SELECT count(*) FROM header").fetchall()
+    return db.execute(statement, values).fetchall()
 
 
 def _refuse(path: Path, error: sqlite3.Error) -> NoReturn:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_jax.control.events import SampleFinished, Score
+from areal_jax.control.events import RewardScored, SampleFinished, Score
 from areal_jax.runtime.redis_server import RedisServer
 from areal_jax.trajectories.journal import Entry, Journal
 from areal_jax.trajectories.sqlite import SqliteQueue
@@ -22,6 +22,21 @@ def finished(sample: SampleId, **options: Any) -> Entry:
     one = trajectory(sample, **options)
     event = SampleFinished(sample, "host-0", one.spans, one.stop_reason, 1)
     return Entry(event, (Score(sample.ordinal, sample.attempt),), one)
+
+
+def group(ordinal: int) -> list[Entry]:
+    """Two samples and their rewards: three events."""
+    scored = RewardScored(ordinal, 0, (ordinal / 10, 1.0))
+    return [finished(SampleId(ordinal, 0)), finished(SampleId(ordinal, 1)), Entry(scored)]
+
+
+def assert_whole(journal: Journal, groups: int) -> None:
+    """Events 1 to 3 * groups, each once, with every payload and reward."""
+    rows = list(journal.rows())
+    assert [row.seq for row in rows] == list(range(1, 3 * groups + 1))
+    assert [row.event for row in rows] == [entry.event for o in range(groups) for entry in group(o)]
+    for ordinal in range(groups):
+        assert [t.reward for t in journal.group(ordinal, 0, 2)] == [ordinal / 10, 1.0]
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from areal_jax.control.events import RunStarted
-from areal_jax.trajectories.journal import FORMAT, Entry, JournalError
-from areal_jax.trajectories.sqlite import SqliteQueue
+from areal_jax.trajectories.journal import FORMAT, Entry, JournalError, to_records
+from areal_jax.trajectories.sqlite import Rest, SqliteQueue
 from areal_jax.types import SampleId
 from tests.trajectories.journals import finished
 
@@ -113,3 +113,32 @@ def test_a_creation_killed_at_any_statement_leaves_a_whole_journal_or_none(tmp_p
             path.unlink()
     assert (9, False) in outcomes and outcomes[-1] == (0, True)
     assert not list(tmp_path.glob("*.new*"))
+
+
+def test_readers_of_an_archive_undo_what_its_killed_writer_began(tmp_path: Path):
+    """It has no write-ahead log, so half a transaction may be in the file; who reads next takes it out."""
+    path = tmp_path / "journal.sqlite"
+    with SqliteQueue.create(path, {"cores": 2}, Rest("redis://127.0.0.1/0", "r", "id", True)) as archive:
+        archive.absorb(to_records([finished(SampleId(0, 0))], 1, 1.0))
+    waiting = SqliteQueue.open(path, readonly=True)
+    script = textwrap.dedent(
+        """
+        import os, sys
+        from areal_jax.trajectories.sqlite import SqliteQueue
+
+        archive = SqliteQueue.open(sys.argv[1], is_archive=True)
+        with archive._transaction(durable=True) as db:
+            db.execute("DELETE FROM events")
+            for ordinal in range(100):
+                db.execute("INSERT INTO trajectories VALUES (?, 0, 0, ?)", (ordinal + 1, bytes(1 << 17)))
+            os._exit(9)
+        """
+    )
+    for journal in (None, waiting):
+        done = subprocess.run([sys.executable, "-c", script, str(path)], cwd=ROOT, timeout=60)
+        assert done.returncode == 9
+        assert path.stat().st_size > 1 << 20, "the half was written"
+        reader = journal or SqliteQueue.open(path, readonly=True)
+        assert [row.seq for row in reader.rows()] == [1]
+        assert reader.payloads(1, 0) == {}
+        reader.close()
