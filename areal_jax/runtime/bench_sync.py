@@ -1,5 +1,5 @@
-"""How long it takes to hand a version from the trainer to a host: in memory, through files, through Orbax's
-defaults; beside one copy of the same bytes, all in turn in one run.
+"""How long it takes to hand a version from the trainer to a host: in memory, from device to device between
+two processes, through files; beside Orbax's defaults, safetensors and one copy of the bytes, all in turn.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,25 @@ import numpy as np
 
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import POLL_S
-from areal_jax.models.model import Model, Params
+from areal_jax.models.model import Params
 from areal_jax.parallel.mesh import make_mesh
+from areal_jax.runtime.bench_publisher import DEADLINE_S, adapted_model, publisher
 from areal_jax.runtime.devices import use_virtual_cpus
 from areal_jax.runtime.measure import machine, random_model, timed_s
 from areal_jax.types import ArealError, VersionedParams
 from areal_jax.weights.digest import digest
 from areal_jax.weights.memory import MemoryStore
 from areal_jax.weights.orbax import OrbaxStore
+from areal_jax.weights.staged import to_plain
+from areal_jax.weights.store import ParamReader
+from areal_jax.weights.transfer import TransferReader
 
-DEADLINE_S = 600.0
+TMPFS = "/dev/shm"
 
 Times = dict[str, float]
-"""Seconds by the name of what took them."""
+"""Seconds by the name of what took them; `whole` is from the publish until a host can decode with it."""
+Arm = Callable[[int], Times]
+"""What has its turn in each round, told the round's number."""
 
 
 def sync(
@@ -41,93 +48,130 @@ def sync(
 ) -> dict[str, Any]:
     """Publish and adopt, medians of `repeats` rounds in which everybody has one turn; `dtype` is the wire's.
 
-    Files lie in `folder` (the system's temporary one unless given). `seconds` is publish and adopt through
-    files until a reader in another store can decode with it, `limit` one warm copy of the bytes by numpy.
+    Files lie in `folder` (the system's temporary one unless given), and on tmpfs where there is one. `pause`
+    is what the host waits for a version, `stall` what the trainer does. `seconds` is the whole of a transfer
+    between two processes, `limit` one warm copy of the bytes by numpy.
     """
     use_virtual_cpus(2)
     model = random_model(shape, "float32")
     params = jax.block_until_ready(model.init(0))
-    with tempfile.TemporaryDirectory(dir=folder) as place:
-        arms = _arms(model, params, dtype, Path(place))
+    engines = [
+        Engine(model, slots=1, length=32, mesh=make_mesh({"tensor": 1}, devices, "a host"))
+        for devices in (jax.devices()[:1], jax.devices()[-1:])
+    ]
+    with ExitStack() as open_now:
+        arms = _in_memory(engines, params, dtype) | _between_processes(open_now, shape, dtype)
+        disks = {"": folder} | ({"_tmpfs": TMPFS} if Path(TMPFS).is_dir() else {})
+        for name, place in disks.items():
+            made = Path(open_now.enter_context(tempfile.TemporaryDirectory(dir=place)))
+            arms |= {arm + name: run for arm, run in _in_files(engines[0], params, dtype, made).items()}
         rounds = [{name: arm(version) for name, arm in arms.items()} for version in range(repeats + 1)]
-    times = {
-        arm: {part: [one[arm][part] for one in rounds[1:]] for part in rounds[0][arm]} for arm in arms
-    }  # the first round compiles
-    sums = {arm: [sum(round[arm].values()) for round in rounds[1:]] for arm in arms}
-    seconds = {arm: statistics.median(runs) for arm, runs in sums.items()}
-    runs = [one["staged"]["publish"] + one["staged"]["adopt"] for one in rounds[1:]]
-    whole = statistics.median(runs)
-    copy_s, stall = seconds["memcpy"], statistics.median(times["staged"]["stall"])
-    return machine(shape, dtype, whole, runs) | {
-        "bytes": sum(leaf.size for leaf in jax.tree.leaves(params)) * np.dtype(_numpy(dtype)).itemsize,
-        "limit": copy_s,
-        "fraction_of_limit": copy_s / whole,
-        "folder": folder or "temporary",
+    return _told(rounds[1:], shape, dtype, params) | {"folder": folder or "temporary"}  # the first compiles
+
+
+def _told(rounds: list[dict[str, Times]], shape: str, dtype: str, params: Params) -> dict[str, Any]:
+    medians = {
+        arm: {part: statistics.median(one[arm][part] for one in rounds) for part in parts}
+        for arm, parts in rounds[0].items()
+    }
+    whole = {arm: parts["whole"] for arm, parts in medians.items() if "whole" in parts}
+    runs = [one["transfer"]["whole"] for one in rounds]
+    sizes = [leaf.size for leaf in jax.tree.leaves(params)]
+    return machine(shape, dtype, whole["transfer"], runs) | {
+        "bytes": sum(sizes) * np.dtype(jax.numpy.dtype(dtype)).itemsize,
+        "limit": whole["memcpy"],
+        "fraction_of_limit": whole["memcpy"] / whole["transfer"],
         "medians_s": {
-            arm: {part: statistics.median(runs) for part, runs in parts.items()}
-            for arm, parts in times.items()
+            arm: {part: value for part, value in parts.items() if part != "bytes"}
+            for arm, parts in medians.items()
         },
-        "memory_over_memcpy": seconds["memory"] / copy_s,
-        "memory_other_device_over_memcpy": seconds["memory_other_device"] / copy_s,
-        "staged_over_orbax_per_layer": whole / seconds["orbax_per_layer"],
-        "staged_over_orbax_stacked": whole / seconds["orbax_stacked"],
-        "stall_over_publish": stall / statistics.median(times["staged"]["publish"]),
+        "adapter_bytes_share": medians["transfer_adapters"]["bytes"] / medians["transfer"]["bytes"],
+        "over_memcpy": {arm: whole[arm] / whole["memcpy"] for arm in whole if "memory" in arm},
+        "orbax_over_transfer": {arm: whole[arm] / whole["transfer"] for arm in whole if "orbax" in arm},
+        "files_over_orbax": {
+            arm: whole[arm] / whole[arm.replace("files", "orbax_per_layer")]
+            for arm in whole
+            if "files" in arm
+        },
+        "stall_over_publish": {
+            arm: parts["stall"] / (parts["whole"] - parts["pause"])
+            for arm, parts in medians.items()
+            if "stall" in parts
+        },
     }
 
 
-def _numpy(dtype: str) -> Any:
-    return jax.numpy.dtype(dtype)
-
-
-def _arms(model: Model, params: Params, dtype: str, place: Path) -> dict[str, Callable[[int], Times]]:
-    """What has its turn in each round, told the round's number."""
-    here, there = (
-        Engine(model, slots=1, length=32, mesh=make_mesh({"tensor": 1}, devices, "a host"))
-        for devices in (jax.devices()[:1], jax.devices()[-1:])
-    )
-    published = digest(params)
-
-    def of_round(version: int) -> VersionedParams:
-        return VersionedParams(version, params, published)
-
+def _in_memory(engines: list[Engine], params: Params, dtype: str) -> dict[str, Arm]:
+    """One process: on the publisher's device, and on another; beside a copy, and a digest."""
+    here, there = engines
     source = np.concatenate([np.asarray(leaf.astype(dtype)).ravel() for leaf in jax.tree.leaves(params)])
-    target = np.zeros_like(source)
-    stores = {engine: MemoryStore(engine.canary, dtype) for engine in (here, there)}
-    writer, reader = (OrbaxStore(place / "weights", here.canary, dtype, keep=2) for _ in range(2))
+    target, published = np.zeros_like(source), digest(params)
+    stores = {engine: MemoryStore(engine.canary, dtype) for engine in engines}
 
     def memory(engine: Engine, version: int) -> Times:
-        store = stores[engine]
-        return {
-            "publish": timed_s(lambda: store.publish(of_round(version)).params),
-            "adopt": timed_s(lambda: store.load(version, engine.param_shardings).params),
-        }
+        store, value = stores[engine], VersionedParams(version, params, published)
+        stall = timed_s(lambda: store.publish(value).params)
+        pause = timed_s(lambda: store.load(version, engine.param_shardings).params)
+        return {"stall": stall, "pause": pause, "whole": stall + pause}
 
-    def staged(version: int) -> Times:
-        stall = timed_s(lambda: writer.publish(of_round(version)) and None)
-        commit = timed_s(lambda: _wait_for(reader, version))
-        adopt = timed_s(lambda: reader.load(version, here.param_shardings).params)
-        prune = timed_s(lambda: writer.wait(DEADLINE_S))
-        return {"stall": stall, "publish": stall + commit, "adopt": adopt, "prune": prune}
-
-    layered = _per_layer(params)
     return {
-        "memcpy": lambda version: {"copy": timed_s(lambda: np.copyto(target, source))},
+        "memcpy": lambda version: {"whole": timed_s(lambda: np.copyto(target, source))},
         "digest": lambda version: {"digest": timed_s(lambda: digest(params))},
         "memory": lambda version: memory(here, version),
         "memory_other_device": lambda version: memory(there, version),
-        "staged": staged,
-        "orbax_per_layer": lambda version: _orbax_defaults(layered, place / "layered"),
-        "orbax_stacked": lambda version: _orbax_defaults(params, place / "stacked"),
     }
 
 
-def _wait_for(reader: OrbaxStore, version: int) -> None:
+def _between_processes(open_now: ExitStack, shape: str, dtype: str) -> dict[str, Arm]:
+    """From device to device: every leaf changed, or the adapters alone."""
+    engine = Engine(adapted_model(shape), slots=1, length=32)
+    trainer = open_now.enter_context(publisher(shape, dtype))
+    reader = TransferReader(trainer.address, engine.canary, DEADLINE_S)
+    open_now.callback(reader.close)
+    held: list[VersionedParams] = []
+
+    def transfer(version: int, what: str) -> Times:
+        before = reader.pulled_bytes
+        began, stall = trainer.publish(version, what)
+        _wait_for(reader, version)
+        pause = timed_s(lambda: held.append(reader.load(version, engine.param_shardings)))
+        whole = time.time() - began
+        del held[:-1]
+        return {"stall": stall, "pause": pause, "whole": whole, "bytes": reader.pulled_bytes - before}
+
+    return {
+        "transfer": lambda version: transfer(2 * version, "all"),
+        "transfer_adapters": lambda version: transfer(2 * version + 1, "adapters"),
+    }
+
+
+def _in_files(engine: Engine, params: Params, dtype: str, place: Path) -> dict[str, Arm]:
+    writer, reader = (OrbaxStore(place / "weights", engine.canary, dtype, keep=2) for _ in range(2))
+    layered, published = _per_layer(params), digest(params)
+
+    def files(version: int) -> Times:
+        value = VersionedParams(version, params, published)
+        stall = timed_s(lambda: writer.publish(value) and None)
+        commit = timed_s(lambda: _wait_for(reader, version))
+        pause = timed_s(lambda: reader.load(version, engine.param_shardings).params)
+        prune = timed_s(lambda: writer.wait(DEADLINE_S))
+        return {"stall": stall, "pause": pause, "prune": prune, "whole": stall + commit + pause}
+
+    return {
+        "files": files,
+        "orbax_per_layer": lambda version: _orbax_defaults(layered, place / "layered"),
+        "orbax_stacked": lambda version: _orbax_defaults(params, place / "stacked"),
+        "safetensors": lambda version: _safetensors(layered, place / "all.safetensors"),
+    }
+
+
+def _wait_for(reader: ParamReader, version: int) -> None:
     """As a host does, between two decode calls."""
     end_s = time.monotonic() + DEADLINE_S
     while reader.latest() != version:
         if time.monotonic() > end_s:
             raise ArealError(
-                f"version {version} was not committed within {DEADLINE_S:g} s; is the disk full?"
+                f"version {version} was not committed within {DEADLINE_S:g} s; is the publisher alive?"
             )
         time.sleep(POLL_S)
 
@@ -152,7 +196,16 @@ def _orbax_defaults(tree: Any, path: Path) -> Times:
             checkpointer.save(path.absolute(), tree)
             checkpointer.wait_until_finished()
 
-        return {
-            "save": timed_s(save),
-            "restore": timed_s(lambda: checkpointer.restore(path.absolute(), abstract)),
-        }
+        save_s = timed_s(save)
+        restore_s = timed_s(lambda: checkpointer.restore(path.absolute(), abstract))
+    return {"save": save_s, "restore": restore_s, "whole": save_s + restore_s}
+
+
+def _safetensors(tree: Any, path: Path) -> Times:
+    """Its own save and load through numpy, onto the device."""
+    from safetensors.numpy import load_file, save_file
+
+    plain = to_plain(tree)
+    save_s = timed_s(lambda: save_file({name: np.asarray(leaf) for name, leaf in plain.items()}, path))
+    load_s = timed_s(lambda: jax.device_put(load_file(path), jax.devices()[0]))
+    return {"save": save_s, "load": load_s, "whole": save_s + load_s}

@@ -140,9 +140,7 @@ class End:
     reason: str = ""
 
 
-Message = (
-    Hello | Ready | Told | Noted | Ended | Begin | Weights | Decode | Cancelled | Judge | TrainOn | End
-)
+Message = Hello | Ready | Told | Noted | Ended | Begin | Weights | Decode | Cancelled | Judge | TrainOn | End
 
 KINDS: dict[str, type] = {kind.__name__: kind for kind in Message.__args__}
 
