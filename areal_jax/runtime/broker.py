@@ -131,9 +131,10 @@ class Broker:
     ) -> list[Message]:
         """Up to `most` messages, as soon as there is one; none after `timeout_s`.
 
-        First what the reader took in an earlier life and never said done to, then new ones. `claim_idle_s`,
-        for a box that several readers share, also takes what another reader has had for so long: it has to
-        be longer than a message takes. Within one process each message is handed to a reader once.
+        First what the reader took in an earlier life and never said done to, then new ones, in the order in
+        which they were posted. `claim_idle_s`, for a box that several readers share, also takes what another
+        reader has had for so long: it has to be longer than a message takes. Within one process each message
+        is handed to a reader once.
         """
         reading = self._reading(box, reader)
         end_s = time.monotonic() + timeout_s
@@ -143,9 +144,11 @@ class Broker:
                     box, reader, reading, most, claim_idle_s
                 )
                 if not found:
-                    pauses_s = [end_s - time.monotonic(), _BLOCK_S, self._deadline_s / 2]
-                    wait_s = min(pauses_s if claim_idle_s is None else [*pauses_s, claim_idle_s / 2])
-                    found = self._read(box, reader, reading, ">", most, wait_s)
+                    waits_s = [end_s - time.monotonic(), _BLOCK_S, self._deadline_s / 2]
+                    waits_s += [] if claim_idle_s is None else [max(claim_idle_s / 2, _POLL_S)]
+                    found = self._read(box, reader, reading, ">", most, min(waits_s))
+                    if not reading.is_sure:
+                        continue  # an answer was lost; what it held and these are now left over, in order
                 if found or time.monotonic() >= end_s:
                     break
             messages = [self._message(box, at, fields) for at, fields in found]
