@@ -72,6 +72,12 @@ class Config(Section):
         return max(2, 1 + (self.max_staleness or 0)) if self.on_update == "pinned" else 2
 
     @property
+    def weights_backend(self) -> str:
+        if self.weights.backend != "auto":
+            return self.weights.backend
+        return "transfer" if self.runtime.redis else "memory"
+
+    @property
     def row_length(self) -> int:
         return self.trainer.length or self.generation.length
 
@@ -101,6 +107,11 @@ def _impossible(c: Config) -> Iterator[str]:
     """Combinations that type-check and still cannot work, each with its remedy."""
     g, a, t = c.generation, c.algorithm, c.trainer
     yield from _impossible_control(c)
+    if c.weights_backend == ("memory" if c.runtime.redis else "transfer"):
+        yield (
+            f"weights.backend={c.weights.backend} with runtime.redis={c.runtime.redis}: memory is for one "
+            "process and transfer for several, which meet at runtime.redis; leave it at auto, or use orbax"
+        )
     yield from refusals(a, g.max_tokens)
     if t.numerics == "exact":
         yield from exact_refusals(t.mesh.shape, c.runtime.host_tensor, c.on_update)

@@ -336,8 +336,11 @@ class TrainerConfig(Section):
 
 
 class WeightsConfig(Section):
-    backend: Literal["memory", "orbax"] = "memory"
-    """How parameters reach the hosts: memory (same process), or orbax (files that any process can read)."""
+    backend: Literal["auto", "memory", "transfer", "orbax"] = "auto"
+    """How parameters reach the hosts: memory (same process), transfer (from device to device between
+    processes), or orbax (files that any process can read). auto: transfer where processes meet at
+    runtime.redis, else memory.
+    """
     keep_versions: int = Field(default=3, ge=1)
     """backend=orbax: newest versions that stay in the run's weights folder."""
     wire_dtype: Literal["float32", "bfloat16"] = "float32"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from areal_jax.cli import convert, evaluate, explain, launch, measure, parity, read, serve, train
+from areal_jax.cli import cluster, convert, evaluate, explain, launch, measure, parity, read, serve, train
 
 app = typer.Typer(
     name="areal-jax",
@@ -14,7 +14,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for family in (train, launch, read, evaluate, serve, convert, measure, parity, explain):
+for family in (train, launch, cluster, read, evaluate, serve, convert, measure, parity, explain):
     family.register(app)
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Bool
 
+from areal_jax.generation.canary import canary
 from areal_jax.generation.layout import pages_dtype, serving_layout
 from areal_jax.generation.programs import Programs
 from areal_jax.generation.sampling import require_counted_randomness
@@ -112,8 +113,7 @@ class Engine:
         self._release = jax.jit(programs.release, donate_argnums=0, out_shardings=state)
         self._extract = jax.jit(programs.extract, static_argnums=2, out_shardings=prefix)
         self._everybody = np.ones(slots, bool)
-        self.canary = jax.jit(programs.canary)
-        """`canary(params) -> (n,)`: log-probs of a fixed sequence, compared at each adoption."""
+        self.canary = canary(model)
 
     # --- JetStream's members -------------------------------------------------------------------------------
 

@@ -12,17 +12,15 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from areal_jax.algorithms.logprobs import token_stats
 from areal_jax.generation.pages import PageTable
 from areal_jax.generation.sampling import draw, penalized, sample_key, uniforms
 from areal_jax.generation.slots import MAX_STOP_TOKENS, DecodeState, Prefix, Request, SlotPenalties
-from areal_jax.models.attention import KVPages, PackedAttention, PagedKernel
+from areal_jax.models.attention import KVPages, PagedKernel
 from areal_jax.models.exact import paged_attention
 from areal_jax.models.model import Model, Params
-
-CANARY_TOKENS = 16
 
 
 class _Sampled(NamedTuple):
@@ -81,13 +79,6 @@ class Programs:
     def release(self, state: DecodeState, slot: Array) -> DecodeState:
         pages = state.pages.released(jnp.arange(self.slots) == slot)
         return state.replace(pages=pages, is_live=state.is_live.at[slot].set(False))
-
-    def canary(self, params: Params) -> Float[Array, " n"]:
-        tokens = (jnp.arange(CANARY_TOKENS) * 7 % self.model.tokenizer.vocab_size)[None]
-        positions = jnp.arange(CANARY_TOKENS)[None]
-        hidden, _ = self.model.hidden(params, tokens, positions, PackedAttention(jnp.ones_like(tokens)))
-        logits = self.model.logits(params, hidden[0, :-1])
-        return token_stats(logits, tokens[0, 1:], jnp.ones(CANARY_TOKENS - 1)).logp
 
     def prefill(self, params: Params, cache: KVPages, tokens: Array, start: Array, count: Array) -> KVPages:
         positions = start + jnp.arange(self.prefill_chunk)[None]

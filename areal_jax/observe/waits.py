@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -229,7 +229,7 @@ def read_intervals(path: Path) -> list[Interval]:
     return intervals
 
 
-def idle_share(totals: dict[str, float]) -> float:
+def idle_share(totals: Mapping[str, float]) -> float:
     """Share of an actor's seconds in activities that wait; 0 where no time passed."""
     elapsed = sum(totals.values())
     return sum(span for activity, span in totals.items() if is_idle(activity)) / elapsed if elapsed else 0.0

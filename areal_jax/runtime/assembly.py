@@ -93,8 +93,12 @@ def assemble(config: Config, tasks: Sequence[Task] = (), learner: Learner | None
     `tasks` stand in for the config's. `learner`: that of a run with the same model, algorithm, trainer and
     lengths, whose compiled programs this one shares.
     """
-    inputs = open_inputs(config, tasks)
-    devices = place(config)
+    return assemble_on(place(config), open_inputs(config, tasks), learner)
+
+
+def assemble_on(devices: Devices, inputs: Inputs, learner: Learner | None = None) -> Parts:
+    """The same, on these devices."""
+    config = inputs.config
     teacher = open_teacher(config, inputs.tasks, inputs.model) if config.algorithm.teacher else None
     learner = learner or make_learner(config, inputs.model, devices.trainer, teacher)
     return Parts(config, inputs.tasks, inputs.prompts, inputs.source, devices, learner, teacher)

@@ -117,7 +117,7 @@ def memory_table(
     if overwrites_serving(config, placement):
         rows.append(("each host", f"serving weights, overwritten in place, {dtype}", wire))
     else:
-        is_staged = config.weights.backend == "orbax"
+        is_staged = config.weights_backend == "orbax"
         what = "published weights, a version written and one waiting" if is_staged else "published weights"
         rows.append(("trainer", f"{what}, {dtype}", (1 + is_staged) * wire // shards))
         sets = config.parameter_sets
@@ -146,7 +146,7 @@ def overwrites_serving(config: Config, placement: str) -> bool:
     """
     r = config.runtime
     is_alone = r.hosts == 1 and config.trainer.mesh.devices == 1 and r.host_tensor == 1
-    is_in_memory = config.weights.backend == "memory"
+    is_in_memory = config.weights_backend == "memory"
     return placement == "shared" and is_alone and is_in_memory and config.on_update in ("recompute", "keep")
 
 

@@ -23,7 +23,7 @@ from areal_jax.observe.waits import Timeline
 from areal_jax.runtime.assembly import Inputs
 from areal_jax.runtime.rows import RowMaker
 from areal_jax.trainer.checkpoint import committed, prune
-from areal_jax.trajectories.sqlite import Entry, SqliteQueue
+from areal_jax.trajectories.journal import Entry, Journal
 from areal_jax.types import ArealError, Completion, Group, Prompt, Trajectory
 
 MOST_DROPS = 50
@@ -55,7 +55,7 @@ class Driver:
         self,
         inputs: Inputs,
         control: ControlPlane,
-        journal: SqliteQueue,
+        journal: Journal,
         folder: Path,
         view: View,
         metrics: MetricsWriter,
@@ -79,6 +79,11 @@ class Driver:
         for action in self.record(told):
             self._act(action)
         self._require_progress()
+
+    def ask_again(self) -> None:
+        """For the batch under way, of a trainer that came back without it."""
+        if self.control.training is not None:
+            self._act(self.control.training)
 
     def record(self, told: Sequence[Told]) -> list[Action]:
         """Let the control plane answer, and write down what it was told with its answers.

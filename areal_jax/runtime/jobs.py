@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from areal_jax.config import Config, ConfigError, load_config, resolved, to_yaml
-from areal_jax.control.events import BatchTrained, Event, Train, VersionReissued
+from areal_jax.control.events import BatchTrained
 from areal_jax.control.machine import ControlPlane
 from areal_jax.observe.live import View, make_view
 from areal_jax.observe.metrics import MetricsWriter, read_rows, rewrite
@@ -20,14 +20,11 @@ from areal_jax.runtime.assembly import Parts, assemble
 from areal_jax.runtime.devices import header, memory_table
 from areal_jax.runtime.local import LocalRun
 from areal_jax.runtime.reading import write_report
-from areal_jax.runtime.trainer import Trainer, held_batch
+from areal_jax.runtime.recovery import start_state, train_again
 from areal_jax.tasks.source import BUILTIN
 from areal_jax.tasks.task import Task
-from areal_jax.trainer.checkpoint import discard_newer, restore
-from areal_jax.trainer.state import TrainState
 from areal_jax.trajectories.sqlite import Entry, SqliteQueue
-from areal_jax.types import ArealError, Group
-from areal_jax.weights.store import wire_copy
+from areal_jax.types import ArealError
 
 JOURNAL = "journal.sqlite"
 CHANGES_NO_PAST = (
@@ -154,65 +151,23 @@ def _train(
     rewrite(folder, rows)
     timeline = Timeline(folder / "logs" / "timeline.jsonl")
     start_s = rows[-1]["wall_s"] if rows else 0.0
-    with _view(c, stream, rows) as view, _metrics(c, folder) as metrics:
+    with view_of(c, stream, rows) as view, metrics_of(c, folder) as metrics:
         if is_resumed:
             _name_differences(journal.header, header(c), view)
-        state, restored = _state(parts, control, folder, view)
+        state, restored = start_state(parts, folder, control.trained_version, view.note)
         trained = [(batch.step + 1, batch.ordinals) for batch in batches]
         driver = LocalRun(
             parts, state, control, journal, folder, view, metrics, timeline, start_s, trained, restored
         )
         if is_resumed:
-            _redo(parts, driver.trainer, control, journal, view)
+            last = control.trained_version
+            for reissued in train_again(parts, driver.trainer, journal, last, view.note):
+                journal.append([Entry(reissued, control.handle(reissued))])
         view.note(f"{folder}: {c.run.steps} steps, {parts.devices.placement} placement")
         driver.run()
     tasks = [weighted.task for weighted in parts.tasks.values()]
     report = write_report(folder, c, tasks) if c.observe.report else None
     return RunResult(folder, read_rows(folder), report)
-
-
-def _state(parts: Parts, control: ControlPlane, folder: Path, view: View) -> tuple[TrainState, int | None]:
-    """From the newest whole checkpoint that the journal has come to, and its version; or 0's, and None."""
-    for version in discard_newer(folder / "checkpoints", control.trained_version):
-        view.note(f"checkpoint {version} discarded: the journal ends at version {control.trained_version}")
-    restored = restore(folder / "checkpoints", parts.learner.abstract_state())
-    for reason in restored.refused:
-        view.note(f"refused: {reason}; going back to the one before")
-    if restored.state is None:
-        return parts.first_state(), None
-    return restored.state, int(restored.state.version)
-
-
-def _redo(parts: Parts, trainer: Trainer, control: ControlPlane, journal: SqliteQueue, view: View) -> None:
-    """Train the journaled batches after the checkpoint again, from kept payloads; compare every digest."""
-    first, last = int(trainer.state.version), control.trained_version
-    if first > last:
-        raise ArealError(
-            f"the checkpoint holds version {first}, the journal ends at version {last}: they are not of one "
-            "run"
-        )
-    if first == last:
-        return
-    view.note(f"training steps {first} to {last - 1} again from the journal")
-    plans: dict[int, Train] = {}
-    digests: dict[int, str] = {}
-    for row in journal.rows():
-        if isinstance(row.event, BatchTrained):
-            digests[row.event.step] = row.event.digest
-        plans |= {action.step: action for action in row.actions if isinstance(action, Train)}
-    for step in range(first, last):
-        plan, size = plans[step], parts.config.algorithm.group_size
-        groups = [
-            Group(o, parts.prompts.prompt(o), journal.group(o, a, size))
-            for o, a in zip(plan.ordinals, plan.attempts, strict=True)
-        ]
-        value, _ = trainer.train(held_batch(parts, step, groups))
-        if value.digest != digests[step]:
-            view.note(f"version {value.version} has digest {value.digest}, was {digests[step]}: reissued")
-            if value.version <= control.version:
-                new = wire_copy(value, parts.config.weights.wire_dtype).digest
-                event: Event = VersionReissued(value.version, control.digest(value.version), new)
-                journal.append([Entry(event, control.handle(event))])
 
 
 def _name_differences(then: Mapping[str, Any], now: Mapping[str, Any], view: View) -> None:
@@ -222,7 +177,7 @@ def _name_differences(then: Mapping[str, Any], now: Mapping[str, Any], view: Vie
 
 
 @contextmanager
-def _view(config: Config, stream: TextIO | None, rows: Sequence[Mapping[str, Any]]) -> Iterator[View]:
+def view_of(config: Config, stream: TextIO | None, rows: Sequence[Mapping[str, Any]]) -> Iterator[View]:
     view = make_view(stream or sys.stdout, config.observe.live, config.run.steps, rows)
     try:
         yield view
@@ -231,7 +186,7 @@ def _view(config: Config, stream: TextIO | None, rows: Sequence[Mapping[str, Any
 
 
 @contextmanager
-def _metrics(config: Config, folder: Path) -> Iterator[MetricsWriter]:
+def metrics_of(config: Config, folder: Path) -> Iterator[MetricsWriter]:
     wandb = {"project": "areal-jax", "name": config.run.name} if config.observe.wandb else None
     writer = MetricsWriter(folder, config.observe.tensorboard, wandb)
     try:

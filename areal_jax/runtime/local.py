@@ -101,7 +101,11 @@ class LocalRun:
             c.runtime.reward_timeout_s,
         )
         rows = RowMaker(
-            timeline, self._hosts, start_s, tuple(parts.tasks), lambda o: parts.prompts.place(o)[0]
+            timeline.take_totals,
+            self._hosts,
+            start_s,
+            tuple(parts.tasks),
+            lambda o: parts.prompts.place(o)[0],
         )
         self._driver = Driver(parts, control, journal, folder, view, metrics, timeline, rows, self, trained)
         self._threads: list[threading.Thread] = []
@@ -135,7 +139,7 @@ class LocalRun:
     def _make_store(self, engine: Engine, folder: Path) -> ParamStore:
         c = self._parts.config
         dtype = c.weights.wire_dtype
-        if c.weights.backend == "memory":
+        if c.weights_backend == "memory":
             return MemoryStore(engine.canary, dtype, overwrites_serving(c, self._parts.devices.placement))
         keep, on_failure = c.weights.keep_versions, self._fails("the weights")
         return OrbaxStore(folder / "weights", engine.canary, dtype, keep, self._deadline_s, on_failure)

@@ -43,6 +43,8 @@ class Ready:
     digest: str = ""
     weights: str = ""
     """Where hosts pull weights from; empty: from the run's folder."""
+    shares_prompts: bool = True
+    """`Learner.takes_shared_prompts`."""
 
 
 @dataclass(frozen=True)

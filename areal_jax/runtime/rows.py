@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from areal_jax.control.events import Action, Drop, Event, HostAdopted, Reissue, RewardFailed
-from areal_jax.generation.host import Host
-from areal_jax.generation.reference import ReferenceHost
-from areal_jax.observe.waits import Timeline, idle_share
+from areal_jax.generation.commands import Statistics
+from areal_jax.observe.waits import idle_share
 from areal_jax.types import NOT_SAMPLED, Group
 
 BY_TASK = ("reward_mean", "signal_share", "completion_tokens_mean", "truncated_share")
@@ -23,8 +22,21 @@ HOST_COUNTS = ("swaps", "swap_s", "recomputed_tokens", "evictions")
 rebuilt, samples that left their slot for want of pages."""
 
 
+class HostFigures(Protocol):
+    """A host as a row asks for it, in this process or in another."""
+
+    name: str
+    gaps_s: deque[float]
+
+    @property
+    def generated_tokens(self) -> int: ...
+
+    def statistics(self) -> Statistics: ...
+
+
 class RowMaker:
-    """Counts between two rows. `start_s`: seconds the run had taken before this process.
+    """Counts between two rows. `take_totals`: as `Timeline`'s, of `trainer` and the hosts. `start_s`: seconds
+    the run had taken before this process.
 
     `tasks`: the run's, by name; with several, a row has figures of each, and `task_of` says whose an ordinal
     is.
@@ -32,13 +44,13 @@ class RowMaker:
 
     def __init__(
         self,
-        timeline: Timeline,
-        hosts: Sequence[Host | ReferenceHost],
+        take_totals: Callable[[], Mapping[str, Mapping[str, float]]],
+        hosts: Sequence[HostFigures],
         start_s: float = 0.0,
         tasks: Sequence[str] = (),
         task_of: Callable[[int], str] = lambda _: "",
     ) -> None:
-        self._timeline, self._hosts = timeline, hosts
+        self._take_totals, self._hosts = take_totals, hosts
         self._tasks, self._task_of = tasks if len(tasks) > 1 else (), task_of
         self._zero_s = time.monotonic() - start_s
         self._last_s = time.monotonic()
@@ -70,7 +82,7 @@ class RowMaker:
         span, self._last_s = max(now - self._last_s, 1e-9), now
         generated = sum(host.generated_tokens for host in self._hosts)
         new_tokens, self._generated = generated - self._generated, generated
-        totals = self._timeline.take_totals()
+        totals = self._take_totals()
         gaps = [gap for host in self._hosts for gap in _taken(host)]
         row = {
             "step": step,
@@ -124,7 +136,7 @@ def batch_figures(step: int, groups: Sequence[Group]) -> dict[str, float]:
     return {**_reward_figures(groups), **_age_figures(step, groups), **_length_figures(groups)}
 
 
-def _taken(host: Host | ReferenceHost) -> list[float]:
+def _taken(host: HostFigures) -> list[float]:
     return [host.gaps_s.popleft() for _ in range(len(host.gaps_s))]
 
 

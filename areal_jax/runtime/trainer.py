@@ -24,7 +24,7 @@ from areal_jax.trainer.state import TrainState
 from areal_jax.trajectories.packing import plan_batch
 from areal_jax.trajectories.plan import BatchPlan, fill
 from areal_jax.types import ArealError, Group, SampleId, Trajectory, VersionedParams
-from areal_jax.weights.store import ParamStore
+from areal_jax.weights.store import ParamPublisher
 
 Source = Callable[[Mapping[int, SampleId]], Mapping[int, Trajectory]]
 """`source(places)`: at least the trajectories at those places of a plan, scored; whose each is, is said."""
@@ -101,7 +101,7 @@ class Trainer:
         self,
         parts: Parts,
         state: TrainState,
-        store: ParamStore,
+        store: ParamPublisher,
         checkpointer: Checkpointer,
         tell: Callable[[Event], None],
         turns: Turns,

@@ -58,8 +58,8 @@ class ParamReader(Protocol):
         ...
 
 
-class ParamStore(ParamReader, Protocol):
-    """Where versions meet their parameters. Versions only grow."""
+class ParamPublisher(Protocol):
+    """What a trainer needs of a store. Versions only grow."""
 
     def publish(self, value: VersionedParams, before_commit: BeforeCommit | None = None) -> VersionedParams:
         """Make `value` the latest, at once or soon; returns it as readers will see it.
@@ -76,6 +76,10 @@ class ParamStore(ParamReader, Protocol):
     def close(self, deadline_s: float) -> None:
         """Wait, then publish no more."""
         ...
+
+
+class ParamStore(ParamReader, ParamPublisher, Protocol):
+    """Where versions meet their parameters."""
 
 
 def load_newer(store: ParamReader, shardings: Any, than: PolicyVersion = -1) -> VersionedParams | None:

@@ -64,7 +64,7 @@ def make(
 ) -> RowMaker:
     """Ordinals from 7 on are task y's."""
     return RowMaker(
-        timeline or Timeline(None),
+        (timeline or Timeline(None)).take_totals,
         hosts or [FakeHost()],  # type: ignore[arg-type]
         tasks=tuple(tasks),
         task_of=lambda ordinal: "y" if ordinal >= 7 else "x",
@@ -138,7 +138,7 @@ def test_tokens_and_gaps_are_of_the_step_and_of_all_hosts(monkeypatch):
 
 
 def test_wall_time_goes_on_after_a_resume():
-    row = RowMaker(Timeline(None), [FakeHost()], start_s=1000.0).make(5, BATCH, TRAINED, "")  # type: ignore[list-item]
+    row = RowMaker(Timeline(None).take_totals, [FakeHost()], start_s=1000.0).make(5, BATCH, TRAINED, "")  # type: ignore[list-item]
     assert 1000 <= row["wall_s"] < 1001
 
 

@@ -1,0 +1,66 @@
+"""Who is there, who is lost, who comes and goes too often."""
+
+from __future__ import annotations
+
+from areal_jax.runtime.membership import MOST_LOSSES, SILENT_S, WINDOW_S, Membership
+from areal_jax.runtime.messages import Hello
+
+
+def hello(name: str, incarnation: str = "a", role: str = "generate") -> Hello:
+    return Hello(role, name, incarnation, "node-1", 7)
+
+
+def test_the_last_to_say_hello_under_a_name_counts():
+    there = Membership()
+    assert there.join(hello("host-0", "a"), 0.0) is None
+    assert there.join(hello("host-0", "b"), 1.0) is None
+    assert there.of("host-0", "a") is None
+    member = there.of("host-0", "b")
+    assert member is not None and member.box == "host-0.b"
+
+
+def test_saying_hello_twice_changes_nothing():
+    there = Membership()
+    there.join(hello("host-0"), 0.0)
+    there.members["host-0"].is_ready = True
+    assert there.join(hello("host-0"), 5.0) is None
+    assert there.members["host-0"].is_ready and there.members["host-0"].since_s == 0.0
+
+
+def test_silence_is_counted_from_the_hello_on():
+    there = Membership()
+    there.join(hello("host-0"), 0.0)
+    there.join(hello("host-1"), 10.0)
+    assert there.silent({"host-1.a"}, SILENT_S) == []
+    assert there.silent({"host-1.a"}, SILENT_S + 0.1) == ["host-0"]
+    assert there.silent({"host-0.a"}, SILENT_S + 10.1) == ["host-1"]
+    assert there.silent({"host-0.b", "host-1.a"}, SILENT_S + 0.1) == ["host-0"]  # another incarnation's sign
+
+
+def test_who_is_lost_too_often_is_refused_until_the_window_is_over():
+    there = Membership()
+    for number in range(MOST_LOSSES):
+        assert there.join(hello("host-0", str(number)), float(number)) is None
+        there.lose("host-0", float(number))
+    refused = there.join(hello("host-0", "again"), 20.0)
+    assert refused is not None and "host-0 on node-1 was lost 5 times" in refused
+    assert "host-0" not in there.members
+    assert there.join(hello("host-1", "a"), 20.0) is None
+    assert there.join(hello("host-0", "later"), WINDOW_S + 1.0) is None
+
+
+def test_who_leaves_as_told_is_not_lost():
+    there = Membership()
+    for number in range(2 * MOST_LOSSES):
+        assert there.join(hello("host-0", str(number)), float(number)) is None
+        there.leave("host-0")
+
+
+def test_those_of_a_role_that_work_by_name():
+    there = Membership()
+    for name, role in (("host-1", "generate"), ("host-0", "generate"), ("trainer-0", "trainer")):
+        there.join(hello(name, role=role), 0.0)
+    there.members["host-1"].is_ready = there.members["trainer-0"].is_ready = True
+    assert [member.hello.name for member in there.ready("generate")] == ["host-1"]
+    there.members["host-0"].is_ready = True
+    assert [member.hello.name for member in there.ready("generate")] == ["host-0", "host-1"]
