@@ -120,6 +120,64 @@ def test_a_shared_box_gives_each_message_to_one_reader_and_a_dead_ones_to_anothe
     living.close()
 
 
+DEEDS = st.lists(
+    st.one_of(
+        st.tuples(st.just("post"), st.integers(1, 4)),
+        st.tuples(st.just("take"), st.integers(0, 1), st.integers(1, 3)),
+        st.tuples(st.just("done"), st.integers(0, 1), st.integers(0, 3)),
+        st.tuples(st.just("restart"), st.integers(0, 1)),
+    ),
+    max_size=20,
+)
+
+
+@cluster
+def test_two_readers_of_a_box_that_come_and_go_lose_nothing_and_repeat_only_what_they_forgot(
+    redis_at: RedisServer,
+):
+    """The oracle: what is in the box, what each reader took, and what it has in hand in this life."""
+
+    @settings(max_examples=30)
+    @given(DEEDS)
+    def holds(deeds: list[tuple[Any, ...]]) -> None:
+        run, posted = uuid.uuid4().hex, 0
+        lives = [again(redis_at, run) for _ in range(2)]
+        new: list[int] = []
+        taken: list[list[int]] = [[], []]
+        hands: list[list[Any]] = [[], []]
+        for deed, *value in deeds:
+            if deed == "post":
+                for _ in range(value[0]):
+                    lives[0].post("reward", posted)
+                    new.append(posted)
+                    posted += 1
+                continue
+            reader = value[0]
+            if deed == "take":
+                left = [body for body in taken[reader] if body not in bodies(hands[reader])]
+                expected = (left or new)[: value[1]]
+                found = lives[reader].take("reward", f"worker-{reader}", 0, most=value[1])
+                assert bodies(found) == expected
+                if not left:
+                    del new[: len(expected)]
+                    taken[reader] += expected
+                hands[reader] += found
+            elif deed == "done":
+                finished, hands[reader] = hands[reader][: value[1]], hands[reader][value[1] :]
+                lives[reader].done("reward", finished)
+                taken[reader] = [body for body in taken[reader] if body not in bodies(finished)]
+            else:
+                lives[reader].close()
+                lives[reader], hands[reader] = again(redis_at, run), []
+        with client(redis_at) as asked:
+            assert asked.xlen(f"areal:{{{run}}}:box:reward") == len(new) + len(taken[0]) + len(taken[1])
+        for life in lives:
+            life.remove()
+            life.close()
+
+    holds()
+
+
 @cluster
 def test_taking_waits_for_the_first_message_and_no_longer(broker: Broker, redis_at: RedisServer, run: str):
     started_s = time.monotonic()
