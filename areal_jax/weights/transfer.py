@@ -4,8 +4,8 @@ A publisher copies a version on its devices and serves that copy until a newer o
 any process and mesh pull the leaves that changed. Parameters go by `jax.experimental.transfer`, a channel of
 the publisher says which there are, and a pull is granted under a random number that only the channel tells.
 
-Several processes of one mesh publish together, each its own pieces: all make the store and publish, readers
-are told the address of one, which names the others.
+Several processes of one mesh publish together, each its own pieces: all make the store and publish, the first
+alone tells before it commits, and all commit or none. Readers are told its address, and it names the others.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from areal_jax.parallel.agreement import leads, together
 from areal_jax.types import PolicyVersion, VersionedParams
 from areal_jax.weights.channel import ChannelError, Listener
 from areal_jax.weights.digest import combine, name_sums
@@ -109,16 +110,10 @@ class TransferStore:
     def _commit(
         self, wire: VersionedParams, sums: jax.Array, canary: jax.Array, before: BeforeCommit | None
     ) -> None:
-        leaves = name_sums(wire.params, sums)
-        if (found := combine(leaves)) != wire.digest:
-            raise WeightsError(
-                f"version {wire.version} was published with digest {wire.digest} and is about to be served "
-                f"with {found}: its parameters changed meanwhile; resume from the last checkpoint"
-            )
-        arrays = {name: leaf for name, leaf in to_plain(wire.params).items() if leaf.size}
-        version = _Version(wire, leaves, arrays, np.asarray(canary, np.float64).tolist())
-        if before is not None:
-            before(wire)
+        with together(f"version {wire.version} of the weights is committed", self._deadline_s):
+            version = _checked(wire, sums, canary)
+            if before is not None and leads():
+                before(wire)
         with self._changed:
             self._versions[wire.version] = version
             self._latest = wire.version
@@ -166,6 +161,17 @@ class TransferStore:
     def withdraw(self, number: int, count: int) -> None:
         """Let go of the arrays of an offer that nobody took; one who comes too late gets an error."""
         self.server.await_pull(number, [self._nothing] * count)
+
+
+def _checked(wire: VersionedParams, sums: jax.Array, canary: jax.Array) -> _Version:
+    leaves = name_sums(wire.params, sums)
+    if (found := combine(leaves)) != wire.digest:
+        raise WeightsError(
+            f"version {wire.version} was published with digest {wire.digest} and is about to be served "
+            f"with {found}: its parameters changed meanwhile; resume from the last checkpoint"
+        )
+    arrays = {name: leaf for name, leaf in to_plain(wire.params).items() if leaf.size}
+    return _Version(wire, leaves, arrays, np.asarray(canary, np.float64).tolist())
 
 
 class _Session:
