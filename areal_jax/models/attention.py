@@ -8,14 +8,16 @@ query heads, K kv heads, R = H / K, h head dimension, N slots, C tokens a slot g
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from areal_jax.models.attention_kernels import Kernel
+from areal_jax.models.attention_kernels import Kernel, over_mesh
 from areal_jax.models.blockwise import NEGATIVE, blockwise_attention
 
 BLOCK = 256
@@ -125,6 +127,8 @@ class PackedAttention(struct.PyTreeNode):
     context_ids: Int[Array, "B T"] | None = None
     kernel: Kernel | None = struct.field(pytree_node=False, default=None)
     """What computes it where no context is given; pairs of blocks otherwise, and without one."""
+    mesh: Mesh | None = struct.field(pytree_node=False, default=None)
+    """Over which the rows lie, as a trainer's do; None: on one device, or however it comes."""
 
     def __call__(self, layer: Any, q: Any, k: Any, v: Any, cache: None) -> tuple[Array, None]:
         if self.kernel is not None and self.context_ids is None:
@@ -135,8 +139,11 @@ class PackedAttention(struct.PyTreeNode):
             k, v = k.astype(jnp.float32), v.astype(jnp.float32)
         grouped = q.reshape(rows, length, kv_heads, heads // kv_heads, head_dim)
         block = CPU_BLOCK if jax.default_backend() == "cpu" else BLOCK
-        out = blockwise_attention(grouped, k, v, self.segment_ids, self.context_ids, block)
-        return out.reshape(q.shape), None
+        ids = [self.segment_ids, *([] if self.context_ids is None else [self.context_ids])]
+        attend: Any = partial(blockwise_attention, block=block)
+        if self.mesh is not None:
+            attend = over_mesh(attend, self.mesh, kv_heads, len(ids))
+        return attend(grouped, k, v, *ids).reshape(q.shape), None
 
 
 class PagedAttention(struct.PyTreeNode):

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from areal_jax.models.blockwise import blockwise_attention
+from areal_jax.parallel.mesh import ROWS
 
 Kernel = Callable[[Array, Array, Array, Array], Array]
 """`kernel(q (B, T, H, h), k (B, T, K, h), v, segment_ids (B, T)) -> (B, T, H, h)`, causal within segments."""
@@ -76,7 +77,7 @@ def triton(q: Array, k: Array, v: Array, segment_ids: Array, interpret: bool = F
 def blocks(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
     rows, length, heads, head_dim = q.shape
     grouped = q.reshape(rows, length, k.shape[2], heads // k.shape[2], head_dim)
-    return blockwise_attention(grouped, k, v, segment_ids, None, TRITON_BLOCK).reshape(q.shape)
+    return blockwise_attention(grouped, k, v, segment_ids, block=TRITON_BLOCK).reshape(q.shape)
 
 
 KERNELS: Mapping[str, Kernel] = {"cudnn": cudnn, "triton": triton}
@@ -164,21 +165,23 @@ def self_test(
 
 
 def on_mesh(choice: Choice, mesh: Mesh, kv_heads: int) -> Kernel | None:
-    """The chosen kernel over a trainer's mesh, a device its rows and heads; None for blocks, which need none.
+    """The chosen kernel over a trainer's mesh; None for blocks, which take contexts too."""
+    return None if choice.path == BLOCKS else over_mesh(KERNELS[choice.path], mesh, kv_heads)
 
-    Heads that the tensor axis does not divide stay whole.
+
+def over_mesh(attend: Callable[..., Array], mesh: Mesh, kv_heads: int, ids: int = 1) -> Callable[..., Array]:
+    """`attend(q, k, v, *ids)`, a device its rows and heads: none asks another what its rows see.
+
+    q, k and v are (B, T, heads, ...), each of the ids (B, T). Heads that the tensor axis does not divide stay
+    whole.
     """
-    if choice.path == BLOCKS:
-        return None
-    kernel = KERNELS[choice.path]
     if mesh.size == 1:
-        return kernel
+        return attend
     heads = "tensor" if kv_heads % mesh.shape["tensor"] == 0 else None
-    rows = ("data", "fsdp")
-    each = PartitionSpec(rows, None, heads)
-    return jax.shard_map(
-        kernel, mesh=mesh, in_specs=(each, each, each, PartitionSpec(rows)), out_specs=each, check_vma=False
-    )
+    row = ROWS[0]
+    each = PartitionSpec(row, None, heads)
+    specs = (each, each, each, *[ROWS] * ids)
+    return jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=each, check_vma=False)
 
 
 def describe(choice: Choice) -> dict[str, Any]:

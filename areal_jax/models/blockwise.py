@@ -43,7 +43,8 @@ def blockwise_attention(
     k: Float[Array, "B T K h"],
     v: Float[Array, "B T K h"],
     segment_ids: Int[Array, "B T"],
-    context_ids: Int[Array, "B T"] | None,
+    context_ids: Int[Array, "B T"] | None = None,
+    *,
     block: int,
 ) -> Float[Array, "B T K R h"]:
     """softmax(q k / sqrt(h)) v over what each token sees, in float32; products read the dtype of k and v."""

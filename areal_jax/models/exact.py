@@ -18,6 +18,7 @@ from typing import Any, TypeGuard
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from areal_jax.models.attention import Attention, KVPages, PackedAttention, PagedAttention, PagedKernel
@@ -258,9 +259,10 @@ def packed_attention(
     positions: Int[Array, "B T"],
     previous: Int[Array, "B T"],
     kernel: Kernel | None,
+    mesh: Mesh | None = None,
 ) -> Attention:
-    """Attention over packed rows, in the numerics of the model."""
-    bounded = PackedAttention(segment_ids, context_ids, kernel)
+    """Attention over packed rows, in the numerics of the model; `mesh` as PackedAttention has it."""
+    bounded = PackedAttention(segment_ids, context_ids, kernel, mesh)
     return bounded if config.numerics == "bounded" else ExactPackedAttention.of(bounded, positions, previous)
 
 

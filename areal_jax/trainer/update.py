@@ -255,8 +255,15 @@ class Objective:
         return self.critic.values(critic, hidden)
 
     def _hidden(self, model: Model, params: Params, micro: Batch) -> Float[Array, "R T D"]:
+        mesh = None if self.rows is None else self.rows.mesh
         attend = packed_attention(
-            model.config, micro.segment_ids, micro.context_ids, micro.positions, micro.previous, self.kernel
+            model.config,
+            micro.segment_ids,
+            micro.context_ids,
+            micro.positions,
+            micro.previous,
+            self.kernel,
+            mesh,
         )
         return model.hidden(params, micro.tokens, micro.positions, attend, None, self.remat, self.rows)[0]
 
