@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from areal_jax.algorithms import masked
@@ -29,6 +30,7 @@ from areal_jax.models.attention_kernels import Kernel
 from areal_jax.models.exact import packed_attention
 from areal_jax.models.model import Model, Params
 from areal_jax.models.transformer import Remat
+from areal_jax.parallel.mesh import ROWS
 from areal_jax.trainer.critic import Critic, at_end, before
 from areal_jax.trainer.gaps import gap_sums
 from areal_jax.trainer.metrics import Sums, value_sums
@@ -224,16 +226,46 @@ class Objective:
     # --- forward --------------------------------------------------------------------------------------------
 
     def _stats(self, params: Params, hidden: Float[Array, "R T D"], micro: Batch) -> TokenStats:
+        """A device those of its own rows: the head's gradient is added up over devices once, not per chunk."""
+        temperature = masked.per_token(micro.temperature, micro.segment_ids)
+        mesh = None if self.rows is None else self.rows.mesh
+        shards = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+        of_rows: Callable[..., TokenStats] = partial(self._stats_of_rows, max(1, self.chunk // shards))
+        if shards > 1:
+            of_rows = jax.shard_map(
+                of_rows,
+                mesh=mesh,
+                in_specs=(PartitionSpec(), *[ROWS] * 6),
+                out_specs=ROWS,
+                axis_names=set(ROWS[0]),
+                check_vma=False,
+            )
+        weight = self.model.head_weight(params)
+        return of_rows(
+            weight, hidden, micro.tokens, micro.previous, micro.loss_mask, temperature, micro.support
+        )
+
+    def _stats_of_rows(
+        self,
+        chunk: int,
+        weight: Array,
+        hidden: Array,
+        tokens: Array,
+        previous: Array,
+        mask: Array,
+        temperature: Array,
+        support: Array | None,
+    ) -> TokenStats:
         return packed_stats(
             hidden,
-            micro.tokens,
-            micro.previous,
-            micro.loss_mask,
-            masked.per_token(micro.temperature, micro.segment_ids),
+            tokens,
+            previous,
+            mask,
+            temperature,
             self.model.head,
-            self.model.head_weight(params),
-            micro.support,
-            self.chunk,
+            weight,
+            support,
+            chunk,
             has_entropy_gradient=self.algorithm.entropy_coef > 0 or self.algorithm.loss not in LOSSES,
             values=None if self.model.config.numerics == "bounded" else self._values,
         )

@@ -142,14 +142,19 @@ def test_what_two_processes_published_a_single_one_reads(folder: Path, pair: lis
     assert store.load(STEPS, shardings).digest == pair[0]["digests"][str(STEPS)]
 
 
+def go_back(folder: Path, run: str) -> None:
+    """The pair's run as it was at its first checkpoint, in a folder of that name."""
+    shutil.copytree(folder / "pair", folder / run)
+    assert discard_newer(folder / run / "checkpoints", 2) == [4]
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_checkpoint_of_two_processes_is_gone_on_from(
     folder: Path, pair: list[dict[str, Any]], processes: int
 ):
     """By two to the same bits, by one to the same losses."""
     name = f"resumed-by-{processes}"
-    shutil.copytree(folder / "pair", folder / name)
-    assert discard_newer(folder / name / "checkpoints", 2) == [4]
+    go_back(folder, name)
     resumed = train(folder, name, processes, run=name)
     middle = pair[0]["trained"]["1"]["digest"]
     for one in resumed:
@@ -196,7 +201,8 @@ def ends_within(folder: Path, name: str, started: list[subprocess.Popen], deadli
 
 
 def test_a_group_with_a_stopped_process_is_ended_by_its_watchdogs(folder: Path, pair: Any):
-    with group(folder, "stopped", 2, run="stopped", stops_at=1, later_s=15.0) as started:
+    go_back(folder, "stopped")
+    with group(folder, "stopped", 2, run="stopped", stops_at=3, later_s=15.0) as started:
         wait_for_stop(folder, "stopped", started)
         statuses = ends_within(folder, "stopped", started, 15 + 12)
     assert statuses[1] == 128 + signal.SIGKILL
@@ -207,7 +213,8 @@ def test_a_group_with_a_stopped_process_is_ended_by_its_watchdogs(folder: Path, 
 
 def test_a_told_group_ends_though_one_is_stopped(folder: Path, pair: Any):
     """As scancel does: SIGTERM to all; the grace is 3 s."""
-    with group(folder, "told", 2, run="told", stops_at=1) as started:
+    go_back(folder, "told")
+    with group(folder, "told", 2, run="told", stops_at=2) as started:
         wait_for_stop(folder, "told", started)
         for process in started:
             process.send_signal(signal.SIGTERM)
@@ -218,11 +225,12 @@ def test_a_told_group_ends_though_one_is_stopped(folder: Path, pair: Any):
 
 def test_a_killed_process_ends_the_others(folder: Path, pair: Any):
     """By the connection that Gloo lost, or jax's heartbeat: no watchdog comes to its deadline here."""
-    asked = {"run": "killed", "stops_at": 1, "by": int(signal.SIGKILL), "heartbeat_s": 5}
+    asked = {"run": "killed", "stops_at": 2, "by": int(signal.SIGKILL), "heartbeat_s": 5}
+    go_back(folder, "killed")
     with group(folder, "killed", 2, **asked) as started:
         wait_for_stop(folder, "killed", started)
         statuses = ends_within(folder, "killed", started, 5 + 15)
     assert statuses[0] in (1, 128 + signal.SIGABRT)
     assert statuses[1] == 128 + signal.SIGKILL
     assert "ended with status 137 in: pack\n" in log(folder, "killed", 1)
-    assert f"ended with status {statuses[0]} in: update\n" in log(folder, "killed", 0)
+    assert f"ended with status {statuses[0]} in: " in log(folder, "killed", 0)

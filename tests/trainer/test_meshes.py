@@ -180,6 +180,10 @@ def test_no_device_computes_another_ones_rows(trained: MakeTrained):
     assert (2, LENGTH, 16) in shapes
     whole_rows = {shape for shape in shapes if shape[:2] == (4, LENGTH) or shape[0] == 4 * LENGTH}
     assert {int(np.prod(shape)) for shape in whole_rows} <= {4 * LENGTH * 16 // 2}
+    sums = [line for line in text.splitlines() if " all-reduce(" in line]
+    assert not [line for line in sums if "= pred[]" in line]  # each device visits what its own rows see
+    of_head = [line for line in sums if "f32[37,16]" in line]
+    assert len(of_head) == 1 and "/while/" not in of_head[0]  # not once a chunk
 
 
 def test_what_does_not_divide_is_named(trained: MakeTrained, model: Model):
