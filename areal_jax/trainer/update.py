@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from areal_jax.algorithms import masked
@@ -225,10 +226,14 @@ class Objective:
 
     # --- forward --------------------------------------------------------------------------------------------
 
+    @property
+    def _mesh(self) -> Mesh | None:
+        return None if self.rows is None else cast(Mesh, self.rows.mesh)
+
     def _stats(self, params: Params, hidden: Float[Array, "R T D"], micro: Batch) -> TokenStats:
         """A device those of its own rows: the head's gradient is added up over devices once, not per chunk."""
         temperature = masked.per_token(micro.temperature, micro.segment_ids)
-        mesh = None if self.rows is None else self.rows.mesh
+        mesh = self._mesh
         shards = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
         of_rows: Callable[..., TokenStats] = partial(self._stats_of_rows, max(1, self.chunk // shards))
         if shards > 1:
@@ -287,7 +292,6 @@ class Objective:
         return self.critic.values(critic, hidden)
 
     def _hidden(self, model: Model, params: Params, micro: Batch) -> Float[Array, "R T D"]:
-        mesh = None if self.rows is None else self.rows.mesh
         attend = packed_attention(
             model.config,
             micro.segment_ids,
@@ -295,7 +299,7 @@ class Objective:
             micro.positions,
             micro.previous,
             self.kernel,
-            mesh,
+            self._mesh,
         )
         return model.hidden(params, micro.tokens, micro.positions, attend, None, self.remat, self.rows)[0]
 
