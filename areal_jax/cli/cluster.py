@@ -35,13 +35,16 @@ def role(
     index: Annotated[int, typer.Option(min=0, help="Of this trainer process.")] = 0,
     processes: Annotated[int, typer.Option(min=1, help="That the trainer's mesh is spread over.")] = 1,
     coordinator: Annotated[str, typer.Option(help="HOST:PORT of trainer process 0.")] = "",
+    words: Annotated[
+        list[str] | None, typer.Argument(help="section.key=value, such as runtime.redis=redis://head:7600/0.")
+    ] = None,
 ) -> None:
     """Be one process of a cluster, until its controller says that the run is over."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if role == Role.REWARD:
         from areal_jax.runtime.reward_role import reward
 
-        reward(_read(config, run), name or "reward-0")
+        reward(_read(config, run, words), name or "reward-0")
         return
     if role == Role.CONTROLLER:
         import jax
@@ -49,19 +52,19 @@ def role(
         jax.config.update("jax_platforms", "cpu")  # accelerators are for the others
         from areal_jax.runtime.cluster_job import control
 
-        control(_read(config, run), run)
+        control(_read(config, run, words), run)
         return
     from areal_jax.runtime import roles
     from areal_jax.runtime.jobs import use_compilation_cache
 
     use_compilation_cache()
     if role == Role.GENERATE:
-        roles.generate(_read(config, run), run, name or "host-0")
+        roles.generate(_read(config, run, words), run, name or "host-0")
     else:
-        roles.train(_read(config, run), run, index, processes, coordinator)
+        roles.train(_read(config, run, words), run, index, processes, coordinator)
 
 
-def _read(config: Path, run: Path) -> Config:
+def _read(config: Path, run: Path, words: list[str] | None) -> Config:
     from areal_jax.config import load_config
 
-    return load_config(config, f"run.dir={run}")
+    return load_config(config, *(words or ()), f"run.dir={run}")

@@ -35,6 +35,7 @@ CHANGES_NO_PAST = (
     "trainer.keep_checkpoints",
     "weights.backend",
     "weights.keep_versions",
+    "launch.",
 )
 """Keys that `resume` takes: what they say of the steps already trained stays true."""
 

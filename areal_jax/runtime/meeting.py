@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from areal_jax.config import Config
 from areal_jax.generation.serving_secret import VARIABLE
@@ -21,6 +23,19 @@ def redis_url(config: Config) -> str:
             "by `areal-jax launch`"
         )
     return config.runtime.redis
+
+
+def own_address(config: Config) -> str:
+    """By which others reach this machine: that from which it reaches Redis. Raises ArealError."""
+    found = urlsplit(redis_url(config))
+    try:
+        known = socket.getaddrinfo(found.hostname, found.port or 6379, type=socket.SOCK_DGRAM)
+        family, _, _, _, address = known[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # which sends nothing
+            return probe.getsockname()[0]
+    except OSError as error:
+        raise ArealError(f"runtime.redis={found.hostname}:{found.port} cannot be reached: {error}") from error
 
 
 def connect(config: Config) -> Broker:

@@ -25,7 +25,7 @@ from areal_jax.observe.waits import Timeline
 from areal_jax.parallel.mesh import make_mesh
 from areal_jax.runtime.assembly import Parts, assemble_on, make_engine, open_inputs
 from areal_jax.runtime.devices import Devices, use_virtual_cpus
-from areal_jax.runtime.meeting import connect, open_journal, secret
+from areal_jax.runtime.meeting import connect, open_journal, own_address, secret
 from areal_jax.runtime.member import Post
 from areal_jax.runtime.messages import Begin, Cancelled, Decode, Ready, TrainOn, Weights
 from areal_jax.runtime.processes import joined
@@ -166,11 +166,11 @@ def train(config: Config, folder: Path, index: int = 0, processes: int = 1, coor
     """
     together = joined(coordinator, processes, index) if processes > 1 else nullcontext()
     with together:
+        use_virtual_cpus(config.trainer.mesh.devices // processes)
         _train(config, folder, f"trainer-{index}")
 
 
 def _train(config: Config, folder: Path, name: str) -> None:
-    use_virtual_cpus(config.trainer.mesh.devices)
     mesh = make_mesh(config.trainer.mesh.shape, jax.devices(), "the trainer")
     parts = assemble_on(Devices("split", mesh, ()), open_inputs(config))
     deadline_s = config.runtime.deadline_s
@@ -263,7 +263,8 @@ def _publisher(parts: Parts, folder: Path, fail: Callable[[BaseException], None]
     c = parts.config
     probe = canary(parts.model)
     if c.weights_backend == "transfer":
-        return TransferStore(probe, c.weights.wire_dtype, deadline_s=c.runtime.deadline_s, secret=secret())
+        deadline_s = c.runtime.deadline_s
+        return TransferStore(probe, c.weights.wire_dtype, f"{own_address(c)}:0", deadline_s, secret())
     keep = c.weights.keep_versions
     return OrbaxStore(folder / "weights", probe, c.weights.wire_dtype, keep, c.runtime.deadline_s, fail)
 

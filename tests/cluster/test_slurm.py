@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from areal_jax.runtime.reading import audit_run
 from tests.cluster.slurm import Slurm, free_ports, slurm_cluster
 
 pytestmark = pytest.mark.cluster
@@ -158,3 +160,22 @@ def test_the_hosts_job_does_not_outlive_a_trainers_job_that_failed(slurm, tmp_pa
     trainer, hosts = begin(slurm, folder, *words, failures={"trainer-0": 9})
     assert slurm.wait_for(trainer, *OVER) == "FAILED"
     assert slurm.wait_for(hosts, *OVER) in ("CANCELLED", "FAILED")
+
+
+def test_a_run_trains_is_cancelled_in_the_middle_and_goes_on_to_its_end(slurm, tmp_path):
+    """The real processes, on two nodes."""
+    folder, steps = tmp_path / "run", 12
+    small = ["observe.tensorboard=false", "observe.report=false", "trainer.checkpoint_every=4"]
+    program = f"launch.setup=export PATH={Path(sys.executable).parent}:$PATH"
+    (job,) = launch(slurm, *fresh(folder, f"run.steps={steps}", *small, program))
+    wait_for_text(folder, "controller", "step 6/", timeout_s=240)
+    slurm.call("scancel", job)
+    assert slurm.wait_for(job, *OVER) == "CANCELLED"
+    so_far = audit_run(folder)
+    assert so_far.ok and 6 * 16 <= so_far.trained < steps * 16
+    (again,) = launch(slurm, str(folder))
+    assert slurm.wait_for(again, *OVER, timeout_s=240) == "COMPLETED", slurm.logs()
+    audit = audit_run(folder)
+    assert audit.ok and audit.trained == steps * 16 and audit.in_flight == 0
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(steps))

@@ -65,22 +65,20 @@ def _require_no_past(words: Sequence[str]) -> None:
     from areal_jax.runtime.jobs import CHANGES_NO_PAST
 
     for word in words:
-        if not word.startswith((*CHANGES_NO_PAST, "launch.")):
+        if not word.startswith(CHANGES_NO_PAST):
             raise LaunchError(
                 f"{word}: a run that goes on takes only keys that change no past "
-                f"({', '.join(CHANGES_NO_PAST)}, launch.); start a new run for anything else"
+                f"({', '.join(CHANGES_NO_PAST)}); start a new run for anything else"
             )
 
 
 def launchable(config: Config) -> Config:
-    """The config for processes: parameters in one process's memory reach no other, so they are pulled."""
-    if config.weights.backend != "memory":
-        return config
-    return config.model_copy(update={"weights": config.weights.model_copy(update={"backend": BETWEEN})})
-
-
-BETWEEN = "orbax"
-"""weights.backend of a launched run whose config says memory."""
+    """The config, if processes can run it. Raises LaunchError."""
+    if config.weights.backend == "memory":
+        raise LaunchError(
+            "weights.backend=memory: one process's memory reaches no other; leave it at auto, or use orbax"
+        )
+    return config
 
 
 def prepare(launcher: str, launch: Launch) -> Submission:

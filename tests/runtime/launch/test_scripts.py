@@ -108,12 +108,13 @@ def test_gke_applies_a_secret_then_the_manifests_and_a_run_that_goes_on_replaces
     launch, told = stage("gke-tpu", volume)
     jobset = launch.folder / "launch" / "jobset.yaml"
     secret = launch.folder / "launch" / "secret"
-    assert [line for line in told.splitlines() if line.startswith("kubectl")] == [
+    *piped, last = [line for line in told.splitlines() if line.startswith("kubectl")]
+    assert sorted(piped) == [  # at the same time
+        "kubectl --namespace=rl apply --filename=-",
         f"kubectl --namespace=rl create secret generic qwen --from-file=secret={secret} "
         "--dry-run=client --output=yaml",
-        "kubectl --namespace=rl apply --filename=-",
-        f"kubectl --namespace=rl apply --filename={jobset}",
-    ] and "kind: Secret" in told
+    ]
+    assert last == f"kubectl --namespace=rl apply --filename={jobset}" and "kind: Secret" in told
     assert secret.read_text() not in told + jobset.read_text()
     again = submit.read([str(launch.folder)])
     script = submit.prepare("gke", again).files["submit.sh"]

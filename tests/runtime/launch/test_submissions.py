@@ -115,7 +115,7 @@ def test_a_folder_that_exists_is_gone_on_with_and_changes_no_past(tmp_path):
     folder = tmp_path / "run"
     words = ["configs/quickstart.yaml", f"run.dir={folder}", "launch.machine_devices=1"]
     fresh = submit.read(words)
-    assert not fresh.goes_on and fresh.config.weights.backend != "memory"
+    assert not fresh.goes_on
     submit.write(fresh, submit.prepare("slurm", fresh))
     with pytest.raises(LaunchError, match=r"exists; .*name the folder in place of the config"):
         submit.read(words)
@@ -130,6 +130,11 @@ def test_a_folder_that_exists_is_gone_on_with_and_changes_no_past(tmp_path):
         LaunchError, match=r"run.seed=3: a run that goes on takes only keys that change no past"
     ):
         submit.read([str(folder), "run.seed=3"])
+
+
+def test_a_run_whose_weights_stay_in_one_process_is_refused():
+    with pytest.raises(LaunchError, match=r"weights.backend=memory: one process's memory reaches no other"):
+        submit.read(["configs/quickstart.yaml", "weights.backend=memory"])
 
 
 def test_a_missing_program_is_named_before_anything_is_written(tmp_path, monkeypatch):
