@@ -206,7 +206,8 @@ def run_source(folder: Path, dtype: str = "float32") -> tuple[Config, Source]:
     theirs = load_config(folder / RUN_CONFIG)
     settings = theirs.model.model_copy(update={"dtype": dtype})
     theirs = theirs.model_copy(update={"model": settings})
-    return theirs, open_source(theirs, load_tasks(theirs.tasks))
+    plain = theirs.model_copy(update={"weights": WeightsConfig()})  # its parameters are published no more
+    return theirs, open_source(plain, load_tasks(theirs.tasks))
 
 
 def run_params(folder: Path, config: Config, model: Model, shardings: Any = None) -> Params:
