@@ -51,6 +51,19 @@ def test_who_does_not_know_the_secret_is_turned_away(listener: Listener, secret)
         assert one.ask({"a": 1}) == {"heard": {"a": 1}}
 
 
+@pytest.mark.parametrize("proof", [b"0" * 32, b"", None, "text"])
+def test_a_caller_that_proves_nothing_is_answered_nothing(listener: Listener, proof):
+    """One that does not look at the listener's own proof, as ours would."""
+    end_s = time.monotonic() + DEADLINE_S
+    with socket.create_connection(channel.split(listener.address), DEADLINE_S) as stranger:
+        assert len(channel._receive(stranger, end_s)["challenge"]) == 32
+        channel._send(stranger, {"challenge": b"1" * 32, "proof": proof}, end_s)
+        assert channel._receive(stranger, end_s) == {"refused": "the secrets differ"}
+        with pytest.raises(OSError):
+            channel._send(stranger, {"a": 1}, end_s)
+            channel._receive(stranger, end_s)
+
+
 def test_the_secret_never_travels_and_no_proof_is_good_twice(monkeypatch, listener: Listener):
     sent = []
     send = channel._send
@@ -94,11 +107,12 @@ def test_a_listener_that_does_not_know_the_secret_is_found_out():
 )
 def test_a_stranger_is_hung_up_on(listener: Listener, sent: bytes):
     with socket.create_connection(channel.split(listener.address), DEADLINE_S) as stranger:
+        started, heard = time.monotonic(), b""
         stranger.sendall(sent)
-        heard = b""
         while part := stranger.recv(4096):
             heard += part
     assert len(heard) < 200  # its challenge, and no more
+    assert time.monotonic() - started < channel.PROOF_S / 2
     Channel(listener.address, SECRET, DEADLINE_S).close()
 
 
