@@ -70,6 +70,8 @@ return {'done'}
 RELEASE = (
     _OWN
     + """
+-- A renewal that was sent before finds another token, so it does not bring the lease back.
+redis.call('HSET', KEYS[1], 'token', '')
 redis.call('DEL', KEYS[5])
 return {'done'}
 """

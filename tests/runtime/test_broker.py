@@ -315,6 +315,26 @@ def test_a_server_that_is_killed_and_comes_back_keeps_every_message_and_beat(tmp
         reader.close()
 
 
+@cluster
+def test_closing_lets_a_waiting_thread_end_and_nobody_begin(redis_at: RedisServer, run: str):
+    broker, ends = again(redis_at, run), []
+
+    def wait() -> None:
+        try:
+            ends.append(broker.take("controller", "me", 0.8))
+        except BrokerError as error:
+            ends.append(str(error))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.3)
+    broker.close()
+    thread.join(timeout=10)
+    assert ends == [[]]
+    with pytest.raises(BrokerError, match=r"the connection to redis://.* is closed; open a new one"):
+        broker.post("controller", 1)
+
+
 # --- signs of life ------------------------------------------------------------------------
 
 
