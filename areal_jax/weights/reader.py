@@ -253,17 +253,21 @@ class TransferReader:
                 self._changed.wait_for(self._is_wanted)
                 if self._is_closed:
                     return
-            with self._pulling:
-                with self._changed:
-                    version, shardings, address = self._newest, self._shardings, self._address
-                    if version is None or not self._is_wanted():
-                        continue
-                here = self._get_ready(version, shardings)
-                with self._changed:
-                    if address == self._address:
-                        self._here = here
-            if here is None:
+            if not self._pull_one():
                 time.sleep(AGAIN_S)
+
+    def _pull_one(self) -> bool:
+        """False where it came to nothing. Holds on to no version: the host may drop it."""
+        with self._pulling:
+            with self._changed:
+                version, shardings, address = self._newest, self._shardings, self._address
+                if version is None or not self._is_wanted():
+                    return True
+            here = self._get_ready(version, shardings)
+            with self._changed:
+                if address == self._address:
+                    self._here = here
+            return here is not None
 
     def _is_wanted(self) -> bool:
         """Whether there is something to do: a version to pull, or to end."""
