@@ -326,9 +326,13 @@ def test_a_reader_follows_a_publisher_that_moved(make):
     publish(first, value(0))
     reader = reader_of(make, first)
     reader.load(0, HERE)
+    publish(first, value(1, seed=9))
+    wait_for(lambda: reader.latest() == 1)
     first.close(DEADLINE_S)
-    publish(second, value(0), value(1))
+    publish(second, value(0))
     reader.address = second.address
+    assert reader.latest() == 0  # what waited here was the former publisher's
+    publish(second, value(1))
     wait_for(lambda: reader.latest() == 1)
     assert same(reader.load(1, HERE).params, value(1).params)
     assert reader.trouble is None
@@ -339,12 +343,16 @@ def test_a_publisher_that_hangs_is_given_up_at_the_deadline(make, monkeypatch):
     store = make(TransferStore, probe)
     publish(store, value(0))
     reader = reader_of(make, store, deadline_s=1.0)
-    offer = TransferStore.offer
+    offer, wait, waited_for = TransferStore.offer, Pull._wait_for, []
     monkeypatch.setattr(TransferStore, "offer", lambda self, arrays: 12345)
+    monkeypatch.setattr(Pull, "_wait_for", lambda self, piece: (waited_for.append(piece), wait(self, piece)))
     started = time.monotonic()
     with pytest.raises(PublisherLostError, match=r"version 0 could not be pulled .* within 1 s: timed out"):
         reader.load(0, HERE)
     assert 0.9 < time.monotonic() - started < 10
+    wait_for(waited_for[0].is_ready)  # it ended by an error, and lets go of its memory
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        waited_for[0].block_until_ready()
     monkeypatch.setattr(TransferStore, "offer", offer)
     assert same(reader.load(0, HERE).params, value(0).params)  # over a new connection
 
