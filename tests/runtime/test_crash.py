@@ -146,9 +146,9 @@ def test_on_a_slow_disk_a_run_starts_with_a_whole_version_and_ends_with_all_of_t
     folder, started_with = tmp_path / "run", []
     write, append = staged.write, SqliteQueue.append
 
-    def slow(path, *rest):
+    def slow(path, *rest, **options):
         time.sleep(0.4 if path.name == "weights" else 0)
-        write(path, *rest)
+        write(path, *rest, **options)
 
     def watched(self, entries, durable=False):
         if any(isinstance(entry.event, RunStarted) for entry in entries):
@@ -169,12 +169,12 @@ def test_generation_and_training_go_on_while_a_checkpoint_is_written(tmp_path, m
     folder, meanwhile = tmp_path / "run", []
     write, append, is_writing = staged.write, SqliteQueue.append, threading.Event()
 
-    def slow(path, *rest):
+    def slow(path, *rest, **options):
         if path.name == "checkpoints" and not meanwhile:
             is_writing.set()
             time.sleep(1.0)
             is_writing.clear()
-        write(path, *rest)
+        write(path, *rest, **options)
 
     def watched(self, entries, durable=False):
         if is_writing.is_set():
