@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,7 @@ from areal_jax.cli.shell import plain_errors
 
 if TYPE_CHECKING:
     from areal_jax.config import Config
+    from areal_jax.runtime.watchdog import Beat
 
 
 class Role(StrEnum):
@@ -54,14 +56,29 @@ def role(
 
         control(_read(config, run, words), run)
         return
+    if role == Role.TRAINER:
+        from areal_jax.runtime.watchdog import Deadlines, watched
+
+        work = partial(_train, config, run, words, index, processes, coordinator)
+        deadlines = Deadlines.beside(_read(config, run, words).runtime.deadline_s)
+        raise typer.Exit(watched(work, f"trainer-{index}", run / "logs", deadlines))
     from areal_jax.runtime import roles
     from areal_jax.runtime.jobs import use_compilation_cache
 
     use_compilation_cache()
-    if role == Role.GENERATE:
-        roles.generate(_read(config, run, words), run, name or "host-0")
-    else:
-        roles.train(_read(config, run, words), run, index, processes, coordinator)
+    roles.generate(_read(config, run, words), run, name or "host-0")
+
+
+def _train(
+    config: Path, run: Path, words: list[str] | None, index: int, processes: int, coordinator: str, beat: Beat
+) -> None:
+    """In the process that is watched."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    from areal_jax.runtime import roles
+    from areal_jax.runtime.jobs import use_compilation_cache
+
+    use_compilation_cache()
+    roles.train(_read(config, run, words), run, index, processes, coordinator, beat)
 
 
 def _read(config: Path, run: Path, words: list[str] | None) -> Config:

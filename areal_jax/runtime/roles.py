@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -159,22 +159,25 @@ def _reader(config: Config, folder: Path, address: str, engine: Engine) -> Param
 # --- train --------------------------------------------------------------------------------------------------
 
 
-def train(config: Config, folder: Path, index: int = 0, processes: int = 1, coordinator: str = "") -> None:
+def train(
+    config: Config, folder: Path, index: int, processes: int, coordinator: str, beat: Callable[[str], None]
+) -> None:
     """Process `index` of the trainer's group, until told to end; then its newest state is checkpointed.
 
-    `coordinator`: host:port of process 0, where there are several. Raises ArealError.
+    `coordinator`: host:port of process 0, where there are several. `beat` hears each of its activities.
+    Raises ArealError.
     """
-    together = joined(coordinator, processes, index) if processes > 1 else nullcontext()
-    with together:
-        use_virtual_cpus(config.trainer.mesh.devices // processes)
-        _train(config, folder, f"trainer-{index}")
+    use_virtual_cpus(-(-config.trainer.mesh.devices // processes))
+    with joined(coordinator, processes, index):
+        _train(config, folder, f"trainer-{index}", beat)
 
 
-def _train(config: Config, folder: Path, name: str) -> None:
+def _train(config: Config, folder: Path, name: str, beat: Callable[[str], None]) -> None:
     mesh = make_mesh(config.trainer.mesh.shape, jax.devices(), "the trainer")
     parts = assemble_on(Devices("split", mesh, ()), open_inputs(config))
     deadline_s = config.runtime.deadline_s
     timeline = Timeline(folder / "logs" / f"timeline-{name}.jsonl")
+    timeline.actor("trainer").follow(beat)
     spent, work = _Spent("trainer", timeline), None
     with (
         closing(timeline),

@@ -37,6 +37,11 @@ from areal_jax.types import ArealError
 Beat = Callable[[str], None]
 """`beat(activity)`: what the watched process does from now on. Never blocks, never raises."""
 
+INTERRUPTED = 130
+
+MARGIN_S = 30.0
+COMPILING_S = 1800.0
+"""How much longer than a later one the first of its kind may take: programs of large models."""
 POLL_S = 0.1
 DUMP_S = 3.0
 """How long the stacks of a silent process may take to be written."""
@@ -56,6 +61,11 @@ class Deadlines(NamedTuple):
     """Longest silence in one that was there before. Longer than any wait that has a deadline of its own."""
     grace_s: float = 20.0
     """From SIGTERM or Ctrl-C to SIGKILL."""
+
+    @classmethod
+    def beside(cls, deadline_s: float) -> Deadlines:
+        """Of a process whose own waits end after `deadline_s`: those name their culprit, and come first."""
+        return cls(first_s=deadline_s + MARGIN_S + COMPILING_S, later_s=deadline_s + MARGIN_S)
 
 
 def watched(body: Callable[[Beat], Any], who: str, logs: Path, deadlines: Deadlines) -> int:
@@ -194,6 +204,8 @@ def _run(body: Callable[[Beat], Any], parent: int, say: Connection, stacks: Path
         body(_Voice(say, file))
     except ArealError as error:
         _end(f"error: {error}\n")
+    except KeyboardInterrupt:
+        _end("", INTERRUPTED)
     except BaseException:  # noqa: BLE001 - this process ends of it, and says so
         _end(traceback.format_exc())
 
@@ -209,9 +221,9 @@ class _Voice:
             self._say.send_bytes(activity.encode()[:1000])
 
 
-def _end(why: str) -> None:
+def _end(why: str, status: int = 1) -> None:
     with suppress(OSError):
         sys.stdout.flush()
         sys.stderr.write(why)
         sys.stderr.flush()
-    os._exit(1)
+    os._exit(status)

@@ -231,7 +231,7 @@ class Objective:
         return None if self.rows is None else cast(Mesh, self.rows.mesh)
 
     def _stats(self, params: Params, hidden: Float[Array, "R T D"], micro: Batch) -> TokenStats:
-        """A device those of its own rows: the head's gradient is added up over devices once, not per chunk."""
+        """A device those of its own rows, so that the head's gradient is added up over them once."""
         temperature = masked.per_token(micro.temperature, micro.segment_ids)
         mesh = self._mesh
         shards = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
