@@ -50,6 +50,7 @@ def control(config: Config, folder: Path, stream: TextIO | None = None) -> RunRe
             Controller(
                 inputs, plane, journal, broker, folder, view, metrics, timeline, start_s, trained
             ).run()
+            broker.remove()
     tasks = [weighted.task for weighted in inputs.tasks.values()]
     report = write_report(folder, c, tasks) if c.observe.report else None
     return RunResult(folder, read_rows(folder), report)

@@ -124,7 +124,10 @@ class Driver:
         return Entry(event, actions, trajectory)
 
     def _with_row(self, event: e.BatchTrained) -> e.BatchTrained:
-        groups = [self._groups[ordinal] for ordinal in event.ordinals]
+        """Its groups are in memory, but where another controller asked for the batch."""
+        asked = self.control.training
+        attempts = dict(zip(asked.ordinals, asked.attempts, strict=True)) if asked is not None else {}
+        groups = [self._group(ordinal, attempts[ordinal]) for ordinal in event.ordinals]
         return replace(event, metrics=self._rows.make(event.step, groups, event.metrics, event.digest))
 
     def _note(self, event: Event) -> None:

@@ -94,9 +94,7 @@ class RowMaker:
             "generate_tokens_per_s": new_tokens / span,
             "train_tokens_per_s": trained["trained_tokens"] / span,
             "trainer_wait_share": idle_share(totals.get("trainer", {})),
-            "generator_idle_share": float(
-                np.mean([idle_share(totals.get(host.name, {})) for host in self._hosts])
-            ),
+            "generator_idle_share": self._idle_share(totals),
             "decode_gap_p99_s": float(np.quantile(gaps, 0.99)) if gaps else 0.0,
             "interruptions": self._counts["interruptions"],
             **self._host_counts(),
@@ -111,6 +109,11 @@ class RowMaker:
         for counter in (self._counts, self._failed, self._dropped, self._reissued):
             counter.clear()
         return row
+
+    def _idle_share(self, totals: Mapping[str, Mapping[str, float]]) -> float:
+        """Mean of the hosts'; 0 where there is none at the moment."""
+        shares = [idle_share(totals.get(host.name, {})) for host in self._hosts]
+        return sum(shares) / len(shares) if shares else 0.0
 
     def _host_counts(self) -> dict[str, float]:
         """What the hosts did since the row before, summed over them."""

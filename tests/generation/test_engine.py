@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from areal_jax.generation.engine import Engine
 from areal_jax.generation.canary import TOKENS as CANARY_TOKENS
+from areal_jax.generation.engine import Engine
 from areal_jax.generation.slots import MAX_STOP_TOKENS
 from areal_jax.types import ArealError, SampleId, Sampling, VersionedParams
 from areal_jax.weights.memory import MemoryStore

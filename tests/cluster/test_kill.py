@@ -1,0 +1,73 @@
+"""`kill -9` of each role in turn, and the run ends as if nothing had been."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.cluster
+
+MAIN = (sys.executable, "-m", "areal_jax.cli.main")
+ROLES = ("generate", "reward", "trainer", "controller")
+STEPS, FIRST, BETWEEN, DEADLINE_S = 80, 4, 7, 540
+
+
+def rows(run: Path) -> int:
+    path = run / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def processes(run: Path, role: str) -> list[int]:
+    """Ids of this run's processes of a role."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        try:
+            words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if words[3:5] == ["role", role] and any(str(run) in word for word in words):
+            found.append(int(folder.name))
+    return sorted(found)
+
+
+def await_rows(run: Path, count: int, launched: subprocess.Popen[str]) -> None:
+    end_s = time.monotonic() + DEADLINE_S
+    while rows(run) < count:
+        assert launched.poll() is None, f"ended with {launched.returncode} at step {rows(run)}"
+        assert time.monotonic() < end_s, f"only {rows(run)} steps"
+        time.sleep(0.1)
+
+
+def test_kill_9_of_each_role_in_turn(tmp_path: Path):
+    """Two rounds: every ordinal is trained once, every step has one row, nobody is left behind."""
+    run = tmp_path / "run"
+    small = ("runtime.hosts=2", "trainer.checkpoint_every=6", "observe.live=false", "observe.report=false")
+    words = ("configs/quickstart.yaml", f"run.dir={run}", f"run.steps={STEPS}", *small, "launch.restarts=9")
+    with (tmp_path / "log").open("w") as log:
+        launched = subprocess.Popen(
+            [*MAIN, "launch", "local", *words], stdout=log, stderr=log, text=True, env={**os.environ}
+        )
+    try:
+        for number, role in enumerate(ROLES * 2):
+            await_rows(run, FIRST + BETWEEN * number, launched)
+            victim = processes(run, role)[0]
+            os.kill(victim, signal.SIGKILL)
+        assert launched.wait(DEADLINE_S) == 0, (tmp_path / "log").read_text()[-3000:]
+    finally:
+        if launched.poll() is None:
+            launched.send_signal(signal.SIGINT)
+            launched.wait(120)
+    done = subprocess.run([*MAIN, "audit", str(run), "--json"], capture_output=True, text=True, check=False)
+    figures = json.loads(done.stdout)
+    assert figures["ok"] and figures["violations"] == []
+    assert figures["trained"] == 16 * STEPS and figures["in_flight"] == 0
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(STEPS))
+    assert all(processes(run, role) == [] for role in ROLES)
