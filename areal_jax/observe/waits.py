@@ -60,7 +60,9 @@ class Clock:
         self._follower: Callable[[str], None] | None = None
 
     def follow(self, hear: Callable[[str], None]) -> None:
-        """`hear(activity)` is called at every switch from now on, in the thread that switches."""
+        """`hear(activity)` is called at every switch from now on, in the thread that switches; not where an
+        error ends an activity: what follows it is nobody's choice.
+        """
         self._follower = hear
 
     @property
@@ -69,12 +71,16 @@ class Clock:
 
     def switch(self, activity: str) -> str:
         """End the present activity, begin this one. Returns the one that ended."""
-        with self._lock:
-            self._settle()
-            former, self._activity = self._activity, activity
+        former = self._switch(activity)
         if self._follower is not None:
             self._follower(activity)
         return former
+
+    def _switch(self, activity: str) -> str:
+        with self._lock:
+            self._settle()
+            former, self._activity = self._activity, activity
+            return former
 
     @contextmanager
     def doing(self, activity: str) -> Iterator[None]:
@@ -82,8 +88,10 @@ class Clock:
         former = self.switch(activity)
         try:
             yield
-        finally:
-            self.switch(former)
+        except BaseException:
+            self._switch(former)
+            raise
+        self.switch(former)
 
     def take_totals(self) -> dict[str, float]:
         """Seconds by activity since the last take; they add up to the time since then."""

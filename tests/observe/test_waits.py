@@ -224,3 +224,17 @@ def test_an_event_and_a_condition_that_hold_end_the_wait():
     waits.wait(event, who="host", what="weights", deadline_s=1)
     with condition:
         waits.wait_for(condition, lambda: True, who="host", what="weights", deadline_s=1)
+
+
+def test_a_follower_hears_every_activity_but_none_after_an_error():
+    clock, heard = Timeline(None).actor("trainer", "wait: start"), []
+    clock.follow(heard.append)
+    with clock.doing("update"):
+        with clock.doing("pack"):
+            pass
+        clock.switch("publish")
+    assert heard == ["update", "pack", "update", "publish", "wait: start"]
+    with pytest.raises(ValueError, match="lost"), clock.doing("update"), clock.doing("pack"):
+        raise ValueError("lost")
+    assert heard[5:] == ["update", "pack"]
+    assert clock.activity == "wait: start"

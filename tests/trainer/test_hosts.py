@@ -233,4 +233,4 @@ def test_a_killed_process_ends_the_others(folder: Path, pair: Any):
     assert statuses[0] in (1, 128 + signal.SIGABRT)
     assert statuses[1] == 128 + signal.SIGKILL
     assert "ended with status 137 in: pack\n" in log(folder, "killed", 1)
-    assert f"ended with status {statuses[0]} in: " in log(folder, "killed", 0)
+    assert f"ended with status {statuses[0]} in: update\n" in log(folder, "killed", 0)
