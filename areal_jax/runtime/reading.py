@@ -18,6 +18,7 @@ from areal_jax.observe.metrics import read_rows
 from areal_jax.observe.report import FailedReward, ReportData, render
 from areal_jax.observe.sample import SampleView
 from areal_jax.observe.waits import read_intervals
+from areal_jax.runtime.launch.plan import SECRET_FILE
 from areal_jax.runtime.viewer import Late, Viewer
 from areal_jax.tasks.task import Task
 from areal_jax.trajectories.journal import Journal
@@ -46,7 +47,10 @@ class Found:
 
 
 def open_journal(folder: Path) -> Journal:
-    """To read; while a run's newest events are in Redis, with those. Its password is AREAL_JAX_SECRET."""
+    """To read; while a run's newest events are in Redis, with those.
+
+    Its password is AREAL_JAX_SECRET, or the run's own secret, where whoever launched the run reads it.
+    """
     journal = SqliteQueue.open(folder / "journal.sqlite", readonly=True)
     rest = journal.rest
     if rest is None or not rest.is_live:
@@ -54,7 +58,8 @@ def open_journal(folder: Path) -> Journal:
     journal.close()
     from areal_jax.trajectories.redis import RedisQueue
 
-    secret = os.environ.get(VARIABLE)
+    launched = folder / SECRET_FILE
+    secret = os.environ.get(VARIABLE) or (launched.read_text().strip() if launched.exists() else None)
     return RedisQueue.open(rest.url, rest.run, folder, readonly=True, secret=secret, deadline_s=REDIS_S)
 
 

@@ -55,7 +55,7 @@ port PORT
 requirepass $(<"$own/secret")
 dir "$run/redis"
 appendonly yes
-appendfsync everysec
+appendfsync always
 save ""
 maxmemory-policy noeviction
 END

@@ -166,7 +166,7 @@ def _controller_pod(plan: Plan) -> dict[str, Any]:
 def _redis(plan: Plan) -> dict[str, Any]:
     """Beside the controller for as long as it lives; its password comes by its standard input."""
     port, folder = plan.config.launch.port, on_volume(plan) / "redis"
-    options = f'--port {port} --bind "*" --dir "$0" --appendonly yes --save ""'
+    options = f'--port {port} --bind "*" --dir "$0" --appendonly yes --appendfsync always --save ""'
     password = """<(printf 'requirepass %s\\n' "$AREAL_JAX_SECRET")"""
     start = f'mkdir -p "$0" && exec redis-server {options} - < {password}'
     return {

@@ -10,7 +10,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from areal_jax.runtime.launch.plan import LaunchError, Plan, Process, environment, make_plan, words_of
+from areal_jax.runtime.launch.plan import (
+    SECRET_FILE,
+    LaunchError,
+    Plan,
+    Process,
+    environment,
+    make_plan,
+    words_of,
+)
 from areal_jax.runtime.launch.shell import command
 from areal_jax.runtime.launch.submit import Launch, make_secret, write
 from areal_jax.runtime.launch.supervisor import Command, Supervisor, Unit
@@ -50,7 +58,7 @@ def run_local(launch: Launch, out: TextIO) -> int:
             "(redis-server of Debian and Ubuntu), or set runtime.redis=redis://HOST:PORT/0"
         )
     write(launch)
-    secret = make_secret(launch.folder / "launch" / "secret")
+    secret = make_secret(launch.folder / SECRET_FILE)
     with _redis(plan, secret) as redis:
         units = units_of(plan, PROGRAM, f"127.0.0.1:{_free_port()}", redis, {"AREAL_JAX_SECRET": secret})
         return Supervisor(units, launch.folder / "logs", out, launch.config.launch.restarts).run()

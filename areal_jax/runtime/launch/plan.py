@@ -26,6 +26,10 @@ MOUNT = PurePosixPath("/mnt/areal-jax")
 """Where machines that are made for the run mount launch.volume."""
 
 
+SECRET_FILE = "launch/secret"
+"""The run's secret, in its folder."""
+
+
 class LaunchError(ArealError):
     """A config that this launcher cannot start; the message names the key and the remedy."""
 

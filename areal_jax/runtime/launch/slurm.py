@@ -87,7 +87,7 @@ port PORT
 requirepass $AREAL_JAX_SECRET
 dir "$run/redis"
 appendonly yes
-appendfsync everysec
+appendfsync always
 save ""
 maxmemory-policy noeviction
 END

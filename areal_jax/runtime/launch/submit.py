@@ -12,7 +12,7 @@ from pathlib import Path
 
 from areal_jax.config import Config, load_config, to_yaml
 from areal_jax.runtime.launch import gcloud, gke, slurm
-from areal_jax.runtime.launch.plan import LaunchError, Plan, make_plan
+from areal_jax.runtime.launch.plan import SECRET_FILE, LaunchError, Plan, make_plan
 from areal_jax.runtime.launch.shell import Submission
 
 SUBMIT_DEADLINE_S = {"sbatch": 120, "kubectl": 300, "gcloud": 3600}
@@ -97,7 +97,7 @@ def write(launch: Launch, submission: Submission | None = None) -> None:
     if not launch.goes_on:
         (launch.folder / "config.yaml").write_text(to_yaml(launch.config))
     has_own_redis = launch.config.runtime.redis is None
-    make_secret(files / "secret", None if has_own_redis else os.environ.get(SECRET))
+    make_secret(launch.folder / SECRET_FILE, None if has_own_redis else os.environ.get(SECRET))
     for name, text in (submission.files if submission else {}).items():
         (files / name).write_text(text)
 

@@ -29,7 +29,7 @@ port 7600
 requirepass $(<"$own/secret")
 dir "$run/redis"
 appendonly yes
-appendfsync everysec
+appendfsync always
 save ""
 maxmemory-policy noeviction
 END

@@ -84,7 +84,7 @@ port 7600
 requirepass $AREAL_JAX_SECRET
 dir "$run/redis"
 appendonly yes
-appendfsync everysec
+appendfsync always
 save ""
 maxmemory-policy noeviction
 END

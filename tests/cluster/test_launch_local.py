@@ -1,0 +1,112 @@
+"""`launch local`: every process of a run on this machine, each killed in its turn."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from areal_jax.runtime.reading import audit_run
+from tests.programs import require
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+ROOT = Path(__file__).parents[2]
+STEPS, GROUPS = 36, 16
+WORDS = ["runtime.hosts=2", "trainer.checkpoint_every=8", "runtime.deadline_s=120", "launch.restarts=9"]
+QUIET = ["launch.accelerator=cpu", "observe.tensorboard=false", "observe.report=false"]
+PROGRAM = ["env", "--default-signal=INT", sys.executable, "-m", "areal_jax.cli.main", "launch", "local"]
+
+
+def launch(folder: Path, *words: str) -> subprocess.Popen:
+    env = {key: value for key, value in os.environ.items() if key != "JAX_NUM_CPU_DEVICES"}
+    out = folder.with_suffix(".out").open("a")
+    return subprocess.Popen([*PROGRAM, *words], cwd=ROOT, env=env, stdout=out, stderr=out)
+
+
+def fresh(folder: Path, steps: int) -> list[str]:
+    return ["configs/quickstart.yaml", f"run.dir={folder}", f"run.steps={steps}", *WORDS, *QUIET]
+
+
+def rows_of(folder: Path) -> list[dict]:
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def pids_of(folder: Path) -> dict[str, int]:
+    """Name -> process id of the run's processes."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_text().split("\0")
+        except OSError:
+            continue  # it has just ended
+        if f"--run={folder}" in words and "role" in words and "setpriv" not in words[0]:
+            name = next(word for word in words if word.startswith("--name="))
+            found[name.removeprefix("--name=")] = int(path.parent.name)
+    return found
+
+
+def wait_until(holds, run: subprocess.Popen, folder: Path, timeout_s: float = 180) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not holds():
+        said = folder.with_suffix(".out").read_text()[-4000:]
+        assert run.poll() is None, f"it ended with {run.returncode}\n{said}"
+        assert time.monotonic() < end_s, said
+        time.sleep(0.1)
+
+
+def check_whole(folder: Path, steps: int) -> None:
+    audit = audit_run(folder)
+    assert audit.ok and audit.trained == steps * GROUPS and audit.in_flight == 0
+    assert [row["step"] for row in rows_of(folder)] == list(range(steps))
+
+
+def test_each_process_is_killed_in_its_turn_and_nothing_is_lost_or_done_twice(tmp_path):
+    require("redis-server")
+    folder = tmp_path / "run"
+    run = launch(folder, *fresh(folder, STEPS))
+    try:
+        names = ["generate-1", "reward-0", "controller", "trainer-0"]
+        for number, name in enumerate(names):
+            wait_until(lambda at=3 + 5 * number: len(rows_of(folder)) >= at, run, folder)
+            assert sorted(pids_of(folder)) == [
+                "controller",
+                "generate-0",
+                "generate-1",
+                "reward-0",
+                "trainer-0",
+            ]
+            os.kill(pids_of(folder)[name], signal.SIGKILL)
+            said = f"{name} was killed by SIGKILL; {name} starts again"
+            wait_until(lambda text=said: text in folder.with_suffix(".out").read_text(), run, folder)
+            wait_until(lambda key=name: key in pids_of(folder), run, folder)
+        assert run.wait(240) == 0, folder.with_suffix(".out").read_text()[-4000:]
+    finally:
+        run.kill()
+        run.wait()
+    check_whole(folder, STEPS)
+    assert pids_of(folder) == {}
+
+
+def test_ctrl_c_ends_every_process_and_the_run_goes_on_when_it_is_launched_again(tmp_path):
+    require("redis-server")
+    folder = tmp_path / "run"
+    run = launch(folder, *fresh(folder, 8))
+    try:
+        wait_until(lambda: len(rows_of(folder)) >= 3, run, folder)
+        run.send_signal(signal.SIGINT)
+        assert run.wait(60) == 130
+        assert pids_of(folder) == {}
+        run = launch(folder, str(folder), "run.steps=10")
+        assert run.wait(240) == 0, folder.with_suffix(".out").read_text()[-4000:]
+    finally:
+        run.kill()
+        run.wait()
+    check_whole(folder, 10)
