@@ -106,27 +106,30 @@ class Pull:
         self.digest: str = first["digest"]
         self.leaves: dict[str, str] = first["leaves"]
         """As digest.leaf_digests gives them."""
-        self.canary = np.asarray(first["canary"])
 
     def close(self) -> None:
         for source in self._sources:
             source.channel.close()
 
-    def take(self, wanted: Mapping[str, Sharding]) -> dict[str, jax.Array]:
-        """The leaves of these names, whole, each on its sharding; their bits are not checked.
+    def take(self, wanted: Mapping[str, Sharding]) -> Iterator[dict[str, jax.Array]]:
+        """The leaves of these names, a portion at a time, each whole and on its sharding; their bits are not
+        checked.
 
         Raises VersionGoneError where a newer version replaced this one meanwhile, PublisherLostError.
         """
-        found: dict[str, jax.Array] = {}
         under_way: deque[_Portion] = deque()
         with self._told():
             for names in self._portions(wanted):
                 under_way.append(self._start(names, wanted))
                 if len(under_way) > 1:
-                    found |= self._end(under_way.popleft(), wanted)
+                    yield self._end(under_way.popleft(), wanted)
             while under_way:
-                found |= self._end(under_way.popleft(), wanted)
-        return found
+                yield self._end(under_way.popleft(), wanted)
+
+    def canary(self) -> np.ndarray:
+        """The publisher's; asked for last, since it may be computing it still. Raises as `take` does."""
+        with self._told():
+            return np.asarray(self._ask(self._sources[0].channel, ask="canary")["canary"])
 
     def _describe(self, address: str, wait_s: float) -> dict[str, Any]:
         channel = Channel(address, self._secret, self._left_s())

@@ -19,7 +19,7 @@ import numpy as np
 
 from areal_jax.types import PolicyVersion, VersionedParams
 from areal_jax.weights.channel import Channel, ChannelError
-from areal_jax.weights.digest import leaf_digests
+from areal_jax.weights.digest import leaf_sums, name_sums
 from areal_jax.weights.pulling import Links, Pull
 from areal_jax.weights.staged import described, to_plain
 from areal_jax.weights.store import (
@@ -171,13 +171,10 @@ class TransferReader:
                     f"version {version} holds another tree than this reader's: "
                     f"{', '.join(sorted(missing)[:4])} stand in one of them only; is it another model's run?"
                 )
-            found = {name: self._at_hand(name, pull.leaves[name], wanted[name]) for name in wanted}
-            found |= pull.take({name: wanted[name] for name, leaf in found.items() if leaf is None})
-            self.pulled_bytes += pull.pulled_bytes
-            leaves: dict[str, jax.Array] = {name: leaf for name, leaf in found.items() if leaf is not None}
-            self._require_equal(version, pull.leaves, leaves)
+            leaves = self._proved(pull, wanted)
             params = jax.tree.unflatten(jax.tree.structure(shardings), [leaves[name] for name in wanted])
-            require_canary(version, pull.canary, np.asarray(self._probe(params)))
+            own = self._probe(params)
+            require_canary(version, pull.canary(), np.asarray(own))
         except VersionDamagedError:
             self._refused.add(version)
             raise
@@ -195,15 +192,24 @@ class TransferReader:
         leaf = reference() if known == digest else None
         return None if leaf is None or leaf.is_deleted() else jax.device_put(leaf, sharding)
 
-    def _require_equal(
-        self, version: PolicyVersion, published: dict[str, str], leaves: dict[str, jax.Array]
-    ) -> None:
-        for name, found in leaf_digests(leaves).items():
-            if found != published[name]:
-                raise VersionDamagedError(
-                    f"version {version} was damaged on its way from {self._address}: leaf {name} has digest "
-                    f"{found}, was published with {published[name]}"
-                )
+    def _proved(self, pull: Pull, wanted: dict[str, Any]) -> dict[str, jax.Array]:
+        """All leaves; the digests of one portion are computed while the next one travels."""
+        found = {name: self._at_hand(name, pull.leaves[name], wanted[name]) for name in wanted}
+        held = {name: leaf for name, leaf in found.items() if leaf is not None}
+        portions = [(held, leaf_sums(held))] if held else []
+        for portion in pull.take({name: wanted[name] for name in wanted if name not in held}):
+            portions.append((portion, leaf_sums(portion)))
+        self.pulled_bytes += pull.pulled_bytes
+        leaves: dict[str, jax.Array] = {}
+        for portion, sums in portions:
+            for name, digest in name_sums(portion, sums).items():
+                if digest != pull.leaves[name]:
+                    raise VersionDamagedError(
+                        f"version {pull.version} was damaged on its way from {self._address}: leaf {name} "
+                        f"has digest {digest}, was published with {pull.leaves[name]}"
+                    )
+            leaves |= portion
+        return leaves
 
     def _remember(self, digests: dict[str, str], leaves: dict[str, jax.Array]) -> None:
         same = {name for name, (known, _) in self._held.items() if known == digests.get(name)}

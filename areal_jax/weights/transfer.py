@@ -42,7 +42,8 @@ class _Version(NamedTuple):
     leaves: dict[str, str]
     """As digest.leaf_digests gives them."""
     arrays: dict[str, jax.Array]
-    canary: list[float]
+    canary: jax.Array
+    """Perhaps on its way still: readers ask for it last."""
 
 
 class TransferStore:
@@ -171,7 +172,7 @@ def _checked(wire: VersionedParams, sums: jax.Array, canary: jax.Array) -> _Vers
             f"with {found}: its parameters changed meanwhile; resume from the last checkpoint"
         )
     arrays = {name: leaf for name, leaf in to_plain(wire.params).items() if leaf.size}
-    return _Version(wire, leaves, arrays, np.asarray(canary, np.float64).tolist())
+    return _Version(wire, leaves, arrays, canary)
 
 
 class _Session:
@@ -192,6 +193,8 @@ class _Session:
                     return self._describe(request["version"], request["wait_s"])
                 case "pull":
                     return self._pull(request["leaves"])
+                case "canary":
+                    return self._canary()
                 case "done":
                     self._offers.pop(request["number"], None)
                     return {}
@@ -210,7 +213,6 @@ class _Session:
         return {
             "digest": reading.value.digest,
             "leaves": reading.leaves,
-            "canary": reading.canary,
             "pieces": pieces,
             "transfer": self._store.server.address(),
             "addresses": self._store.addresses,
@@ -225,6 +227,12 @@ class _Session:
         number = self._store.offer(arrays)
         self._offers[number] = len(arrays)
         return {"number": number}
+
+    def _canary(self) -> dict[str, Any]:
+        reading = self._store.find(self._version)
+        if reading is None:
+            return {"gone": self._store.latest()}
+        return {"canary": np.asarray(reading.canary, np.float64).tolist()}
 
     def close(self) -> None:
         for number, count in self._offers.items():
