@@ -81,7 +81,11 @@ def test_commands_of_one_unit_end_and_start_together(tmp_path):
     dies = f"echo $NAME >>starts; {once}; touch well; sleep 60"
     trainers = Unit(
         (
-            Command("trainer-0", ("bash", "-c", "echo $NAME >>starts; exec sleep 60"), {"NAME": "trainer-0"}),
+            Command(
+                "trainer-0",
+                ("bash", "-c", "echo $NAME >>starts; echo $$ >>ids; exec sleep 60"),
+                {"NAME": "trainer-0"},
+            ),
             Command("trainer-1", ("bash", "-c", dies), {"NAME": "trainer-1"}),
         ),
         is_needed=True,
@@ -91,6 +95,8 @@ def test_commands_of_one_unit_end_and_start_together(tmp_path):
     assert status == 0
     assert sorted((tmp_path / "starts").read_text().split()) == ["trainer-0"] * 2 + ["trainer-1"] * 2
     assert "trainer-1 ended with 1; trainer-0 and trainer-1 starts again" in printed
+    ids = (tmp_path / "ids").read_text().split()
+    assert len(ids) == 2 and not any(Path(f"/proc/{each}").exists() for each in ids)
 
 
 def test_a_process_that_ignores_sigterm_is_killed_with_what_it_started(tmp_path):
