@@ -345,6 +345,7 @@ def test_a_publisher_that_hangs_is_given_up_at_the_deadline(make, monkeypatch):
     reader = reader_of(make, store, deadline_s=1.0)
     offer, wait, waited_for = TransferStore.offer, Pull._wait_for, []
     monkeypatch.setattr(TransferStore, "offer", lambda self, arrays: 12345)
+    monkeypatch.setattr(TransferStore, "withdraw", lambda self, number, count: None)
     monkeypatch.setattr(Pull, "_wait_for", lambda self, piece: (waited_for.append(piece), wait(self, piece)))
     started = time.monotonic()
     with pytest.raises(PublisherLostError, match=r"version 0 could not be pulled .* within 1 s: timed out"):
