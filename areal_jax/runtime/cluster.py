@@ -90,6 +90,7 @@ class Controller:
         self._weights = ""
         self._shares_prompts = True
         self._has_begun = False
+        self._first: Ready | None = None
         self._heard_s = time.monotonic()
         self._beaten_s = 0.0
         self._error = ""
@@ -176,9 +177,9 @@ class Controller:
                     self._ready(member, message)
             case Noted(name, text):
                 self._view.note(f"{name}: {text}")
-            case Ended(name, incarnation, error):
+            case Ended(name, incarnation):
                 if self._membership.of(name, incarnation) is not None:
-                    self._left(name, error)
+                    self._left(message)
             case _:
                 pass
 
@@ -186,6 +187,9 @@ class Controller:
         former = self._membership.members.get(hello.name)
         is_again = former is not None and former.hello.incarnation != hello.incarnation
         refused = self._membership.join(hello, time.monotonic())
+        if is_again and hello.role == "trainer":
+            for other in self._membership.ready("trainer"):  # a group ends, and begins, as one
+                self._membership.leave(other.hello.name)
         if is_again and hello.role == "generate":
             self._tell(e.HostLost(hello.name, "its process started again"))
         if refused is not None:
@@ -207,15 +211,22 @@ class Controller:
         if member.hello.role == "generate":
             self._remote.join(said.name)
             self._tell(e.HostJoined(said.name, said.slots))
-        if said.name != TRAINER:
-            return
+        elif member.hello.role == "trainer":
+            self._first = said if said.name == TRAINER else self._first
+            processes = len(self._membership.ready("trainer"))
+            if self._first is not None and processes == self._config.runtime.trainer_processes:
+                self._trainer_ready(self._first)
+
+    def _trainer_ready(self, said: Ready) -> None:
+        """All its processes are; `said` is the first one's word."""
+        self._first = None
         self._weights, self._shares_prompts = said.weights, said.shares_prompts
-        if self._has_begun:
-            for host in self._membership.ready("generate"):
-                self._say(host, Weights(self._epoch, said.weights))
-            self._trainer_is_back(said)
-        else:
+        if not self._has_begun:
             self._start(said)
+            return
+        for host in self._membership.ready("generate"):
+            self._say(host, Weights(self._epoch, said.weights))
+        self._trainer_is_back(said)
 
     def _start(self, said: Ready) -> None:
         """There are weights: the run starts, or goes on, and whoever waited begins."""
@@ -234,16 +245,16 @@ class Controller:
         self._tell(e.VersionCommitted(said.version, said.digest))
         self._driver.ask_again()
 
-    def _left(self, name: str, error: str) -> None:
-        member = self._membership.members[name]
-        if not error:
-            self._membership.leave(name)
+    def _left(self, said: Ended) -> None:
+        member = self._membership.members[said.name]
+        if not said.error:
+            self._membership.leave(said.name)
             if member.hello.role == "generate":
-                self._tell(e.HostLost(name, "it ended"))
+                self._tell(e.HostLost(said.name, "it ended"))
             return
-        if member.hello.role == "trainer":
-            self._error = f"{name} on {member.hello.machine} ended by an error: {error}"
-        self._lost(name, error)
+        if member.hello.role == "trainer" and said.is_final:
+            self._error = f"{said.name} on {member.hello.machine} ended by an error: {said.error}"
+        self._lost(said.name, said.error)
 
     def _lost(self, name: str, reason: str) -> None:
         self._view.note(f"{name} is lost: {reason}")

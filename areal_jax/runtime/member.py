@@ -64,7 +64,7 @@ class Post:
     def __exit__(self, kind: Any, error: BaseException | None, *_: Any) -> None:
         """Say how it ended, once all before is said."""
         text = "" if error is None else f"{type(error).__name__}: {error}"
-        self.say(Ended(self.name, self.incarnation, text))
+        self.say(Ended(self.name, self.incarnation, text, isinstance(error, ArealError)))
         self._out.put(None)
         self._threads[0].join(self._deadline_s)
         self._is_closed.set()

@@ -73,6 +73,8 @@ class Ended:
     name: str
     incarnation: str
     error: str = ""
+    is_final: bool = False
+    """Whether it would end by it again: an error that somebody has to mend."""
 
 
 # --- from the controller ------------------------------------------------------------------------------------
