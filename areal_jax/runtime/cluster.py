@@ -197,7 +197,8 @@ class Controller:
             box = f"{hello.name}.{hello.incarnation}"
             self._broker.post(box, to_plain(End(self._epoch, refused)))
             return
-        self._view.note(f"{hello.name} joined from {hello.machine} (process {hello.pid})")
+        if former is None or is_again:
+            self._view.note(f"{hello.name} joined from {hello.machine} (process {hello.pid})")
         member = self._membership.members[hello.name]
         if hello.role == "trainer" or self._has_begun:
             self._begin(member)
