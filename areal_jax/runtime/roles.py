@@ -267,7 +267,8 @@ def _publisher(parts: Parts, folder: Path, fail: Callable[[BaseException], None]
     probe = canary(parts.model)
     if c.weights_backend == "transfer":
         deadline_s = c.runtime.deadline_s
-        return TransferStore(probe, c.weights.wire_dtype, f"{own_address(c)}:0", deadline_s, secret())
+        address = f"{own_address(c)}:0"
+        return TransferStore(probe, c.weights.wire_dtype, address, deadline_s, secret(), on_failure=fail)
     keep = c.weights.keep_versions
     return OrbaxStore(folder / "weights", probe, c.weights.wire_dtype, keep, c.runtime.deadline_s, fail)
 
