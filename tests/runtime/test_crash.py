@@ -192,10 +192,10 @@ def test_a_version_that_cannot_be_written_ends_the_run_at_once_and_says_why(tmp_
     """At staleness 0 hosts and trainer wait for it: nobody may wait for the deadline."""
     write = staged.write
 
-    def full(folder, version, *rest):
+    def full(folder, version, *rest, **named):
         if folder.name == "weights" and version == 2:
             raise staged.StagedError("weights/2 could not be written: No space left on device")
-        write(folder, version, *rest)
+        write(folder, version, *rest, **named)
 
     monkeypatch.setattr(staged, "write", full)
     with pytest.raises(staged.StagedError, match="No space left on device"):
