@@ -6,6 +6,7 @@ writes may wait while the devices compute.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -43,15 +44,21 @@ def together(what: str, deadline_s: float) -> Iterator[None]:
         raise failure
 
 
+_rounds: Counter[str] = Counter()
+
+
 def _meet(what: str, deadline_s: float, failure: Exception | None) -> None:
     client = distributed.global_state.client
     assert client is not None  # there is more than one process
-    own = f"{what}/{jax.process_index()}"
+    # Of this round alone: who is past the barrier may be in the next one before others have read this one.
+    _rounds[what] += 1
+    place, before = f"{what}/{_rounds[what]}/", f"{what}/{_rounds[what] - 1}/"
     reason = "" if failure is None else (str(failure) or type(failure).__name__)
     try:
-        client.key_value_set(own, reason, allow_overwrite=True)
+        client.key_value_set(f"{place}{jax.process_index()}", reason)
         client.wait_at_barrier(what, round(1000 * deadline_s))
-        said = client.key_value_dir_get(f"{what}/")
+        said = client.key_value_dir_get(place)
+        client.key_value_delete(f"{before}{jax.process_index()}")  # which all have read by now
     except RuntimeError as error:
         raise ArealError(
             f"process {jax.process_index()} of {jax.process_count()} waited {deadline_s:g} s for the others: "
