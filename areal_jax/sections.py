@@ -383,3 +383,9 @@ class ObserveConfig(Section):
     """Write report.html when the run ends."""
     keep_groups: int = Field(default=4096, ge=0)
     """Trained groups whose trajectories stay in the journal for inspection."""
+    evaluate: int = Field(default=0, ge=0)
+    """Prompts of each task, from the held-out split where it has one, that a generation host of its own is
+    asked at every checkpoint, greedily and 4 times at generation's temperature; 0: there is no such host.
+    """
+    exports: int = Field(default=0, ge=0)
+    """Newest checkpoints that lie in exports/ as Hugging Face folders, in weights.wire_dtype."""

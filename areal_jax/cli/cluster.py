@@ -22,6 +22,7 @@ class Role(StrEnum):
     TRAINER = "trainer"
     GENERATE = "generate"
     REWARD = "reward"
+    EVALUATE = "evaluate"
 
 
 def register(app: typer.Typer) -> None:
@@ -66,6 +67,11 @@ def role(
     from areal_jax.runtime.jobs import use_compilation_cache
 
     use_compilation_cache()
+    if role == Role.EVALUATE:
+        from areal_jax.runtime.evaluate_role import evaluate
+
+        evaluate(_read(config, run, words), run, name or "evaluate-0")
+        return
     roles.generate(_read(config, run, words), run, name or "host-0")
 
 

@@ -17,6 +17,7 @@ from areal_jax.models.config import ModelConfig
 from areal_jax.models.families import Tensor, axis_sizes, read_config, tensors_of, write_config
 from areal_jax.models.model import Params
 from areal_jax.models.safetensors_folder import (
+    ABOUT,
     CONFIG,
     READABLE,
     SHARD_BYTES,
@@ -172,12 +173,14 @@ def export_folder(
     dtype: str = "float32",
     tokenizer_from: Path | None = None,
     shard_bytes: int = SHARD_BYTES,
+    about: Mapping[str, Any] | None = None,
 ) -> None:
     """Write parameters as a Hugging Face folder that transformers 4 and 5 load.
 
     The tokenizer's files, the special ids and the context's length come from `tokenizer_from`, another such
-    folder. Raises ArealError for a folder that exists, a dtype or a combination of options without a name
-    there, a value beyond float16.
+    folder; `about`, plain values that say where the parameters are from, stands in its config under
+    "areal_jax". Raises ArealError for a folder that exists, a dtype or a combination of options without a
+    name there, a value beyond float16.
     """
     require_dtype(dtype)
     if tokenizer_from is not None and not tokenizer_from.is_dir():
@@ -195,7 +198,8 @@ def export_folder(
     ]
     with staged(folder) as stage:
         write_tensors(stage, entries, dtype, shard_bytes)
-        write_json(stage / CONFIG, raw | _companions(tokenizer_from, stage))
+        said = {ABOUT: dict(about)} if about else {}
+        write_json(stage / CONFIG, raw | _companions(tokenizer_from, stage) | said)
 
 
 def _stored(tensor: Tensor, leaf: jax.Array, layer: int, sizes: Mapping[str, int]) -> np.ndarray:

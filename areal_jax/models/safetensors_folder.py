@@ -23,6 +23,8 @@ from areal_jax.types import ArealError
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 READABLE = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+ABOUT = "areal_jax"
+"""Key of `config.json` under which an export says where its parameters are from."""
 SHARD_BYTES = 5 * 10**9
 """Largest file written, unless one tensor alone is larger."""
 

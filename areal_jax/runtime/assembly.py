@@ -13,6 +13,7 @@ from areal_jax.models.model import Model, Params
 from areal_jax.parallel.mesh import param_shardings
 from areal_jax.runtime.devices import Devices, place
 from areal_jax.runtime.sources import Source, open_source, open_teacher
+from areal_jax.tasks.held_out import HeldOut, held_out, without_splits
 from areal_jax.tasks.reference import reference_trajectory
 from areal_jax.tasks.source import PromptStream, WeightedTask, load_tasks
 from areal_jax.tasks.task import Task
@@ -33,6 +34,8 @@ class Inputs:
     tasks: dict[str, WeightedTask]
     prompts: PromptStream
     source: Source
+    held_out: HeldOut | None
+    """Where observe.evaluate asks for it."""
 
     @property
     def model(self) -> Model:
@@ -81,7 +84,10 @@ def open_inputs(config: Config, tasks: Sequence[Task] = ()) -> Inputs:
     Raises ArealError.
     """
     loaded = load_tasks(config.tasks, tasks)
-    inputs = Inputs(config, loaded, PromptStream(loaded, config.run.seed), open_source(config, loaded))
+    source, asked = open_source(config, loaded), None
+    if config.observe.evaluate:
+        asked = HeldOut(loaded, dict.fromkeys(loaded)) if tasks else held_out(without_splits(config.tasks))
+    inputs = Inputs(config, loaded, PromptStream(loaded, config.run.seed), source, asked)
     for ordinal in range(CHECKED_PROMPTS):
         inputs.prompt_tokens(ordinal)
     return inputs
@@ -101,7 +107,8 @@ def assemble_on(devices: Devices, inputs: Inputs, learner: Learner | None = None
     config = inputs.config
     teacher = open_teacher(config, inputs.tasks, inputs.model) if config.algorithm.teacher else None
     learner = learner or make_learner(config, inputs.model, devices.trainer, teacher)
-    return Parts(config, inputs.tasks, inputs.prompts, inputs.source, devices, learner, teacher)
+    own = (config, inputs.tasks, inputs.prompts, inputs.source, inputs.held_out)
+    return Parts(*own, devices, learner, teacher)
 
 
 def make_learner(config: Config, model: Model, mesh: Mesh, teacher: Source | None) -> Learner:

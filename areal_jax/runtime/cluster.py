@@ -94,6 +94,9 @@ class Controller:
         self._heard_s = time.monotonic()
         self._beaten_s = 0.0
         self._error = ""
+        self._is_over = False
+        self._evaluated: dict[str, int] = {}
+        """By box: how far evaluations got, as signs of life say."""
 
     # --- from start to end ----------------------------------------------------------------------------------
 
@@ -139,19 +142,36 @@ class Controller:
         self._broker.beat(CONTROL, {"epoch": self._epoch}, SILENT_S)
         beats = self._broker.beats()
         self._remote.hear(beats)
+        steps = {box: beat["steps"] for box, beat in beats.items() if "steps" in beat}
+        if steps != self._evaluated:
+            self._evaluated, self._heard_s = steps, now
         for name in self._membership.silent(beats.keys(), now):
             self._lost(name, f"no sign of life for {SILENT_S:g} s")
 
     def _dismiss(self, reason: str) -> None:
-        """Tell everybody to end; the trainer writes its last checkpoint first."""
-        for member in list(self._membership.members.values()):
-            self._say(member, End(self._epoch, reason))
+        """Tell everybody to end. The trainer writes its last checkpoint first, and that one is evaluated."""
+        for member in self._membership.members.values():
+            if reason or member.hello.role != "evaluate":
+                self._say(member, End(self._epoch, reason))
+        if not reason:
+            self._await_trainer()
+            self._await_evaluation()
+        self._timeline.close()
+
+    def _await_trainer(self) -> None:
         end_s = time.monotonic() + self._deadline_s
-        while not reason and TRAINER in self._membership.members:
+        while TRAINER in self._membership.members:
             if time.monotonic() > end_s:
                 raise WaitTimeout(f"the trainer did not end within {self._deadline_s:g} s of the last batch")
             self._turn()
-        self._timeline.close()
+
+    def _await_evaluation(self) -> None:
+        """For as long as it gets on."""
+        self._is_over = True
+        for member in self._membership.of_role("evaluate"):
+            self._say(member, End(self._epoch))
+        while self._membership.of_role("evaluate"):
+            self._turn()
 
     def _there(self) -> str:
         return ", ".join(sorted(self._membership.members)) or "nobody"
@@ -206,6 +226,8 @@ class Controller:
     def _begin(self, member: Member) -> None:
         version = self._control.trained_version if member.hello.role == "trainer" else -1
         self._say(member, Begin(self._epoch, version, self._weights))
+        if self._is_over:
+            self._say(member, End(self._epoch))
 
     def _ready(self, member: Member, said: Ready) -> None:
         member.is_ready = True

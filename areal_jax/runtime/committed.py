@@ -11,7 +11,7 @@ import jax
 from areal_jax.config import Config
 from areal_jax.models.model import Model
 from areal_jax.trainer.checkpoint import restore_params
-from areal_jax.types import ArealError, VersionedParams
+from areal_jax.types import ArealError, PolicyVersion, VersionedParams
 from areal_jax.weights.digest import digest
 from areal_jax.weights.staged import StagedError, committed, read
 from areal_jax.weights.store import dtype_in
@@ -62,6 +62,15 @@ def committed_params(
         f"{min(config.trainer.checkpoint_every, config.run.steps)} (trainer.checkpoint_every) or when it is "
         "stopped"
     )
+
+
+def checkpoint_params(folder: Path, version: PolicyVersion, model: Model, shardings: Any) -> VersionedParams:
+    """The float32 parameters of one checkpoint of a run, laid out by a tree of shardings.
+
+    Raises CheckpointError for one that is damaged, or pruned meanwhile.
+    """
+    params = restore_params(folder / CHECKPOINTS / str(version), _like(model, shardings, "float32"))
+    return VersionedParams(version, params, digest(params))
 
 
 def _newest_first(folder: Path, kinds: Iterable[str]) -> list[Path]:

@@ -41,6 +41,8 @@ class Devices:
     placement: str  # split | shared
     trainer: Mesh
     hosts: tuple[Mesh, ...]
+    evaluation: Mesh | None = None
+    """Where observe.evaluate asks for one."""
 
 
 def use_virtual_cpus(count: int) -> None:
@@ -58,7 +60,8 @@ def use_virtual_cpus(count: int) -> None:
 def place(config: Config) -> Devices:
     """Meshes for the config's placement. Raises ArealError when there are too few devices for it."""
     r = config.runtime
-    trainer_devices, host_devices = config.trainer.mesh.devices, r.hosts * r.host_tensor
+    hosts = r.hosts + bool(config.observe.evaluate)
+    trainer_devices, host_devices = config.trainer.mesh.devices, hosts * r.host_tensor
     wanted = r.placement
     together = max(trainer_devices, r.host_tensor)
     use_virtual_cpus(together if wanted == "shared" else trainer_devices + host_devices)
@@ -70,14 +73,19 @@ def place(config: Config) -> Devices:
             f"runtime.placement=split needs {trainer_devices} devices for the trainer and {host_devices} for "
             f"the hosts; there are {len(devices)}. Use runtime.placement=shared, or fewer"
         )
+    if wanted == "shared" and config.observe.evaluate:
+        raise ArealError(
+            f"observe.evaluate={config.observe.evaluate} needs a device of its own, and with "
+            "runtime.placement=shared all share one; evaluate with `areal-jax eval RUN`, also beside the run"
+        )
     trainer = make_mesh(config.trainer.mesh.shape, devices, "the trainer")
     first = trainer_devices if wanted == "split" else 0
     step = r.host_tensor if wanted == "split" else 0
-    hosts = tuple(
+    meshes = [
         make_mesh({"tensor": r.host_tensor}, devices[first + i * step :], f"generation host {i}")
-        for i in range(r.hosts)
-    )
-    return Devices(wanted, trainer, hosts)
+        for i in range(hosts)
+    ]
+    return Devices(wanted, trainer, tuple(meshes[: r.hosts]), *meshes[r.hosts :])
 
 
 def memory_table(

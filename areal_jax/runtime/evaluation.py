@@ -15,15 +15,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from jax.sharding import Mesh
-
 from areal_jax.control.events import Event, RewardFailed
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host, Start
 from areal_jax.generation.rollout import completion_of
-from areal_jax.models.model import Model
 from areal_jax.observe.waits import get
-from areal_jax.runtime.assembly import make_engine
 from areal_jax.runtime.eval_result import EvalResult, Failure, PassResult, ScoredPrompt, TaskResult
 from areal_jax.sections import GenerationConfig
 from areal_jax.tasks.pool import RewardPool
@@ -58,11 +54,10 @@ Progress = Callable[[str, str, int, int], None]
 
 
 def evaluate(
-    model: Model,
+    engine: Engine,
     params: VersionedParams,
     tasks: Mapping[str, WeightedTask],
     settings: EvalSettings,
-    mesh: Mesh | None = None,
     progress: Progress = lambda *_: None,
 ) -> EvalResult:
     """Ask the first `limit` prompts of each task, in index order; weights of tasks play no part.
@@ -70,7 +65,6 @@ def evaluate(
     Raises ArealError for a task without prompts, WaitTimeout when rewards stop coming.
     """
     g = settings.generation
-    engine = make_engine(g, model, mesh)
     ways = [("greedy", 1, Sampling(temperature=0.0, max_tokens=g.max_tokens))]
     if settings.samples:
         ways.append(("sampled", settings.samples, g.sampling))

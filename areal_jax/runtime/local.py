@@ -26,6 +26,7 @@ from areal_jax.observe.waits import Timeline, WaitTimeout, get
 from areal_jax.runtime.assembly import Parts
 from areal_jax.runtime.devices import overwrites_serving
 from areal_jax.runtime.driver import Driver, Told
+from areal_jax.runtime.follower import Follower
 from areal_jax.runtime.interrupts import kept_interrupts
 from areal_jax.runtime.rows import RowMaker
 from areal_jax.runtime.trainer import Trainer, held_batch
@@ -108,6 +109,10 @@ class LocalRun:
             lambda o: parts.prompts.place(o)[0],
         )
         self._driver = Driver(parts, control, journal, folder, view, metrics, timeline, rows, self, trained)
+        self._follower = None
+        if c.observe.evaluate or c.observe.exports:
+            on, fail = parts.devices.evaluation, self._fails("the evaluation")
+            self._follower = Follower(parts, folder, on, view.note, fail)
         self._threads: list[threading.Thread] = []
 
     def _make_host(self, name: str, engine: Engine, turns: Turns) -> Host | ReferenceHost:
@@ -157,7 +162,7 @@ class LocalRun:
             except BaseException:
                 self._end()
                 raise
-        if crashed := self._end():
+        if crashed := self._end(is_complete=True):
             raise crashed[0].error
 
     def _begin(self) -> None:
@@ -175,9 +180,13 @@ class LocalRun:
             thread = threading.Thread(target=self._guarded(name, body), name=name, daemon=True)
             thread.start()
             self._threads.append(thread)
+        if self._follower is not None:
+            self._follower.start()
 
-    def _end(self) -> list[Crash]:
-        """Stop everybody, journal what they still said, close; who ended by an error meanwhile."""
+    def _end(self, is_complete: bool = False) -> list[Crash]:
+        """Stop everybody, journal what they still said, close; who ended by an error meanwhile. A run that is
+        complete has its last checkpoint evaluated.
+        """
         for host in self._hosts:
             host.inbox.put(Stop())
         self.trainer.inbox.put(None)
@@ -186,17 +195,27 @@ class LocalRun:
             thread.join(STOP_S + (self._deadline_s if thread.name == "trainer" else 0))
             if thread.is_alive():
                 self._view.note(f"{thread.name} did not end within {STOP_S:g} s and is left behind")
-        rest: list[Message] = []
-        with suppress(queue.Empty):
-            while True:
-                rest.append(self._inbox.get_nowait())
+        rest = self._waiting()
         crashed = [message for message in rest if isinstance(message, Crash)]
         try:
             self._driver.record([message for message in rest if not isinstance(message, Crash)])
         except ArealError as error:
             crashed.append(Crash("control", error))
         self._timeline.close()
-        return crashed
+        if self._follower is not None:
+            try:
+                if is_complete and not crashed:
+                    self._follower.finish(self._deadline_s)
+            finally:
+                self._follower.stop(STOP_S)
+        return crashed + [message for message in self._waiting() if isinstance(message, Crash)]
+
+    def _waiting(self) -> list[Message]:
+        found: list[Message] = []
+        with suppress(queue.Empty):
+            while True:
+                found.append(self._inbox.get_nowait())
+        return found
 
     def _fails(self, who: str) -> Callable[[BaseException], None]:
         return lambda error: self._inbox.put(Crash(who, error))
@@ -227,10 +246,7 @@ class LocalRun:
             )
         except WaitTimeout as error:
             raise WaitTimeout(f"{error}. {'; '.join(self._driver.control.waits())}") from None
-        messages = [first]
-        with suppress(queue.Empty):
-            while True:
-                messages.append(self._inbox.get_nowait())
+        messages = [first, *self._waiting()]
         for message in messages:
             if isinstance(message, Crash):
                 self._driver.record([m for m in messages if not isinstance(m, Crash)])

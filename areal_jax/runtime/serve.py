@@ -34,7 +34,8 @@ from areal_jax.models.model import Model
 from areal_jax.parallel.mesh import make_mesh
 from areal_jax.runtime.assembly import make_engine
 from areal_jax.runtime.devices import use_virtual_cpus
-from areal_jax.runtime.eval_jobs import DEFAULTS, as_served, model_section
+from areal_jax.runtime.eval_jobs import DEFAULTS, model_section
+from areal_jax.runtime.evaluator import as_served
 from areal_jax.runtime.jobs import use_compilation_cache
 from areal_jax.runtime.sources import MODEL_CONFIG, open_source
 from areal_jax.types import ArealError, Sampling, VersionedParams

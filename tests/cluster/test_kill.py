@@ -15,8 +15,10 @@ import pytest
 pytestmark = pytest.mark.cluster
 
 MAIN = (sys.executable, "-m", "areal_jax.cli.main")
-ROLES = ("generate", "reward", "trainer", "controller")
-STEPS, FIRST, BETWEEN, DEADLINE_S = 80, 4, 7, 540
+ROLES = ("generate", "reward", "trainer", "controller", "evaluate")
+ROUNDS = int(os.environ.get("AREAL_JAX_KILL_ROUNDS", "2"))
+FIRST, BETWEEN, DEADLINE_S = 4, 7, 540
+STEPS = FIRST + BETWEEN * len(ROLES) * ROUNDS + 6
 
 
 def rows(run: Path) -> int:
@@ -46,16 +48,17 @@ def await_rows(run: Path, count: int, launched: subprocess.Popen[str]) -> None:
 
 
 def test_kill_9_of_each_role_in_turn(tmp_path: Path):
-    """Two rounds: every ordinal is trained once, every step has one row, nobody is left behind."""
+    """Some rounds: every ordinal is trained once, every step has one row, nobody is left behind."""
     run = tmp_path / "run"
     small = ("runtime.hosts=2", "trainer.checkpoint_every=6", "observe.live=false", "observe.report=false")
-    words = ("configs/quickstart.yaml", f"run.dir={run}", f"run.steps={STEPS}", *small, "launch.restarts=9")
+    beside = ("observe.evaluate=2", "observe.exports=1", f"launch.restarts={4 * ROUNDS}")
+    words = ("configs/quickstart.yaml", f"run.dir={run}", f"run.steps={STEPS}", *small, *beside)
     with (tmp_path / "log").open("w") as log:
         launched = subprocess.Popen(
             [*MAIN, "launch", "local", *words], stdout=log, stderr=log, text=True, env={**os.environ}
         )
     try:
-        for number, role in enumerate(ROLES * 2):
+        for number, role in enumerate(ROLES * ROUNDS):
             await_rows(run, FIRST + BETWEEN * number, launched)
             victim = processes(run, role)[0]
             os.kill(victim, signal.SIGKILL)
@@ -70,4 +73,7 @@ def test_kill_9_of_each_role_in_turn(tmp_path: Path):
     assert figures["trained"] == 16 * STEPS and figures["in_flight"] == 0
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(STEPS))
+    versions = [json.loads(line)["version"] for line in (run / "evals.jsonl").read_text().splitlines()]
+    assert versions[-1] == STEPS and len(set(versions)) == len(versions)
+    assert [path.name for path in (run / "exports").iterdir()] == [str(STEPS)]
     assert all(processes(run, role) == [] for role in ROLES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -12,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from areal_jax.observe.evals import read_evals
+from areal_jax.observe.metrics import read_rows
 from areal_jax.runtime.reading import audit_run
 from tests.programs import require
 
@@ -32,11 +33,6 @@ def launch(folder: Path, *words: str) -> subprocess.Popen:
 
 def fresh(folder: Path, steps: int) -> list[str]:
     return ["configs/quickstart.yaml", f"run.dir={folder}", f"run.steps={steps}", *WORDS, *QUIET]
-
-
-def rows_of(folder: Path) -> list[dict]:
-    path = folder / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def pids_of(folder: Path) -> dict[str, int]:
@@ -65,16 +61,16 @@ def wait_until(holds, run: subprocess.Popen, folder: Path, timeout_s: float = 18
 def check_whole(folder: Path, steps: int) -> None:
     audit = audit_run(folder)
     assert audit.ok and audit.trained == steps * GROUPS and audit.in_flight == 0
-    assert [row["step"] for row in rows_of(folder)] == list(range(steps))
+    assert [row["step"] for row in read_rows(folder)] == list(range(steps))
 
 
 def test_ctrl_c_ends_every_process_and_the_run_goes_on_when_it_is_launched_again(tmp_path):
     require("redis-server")
     folder = tmp_path / "run"
-    run = launch(folder, *fresh(folder, 8))
+    run = launch(folder, *fresh(folder, 8), "observe.evaluate=4", "observe.exports=1")
     try:
-        wait_until(lambda: len(rows_of(folder)) >= 3, run, folder)
-        names = {"controller", "generate-0", "generate-1", "reward-0", "trainer-0"}
+        wait_until(lambda: len(read_rows(folder)) >= 3, run, folder)
+        names = {"controller", "evaluate-0", "generate-0", "generate-1", "reward-0", "trainer-0"}
         assert set(pids_of(folder)) == names
         run.send_signal(signal.SIGINT)
         assert run.wait(60) == 130
@@ -85,3 +81,5 @@ def test_ctrl_c_ends_every_process_and_the_run_goes_on_when_it_is_launched_again
         run.kill()
         run.wait()
     check_whole(folder, 10)
+    assert read_evals(folder)[-1]["version"] == 10
+    assert [path.name for path in (folder / "exports").iterdir()] == ["10"]

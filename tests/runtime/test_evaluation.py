@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from areal_jax.generation.engine import Engine
 from areal_jax.models.attention import PackedAttention
 from areal_jax.models.config import model_config
 from areal_jax.models.model import Model
+from areal_jax.runtime.assembly import make_engine
 from areal_jax.runtime.eval_result import (
     EvalResult,
     Failure,
@@ -95,14 +97,19 @@ def params(model: Model) -> VersionedParams:
 
 
 @pytest.fixture(scope="module")
+def engine(model: Model) -> Engine:
+    return make_engine(GENERATION, model)
+
+
+@pytest.fixture(scope="module")
 def heard() -> list[tuple]:
     return []
 
 
 @pytest.fixture(scope="module")
-def result(model: Model, params: VersionedParams, heard: list[tuple]) -> EvalResult:
+def result(engine: Engine, params: VersionedParams, heard: list[tuple]) -> EvalResult:
     tasks = {name: WeightedTask(task) for name, task in TASKS.items()}
-    return evaluate(model, params, tasks, SETTINGS, progress=lambda *words: heard.append(words))
+    return evaluate(engine, params, tasks, SETTINGS, progress=lambda *words: heard.append(words))
 
 
 def figures(result: EvalResult, task: str) -> dict[str, Any]:
@@ -175,13 +182,13 @@ def test_greedy_answers_are_the_likeliest_tokens(model: Model, params: Versioned
 
 
 def test_samples_of_a_prompt_differ_and_the_same_evaluation_gives_them_again(
-    model: Model, params: VersionedParams, result: EvalResult
+    engine: Engine, params: VersionedParams, result: EvalResult
 ):
     """Alone, of fewer prompts, the task's samples are those that it had among the others."""
     spoken = result.tasks["spoken"].sampled
     assert spoken is not None
     assert all(len(set(prompt.rewards)) > 1 for prompt in spoken.prompts)
-    again = evaluate(model, params, {"spoken": WeightedTask(Spoken())}, replace(SETTINGS, limit=5))
+    again = evaluate(engine, params, {"spoken": WeightedTask(Spoken())}, replace(SETTINGS, limit=5))
     assert again.tasks["spoken"].sampled is not None
     assert again.tasks["spoken"].sampled.prompts == spoken.prompts[:5]
     assert again.tasks["spoken"].greedy.prompts == result.tasks["spoken"].greedy.prompts[:5]

@@ -1,6 +1,6 @@
 """GKE: a JobSet (jobset.x-k8s.io/v1alpha2) with one replicated job a role, and the Secret beside it.
 
-A pod is a process. Controller (with Redis beside it), reward worker and hosts start again where they failed;
+A pod is a process. All but the trainer's (Redis lives beside the controller) start again where they failed;
 the trainer's processes only work together, so when one fails the JobSet starts all of them again.
 The JobSet is complete when the controller is.
 """
@@ -84,13 +84,12 @@ def manifests(plan: Plan) -> str:
 
 
 def _jobset(plan: Plan) -> dict[str, Any]:
-    trainers, hosts = plan.of("trainer"), plan.of("generate")
-    jobs = [
-        _job(plan, plan.of("controller"), _controller_pod(plan)),
-        _job(plan, plan.of("reward"), _pod(plan, plan.of("reward")[0])),
-        _job(plan, trainers, _pod(plan, trainers[0], plan.config.trainer.mesh.devices)),
-        _job(plan, hosts, _pod(plan, hosts[0], len(hosts[0].devices))),
-    ]
+    slices = {"trainer": plan.config.trainer.mesh.devices}
+    jobs = [_job(plan, plan.of("controller"), _controller_pod(plan))]
+    for role in ("reward", "trainer", "generate", "evaluate"):
+        if processes := plan.of(role):
+            first = processes[0]
+            jobs.append(_job(plan, processes, _pod(plan, first, slices.get(role, len(first.devices)))))
     late = {"name": "late", "action": "FailJobSet", "onJobFailureReasons": ["DeadlineExceeded"]}
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",

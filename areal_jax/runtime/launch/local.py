@@ -74,7 +74,7 @@ def units_of(
         words = words_of(process, plan, folder, f"{folder}/config.yaml", coordinator, redis)
         return Command(process.name, (*program, *words[1:]), {**environment(plan, process), **env})
 
-    alone = ("reward", "generate")
+    alone = ("reward", "generate", "evaluate")
     return [
         Unit(tuple(map(as_command, plan.of("controller"))), is_needed=True, ends_run=True),
         Unit(tuple(map(as_command, plan.of("trainer"))), is_needed=True),

@@ -1,18 +1,18 @@
 """Which processes a run consists of, on which machines and devices: a function of the config alone.
 
-    controller, reward-0, trainer-0 .. trainer-(P-1), generate-0 .. generate-(H-1)
+    controller, reward-0, trainer-0 .. trainer-(P-1), generate-0 .. generate-(H-1), evaluate-0
 
-The trainer's P processes share `trainer.mesh` evenly; a host has `runtime.host_tensor` devices. What fits on
-one machine of `launch.machine_devices` runs on one. Otherwise the trainer has machines of its own, from
-machine 0 on, and the hosts have those after them. Controller, reward worker and Redis are on machine 0, which
-is called the head.
+The trainer's P processes share `trainer.mesh` evenly; a host has `runtime.host_tensor` devices, and so has
+the one that evaluates. What fits on one machine of `launch.machine_devices` runs on one. Otherwise the
+trainer has machines of its own, from machine 0 on, and the hosts have those after them. Controller, reward
+worker and Redis are on machine 0, which is called the head; so is evaluate-0 where it only exports.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
 from areal_jax.config import Config
@@ -36,7 +36,7 @@ class LaunchError(ArealError):
 
 @dataclass(frozen=True)
 class Process:
-    role: str  # controller | reward | trainer | generate
+    role: str  # controller | reward | trainer | generate | evaluate
     name: str
     index: int
     """Among those of its role."""
@@ -55,7 +55,8 @@ class Plan:
     trainer_machines: int
     """Machines that the trainer's processes are on, from 0 on."""
     generation_machines: int
-    """Machines after those with nothing but hosts; 0: the hosts are on machine 0."""
+    """Machines after those with nothing but hosts, that of evaluation among them; 0: they are on machine 0.
+    """
     overrides: Mapping[str, str] = field(default_factory=dict)
     """Keys given to a run that goes on; a fresh run's stand in its config.yaml."""
     goes_on: bool = False
@@ -79,6 +80,11 @@ class Plan:
             sum(len(p.devices) for p in self.processes if p.machine == machine)
             for machine in range(self.machines)
         )
+
+    @property
+    def decoding(self) -> tuple[Process, ...]:
+        """Hosts, that of evaluation among them."""
+        return tuple(p for p in self.processes if p.devices and p.role != "trainer")
 
     @property
     def has_own_redis(self) -> bool:
@@ -108,20 +114,25 @@ def make_plan(
     r, mesh, room = config.runtime, config.trainer.mesh, config.launch.machine_devices
     _require_processes(config)
     share, host_share = mesh.devices // r.trainer_processes, r.host_tensor
-    total = mesh.devices + r.hosts * host_share
+    is_evaluated = config.observe.evaluate > 0
+    count = r.hosts + is_evaluated
+    total = mesh.devices + count * host_share
     if one_machine or (total <= room and accelerator != "tpu"):
         trainers = tuple(_place("trainer", r.trainer_processes, share, total, 0, 0))
-        hosts = tuple(_place("generate", r.hosts, host_share, total, 0, mesh.devices))
+        hosts = tuple(_place("generate", count, host_share, total, 0, mesh.devices))
         machines = (1, 0)
     else:
         _require_room("trainer.mesh over runtime.trainer_processes", share, room)
         _require_room("runtime.host_tensor", host_share, room)
         trainers = tuple(_place("trainer", r.trainer_processes, share, room, 0, 0))
         first = trainers[-1].machine + 1
-        hosts = tuple(_place("generate", r.hosts, host_share, room, first, 0))
+        hosts = tuple(_place("generate", count, host_share, room, first, 0))
         machines = (first, hosts[-1].machine - first + 1)
     head = (Process("controller", "controller", 0, 0), Process("reward", "reward-0", 0, 0))
-    processes = (*head, *trainers, *hosts)
+    beside = [replace(host, role="evaluate", name="evaluate-0", index=0) for host in hosts[r.hosts :]]
+    if config.observe.exports and not beside:
+        beside = [Process("evaluate", "evaluate-0", 0, 0)]
+    processes = (*head, *trainers, *hosts[: r.hosts], *beside)
     plan = Plan(config, folder, accelerator, processes, *machines, overrides or {}, goes_on)
     _host_name(config.run.name)
     if accelerator == "tpu":

@@ -226,7 +226,7 @@ def _head_steps(plan: Plan, is_het: bool) -> str:
         step = command(["need", "redis", *_srun(plan, [*where, *_ON_HEAD]), *server])
         redis = REDIS.replace("PORT", str(plan.config.launch.port)).replace("STEP", step)
         lines.append(redis)
-    for process in plan.of("reward"):
+    for process in (p for role in ("reward", "evaluate") for p in plan.of(role) if not p.devices):
         lines.append(_step(plan, process, "start", [*where, *_ON_HEAD]))
     lines.append(_trainer_step(plan, where))
     for process in plan.of("controller"):
@@ -236,7 +236,7 @@ def _head_steps(plan: Plan, is_het: bool) -> str:
 
 def _host_steps(plan: Plan, first_machine: int, is_het: bool) -> str:
     lines = []
-    for process in plan.of("generate"):
+    for process in plan.decoding:
         where = ["--het-group=1"] if is_het else []
         where += ["--nodes=1", "--ntasks=1", f"--relative={process.machine - first_machine}"]
         lines.append(_step(plan, process, "start", where))

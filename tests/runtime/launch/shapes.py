@@ -27,13 +27,18 @@ TPU = [
 
 SHAPES: dict[str, list[str]] = {
     "slurm-one-machine": [*EIGHT, "runtime.hosts=2"],
-    "slurm-two-machines": [*TWO_HOSTS, "launch.setup=source /shared/venv/bin/activate"],
+    "slurm-two-machines": [
+        *TWO_HOSTS,
+        "launch.setup=source /shared/venv/bin/activate",
+        "observe.evaluate=256",
+    ],
     "slurm-two-trainers": [
         *TWO_HOSTS,
         "trainer.mesh.data=4",
         "runtime.trainer_processes=4",
         "runtime.host_tensor=8",
         "launch.cpus=64",
+        "observe.exports=2",
     ],
     "slurm-plain": [
         *TWO_HOSTS,
@@ -64,6 +69,8 @@ SHAPES: dict[str, list[str]] = {
         "launch.image=areal-jax:0.1",
         "launch.volume=runs",
         "launch.cpus=16",
+        "observe.evaluate=256",
+        "observe.exports=2",
     ],
     "gke-tpu": [
         *TPU,

@@ -47,6 +47,23 @@ def test_otherwise_trainer_and_hosts_have_machines_of_their_own():
     assert (plan.trainer_machines, plan.generation_machines) == (2, 1)
 
 
+def test_an_evaluation_host_is_one_more_host_and_exports_alone_need_no_device():
+    split = ("trainer.mesh.fsdp=4", "runtime.hosts=2", "runtime.host_tensor=2")
+    assert where(plan_of(*split))["generate-1"] == (0, (6, 7))
+    plan = plan_of(*split, "observe.evaluate=64", "launch.machine_devices=10", "observe.exports=1")
+    assert where(plan)["evaluate-0"] == (0, (8, 9))
+    plan = plan_of(*split, "observe.evaluate=64")  # ten devices do not fit on a machine of eight
+    placed = where(plan)
+    assert [placed[name] for name in ("generate-0", "generate-1", "evaluate-0")] == [
+        (1, (0, 1)), (1, (2, 3)), (1, (4, 5)),
+    ]  # fmt: skip
+    assert [p.name for p in plan.decoding] == ["generate-0", "generate-1", "evaluate-0"]
+    plan = plan_of(*split, "observe.exports=3")
+    (alone,) = plan.of("evaluate")
+    assert where(plan)["evaluate-0"] == (0, ()) and environment(plan, alone)["JAX_PLATFORMS"] == "cpu"
+    assert alone not in plan.decoding
+
+
 @settings(max_examples=40)
 @given(
     processes=st.integers(1, 5),

@@ -113,6 +113,9 @@ start generate-0 srun --overlap --cpu-bind=none --het-group=1 --nodes=1 --ntasks
 start generate-1 srun --overlap --cpu-bind=none --het-group=1 --nodes=1 --ntasks=1 --relative=0 env \
     PYTHONUNBUFFERED=1 JAX_PLATFORMS=cuda CUDA_VISIBLE_DEVICES=1 areal-jax role generate \
     "--config=$run/config.yaml" "--run=$run" --name=generate-1 "runtime.redis=redis://$head:7600/0"
+start evaluate-0 srun --overlap --cpu-bind=none --het-group=1 --nodes=1 --ntasks=1 --relative=0 env \
+    PYTHONUNBUFFERED=1 JAX_PLATFORMS=cuda CUDA_VISIBLE_DEVICES=2 areal-jax role evaluate \
+    "--config=$run/config.yaml" "--run=$run" --name=evaluate-0 "runtime.redis=redis://$head:7600/0"
 
 code=0
 wait "$controller" || code=$?

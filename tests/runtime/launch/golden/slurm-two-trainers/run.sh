@@ -95,6 +95,9 @@ redis=$! started=() # it has no end of its own
 start reward-0 srun --overlap --cpu-bind=none --het-group=0 --nodes=1 --ntasks=1 \
     "--nodelist=$SLURMD_NODENAME" env PYTHONUNBUFFERED=1 JAX_PLATFORMS=cpu areal-jax role reward \
     "--config=$run/config.yaml" "--run=$run" --name=reward-0 "runtime.redis=redis://$head:7600/0"
+start evaluate-0 srun --overlap --cpu-bind=none --het-group=0 --nodes=1 --ntasks=1 \
+    "--nodelist=$SLURMD_NODENAME" env PYTHONUNBUFFERED=1 JAX_PLATFORMS=cpu areal-jax role evaluate \
+    "--config=$run/config.yaml" "--run=$run" --name=evaluate-0 "runtime.redis=redis://$head:7600/0"
 # shellcheck disable=SC2016 # each task finds its own place
 need trainer srun --overlap --cpu-bind=none --het-group=0 --nodes=2 --ntasks=4 --ntasks-per-node=2 \
     --kill-on-bad-exit=1 bash -c \
