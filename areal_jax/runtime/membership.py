@@ -12,7 +12,9 @@ SILENT_S = 15.0
 """Who gives no sign of life for so long is lost; a sign lives that long, and is given every BEAT_S."""
 BEAT_S = 2.0
 MOST_LOSSES, WINDOW_S = 5, 600.0
-"""Who is lost so often within the window is not taken in again."""
+"""Who is lost so often within the window is not taken in again, where others do its work."""
+REPLACEABLE = ("generate", "reward")
+"""Roles in which one process does what another does."""
 
 
 @dataclass
@@ -48,7 +50,7 @@ class Membership:
         losses = self._losses[hello.name]
         while losses and losses[0] < now_s - WINDOW_S:
             losses.popleft()
-        if len(losses) >= MOST_LOSSES:
+        if len(losses) >= MOST_LOSSES and hello.role in REPLACEABLE and self.ready(hello.role):
             return (
                 f"{hello.name} on {hello.machine} was lost {len(losses)} times within {WINDOW_S:g} s and is "
                 "in quarantine until that is over; see its log, and the machine"
@@ -78,7 +80,10 @@ class Membership:
             if member.box not in heard and now_s - member.since_s > SILENT_S
         ]
 
+    def of_role(self, role: str) -> list[Member]:
+        return [member for member in self.members.values() if member.hello.role == role]
+
     def ready(self, role: str) -> list[Member]:
         """Those of a role that work, by name."""
-        found = [m for m in self.members.values() if m.hello.role == role and m.is_ready]
+        found = [member for member in self.of_role(role) if member.is_ready]
         return sorted(found, key=lambda member: member.hello.name)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from areal_jax.config import load_config, to_yaml
+from areal_jax.observe.metrics import read_rows
 from areal_jax.runtime.launch.plan import Plan, Process, environment, make_plan, words_of
 from areal_jax.runtime.reading import audit_run
 from tests.cluster.namespaces import Network, hosts
@@ -42,14 +43,14 @@ def test_ten_updates_over_three_hosts_end_clean_although_a_link_was_cut(tmp_path
         running = {
             process.name: stack.enter_context(role_on(network, plan, process)) for process in plan.processes
         }
-        wait_until(lambda: len(rows_of(folder)) >= 3, running, folder)
+        wait_until(lambda: len(read_rows(folder)) >= 3, running, folder)
         network.cut(1)
         time.sleep(CUT_S)
         network.mend(1)
         wait_until(lambda: running["controller"].poll() is not None, running, folder)
         statuses = {name: process.wait(60) for name, process in running.items()}
     assert statuses == dict.fromkeys(running, 0), logs_of(folder)
-    assert [row["step"] for row in rows_of(folder)] == list(range(STEPS))
+    assert [row["step"] for row in read_rows(folder)] == list(range(STEPS))
     audit = audit_run(folder)
     assert audit.ok and audit.trained == STEPS * config.trainer.batch_size and audit.in_flight == 0
     assert not (folder / "weights").exists()  # no version went through a file
@@ -105,11 +106,6 @@ def role_on(network: Network, plan: Plan, process: Process) -> Iterator[subproce
         if started.poll() is None:
             started.kill()
             started.wait()
-
-
-def rows_of(folder: Path) -> list[dict]:
-    path = folder / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def wait_until(

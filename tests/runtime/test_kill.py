@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from areal_jax.control.events import BatchTrained, RunResumed
+from areal_jax.observe.metrics import read_rows
 from areal_jax.runtime.reading import audit_run, open_journal
 from tests.runtime.small import RECIPE, WORDS
 
@@ -30,11 +31,6 @@ LORA = ["model.lora.rank=2", "model.quantize=nf4", "weights.backend=orbax", "alg
 
 CLI = ["env", "--default-signal=INT", sys.executable, "-m", "areal_jax.cli.main"]
 """Ctrl-C reaches a child also where this process was started with interrupts ignored."""
-
-
-def rows_of(folder: Path) -> list[dict]:
-    path = folder / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def begin(folder: Path, *words: str) -> subprocess.Popen:
@@ -63,22 +59,22 @@ def check_whole(folder: Path, steps: int) -> None:
     figures = json.loads(done.stdout)
     assert done.returncode == 0 and figures["ok"] and figures["violations"] == []
     assert figures["trained"] == steps * 4 and figures["in_flight"] == 0
-    assert [row["step"] for row in rows_of(folder)] == list(range(steps))
+    assert [row["step"] for row in read_rows(folder)] == list(range(steps))
 
 
 @pytest.mark.slow
 def test_kill_9_in_the_middle_then_resume(tmp_path):
     folder = tmp_path / "run"
     process = begin(folder, "run.steps=40", "trainer.checkpoint_every=7")
-    wait_until(lambda: len(rows_of(folder)) >= 10, process)
+    wait_until(lambda: len(read_rows(folder)) >= 10, process)
     process.kill()
     process.wait()
     assert audit_run(folder).ok
-    before = rows_of(folder)
+    before = read_rows(folder)
     resumed = call("resume", str(folder), "--json")
     assert resumed.returncode == 0, resumed.stderr
     assert json.loads(resumed.stdout)["steps"] == 40
-    assert rows_of(folder)[: len(before) - 1] == before[:-1]
+    assert read_rows(folder)[: len(before) - 1] == before[:-1]
     check_whole(folder, 40)
     with open_journal(folder) as journal:
         assert sum(isinstance(row.event, RunResumed) for row in journal.rows()) == 1
@@ -91,8 +87,8 @@ def test_kill_9_at_any_moment(tmp_path, moment):
     process = begin(folder, "run.steps=60", "trainer.checkpoint_every=13")
     reached = {
         "before the first batch": lambda: (folder / "journal.sqlite").exists(),
-        "early": lambda: len(rows_of(folder)) >= 3,
-        "late": lambda: len(rows_of(folder)) >= 45,
+        "early": lambda: len(read_rows(folder)) >= 3,
+        "late": lambda: len(read_rows(folder)) >= 45,
     }[moment]
     wait_until(reached, process)
     process.kill()
@@ -110,11 +106,11 @@ def test_at_eta_0_a_killed_run_ends_with_the_same_bits_as_an_untouched_one(tmp_p
     untouched = begin(tmp_path / "untouched", *words)
     assert untouched.wait(240) == 0
     process = begin(tmp_path / "killed", *words)
-    wait_until(lambda: len(rows_of(tmp_path / "killed")) >= 13, process)
+    wait_until(lambda: len(read_rows(tmp_path / "killed")) >= 13, process)
     process.kill()
     process.wait()
     assert call("resume", str(tmp_path / "killed")).returncode == 0
-    rows = [rows_of(tmp_path / name) for name in ("untouched", "killed")]
+    rows = [read_rows(tmp_path / name) for name in ("untouched", "killed")]
     of_critic = ("kl_coef", "value_loss", "critic_grad_norm") if extra is CRITIC else ()
     for name in ("params_digest", *of_critic):
         untouched, killed = ([row[name] for row in each] for each in rows)
@@ -126,7 +122,7 @@ def test_a_second_process_cannot_resume_a_run_in_progress(tmp_path):
     folder = tmp_path / "run"
     process = begin(folder, "run.steps=100000")
     try:
-        wait_until(lambda: len(rows_of(folder)) >= 2, process)
+        wait_until(lambda: len(read_rows(folder)) >= 2, process)
         second = call("resume", str(folder))
         assert second.returncode == 1 and str(process.pid) in second.stderr
         process.send_signal(signal.SIGINT)
@@ -134,7 +130,7 @@ def test_a_second_process_cannot_resume_a_run_in_progress(tmp_path):
     finally:
         process.kill()
     assert audit_run(folder).ok
-    steps = len(rows_of(folder))
+    steps = len(read_rows(folder))
     assert 2 <= steps < 100_000
     with open_journal(folder) as journal:
         trained = [row.event.step for row in journal.rows() if isinstance(row.event, BatchTrained)]
@@ -153,11 +149,11 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_gives_the_sa
     folder = tmp_path / "run"
     process = begin(folder, "run.steps=9", "trainer.checkpoint_every=3", "trainer.keep_checkpoints=3")
     assert process.wait(240) == 0
-    last = [row["params_digest"] for row in rows_of(folder)]
+    last = [row["params_digest"] for row in read_rows(folder)]
     flip_one_byte(folder / "checkpoints" / "9" / "state" / "params.embedding" / "0.0")
     resumed = call("resume", str(folder), "run.steps=10")
     assert resumed.returncode == 0, resumed.stderr
     assert "refused: checkpoint" in resumed.stdout and "checkpoints/9" in resumed.stdout
     assert "training steps 6 to 8 again" in resumed.stdout and "reissued" not in resumed.stdout
-    assert [row["params_digest"] for row in rows_of(folder)][:9] == last
+    assert [row["params_digest"] for row in read_rows(folder)][:9] == last
     check_whole(folder, 10)

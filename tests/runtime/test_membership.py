@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from areal_jax.runtime.membership import MOST_LOSSES, SILENT_S, WINDOW_S, Membership
 from areal_jax.runtime.messages import Hello
 
@@ -37,16 +39,31 @@ def test_silence_is_counted_from_the_hello_on():
     assert there.silent({"host-0.b", "host-1.a"}, SILENT_S + 0.1) == ["host-0"]  # another incarnation's sign
 
 
-def test_who_is_lost_too_often_is_refused_until_the_window_is_over():
+def test_who_is_lost_too_often_is_refused_until_the_window_is_over_where_others_do_its_work():
     there = Membership()
+    there.join(hello("host-1"), 0.0)
+    there.members["host-1"].is_ready = True
     for number in range(MOST_LOSSES):
         assert there.join(hello("host-0", str(number)), float(number)) is None
         there.lose("host-0", float(number))
     refused = there.join(hello("host-0", "again"), 20.0)
     assert refused is not None and "host-0 on node-1 was lost 5 times" in refused
     assert "host-0" not in there.members
-    assert there.join(hello("host-1", "a"), 20.0) is None
-    assert there.join(hello("host-0", "later"), WINDOW_S + 1.0) is None
+    assert there.join(hello("host-2", "a"), 20.0) is None
+    there.lose("host-1", 21.0)  # and the one that came is not ready
+    assert there.join(hello("host-0", "needed"), 22.0) is None
+    there.lose("host-0", 23.0)
+    assert there.join(hello("host-0", "later"), WINDOW_S + 24.0) is None
+
+
+@pytest.mark.parametrize("role", ["trainer", "evaluate"])
+def test_one_that_no_other_replaces_is_never_refused(role: str):
+    there = Membership()
+    there.join(hello("other", role=role), 0.0)
+    there.members["other"].is_ready = True
+    for number in range(2 * MOST_LOSSES):
+        assert there.join(hello("one", str(number), role), float(number)) is None
+        there.lose("one", float(number))
 
 
 def test_who_leaves_as_told_is_not_lost():

@@ -95,14 +95,14 @@ def adopt(kind: str, folder: Path, last: int) -> None:
         reader = TransferReader(address, engine.canary, DEADLINE_S, SECRET)
     end_s = time.monotonic() + DEADLINE_S
     while version < last:
-        assert time.monotonic() < end_s, f"version {last} did not come"
+        assert time.monotonic() < end_s, f"no version came after {version}"
         if isinstance(reader, TransferReader):
             reader.address = (folder / "address").read_text()
         value = load_newer(reader, engine.param_shardings, version)
         if value is None:
             time.sleep(0.01)
             continue
-        version = value.version
+        version, end_s = value.version, time.monotonic() + DEADLINE_S
         say(version=version, digest=digest(value.params), tokens=decode(engine, value))
         (folder / f"adopted-{version}").touch()
 
