@@ -50,6 +50,9 @@ from areal_jax.types import ArealError, Completion, Group, Prompt
 MOST = 256
 """Messages that are handled, and journaled, together."""
 
+RETURN_S = 120.0
+"""How long the end of a run waits for an evaluation host that was lost: it may be started again."""
+
 TRAINER = "trainer-0"
 """The process of the trainer's group that tells events; the others only compute."""
 
@@ -94,7 +97,7 @@ class Controller:
         self._heard_s = time.monotonic()
         self._beaten_s = 0.0
         self._error = ""
-        self._is_over = False
+        self._is_over = self._has_evaluation = False
         self._evaluated: dict[str, int] = {}
         """By box: how far evaluations got, as signs of life say."""
 
@@ -166,11 +169,19 @@ class Controller:
             self._turn()
 
     def _await_evaluation(self) -> None:
-        """For as long as it gets on."""
+        """For as long as it gets on, and for a while where it was lost: it may be on its way back."""
         self._is_over = True
         for member in self._membership.of_role("evaluate"):
             self._say(member, End(self._epoch))
-        while self._membership.of_role("evaluate"):
+        end_s = time.monotonic() + RETURN_S
+        while self._has_evaluation:
+            if self._membership.of_role("evaluate"):
+                end_s = time.monotonic() + RETURN_S
+            elif time.monotonic() > end_s:
+                self._view.note(
+                    f"the last checkpoint is not evaluated: who does it is away for {RETURN_S:g} s"
+                )
+                return
             self._turn()
 
     def _there(self) -> str:
@@ -217,6 +228,7 @@ class Controller:
             box = f"{hello.name}.{hello.incarnation}"
             self._broker.post(box, to_plain(End(self._epoch, refused)))
             return
+        self._has_evaluation |= hello.role == "evaluate"
         if former is None or is_again:
             self._view.note(f"{hello.name} joined from {hello.machine} (process {hello.pid})")
         member = self._membership.members[hello.name]
@@ -272,6 +284,7 @@ class Controller:
         member = self._membership.members[said.name]
         if not said.error:
             self._membership.leave(said.name)
+            self._has_evaluation &= member.hello.role != "evaluate"
             if member.hello.role == "generate":
                 self._tell(e.HostLost(said.name, "it ended"))
             return
