@@ -24,8 +24,10 @@ from areal_jax.weights.pieces import Box, are_whole, assemble, landing, places
 from areal_jax.weights.staged import described
 from areal_jax.weights.store import PublisherLostError, VersionDamagedError, VersionGoneError
 
-PORTION_BYTES = 64 << 20
+PORTION_BYTES = 128 << 20
 """Leaves that travel together; a larger one travels alone."""
+SOCKETS = 2
+"""Connections that share a transfer: two are steadier than one, more are no faster (loopback, two cores)."""
 CHUNK_BYTES = 4 << 20
 CHUNKS = 4
 """What the runtime stages on either side: CHUNKS buffers of CHUNK_BYTES for each direction."""
@@ -37,7 +39,7 @@ def start_server(host: str) -> Any:
     client = jax.local_devices()[0].client
     here = join(host, 0)
     return transfer.start_transfer_server(
-        client, here, [here], max_num_parallel_copies=CHUNKS, transfer_size=CHUNK_BYTES
+        client, here, [here] * SOCKETS, max_num_parallel_copies=CHUNKS, transfer_size=CHUNK_BYTES
     )
 
 
