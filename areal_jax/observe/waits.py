@@ -174,15 +174,23 @@ class Timeline:
     """The clocks of a run, and the file their intervals go to.
 
     A file that exists is gone on with: a resumed run's time starts where the file ends. No path: totals only.
+    `zero_ns`: what `now_ns` was when the time started, where that is known; then it passes between runs too.
     """
 
-    def __init__(self, path: Path | None, now_ns: Callable[[], int] = time.perf_counter_ns) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        now_ns: Callable[[], int] = time.perf_counter_ns,
+        zero_ns: int | None = None,
+    ) -> None:
         self._path = path
         self._now_ns = now_ns
         self._lock = threading.Lock()
         self._clocks: dict[str, Clock] = {}
-        earlier = [] if path is None else read_intervals(path)
-        self._zero = now_ns() - round(max((each.end_s for each in earlier), default=0.0) * NS)
+        if zero_ns is None:
+            earlier = [] if path is None else read_intervals(path)
+            zero_ns = now_ns() - round(max((each.end_s for each in earlier), default=0.0) * NS)
+        self._zero = zero_ns
 
     def actor(self, name: str, activity: str = "wait: start") -> Clock:
         """The clock of that name, made in `activity` when it is new."""
@@ -235,6 +243,28 @@ def read_intervals(path: Path) -> list[Interval]:
         except (json.JSONDecodeError, TypeError):
             continue  # a crash cut it short, and what came after began a new line or went on in this one
     return intervals
+
+
+def process_timeline(folder: Path, name: str) -> Timeline:
+    """That of one process of a cluster, in a file of its own and in Unix time, which all processes share."""
+    return Timeline(folder / "logs" / f"timeline-{name}.jsonl", time.time_ns, zero_ns=0)
+
+
+def read_timelines(folder: Path) -> list[Interval]:
+    """All intervals of a run: of its threads, or of all its processes, from the first second on.
+
+    Between processes, time in which none ran counts as none.
+    """
+    logs = folder / "logs"
+    if (path := logs / "timeline.jsonl").exists():
+        return read_intervals(path)
+    found = [each for path in sorted(logs.glob("timeline-*.jsonl")) for each in read_intervals(path)]
+    moved, end_s, cut_s = [], 0.0, 0.0
+    for each in sorted(found, key=lambda one: one.start_s):
+        cut_s += max(0.0, each.start_s - cut_s - end_s)
+        moved.append(each._replace(start_s=each.start_s - cut_s, end_s=each.end_s - cut_s))
+        end_s = max(end_s, moved[-1].end_s)
+    return moved
 
 
 def idle_share(totals: Mapping[str, float]) -> float:

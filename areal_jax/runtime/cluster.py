@@ -79,6 +79,7 @@ class Controller:
         self._deadline_s, self._timeline = c.runtime.deadline_s, timeline
         self._epoch = secrets.token_hex(8)
         self._membership = Membership()
+        self._clock = timeline.actor("control", "decide")
         self._remote = RemoteHosts(timeline)
         rows = RowMaker(
             self._remote.take_totals,
@@ -115,7 +116,8 @@ class Controller:
 
     def _turn(self) -> None:
         """Hear what waits, act on it, see who is still there."""
-        found = self._broker.take(CONTROL, CONTROL, timeout_s=BEAT_S / 2, most=MOST)
+        with self._clock.doing("wait: any word from the processes"):
+            found = self._broker.take(CONTROL, CONTROL, timeout_s=BEAT_S / 2, most=MOST)
         told: list[Told] = []
         for said in (from_plain(message.body) for message in found):
             if isinstance(said, Word):

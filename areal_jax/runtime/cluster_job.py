@@ -10,7 +10,7 @@ from areal_jax.config import Config, to_yaml
 from areal_jax.control.events import BatchTrained
 from areal_jax.control.machine import ControlPlane
 from areal_jax.observe.metrics import read_rows, rewrite
-from areal_jax.observe.waits import Timeline
+from areal_jax.observe.waits import process_timeline
 from areal_jax.runtime.assembly import open_inputs
 from areal_jax.runtime.cluster import Controller
 from areal_jax.runtime.devices import header
@@ -40,7 +40,7 @@ def control(config: Config, folder: Path, stream: TextIO | None = None) -> RunRe
         rewrite(folder, rows)
         trained = [(batch.step + 1, batch.ordinals) for batch in batches]
         start_s = rows[-1]["wall_s"] if rows else 0.0
-        timeline = Timeline(folder / "logs" / "timeline.jsonl")
+        timeline = process_timeline(folder, "controller")
         with (
             view_of(c, stream or sys.stdout, rows) as view,
             metrics_of(c, folder) as metrics,

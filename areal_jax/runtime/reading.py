@@ -17,7 +17,7 @@ from areal_jax.observe.evals import read_evals
 from areal_jax.observe.metrics import read_rows
 from areal_jax.observe.report import FailedReward, ReportData, render
 from areal_jax.observe.sample import SampleView
-from areal_jax.observe.waits import read_intervals
+from areal_jax.observe.waits import read_timelines
 from areal_jax.runtime.launch.plan import SECRET_FILE
 from areal_jax.runtime.viewer import Late, Viewer
 from areal_jax.tasks.task import Task
@@ -115,7 +115,7 @@ def write_report(folder: Path, config: Config, tasks: Sequence[Task] = ()) -> Pa
         command=f"areal-jax run {folder}/config.yaml run.dir={folder}-again",
         config_yaml=(folder / "config.yaml").read_text(),
         rows=read_rows(folder),
-        intervals=read_intervals(folder / "logs" / "timeline.jsonl"),
+        intervals=read_timelines(folder),
         token_ages=found.token_ages,
         head_ages=found.head_ages,
         lengths=found.lengths,

@@ -50,6 +50,7 @@ class RemoteHosts:
         self.hosts: list[RemoteHost] = []
         self._spent: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         """Seconds by activity since the last take, by actor."""
+        self._taken: dict[str, dict[str, float]] = {}
         self._last: dict[str, dict[str, float]] = {}
 
     def join(self, name: str) -> None:
@@ -71,8 +72,11 @@ class RemoteHosts:
             self._last[box] = dict(beat["totals"])
 
     def take_totals(self) -> dict[str, dict[str, float]]:
-        """Seconds by activity of every actor since the last take, as `Timeline.take_totals` gives them."""
+        """Seconds by activity of every actor since the last take, as `Timeline.take_totals` gives them.
+
+        Of one that gave no sign of life meanwhile those before: rows ask for shares.
+        """
         own = self._timeline.take_totals()
-        found = {name: dict(activities) for name, activities in self._spent.items()}
+        self._taken |= {name: dict(activities) for name, activities in self._spent.items()}
         self._spent.clear()
-        return own | {"trainer": found.pop("trainer-0", {})} | found
+        return own | self._taken | {"trainer": self._taken.get("trainer-0", {})}

@@ -10,6 +10,7 @@ import itertools
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from areal_jax.generation.canary import canary
 from areal_jax.generation.commands import Start, Stop
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host
-from areal_jax.observe.waits import Timeline
+from areal_jax.observe.waits import Timeline, process_timeline
 from areal_jax.parallel.mesh import make_mesh
 from areal_jax.runtime.assembly import Parts, assemble_on, make_engine, open_inputs
 from areal_jax.runtime.devices import Devices, use_virtual_cpus
@@ -55,7 +56,7 @@ def generate(config: Config, folder: Path, name: str) -> None:
     use_virtual_cpus(config.runtime.host_tensor)
     mesh = make_mesh({"tensor": config.runtime.host_tensor}, jax.devices(), name)
     engine = make_engine(config.generation, inputs.model, mesh)
-    timeline = Timeline(folder / "logs" / f"timeline-{name}.jsonl")
+    timeline = process_timeline(folder, name)
     spent = _Spent(name, timeline)
     work: _Hosting | None = None
     beat = lambda: spent() | (work.figures() if work is not None else {})  # noqa: E731
@@ -176,7 +177,7 @@ def _train(config: Config, folder: Path, name: str, beat: Callable[[str], None])
     mesh = make_mesh(config.trainer.mesh.shape, jax.devices(), "the trainer")
     parts = assemble_on(Devices("split", mesh, ()), open_inputs(config))
     deadline_s = config.runtime.deadline_s
-    timeline = Timeline(folder / "logs" / f"timeline-{name}.jsonl")
+    timeline = process_timeline(folder, name)
     timeline.actor("trainer").follow(beat)
     spent, work = _Spent("trainer", timeline), None
     with (
@@ -219,10 +220,9 @@ class _Training:
         """Be at the journal's version and have it published; a version beyond it is told of already."""
         if not self._thread.is_alive():
             if version >= 0:
-                with self._journal() as journal:
-                    last = max(version, 0)
-                    for event in train_again(self._parts, self._trainer, journal, last, self._post.note):
-                        self._post.tell(event)
+                last, journal = max(version, 0), self._journal
+                for event in train_again(self._parts, self._trainer, journal, last, self._post.note):
+                    self._post.tell(event)
             self._wire = self._store.publish(self._parts.learner.versioned(self._trainer.state))
             self._store.wait(self._deadline_s)
             self._thread.start()
@@ -248,18 +248,21 @@ class _Training:
 
     def _read(self, places: Mapping[int, SampleId]) -> dict[int, Trajectory]:
         """Trajectories of this process's rows."""
-        with self._journal() as journal:
-            return {place: journal.trajectory(sample) for place, sample in places.items()}
+        found = self._journal.trajectories(list(places.values()))
+        return {place: found[sample] for place, sample in places.items()}
 
     def end(self) -> None:
         """Once what it was asked for is trained, its newest state is checkpointed."""
         self._trainer.inbox.put(None)
         if self._thread.is_alive():
             self._thread.join(self._deadline_s)
+        if "_journal" in vars(self):
+            self._journal.close()
 
+    @cached_property
     def _journal(self) -> RedisQueue:
-        c = self._parts.config
-        return open_journal(c, self._folder, readonly=True)
+        """To read from the first Begin on: there is one by then."""
+        return open_journal(self._parts.config, self._folder, readonly=True)
 
 
 def _publisher(parts: Parts, folder: Path, fail: Callable[[BaseException], None]) -> ParamPublisher:

@@ -166,13 +166,17 @@ class RedisQueue:
 
     def trajectory(self, sample: SampleId) -> Trajectory:
         """One sample's trajectory, with its reward once scored. Raises JournalError if it is not kept."""
-        found = self._found(sample.ordinal, sample.attempt, [sample.member])
-        return one_of(*found, sample, self._where)
+        return self.trajectories([sample])[sample]
+
+    def trajectories(self, samples: Sequence[SampleId]) -> dict[SampleId, Trajectory]:
+        """As `trajectory`, of many: Redis is asked for payloads and rewards once each."""
+        found = self._found(samples)
+        return {one: one_of(*found[one.ordinal, one.attempt], one, self._where) for one in samples}
 
     def group(self, ordinal: int, attempt: int, size: int) -> tuple[Trajectory, ...]:
         """A group's trajectories by member, rewarded once scored. Raises JournalError if one is missing."""
-        found = self._found(ordinal, attempt, range(size))
-        return all_of(*found, ordinal, attempt, size, self._where)
+        found = self._found([SampleId(ordinal, member, attempt) for member in range(size)])
+        return all_of(*found[ordinal, attempt], ordinal, attempt, size, self._where)
 
     def latest_snapshot(self, before_seq: int | None = None) -> tuple[int, dict[str, Any]] | None:
         """The newest (seq, state), or the newest whose seq is at most `before_seq`; None if there is none."""
@@ -248,17 +252,20 @@ class RedisQueue:
         )
 
     def _found(
-        self, ordinal: int, attempt: int, members: Sequence[int]
-    ) -> tuple[dict[int, bytes], bytes | None]:
-        """A group's payloads by member, and its rewards; the archive's were first, so they count."""
-        payloads, scored = {}, None
+        self, samples: Sequence[SampleId]
+    ) -> dict[tuple[int, int], tuple[dict[int, bytes], bytes | None]]:
+        """By (ordinal, attempt), payloads by member, and rewards; the archive's were first, and count."""
+        payloads: dict[tuple[int, int], dict[int, bytes]] = {(s.ordinal, s.attempt): {} for s in samples}
+        scored: dict[tuple[int, int], bytes] = {}
         if not self._is_moved():
-            held = self._part.payloads([(ordinal, attempt, member) for member in members])
-            payloads = {name[2]: blob for name, blob in held.items()}
-            scored = self._part.rewards([(ordinal, attempt)]).get((ordinal, attempt))
-        only = members[0] if len(members) == 1 else None
-        payloads |= self._archive.payloads(ordinal, attempt, only)
-        return payloads, self._archive.scored(ordinal, attempt) or scored
+            held = self._part.payloads([(s.ordinal, s.attempt, s.member) for s in samples])
+            for (ordinal, attempt, member), blob in held.items():
+                payloads[ordinal, attempt][member] = blob
+            scored = self._part.rewards(list(payloads))
+        return {
+            group: (blobs | self._archive.payloads(*group), self._archive.scored(*group) or scored.get(group))
+            for group, blobs in payloads.items()
+        }
 
 
 def _part(link: Link, rest: Rest, archive: SqliteQueue) -> RedisPart:

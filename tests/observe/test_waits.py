@@ -12,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_jax.observe import waits
-from areal_jax.observe.waits import Interval, Timeline, WaitTimeout, idle_share, read_intervals
+from areal_jax.observe.waits import (
+    Interval,
+    Timeline,
+    WaitTimeout,
+    idle_share,
+    read_intervals,
+    read_timelines,
+)
 
 MS = 1_000_000
 SECOND = 1000 * MS
@@ -238,3 +245,24 @@ def test_a_follower_hears_every_activity_but_none_after_an_error():
         raise ValueError("lost")
     assert heard[5:] == ["update", "pack"]
     assert clock.activity == "wait: start"
+
+
+def test_timelines_of_processes_are_read_as_one_without_the_time_in_which_none_ran(tmp_path):
+    """Two processes, of which one starts again 1,000 s after both had ended."""
+    (tmp_path / "logs").mkdir()
+    now = FakeTime()
+    now.now = 5_000_000 * SECOND
+    for name, pause_s, span_s in (("trainer-0", 0, 4), ("generate-0", -3, 6), ("trainer-0", 1000, 2)):
+        now.now += pause_s * SECOND
+        path = tmp_path / "logs" / f"timeline-{name}.jsonl"
+        timeline = Timeline(path, now, zero_ns=0)
+        timeline.actor(name, "work")
+        now.now += span_s * SECOND
+        timeline.close()
+    assert [tuple(each) for each in read_timelines(tmp_path)] == [
+        ("trainer-0", "work", 0.0, 4.0),
+        ("generate-0", "work", 1.0, 7.0),
+        ("trainer-0", "work", 7.0, 9.0),
+    ]
+    (tmp_path / "logs" / "timeline.jsonl").write_text("")
+    assert read_timelines(tmp_path) == []  # a run of threads has one file

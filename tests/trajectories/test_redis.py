@@ -18,8 +18,10 @@ from areal_jax.trajectories import redis_part
 from areal_jax.trajectories.journal import Entry, JournalError
 from areal_jax.trajectories.redis import RedisQueue
 from areal_jax.trajectories.sqlite import SqliteQueue
+from areal_jax.types import SampleId
 from tests.redis_servers import Killable, Wire, client, keys_of, require_redis
 from tests.trajectories.journals import Store, assert_whole, group, make_store
+from tests.trajectories.samples import assert_same
 from tests.trajectories.test_journal import writing
 
 pytestmark = pytest.mark.cluster
@@ -186,6 +188,20 @@ def test_a_server_that_lost_its_last_second_is_noticed(
     with store.open() as again:
         assert again.last_seq == 5
         assert again.append([Entry(HostJoined("host-1", 2))]) == 6
+
+
+def test_many_samples_are_read_at_once_from_both_parts(queue: RedisQueue):
+    queue.append(group(0))
+    queue.snapshot(queue.last_seq, {})
+    queue.append(group(1))
+    wanted = [entry.trajectory.sample for number in (1, 0) for entry in group(number) if entry.trajectory]
+    found = queue.trajectories(wanted[::-1])
+    assert sorted(found) == sorted(wanted) and len({sample.ordinal for sample in found}) == 2
+    for sample, one in found.items():
+        assert_same(one, queue.trajectory(sample))
+        assert one.sample == sample
+    with pytest.raises(JournalError, match="no trajectory"):
+        queue.trajectories([*wanted, SampleId(7, 0)])
 
 
 def test_a_server_that_lost_what_the_archive_has_loses_nothing(

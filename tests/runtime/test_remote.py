@@ -1,0 +1,31 @@
+"""What a controller knows of its hosts: what their signs of life said."""
+
+from __future__ import annotations
+
+from areal_jax.observe.waits import Timeline, idle_share
+from areal_jax.runtime.remote import COUNTS, RemoteHosts
+
+
+def sign(number: int, generated: int, **totals: float) -> dict:
+    counts = dict.fromkeys(COUNTS, 0) | {"generated_tokens": generated}
+    return {"number": number, "gaps_s": [0.1], "statistics": counts, "totals": totals}
+
+
+def test_between_signs_of_life_shares_are_those_before():
+    """A sign comes every two seconds, and a row perhaps ten times as often."""
+    hosts = RemoteHosts(Timeline(None))
+    hosts.hear({"trainer-0.a": {"totals": {"update": 6.0, "wait: a batch": 2.0}}})
+    assert idle_share(hosts.take_totals()["trainer"]) == 0.25
+    assert idle_share(hosts.take_totals()["trainer"]) == 0.25
+    hosts.hear({"trainer-0.a": {"totals": {"update": 7.0, "wait: a batch": 5.0}}})
+    assert hosts.take_totals()["trainer"] == {"update": 1.0, "wait: a batch": 3.0}
+
+
+def test_counts_go_on_where_a_host_starts_anew_and_no_sign_counts_twice():
+    hosts = RemoteHosts(Timeline(None))
+    hosts.join("host-0")
+    (host,) = hosts.hosts
+    for incarnation, number, generated in (("a", 0, 10), ("a", 0, 10), ("a", 1, 30), ("b", 0, 5)):
+        hosts.hear({f"host-0.{incarnation}": sign(number, generated, decode=1.0)})
+    assert host.generated_tokens == 35
+    assert len(host.gaps_s) == 3
