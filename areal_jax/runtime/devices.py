@@ -138,6 +138,12 @@ def memory_table(
     kv = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract))
     kv_shards = host_shards if c.kv_heads % host_shards == 0 else 1
     rows.append(("each host", f"KV pages, {room} tokens, {kv_dtype}", kv // kv_shards))
+    if config.observe.evaluate:
+        read = _bytes(model, "float32") + (wire if dtype != "float32" else 0)
+        rows += [
+            ("evaluation host", "a checkpoint's weights, read and as served", read // host_shards),
+            ("evaluation host", f"KV pages, {room} tokens, {kv_dtype}", kv // kv_shards),
+        ]
     return rows
 
 

@@ -118,6 +118,8 @@ def dry_run(config: Config, tasks: Sequence[Task] = ()) -> dict[str, Any]:
     meshes = {"trainer": dict(parts.devices.trainer.shape)} | {
         f"host-{i}": dict(mesh.shape) for i, mesh in enumerate(parts.devices.hosts)
     }
+    if parts.devices.evaluation is not None:
+        meshes["evaluation"] = dict(parts.devices.evaluation.shape)
     return {
         "config": resolved(config),
         "placement": parts.devices.placement,

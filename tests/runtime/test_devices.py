@@ -198,6 +198,22 @@ def test_staged_weights_hold_one_version_being_written_and_one_waiting():
     assert overwrites_serving(config(), "shared")
 
 
+def test_an_evaluation_host_holds_what_it_reads_and_what_it_serves():
+    n = model().parameter_count
+    one = figures("split", "observe.evaluate=8", "weights.wire_dtype=bfloat16", "generation.slots=4")
+    assert one["evaluation host: a checkpoint's weights"] == 6 * n
+    assert one["evaluation host: KV pages"] == one["each host: KV pages"]
+    assert figures("split", "observe.evaluate=8")["evaluation host: a checkpoint's weights"] == 4 * n
+    assert not any("evaluation" in who for who in figures("split"))
+
+
+def test_it_has_devices_after_the_hosts(four):
+    devices = place(config("runtime.hosts=2", "observe.evaluate=8", "runtime.placement=split"))
+    assert [mesh.devices.flat[0].id for mesh in (devices.trainer, *devices.hosts)] == [0, 1, 2]
+    assert devices.evaluation is not None and devices.evaluation.devices.flat[0].id == 3
+    assert place(config("runtime.hosts=2")).evaluation is None
+
+
 def test_moments_in_the_hosts_memory_are_counted_there():
     """10 of the 18 bytes a parameter stay on the device."""
     settings = ["weights.wire_dtype=bfloat16", "trainer.optimizer_memory=host"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import shutil
@@ -19,7 +18,6 @@ from areal_jax.observe.evals import append_eval, read_evals
 from areal_jax.observe.metrics import read_rows
 from areal_jax.runtime import committed, eval_jobs
 from areal_jax.runtime.assembly import assemble
-from areal_jax.runtime.jobs import run
 from areal_jax.trajectories.lock import WriterLock, holder
 from areal_jax.types import ArealError, VersionedParams
 from areal_jax.weights.digest import digest
@@ -65,21 +63,6 @@ def flip_a_bit(version: Path) -> None:
     data = bytearray(blob.read_bytes())
     data[-1] ^= 1
     blob.write_bytes(data)
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three steps; checkpoints of versions 2 and 3."""
-    folder = tmp_path_factory.mktemp("eval") / "run"
-    run(small(folder, "run.steps=3"), stream=io.StringIO())
-    return folder
-
-
-@pytest.fixture
-def folder(trained: Path, tmp_path: Path) -> Path:
-    """A copy to evaluate, damage or lock."""
-    shutil.copytree(trained, tmp_path / "run")
-    return tmp_path / "run"
 
 
 # --- a run --------------------------------------------------------------------------------------------------

@@ -33,21 +33,6 @@ from tests.runtime.test_eval_jobs import flip_a_bit, without_times
 DEADLINE_S = 60.0
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three steps; checkpoints of versions 2 and 3."""
-    folder = tmp_path_factory.mktemp("follower") / "run"
-    run(small(folder, "run.steps=3"), stream=io.StringIO())
-    return folder
-
-
-@pytest.fixture
-def folder(trained: Path, tmp_path: Path) -> Path:
-    """A copy to write into."""
-    shutil.copytree(trained, tmp_path / "run")
-    return tmp_path / "run"
-
-
 def inputs_of(folder: Path, *words: str) -> Inputs:
     return open_inputs(load_config(folder / "config.yaml", f"run.dir={folder}", *words))
 
