@@ -98,7 +98,10 @@ class Controller:
         self._heard_s = time.monotonic()
         self._beaten_s = 0.0
         self._error = ""
-        self._is_over = self._has_evaluation = False
+        self._dismissed: set[str] = set()
+        """Roles whose work is done: one that starts again is told so."""
+        self._unfinished: dict[str, str] = {}
+        """Name -> role of those that came and have not ended well: lost ones too."""
         self._evaluated: dict[str, int] = {}
         """By box: how far evaluations got, as signs of life say."""
 
@@ -149,34 +152,42 @@ class Controller:
         self._remote.hear(beats)
         steps = {box: beat["steps"] for box, beat in beats.items() if "steps" in beat}
         if steps != self._evaluated:
-            self._evaluated, self._heard_s = steps, now
+            self._evaluated = steps
+            self._heard_s = now if "evaluate" in self._dismissed else self._heard_s
         for name in self._membership.silent(beats.keys(), now):
             self._lost(name, f"no sign of life for {SILENT_S:g} s")
 
     def _dismiss(self, reason: str) -> None:
         """Tell everybody to end. The trainer writes its last checkpoint first, and that one is evaluated."""
-        for member in self._membership.members.values():
-            if reason or member.hello.role != "evaluate":
-                self._say(member, End(self._epoch, reason))
-        if not reason:
+        if reason:
+            self._say_end(self._membership.members.values(), reason)
+        else:
             self._await_trainer()
             self._await_evaluation()
         self._timeline.close()
 
+    def _say_end(self, members: Iterable[Member], reason: str = "") -> None:
+        for member in members:
+            self._say(member, End(self._epoch, reason))
+
+    def _end_of(self, *roles: str) -> None:
+        self._dismissed.update(roles)
+        for role in roles:
+            self._say_end(self._membership.of_role(role))
+
     def _await_trainer(self) -> None:
+        self._end_of("trainer", "generate", "reward")
         end_s = time.monotonic() + self._deadline_s
-        while TRAINER in self._membership.members:
+        while TRAINER in self._unfinished:
             if time.monotonic() > end_s:
                 raise WaitTimeout(f"the trainer did not end within {self._deadline_s:g} s of the last batch")
             self._turn()
 
     def _await_evaluation(self) -> None:
         """For as long as it gets on, and for a while where it was lost: it may be on its way back."""
-        self._is_over = True
-        for member in self._membership.of_role("evaluate"):
-            self._say(member, End(self._epoch))
+        self._end_of("evaluate")
         end_s = time.monotonic() + RETURN_S
-        while self._has_evaluation:
+        while "evaluate" in self._unfinished.values():
             if self._membership.of_role("evaluate"):
                 end_s = time.monotonic() + RETURN_S
             elif time.monotonic() > end_s:
@@ -230,7 +241,7 @@ class Controller:
             box = f"{hello.name}.{hello.incarnation}"
             self._broker.post(box, to_plain(End(self._epoch, refused)))
             return
-        self._has_evaluation |= hello.role == "evaluate"
+        self._unfinished[hello.name] = hello.role
         if former is None or is_again:
             self._view.note(f"{hello.name} joined from {hello.machine} (process {hello.pid})")
         member = self._membership.members[hello.name]
@@ -240,7 +251,7 @@ class Controller:
     def _begin(self, member: Member) -> None:
         version = self._control.trained_version if member.hello.role == "trainer" else -1
         self._say(member, Begin(self._epoch, version, self._weights))
-        if self._is_over:
+        if member.hello.role in self._dismissed:
             self._say(member, End(self._epoch))
 
     def _ready(self, member: Member, said: Ready) -> None:
@@ -286,7 +297,7 @@ class Controller:
         member = self._membership.members[said.name]
         if not said.error:
             self._membership.leave(said.name)
-            self._has_evaluation &= member.hello.role != "evaluate"
+            self._unfinished.pop(said.name, None)
             if member.hello.role == "generate":
                 self._tell(e.HostLost(said.name, "it ended"))
             return

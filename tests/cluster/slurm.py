@@ -12,8 +12,8 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,6 +66,11 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 class Slurm:
     folder: Path
     env: Mapping[str, str]
+    daemons: Mapping[str, subprocess.Popen]
+
+    def crashed(self) -> list[str]:
+        """Daemons that have ended: slurmd 22.05 corrupts its heap at times when steps start at once."""
+        return [name for name, daemon in self.daemons.items() if daemon.poll() is not None]
 
     def call(self, *words: str, timeout_s: float = 60) -> str:
         """What a command of Slurm's prints."""
@@ -83,6 +88,7 @@ class Slurm:
     def wait_for(self, job: str, *states: str, timeout_s: float = 120) -> str:
         end_s = time.monotonic() + timeout_s
         while (state := self.state(job)) not in states:
+            assert not self.crashed(), self.crashed()
             assert time.monotonic() < end_s, f"job {job} is {state}, not {states}\n{self.logs()}"
             time.sleep(0.5)
         return state
@@ -110,15 +116,39 @@ def slurm_cluster(folder: Path) -> Iterator[Slurm]:
     env = {**os.environ, "SLURM_CONF": str(conf)}
     with ExitStack() as stack:
         stack.enter_context(_munged(folder))
+        daemons = {}
         for words in (["slurmctld", "-D"], *(["slurmd", "-D", "-N", f"n{i + 1}"] for i in range(NODES))):
-            stack.enter_context(_daemon(words, env, folder / f"{'-'.join(words)}.out"))
-        slurm = Slurm(folder, env)
+            name = "-".join(words)
+            daemons[name] = stack.enter_context(_daemon(words, env, folder / f"{name}.out"))
+        slurm = Slurm(folder, env, daemons)
         _await_idle(slurm)
         try:
             yield slurm
         finally:
             subprocess.run(["scancel", "--full", "--user=root"], env=env, timeout=60, check=False)
-            _await_idle(slurm)
+            if slurm.crashed():
+                _kill_jobs(conf, daemons.values())
+            else:
+                _await_idle(slurm)
+
+
+class Clusters:
+    """One cluster after the other: a new one where a daemon of the last crashed."""
+
+    def __init__(self, make_folder: Callable[[], Path]) -> None:
+        self._make_folder = make_folder
+        self._stack = ExitStack()
+        self._last: Slurm | None = None
+
+    def sound(self) -> Slurm:
+        if self._last is None or self._last.crashed():
+            self.close()
+            self._last = self._stack.enter_context(slurm_cluster(self._make_folder()))
+        return self._last
+
+    def close(self) -> None:
+        self._stack.close()
+        self._last = None
 
 
 def free_ports(count: int) -> list[int]:
@@ -160,6 +190,16 @@ def _munged(folder: Path) -> Iterator[None]:
             assert time.monotonic() < end_s, (folder / "munged.out").read_text()
             time.sleep(0.1)
         yield
+
+
+def _kill_jobs(conf: Path, daemons: Iterable[subprocess.Popen]) -> None:
+    """Whatever runs under this cluster still, which nobody else would end: known by its environment."""
+    own = {daemon.pid for daemon in daemons}
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            pid = int(environ.parent.name)
+            if f"SLURM_CONF={conf}".encode() in environ.read_bytes().split(b"\0") and pid not in own:
+                os.kill(pid, signal.SIGKILL)
 
 
 @contextmanager

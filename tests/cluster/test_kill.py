@@ -77,3 +77,27 @@ def test_kill_9_of_each_role_in_turn(tmp_path: Path):
     assert versions[-1] == STEPS and len(set(versions)) == len(versions)
     assert [path.name for path in (run / "exports").iterdir()] == [str(STEPS)]
     assert all(processes(run, role) == [] for role in ROLES)
+
+
+def test_a_trainer_killed_before_its_last_checkpoint_writes_it_when_it_is_back(tmp_path: Path):
+    """All batches are trained by then: it trains them again from the journal."""
+    run, steps = tmp_path / "run", 12
+    small = ("trainer.checkpoint_every=100", "observe.live=false", "observe.report=false")
+    words = ("configs/quickstart.yaml", f"run.dir={run}", f"run.steps={steps}", *small)
+    with (tmp_path / "log").open("w") as log:
+        launched = subprocess.Popen([*MAIN, "launch", "local", *words], stdout=log, stderr=log, text=True)
+    try:
+        await_rows(run, steps - 4, launched)
+        (victim,) = processes(run, "trainer")
+        while rows(run) < steps:
+            assert launched.poll() is None
+            time.sleep(0.002)
+        os.kill(victim, signal.SIGKILL)
+        assert launched.wait(DEADLINE_S) == 0, (tmp_path / "log").read_text()[-3000:]
+    finally:
+        if launched.poll() is None:
+            launched.send_signal(signal.SIGINT)
+            launched.wait(120)
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [str(steps)]
+    done = subprocess.run([*MAIN, "audit", str(run), "--json"], capture_output=True, text=True, check=False)
+    assert json.loads(done.stdout)["ok"]

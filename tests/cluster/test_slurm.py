@@ -7,26 +7,44 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 
 from areal_jax.runtime.reading import audit_run
-from tests.cluster.slurm import Slurm, free_ports, slurm_cluster
+from tests.cluster.slurm import Clusters, Slurm, free_ports
 
 pytestmark = pytest.mark.cluster
 
 ROOT = Path(__file__).parents[2]
+ATTEMPTS = 3
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 STAND_IN = f"launch.setup=export PATH={Path(__file__).parent}:$PATH"
 """Finds the stand-in for areal-jax that lies here: these tests are of the scripts."""
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory):
-    with slurm_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
-        yield cluster
+def clusters(tmp_path_factory):
+    clusters = Clusters(lambda: tmp_path_factory.mktemp("slurm"))
+    yield clusters
+    clusters.close()
+
+
+def on_a_cluster(test: Callable[[Slurm, Path], None]) -> Callable[..., None]:
+    """The test, told a cluster and its run's folder; again on a new one where a daemon of Slurm's crashed."""
+
+    def attempts(clusters: Clusters, tmp_path: Path) -> None:
+        for number in range(ATTEMPTS):
+            slurm = clusters.sound()
+            try:
+                return test(slurm, tmp_path / str(number) / "run")
+            except Exception:
+                if not slurm.crashed() or number == ATTEMPTS - 1:
+                    raise
+
+    attempts.__name__, attempts.__doc__ = test.__name__, test.__doc__
+    return attempts
 
 
 def launch(slurm: Slurm, *words: str) -> list[str]:
@@ -71,10 +89,10 @@ def told(folder: Path, name: str) -> list[tuple[str, str]]:
     return re.findall(r"^(n\d) (role .*)$", log(folder, name), re.MULTILINE)
 
 
+@on_a_cluster
 def test_a_heterogeneous_job_starts_every_process_where_it_belongs_and_ends_with_the_controller(
-    slurm, tmp_path
+    slurm: Slurm, folder: Path
 ):
-    folder = tmp_path / "run"
     two = ["trainer.mesh.fsdp=2", "runtime.trainer_processes=2", "runtime.hosts=1", "run.name=two-trainers"]
     (job,) = begin(slurm, folder, *fresh(folder, *two))
     slurm.wait_for(job, "RUNNING")
@@ -94,8 +112,8 @@ def test_a_heterogeneous_job_starts_every_process_where_it_belongs_and_ends_with
     assert not any(secret in path.read_text() for path in (folder / "logs").iterdir())
 
 
-def test_what_dies_starts_again_and_the_trainers_processes_do_so_together(slurm, tmp_path):
-    folder = tmp_path / "run"
+@on_a_cluster
+def test_what_dies_starts_again_and_the_trainers_processes_do_so_together(slurm: Slurm, folder: Path):
     two = ["trainer.mesh.fsdp=2", "runtime.trainer_processes=2"]
     words = fresh(folder, *two)
     begin(slurm, folder, *words, failures={"trainer-1": 1, "generate-0": 2})
@@ -114,8 +132,8 @@ def test_what_dies_starts_again_and_the_trainers_processes_do_so_together(slurm,
     )
 
 
-def test_a_job_fails_with_a_trainer_that_cannot_be_kept_and_leaves_nobody(slurm, tmp_path):
-    folder = tmp_path / "run"
+@on_a_cluster
+def test_a_job_fails_with_a_trainer_that_cannot_be_kept_and_leaves_nobody(slurm: Slurm, folder: Path):
     (job,) = begin(slurm, folder, *fresh(folder, "launch.restarts=1"), failures={"trainer-0": 9})
     assert slurm.wait_for(job, *OVER) == "FAILED"
     assert "trainer-0 ended with 137 (failure 2)" in log(folder, f"slurm-{job}")
@@ -123,8 +141,8 @@ def test_a_job_fails_with_a_trainer_that_cannot_be_kept_and_leaves_nobody(slurm,
     assert slurm.call("squeue", "--noheader", "--steps").strip() == ""
 
 
-def test_scancel_asks_every_process_to_end_and_the_run_goes_on_in_another_job(slurm, tmp_path):
-    folder = tmp_path / "run"
+@on_a_cluster
+def test_scancel_asks_every_process_to_end_and_the_run_goes_on_in_another_job(slurm: Slurm, folder: Path):
     (job,) = begin(slurm, folder, *fresh(folder))
     slurm.wait_for(job, "RUNNING")
     for name in ("controller", "trainer-0", "generate-0", "reward-0"):
@@ -142,8 +160,8 @@ def test_scancel_asks_every_process_to_end_and_the_run_goes_on_in_another_job(sl
     assert told(folder, "controller")[-1][1].endswith("run.steps=9")
 
 
-def test_two_plain_jobs_find_each_other_and_end_together(slurm, tmp_path):
-    folder = tmp_path / "run"
+@on_a_cluster
+def test_two_plain_jobs_find_each_other_and_end_together(slurm: Slurm, folder: Path):
     trainer, hosts = begin(slurm, folder, *fresh(folder, "launch.plain=true", "runtime.hosts=2"))
     wait_for_text(folder, "generate-1", "role generate")
     (folder / "enough").touch()
@@ -154,17 +172,18 @@ def test_two_plain_jobs_find_each_other_and_end_together(slurm, tmp_path):
     )
 
 
-def test_the_hosts_job_does_not_outlive_a_trainers_job_that_failed(slurm, tmp_path):
-    folder = tmp_path / "run"
+@on_a_cluster
+def test_the_hosts_job_does_not_outlive_a_trainers_job_that_failed(slurm: Slurm, folder: Path):
     words = fresh(folder, "launch.plain=true", "launch.restarts=0")
     trainer, hosts = begin(slurm, folder, *words, failures={"trainer-0": 9})
     assert slurm.wait_for(trainer, *OVER) == "FAILED"
     assert slurm.wait_for(hosts, *OVER) in ("CANCELLED", "FAILED")
 
 
-def test_a_run_trains_is_cancelled_in_the_middle_and_goes_on_to_its_end(slurm, tmp_path):
+@on_a_cluster
+def test_a_run_trains_is_cancelled_in_the_middle_and_goes_on_to_its_end(slurm: Slurm, folder: Path):
     """The real processes, on two nodes."""
-    folder, steps = tmp_path / "run", 12
+    steps = 12
     small = ["observe.tensorboard=false", "observe.report=false", "trainer.checkpoint_every=4"]
     program = f"launch.setup=export PATH={Path(sys.executable).parent}:$PATH"
     (job,) = launch(slurm, *fresh(folder, f"run.steps={steps}", *small, program))
