@@ -8,9 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from areal_jax.observe.evals import read_evals
+from areal_jax.observe.metrics import read_rows
 
 pytestmark = pytest.mark.cluster
 
@@ -47,33 +52,42 @@ def await_rows(run: Path, count: int, launched: subprocess.Popen[str]) -> None:
         time.sleep(0.1)
 
 
-def test_kill_9_of_each_role_in_turn(tmp_path: Path):
-    """Some rounds: every ordinal is trained once, every step has one row, nobody is left behind."""
-    run = tmp_path / "run"
-    small = ("runtime.hosts=2", "trainer.checkpoint_every=6", "observe.live=false", "observe.report=false")
-    beside = ("observe.evaluate=2", "observe.exports=1", f"launch.restarts={4 * ROUNDS}")
-    words = ("configs/quickstart.yaml", f"run.dir={run}", f"run.steps={STEPS}", *small, *beside)
-    with (tmp_path / "log").open("w") as log:
-        launched = subprocess.Popen(
-            [*MAIN, "launch", "local", *words], stdout=log, stderr=log, text=True, env={**os.environ}
-        )
+@contextmanager
+def launching(run: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
+    """The quickstart as processes; ended by Ctrl-C where the block does not end it."""
+    quiet = ("observe.live=false", "observe.report=false")
+    words = ("configs/quickstart.yaml", f"run.dir={run}", *quiet, *words)
+    with run.with_suffix(".log").open("w") as log:
+        launched = subprocess.Popen([*MAIN, "launch", "local", *words], stdout=log, stderr=log, text=True)
     try:
-        for number, role in enumerate(ROLES * ROUNDS):
-            await_rows(run, FIRST + BETWEEN * number, launched)
-            victim = processes(run, role)[0]
-            os.kill(victim, signal.SIGKILL)
-        assert launched.wait(DEADLINE_S) == 0, (tmp_path / "log").read_text()[-3000:]
+        yield launched
     finally:
         if launched.poll() is None:
             launched.send_signal(signal.SIGINT)
             launched.wait(120)
+
+
+def ended_well(run: Path, launched: subprocess.Popen[str]) -> dict:
+    """What `audit` says, once the run has ended."""
+    assert launched.wait(DEADLINE_S) == 0, run.with_suffix(".log").read_text()[-3000:]
     done = subprocess.run([*MAIN, "audit", str(run), "--json"], capture_output=True, text=True, check=False)
-    figures = json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+def test_kill_9_of_each_role_in_turn(tmp_path: Path):
+    """Some rounds: every ordinal is trained once, every step has one row, nobody is left behind."""
+    run = tmp_path / "run"
+    words = [f"run.steps={STEPS}", "runtime.hosts=2", "trainer.checkpoint_every=6"]
+    words += ["observe.evaluate=2", "observe.exports=1", f"launch.restarts={4 * ROUNDS}"]
+    with launching(run, *words) as launched:
+        for number, role in enumerate(ROLES * ROUNDS):
+            await_rows(run, FIRST + BETWEEN * number, launched)
+            os.kill(processes(run, role)[0], signal.SIGKILL)
+        figures = ended_well(run, launched)
     assert figures["ok"] and figures["violations"] == []
     assert figures["trained"] == 16 * STEPS and figures["in_flight"] == 0
-    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(STEPS))
-    versions = [json.loads(line)["version"] for line in (run / "evals.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in read_rows(run)] == list(range(STEPS))
+    versions = [line["version"] for line in read_evals(run)]
     assert versions[-1] == STEPS and len(set(versions)) == len(versions)
     assert [path.name for path in (run / "exports").iterdir()] == [str(STEPS)]
     assert all(processes(run, role) == [] for role in ROLES)
@@ -82,22 +96,12 @@ def test_kill_9_of_each_role_in_turn(tmp_path: Path):
 def test_a_trainer_killed_before_its_last_checkpoint_writes_it_when_it_is_back(tmp_path: Path):
     """All batches are trained by then: it trains them again from the journal."""
     run, steps = tmp_path / "run", 12
-    small = ("trainer.checkpoint_every=100", "observe.live=false", "observe.report=false")
-    words = ("configs/quickstart.yaml", f"run.dir={run}", f"run.steps={steps}", *small)
-    with (tmp_path / "log").open("w") as log:
-        launched = subprocess.Popen([*MAIN, "launch", "local", *words], stdout=log, stderr=log, text=True)
-    try:
+    with launching(run, f"run.steps={steps}", "trainer.checkpoint_every=100") as launched:
         await_rows(run, steps - 4, launched)
         (victim,) = processes(run, "trainer")
         while rows(run) < steps:
             assert launched.poll() is None
             time.sleep(0.002)
         os.kill(victim, signal.SIGKILL)
-        assert launched.wait(DEADLINE_S) == 0, (tmp_path / "log").read_text()[-3000:]
-    finally:
-        if launched.poll() is None:
-            launched.send_signal(signal.SIGINT)
-            launched.wait(120)
+        assert ended_well(run, launched)["ok"]
     assert [path.name for path in (run / "checkpoints").iterdir()] == [str(steps)]
-    done = subprocess.run([*MAIN, "audit", str(run), "--json"], capture_output=True, text=True, check=False)
-    assert json.loads(done.stdout)["ok"]
