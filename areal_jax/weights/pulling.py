@@ -27,7 +27,7 @@ from areal_jax.weights.store import PublisherLostError, VersionDamagedError, Ver
 PORTION_BYTES = 128 << 20
 """Leaves that travel together; a larger one travels alone."""
 SOCKETS = 2
-"""Connections that share a transfer: two are steadier than one, more are no faster (loopback, two cores)."""
+"""Connections that share a transfer: docs/performance.md has what one to four took."""
 CHUNK_BYTES = 4 << 20
 CHUNKS = 4
 """What the runtime stages on either side: CHUNKS buffers of CHUNK_BYTES for each direction."""

@@ -69,7 +69,7 @@ class Slurm:
     daemons: Mapping[str, subprocess.Popen]
 
     def crashed(self) -> list[str]:
-        """Daemons that have ended: slurmd 22.05 corrupts its heap at times when steps start at once."""
+        """Daemons that have ended: slurmd 22.05 was seen to, by "malloc(): unaligned tcache chunk"."""
         return [name for name, daemon in self.daemons.items() if daemon.poll() is not None]
 
     def call(self, *words: str, timeout_s: float = 60) -> str:
