@@ -13,12 +13,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Bool
 
 from areal_jax.generation.canary import canary
-from areal_jax.generation.layout import pages_dtype, serving_layout
+from areal_jax.generation.layout import is_laid_out, pages_dtype, serving_layout
 from areal_jax.generation.programs import Programs
 from areal_jax.generation.sampling import require_counted_randomness
 from areal_jax.generation.slots import (
@@ -34,6 +35,7 @@ from areal_jax.models.model import Model
 from areal_jax.models.paged_kernels import choose_for
 from areal_jax.parallel.mesh import make_mesh, param_shardings, replicated
 from areal_jax.types import ArealError, Penalties, SampleId, Sampling, VersionedParams
+from areal_jax.weights.store import dtype_in
 
 
 class Prefilling(NamedTuple):
@@ -142,7 +144,11 @@ class Engine:
         return replicated(self._mesh)
 
     def load_params(self, value: VersionedParams) -> VersionedParams:
-        """The value with its parameters on this engine's mesh, as decoding reads them fastest."""
+        """The value with its parameters on this engine's mesh, as decoding reads them fastest; one that is so
+        already as it is.
+        """
+        if is_laid_out(value.params):
+            return value
         params = jax.device_put(value.params, self.param_shardings)
         return value._replace(params=serving_layout(self.model, params, self._platform))
 
@@ -286,6 +292,12 @@ class Engine:
         """Pages that `insert` takes for a prefix of `count` tokens."""
         used = (count - 1) // self.page_tokens
         return 1 if has_sibling else used + 1
+
+    def blank(self, dtype: str) -> VersionedParams:
+        """Zeros in place of a version that comes in `dtype`: for `warm`, before there is one."""
+        zeros = lambda like, on: jnp.zeros(like.shape, dtype_in(like.dtype, dtype), device=on)  # noqa: E731
+        params = jax.tree.map(zeros, self.model.abstract_params, self.param_shardings)
+        return VersionedParams(-1, params, "")
 
     def warm(self, params: VersionedParams) -> None:
         """Compile, or load from the cache, every program of a host; nothing is computed that takes long."""

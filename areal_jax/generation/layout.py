@@ -20,6 +20,11 @@ from areal_jax.models.quantize import inputs_of
 from areal_jax.models.transformer import FeatureMajor
 
 
+def is_laid_out(params: Params) -> bool:
+    """Whether `serving_layout` gave them a form of their own already."""
+    return isinstance(params.get("head"), FeatureMajor)
+
+
 def serving_layout(model: Model, params: Params, platform: str) -> Params:
     """The parameters for decoding on `platform`: as they are, but on a single CPU device."""
     is_settled = isinstance(params["blocks"], tuple) or model.config.numerics == "exact"

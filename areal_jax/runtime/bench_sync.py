@@ -27,6 +27,7 @@ from areal_jax.types import ArealError, VersionedParams
 from areal_jax.weights.digest import digest
 from areal_jax.weights.memory import MemoryStore
 from areal_jax.weights.orbax import OrbaxStore
+from areal_jax.weights.prefetch import Prefetcher
 from areal_jax.weights.staged import to_plain
 from areal_jax.weights.store import ParamReader
 from areal_jax.weights.transfer import TransferReader
@@ -49,8 +50,9 @@ def sync(
     """Publish and adopt, medians of `repeats` rounds in which everybody has one turn; `dtype` is the wire's.
 
     Files lie in `folder` (the system's temporary one unless given), and on tmpfs where there is one. `pause`
-    is what the host waits for a version, `stall` what the trainer does. `seconds` is the whole of a transfer
-    between two processes, `limit` one warm copy of the bytes by numpy.
+    is what the host's decode loop stands still for a version, laid out for decoding, `stall` what the trainer
+    does. `seconds` is the whole of a transfer between two processes, `limit` one warm copy of the bytes by
+    numpy.
     """
     use_virtual_cpus(2)
     model = random_model(shape, "float32")
@@ -64,7 +66,8 @@ def sync(
         disks = {"": folder} | ({"_tmpfs": TMPFS} if Path(TMPFS).is_dir() else {})
         for name, place in disks.items():
             made = Path(open_now.enter_context(tempfile.TemporaryDirectory(dir=place)))
-            arms |= {arm + name: run for arm, run in _in_files(engines[0], params, dtype, made).items()}
+            in_files = _in_files(open_now, engines[0], params, dtype, made)
+            arms |= {arm + name: run for arm, run in in_files.items()}
         rounds = [{name: arm(version) for name, arm in arms.items()} for version in range(repeats + 1)]
     return _told(rounds[1:], shape, dtype, params) | {"folder": folder or "temporary"}  # the first compiles
 
@@ -106,56 +109,62 @@ def _in_memory(engines: list[Engine], params: Params, dtype: str) -> dict[str, A
     here, there = engines
     source = np.concatenate([np.asarray(leaf.astype(dtype)).ravel() for leaf in jax.tree.leaves(params)])
     target, published = np.zeros_like(source), digest(params)
+    plain = VersionedParams(0, params, published)
     stores = {engine: MemoryStore(engine.canary, dtype) for engine in engines}
 
     def memory(engine: Engine, version: int) -> Times:
         store, value = stores[engine], VersionedParams(version, params, published)
         stall = timed_s(lambda: store.publish(value).params)
-        pause = timed_s(lambda: store.load(version, engine.param_shardings).params)
+        pause = timed_s(lambda: engine.load_params(store.load(version, engine.param_shardings)).params)
         return {"stall": stall, "pause": pause, "whole": stall + pause}
 
     return {
         "memcpy": lambda version: {"whole": timed_s(lambda: np.copyto(target, source))},
         "digest": lambda version: {"digest": timed_s(lambda: digest(params))},
+        "layout": lambda version: {"layout": timed_s(lambda: here.load_params(plain).params)},
         "memory": lambda version: memory(here, version),
         "memory_other_device": lambda version: memory(there, version),
     }
 
 
 def _between_processes(open_now: ExitStack, shape: str, dtype: str) -> dict[str, Arm]:
-    """From device to device: every leaf changed, or the adapters alone."""
+    """From device to device: every leaf changed, or the adapters alone, for the second time in a row: what
+    stayed the same once is held by the reader from then on.
+    """
     engine = Engine(adapted_model(shape), slots=1, length=32)
     trainer = open_now.enter_context(publisher(shape, dtype))
     reader = TransferReader(trainer.address, engine.canary, DEADLINE_S)
     open_now.callback(reader.close)
+    ahead = _ahead(open_now, reader, engine)
     held: list[VersionedParams] = []
 
     def transfer(version: int, what: str) -> Times:
         before = reader.pulled_bytes
         began, stall = trainer.publish(version, what)
-        _wait_for(reader, version)
-        pause = timed_s(lambda: held.append(reader.load(version, engine.param_shardings)))
+        pause = _adopt(ahead, version, engine, held)
         whole = time.time() - began
-        del held[:-1]
         return {"stall": stall, "pause": pause, "whole": whole, "bytes": reader.pulled_bytes - before}
 
     return {
-        "transfer": lambda version: transfer(2 * version, "all"),
-        "transfer_adapters": lambda version: transfer(2 * version + 1, "adapters"),
+        "transfer": lambda version: transfer(3 * version, "all"),
+        "transfer_adapters": lambda version: [transfer(3 * version + n, "adapters") for n in (1, 2)][-1],
     }
 
 
-def _in_files(engine: Engine, params: Params, dtype: str, place: Path) -> dict[str, Arm]:
+def _in_files(open_now: ExitStack, engine: Engine, params: Params, dtype: str, place: Path) -> dict[str, Arm]:
     writer, reader = (OrbaxStore(place / "weights", engine.canary, dtype, keep=2) for _ in range(2))
+    ahead = _ahead(open_now, reader, engine)
     layered, published = _per_layer(params), digest(params)
+    held: list[VersionedParams] = []
 
     def files(version: int) -> Times:
         value = VersionedParams(version, params, published)
         stall = timed_s(lambda: writer.publish(value) and None)
-        commit = timed_s(lambda: _wait_for(reader, version))
-        pause = timed_s(lambda: reader.load(version, engine.param_shardings).params)
+        began = time.perf_counter()
+        pause = _adopt(ahead, version, engine, held)
+        whole = stall + time.perf_counter() - began
         prune = timed_s(lambda: writer.wait(DEADLINE_S))
-        return {"stall": stall, "pause": pause, "prune": prune, "whole": stall + commit + pause}
+        return {"stall": stall, "pause": pause, "prune": prune, "whole": whole}
 
     return {
         "files": files,
@@ -163,6 +172,21 @@ def _in_files(engine: Engine, params: Params, dtype: str, place: Path) -> dict[s
         "orbax_stacked": lambda version: _orbax_defaults(params, place / "stacked"),
         "safetensors": lambda version: _safetensors(layered, place / "all.safetensors"),
     }
+
+
+def _ahead(open_now: ExitStack, reader: ParamReader, engine: Engine) -> Prefetcher:
+    ahead = Prefetcher(reader, engine.param_shardings, engine.load_params)
+    open_now.callback(ahead.close, DEADLINE_S)
+    return ahead
+
+
+def _adopt(ahead: Prefetcher, version: int, engine: Engine, held: list[VersionedParams]) -> float:
+    """As a host does, which holds the version in force; seconds between two of its decode calls."""
+    _wait_for(ahead, version)
+    load = lambda: held.append(engine.load_params(ahead.load(version, engine.param_shardings)))  # noqa: E731
+    pause = timed_s(load)
+    del held[:-1]
+    return pause
 
 
 def _wait_for(reader: ParamReader, version: int) -> None:

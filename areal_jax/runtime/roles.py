@@ -39,6 +39,7 @@ from areal_jax.trajectories.plan import BatchPlan
 from areal_jax.trajectories.redis import RedisQueue
 from areal_jax.types import SampleId, Trajectory
 from areal_jax.weights.orbax import OrbaxStore
+from areal_jax.weights.prefetch import Prefetcher
 from areal_jax.weights.reader import TransferReader
 from areal_jax.weights.store import ParamPublisher, ParamReader
 from areal_jax.weights.transfer import TransferStore
@@ -82,13 +83,15 @@ def generate(config: Config, folder: Path, name: str) -> None:
 
 
 class _Hosting:
-    """A host's thread and what it was asked for, from its first Begin on."""
+    """A host's thread and what it was asked for, from its first Begin on; made, it compiles nothing more."""
 
     def __init__(
         self, config: Config, folder: Path, engine: Engine, weights: str, timeline: Timeline, post: Post
     ) -> None:
         c, self._post, self._slots = config, post, engine.slots
-        self._store = _reader(config, folder, weights, engine)
+        self._reader = _reader(config, folder, weights, engine)
+        engine.warm(engine.load_params(engine.blank(config.weights.wire_dtype)))
+        self._store = Prefetcher(self._reader, engine.param_shardings, engine.load_params)
         self._asked: dict[SampleId, None] = {}  # and not ended
         self._beats = itertools.count()
         self._host = Host(
@@ -117,8 +120,9 @@ class _Hosting:
         post.say(Ready(post.name, post.incarnation, post.epoch, slots=self._slots))
 
     def find_weights(self, address: str) -> None:
-        if isinstance(self._store, TransferReader) and address != self._store.address:
-            self._store.address = address
+        if isinstance(self._reader, TransferReader) and address != self._reader.address:
+            self._reader.address = address
+            self._store.forget()
 
     def start(self, command: Start) -> None:
         self._asked |= dict.fromkeys(command.samples)
@@ -134,6 +138,7 @@ class _Hosting:
         """A process that ends while a thread of it computes is aborted."""
         self._host.inbox.put(Stop())
         self._thread.join(self._deadline_s)
+        self._store.close(self._deadline_s)
 
     def figures(self) -> dict[str, Any]:
         """Since its start, for its signs of life."""

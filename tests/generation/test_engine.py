@@ -289,10 +289,10 @@ def test_refilling_slots_and_other_requests_compile_nothing(one_page_engine, ver
 
 
 def test_once_warm_a_host_compiles_nothing(model):
-    """Prompts of every bucket, a swap, an eviction and a sample that comes back."""
+    """Warm before any version was there. Prompts of every bucket, a swap, an eviction and a return."""
     engine = make_engine(model, kv_tokens=2 * LENGTH)
     published = [VersionedParams(version, model.init(version), str(version)) for version in range(2)]
-    engine.warm(engine.load_params(published[0]))
+    engine.warm(engine.load_params(engine.blank("float32")))
     programs = [engine._empty_prefix, engine._prefill_chunk, engine._insert, engine._extract]
     programs += [engine._generate, engine._recompute, engine._release]
     sizes = [program._cache_size() for program in programs]

@@ -58,6 +58,13 @@ def test_each_layer_lies_apart_and_no_value_changes():
     assert serving_layout(MODEL, served, "cpu") is served
 
 
+def test_what_was_laid_out_ahead_is_adopted_as_it_is():
+    engine = Engine(MODEL, slots=2, length=24, page_tokens=8)
+    served = engine.load_params(VersionedParams(3, MODEL.init(0), "three"))
+    assert isinstance(served.params["blocks"], tuple)
+    assert engine.load_params(served) is served
+
+
 def test_elsewhere_and_on_several_devices_they_lie_as_they_are():
     params = bfloat16_params()
     assert serving_layout(MODEL, params, "gpu") is params

@@ -24,7 +24,8 @@ from areal_jax.tasks.tokenizers import CharTokenizer
 from areal_jax.types import SampleId, Sampling, VersionedParams
 from areal_jax.weights.digest import digest
 from areal_jax.weights.orbax import OrbaxStore
-from areal_jax.weights.store import ParamReader, load_newer
+from areal_jax.weights.prefetch import Prefetcher
+from areal_jax.weights.store import load_newer
 from areal_jax.weights.transfer import TransferReader, TransferStore
 
 DEADLINE_S = 120.0
@@ -86,25 +87,27 @@ def publish(kind: str, folder: Path, first: int, last: int, hang: int = -1) -> N
 def adopt(kind: str, folder: Path, last: int) -> None:
     assert jax.device_count() == 2
     engine, version = make_engine(2), -1
-    reader: ParamReader
     if kind == "orbax":
         reader = OrbaxStore(folder / "weights", engine.canary)
     else:
         wait_for(folder / "address")
         address = (folder / "address").read_text()
         reader = TransferReader(address, engine.canary, DEADLINE_S, SECRET)
+    ahead = Prefetcher(reader, engine.param_shardings, engine.load_params)
     end_s = time.monotonic() + DEADLINE_S
     while version < last:
         assert time.monotonic() < end_s, f"no version came after {version}"
-        if isinstance(reader, TransferReader):
+        if isinstance(reader, TransferReader) and reader.address != (folder / "address").read_text():
             reader.address = (folder / "address").read_text()
-        value = load_newer(reader, engine.param_shardings, version)
+            ahead.forget()
+        value = load_newer(ahead, engine.param_shardings, version)
         if value is None:
             time.sleep(0.01)
             continue
         version, end_s = value.version, time.monotonic() + DEADLINE_S
         say(version=version, digest=digest(value.params), tokens=decode(engine, value))
         (folder / f"adopted-{version}").touch()
+    ahead.close(DEADLINE_S)
 
 
 def decode(engine: Engine, value: VersionedParams) -> list[int]:
