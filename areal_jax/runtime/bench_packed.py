@@ -50,6 +50,7 @@ def packed(
             seconds = timed_s(lambda arm=arm: update(arm))
             if repeat:  # the first compiles
                 took[arm].append(seconds)
+    pack_s = statistics.median(timed_s(lambda: pack(groups, rows, length) and None) for _ in range(repeats))
     seconds = {arm: statistics.median(each) for arm, each in took.items()}
     tokens = sum(len(t.tokens) for group in groups for t in group.trajectories)
     used = {arm: _used_rows(batch) for arm, batch in batches.items()}
@@ -58,6 +59,7 @@ def packed(
         "tokens_per_s": tokens / seconds["packed"],
         "padded_tokens_per_s": tokens / seconds["padded"],
         "padded_seconds": seconds["padded"],
+        "pack_seconds": pack_s,
         "rows": used,
         "fill": tokens / (used["packed"] * length),
         "row_ratio": row_ratio,
