@@ -32,9 +32,11 @@ _BLOCK_S = 2.0  # one answer's longest wait, well below what counts as a lost co
 _POLL_S = 0.02
 
 _POST = """
-if redis.call('XLEN', KEYS[1]) >= tonumber(ARGV[1]) then return 0 end
-redis.call('XADD', KEYS[1], '*', 'body', ARGV[2])
-return 1
+for at = 2, #ARGV do
+  if redis.call('XLEN', KEYS[1]) >= tonumber(ARGV[1]) then return at - 2 end
+  redis.call('XADD', KEYS[1], '*', 'body', ARGV[at])
+end
+return #ARGV - 1
 """
 
 _NOW = """
@@ -108,17 +110,22 @@ class Broker:
 
     # --- messages -------------------------------------------------------------------------------------------
 
-    def post(self, box: str, body: Any) -> None:
-        """Put a message of plain values into the box; waits while it is full.
+    def post(self, box: str, *bodies: Any) -> None:
+        """Put messages of plain values into the box, in order and in one round trip; waits while it is full.
 
-        Where the connection is lost in the middle the message may be there twice.
+        Where the connection is lost in the middle they may be there twice. None is sent where one cannot be.
         """
         try:
-            packed = pack(body)
+            packed = [pack(body) for body in bodies]
         except (TypeError, ValueError, OverflowError) as error:
             raise BrokerError(f"a message for the box {box!r} cannot be sent: {error}") from error
         end_s = time.monotonic() + self._deadline_s
-        while not self._link.script(_POST, [self._key(box)], [self._length, packed]):
+        while packed:
+            sent = self._link.script(_POST, [self._key(box)], [self._length, *packed])
+            if sent:
+                del packed[:sent]
+                end_s = time.monotonic() + self._deadline_s
+                continue
             if time.monotonic() >= end_s:
                 raise BrokerError(
                     f"the box {box!r} of run {self._run!r} held {self._length} messages for "

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from areal_jax.control import events as e
 from areal_jax.control.machine import ControlPlane
@@ -21,7 +23,7 @@ from areal_jax.observe.waits import Timeline, WaitTimeout
 from areal_jax.runtime.assembly import Inputs
 from areal_jax.runtime.broker import Broker
 from areal_jax.runtime.driver import Driver, Told
-from areal_jax.runtime.membership import BEAT_S, SILENT_S, Member, Membership
+from areal_jax.runtime.membership import BEAT_S, SILENT_S, Member, Membership, box_of
 from areal_jax.runtime.messages import (
     CONTROL,
     REWARD,
@@ -102,6 +104,8 @@ class Controller:
         """Roles whose work is done: one that starts again is told so."""
         self._unfinished: dict[str, str] = {}
         """Name -> role of those that came and have not ended well: lost ones too."""
+        self._out: dict[str, list[Any]] = defaultdict(list)
+        """What this turn has to say so far, by box."""
         self._evaluated: dict[str, int] = {}
         """By box: how far evaluations got, as signs of life say."""
 
@@ -130,10 +134,12 @@ class Controller:
             told = []
             self._heard(said)
         self._driver.handle(told)
+        self._send()
         self._broker.done(CONTROL, found)
         if self._error:
             raise ArealError(self._error)
         self._watch(bool(found))
+        self._send()
 
     def _watch(self, has_news: bool) -> None:
         """Signs of life, in both directions; silence of everybody ends the run."""
@@ -161,6 +167,7 @@ class Controller:
         """Tell everybody to end. The trainer writes its last checkpoint first, and that one is evaluated."""
         if reason:
             self._say_end(self._membership.members.values(), reason)
+            self._send()
         else:
             self._await_trainer()
             self._await_evaluation()
@@ -238,8 +245,7 @@ class Controller:
             self._tell(e.HostLost(hello.name, "its process started again"))
         if refused is not None:
             self._view.note(refused)
-            box = f"{hello.name}.{hello.incarnation}"
-            self._broker.post(box, to_plain(End(self._epoch, refused)))
+            self._post(box_of(hello.name, hello.incarnation), End(self._epoch, refused))
             return
         self._unfinished[hello.name] = hello.role
         if former is None or is_again:
@@ -309,12 +315,13 @@ class Controller:
         self._view.note(f"{name} is lost: {reason}")
         member = self._membership.lose(name, time.monotonic())
         if member is not None:
+            self._out.pop(member.box, None)
             self._broker.clear(member.box)
             if member.hello.role == "generate":
                 self._tell(e.HostLost(name, reason))
             elif member.hello.role == "reward":
                 for asked in list(self._judged.values()):  # whatever it was at; another one may be, too
-                    self._broker.post(REWARD, to_plain(asked))
+                    self._post(REWARD, asked)
 
     def _tell(self, *events: e.Event) -> None:
         self._driver.handle([(event, None) for event in events])
@@ -330,7 +337,7 @@ class Controller:
     def score(self, action: e.Score, prompt: Prompt, completions: Sequence[Completion]) -> None:
         asked = Judge(self._epoch, action.ordinal, action.attempt, tuple(completions))
         self._judged[action.ordinal, action.attempt] = asked
-        self._broker.post(REWARD, to_plain(asked))
+        self._post(REWARD, asked)
 
     def train(self, action: e.Train, groups: tuple[Group, ...]) -> None:
         """To every process of the trainer's group; one that is not ready is asked when it is."""
@@ -345,4 +352,13 @@ class Controller:
             self._say(member, message)
 
     def _say(self, member: Member, message: Message) -> None:
-        self._broker.post(member.box, to_plain(message))
+        self._post(member.box, message)
+
+    def _post(self, box: str, message: Message) -> None:
+        """With all else that this turn has for the box."""
+        self._out[box].append(to_plain(message))
+
+    def _send(self) -> None:
+        out, self._out = self._out, defaultdict(list)
+        for box, messages in out.items():
+            self._broker.post(box, *messages)

@@ -129,8 +129,15 @@ class Post:
     # --- threads --------------------------------------------------------------------------------------------
 
     def _send(self) -> None:
-        while (message := self._out.get()) is not None:
-            self._broker.post(CONTROL, to_plain(message))
+        """All that waits to be said at once: each round trip costs Redis a write to its disk."""
+        is_open = True
+        while is_open:
+            said = [self._out.get()]
+            while len(said) < MOST and not self._out.empty():
+                said.append(self._out.get())
+            messages = [to_plain(message) for message in said if message is not None]
+            is_open = len(messages) == len(said)  # nothing is said after None
+            self._broker.post(CONTROL, *messages)
 
     def _live(self) -> None:
         while not self._is_closed.is_set():

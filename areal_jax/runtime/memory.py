@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from areal_jax.trainer.learner import Learner
@@ -52,7 +52,7 @@ class MemoryWatch:
         compiled, self._learner.compiled[:] = list(self._learner.compiled), []
         if self._steps:
             for program, shapes in compiled:
-                self._note(f"compiled {program} once more, for {', '.join(shapes) or 'a new combination'}")
+                self._note(f"compiled {program} once more, for {_some(shapes)}")
         self._steps += 1
         figures = {
             "compiled_programs": float(len(compiled)),
@@ -63,6 +63,11 @@ class MemoryWatch:
 
     def _stats(self) -> dict[str, int]:
         return self._device.memory_stats() or {}
+
+
+def _some(shapes: Sequence[str], most: int = 3) -> str:
+    named = ", ".join(shapes[:most]) or "a new combination"
+    return named + (f" and {len(shapes) - most} more" if len(shapes) > most else "")
 
 
 def _gib(size: int) -> str:

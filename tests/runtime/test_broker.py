@@ -209,6 +209,30 @@ def test_a_full_box_holds_back_who_posts_and_then_names_itself(
 
 
 @cluster
+def test_messages_posted_together_come_in_order_though_they_do_not_all_fit_at_once(
+    broker: Broker, redis_at: RedisServer, run: str
+):
+    with again(redis_at, run, length=3) as poster:
+        sender = threading.Thread(target=poster.post, args=("host-1", *range(8)), daemon=True)
+        sender.start()
+        found: list[Any] = []
+        while len(found) < 8:
+            taken = broker.take("host-1", "host-1", 5, most=2)
+            assert taken
+            found += bodies(taken)
+            broker.done("host-1", taken)
+        sender.join(5)
+        assert found == list(range(8)) and not sender.is_alive()
+        with pytest.raises(BrokerError, match="cannot be sent"):
+            poster.post("host-1", 8, object())
+        assert broker.take("host-1", "host-1", 0) == [], "none is sent where one cannot be"
+        poster.post("host-1")
+        with pytest.raises(BrokerError, match=r"held 3 messages for 0.4 s"):
+            again(redis_at, run, deadline_s=0.4, length=3).post("host-1", *range(4))
+        assert bodies(broker.take("host-1", "host-1", 0)) == [0, 1, 2]
+
+
+@cluster
 def test_clearing_drops_all_also_under_a_waiting_reader(broker: Broker, redis_at: RedisServer, run: str):
     broker.post("trainer", "old")
     assert bodies(broker.take("trainer", "t", 1)) == ["old"]
