@@ -1,5 +1,5 @@
 # make quickstart and make test need Python 3.11 to 3.13 and nothing else: they build .venv when it is missing or old.
-.PHONY: install quickstart test check format clean
+.PHONY: install quickstart test slow check format clean
 .DELETE_ON_ERROR:
 
 SUITS = -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'
@@ -32,6 +32,10 @@ quickstart: $(STAMP)
 # time goes into compiling, which uses one core: so two processes, a file to each.
 test: $(STAMP)
 	$(CACHE) $(BIN)/python -m pytest -n 2 --dist loadfile --durations=15
+
+# Whole runs, killed processes, Slurm, namespaces: with what the fast tests compiled.
+slow: $(STAMP)
+	$(CACHE) $(BIN)/python -m pytest -n 2 --dist loadfile -m "(slow or cluster) and not gpu" --durations=15
 
 check: $(STAMP)
 	$(BIN)/ruff check
