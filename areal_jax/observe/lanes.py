@@ -76,6 +76,22 @@ def totals(intervals: Sequence[Interval]) -> dict[str, dict[str, float]]:
     return spent
 
 
+def orchestration(intervals: Sequence[Interval]) -> tuple[float, float]:
+    """From the first update to the end of the last: the seconds in which nobody worked but the control plane,
+    and all of them. To WINDOW_NS, as what is older than a few seconds was coalesced.
+    """
+    updates = [each for each in intervals if each.activity == "update"]
+    if not updates:
+        return 0.0, 0.0
+    begin_s, end_s = min(each.start_s for each in updates), max(each.end_s for each in updates)
+    others = [each for each in intervals if each.actor != "control" and not is_idle(each.activity)]
+    alone_s, until_s = 0.0, begin_s
+    for each in sorted(others, key=lambda each: each.start_s):
+        alone_s += max(0.0, min(each.start_s, end_s) - until_s)
+        until_s = max(until_s, each.end_s)
+    return alone_s, end_s - begin_s
+
+
 class _Lanes:
     """The intervals by actor and label: working activities by name, most time first, and all waits as one."""
 

@@ -209,7 +209,17 @@ def _asynchrony(data: ReportData) -> str:
         figures.logp_gap(data.rows),
     ]
     stacked = "".join(_figures([figure]) for figure in wide)
-    return stacked + _waits_table(data.intervals) + _figures(rest)
+    return stacked + _orchestration(data.intervals) + _waits_table(data.intervals) + _figures(rest)
+
+
+def _orchestration(intervals: Sequence[Interval]) -> str:
+    alone_s, whole_s = lanes.orchestration(intervals)
+    if not whole_s:
+        return ""
+    return (
+        '<p class="note">From the first update to the last, nobody but the control plane worked for '
+        f"{alone_s:.1f} s of {whole_s:.1f} s, {100 * alone_s / whole_s:.1f} %.</p>"
+    )
 
 
 def _waits_table(intervals: Sequence[Interval]) -> str:

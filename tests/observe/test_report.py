@@ -259,6 +259,24 @@ def test_the_waits_table_adds_up(page):
     ]
 
 
+def test_orchestration_is_when_nobody_else_works(page):
+    """From the first update to the last; the control plane's own work is no work, waits are none."""
+    intervals = [
+        Interval("trainer", "update", 10.0, 12.0),
+        Interval("trainer", "wait: a batch", 12.0, 18.0),
+        Interval("trainer", "update", 18.0, 20.0),
+        Interval("host-0", "decode", 5.0, 11.0),
+        Interval("host-0", "decode", 13.0, 16.0),
+        Interval("host-1", "prefill", 14.0, 15.0),
+        Interval("host-1", "decode", 15.5, 17.0),
+        Interval("host-1", "decode", 25.0, 26.0),
+        Interval("control", "decide", 0.0, 30.0),
+    ]
+    assert lanes.orchestration(intervals) == (pytest.approx(1.0 + 1.0), 10.0)
+    assert lanes.orchestration(intervals[3:]) == (0.0, 0.0)
+    assert re.search(r"nobody but the control plane worked for 0\.0 s of [\d.]+ s, 0\.0 %", page)
+
+
 def test_a_run_without_a_step_renders():
     page = render(ReportData("empty", "areal-jax run x.yaml", "run: {}\n"))
     assert "No step was trained." in page
