@@ -194,8 +194,9 @@ class Host:
             if loaded is None:
                 return
             interrupted = self._put_in_force(self._engine.load_params(loaded), former)
-            self._swaps += former is not None
-            self._swap_s += time.perf_counter() - started
+            if former is not None:
+                self._swaps += 1
+                self._swap_s += time.perf_counter() - started
         self._emit(HostAdopted(self.name, loaded.version, loaded.digest, interrupted), None)
 
     def _is_draining(self, version: PolicyVersion) -> bool:
