@@ -91,6 +91,7 @@ class Host:
         self._last_call_s: float | None = None
         self._stalled_since_s: float | None = None
         self.generated_tokens = 0
+        self.tokens_per_s: float | None = None
         self._interruptions = self._recomputed_tokens = self._swaps = self._evictions = 0
         self._swap_s = 0.0
         self._statistics = Statistics()

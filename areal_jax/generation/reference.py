@@ -35,6 +35,7 @@ class ReferenceHost:
         self._length, self._clock, self._deadline_s = length, clock, deadline_s
         self.has_work = False
         self.generated_tokens = 0
+        self.tokens_per_s: float | None = None
         self.gaps_s: deque[float] = deque()
 
     def statistics(self) -> Statistics:

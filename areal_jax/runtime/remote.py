@@ -23,6 +23,9 @@ class RemoteHost:
         self._before: dict[str, float] = dict.fromkeys(COUNTS, 0)
         self._incarnation = ""
         self._number = -1
+        self._at_s = 0.0
+        self.tokens_per_s: float | None = 0.0
+        """Between its last two signs of life."""
 
     @property
     def generated_tokens(self) -> int:
@@ -38,9 +41,12 @@ class RemoteHost:
             self._incarnation, self._number = incarnation, -1
         if beat["number"] == self._number:
             return  # heard before
-        self._number = beat["number"]
+        former, passed_s = self._said, beat["at_s"] - self._at_s
+        is_first, self._number, self._at_s = self._number < 0, beat["number"], beat["at_s"]
         self._said = Statistics(**{name: beat["statistics"][name] for name in COUNTS})
         self.gaps_s.extend(beat["gaps_s"])
+        if not is_first and passed_s > 0:
+            self.tokens_per_s = (self._said.generated_tokens - former.generated_tokens) / passed_s
 
 
 class RemoteHosts:

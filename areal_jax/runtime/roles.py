@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from functools import cached_property
@@ -145,6 +146,7 @@ class _Hosting:
         gaps, said = self._host.gaps_s, self._host.statistics()
         return {
             "number": next(self._beats),
+            "at_s": time.monotonic(),
             "gaps_s": [gaps.popleft() for _ in range(min(len(gaps), GAPS))],
             "statistics": {count: getattr(said, count) for count in COUNTS},
         }

@@ -31,6 +31,11 @@ class HostFigures(Protocol):
     @property
     def generated_tokens(self) -> int: ...
 
+    @property
+    def tokens_per_s(self) -> float | None:
+        """None where `generated_tokens` is of this moment; else the rate between the last two said."""
+        ...
+
     def statistics(self) -> Statistics: ...
 
 
@@ -91,7 +96,7 @@ class RowMaker:
             **batch_figures(step, groups),
             **self._task_figures(groups),
             "generated_tokens": new_tokens,
-            "generate_tokens_per_s": new_tokens / span,
+            "generate_tokens_per_s": self._rate(new_tokens / span),
             "train_tokens_per_s": trained["trained_tokens"] / span,
             "trainer_wait_share": idle_share(totals.get("trainer", {})),
             "generator_idle_share": self._idle_share(totals),
@@ -109,6 +114,12 @@ class RowMaker:
         for counter in (self._counts, self._failed, self._dropped, self._reissued):
             counter.clear()
         return row
+
+    def _rate(self, counted: float) -> float:
+        """Tokens/s of all hosts; what they said themselves where their counts come but now and then."""
+        said = [host.tokens_per_s for host in self._hosts]
+        rates = [rate for rate in said if rate is not None]
+        return sum(rates) if rates else counted
 
     def _idle_share(self, totals: Mapping[str, Mapping[str, float]]) -> float:
         """Mean of the hosts'; 0 where there is none at the moment."""

@@ -6,9 +6,9 @@ from areal_jax.observe.waits import Timeline, idle_share
 from areal_jax.runtime.remote import COUNTS, RemoteHosts
 
 
-def sign(number: int, generated: int, **totals: float) -> dict:
+def sign(number: int, generated: int, at_s: float = 0.0, **totals: float) -> dict:
     counts = dict.fromkeys(COUNTS, 0) | {"generated_tokens": generated}
-    return {"number": number, "gaps_s": [0.1], "statistics": counts, "totals": totals}
+    return {"number": number, "at_s": at_s, "gaps_s": [0.1], "statistics": counts, "totals": totals}
 
 
 def test_between_signs_of_life_shares_are_those_before():
@@ -29,3 +29,22 @@ def test_counts_go_on_where_a_host_starts_anew_and_no_sign_counts_twice():
         hosts.hear({f"host-0.{incarnation}": sign(number, generated, decode=1.0)})
     assert host.generated_tokens == 35
     assert len(host.gaps_s) == 3
+
+
+def test_a_rate_is_that_between_the_last_two_signs_of_one_process():
+    """Whenever they are heard: several rows may lie between two signs."""
+    hosts = RemoteHosts(Timeline(None))
+    hosts.join("host-0")
+    (host,) = hosts.hosts
+    rates = []
+    for incarnation, number, generated, at_s in (
+        ("a", 0, 100, 50.0),
+        ("a", 1, 140, 52.0),
+        ("a", 1, 140, 52.0),
+        ("a", 2, 230, 55.0),
+        ("b", 0, 7, 1.0),
+        ("b", 1, 17, 3.0),
+    ):
+        hosts.hear({f"host-0.{incarnation}": sign(number, generated, at_s)})
+        rates.append(host.tokens_per_s)
+    assert rates == [0.0, 20.0, 20.0, 30.0, 30.0, 5.0]

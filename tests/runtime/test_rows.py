@@ -31,6 +31,7 @@ class FakeHost:
     generated_tokens: int = 0
     gaps_s: deque[float] = field(default_factory=deque)
     said: Statistics = field(default_factory=Statistics)
+    tokens_per_s: float | None = None
 
     def statistics(self) -> Statistics:
         return self.said
@@ -165,6 +166,12 @@ def test_a_task_without_a_group_in_the_batch_still_tells_its_failures():
     row = rows.make(5, BATCH[:1], TRAINED, "")
     assert [name for name in row if name.endswith("/y")] == ["failed_rewards/y"]
     assert row["failed_rewards/y"] == 1 and row["reward_mean/x"] == 0.5
+
+
+def test_hosts_whose_counts_come_now_and_then_say_their_rate_themselves():
+    rows = make([FakeHost(tokens_per_s=30.0), FakeHost("host-1", tokens_per_s=12.0)])
+    row = rows.make(5, BATCH, TRAINED, "d" * 16)
+    assert (row["generated_tokens"], row["generate_tokens_per_s"]) == (0, 42.0)
 
 
 def test_swaps_and_what_they_cost_are_summed_over_hosts_and_counted_from_row_to_row():
