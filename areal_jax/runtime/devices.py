@@ -128,7 +128,8 @@ def memory_table(
         is_staged = config.weights_backend == "orbax"
         what = "published weights, a version written and one waiting" if is_staged else "published weights"
         rows.append(("trainer", f"{what}, {dtype}", (1 + is_staged) * wire // shards))
-        sets = config.parameter_sets
+        is_ahead = config.on_update == "pinned" and config.runtime.redis is not None
+        sets = config.parameter_sets + is_ahead  # one waits in its process for room
         what = "and the next ones" if sets == 2 else f"of up to {sets} versions"
         rows.append(("each host", f"serving weights, {what}, {dtype}", sets * wire // host_shards))
     page = g.tokens_per_page

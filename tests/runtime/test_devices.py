@@ -186,6 +186,8 @@ def test_other_placements_hold_the_published_copy_and_two_served_ones():
     for bound in (1, 3):  # DORA's K, and the next version while it arrives
         table = figures("shared", "control.strategy=pinned", f"control.max_staleness={bound}")
         assert table["each host: serving weights"] == 4 * n * (bound + 1)
+    table = figures("split", "control.strategy=pinned", "runtime.redis=redis://127.0.0.1:1/0")
+    assert table["each host: serving weights"] == 4 * n * (2 + 1 + 1), "one waits in its process"
 
 
 def test_staged_weights_hold_one_version_being_written_and_one_waiting():
