@@ -39,6 +39,11 @@ end
 return #ARGV - 1
 """
 
+_DONE = """
+redis.call('XACK', KEYS[1], ARGV[1], unpack(ARGV, 2))
+redis.call('XDEL', KEYS[1], unpack(ARGV, 2))
+"""
+
 _NOW = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -164,17 +169,10 @@ class Broker:
 
     def done(self, box: str, messages: Iterable[Message]) -> None:
         """These are dealt with: nobody gets them again."""
-        ids, key = [message.id for message in messages], self._key(box)
+        ids = [message.id for message in messages]
         if not ids:
             return
-
-        def remove(client: Any) -> None:
-            with client.pipeline(transaction=True) as both:
-                both.xack(key, _GROUP, *ids)
-                both.xdel(key, *ids)
-                both.execute()
-
-        self._link.run(remove)
+        self._link.script(_DONE, [self._key(box)], [_GROUP, *ids])
         with self._guard:
             for (name, _), reading in self._readings.items():
                 if name == box:
