@@ -22,6 +22,7 @@ from areal_jax.observe.metrics import MetricsWriter
 from areal_jax.observe.waits import Timeline, WaitTimeout
 from areal_jax.runtime.assembly import Inputs
 from areal_jax.runtime.broker import Broker
+from areal_jax.runtime.committed import CHECKPOINTS, is_dealt_with
 from areal_jax.runtime.driver import Driver, Told
 from areal_jax.runtime.membership import BEAT_S, SILENT_S, Member, Membership, box_of
 from areal_jax.runtime.messages import (
@@ -48,6 +49,7 @@ from areal_jax.runtime.rows import RowMaker
 from areal_jax.runtime.trainer import plan_groups
 from areal_jax.trajectories.journal import Journal
 from areal_jax.types import ArealError, Completion, Group, Prompt
+from areal_jax.weights.staged import committed
 
 MOST = 256
 """Messages that are handled, and journaled, together."""
@@ -102,12 +104,22 @@ class Controller:
         self._error = ""
         self._dismissed: set[str] = set()
         """Roles whose work is done: one that starts again is told so."""
-        self._unfinished: dict[str, str] = {}
-        """Name -> role of those that came and have not ended well: lost ones too."""
+        self._unfinished = self._owed(folder)
+        """Name -> role of those that have not ended well: lost ones too, and who is yet to come."""
         self._out: dict[str, list[Any]] = defaultdict(list)
         """What this turn has to say so far, by box."""
         self._evaluated: dict[str, int] = {}
         """By box: how far evaluations got, as signs of life say."""
+
+    def _owed(self, folder: Path) -> dict[str, str]:
+        """Whose work is not done, whoever was there under the controller before this one."""
+        done, is_finished = committed(folder / CHECKPOINTS), self._control.is_finished
+        last = done[-1] if done else -1
+        owed = {} if is_finished and last == self._control.trained_version else {TRAINER: "trainer"}
+        asked = self._config.observe
+        if (asked.evaluate or asked.exports) and (owed or not is_dealt_with(folder, last, self._config)):
+            owed["evaluate"] = "evaluate"  # by whatever name
+        return owed
 
     # --- from start to end ----------------------------------------------------------------------------------
 
@@ -231,6 +243,8 @@ class Controller:
             case Ended(name, incarnation):
                 if self._membership.of(name, incarnation) is not None:
                     self._left(message)
+                elif not message.error:  # told to by the controller before this one
+                    self._unfinished.pop(name, None)
             case _:
                 pass
 
@@ -247,11 +261,12 @@ class Controller:
             self._view.note(refused)
             self._post(box_of(hello.name, hello.incarnation), End(self._epoch, refused))
             return
+        self._unfinished.pop(hello.role, None)
         self._unfinished[hello.name] = hello.role
         if former is None or is_again:
             self._view.note(f"{hello.name} joined from {hello.machine} (process {hello.pid})")
         member = self._membership.members[hello.name]
-        if hello.role == "trainer" or self._has_begun:
+        if hello.role == "trainer" or self._has_begun or hello.role in self._dismissed:
             self._begin(member)
 
     def _begin(self, member: Member) -> None:

@@ -10,16 +10,25 @@ import jax
 
 from areal_jax.config import Config
 from areal_jax.models.model import Model
+from areal_jax.observe.evals import read_evals
 from areal_jax.trainer.checkpoint import restore_params
 from areal_jax.types import ArealError, PolicyVersion, VersionedParams
 from areal_jax.weights.digest import digest
 from areal_jax.weights.staged import StagedError, committed, read
 from areal_jax.weights.store import dtype_in
 
-CHECKPOINTS, WEIGHTS = "checkpoints", "weights"
+CHECKPOINTS, WEIGHTS, EXPORTS = "checkpoints", "weights", "exports"
+"""Folders of a run, each with one a version."""
 
 ATTEMPTS = 20
 """How often in a row the newest version may be pruned while it is read."""
+
+
+def is_dealt_with(folder: Path, version: PolicyVersion, config: Config) -> bool:
+    """Whether checkpoint `version` was evaluated and exported, as far as `config` asks for it."""
+    o = config.observe
+    is_evaluated = not o.evaluate or version in {line["version"] for line in read_evals(folder)}
+    return is_evaluated and (not o.exports or (folder / EXPORTS / str(version)).is_dir())
 
 
 class Committed(NamedTuple):

@@ -23,14 +23,11 @@ from areal_jax.models.model import Params
 from areal_jax.observe.evals import append_eval, read_evals
 from areal_jax.observe.waits import WaitTimeout
 from areal_jax.runtime.assembly import Inputs
-from areal_jax.runtime.committed import CHECKPOINTS, checkpoint_params
+from areal_jax.runtime.committed import CHECKPOINTS, EXPORTS, checkpoint_params
 from areal_jax.runtime.evaluator import Evaluator, as_served, settings_of
 from areal_jax.runtime.sources import explained
 from areal_jax.trainer.checkpoint import MANIFEST, committed
 from areal_jax.types import ArealError, PolicyVersion, VersionedParams
-
-EXPORTS = "exports"
-"""In the run's folder: a Hugging Face folder a version."""
 
 POLL_S = 1.0
 

@@ -93,6 +93,25 @@ def test_kill_9_of_each_role_in_turn(tmp_path: Path):
     assert all(processes(run, role) == [] for role in ROLES)
 
 
+def test_a_controller_killed_after_the_last_batch_waits_for_what_it_has_not_heard_of(tmp_path: Path):
+    """The trainer's last checkpoint, and its evaluation by a process that is on its way back."""
+    run, steps = tmp_path / "run", 12
+    words = [f"run.steps={steps}", "trainer.checkpoint_every=100", "observe.evaluate=2", "observe.exports=1"]
+    with launching(run, *words) as launched:
+        await_rows(run, steps - 4, launched)
+        victims = [processes(run, role)[0] for role in ("evaluate", "controller")]
+        while rows(run) < steps:
+            assert launched.poll() is None
+            time.sleep(0.002)
+        for victim in victims:
+            os.kill(victim, signal.SIGKILL)
+        assert ended_well(run, launched)["ok"]
+    for folder in ("checkpoints", "exports"):
+        assert [path.name for path in (run / folder).iterdir()] == [str(steps)]
+    assert [line["version"] for line in read_evals(run)] == [steps]
+    assert all(processes(run, role) == [] for role in ROLES)
+
+
 def test_a_trainer_killed_before_its_last_checkpoint_writes_it_when_it_is_back(tmp_path: Path):
     """All batches are trained by then: it trains them again from the journal."""
     run, steps = tmp_path / "run", 12

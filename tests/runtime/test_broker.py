@@ -291,7 +291,7 @@ def test_an_answer_that_is_lost_loses_no_message(redis_at: RedisServer, run: str
         while len(found) < 4:
             found += reader.take("controller", "me", 1)
         assert bodies(found) == [1, 2, 3, 4], "0 is in hand already"
-        wire.lose_next(b"XACK")
+        wire.lose_next(b"box:controller")
         reader.done("controller", held + found)
         assert wire.lost == 2
         wire.lose_next(b"controller")
