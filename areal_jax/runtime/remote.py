@@ -64,7 +64,13 @@ class RemoteHosts:
             self.hosts.append(RemoteHost(name))
 
     def hear(self, beats: Mapping[str, Any]) -> None:
-        """Signs of life by `name.incarnation`; those without figures are no host's or trainer's."""
+        """Signs of life by `name.incarnation`, of all who live; those without figures are no host's or
+        trainer's.
+        """
+        living = {box.rpartition(".")[0] for box in beats}
+        for host in self.hosts:
+            if host.name not in living:
+                host.tokens_per_s = 0.0
         for box, beat in beats.items():
             name, _, incarnation = box.rpartition(".")
             if "totals" not in beat:

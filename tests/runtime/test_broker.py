@@ -182,12 +182,12 @@ def test_two_readers_of_a_box_that_come_and_go_lose_nothing_and_repeat_only_what
 def test_taking_waits_for_the_first_message_and_no_longer(broker: Broker, redis_at: RedisServer, run: str):
     started_s = time.monotonic()
     assert broker.take("controller", "me", 0.3) == []
-    assert 0.25 < time.monotonic() - started_s < 10
+    assert 0.25 < time.monotonic() - started_s < 1.5
     with again(redis_at, run) as poster:
         threading.Timer(0.2, poster.post, ("controller", "late")).start()
         started_s = time.monotonic()
         assert bodies(broker.take("controller", "me", 20)) == ["late"]
-        assert time.monotonic() - started_s < 10, "of the 20 s it would wait"
+        assert time.monotonic() - started_s < 5
 
 
 @cluster

@@ -48,3 +48,5 @@ def test_a_rate_is_that_between_the_last_two_signs_of_one_process():
         hosts.hear({f"host-0.{incarnation}": sign(number, generated, at_s)})
         rates.append(host.tokens_per_s)
     assert rates == [0.0, 20.0, 20.0, 30.0, 30.0, 5.0]
+    hosts.hear({"host-1.a": sign(0, 3)})
+    assert host.tokens_per_s == 0.0, "it lives no more"

@@ -123,7 +123,7 @@ def test_hosts_without_work_are_not_waited_for():
     with turns.trainer(mine):
         for _ in range(20):
             turns.between(mine, RESULT)
-    assert time.monotonic() - start_s < 5, "once would take 10 s"
+    assert time.monotonic() - start_s < 1.0
 
 
 def test_hosts_that_run_out_of_work_end_the_wait():

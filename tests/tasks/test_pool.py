@@ -15,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from pebble.common import CONSTS
 
 from areal_jax.control.events import RewardFailed, RewardScored
 from areal_jax.tasks.pool import RewardPool
@@ -99,14 +98,11 @@ def test_groups_are_scored_in_another_process_without_jax(pool: RewardPool):
 
 
 @pytest.mark.parametrize("deed", ["loop", "sleep"])
-def test_a_group_past_its_deadline_is_timed_out_and_its_worker_is_dead(
-    pool: RewardPool, deed: str, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(CONSTS, "term_timeout", 60)  # for which pebble would wait before it kills
+def test_a_group_past_its_deadline_is_timed_out_and_its_worker_is_dead(pool: RewardPool, deed: str):
     (before,) = ask(pool, "pid")
     start = time.monotonic()
     (late,) = ask(pool, deed)
-    assert time.monotonic() - start < 30, "it was left to pebble"
+    assert time.monotonic() - start < 2.5, "pebble's own kill takes 3 s more"
     assert (late.outcome, late.member) == ("timed_out", GROUP)
     assert "reward_timeout_s" in late.message
     assert wait_until(lambda: gone(int(before.rewards[0])), 1)
@@ -200,7 +196,7 @@ def test_after_closing_nothing_is_reported_and_nothing_is_taken():
     start = time.monotonic()
     pool.close()
     pool.close()
-    assert time.monotonic() - start < 15, "it does not wait for the 30 s of the score's deadline"
+    assert time.monotonic() - start < 2
     assert told == []
     with pytest.raises(TaskError, match="closed reward pool"):
         pool.submit(1, 0, Prompt("one", task="deeds"), [], told.append)
@@ -280,10 +276,14 @@ def test_killing_the_parent_leaves_no_worker_behind(tmp_path: Path):
         assert wait_until(lambda pid=pid: gone(pid), 5), f"process {pid} outlived its parent"
 
 
-def test_what_a_worker_imports_starts_without_what_starts_slowly():
-    slow = {"jax", "pydantic", "sympy"}
-    code = f"import areal_jax.tasks.pool, sys; print(sorted({slow} & sys.modules.keys()))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60, check=True
-    )
-    assert done.stdout == "[]\n"
+def test_what_a_worker_imports_starts_within_a_second_and_without_jax():
+    code = "import areal_jax.tasks.pool, sys; print('jax' in sys.modules, 'pydantic' in sys.modules)"
+    took = []
+    for _ in range(3):  # the best of three: the machine may be busy
+        start = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60, check=True
+        )
+        took.append(time.monotonic() - start)
+        assert done.stdout == "False False\n"
+    assert min(took) < 1.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -175,3 +176,27 @@ def test_what_cannot_be_packed_is_named_with_its_remedy():
         pack([group(n, [2]) for n in range(3)], 1, 8, minibatches=2)
     with pytest.raises(PackingError, match="0 groups"):
         pack([], 1, 8)
+
+
+def test_packing_costs_a_sequence_the_same_however_many_there_are():
+    """In Python calls, which no busy machine changes; `bench packed` says what they take."""
+
+    def calls(count: int) -> int:
+        groups = [group(n, long_tail(8, cap=18, median=6, sigma=0.8)) for n in range(count)]
+        pack(groups, 8, 32)
+        made = 0
+
+        def see(_frame: object, event: str, _arg: object) -> None:
+            nonlocal made
+            made += event in ("call", "c_call")
+
+        sys.setprofile(see)
+        try:
+            pack(groups, 8, 32)
+        finally:
+            sys.setprofile(None)
+        return made
+
+    few, many = calls(16), calls(64)
+    assert few < 128 * 80, "for each of 128 sequences"
+    assert many < 4.1 * few
