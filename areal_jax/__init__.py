@@ -9,11 +9,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from areal_jax.config import AlgorithmConfig, Config, load_config
+    from areal_jax.assembly.api import load_model, preset
+    from areal_jax.config.loading import load_config
+    from areal_jax.config.sections import AlgorithmConfig
+    from areal_jax.config.tree import Config
     from areal_jax.generation.engine import Engine
     from areal_jax.generation.rollout import rollout
-    from areal_jax.runtime.api import load_model, preset
-    from areal_jax.runtime.jobs import RunResult, resume, run
+    from areal_jax.runtime.context import RunResult
+    from areal_jax.runtime.jobs import resume, run
     from areal_jax.tasks.task import Task
     from areal_jax.trainer.learner import Learner
     from areal_jax.trajectories.packing import pack
@@ -29,14 +32,14 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
-    "AlgorithmConfig": "config",
-    "Config": "config",
-    "load_config": "config",
+    "AlgorithmConfig": "config.sections",
+    "Config": "config.tree",
+    "load_config": "config.loading",
     "Engine": "generation.engine",
     "rollout": "generation.rollout",
-    "load_model": "runtime.api",
-    "preset": "runtime.api",
-    "RunResult": "runtime.jobs",
+    "load_model": "assembly.api",
+    "preset": "assembly.api",
+    "RunResult": "runtime.context",
     "resume": "runtime.jobs",
     "run": "runtime.jobs",
     "Task": "tasks.task",
@@ -52,29 +55,7 @@ _HOMES = {
     "VersionedParams": "types",
 }
 
-__all__ = [
-    "AlgorithmConfig",
-    "Batch",
-    "Completion",
-    "Config",
-    "Engine",
-    "Group",
-    "Learner",
-    "Prompt",
-    "Reward",
-    "RunResult",
-    "Sampling",
-    "Task",
-    "Trajectory",
-    "VersionedParams",
-    "load_config",
-    "load_model",
-    "pack",
-    "preset",
-    "resume",
-    "rollout",
-    "run",
-]
+__all__ = list(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
@@ -84,4 +65,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted(_HOMES)

@@ -1,4 +1,7 @@
-"""Own tasks, losses and estimators by `module:name`, and the check of their settings."""
+"""Loads users' tasks, losses and estimators by `module:name`, and checks their settings.
+
+Also explains the import error of an optional package.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, get_type_hints
 
 from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
@@ -15,20 +19,31 @@ from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 from areal_jax.types import ArealError
 
 
-def load_object(spec: str, builtin: Mapping[str, Any], what: str) -> Any:
-    """The object named by `spec`: a key of `builtin` (an object or itself `module:name`), or `module:name`.
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Returns the name in `known` that is most similar to `name`; "" if none is similar."""
+    return next(iter(difflib.get_close_matches(name, known, n=1)), "")
 
-    Modules are searched where Python searches, the working folder included. Raises ArealError that names what
-    is wrong.
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", prefix: str = "") -> str:
+    """Returns a hint for messages: `prefix` + the nearest name in `known`; `otherwise` if none is similar."""
+    near = nearest(name, known)
+    return f"did you mean {prefix}{near}?" if near else otherwise
+
+
+def load_object(spec: str, builtin: Mapping[str, Any], what: str) -> Any:
+    """Returns the object that `spec` names: a key of `builtin`, or `module:name`.
+
+    `builtin` maps a name to the object or to its `module:name`. Modules are searched on Python's path and in
+    the working folder. Raises ArealError if the name, the module or its attribute is not found; `what` names
+    the kind of object in the message.
     """
     if spec in builtin:
         found = builtin[spec]
         return load_object(found, {}, what) if isinstance(found, str) else found
     module_name, colon, name = spec.partition(":")
     if not colon:
-        near = difflib.get_close_matches(spec, builtin, n=1)
-        known = f"there are: {', '.join(builtin)}; or module:name of your own"
-        raise ArealError(f"no {what} is called {spec!r}; {f'did you mean {near[0]}?' if near else known}")
+        known = f"choose one of {', '.join(builtin)}, or give module:name of your own"
+        raise ArealError(f"no {what} is called {spec!r}; {did_you_mean(spec, builtin, known)}")
     if not all(part.isidentifier() for part in (*module_name.split("."), name)):
         raise ArealError(f"{what} {spec!r} is not of the form module:name, as in my_pkg.losses:my_clip")
     try:
@@ -38,35 +53,58 @@ def load_object(spec: str, builtin: Mapping[str, Any], what: str) -> Any:
             raise  # the module is there; what it imports is not
         if os.getcwd() in sys.path:
             raise ArealError(
-                f"{what} {spec!r}: there is no module {module_name}; is its folder on PYTHONPATH?"
+                f"{what} {spec!r}: module {module_name} was not found; check that its folder is on PYTHONPATH"
             ) from None
         sys.path.insert(0, os.getcwd())
         return load_object(spec, builtin, what)
     if not hasattr(module, name):
-        near = difflib.get_close_matches(name, dir(module), n=1)
-        hint = f"; did you mean {module_name}:{near[0]}?" if near else ""
-        raise ArealError(f"{what} {spec!r}: module {module_name} has no {name}{hint}")
+        hint = did_you_mean(name, dir(module), "correct the name", prefix=f"{module_name}:")
+        raise ArealError(f"{what} {spec!r}: module {module_name} has no {name}; {hint}")
     return getattr(module, name)
 
 
-def check_settings(function: Callable[..., Any], settings: Mapping[str, Any], key: str) -> None:
-    """Raise ArealError unless `settings` are keyword arguments of `function`, and all its required ones.
+def install_extra(extra: str) -> str:
+    """Returns the shell command that installs the extra `extra` of areal-jax, for messages.
 
-    A function's annotations, such as Literal["token", "sequence"] or Annotated[float, Field(gt=0)], say what
-    a value may be. `key` is the config key they were given under, for the message.
+    It installs from the repository, because areal-jax is not on a package index.
+    """
+    return f"pip install '.[{extra}]' in a checkout of areal-jax (or 'FILE.whl[{extra}]' from its wheel)"
+
+
+@contextmanager
+def needing(
+    what: str, extra: str, packages: Collection[str] | None = None, instead: str = ""
+) -> Iterator[None]:
+    """Context manager: in its block, the import error of a missing package becomes an ArealError.
+
+    The message says that `what` needs the package, and how to install the extra `extra`; it ends with
+    `instead`, a text with another remedy. `packages`: the top-level modules to which this applies; None: all.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if packages is not None and (error.name or "").partition(".")[0] not in packages:
+            raise
+        package = f"{what} needs the package {error.name}"
+        raise ArealError(f"{package}: {install_extra(extra)}{instead}") from None
+
+
+def check_settings(function: Callable[..., Any], settings: Mapping[str, Any], key: str) -> None:
+    """Raises ArealError unless `settings` are keyword arguments of `function` and include all required ones.
+
+    If `function` is not a class, each value must also match its argument's annotation, such as
+    Literal["token", "sequence"]. `key` is the config key of the settings, for the message.
     """
     if not callable(function):
-        raise ArealError(f"{key}: {function!r:.80} is not a function; name one by module:name")
+        raise ArealError(f"{key}: {function!r:.80} is not a function; give a function as module:name")
     parameters = inspect.signature(function).parameters.values()
     named = {p.name: p for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
     if inspect.isclass(function):
         named |= {p.name: p for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD}
     for name in settings:
         if name not in named:
-            near = difflib.get_close_matches(name, named, n=1)
             known = f"its settings are: {', '.join(named) or 'none'}"
-            hint = f"did you mean {key}.{near[0]}?" if near else known
-            raise ArealError(f"unknown key {key}.{name}; {hint}")
+            raise ArealError(f"unknown key {key}.{name}; {did_you_mean(name, named, known, f'{key}.')}")
     missing = [name for name, p in named.items() if p.default is p.empty and name not in settings]
     if missing:
         raise ArealError(f"{key}.{missing[0]} is required; give it as {key}.{missing[0]}=VALUE")

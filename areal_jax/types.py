@@ -1,49 +1,50 @@
-"""The nouns. Everything that crosses a room's border is one of these; numpy and the standard library only.
+"""The records that parts of the system exchange; this module imports only numpy and the standard library.
 
-Shapes: B rows, T tokens of a row, S sequences, G samples of a group, K ids of a support, n tokens of a
-trajectory. Index t always describes token t: `logp[t] = log p(tokens[t] | tokens[<t])`.
+Shapes: B rows, T tokens of a row, S sequences, G samples of a group, n tokens of a trajectory, K ids from
+which a token is drawn. Index t always describes token t: `logp[t] = log p(tokens[t] | tokens[<t])`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
 PolicyVersion = int
-"""0 = initial weights, +1 per trained batch, also when the gradient was zero."""
+"""0 for the initial weights, +1 per trained batch, even if the gradient was zero."""
 
 NOT_SAMPLED: PolicyVersion = -1
-"""The version of a token that no policy of ours sampled: a prompt's, a tool's, a supervised answer's."""
+"""The version of a token that this run did not sample, such as one of a prompt or a reference answer."""
 
 
 class SampleId(NamedTuple):
-    """One completion of the prompt at place `ordinal` of the run's order."""
+    """Identifies a sample: completion number `member` of the prompt at place `ordinal` in the run's order."""
 
     ordinal: int
     member: int
     attempt: int = 0
-    """0 unless the group was reissued on purpose; part of the sampling key, so a reissue draws anew."""
+    """Number of times that the control plane reissued the group; part of the random keys: tokens differ."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a sample's tokens are chosen. Temperature and support belong to the log-prob too."""
+    """How a sample's tokens are chosen. Log-probs depend on the temperature and on the ids that are kept."""
 
     temperature: float = 1.0
-    """0 is greedy; the log-prob is then the one at temperature 1."""
+    """0: greedy decoding; log-probs are then those of temperature 1."""
     top_k: int = 0
     """Keep the k likeliest ids; 0 keeps all."""
     top_p: float = 1.0
-    """Keep the smallest set of likeliest ids whose mass reaches top_p."""
+    """Keep the fewest likeliest ids with a total probability of at least top_p."""
     min_p: float = 0.0
-    """Keep ids at least min_p times as likely as the likeliest."""
+    """Keep ids at least min_p times as likely as the likeliest id."""
     max_tokens: int = 256
-    """Longest completion, in tokens; the stop token counts."""
+    """Longest completion in tokens, the stop token included."""
     stop: tuple[str, ...] = ()
-    """Texts that end a completion; the tokens up to the one that completed a text stay."""
+    """Texts that end a completion. The token that completes such a text is the last one kept."""
 
     @property
     def is_truncated(self) -> bool:
@@ -51,24 +52,8 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Penalties:
-    """Changes to the logits that a server's requests may ask for; never those of training samples, whose
-    log-probs the trainer could not compute again.
-    """
-
-    repetition: float = 1.0
-    """Logits of ids seen in the sample are divided by it where positive, else multiplied (CTRL,
-    arXiv:1909.05858); 1 changes nothing.
-    """
-    presence: float = 0.0
-    """Taken from the logits of ids seen in the sample."""
-    bias: Mapping[int, float] = field(default_factory=dict)
-    """Added to the logits of these ids."""
-
-
-@dataclass(frozen=True)
 class Prompt:
-    """What the policy is asked: exactly one of text, messages, tokens; `info` is what the reward needs."""
+    """A prompt: exactly one of text, messages (a chat), tokens is set; `info`: data to score completions."""
 
     text: str | None = None
     info: Mapping[str, Any] = field(default_factory=dict)
@@ -84,7 +69,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Completion:
-    """What the policy answered: its text and the exact tokens, stop token included."""
+    """The policy's answer: its text and the exact tokens, the stop token included."""
 
     text: str
     tokens: tuple[int, ...]
@@ -93,12 +78,12 @@ class Completion:
 
 @dataclass(frozen=True)
 class Reward:
-    """A sample's score and its named parts."""
+    """A sample's score (`value`), and named figures to show beside it, such as partial scores (`parts`)."""
 
     value: float
     parts: Mapping[str, float] = field(default_factory=dict)
     note: str = ""
-    """How it was judged, for people: what was compared with what."""
+    """Text that explains the score to readers, such as the two answers that were compared."""
 
 
 class VersionSpan(NamedTuple):
@@ -111,32 +96,35 @@ class VersionSpan(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Trajectory:
-    """One finished sample, as the trainer needs it: n tokens, prompt included. All arrays are (n,)."""
+    """One finished sample, as the trainer needs it; arrays have one entry per token, prompt included."""
 
     sample: SampleId
     tokens: np.ndarray  # int32
     loss_mask: np.ndarray  # bool: sampled here, so trainable
-    behavior_logp: np.ndarray  # float32; 0 where not sampled
-    versions: np.ndarray  # int32; NOT_SAMPLED where not sampled
-    turn_ids: np.ndarray  # int32; -1 where not sampled
+    behavior_logp: np.ndarray  # float32; 0 if not sampled
+    versions: np.ndarray  # int32; NOT_SAMPLED if not sampled
+    turn_ids: np.ndarray  # int32; -1 if not sampled
     sampling: Sampling
     stop_reason: str  # "stop" | "length"
-    support: np.ndarray | None = None  # int32 (n, K): the ids kept at each token, -1 beyond; None = all ids
+    support: np.ndarray | None = None  # int32 (n, K): ids kept at each token, padded with -1; None = all
     reward: float | None = None
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     reward_note: str = ""
     interruptions: int = 0
     on_update: str = "recompute"
-    """What its host does with KV when the version changes: recompute | keep | pinned | drain."""
+    """How the host treats KV when the version changes: recompute | keep | pinned | drain."""
 
     @property
     def is_reproducible(self) -> bool:
-        """Each token's log-prob is that of a dense forward under its version; not so once KV was kept."""
+        """Whether a forward pass with the parameters of a token's version gives its recorded log-prob again.
+
+        False if the sample continued with the KV of an older version.
+        """
         return self.on_update != "keep" or self.interruptions == 0
 
     @property
     def truncated(self) -> bool:
-        """Stopped by its length limit; never said of a row's width."""
+        """Whether the sample stopped at its length limit."""
         return self.stop_reason == "length"
 
     @property
@@ -145,25 +133,21 @@ class Trajectory:
 
     @property
     def first_version(self) -> PolicyVersion:
-        """Version of the first sampled token: what head age is measured from."""
+        """Version of the first sampled token, the sample's oldest; NOT_SAMPLED (-1) if it has none."""
         sampled = self.versions[self.loss_mask]
         return int(sampled[0]) if sampled.size else NOT_SAMPLED
 
     @property
     def spans(self) -> tuple[VersionSpan, ...]:
-        """Runs of tokens sampled under one version, in order; replay needs nothing else."""
-        edges = np.flatnonzero(np.diff(self.versions)) + 1
-        starts, ends = [0, *edges.tolist()], [*edges.tolist(), len(self.versions)]
-        return tuple(
-            VersionSpan(int(self.versions[start]), start, end)
-            for start, end in zip(starts, ends, strict=True)
-            if end > start and self.versions[start] != NOT_SAMPLED
-        )
+        """Runs of consecutive tokens sampled under one version, in order; leaves out tokens not sampled."""
+        edges = [0, *(np.flatnonzero(np.diff(self.versions)) + 1).tolist(), len(self.versions)]
+        runs = (VersionSpan(int(self.versions[start]), start, end) for start, end in pairwise(edges) if end)
+        return tuple(run for run in runs if run.version != NOT_SAMPLED)
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """All G samples of one prompt: the unit of admission, of reward normalisation and of training."""
+    """All samples of one prompt (algorithm.group_size): they start, are scored and are trained together."""
 
     ordinal: int
     prompt: Prompt
@@ -171,48 +155,44 @@ class Group:
 
 
 class Batch(NamedTuple):
-    """Packed trajectories. The second half is None until `prepare` fills it in.
+    """Packed trajectories, in B rows. The fields from `ages` on are None until Learner.prepare sets them.
 
-    A batch holds `minibatches * micro_batches` micro-batches of R rows each: B = minibatches * micro_batches
-    * R, and minibatch m owns the rows [m * B / minibatches, (m + 1) * B / minibatches). Rows without tokens
-    are padding.
+    The rows are divided into equal minibatches, each for one optimiser step, and these into micro-batches,
+    each for one backward pass: of M minibatches, number m has the rows [m * B / M, (m + 1) * B / M). Rows
+    without tokens are padding.
     """
 
     tokens: Any  # (B, T) int32
     positions: Any  # (B, T) int32: 0 at each segment's first token
-    segment_ids: (
-        Any  # (B, T) int32: 1..S, unique in the batch; 0 = padding; beyond S: prompts that groups share
-    )
+    segment_ids: Any  # (B, T) int32: 1..S, unique in the batch; 0 = padding; beyond S: shared prompts
     loss_mask: Any  # (B, T) bool
     behavior_logp: Any  # (B, T) float32
     versions: Any  # (B, T) int32
     turn_ids: Any  # (B, T) int32
-    previous: Any  # (B, T) int32: column, in the same row, of the token before; -1 where there is none
+    previous: Any  # (B, T) int32: column of the preceding token, in the same row; -1 for a first token
     reward: Any  # (S,) float32
     group_ids: Any  # (S,) int32: 0..groups-1
     temperature: Any  # (S,) float32
     truncated: Any  # (S,) bool
     support: Any = None  # (B, T, K) int32 or None
-    context_ids: Any = (
-        None  # (B, T) int32: segment of the row that the token also sees, its group's prompt; 0 = none
-    )
-    ages: Any = None  # (B, T) int32: trained version - version; 0 where not sampled
-    proximal_logp: Any = None  # (B, T) float32; None where it is made in the update, by proximal_mix
+    context_ids: Any = None  # (B, T) int32: segment of the shared prompt that the token also sees; 0 = none
+    ages: Any = None  # (B, T) int32: trainer's version - token's version; 0 if not sampled
+    proximal_logp: Any = None  # (B, T) float32; None if the update computes it, from proximal_mix
     proximal_mix: Any = None  # (B, T) float32: α of proximal = sg(behaviour + α (current - behaviour))
     advantages: Any = None  # (B, T) float32
-    weights: Any = None  # (B, T) float32: the reduction
-    off_policy_weight: Any = None  # (B, T) float32; None where proximal_logp is
-    off_policy_cut: Any = None  # (B, T) bool: where that weight was cut
+    weights: Any = None  # (B, T) float32: the reduction weights
+    off_policy_weight: Any = None  # (B, T) float32; None if proximal_logp is
+    off_policy_cut: Any = None  # (B, T) bool: whether that weight was cut
     ref_logp: Any = None  # (B, T) float32
     teacher_logp: Any = None  # (B, T) float32
-    token_rewards: Any = None  # (B, T) float32: what single tokens earn beside the sequence's reward
-    values: Any = None  # (B, T) float32: of the state before the token, under the critic at arrival
-    bootstrap: Any = None  # (S,) float32: value after the last token where the sample was truncated, else 0
-    returns: Any = None  # (B, T) float32: what the critic is trained towards
+    token_rewards: Any = None  # (B, T) float32: rewards of single tokens, besides the sequence's reward
+    values: Any = None  # (B, T) float32: value of the state before the token, by the critic at arrival
+    bootstrap: Any = None  # (S,) float32: value after the last token if the sample was truncated, else 0
+    returns: Any = None  # (B, T) float32: the critic's targets
 
 
 class PolicyOutputs(NamedTuple):
-    """What the current policy says of the batch's tokens; carries the gradients. All (B, T) float32."""
+    """The current policy's outputs for each token of the batch, float32 (rows, tokens), with gradients."""
 
     logp: Any
     entropy: Any = None
@@ -220,7 +200,7 @@ class PolicyOutputs(NamedTuple):
 
 
 class VersionedParams(NamedTuple):
-    """A version, its parameters and their digest: the only way weights travel."""
+    """A version, its parameters and a digest of their bits; parts of the system pass weights in this form."""
 
     version: PolicyVersion
     params: Any
@@ -228,4 +208,4 @@ class VersionedParams(NamedTuple):
 
 
 class ArealError(Exception):
-    """An error a user can mend: its message names the value and the remedy."""
+    """An error that the user can correct: the message names the value and what to do."""

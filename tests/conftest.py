@@ -1,8 +1,11 @@
-"""What every test shares: virtual devices, properties that fail the same way twice, the data sets."""
+"""What every test shares: virtual devices, compiled programs, reproducible properties, the data sets."""
 
 from __future__ import annotations
 
+import gc
+import io
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,15 +13,28 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
+from tests.compiled_programs import keep_compiled_programs, prune
+from tests.programs import unavailable
+
 if TYPE_CHECKING:
-    from areal_jax.runtime.redis_server import RedisServer
+    from areal_jax.cluster.redis_server import RedisServer
 
-# Read by jax when it first asks for devices, so it has to stand before any test imports it.
+# jax reads these when it is imported and when it first asks for devices: before any test's own imports.
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "4")
+PROGRAMS = keep_compiled_programs(os.environ)
 
-# No deadline: the first example may compile. Derandomised: a red test is red for whoever runs it next.
+# Traced programs live to the end of the session: a collection visits all of them and frees little.
+gc.set_threshold(10_000, 20, 50)
+
+# No deadline: the first example may compile. Derandomised: a failure repeats on every machine.
 settings.register_profile("areal", deadline=None, derandomize=True, database=None)
 settings.load_profile("areal")
+
+
+def pytest_sessionstart() -> None:
+    """Bound the folder of compiled programs, once per run: worker processes leave it alone."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        prune(PROGRAMS)
 
 
 @pytest.fixture(scope="session")
@@ -30,18 +46,53 @@ def shared_data() -> Path:
     folder = Path(os.environ.get("AREAL_JAX_DATA") or Path(__file__).parents[2] / "shared" / "data")
     if (folder / "gsm8k").is_dir():
         return folder
-    message = f"no data sets in {folder}: set AREAL_JAX_DATA to the folder that holds gsm8k/ and math500/"
-    if os.environ.get("CI"):
-        pytest.fail(message)
-    pytest.skip(message)
+    unavailable(f"no data sets in {folder}: set AREAL_JAX_DATA to the folder that holds gsm8k/ and math500/")
 
 
 @pytest.fixture(scope="session")
 def redis_at(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     """One server for all; each test takes a run name of its own. In CI its absence is a failure."""
-    from areal_jax.runtime.redis_server import redis_server
+    from areal_jax.cluster.redis_server import redis_server
     from tests.redis_servers import SECRET, require_redis
 
     require_redis()
     with redis_server(tmp_path_factory.mktemp("redis"), secret=SECRET) as server:
         yield server
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _priority() -> Iterator[None]:
+    """An evaluation beside a run lowers the priority of its process: here, that of all later tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "nice", lambda step: step)
+        yield
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three steps; checkpoints of versions 2 and 3. Not to be written into."""
+    from areal_jax.runtime.jobs import run
+    from tests.small_run import small
+
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    run(small(folder, "run.steps=3"), stream=io.StringIO())
+    return folder
+
+
+@pytest.fixture
+def folder(trained: Path, tmp_path: Path) -> Path:
+    """A copy to evaluate, damage or lock."""
+    shutil.copytree(trained, tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.fixture(scope="session")
+def sandbox() -> None:
+    """Skip where code cannot be sandboxed; in CI that is a failure."""
+    from areal_jax.sandbox.errors import SandboxError
+    from areal_jax.sandbox.runner import require_sandbox
+
+    try:
+        require_sandbox()
+    except SandboxError as error:
+        unavailable(str(error))

@@ -1,9 +1,8 @@
-"""What tests need of Redis: one server for a session, servers that are killed, a wire that loses answers."""
+"""Redis for tests: one server for a session, servers that are killed, a wire that loses answers."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import socket
 import threading
@@ -13,19 +12,17 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-import pytest
 import redis
 
-from areal_jax.runtime.redis_server import RedisServer, redis_server
+from areal_jax.cluster.redis_server import RedisServer, redis_server
+from tests.programs import require
 
 SECRET = "a-secret-that-nobody-may-read"
 
 
 def require_redis() -> None:
     """In CI the program's absence is a failure."""
-    if shutil.which("redis-server") is None:
-        message = "redis-server is not installed"
-        pytest.fail(message) if os.environ.get("CI") else pytest.skip(message)
+    require("redis-server")
 
 
 def client(server: RedisServer) -> Any:
@@ -39,15 +36,15 @@ def keys_of(server: RedisServer, run: str) -> set[str]:
 
 
 class Killable:
-    """A server on one port whose life the test decides."""
+    """A server on one port that the test kills and starts; it keeps no data."""
 
-    def __init__(self, folder: Path, fsync: str = "always") -> None:
-        self._folder, self._fsync, self._port = folder, fsync, 0
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._port = folder, 0
         self._stack = ExitStack()
         self.start()
 
     def start(self) -> None:
-        one = redis_server(self._folder, self._port, secret=SECRET, fsync=self._fsync)
+        one = redis_server(self._folder, self._port, secret=SECRET)
         self.server = self._stack.enter_context(one)
         self._port = self.server.port
 

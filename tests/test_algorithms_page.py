@@ -13,8 +13,8 @@ import yaml
 from areal_jax.algorithms.advantages import ADVANTAGES
 from areal_jax.algorithms.losses import LOSSES
 from areal_jax.algorithms.weights import OFF_POLICY
-from areal_jax.config import load_config
-from areal_jax.presets import PRESETS
+from areal_jax.config.loading import load_config
+from areal_jax.config.presets import PRESETS
 
 PAGE = (Path(__file__).parents[1] / "docs" / "algorithms.md").read_text()
 SECTIONS = dict(re.findall(r"^### (\w+)\n(.*?)(?=^##)", PAGE, re.MULTILINE | re.DOTALL))

@@ -77,7 +77,7 @@ def test_an_own_task_is_trained_by_a_script_without_a_main_guard(reader):
 def test_a_task_given_as_an_object_is_read_with_its_own_tokenizer_and_never_replaced(reader):
     folder, printed = reader
     assert "What is" in printed["areal-jax inspect runs/sums 3/1"]
-    assert printed["areal-jax audit runs/sums"] == "trained 480, dropped none, in flight 0\nok\n"
+    assert printed["areal-jax audit runs/sums"] == "groups trained 480, dropped none, in flight 0\nok\n"
     with pytest.raises(ArealError, match=r"Python objects \(Sums\).*tasks="):
         resume(folder / "runs" / "sums", ["run.steps=31"])
 

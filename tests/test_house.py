@@ -1,25 +1,76 @@
-"""The house rules that no linter checks: what starting costs, how much is configurable, what is committed."""
+"""Rules that no linter checks: what a start costs, sizes, words and names, what is committed."""
 
 from __future__ import annotations
 
+import ast
+import io
 import json
 import re
 import shutil
+import statistics
 import subprocess
 import sys
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from areal_jax.config import leaves
+from areal_jax.config.loading import leaves
 
 ROOT = Path(__file__).parents[1]
 
 HEAVY = {"jax", "jaxlib", "flax", "optax", "orbax", "chex", "matplotlib", "tensorboardX", "scipy", "pandas"}
 """Modules that take longer to import than the whole command line may."""
 
-NO_JAX = ["types", "config", "presets", "control", "observe", "trajectories", "tasks"]
+NO_JAX = ["types", "config", "control", "observe", "trajectories", "tasks", "sandbox"]
 """Rooms that a reward worker or a queue inspector may import."""
+
+SAME_NAME = {
+    "errors.py": "each room's own exceptions",
+    "state.py": "the control plane's state, and the trainer's",
+}
+"""Modules of one name in several rooms, and what each means there. cli/ names files after rooms it calls."""
+
+LONG_FILES: dict[str, str] = {}
+"""Files above 600 lines: one table or one class that is best read whole, with the reason."""
+
+FIRST_HOUR = [
+    "types.py",
+    "control/machine.py",
+    "algorithms/losses.py",
+    "trainer/update.py",
+    "generation/host.py",
+]
+"""What a newcomer reads first: fewer than 1,200 lines in all."""
+
+COMMENTED = ["control", "weights", "cluster", "generation"]
+"""Rooms whose code is subtle: at least 3 % of their lines are comments."""
+
+PEOPLE = r"\b(?:who|whoever|whose|nobody|somebody|told)\b"
+"""Words for people. Processes, files and functions are called by their names."""
+
+BANNED_PARTS = {
+    *("actor", "actors", "experience", "experiences", "manager", "managers", "helper", "helpers"),
+    *("util", "utils", "who", "whoever", "whose", "nobody", "somebody", "told"),
+}
+"""Parts of names, between underscores or capitals, that say too little or mean too much."""
+
+BANNED_NAMES = {"old_logp", "Word", "Post", "Judge", "Give", "Take", "Rest"}
+
+FOREIGN_NAMES = {
+    "dl_manager": "a keyword argument of tensorflow-datasets' builders",
+    "_NOBODY": "the user nobody of Unix",
+}
+
+# Figures that the code base does not meet yet: they may only fall (comments: rise) to the limit beside them.
+LONG_FUNCTIONS = 0
+MANY_ARGUMENTS = 1  # to 0: draw, whose arguments are all arrays but one
+WORDS_FOR_PEOPLE = 60
+BANNED_IN_USE = 0
+COMMENT_SHARE = 0.03
 
 MACHINE_PATHS = r"/(?:work|root|tmp|opt)/\w|/home/\w+/|[A-Z]:\\Users"
 INDEX_HOSTS = r"pypi\.[a-z]|pythonhosted|index-url|find-links|registry\.npm"
@@ -72,13 +123,83 @@ def test_rooms_of_reward_workers_and_inspectors_load_no_jax(room: str):
     folder = ROOT / "areal_jax" / room
     names = [f"areal_jax.{room}"]
     if folder.is_dir():
-        names = [f"areal_jax.{room}.{path.stem}" for path in folder.glob("*.py")]
+        names = [
+            ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sorted(folder.rglob("*.py"))
+        ]
     assert not modules_after("import " + ", ".join(names)) & {"jax", "jaxlib", "flax", "optax", "orbax"}
+
+
+def test_the_simulator_and_the_core_of_every_driver_load_no_jax():
+    code = "import areal_jax.simulation.simtest, areal_jax.simulation.world, areal_jax.runtime.core"
+    assert not modules_after(code) & {"jax", "jaxlib", "flax", "optax", "orbax"}
+
+
+@cache
+def modules() -> dict[str, tuple[str, ast.Module]]:
+    """Source and syntax tree of every module of the package by its path, without generated ones."""
+    package = ROOT / "areal_jax"
+    paths = [path for path in sorted(package.rglob("*.py")) if "_pb2" not in path.name]
+    sources = {str(path.relative_to(package)): path.read_text() for path in paths}
+    return {name: (source, ast.parse(source)) for name, source in sources.items()}
+
+
+def test_a_newcomers_first_hour_is_short():
+    lengths = {name: modules()[name][0].count("\n") for name in FIRST_HOUR}
+    assert sum(lengths.values()) < 1200, lengths
+
+
+def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Every function with the name of its module before its own."""
+    for name, (_, tree) in modules().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield f"{name}:{node.name}", node
+
+
+def positional_arguments(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Number of arguments that may be given by position; `self` and `cls` are not counted."""
+    names = [arg.arg for arg in (*function.args.posonlyargs, *function.args.args)]
+    return len(names) - (names[:1] in (["self"], ["cls"]))
+
+
+def comment_share(room: str) -> float:
+    """Lines with a comment as a share of all lines of the room's modules."""
+    sources = [source for name, (source, _) in modules().items() if name.startswith(f"{room}/")]
+    tokens = [token for source in sources for token in tokenize.generate_tokens(io.StringIO(source).readline)]
+    comments = sum(token.type == tokenize.COMMENT for token in tokens)
+    return comments / sum(len(source.splitlines()) for source in sources)
+
+
+def names_defined(tree: ast.Module) -> set[str]:
+    """Names of classes, functions, arguments, variables and attributes that the module itself chooses."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.arg):
+            found.add(node.arg)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.attr)
+    return found
+
+
+def is_banned(name: str) -> bool:
+    parts = {part.lower() for part in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)}
+    return name not in FOREIGN_NAMES and (name in BANNED_NAMES or bool(parts & BANNED_PARTS))
+
+
+def pages() -> list[Path]:
+    """What people read: the package's files, the documentation and the README."""
+    package = [path for path in (ROOT / "areal_jax").rglob("*") if "_pb2" not in path.name]
+    texts = [path for path in package if path.is_file() and path.suffix in {".py", ".yaml", ".css", ".proto"}]
+    return [*texts, *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
 
 
 def test_the_config_tree_stays_small_and_explained():
     keys = list(leaves())
-    assert len(keys) <= 120
+    assert len(keys) <= 160
     assert [key for key, _, _, doc in keys if not doc and key != "run.name"] == []
 
 
@@ -96,7 +217,55 @@ def test_constraints_are_exact_versions_and_nothing_else():
     assert [line for line in lines if not re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][\w.]*", line)] == []
 
 
-def test_every_file_is_a_chapter():
-    """At most 400 lines a file; ruff sees to the columns."""
-    files = sorted((ROOT / "areal_jax").rglob("*.py"))
-    assert {path.name: count for path in files if (count := len(path.read_text().splitlines())) > 400} == {}
+def test_files_are_short():
+    """Median 200 lines, nine in ten 300, none above 600 without a reason; ruff limits the columns."""
+    lengths = {name: len(source.splitlines()) for name, (source, _) in modules().items()}
+    assert statistics.median(lengths.values()) <= 200
+    assert statistics.quantiles(lengths.values(), n=10)[-1] <= 300
+    assert {name for name, length in lengths.items() if length > 600} == set(LONG_FILES)
+
+
+def test_functions_fit_a_screen():
+    long = {name for name, node in functions() if node.end_lineno - node.lineno + 1 > 60}
+    assert len(long) <= LONG_FUNCTIONS, long
+
+
+def test_functions_take_six_positional_arguments_or_one_record():
+    many = {name for name, node in functions() if positional_arguments(node) > 6}
+    assert len(many) <= MANY_ARGUMENTS, many
+
+
+def test_no_two_rooms_have_modules_of_one_name():
+    rooms = defaultdict(set)
+    for name in modules():
+        if not name.startswith("cli/") and not name.endswith("__init__.py"):
+            rooms[Path(name).name].add(name)
+    assert {name for name, paths in rooms.items() if len(paths) > 1} == set(SAME_NAME)
+
+
+def test_every_module_has_a_docstring():
+    """A package's __init__.py may be empty."""
+    assert [
+        name for name, (source, tree) in modules().items() if source and not ast.get_docstring(tree)
+    ] == []
+
+
+@pytest.mark.parametrize("room", COMMENTED)
+def test_subtle_code_has_comments(room: str):
+    assert comment_share(room) >= COMMENT_SHARE
+
+
+def test_texts_name_things_rather_than_people():
+    uses = {path: len(re.findall(PEOPLE, path.read_text(), re.IGNORECASE)) for path in pages()}
+    worst = sorted(((count, str(path.relative_to(ROOT))) for path, count in uses.items()), reverse=True)
+    assert sum(uses.values()) <= WORDS_FOR_PEOPLE, worst[:10]
+
+
+def test_names_say_what_they_name():
+    banned = [
+        f"{path}: {name}"
+        for path, (_, tree) in modules().items()
+        for name in {*names_defined(tree), Path(path).stem}
+        if is_banned(name)
+    ]
+    assert len(banned) <= BANNED_IN_USE, banned

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from areal_jax.plugin import check_settings, load_object
+from areal_jax.plugin import check_settings, load_object, needing
 from areal_jax.types import ArealError
 
 BUILTIN = {"ppo_clip": max, "by_name": "operator:add"}
@@ -52,10 +52,10 @@ def test_own_objects_of_the_working_folder():
     ("spec", "message"),
     [
         ("ppo_clop", "no loss is called 'ppo_clop'; did you mean ppo_clip?"),
-        ("zzz", "there are: ppo_clip, by_name; or module:name of your own"),
-        ("plugin_none:my_clip", "there is no module plugin_none; is its folder on PYTHONPATH?"),
-        ("plugin_none.losses:my_clip", "there is no module plugin_none.losses"),
-        ("plugin_own.losses:my_clip", "there is no module plugin_own.losses"),
+        ("zzz", "choose one of ppo_clip, by_name, or give module:name of your own"),
+        ("plugin_none:my_clip", "module plugin_none was not found; check that its folder is on PYTHONPATH"),
+        ("plugin_none.losses:my_clip", "module plugin_none.losses was not found"),
+        ("plugin_own.losses:my_clip", "module plugin_own.losses was not found"),
         ("plugin_own:my_clop", "module plugin_own has no my_clop; did you mean plugin_own:my_clip?"),
         ("plugin_own:zzz", "module plugin_own has no zzz"),
         (":my_clip", "is not of the form module:name"),
@@ -71,7 +71,7 @@ def test_what_is_not_there_is_named(spec: str, message: str):
 
 
 def test_a_module_that_lacks_its_own_dependency_says_so():
-    """Not "there is no module plugin_broken": it is there."""
+    """Not "module plugin_broken was not found": it is there."""
     with pytest.raises(ModuleNotFoundError, match="plugin_dependency_that_is_not_there"):
         load_object("plugin_broken:my_clip", BUILTIN, "loss")
 
@@ -102,3 +102,14 @@ def test_settings_that_fit():
     check_settings(load_object("plugin_own:Sums", BUILTIN, "task"), {"size": 1, "seed": 2}, "k")
     check_settings(load_object("plugin_own:my_gate", BUILTIN, "loss"), {"level": "sequence", "tau": 2}, "k")
     check_settings(load_object("plugin_own:untyped", BUILTIN, "loss"), {"tau": "unknown"}, "k")
+
+
+def test_a_missing_package_is_named_with_its_extra_and_another_remedy():
+    says = r"^a plot needs the package no_such: pip install '\.\[plots\]' .*, or leave it$"
+    with pytest.raises(ArealError, match=says), needing("a plot", "plots", instead=", or leave it"):
+        import no_such  # noqa: F401
+
+
+def test_a_missing_package_that_is_not_of_the_extra_is_an_import_error():
+    with pytest.raises(ModuleNotFoundError, match="no_such"), needing("plots", "plots", ("plotter",)):
+        import no_such  # noqa: F401

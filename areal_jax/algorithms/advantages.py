@@ -1,8 +1,9 @@
-"""Advantage estimators: pure functions `advantage(rewards (S,), batch, *, settings) -> (B, T)`.
+"""Advantage estimators: pure functions `advantage(rewards, batch, *, settings)` that return (B, T).
 
-`rewards` are the sequences' own; `batch.token_rewards`, where there are any, are what single tokens earn
-beside them, and enter every estimator that reads rewards. One that trains a critic answers an `Estimate`.
-Values off the loss mask mean nothing. Shapes: B rows, T columns, S sequences; a sequence lies in one row.
+`rewards` (S,) is one reward per sequence; `batch.token_rewards`, if not None, is a further reward per token.
+An estimator with one advantage per sequence adds their sum to the sequence's reward, the others add each at
+its token; `ones` ignores them. An estimator that trains a critic returns an `Estimate`. Results at tokens off
+the loss mask are undefined. Shapes: B rows, T columns, S sequences; all tokens of a sequence are in one row.
 """
 
 from __future__ import annotations
@@ -10,24 +11,51 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from areal_jax.algorithms import masked
 from areal_jax.algorithms.masked import keep, per_sequence, per_token
+from areal_jax.algorithms.shapes import check_batch
 from areal_jax.types import ArealError, Batch
+
+HEADROOM = 0.125
+"""Rewards are multiplied by this power of two, without rounding, and results divided by it: so differences
+and standard deviations stay finite even for the largest float32 rewards.
+"""
 
 
 class Estimate(NamedTuple):
-    """What an estimator with a critic answers; both (B, T) float32."""
+    """The result of an advantage estimator with a critic; each field is (B, T) float32."""
 
     advantages: Array
     returns: Array
-    """What the critic is trained towards."""
+    """The targets on which the critic is trained."""
 
 
-# --- a number a sequence ------------------------------------------------------------------------------------
+# --- before an estimator ------------------------------------------------------------------------------------
+
+
+def overlong_penalty(lengths: Float[Array, " S"], max_tokens: float, margin: float) -> Float[Array, " S"]:
+    """Returns each sequence's penalty for its length, from -1 to 0; the caller adds it to the reward.
+
+    `lengths` are numbers L of loss tokens. The penalty is 0 for L up to max_tokens - margin, -1 for L of at
+    least max_tokens, and (max_tokens - margin - L) / margin in between. DAPO, Yu et al. (arXiv:2503.14476),
+    Eq. 13.
+    """
+    chex.assert_rank(lengths, 1)
+    return jnp.clip((max_tokens - margin - lengths) / margin, -1.0, 0.0)
+
+
+def with_overlong_penalty(batch: Batch, max_tokens: float, margin: float) -> Float[Array, " S"]:
+    """Returns each sequence's reward plus its `overlong_penalty` (which explains the arguments)."""
+    lengths = per_sequence(batch.loss_mask.astype(jnp.float32), batch.segment_ids, batch.reward.shape[0])
+    return batch.reward + overlong_penalty(lengths, max_tokens, margin)
+
+
+# --- one number per sequence --------------------------------------------------------------------------------
 
 
 def group_normalized(
@@ -39,15 +67,18 @@ def group_normalized(
     ddof: int = 1,
     eps: float = 1e-6,
 ) -> Float[Array, "B T"]:
-    """(R - mean) / (std + eps), broadcast to every token; mean by `center`, std by `scale`.
+    """Returns (R - mean) / (std + eps) at every token of a sequence with reward R, token rewards included.
 
-    group/group is GRPO (arXiv:2402.03300), group/none Dr.GRPO (arXiv:2503.20783), batch/batch AReaL's
-    global-batch normalisation (arXiv:2505.24298), group/batch LitePPO (arXiv:2508.08221). batch_centered is
-    the batch's standard deviation of what `center` left, R - mean_g: REINFORCE++-baseline (arXiv:2501.03262).
-    `ddof` 1 is the sample standard deviation, as the public systems take it; 0 the population's. Equal
-    values, in what gives the mean or in what gives the standard deviation, get exactly 0.
+    `center` selects the mean, `scale` the std: over the sequence's group (the samples of one prompt), or over
+    the batch; with none, the mean is not subtracted or nothing is divided. scale=batch_centered: the std,
+    over the batch, of R - mean. As center/scale, group/group is GRPO (arXiv:2402.03300), group/none Dr.GRPO
+    (arXiv:2503.20783), batch/batch AReaL's global-batch normalisation (arXiv:2505.24298), group/batch LitePPO
+    (arXiv:2508.08221), group/batch_centered REINFORCE++-baseline (arXiv:2501.03262). `ddof` 1 is the sample
+    standard deviation, 0 the population's. The result is exactly 0 if all values over which the mean or the
+    std is taken are equal.
     """
-    total = _with_token_rewards(rewards, batch)
+    check_batch(batch._replace(reward=rewards))
+    total = HEADROOM * _with_token_rewards(rewards, batch)
     groups = batch.group_ids
     whole = jnp.zeros_like(groups)
     centred = total
@@ -55,50 +86,58 @@ def group_normalized(
         mean, _, is_flat = _statistics(total, groups if center == "group" else whole, ddof)
         centred = jnp.where(is_flat, 0.0, total - mean)
     if scale == "none":
-        return per_token(centred, batch.segment_ids)
+        return per_token(centred / HEADROOM, batch.segment_ids)
     spread = centred if scale == "batch_centered" else total
     _, std, is_flat = _statistics(spread, groups if scale == "group" else whole, ddof)
-    return per_token(jnp.where(is_flat, 0.0, centred / (std + eps)), batch.segment_ids)
+    return per_token(jnp.where(is_flat, 0.0, centred / (std + HEADROOM * eps)), batch.segment_ids)
 
 
 def leave_one_out(rewards: Float[Array, " S"], batch: Batch) -> Float[Array, "B T"]:
-    """R_i minus the mean reward of its group's others, which is G / (G - 1) (R_i - mean); alone: 0.
+    """Returns each sample's reward minus the mean reward of its group's other samples, at every token.
 
-    RLOO, Ahmadian et al. (arXiv:2402.14740).
+    A group is the samples of one prompt; the result is 0 for a group of one. RLOO, Ahmadian et al.
+    (arXiv:2402.14740).
     """
-    total = _with_token_rewards(rewards, batch)
+    check_batch(batch._replace(reward=rewards))
+    total = HEADROOM * _with_token_rewards(rewards, batch)
     mean, _, is_flat = _statistics(total, batch.group_ids, 0)
     size = jax.ops.segment_sum(jnp.ones_like(total), batch.group_ids, total.shape[0])[batch.group_ids]
     others = jnp.maximum(size - 1, 1)
-    return per_token(jnp.where(is_flat, 0.0, size / others * (total - mean)), batch.segment_ids)
+    own = jnp.where(is_flat, 0.0, size / others * (total - mean))
+    return per_token(own / HEADROOM, batch.segment_ids)
 
 
 def ones(rewards: Float[Array, " S"], batch: Batch) -> Float[Array, "B T"]:
-    """1 everywhere: supervised learning by the policy gradient's machinery."""
+    """Returns the advantage 1 at every token of a sequence; ignores the rewards: for supervised learning."""
+    check_batch(batch._replace(reward=rewards))
     return per_token(jnp.ones_like(rewards), batch.segment_ids)
 
 
-# --- a number a token ---------------------------------------------------------------------------------------
+# --- one number per token -----------------------------------------------------------------------------------
 
 
 def reward_to_go(rewards: Float[Array, " S"], batch: Batch, *, baseline: float = 0.0) -> Float[Array, "B T"]:
-    """What is earned from a token on: R - baseline at the last loss token, and what single tokens earn.
+    """Returns the sum of the rewards from each token to the end of its sequence.
 
-    REINFORCE, Williams (1992); with the KL in the reward and whitened, REINFORCE++ (arXiv:2501.03262).
+    A token's reward is its `batch.token_rewards`; the sequence's last loss token also gets the sequence's
+    reward minus `baseline`. REINFORCE, Williams (1992); with the KL in the reward and whitened advantages it
+    is REINFORCE++ (arXiv:2501.03262).
     """
+    check_batch(batch._replace(reward=rewards))
     earned = _at_last_token(rewards - baseline, batch) + _token_rewards(batch)
     zero = jnp.zeros_like(earned)
     return _backwards(earned, zero, zero, zero + 1, batch.loss_mask, batch.segment_ids, gamma=1.0)
 
 
 def teacher_gap(rewards: Float[Array, " S"], batch: Batch) -> Float[Array, "B T"]:
-    """log teacher - log behaviour, a token at a time: on-policy distillation (arXiv:2306.13649).
+    """Returns teacher_logp - behavior_logp at each token: on-policy distillation (arXiv:2306.13649).
 
-    Reads no reward of a sequence. Raises ArealError without `algorithm.teacher`.
+    `batch.token_rewards` are added; `rewards` are ignored. Raises ArealError if `algorithm.teacher` is not
+    set.
     """
-    del rewards
+    check_batch(batch._replace(reward=rewards))
     if batch.teacher_logp is None:
-        raise ArealError("advantage=teacher_gap needs a teacher; set algorithm.teacher to a model source")
+        raise ArealError("advantage=teacher_gap needs a teacher; set algorithm.teacher like model.source")
     mask = batch.loss_mask
     return keep(batch.teacher_logp, mask) - keep(batch.behavior_logp, mask) + _token_rewards(batch)
 
@@ -113,21 +152,26 @@ def gae(
     critic_lam: float | None = None,
     step: Literal["token", "turn"] = "token",
 ) -> Estimate:
-    """A_t = d_t + gamma lam A_next, d_t = r_t + gamma V_next - V_t; returns A + V, before any whitening.
+    """Returns the generalised advantage estimates A and the critic's targets A + V (arXiv:1506.02438).
 
-    Next is the next loss token of the sequence: those off the mask in between (a tool's turn) neither
-    discount nor earn. After the last one stands `batch.bootstrap`, the critic's value where the length limit
-    cut the sample, else 0. Schulman et al. (arXiv:1506.02438).
+    A_t = d_t + gamma lam A' and d_t = r_t + gamma V' - V_t, with reward r_t of loss token t and value V_t
+    before it. A' and V' are those of the sequence's next loss token: tokens in between (a tool's output) are
+    skipped and not discounted. At the last loss token A' is 0 and V' is `batch.bootstrap`: the critic's value
+    if the length limit cut the sample, else 0. Neither result is whitened.
 
-    `lam_length` makes lam = max(0, 1 - 1 / (lam_length L)) of a sequence of L loss tokens, and `critic_lam`
-    is the lam of the returns, `lam` unless given (VAPO, arXiv:2504.05118). step=turn takes one step a turn,
-    whose value is that before its first token, and gives its tokens the turn's advantage and return; what
-    single tokens earn then stays at the token, added to its advantage and to no return.
+    `lam_length` replaces lam by max(0, 1 - 1 / (lam_length L)) for a sequence of L loss tokens; None: it does
+    not. `critic_lam` is the lam of the targets; None: that of the advantages (VAPO, arXiv:2504.05118). With
+    step=turn, t counts turns: V_t is the value before the turn's first token, and all its tokens get the
+    turn's advantage and target; a token reward is then added to the advantage of its own token only, and to
+    no target.
 
-    Raises ArealError without a critic.
+    Raises ArealError if the batch has no critic's values.
     """
     if batch.values is None or batch.bootstrap is None:
-        raise ArealError("advantage=gae needs values; set algorithm.critic.kind to separate or shared")
+        raise ArealError(
+            "advantage=gae needs a critic's values; set algorithm.critic.kind to separate or shared"
+        )
+    check_batch(batch._replace(reward=rewards))
     mask, values = batch.loss_mask, keep(batch.values, batch.loss_mask)
     earned, at = _at_last_token(rewards, batch), mask
     turns = _Turns(batch) if step == "turn" else None
@@ -138,7 +182,7 @@ def gae(
     after = per_token(batch.bootstrap, batch.segment_ids)
 
     def estimate(lam: Float[Array, "B T"]) -> Float[Array, "B T"]:
-        return _backwards(earned, values, after, lam, at, batch.segment_ids, gamma)
+        return _backwards(earned, values, after, lam, at, batch.segment_ids, gamma=gamma)
 
     own = _lam_of(lam, lam_length, batch)
     advantages = estimate(own)
@@ -155,12 +199,20 @@ def gae(
 def whitened(
     advantages: Float[Array, "B T"], mask: Bool[Array, "B T"], eps: float = 1e-8
 ) -> Float[Array, "B T"]:
-    """(A - mean) / (std + eps) over the mask, the population's std; 0 off it, and where all are equal."""
-    mean = masked.mean(advantages, mask)
-    std = jnp.sqrt(masked.mean((keep(advantages, mask) - mean) ** 2, mask))
-    top = jnp.where(mask, advantages, -jnp.inf).max()
-    is_flat = top == jnp.where(mask, advantages, jnp.inf).min()
-    return jnp.where(is_flat, 0.0, keep((advantages - mean) / (std + eps), mask))
+    """Returns (A - mean) / (std + eps) on the mask, for the advantages A; 0 off the mask.
+
+    Mean and population std are taken over the mask. If all A on the mask are equal, the result is 0
+    everywhere.
+    """
+    chex.assert_equal_shape([advantages, mask])
+    chex.assert_type([advantages, mask], [float, bool])
+    unit = _unit(masked.largest(jnp.abs(advantages), mask))
+    scaled = advantages / unit
+    mean = masked.mean(scaled, mask)
+    std = jnp.sqrt(masked.mean((keep(scaled, mask) - mean) ** 2, mask))
+    top = jnp.where(mask, scaled, -jnp.inf).max()
+    is_flat = top == jnp.where(mask, scaled, jnp.inf).min()
+    return jnp.where(is_flat, 0.0, keep((scaled - mean) / (std + eps / unit), mask))
 
 
 # --- parts --------------------------------------------------------------------------------------------------
@@ -179,7 +231,7 @@ def _with_token_rewards(rewards: Float[Array, " S"], batch: Batch) -> Float[Arra
 
 
 def _at_last_token(rewards: Float[Array, " S"], batch: Batch) -> Float[Array, "B T"]:
-    """A sequence's reward at its last loss token, wherever in the row that is; 0 elsewhere."""
+    """Returns each sequence's reward at the sequence's last loss token, and 0 at all other tokens."""
     columns = jnp.broadcast_to(jnp.arange(batch.loss_mask.shape[1]), batch.loss_mask.shape)
     on_mask = jnp.where(batch.loss_mask, columns, -1)
     last = jax.ops.segment_max(on_mask.ravel(), batch.segment_ids.ravel(), rewards.shape[0] + 1)[1:]
@@ -202,12 +254,14 @@ def _backwards(
     lam: Float[Array, "B T"],
     at: Bool[Array, "B T"],
     segment_ids: Int[Array, "B T"],
+    *,
     gamma: float,
 ) -> Float[Array, "B T"]:
-    """A_t = d_t + gamma lam A_next at the tokens `at`, 0 elsewhere, in one scan over columns from the right.
+    """Returns the advantages A of `gae` at the tokens where the mask `at` is True, and 0 elsewhere.
 
-    A segment starts with A_next 0 and V_next `after`. Sums are taken token by token and not by an associative
-    scan, so that not a bit depends on what else lies in the row.
+    `values` are the values before the tokens, `after` is the value after a segment's last token. The scan
+    goes backwards token by token: in an associative scan the bits of a result would depend on the row's other
+    segments.
     """
     is_end = jnp.concatenate(
         [segment_ids[:, 1:] != segment_ids[:, :-1], jnp.ones_like(segment_ids[:, :1], bool)], axis=1
@@ -215,6 +269,7 @@ def _backwards(
 
     def column(carry: tuple[Array, Array], x: tuple[Array, ...]) -> tuple[tuple[Array, Array], Array]:
         reward, value, beyond, decay, ends, is_on = x
+        # A token off `at` hands its successor's value and advantage on to the token before it.
         following = jnp.where(ends, beyond, carry[0])
         gathered = jnp.where(ends, 0.0, carry[1])
         here = reward + gamma * following - value + gamma * decay * gathered
@@ -227,7 +282,7 @@ def _backwards(
 
 
 class _Turns:
-    """The turns of every sequence: runs of loss tokens of one turn id; tool text between is no turn's."""
+    """The turns in a batch: a turn is a sequence's successive loss tokens that have the same turn id."""
 
     def __init__(self, batch: Batch) -> None:
         mask, shape = batch.loss_mask, batch.loss_mask.shape
@@ -241,23 +296,40 @@ class _Turns:
         is_new = (before < 0) | differs(batch.segment_ids) | differs(batch.turn_ids)
         self.is_first = mask & is_new
         number = jnp.cumsum(self.is_first, axis=1)
+        # Turn numbers of a row run from 0 (before its first turn) to T, so rows are T + 1 apart.
         self._place = number + jnp.arange(shape[0])[:, None] * (shape[1] + 1)
         self._count = shape[0] * (shape[1] + 1)
 
     def spread(self, x: Float[Array, "B T"]) -> Float[Array, "B T"]:
-        """The sum over each turn, at all of its tokens."""
+        """Returns at every token the sum of `x` over the tokens of its turn."""
         return jax.ops.segment_sum(x.ravel(), self._place.ravel(), self._count)[self._place]
 
 
 def _statistics(x: Float[Array, " S"], ids: Int[Array, " S"], ddof: int) -> tuple[Array, Array, Array]:
-    """Mean, standard deviation and whether all values are equal, of each element's own group; (S,) each."""
+    """Returns, for each element of `x`, its group's mean and std, and whether the group's values are equal.
+
+    A group is the elements with the same id in `ids`. The std is the root of the sum of squared deviations
+    over the group's size minus `ddof`. Each result is (S,).
+    """
     size = x.shape[0]
     count = jax.ops.segment_sum(jnp.ones_like(x), ids, size)
-    mean = jax.ops.segment_sum(x, ids, size) / jnp.maximum(count, 1)
-    squares = jax.ops.segment_sum((x - mean[ids]) ** 2, ids, size)
+    unit = _unit(jax.ops.segment_max(jnp.abs(x), ids, size))
+    scaled = x / unit[ids]
+    mean = jax.ops.segment_sum(scaled, ids, size) / jnp.maximum(count, 1)
+    squares = jax.ops.segment_sum((scaled - mean[ids]) ** 2, ids, size)
     std = jnp.sqrt(squares / jnp.maximum(count - ddof, 1))
     is_flat = jax.ops.segment_max(x, ids, size) == jax.ops.segment_min(x, ids, size)
-    return mean[ids], jnp.where(is_flat, 0.0, std)[ids], is_flat[ids]
+    return (unit * mean)[ids], jnp.where(is_flat, 0.0, unit * std)[ids], is_flat[ids]
+
+
+def _unit(largest: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Returns the largest power of two that is at most `largest`, the largest magnitude of some values.
+
+    Division of the values by it is exact, and the squares of the results neither overflow nor underflow.
+    """
+    # XLA may multiply by the reciprocal instead of dividing: the reciprocal must be a normal float32 too.
+    exponent = jnp.clip(jnp.frexp(largest)[1] - 1, -120, 120)
+    return jnp.ldexp(jnp.ones_like(largest), exponent)
 
 
 ADVANTAGES: Mapping[str, Any] = {

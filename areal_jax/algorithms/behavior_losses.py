@@ -1,8 +1,9 @@
-"""Losses that hold their own ratio to the behaviour policy, r = exp(logp - behavior_logp).
+"""Losses that use the ratio r = exp(logp - behavior_logp) of the current to the behaviour policy.
 
-They correct for staleness themselves, so the off-policy weight must be 1: `off_policy: none` is demanded of
-them (`presets.OWN_RATIO`); one of your own says so by the attribute `off_policy = "none"`. The contract is
-that of losses.py.
+Such a loss itself corrects for tokens that an older policy sampled, so another correction by an off-policy
+weight is an error: the losses in `presets.OWN_RATIO` require `off_policy: none`, and a user's loss function
+requires it by its attribute `off_policy = "none"`. `losses` describes arguments and results. A is the
+advantage; sg stops gradients.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ from jaxtyping import Array
 from pydantic import Field
 
 from areal_jax.algorithms.ratios import binary_kl, ratio, total_variation
+from areal_jax.algorithms.shapes import check_batch
 from areal_jax.types import ArealError, Batch, PolicyOutputs
 
 
 def cispo(
     now: PolicyOutputs, batch: Batch, *, high: Annotated[float, Field(gt=0)] = 4.0
 ) -> tuple[Array, dict[str, Array]]:
-    """-sg(min(r, 1 + high)) A logp: the weight is clipped, never the token; no lower bound.
+    """Returns -sg(min(r, 1 + high)) A logp, r = exp(logp - behavior_logp), advantage A; sg stops gradients.
 
-    MiniMax-M1 (arXiv:2506.13585), which tunes `high` and does not say to what; 1 + 4 is ScaleRL's
-    (arXiv:2510.13786).
+    So every token has a gradient, with a bounded weight. MiniMax-M1 (arXiv:2506.13585) tunes `high` without
+    publishing its value; the default 4 is ScaleRL's (arXiv:2510.13786).
     """
     return _truncated(now, batch, 1 + high)
 
@@ -32,14 +34,16 @@ def cispo(
 def aipo(
     now: PolicyOutputs, batch: Batch, *, cap: Annotated[float, Field(gt=0)] = 5.0
 ) -> tuple[Array, dict[str, Array]]:
-    """-sg(min(r, cap)) A logp, one-sided for both signs of A. LlamaRL (arXiv:2505.24034), cap 2 to 10.
+    """Returns -sg(min(r, cap)) A logp, r = exp(logp - behavior_logp), advantage A; sg stops gradients.
 
-    On policy its gradient is REINFORCE's, its value is not.
+    The bound on r is the same for either sign of A. LlamaRL (arXiv:2505.24034), with cap 2 to 10. On policy
+    its gradient is that of REINFORCE.
     """
     return _truncated(now, batch, cap)
 
 
 def _truncated(now: PolicyOutputs, batch: Batch, cap: float) -> tuple[Array, dict[str, Array]]:
+    check_batch(batch, *now)
     r = jax.lax.stop_gradient(ratio(now.logp, batch.behavior_logp))
     return -jnp.minimum(r, cap) * batch.advantages * now.logp, {
         "ratio": r,
@@ -54,13 +58,19 @@ def dppo(
     delta: Annotated[float, Field(gt=0)] = 0.15,
     divergence: Literal["total_variation", "binary_kl"] = "total_variation",
 ) -> tuple[Array, dict[str, Array]]:
-    """-r A, and 0 for tokens that moved away from the behaviour policy by more than `delta` already.
+    """Returns -r A, r = exp(logp - behavior_logp), but 0 for a token that moved too far in A's direction.
 
-    Moved away: A > 0 and r > 1, or A < 0 and r < 1. How far: |e^logp - e^behaviour|, or the binary KL
-    (behaviour | current), for which the authors take delta 0.05. Qi et al. (arXiv:2602.04879).
+    A is the advantage. A token moved too far if A > 0 and r > 1, or A < 0 and r < 1, and the current policy's
+    `divergence` from the behaviour policy exceeds `delta`: total_variation is |e^logp - e^behavior_logp|,
+    binary_kl is KL(behaviour | current) over two events, this token and any other; for it the authors set
+    delta 0.05. Qi et al. (arXiv:2602.04879).
     """
     if divergence not in ("total_variation", "binary_kl"):
-        raise ArealError(f"divergence={divergence!r} of dppo: use total_variation or binary_kl")
+        raise ArealError(
+            f"algorithm.loss_settings.divergence={divergence!r} is unknown to the loss dppo; use "
+            "total_variation or binary_kl"
+        )
+    check_batch(batch, *now)
     r = ratio(now.logp, batch.behavior_logp)
     apart = total_variation if divergence == "total_variation" else binary_kl
     is_far = jax.lax.stop_gradient(apart(batch.behavior_logp, now.logp)) > delta

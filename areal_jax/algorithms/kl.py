@@ -1,8 +1,10 @@
-"""KL to the reference policy: as a loss term whose gradient is right off-policy too, and as a reward."""
+"""The KL to the reference policy, for its two uses: as a term of the loss, or as a part of the reward."""
 
 from __future__ import annotations
 
+import chex
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from areal_jax.algorithms.ratios import kl_estimate, ratio
@@ -14,23 +16,46 @@ def kl_loss(
     behavior_logp: Float[Array, "B T"],
     estimator: str,
 ) -> Float[Array, "B T"]:
-    """Token estimates of KL(current | reference), weighted by w = exp(logp - behaviour).
+    """Returns each token's estimate of KL(current | reference), times w = exp(logp - behavior_logp).
 
-    k3 is differentiated through w, k1 and k2 are not. In expectation under the behaviour policy the gradients
-    of k2 and k3 are the KL's own, on policy and off; k1's is 0, so that as a loss it does nothing but add
-    noise (`algorithm.kl.allow_biased`). arXiv:2510.01555, arXiv:2512.21852.
+    `estimator` is k1, k2 or k3 (`ratios.kl_estimate`). w corrects for tokens that come from the behaviour
+    policy: in expectation the gradients of k2 and k3 are that of the KL. Only with k3 does the gradient flow
+    through w. The expectation of k1's gradient is 0: as a loss it only adds noise, so it needs
+    `algorithm.kl.allow_biased`. arXiv:2510.01555, arXiv:2512.21852.
     """
-    weight = ratio(logp, behavior_logp)
-    weight = weight if estimator == "k3" else jax.lax.stop_gradient(weight)
+    chex.assert_equal_shape([logp, ref_logp, behavior_logp])
+    chex.assert_type([logp, ref_logp, behavior_logp], float)
+    if estimator == "k3":
+        return _weighted_k3(logp, ref_logp, behavior_logp)
+    weight = jax.lax.stop_gradient(ratio(logp, behavior_logp))
     return weight * kl_estimate(logp, ref_logp, estimator)
+
+
+@jax.custom_jvp
+def _weighted_k3(logp: Array, ref_logp: Array, behavior_logp: Array) -> Array:
+    return ratio(logp, behavior_logp) * kl_estimate(logp, ref_logp, "k3")
+
+
+@_weighted_k3.defjvp
+def _slope_of_weighted_k3(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
+    """Returns the weighted k3, w (e^d - 1 - d), and its tangent, that of logp times w (logp - ref_logp).
+
+    w = exp(logp - behavior_logp), d = ref_logp - logp. Automatic differentiation would subtract two terms of
+    size w e^d instead: from about d = 15 on float32 cannot represent their difference.
+    """
+    logp, ref_logp, behavior_logp = primals
+    gap = logp - ref_logp
+    gap = jnp.where(jnp.isfinite(gap), gap, jnp.nan)
+    return _weighted_k3(*primals), tangents[0] * ratio(logp, behavior_logp) * gap
 
 
 def kl_reward(
     behavior_logp: Float[Array, "B T"], ref_logp: Float[Array, "B T"], estimator: str = "k1"
 ) -> Float[Array, "B T"]:
-    """Token estimates of KL(behaviour | reference) of the sampler's own log-probs, without gradient.
+    """Returns each token's estimate of KL(behaviour | reference), without a gradient.
 
-    Subtracted from the rewards. Only k1's policy gradient is the KL's; k2 and k3 need
-    `algorithm.kl.allow_biased`.
+    The caller multiplies it by the KL's coefficient and subtracts it from the token rewards. Only with k1 is
+    the resulting policy gradient that of the KL; k2 and k3 are biased and need `algorithm.kl.allow_biased`.
     """
+    chex.assert_equal_shape([behavior_logp, ref_logp])
     return jax.lax.stop_gradient(kl_estimate(behavior_logp, ref_logp, estimator))

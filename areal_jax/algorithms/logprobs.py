@@ -1,8 +1,7 @@
-"""The one log-prob function: log softmax(z / temperature) over the ids that sampling kept.
+"""The log-prob of a token: log softmax(logits / temperature) over the ids that sampling kept (the support).
 
-The generator calls it on the logits it samples from, the trainer on the logits of a packed row, so that the
-recorded and the recomputed log-prob are the same expression. Symbols: n tokens, V vocabulary, K ids of a
-support.
+The generator computes it from the logits from which it samples, the trainer from the logits of packed rows,
+both by `token_stats`. Symbols: n tokens, V vocabulary, K ids of a support.
 """
 
 from __future__ import annotations
@@ -11,18 +10,19 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 
 class TokenStats(NamedTuple):
-    """What a distribution says of one token; all float32."""
+    """Per token, float32: its log-prob, and the entropy (nats) of the distribution that it was drawn from."""
 
     logp: Array
     entropy: Array
     outside: Array
-    """Probability mass outside the sampler's support, at its temperature."""
+    """Total probability, before renormalisation, of the ids outside the support; 0 without a support."""
 
 
 def token_stats(
@@ -31,11 +31,14 @@ def token_stats(
     temperature: Float[Array, " n"],
     support: Int[Array, "n K"] | None = None,
 ) -> TokenStats:
-    """Log-prob and entropy of softmax(logits / temperature), renormalised over `support` where one is given.
+    """Returns the statistics of softmax(logits / temperature), renormalised over `support` if it is given.
 
-    `support` rows hold the kept ids, -1 beyond them; a row that keeps nothing (-1 throughout) keeps
-    everything. Temperature 0 is the greedy limit, whose log-prob is reported at temperature 1.
+    A row of `support` lists the ids that sampling kept, padded with -1; with only -1 all ids are kept. At
+    temperature 0 (greedy sampling) the statistics are those at temperature 1.
     """
+    chex.assert_rank([logits, tokens, temperature], [2, 1, 1])
+    chex.assert_equal_shape_prefix([logits, tokens, temperature, *([] if support is None else [support])], 1)
+    chex.assert_type([logits, tokens, temperature], [float, int, float])
     z = logits.astype(jnp.float32) / jnp.where(temperature > 0, temperature, 1.0)[:, None]
     chosen = jnp.take_along_axis(z, tokens[:, None], axis=-1)[:, 0]
     log_total = jax.nn.logsumexp(z, axis=-1)
@@ -44,6 +47,7 @@ def token_stats(
         return TokenStats(chosen - log_total, entropy, jnp.zeros_like(log_total))
     kept = jnp.where(support >= 0, jnp.take_along_axis(z, jnp.maximum(support, 0), axis=-1), -jnp.inf)
     has_support = (support >= 0).any(-1)
+    # Rows without support would be -inf throughout, and their entropy and gradients NaN.
     safe = jnp.where(has_support[:, None], kept, 0.0)
     log_kept = jnp.where(has_support, jax.nn.logsumexp(safe, axis=-1), log_total)
     entropy = jnp.where(has_support, _entropy(safe, log_kept), entropy)
@@ -51,68 +55,79 @@ def token_stats(
 
 
 def _entropy(z: Float[Array, "n V"], log_total: Float[Array, " n"]) -> Float[Array, " n"]:
-    """-sum_v p_v log p_v, with 0 log 0 = 0; free of the cancellation in log_total - sum_v p_v z_v."""
+    """Returns the entropy of softmax(z), with 0 log 0 = 0; `log_total` is logsumexp(z).
+
+    The sum is over p log p, since log_total - sum p z would lose digits by cancellation.
+    """
     logp = z - log_total[:, None]
     p = jnp.exp(logp)
     return -jnp.where(p > 0, p * jnp.where(p > 0, logp, 0.0), 0.0).sum(-1)
 
 
 Head = Callable[[Array, Array], Array]
-"""`head(weight, hidden)`: the logits (n, V) of hidden states (n, D), float32."""
+"""Called as `head(weight, hidden)`; returns the float32 logits (n, V) of hidden states (n, D)."""
 
 Values = Callable[[Array, Array, Array, Array, Array | None], TokenStats]
-"""`values(weight, hidden, tokens, temperature, support)`: the same as token_stats of the head's logits."""
+"""Called as `values(weight, hidden, tokens, temperature, support)`; returns `token_stats` of the logits."""
+
+
+class PackedTokens(NamedTuple):
+    """Packed rows of tokens; `mask` selects the tokens for which statistics are computed."""
+
+    tokens: Int[Array, "B T"]
+    previous: Int[Array, "B T"]
+    """Column, in the same row, of the preceding token of the sample; -1 for a first token."""
+    mask: Bool[Array, "B T"]
+    temperature: Float[Array, "B T"]
+    support: Int[Array, "B T K"] | None = None
 
 
 def packed_stats(
-    hidden: Float[Array, "B T D"],
-    tokens: Int[Array, "B T"],
-    previous: Int[Array, "B T"],
-    mask: Bool[Array, "B T"],
-    temperature: Float[Array, "B T"],
     head: Head,
     weight: Array,
-    support: Int[Array, "B T K"] | None,
+    hidden: Float[Array, "B T D"],
+    asked: PackedTokens,
     chunk: int,
     *,
     has_entropy_gradient: bool = False,
     values: Values | None = None,
 ) -> TokenStats:
-    """`token_stats` of a packed row, (B, T) each: index t describes token t given the tokens before it.
+    """Returns `token_stats` of packed rows, (B, T): entry t describes token t given the tokens before it.
 
-    This is the one place where hidden states shift by a token: token t reads the hidden state at column
-    `previous` of its row. Off the mask everything is 0, and a token without predecessor (-1) is off it, so
-    that no segment's first token reads its neighbour's state.
+    `head(weight, hidden)` returns logits; `asked` has the tokens, and the mask of those to describe. Results
+    off the mask are 0. A token's logits come from the hidden state of the sample's token before it, in column
+    `asked.previous`. A first token (previous -1) counts as off the mask, so it never reads the state of
+    another segment.
 
-    The LM head runs over about `chunk` tokens at a time, a run of columns of every row, so no (B, T, V) array
-    exists, in the backward pass neither. Each row's masked tokens are moved to its front and only as many
-    chunks are computed as they fill: a prompt costs nothing. Gradients flow through logp, and through entropy
-    where `has_entropy_gradient`, into `hidden` and `weight`. `values`, where given, computes a chunk in the
-    forward pass; gradients are those of `head` all the same.
+    The LM head runs over about `chunk` tokens at a time, so no (B, T, V) array exists, not even in the
+    backward pass. Each row's tokens on the mask are moved to its front, and chunks without such a token are
+    skipped: prompts cost nothing. Gradients flow into `hidden` and `weight` through logp, and through entropy
+    if `has_entropy_gradient`. `values`, if given, computes the results in place of `head` and `token_stats`;
+    the gradients are still theirs.
     """
-    mask = mask & (previous >= 0)
-    rows, length = tokens.shape
+    chex.assert_rank([hidden, asked.tokens], [3, 2])
+    chex.assert_equal_shape([asked.tokens, asked.previous, asked.mask, asked.temperature])
+    chex.assert_equal_shape_prefix([hidden, asked.tokens], 2)
+    chex.assert_type([hidden, asked.tokens, asked.previous, asked.mask], [float, int, int, bool])
+    mask = asked.mask & (asked.previous >= 0)
+    rows, length = mask.shape
     width = min(length, max(1, chunk // rows))
     parts = -(-length // width)
+    # Masked tokens first, in their order.
     order = jnp.argsort(~mask, axis=1, stable=True)
 
-    def chunked(x: Array, at: Array) -> Array:  # (parts, B * width, ...)
+    def chunked(x: Array, at: Array = order) -> Array:  # (parts, B * width, ...)
         moved = jnp.take_along_axis(x, at.reshape(*at.shape, *(1,) * (x.ndim - 2)), axis=1)
         moved = jnp.pad(moved, ((0, 0), (0, parts * width - length), *((0, 0),) * (x.ndim - 2)))
         moved = jnp.moveaxis(moved.reshape(rows, parts, width, *x.shape[2:]), 1, 0)
         return moved.reshape(parts, rows * width, *x.shape[2:])
 
-    before = jnp.take_along_axis(jnp.maximum(previous, 0), order, axis=1)
-    inputs = HeadInputs(
-        chunked(tokens, order),
-        chunked(temperature, order),
-        None if support is None else chunked(support, order),
-        -(-mask.sum(1).max() // width),
-    )
-    counts = chunked(mask, order)[..., None]
-    used = jnp.where(counts, chunked(hidden, before), 0.0)
+    before = jnp.take_along_axis(jnp.maximum(asked.previous, 0), order, axis=1)
+    about = jax.tree.map(chunked, (asked.tokens, asked.temperature, asked.support))
+    count = -(-mask.sum(1).max() // width)
+    used = jnp.where(chunked(mask)[..., None], chunked(hidden, before), 0.0)
     values = values or partial(_values_of, head)
-    stats: Any = _head_stats(head, values, has_entropy_gradient, used, weight, inputs)
+    stats: Any = _head_stats(head, values, has_entropy_gradient, used, weight, (about, count))
     back = jnp.argsort(order, axis=1)
 
     def restored(x: Array) -> Array:
@@ -122,17 +137,11 @@ def packed_stats(
     return TokenStats(*map(restored, stats))
 
 
-class HeadInputs(NamedTuple):
-    """What the LM head needs beside hidden states and its weight; c chunks of n tokens."""
+Chunks = Any
+"""((tokens (c, n), temperature (c, n), support (c, n, K) or None), count): c chunks of n tokens.
 
-    tokens: Int[Array, "c n"]
-    temperature: Float[Array, "c n"]
-    support: Int[Array, "c n K"] | None
-    count: Int[Array, ""]
-    """Chunks that hold a token of the mask; the others' statistics are 0."""
-
-    def of(self, i: Array) -> tuple[Array, Array, Array | None]:
-        return self.tokens[i], self.temperature[i], None if self.support is None else self.support[i]
+Only the first `count` chunks contain tokens on the mask; the statistics of the others are 0.
+"""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -142,9 +151,9 @@ def _head_stats(
     has_entropy_gradient: bool,
     hidden: Float[Array, "c n D"],
     weight: Array,
-    inputs: HeadInputs,
+    chunks: Chunks,
 ) -> TokenStats:
-    return _head_forward(head, values, has_entropy_gradient, hidden, weight, inputs)[0]
+    return _head_forward(head, values, has_entropy_gradient, hidden, weight, chunks)[0]
 
 
 def _values_of(
@@ -154,26 +163,33 @@ def _values_of(
 
 
 def _head_forward(
-    head: Head, values: Values, has_entropy_gradient: bool, hidden: Array, weight: Array, inputs: HeadInputs
+    head: Head, values: Values, has_entropy_gradient: bool, hidden: Array, weight: Array, chunks: Chunks
 ) -> tuple[TokenStats, tuple]:
+    about, count = chunks
+
     def one_chunk(i: Array, stats: TokenStats) -> TokenStats:
-        here = values(weight, hidden[i], *inputs.of(i))
+        here = values(weight, hidden[i], *jax.tree.map(lambda x: x[i], about))
         return TokenStats(*(x.at[i].set(now) for x, now in zip(stats, here, strict=True)))
 
-    zeros = jnp.zeros(inputs.tokens.shape, jnp.float32)
-    stats = jax.lax.fori_loop(0, inputs.count, one_chunk, TokenStats(zeros, zeros, zeros))
-    return stats, (hidden, weight, inputs, stats.logp)
+    zeros = jnp.zeros(hidden.shape[:2], jnp.float32)
+    stats = jax.lax.fori_loop(0, count, one_chunk, TokenStats(zeros, zeros, zeros))
+    return stats, (hidden, weight, chunks, stats.logp)
 
 
 def _head_backward(
     head: Head, values: Values, has_entropy_gradient: bool, kept: tuple, slopes: TokenStats
 ) -> tuple[Array, Array, None]:
-    hidden, weight, inputs, logp = kept
+    """Returns the gradients with respect to `hidden` and `weight`; recomputes the logits of each chunk.
+
+    `kept` are the results that the forward pass stored, `slopes` the gradients with respect to the
+    statistics.
+    """
+    hidden, weight, (about, count), logp = kept
 
     def one_chunk(i: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
         of_hidden, of_weight = sums
         logits, pull = jax.vjp(head, weight, hidden[i])
-        tokens, temperature, support = inputs.of(i)
+        tokens, temperature, support = jax.tree.map(lambda x: x[i], about)
         if support is None and not has_entropy_gradient:
             of_logits = _slope_of_logits(logits, tokens, temperature, logp[i], slopes.logp[i])
         else:
@@ -183,8 +199,9 @@ def _head_backward(
         more_weight, here = pull(of_logits)
         return of_hidden.at[i].set(here), of_weight + more_weight.astype(jnp.float32)
 
+    # The weight's gradient is summed over chunks in float32, also for bfloat16 weights.
     start = (jnp.zeros_like(hidden), jnp.zeros(weight.shape, jnp.float32))
-    of_hidden, of_weight = jax.lax.fori_loop(0, inputs.count, one_chunk, start)
+    of_hidden, of_weight = jax.lax.fori_loop(0, count, one_chunk, start)
     return of_hidden, of_weight.astype(weight.dtype), None
 
 
@@ -192,7 +209,11 @@ _head_stats.defvjp(_head_forward, _head_backward)
 
 
 def _slope_of_logits(logits: Array, tokens: Array, temperature: Array, logp: Array, slope: Array) -> Array:
-    """slope * d logp / d logits = slope / temperature * (onehot - p); p from logp in a single pass."""
+    """Returns the gradient with respect to the logits: slope / temperature * (onehot(token) - p).
+
+    `slope` is the gradient with respect to `logp`, the tokens' log-probs. p = softmax(logits / temperature)
+    is computed from `logp` in one pass over the logits, without another sum over the vocabulary.
+    """
     scale = jnp.where(temperature > 0, temperature, 1.0)[:, None]
     z = logits / scale
     log_total = jnp.take_along_axis(z, tokens[:, None], axis=-1) - logp[:, None]

@@ -1,12 +1,12 @@
 """Policy losses: pure functions `loss(now, batch, *, settings) -> (token_loss, metrics)`.
 
-`now` (PolicyOutputs) carries the gradients; arrays are (B, T) float32, unreduced, to be minimised. The
-framework multiplies by `batch.weights * batch.off_policy_weight` and adds up; what a function returns off the
-loss mask is ignored. Metrics are (B, T) arrays, averaged over the loss mask. Keyword-only arguments are the
-settings, and their annotations what a value may be.
+Gradients flow through `now` (PolicyOutputs). `token_loss` is (B, T) float32, one value per token, to be
+minimised; the framework multiplies it by `batch.weights * batch.off_policy_weight` and sums it. Values off
+the loss mask are ignored. Metrics are (B, T) arrays, which the framework averages over the loss mask. The
+settings are the keyword-only arguments; their annotations limit the valid values.
 
-Here stand the losses around the proximal policy, which the off-policy weight corrects for; those that hold a
-ratio of their own to the behaviour policy stand in behavior_losses.py.
+The losses here compare the current with the proximal policy, and the off-policy weight corrects the proximal
+policy's distance from the behaviour policy. `behavior_losses` has those that correct for it themselves.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pydantic import Field
 
 from areal_jax.algorithms.behavior_losses import aipo, cispo, dppo
 from areal_jax.algorithms.ratios import Level, ratio, ratio_at
+from areal_jax.algorithms.shapes import check_batch
 from areal_jax.types import Batch, PolicyOutputs
 
 Loss = Callable[..., tuple[Array, dict[str, Array]]]
@@ -35,13 +36,14 @@ def ppo_clip(
     dual: Annotated[float, Field(gt=1)] | None = None,
     level: Level = "token",
 ) -> tuple[Array, dict[str, Array]]:
-    """-min(u A, clip(u, 1 - low, 1 + high) A), u = exp(logp - proximal_logp) at `level`.
+    """Returns -min(u A, clip(u, 1 - low, 1 + high) A), u: ratio of current to proximal policy at `level`.
 
-    `dual` > 1 bounds the loss of negative advantages: -max(..., dual A). Centred on the proximal policy it is
-    decoupled PPO's trust region. PPO, Schulman et al. (arXiv:1707.06347); asymmetric clip, DAPO
-    (arXiv:2503.14476); decoupled, Hilton et al. (arXiv:2110.00641), AReaL (arXiv:2505.24298); dual clip, Ye
-    et al. (arXiv:1912.09729); sequence levels, GSPO (arXiv:2507.18071), whose clip is some thousandths wide.
+    A is the advantage, `ratio_at` explains `level`. With `dual`, the loss is at most -dual A where A < 0.
+    PPO, Schulman et al. (arXiv:1707.06347); asymmetric clip, DAPO (arXiv:2503.14476); proximal policy, Hilton
+    et al. (arXiv:2110.00641), AReaL (arXiv:2505.24298); dual clip, Ye et al. (arXiv:1912.09729); sequence
+    levels, GSPO (arXiv:2507.18071), with low and high of some thousandths.
     """
+    check_batch(batch, *now)
     u = ratio_at(level, now.logp, batch.proximal_logp, batch)
     free = u * batch.advantages
     gain = jnp.minimum(free, jnp.clip(u, 1 - low, 1 + high) * batch.advantages)
@@ -57,24 +59,27 @@ def sapo(
     tau_positive: Annotated[float, Field(gt=0)] = 1.0,
     tau_negative: Annotated[float, Field(gt=0)] = 1.05,
 ) -> tuple[Array, dict[str, Array]]:
-    """-(4 / tau) sigmoid(tau (u - 1)) A, u = exp(logp - proximal_logp): a gate that closes softly.
+    """Returns -(4 / tau) sigmoid(tau (u - 1)) A, u = exp(logp - proximal_logp): a soft gate, not a clip.
 
-    tau is `tau_positive` where A > 0, else `tau_negative`; the gate's slope at u = 1 is 1. Gao et al.
+    tau is `tau_positive` if A > 0, else `tau_negative`; the gate's slope at u = 1 is 1. Gao et al.
     (arXiv:2511.20347).
     """
+    check_batch(batch, *now)
     u = ratio(now.logp, batch.proximal_logp)
     tau = jnp.where(batch.advantages > 0, tau_positive, tau_negative)
     return -4 / tau * jax.nn.sigmoid(tau * (u - 1)) * batch.advantages, {"ratio": u}
 
 
 def importance(now: PolicyOutputs, batch: Batch, *, level: Level = "token") -> tuple[Array, dict[str, Array]]:
-    """-u A, u = exp(logp - proximal_logp) at `level`: the importance-weighted policy gradient, unclipped."""
+    """Returns -u A, without a clip; u: ratio of current to proximal policy at `level` (see `ratio_at`)."""
+    check_batch(batch, *now)
     u = ratio_at(level, now.logp, batch.proximal_logp, batch)
     return -u * batch.advantages, {"ratio": u}
 
 
 def policy_gradient(now: PolicyOutputs, batch: Batch) -> tuple[Array, dict[str, Array]]:
-    """-A logp: the plain policy gradient, Williams (1992); maximum likelihood where A = 1."""
+    """Returns -A logp: the policy gradient of Williams (1992), or maximum likelihood if A = 1."""
+    check_batch(batch, *now)
     return -batch.advantages * now.logp, {"nll": -now.logp}
 
 

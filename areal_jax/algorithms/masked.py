@@ -1,13 +1,14 @@
-"""Reductions and gathers under a mask: the only place that sums over padded arrays.
+"""Reductions and gathers under a mask: the only module that sums over padded arrays.
 
-Off the mask a value may be anything, NaN and infinities included; it is replaced before it is used, so that
-neither a sum nor a gradient sees it.
+Values off the mask (mask False) may be anything, even NaN or infinite: they are replaced first, so that they
+change neither a sum nor a gradient.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
+import chex
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -18,26 +19,31 @@ Aggregate = Literal["mean", "sum", "max"]
 
 
 def keep(values: Float[Array, "..."], mask: Bool[Array, "..."]) -> Float[Array, "..."]:
-    """`values` on the mask, 0 off it; no gradient off it."""
+    """Returns `values` where the mask is True, and elsewhere 0, through which no gradient flows."""
+    chex.assert_type(mask, bool)
+    chex.assert_is_broadcastable(values.shape, mask.shape)
     return jnp.where(mask, values, 0.0)
 
 
 def total(values: Float[Array, "..."], mask: Bool[Array, "..."]) -> Float[Array, ""]:
+    """Returns the sum of the values on the mask."""
     return keep(values, mask).sum()
 
 
 def mean(values: Float[Array, "..."], mask: Bool[Array, "..."]) -> Float[Array, ""]:
-    """Mean over the mask; 0 where the mask is empty."""
+    """Returns the mean of the values on the mask; 0 if no value is on it."""
     return total(values, mask) / jnp.maximum(mask.sum(), 1)
 
 
 def largest(values: Float[Array, "..."], mask: Bool[Array, "..."]) -> Float[Array, ""]:
-    """Maximum over the mask of values >= 0; 0 where the mask is empty."""
+    """Returns the largest of non-negative values on the mask; 0 if no value is on it."""
     return keep(values, mask).max()
 
 
 def per_token(values: Float[Array, " S"], segment_ids: Int[Array, "B T"]) -> Float[Array, "B T"]:
-    """Each token's sequence value; 0 on padding and on prompts that groups share."""
+    """Returns at each token its sequence's value; 0 at padding and at a group's shared prompt."""
+    chex.assert_rank([values, segment_ids], [1, 2])
+    chex.assert_type(segment_ids, int)
     padded = jnp.concatenate([jnp.zeros_like(values[:1]), values])
     return padded.at[segment_ids].get(mode="fill", fill_value=0)
 
@@ -45,7 +51,10 @@ def per_token(values: Float[Array, " S"], segment_ids: Int[Array, "B T"]) -> Flo
 def per_sequence(
     values: Float[Array, "B T"], segment_ids: Int[Array, "B T"], sequences: int
 ) -> Float[Array, " S"]:
-    """Sum over each sequence's tokens."""
+    """Returns the sum of `values` over all tokens of each sequence; `sequences` is the number S of them."""
+    chex.assert_rank(values, 2)
+    chex.assert_equal_shape([values, segment_ids])
+    chex.assert_type(segment_ids, int)
     return jax.ops.segment_sum(values.ravel(), segment_ids.ravel(), sequences + 1)[1:]
 
 
@@ -56,16 +65,18 @@ def of_sequence(
     segment_ids: Int[Array, "B T"],
     sequences: int,
 ) -> Float[Array, "B T"]:
-    """Each token's sequence aggregate: mean, sum or maximum over the sequence's tokens on the mask.
+    """Returns at each token the `aggregate` (mean, sum or max) of its sequence's values on the mask.
 
-    0 where a sequence has none. No token off the mask and no other sequence plays a part, in no bit.
+    It is 0 for a sequence without tokens on the mask. Values off the mask and those of other sequences do not
+    change a bit of it. `sequences` is the number of sequences in the batch.
     """
+    chex.assert_equal_shape([values, mask, segment_ids])
     if aggregate == "max":
         lowest = jnp.where(mask, values, -jnp.inf).ravel()
         each = jax.ops.segment_max(lowest, segment_ids.ravel(), sequences + 1)[1:]
         return per_token(jnp.where(each == -jnp.inf, 0.0, each), segment_ids)
     if aggregate not in ("mean", "sum"):
-        raise ArealError(f"aggregate={aggregate!r} of a sequence's tokens: use mean, sum or max")
+        raise ArealError(f"off_policy_settings.aggregate={aggregate!r} is unknown; use mean, sum or max")
     each = per_sequence(keep(values, mask), segment_ids, sequences)
     if aggregate == "mean":
         each = each / jnp.maximum(per_sequence(mask.astype(values.dtype), segment_ids, sequences), 1)

@@ -1,22 +1,33 @@
-"""The proximal policy where nothing is recomputed: between behaviour and current policy, by a token's age.
+"""The proximal policy without recomputation: interpolated between behaviour and current policy by token age.
 
-proximal = sg(behaviour + mix (current - behaviour)) in log-probs. mix 1 is the current policy itself: exact
-with one minibatch, whose update begins where the proximal policy stands.
+proximal = sg(behaviour + mix (current - behaviour)) in log-probs; sg stops gradients, age is in versions.
+With mix 1 it is the current policy: exact if the batch is one minibatch, as the two policies are equal before
+its only update.
 """
 
 from __future__ import annotations
 
+import chex
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 
 def proximal_mix(ages: Int[Array, "B T"], minibatches: int, form: str) -> Float[Array, "B T"]:
-    """The mix of every token; minibatch k owns the k-th of `minibatches` equal runs of rows.
+    """Returns each token's `mix`: where the proximal policy lies from behaviour (0) to current policy (1).
 
-    reuse: 1. loglinear: the parameters moved from version s - age to s + k / n, n minibatches, so s lies at
-    age / (age + k / n); 1 at k = 0, and 0 for age 0 after it. loglinear_published: 1 - 1 / age, 0 for age 0
-    (A-3PO, arXiv:2512.06547), which takes the step's first minibatch to be a version further than it is.
+    `ages` is the trainer's version s minus the version that sampled the token. `form` is
+    `algorithm.proximal`. The n = `minibatches` minibatches k = 0, 1, ... are equal, consecutive parts of the
+    rows.
+
+    reuse: 1. loglinear: age / (age + k / n), 1 for k = 0: the position of the proximal policy, version s,
+    between the behaviour policy, s - age, and the current one, s + k / n. loglinear_published: 1 - 1 / age, 0
+    for age 0, as published (A-3PO, arXiv:2512.06547): the proximal policy is then one version before the
+    current one.
     """
+    chex.assert_rank(ages, 2)
+    chex.assert_type(ages, int)
+    chex.assert_is_divisible(ages.shape[0], minibatches)
     age = ages.astype(jnp.float32)
     if form == "reuse":
         return jnp.ones_like(age)
@@ -25,4 +36,15 @@ def proximal_mix(ages: Int[Array, "B T"], minibatches: int, form: str) -> Float[
     if form == "loglinear":
         minibatch = jnp.repeat(jnp.arange(minibatches), ages.shape[0] // minibatches)[:, None]  # (B, 1)
         return jnp.where(minibatch == 0, 1.0, age / (age + jnp.maximum(minibatch, 1) / minibatches))
-    raise ValueError(f"no proximal form {form!r} is a mix")
+    raise ValueError(
+        f"algorithm.proximal={form!r} has no mixing weights; use reuse, loglinear or loglinear_published"
+    )
+
+
+def mixed_logp(
+    behavior: Float[Array, "B T"], current: Float[Array, "B T"], mix: Float[Array, "B T"]
+) -> Float[Array, "B T"]:
+    """Returns the proximal log-probs behavior + mix (current - behavior), without a gradient."""
+    chex.assert_equal_shape([behavior, current, mix])
+    current = jax.lax.stop_gradient(current)
+    return jnp.where(mix == 1, current, behavior + mix * (current - behavior))  # no rounding at mix 1

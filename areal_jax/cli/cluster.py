@@ -1,93 +1,157 @@
-"""Verbs of a cluster's processes: role."""
+"""The verb `role`: `role node` starts a machine's processes of a run; any other role is one such process."""
 
 from __future__ import annotations
 
 import signal
-from enum import StrEnum
+import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from areal_jax.cli.shell import plain_errors
-
 if TYPE_CHECKING:
-    from areal_jax.config import Config
-    from areal_jax.runtime.watchdog import Beat
+    from areal_jax.cluster.watchdog import Beat
+    from areal_jax.config.tree import Config
+
+ConfigFile = Annotated[
+    Path, typer.Option("--config", help="The run's config file, such as RUN/launch/config.yaml.")
+]
+Folder = Annotated[
+    Path, typer.Option("--run", help="The run's folder, on a file system that all machines share.")
+]
+Name = Annotated[str, typer.Option(help="The process's name, with its index, such as generate-0.")]
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(help="Overrides section.key=value, such as runtime.redis=redis://head:7600/0."),
+]
+
+roles = typer.Typer(
+    help="Run a machine's node agent, or one process of a run.",
+    no_args_is_help=True,
+    add_completion=False,
+)
 
 
-class Role(StrEnum):
-    CONTROLLER = "controller"
-    TRAINER = "trainer"
-    GENERATE = "generate"
-    REWARD = "reward"
-    EVALUATE = "evaluate"
-
-
-def register(app: typer.Typer) -> None:
-    app.command()(role)
-
-
-@plain_errors
-def role(
-    role: Annotated[Role, typer.Argument(help="What this process does.")],
-    config: Annotated[Path, typer.Option(help="The run's config, one file.")],
-    run: Annotated[Path, typer.Option(help="The run's folder, which controller and trainer share.")],
-    name: Annotated[str, typer.Option(help="Among the processes of this role; host-0, ...")] = "",
-    index: Annotated[int, typer.Option(min=0, help="Of this trainer process.")] = 0,
-    processes: Annotated[int, typer.Option(min=1, help="That the trainer's mesh is spread over.")] = 1,
-    coordinator: Annotated[str, typer.Option(help="HOST:PORT of trainer process 0.")] = "",
-    words: Annotated[
-        list[str] | None, typer.Argument(help="section.key=value, such as runtime.redis=redis://head:7600/0.")
+@roles.command()
+def node(
+    config: Annotated[Path, typer.Option(help="A config file, or the folder of a run to resume.")],
+    run: Annotated[
+        Path | None, typer.Option(help="The run's folder; by default the folder that the config names.")
     ] = None,
+    *,
+    rank: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="This machine's rank; by default the rank from Slurm or an indexed Kubernetes Job."
+        ),
+    ] = None,
+    first_rank: Annotated[
+        int, typer.Option(min=0, help="Number to add to the scheduler's rank; unused with --rank.")
+    ] = 0,
+    machines: Annotated[
+        int | None, typer.Option(min=1, help="Number of machines; by default the number from Slurm.")
+    ] = None,
+    address: Annotated[
+        str, typer.Option(help="Address at which other machines reach this one; by default it is detected.")
+    ] = "",
+    words: Words = None,
 ) -> None:
-    """Be one process of a cluster, until its controller says that the run is over."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    if role == Role.REWARD:
-        from areal_jax.runtime.reward_role import reward
+    """Run the node agent: start this machine's processes of a run, and restart them until the run ends."""
+    from areal_jax.cluster.launched import read
+    from areal_jax.cluster.node_agent import run_node
+    from areal_jax.cluster.rendezvous import place
 
-        reward(_read(config, run, words), name or "reward-0")
-        return
-    if role == Role.CONTROLLER:
-        import jax
-
-        jax.config.update("jax_platforms", "cpu")  # accelerators are for the others
-        from areal_jax.runtime.cluster_job import control
-
-        control(_read(config, run, words), run)
-        return
-    if role == Role.TRAINER:
-        from areal_jax.runtime.watchdog import Deadlines, watched
-
-        work = partial(_train, config, run, words, index, processes, coordinator)
-        deadlines = Deadlines.beside(_read(config, run, words).runtime.deadline_s)
-        raise typer.Exit(watched(work, f"trainer-{index}", run / "logs", deadlines))
-    from areal_jax.runtime import roles
-    from areal_jax.runtime.jobs import use_compilation_cache
-
-    use_compilation_cache()
-    if role == Role.EVALUATE:
-        from areal_jax.runtime.evaluate_role import evaluate
-
-        evaluate(_read(config, run, words), run, name or "evaluate-0")
-        return
-    roles.generate(_read(config, run, words), run, name or "host-0")
+    launch = read([str(config), *(words or ())], run)
+    status = run_node(launch, place(rank, first_rank, machines, address), sys.stdout)
+    raise typer.Exit(status)
 
 
-def _train(
-    config: Path, run: Path, words: list[str] | None, index: int, processes: int, coordinator: str, beat: Beat
+@roles.command()
+def controller(config: ConfigFile, run: Folder, name: Name = "controller", words: Words = None) -> None:
+    """Run the controller: command hosts and trainer, and record every event in the run's journal."""
+    settings = _begin(config, run, words)
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # leaves accelerators to the other processes
+    from areal_jax.cluster.controller_role import control
+
+    control(settings, run)
+
+
+@roles.command()
+def reward(config: ConfigFile, run: Folder, name: Name = "reward-0", words: Words = None) -> None:
+    """Run a reward process: score completions."""
+    settings = _begin(config, run, words)
+    from areal_jax.cluster.reward_role import reward
+
+    reward(settings, name)
+
+
+@roles.command()
+def generate(config: ConfigFile, run: Folder, name: Name = "generate-0", words: Words = None) -> None:
+    """Run a generation host: decode samples on this process's devices."""
+    settings = _begin(config, run, words)
+    from areal_jax.cluster.roles import generate
+
+    generate(settings, run, name)
+
+
+@roles.command()
+def evaluate(config: ConfigFile, run: Folder, name: Name = "evaluate-0", words: Words = None) -> None:
+    """Run the evaluation process: measure accuracy at checkpoints, export them as Hugging Face folders."""
+    settings = _begin(config, run, words)
+    from areal_jax.cluster.evaluate_role import evaluate
+
+    evaluate(settings, run, name)
+
+
+@roles.command()
+def trainer(
+    config: ConfigFile,
+    run: Folder,
+    name: Name = "trainer-0",
+    coordinator: Annotated[
+        str, typer.Option(help="HOST:PORT of trainer-0; needed if there are several trainer processes.")
+    ] = "",
+    words: Words = None,
 ) -> None:
-    """In the process that is watched."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    from areal_jax.runtime import roles
-    from areal_jax.runtime.jobs import use_compilation_cache
+    """Run one of the trainer's processes: train the policy, and publish its versions to the hosts."""
+    from areal_jax.cluster.watchdog import Deadlines, watched
 
-    use_compilation_cache()
-    roles.train(_read(config, run, words), run, index, processes, coordinator, beat)
+    work = partial(_train, config, run, words, name, coordinator)
+    deadlines = Deadlines.beside(_read(config, run, words).runtime.deadline_s)
+    raise typer.Exit(watched(work, name, run / "logs", deadlines))
+
+
+def _train(config: Path, run: Path, words: list[str] | None, name: str, coordinator: str, beat: Beat) -> None:
+    """Runs trainer process `name` (trainer-INDEX) of a run, in the child process that `watched` starts.
+
+    `coordinator`: HOST:PORT of trainer-0; "" if it is the only one. `beat`: called with the name of each
+    activity that begins, so that the parent process can detect a stuck one.
+    """
+    settings = _begin(config, run, words)
+    from areal_jax.cluster.roles import train
+
+    train(settings, run, name, coordinator, beat)
+
+
+def _begin(config: Path, run: Path, words: list[str] | None) -> Config:
+    """Returns the run's config; from now on the first SIGTERM acts like Ctrl-C, and later ones are ignored.
+
+    A process may get one SIGTERM from Slurm and one from the node agent that started it; the second would
+    interrupt the checkpoint that the process writes after the first.
+    """
+
+    def once(number: int, frame: Any) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        signal.default_int_handler(number, frame)
+
+    signal.signal(signal.SIGTERM, once)
+    return _read(config, run, words)
 
 
 def _read(config: Path, run: Path, words: list[str] | None) -> Config:
-    from areal_jax.config import load_config
+    from areal_jax.config.loading import load_config
 
     return load_config(config, *(words or ()), f"run.dir={run}")

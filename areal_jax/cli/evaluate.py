@@ -1,4 +1,4 @@
-"""The verb that asks how good a model is: eval."""
+"""The verb `eval`, which measures a model's accuracy on its tasks."""
 
 from __future__ import annotations
 
@@ -7,39 +7,30 @@ from typing import Annotated
 
 import typer
 
-from areal_jax.cli.shell import INTERRUPTED, plain_errors, print_json
-from areal_jax.cli.train import AsJson
+from areal_jax.cli.shell import INTERRUPTED, AsJson, Model, print_json
 
 
-def register(app: typer.Typer) -> None:
-    app.command("eval")(evaluate)
-
-
-@plain_errors
 def evaluate(
-    name: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL_OR_RUN",
-            help="smollm2, a Hugging Face folder, a GGUF file, a shape (random), or a run's folder.",
-        ),
-    ],
+    model: Model,
     words: Annotated[
-        list[str] | None, typer.Argument(help="tasks=NAME, YAML files and section.key=value.")
+        list[str] | None, typer.Argument(help="Settings: tasks=NAME, YAML files and section.key=value.")
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(help="The first so many prompts of each task; all unless given.")
+        int | None,
+        typer.Option(help="Evaluate only this many prompts of each task, from the first on; all by default."),
     ] = None,
-    samples: Annotated[int, typer.Option(help="Completions a prompt for pass@k; 0: greedy only.")] = 4,
+    samples: Annotated[
+        int, typer.Option(help="Completions sampled per prompt for pass@k; 0 evaluates greedily only.")
+    ] = 4,
     json: AsJson = False,
 ) -> None:
-    """Greedy accuracy and pass@k on a held-out split, with 95 % intervals."""
+    """Measure greedy accuracy and pass@k on a held-out split, with 95 % confidence intervals."""
+    from areal_jax.evaluation.command import eval_model_or_run
     from areal_jax.observe.evals import EvalProgress, print_eval
-    from areal_jax.runtime.eval_jobs import eval_model_or_run
 
     try:
         with EvalProgress(sys.stderr) as progress:
-            figures = eval_model_or_run(name, words or [], limit, samples, progress.show)
+            figures = eval_model_or_run(model, words or [], limit, samples, progress.show)
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
     if json:

@@ -1,4 +1,4 @@
-"""The verb that starts a run as processes: launch."""
+"""The verb `launch`, which starts a run as several processes, on one machine or more."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from areal_jax.cli.shell import plain_errors, print_json
+from areal_jax.cli.shell import print_json
 
 
 class Launcher(StrEnum):
@@ -18,45 +18,46 @@ class Launcher(StrEnum):
     gke = "gke"
 
 
-def register(app: typer.Typer) -> None:
-    app.command()(launch)
-
-
-@plain_errors
 def launch(
     launcher: Launcher,
     words: Annotated[
         list[str],
-        typer.Argument(help="CONFIG ... [section.key=value ...], or the folder of a run that is to go on."),
+        typer.Argument(help="CONFIG ... [section.key=value ...], or the folder of a run to resume."),
     ],
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be submitted; write and start nothing.")
     ] = False,
     json: Annotated[
-        bool, typer.Option("--json", help="With --dry-run: files and command as one object.")
+        bool,
+        typer.Option("--json", help="With --dry-run: print files, settings and commands as one JSON object."),
     ] = False,
 ) -> None:
-    """Start a run as processes: on this machine, by Slurm, on Google Cloud's machines, or on GKE."""
-    from areal_jax.runtime.launch import local, submit
+    """Start a run as several processes: on this machine, by Slurm, on Google Cloud's machines, or on GKE."""
+    from areal_jax.cluster.launched import read
+    from areal_jax.cluster.node_agent import ONLY, describe, plan_of, run_node
+    from areal_jax.launch.prepare import prepare
+    from areal_jax.launch.submission import submit
 
-    asked = submit.read(words)
+    asked = read(words)
     if launcher is Launcher.local:
         if dry_run:
-            commands = local.describe(local.local_plan(asked))
+            commands = describe(plan_of(asked.config, ONLY), asked)
             print_json({"commands": commands.splitlines()}) if json else typer.echo(commands)
             return
-        status = local.run_local(asked, sys.stdout)
+        status = run_node(asked, ONLY, sys.stdout)
         if status:
-            typer.echo(f"`areal-jax launch local {asked.folder}` goes on", err=True)
+            typer.echo(
+                f"the run ended with status {status}; `areal-jax launch local {asked.folder}` resumes it",
+                err=True,
+            )
             raise typer.Exit(status)
         return
-    submission = submit.prepare(launcher.value, asked)
+    submission = prepare(launcher.value, asked)
     if not dry_run:
-        typer.echo(submit.submit(asked, submission), nl=False)
+        typer.echo(submit(asked, submission), nl=False)
         typer.echo(f"{asked.folder}: to watch it:\n{submission.after}")
     elif json:
-        print_json({"folder": str(asked.folder), "run": submission.script, "files": submission.files})
+        figures = {"commands": submission.commands, "env": submission.env, "files": submission.files}
+        print_json({"folder": str(asked.folder), **figures})
     else:
-        for name, text in submission.files.items():
-            typer.echo(f"# ---- {asked.folder}/launch/{name}\n{text}")
-        typer.echo(f"# ---- is run: bash {asked.folder}/launch/{submission.script}")
+        typer.echo(submission.text())

@@ -1,21 +1,46 @@
-"""`areal-jax`: the verbs. Each is a thin shell; what it does is imported when it is called."""
+"""The command `areal-jax` and its verbs; each verb is a thin shell that imports its code when called."""
 
 from __future__ import annotations
 
 import typer
 
 from areal_jax.cli import cluster, convert, evaluate, explain, launch, measure, parity, read, serve, train
+from areal_jax.cli.shell import Verbs
+
+VERBS = {
+    "quickstart": train.quickstart,
+    "run": train.run,
+    "resume": train.resume,
+    "launch": launch.launch,
+    "audit": read.audit,
+    "inspect": read.inspect,
+    "report": read.report,
+    "eval": evaluate.evaluate,
+    "serve": serve.serve,
+    "convert": convert.convert,
+    "bench": measure.bench,
+    "ablate": measure.ablate,
+    "simtest": measure.simtest,
+    "parity": parity.parity,
+    "config": explain.config,
+    "algorithms": explain.algorithms,
+    "tasks": explain.tasks,
+    "doctor": explain.doctor,
+}
+"""The verbs in the order of --help."""
 
 app = typer.Typer(
     name="areal-jax",
+    cls=Verbs,
     help="Asynchronous reinforcement learning for language-model reasoning, in JAX.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for family in (train, launch, cluster, read, evaluate, serve, convert, measure, parity, explain):
-    family.register(app)
+for name, verb in VERBS.items():
+    app.command(name)(verb)
+app.add_typer(cluster.roles, name="role")
 
 
 def main() -> None:

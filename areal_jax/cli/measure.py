@@ -9,66 +9,58 @@ from typing import Annotated, Any
 
 import typer
 
-from areal_jax.cli.shell import plain_errors, print_json
-from areal_jax.cli.train import AsJson
+from areal_jax.cli.shell import AsJson, print_json, show
 
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
 
-def register(app: typer.Typer) -> None:
-    app.command()(bench)
-    app.command()(ablate)
-    app.command()(simtest)
-
-
-@plain_errors
 def bench(
-    name: Annotated[str, typer.Argument(help="decode, serve, update, ...; a wrong name lists them.")],
-    words: Annotated[list[str] | None, typer.Argument(help="setting=value, such as shape=5m.")] = None,
+    name: Annotated[
+        str,
+        typer.Argument(help="Name of the benchmark: decode, serve, update, ...; an unknown name lists all."),
+    ],
+    words: Annotated[
+        list[str] | None, typer.Argument(help="Settings of the benchmark, setting=value, such as shape=5m.")
+    ] = None,
     json: AsJson = False,
 ) -> None:
-    """Measure this machine beside its own limits."""
+    """Run a benchmark on this machine, and compare its speed with the machine's limits."""
     _with_huge_pages()
     import yaml
 
-    from areal_jax.runtime.bench import bench as measure
-    from areal_jax.runtime.jobs import use_compilation_cache
+    from areal_jax.assembly.devices import use_compilation_cache
+    from areal_jax.bench.registry import bench as measure
 
     use_compilation_cache()
     settings = {key: yaml.safe_load(value) for key, _, value in (word.partition("=") for word in words or [])}
     figures = measure(name, settings)
-    if json:
-        print_json(figures)
-        return
-    for key, value in figures.items():
-        typer.echo(f"{key}: {value:.4g}" if isinstance(value, float) else f"{key}: {value}")
+    lines = (
+        f"{key}: {value:.4g}" if isinstance(value, float) else f"{key}: {value}"
+        for key, value in figures.items()
+    )
+    show(figures, json, lines)
 
 
 COLUMN = 13
-"""Characters of a column of an ablation's table, also where the terminal is narrower."""
+"""Width of each column in an ablation's table, in characters, even if the terminal is narrower."""
 
 
-@plain_errors
 def ablate(
-    name: Annotated[str, typer.Argument(help="Which ablation; a list of them without one.")] = "",
+    name: Annotated[str, typer.Argument(help="Name of the ablation; if omitted, all are listed.")] = "",
     words: Annotated[
         list[str] | None,
         typer.Argument(help="values=[...], arms=[...], seeds=N, speed=X, or section.key=value for all."),
     ] = None,
     json: AsJson = False,
 ) -> None:
-    """A named ablation: its table, with seeds."""
-    from areal_jax.runtime.ablations import ABLATIONS, find
+    """Run an ablation (runs that differ in one key) over several seeds, and show a table of its results."""
+    from areal_jax.simulation.ablations import ABLATIONS, find
 
     if not name:
-        listed = {name: ablation.doc for name, ablation in ABLATIONS.items()}
-        if json:
-            print_json(listed)
-        for each, doc in ({} if json else listed).items():
-            typer.echo(f"{each}: {doc}")
+        show({name: ablation.doc for name, ablation in ABLATIONS.items()}, json)
         return
-    from areal_jax.runtime.ablation import ablate as run_all
-    from areal_jax.runtime.jobs import use_compilation_cache
+    from areal_jax.assembly.devices import use_compilation_cache
+    from areal_jax.simulation.ablation import ablate as run_all
 
     ablation = find(name)
     use_compilation_cache()
@@ -95,30 +87,28 @@ def _print_table(figures: Mapping[str, Any]) -> None:
         table.add_row(str(row["value"]), row["arm"], means[0], seeds, *means[1:])
     Console(width=COLUMN * len(table.columns)).print(table)
     for claim, holds in figures["claims"].items():
-        typer.echo(f"{ {True: 'met', False: 'not met', None: 'not asked'}[holds] }: {claim}")
+        typer.echo(f"{ {True: 'met', False: 'not met', None: 'not in this table'}[holds] }: {claim}")
 
 
-@plain_errors
 def simtest(
-    schedules: Annotated[int, typer.Option(help="Seeded schedules with faults.")] = 200,
-    seed: Annotated[int, typer.Option(help="The first schedule's seed.")] = 0,
+    schedules: Annotated[int, typer.Option(help="Number of seeded fault schedules to run.")] = 200,
+    seed: Annotated[int, typer.Option(help="Seed of the first schedule.")] = 0,
     json: AsJson = False,
 ) -> None:
-    """The control plane under simulated schedules and faults."""
-    from areal_jax.runtime.simtest import simtest as simulate_all
+    """Test the control plane in simulated runs with random delays, crashes and restarts, without a model."""
+    from areal_jax.simulation.simtest import simtest as simulate_all
 
     figures = simulate_all(schedules, seed)
-    if json:
-        print_json(figures)
-    else:
-        for key, value in figures.items():
-            typer.echo(f"{key}: {value}")
+    show(figures, json)
     if figures["failed"]:
         raise typer.Exit(1)
 
 
 def _with_huge_pages() -> None:
-    """glibc reads its tunables when a process starts: start again with large pages for large buffers."""
+    """Restarts this process with huge pages for large buffers, unless GLIBC_TUNABLES is set already.
+
+    A restart is needed because glibc reads this variable only when a process starts.
+    """
     if sys.platform == "linux" and "GLIBC_TUNABLES" not in os.environ:
         os.execve(
             sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, "GLIBC_TUNABLES": HUGE_PAGES}

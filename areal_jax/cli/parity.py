@@ -1,4 +1,4 @@
-"""The verb that compares both sides of a run: parity."""
+"""The verb `parity`, which compares the log-probs of generator and trainer."""
 
 from __future__ import annotations
 
@@ -7,34 +7,24 @@ from typing import Annotated, Any
 
 import typer
 
-from areal_jax.cli.shell import plain_errors, print_json
-from areal_jax.cli.train import AsJson
+from areal_jax.cli.shell import AsJson, Model, print_json
 
 
-def register(app: typer.Typer) -> None:
-    app.command()(parity)
-
-
-@plain_errors
 def parity(
-    name: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="smollm2, a Hugging Face folder, a GGUF file, a shape (random), or a run's folder.",
-        ),
-    ],
-    prompts: Annotated[int, typer.Option(min=1, help="Prompts asked.")] = 8,
-    members: Annotated[int, typer.Option(min=1, help="Completions of each.")] = 4,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest completion, in tokens.")] = 64,
-    seed: Annotated[int, typer.Option(help="Of sampling, and of a shape's parameters.")] = 0,
+    model: Model,
+    prompts: Annotated[int, typer.Option(min=1, help="Number of prompts.")] = 8,
+    members: Annotated[int, typer.Option(min=1, help="Number of completions per prompt.")] = 4,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum length of a completion, in tokens.")] = 64,
+    seed: Annotated[
+        int, typer.Option(help="Seed of sampling and, for a built-in model size, of the random parameters.")
+    ] = 0,
     json: AsJson = False,
 ) -> None:
-    """How far generator and trainer log-probs differ, in bits."""
-    from areal_jax.runtime.parity import parity as compare
+    """Measure how far generator and trainer log-probs differ, in nats and bit by bit."""
+    from areal_jax.bench.parity import parity as compare
 
     figures = compare(
-        name,
+        model,
         prompts=prompts,
         members=members,
         max_tokens=max_tokens,

@@ -1,37 +1,56 @@
-"""What all verbs share: errors without tracebacks, and figures as one JSON object."""
+"""Shared by all verbs: errors without tracebacks, results as one JSON object, and common options."""
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any
 
 import typer
+from typer import Context
+from typer.core import TyperGroup
 
 from areal_jax.types import ArealError
 
-F = TypeVar("F", bound=Callable[..., Any])
-
 INTERRUPTED = 130
 
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object on stdout; progress goes to stderr.")
+]
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="smollm2, a Hugging Face folder, a GGUF file, a built-in model size (random parameters), or a "
+        "run's folder."
+    ),
+]
 
-def plain_errors(verb: F) -> F:
-    """Errors that a user can mend are printed as they are, and the exit code is 1."""
 
-    @functools.wraps(verb)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+class Verbs(TyperGroup):
+    """A group of commands. If one raises ArealError, prints it without a traceback and exits with code 1."""
+
+    def invoke(self, ctx: Context) -> Any:
         try:
-            return verb(*args, **kwargs)
+            return super().invoke(ctx)
         except ArealError as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(1) from None
 
-    return wrapped  # type: ignore[return-value]
+
+def show(figures: Mapping[str, Any], is_json: bool, lines: Iterable[str] | None = None) -> None:
+    """Prints a command's results: as one JSON object if `is_json`, else the text `lines`.
+
+    If `lines` is None, prints a line `name: value` for each of `figures`.
+    """
+    if is_json:
+        print_json(figures)
+        return
+    for line in (f"{name}: {value}" for name, value in figures.items()) if lines is None else lines:
+        typer.echo(line)
 
 
 def print_json(figures: Mapping[str, Any]) -> None:
-    """Exactly one JSON object on standard output."""
+    """Prints `figures` to standard output as one JSON object on one line."""
     json.dump(figures, sys.stdout, ensure_ascii=False)
     sys.stdout.write("\n")

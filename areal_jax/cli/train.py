@@ -10,27 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from areal_jax.cli.shell import INTERRUPTED, plain_errors, print_json
+from areal_jax.cli.shell import INTERRUPTED, AsJson, print_json
 
 if TYPE_CHECKING:
-    from areal_jax.runtime.jobs import RunResult
+    from areal_jax.runtime.context import RunResult
 
 Words = Annotated[
     list[str] | None, typer.Argument(help="YAML files and section.key=value, composed left to right.")
 ]
-AsJson = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object on stdout; progress goes to stderr.")
-]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print config, meshes and memory; start nothing.")]
 
 
-def register(app: typer.Typer) -> None:
-    app.command()(quickstart)
-    app.command()(run)
-    app.command()(resume)
-
-
-@plain_errors
 def quickstart(words: Words = None, json: AsJson = False, dry_run: DryRun = False) -> None:
     """Train a small model on a procedural task, within a minute."""
     from importlib.resources import as_file, files
@@ -39,19 +29,17 @@ def quickstart(words: Words = None, json: AsJson = False, dry_run: DryRun = Fals
         _run([str(recipe), *_fresh_folder(words or [])], json, dry_run)
 
 
-@plain_errors
 def run(words: Words = None, json: AsJson = False, dry_run: DryRun = False) -> None:
     """Train: CONFIG [CONFIG ...] [section.key=value ...]."""
     if not words:
         raise typer.BadParameter(
-            "name a config file, such as configs/quickstart.yaml; or use `areal-jax quickstart`"
+            "no config file given; name one, such as configs/quickstart.yaml, or use `areal-jax quickstart`"
         )
     _run(words, json, dry_run)
 
 
-@plain_errors
 def resume(folder: Path, words: Words = None, json: AsJson = False) -> None:
-    """Go on with a run after any end: RUN [section.key=value ...]."""
+    """Continue a run that ended for any reason: RUN [section.key=value ...]."""
     _start()
     from areal_jax.runtime import jobs
 
@@ -60,7 +48,7 @@ def resume(folder: Path, words: Words = None, json: AsJson = False) -> None:
 
 def _run(words: list[str], json: bool, is_dry: bool) -> None:
     _start()
-    from areal_jax.config import load_config
+    from areal_jax.config.loading import load_config
     from areal_jax.runtime import jobs
 
     config = load_config(*words)
@@ -71,14 +59,14 @@ def _run(words: list[str], json: bool, is_dry: bool) -> None:
 
 
 def _start() -> None:
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill stops as cleanly as Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM stops as cleanly as Ctrl-C
 
 
 def _finish(job: Callable[[Any], RunResult], folder: Path, json: bool) -> None:
     try:
         result = job(sys.stderr if json else sys.stdout)
     except KeyboardInterrupt:
-        typer.echo(f"stopped; `areal-jax resume {folder}` goes on", err=True)
+        typer.echo(f"stopped; `areal-jax resume {folder}` continues the run", err=True)
         raise typer.Exit(INTERRUPTED) from None
     rows = result.metrics
     figures = {"run": str(result.folder), "report": str(result.report or ""), "steps": len(rows)}
@@ -100,7 +88,10 @@ def _mean_reward(rows: list[dict[str, Any]]) -> float:
 
 
 def _fresh_folder(words: list[str]) -> list[str]:
-    """A newcomer runs the quickstart twice: the second run gets a folder of its own."""
+    """Returns the settings `words`, plus an unused run.name unless they set run.name or run.dir.
+
+    So every quickstart gets a folder of its own.
+    """
     if any(word.startswith(("run.dir=", "run.name=")) for word in words):
         return words
     number = 1
@@ -121,10 +112,10 @@ def _print_plan(plan: dict[str, Any], json: bool) -> None:
 
     typer.echo(yaml.safe_dump(plan["config"], sort_keys=False))
     typer.echo(f"placement: {plan['placement']}; {plan['parameters']:,} parameters")
-    for who, shape in plan["meshes"].items():
+    for owner, shape in plan["meshes"].items():
         axes = " x ".join(f"{axis}={size}" for axis, size in shape.items())
-        typer.echo(f"mesh of {who}: {axes}")
-    table = Table("who", "what", "MiB")
+        typer.echo(f"mesh of {owner}: {axes}")
+    table = Table("owner", "content", "MiB")
     for row in plan["memory"]:
-        table.add_row(row["who"], row["what"], f"{row['bytes'] / 2**20:,.2f}")
+        table.add_row(row["owner"], row["content"], f"{row['bytes'] / 2**20:,.2f}")
     Console().print(table)

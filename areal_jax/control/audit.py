@@ -1,7 +1,8 @@
-"""Reads a journal and says whether the run kept its promises.
+"""Checks a run's journal and reports every violated invariant.
 
-It keeps its own books: from the recorded events and actions alone it recounts admissions, refunds, attempts,
-batches and versions, and only after each row asks whether the control plane, folded again, answers the same.
+The audit counts admitted and dropped groups, attempts, batches and versions itself, from the recorded events
+and actions alone. It also replays the events with a new control plane, and compares its actions to the
+recorded ones.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from areal_jax.config import Config
+from areal_jax.config.tree import Config
 from areal_jax.control import events as e
 from areal_jax.control.events import Action, Event
 from areal_jax.control.machine import ControlError, ControlPlane
@@ -18,7 +19,7 @@ from areal_jax.control.rules import Rules
 from areal_jax.types import SampleId
 
 Row = tuple[int, Event, Sequence[Action]]
-"""(place in the journal, event, the actions answered to it)."""
+"""(sequence number in the journal, event, actions that the control plane returned for it)."""
 
 
 @dataclass(frozen=True)
@@ -34,60 +35,68 @@ class AuditResult:
 
 
 def audit(config: Config | Rules, rows: Iterable[Row]) -> AuditResult:
-    """Check every row of a journal, in order. A journal cut short at any row is as good as a whole one."""
+    """Checks a journal's rows, in order; returns the violations and the counts of groups.
+
+    The counts: trained, dropped (by reason), and in flight (neither: the run may not have ended).
+    """
     rules = Rules.of(config)
     books = _Books(rules)
     plane: ControlPlane | None = ControlPlane(rules)
     last = None
     for seq, event, actions in rows:
         books.row = seq
-        if last is not None and seq <= last:
-            books.wrong(f"follows row {last}: rows must ascend")
+        books.require(last is None or seq > last, f"follows row {last} in the journal, but rows must ascend")
         last = seq
         books.enter(event)
         for action in actions:
             books.enter(action)
-        plane = _refold(plane, event, actions, books)
+        # After a first difference the states differ too, and every later row would be reported again.
+        if plane is not None and (difference := _difference(plane, event, actions)):
+            books.wrong(difference)
+            plane = None
     live = [account for account in books.accounts.values() if account.fate == "live"]
     trained = sum(account.fate == "trained" for account in books.accounts.values())
     return AuditResult(not books.violations, trained, books.dropped, len(live), books.violations)
 
 
-def _refold(
-    plane: ControlPlane | None, event: Event, actions: Sequence[Action], books: _Books
-) -> ControlPlane | None:
-    """The plane after one more row; None from the first row on that it would have answered otherwise."""
-    if plane is None:
-        return None
+def _difference(plane: ControlPlane, event: Event, actions: Sequence[Action]) -> str:
+    """Passes a recorded event to the control plane; returns "" if its actions equal the recorded ones.
+
+    Otherwise returns a text: how they differ, or why the control plane rejects the event.
+    """
     try:
         answered = plane.handle(event)
     except ControlError as error:
-        books.wrong(f"the control plane refuses this event: {error}")
-        return None
+        return f"the control plane rejects this event when the journal is replayed: {error}"
     if answered != tuple(actions):
-        books.wrong(f"folding answers {answered}, the journal holds {tuple(actions)}")
-        return None
-    return plane
+        return f"replaying the journal gives the actions {answered}, but the journal records {tuple(actions)}"
+    return ""
 
 
 @dataclass
 class _Account:
-    """One ordinal, as the rows tell it."""
+    """What the audit knows of one group after the rows checked so far."""
 
     attempt: int = 0
     host: str = ""
     asked: dict[str, int] = field(default_factory=dict)
-    """By host, the lowest min_version this attempt was dispatched there with."""
+    """Host -> the lowest min_version of this attempt's dispatches to that host."""
     oldest: dict[int, int] = field(default_factory=dict)
-    """By finished member of this attempt, its oldest token's version."""
+    """Finished member of this attempt -> the version of its oldest token."""
     newest: dict[int, int] = field(default_factory=dict)
+    """Finished member of this attempt -> the version of its newest token."""
     is_scored: bool = False
+    is_again: bool = False
+    """Whether the group was reissued or lost its host. If so, one_step does not promise its versions."""
     fate: str = "live"
-    """live | trained | the reason of its drop."""
+    """live, trained, unknown (never admitted), or the reason for its drop."""
 
 
 class _Books:
-    """The recount. Every `_on_` method reads one kind of record and notes what is wrong with it."""
+    """What the audit knows of the run so far.
+
+    Each `_on_` method checks one kind of event or action and records what it changes.
+    """
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
@@ -102,7 +111,11 @@ class _Books:
         self.digests: dict[int, str] = {}
         self.hosts: dict[str, int] = {}
         self.ready: set[int] = set()
-        """Ordinals complete and not yet in a batch."""
+        """Ordinals of the complete groups that are in no batch yet."""
+        self.restart = 0
+        """Number of the last batch for which versions under one_step are not checked. A resume that changes
+        run.steps sets it, since this batch's groups may have begun while no batch was in training.
+        """
 
     def wrong(self, what: str) -> None:
         self.violations.append(f"row {self.row}: {what}")
@@ -112,7 +125,8 @@ class _Books:
             self.wrong(what)
 
     def enter(self, record: Event | Action) -> None:
-        """Book one record; kinds that promise nothing are passed over."""
+        """Checks and records one event or action; adds a message to `violations` for each broken rule."""
+        # Kinds without a reader (Cancel, Score, a failure, a checkpoint) promise nothing by themselves.
         reader = _READERS.get(type(record))
         if reader is not None:
             reader(self, record)
@@ -130,7 +144,8 @@ class _Books:
             return
         self.require(
             event.version <= self.trained_version,
-            f"version {event.version} committed when the last trained was {self.trained_version}",
+            f"version {event.version} was committed, but the newest trained version was "
+            f"{self.trained_version}",
         )
         self.committed = event.version
         self.digests[event.version] = event.digest
@@ -138,21 +153,25 @@ class _Books:
     def _on_reissued_version(self, event: e.VersionReissued) -> None:
         if event.version <= self.committed:
             self._check_digest("reissued", event.version, event.old)
-            self.digests[event.version] = event.new
+            self.digests[event.version] = event.new  # hosts that adopt it from here on have the new bits
 
     def _on_adopted(self, event: e.HostAdopted) -> None:
-        if event.host not in self.hosts:
+        if event.host not in self.hosts:  # a late message of a lost host
             return
         self.require(
             event.version >= self.hosts[event.host],
-            f"host {event.host} went back from version {self.hosts[event.host]} to {event.version}",
+            f"host {event.host} adopted version {event.version} after the newer version "
+            f"{self.hosts[event.host]}",
         )
         self._check_digest(f"adopted by {event.host}", event.version, event.digest)
         self.hosts[event.host] = event.version
 
     def _check_digest(self, how: str, version: int, digest: str) -> None:
         known = self.digests.get(version)
-        self.require(known == digest, f"version {version} {how} with digest {digest}; committed was {known}")
+        self.require(
+            known == digest,
+            f"version {version} was {how} with digest {digest}, but it was committed with digest {known}",
+        )
 
     # --- hosts ----------------------------------------------------------------------------------------------
 
@@ -164,7 +183,9 @@ class _Books:
         self._lose(event.host)
 
     def _on_resumed(self, event: e.RunResumed) -> None:
-        self.steps = event.steps or self.rules.steps
+        steps, self.steps = self.steps, event.steps or self.rules.steps
+        if self.steps != steps:
+            self.restart = self.trained_version + 1
         for host in list(self.hosts):
             self._lose(host)
 
@@ -172,7 +193,7 @@ class _Books:
         if self.hosts.pop(host, None) is not None:
             for account in self.accounts.values():
                 if account.host == host:
-                    account.host = ""
+                    account.host, account.is_again = "", True
 
     # --- samples and groups ---------------------------------------------------------------------------------
 
@@ -182,12 +203,16 @@ class _Books:
         self.require(
             len(set(members)) == len(members)
             and all((s.ordinal, s.attempt) == (ordinal, attempt) for s in action.samples),
-            f"{action} is not the samples of one group",
+            f"{action}: the samples are not different members of one group",
         )
-        self.require(action.host in self.hosts, f"group {ordinal} dispatched to {action.host}, which is gone")
+        self.require(
+            action.host in self.hosts,
+            f"group {ordinal} was dispatched to host {action.host}, which is not part of the run",
+        )
         self.require(
             action.min_version == self.committed,
-            f"group {ordinal} dispatched for version {action.min_version}; committed is {self.committed}",
+            f"group {ordinal} was dispatched for version {action.min_version}, but the newest committed "
+            f"version is {self.committed}",
         )
         if ordinal not in self.accounts:
             self._admit(ordinal)
@@ -196,84 +221,101 @@ class _Books:
         self.require(
             account.fate == "live" and account.attempt == attempt and not account.host and members == missing,
             f"group {ordinal} ({account.fate}, attempt {account.attempt}, on {account.host or 'no host'}, "
-            f"members {missing} unfinished) dispatched as {action}",
+            f"unfinished members {missing}) was dispatched as {action}",
         )
         account.host = action.host
-        account.asked.setdefault(
-            action.host, action.min_version
-        )  # versions only grow: the first is the lowest
+        # Versions only grow, so the first requested one is the lowest.
+        account.asked.setdefault(action.host, action.min_version)
+
+    def _account(self, ordinal: int) -> _Account:
+        """Returns group `ordinal`'s account; an empty one with fate "unknown" if it was never admitted."""
+        return self.accounts.get(ordinal, _Account(fate="unknown"))
 
     def _admit(self, ordinal: int) -> None:
         admitted, refunds = len(self.accounts) + 1, sum(self.dropped.values())
         size, eta = self.rules.batch_size, self.rules.max_staleness
         self.accounts[ordinal] = _Account()
-        self.require(ordinal == admitted - 1, f"ordinal {ordinal} admitted where {admitted - 1} was next")
+        self.require(
+            ordinal == admitted - 1, f"ordinal {ordinal} was admitted, but the next ordinal is {admitted - 1}"
+        )
         self.require(
             eta is None or (admitted - refunds - 1) // size <= self.committed + eta,
-            f"gate: ordinal {ordinal}: ({admitted} - {refunds} - 1) // {size} > {self.committed} + {eta}",
+            f"staleness gate: ordinal {ordinal} was admitted, but (admitted - refunds - 1) // batch_size > "
+            f"version + eta: ({admitted} - {refunds} - 1) // {size} > {self.committed} + {eta}",
         )
         self.require(
             admitted <= self.steps * size + refunds,
-            f"ordinal {ordinal} admitted beyond {self.steps} batches of {size} groups and {refunds} refunds",
+            f"ordinal {ordinal} was admitted beyond the {self.steps} batches of {size} groups and {refunds} "
+            "replaced groups of the run",
         )
 
     def _on_sample(self, event: e.SampleFinished) -> None:
         versions = [span.version for span in event.spans]
-        self.require(versions == sorted(versions), f"{event.sample} went back in versions: {versions}")
+        self.require(
+            versions == sorted(versions), f"the token versions of {event.sample} decrease: {versions}"
+        )
         self.require(
             len(set(versions)) <= 1 or not self.rules.has_one_version,
-            f"{event.sample} is of versions {versions} though hosts {self.rules.on_update}: one is allowed",
+            f"{event.sample} has tokens of versions {versions}; generation.on_update={self.rules.on_update} "
+            "allows only one",
         )
         self.require(
             max(versions, default=0) <= self.committed,
-            f"{event.sample} carries version {max(versions, default=0)}; committed is {self.committed}",
+            f"{event.sample} has tokens of version {max(versions, default=0)}, but the newest committed "
+            f"version is {self.committed}",
         )
         account = self._account_of(event.sample, event.host)
         if account is None:
             return
         asked, member = account.asked[event.host], event.sample.member
-        versions = versions or [asked]  # nothing was sampled: as old as its dispatch
+        versions = versions or [asked]  # a completion without tokens is as old as its dispatch
         self.require(
             versions[0] >= asked,
-            f"{event.sample} began under version {versions[0]}; its dispatch asked for {asked}",
+            f"{event.sample} began under version {versions[0]}, but was dispatched for at least version "
+            f"{asked}",
         )
         account.oldest[member], account.newest[member] = versions[0], versions[-1]
         if len(account.oldest) == self.rules.group_size:
             account.host = ""
 
     def _account_of(self, sample: SampleId, host: str) -> _Account | None:
-        """The account that waits for this sample from this host; None for an echo."""
-        account = self.accounts.get(sample.ordinal)
+        """Returns the account of the sample's group; None if it does not await this sample from `host`.
+
+        It does not if the sample is late or a duplicate, as after a lost host or a reissue.
+        """
+        account = self._account(sample.ordinal)
         is_awaited = (
-            account is not None
-            and (account.fate, account.attempt, account.host) == ("live", sample.attempt, host)
+            (account.fate, account.attempt, account.host) == ("live", sample.attempt, host)
             and sample.member not in account.oldest
             and 0 <= sample.member < self.rules.group_size
         )
         return account if is_awaited else None
 
     def _on_scored(self, event: e.RewardScored) -> None:
-        account = self.accounts.get(event.ordinal)
-        if account is None or (account.fate, account.attempt) != ("live", event.attempt) or account.is_scored:
+        account = self._account(event.ordinal)
+        if (account.fate, account.attempt, account.is_scored) != ("live", event.attempt, False):
             return
         if len(account.oldest) == self.rules.group_size:
             account.is_scored = True
             self.ready.add(event.ordinal)
 
     def _on_reissue(self, action: e.Reissue) -> None:
-        account = self.accounts.get(action.ordinal)
-        if account is None or account.fate != "live" or action.attempt != account.attempt + 1:
-            self.wrong(f"{action} of a group that is {account and (account.fate, account.attempt)}")
+        account = self._account(action.ordinal)
+        if (account.fate, account.attempt) != ("live", action.attempt - 1):
+            self.wrong(
+                f"{action} contradicts the state of its group: {account.fate}, attempt {account.attempt}"
+            )
             return
         self.ready.discard(action.ordinal)
-        self.accounts[action.ordinal] = _Account(attempt=action.attempt)
+        self.accounts[action.ordinal] = _Account(attempt=action.attempt, is_again=True)
 
     def _on_drop(self, action: e.Drop) -> None:
-        account = self.accounts.get(action.ordinal)
+        account = self._account(action.ordinal)
         self.dropped[action.reason] = self.dropped.get(action.reason, 0) + 1
-        if account is None or account.fate != "live":
-            fate = account.fate if account else "unknown"
-            self.wrong(f"ordinal {action.ordinal} dropped ({action.reason}) though {fate}")
+        if account.fate != "live":
+            self.wrong(
+                f"ordinal {action.ordinal} was dropped ({action.reason}), but its state was {account.fate}"
+            )
             return
         self.ready.discard(action.ordinal)
         account.fate, account.host = action.reason, ""
@@ -281,19 +323,22 @@ class _Books:
     # --- batches --------------------------------------------------------------------------------------------
 
     def _on_train(self, action: e.Train) -> None:
-        if action == self.training:  # asked for again after a resume
+        if action == self.training:  # commanded again after a resume
             return
         self.require(
-            self.training is None, f"batch {action.step} asked for while {self.training} is under way"
+            self.training is None,
+            f"the trainer was asked for batch {action.step} while it trained {self.training}",
         )
         self.require(
             action.step == self.trained_version,
-            f"batch {action.step} asked for; next is {self.trained_version}",
+            f"the trainer was asked for batch {action.step}, but the next batch is {self.trained_version}",
         )
+        # Lowest first, so that no group waits for ever behind newer ones.
         lowest = tuple(sorted(self.ready)[: self.rules.batch_size])
         self.require(
             action.ordinals == lowest and len(lowest) == self.rules.batch_size,
-            f"batch {action.step} is {action.ordinals}; the lowest complete are {lowest}",
+            f"batch {action.step} consists of ordinals {action.ordinals}, but the lowest complete ordinals "
+            f"are {lowest}",
         )
         for ordinal, attempt in zip(action.ordinals, action.attempts, strict=True):
             self._check_trainable(action.step, ordinal, attempt)
@@ -301,44 +346,65 @@ class _Books:
         self.ready.difference_update(action.ordinals)
 
     def _check_trainable(self, step: int, ordinal: int, attempt: int) -> None:
-        account = self.accounts.get(ordinal, _Account(fate="unknown"))
-        self.require(account.fate == "live", f"ordinal {ordinal} in batch {step}, but it is {account.fate}")
+        account = self._account(ordinal)
+        self.require(
+            account.fate == "live", f"ordinal {ordinal} is in batch {step}, but its state is {account.fate}"
+        )
         self.require(
             account.attempt == attempt and len(account.oldest) == self.rules.group_size,
-            f"ordinal {ordinal} in batch {step} with attempt {attempt}, members {sorted(account.oldest)}; it "
-            f"needs attempt {account.attempt} and all {self.rules.group_size} members",
+            f"ordinal {ordinal} is in batch {step} with attempt {attempt} and finished members "
+            f"{sorted(account.oldest)}, but needs attempt {account.attempt} and all {self.rules.group_size} "
+            "members",
         )
         age = self.trained_version - min(account.oldest.values(), default=self.trained_version)
         bound = self.rules.oldest_trained
         self.require(
             bound is None or age <= bound,
-            f"ordinal {ordinal} trained in batch {step} at token age {age} > {bound}",
+            f"ordinal {ordinal} is in batch {step} at token age {age}, above the bound {bound}",
         )
         newest = max(account.newest.values(), default=0)
         self.require(
-            newest <= self.trained_version, f"ordinal {ordinal} carries version {newest} before its time"
+            newest <= self.trained_version,
+            f"ordinal {ordinal} has tokens of version {newest}, but the newest trained version is "
+            f"{self.trained_version}",
         )
+        # Groups are admitted in order, so the ordinal says the batch; a drop moves later ones forward.
+        own = ordinal // self.rules.batch_size
+        if (
+            self.rules.strategy == "one_step"
+            and own > self.restart
+            and not (account.is_again or self.dropped)
+        ):
+            versions = {*account.oldest.values(), *account.newest.values()}
+            self.require(
+                versions == {own - 1},
+                f"ordinal {ordinal} of batch {own} has tokens of versions {sorted(versions)}, but "
+                f"control.strategy=one_step promises version {own - 1}",
+            )
 
     def _on_trained(self, event: e.BatchTrained) -> None:
-        if event.step < self.trained_version:  # said again
+        if event.step < self.trained_version:  # a duplicate delivery
             return
         self.require(
             self.training is not None
             and (event.step, event.ordinals) == (self.training.step, self.training.ordinals),
-            f"batch {event.step} of {event.ordinals} trained; asked for was {self.training}",
+            f"batch {event.step} of ordinals {event.ordinals} was trained, but the trainer was asked for "
+            f"{self.training}",
         )
         for ordinal in event.ordinals:
-            account = self.accounts.setdefault(ordinal, _Account(fate="unknown"))
+            account = self._account(ordinal)
             self.require(
                 account.fate == "live",
-                f"ordinal {ordinal} trained in batch {event.step} though {account.fate}",
+                f"ordinal {ordinal} was trained in batch {event.step}, but its state was {account.fate}",
             )
+            # Members and versions are not needed any more; the fate is, to find a second training or drop.
             self.accounts[ordinal] = _Account(account.attempt, fate="trained")
         self.trained_version, self.training = event.step + 1, None
 
     def _on_finish(self, action: e.Finish) -> None:
+        # A run drains: admission stops at steps x B + refunds, so nothing may be left over at its end.
         live = [ordinal for ordinal, account in self.accounts.items() if account.fate == "live"]
-        self.require(not live, f"the run finished with {live} neither trained nor dropped")
+        self.require(not live, f"the run finished with ordinals {live} neither trained nor dropped")
         self.require(
             self.trained_version >= self.steps,
             f"the run finished after {self.trained_version} of {self.steps} batches",

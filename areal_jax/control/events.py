@@ -1,7 +1,8 @@
-"""What the control plane is told (events) and what it answers (actions).
+"""The control plane's events (its input) and actions (its output).
 
-Frozen records of plain values with stable names: the journal stores them. A field may be added with a
-default; none is ever renamed or removed without raising `trajectories.journal.FORMAT`.
+The journal stores these frozen records of plain values under their class names. A new field needs a default,
+so that older journals can still be read. Renaming or removing a field or class requires a higher
+`trajectories.journal.FORMAT`.
 """
 
 from __future__ import annotations
@@ -16,19 +17,22 @@ from areal_jax.types import SampleId, VersionSpan
 
 @dataclass(frozen=True)
 class RunStarted:
-    """The first event of a journal. Version 0 is committed with it."""
+    """First event of every journal: the run began, and weights version 0, with this digest, is committed."""
 
     digest: str
     steps: int = 0
-    """Batches the run was asked for, so that no later config changes the fold; 0 = as configured."""
+    """Number of batches to train; 0 = the config's run.steps. Recorded here, so that the journal still folds
+    to the same state after a resume with another run.steps."""
 
 
 @dataclass(frozen=True)
 class RunResumed:
-    """A new process took over: every host is gone, whatever was scoring or training starts again."""
+    """A new driver process has taken over the run from its journal. Every host of the old process is lost,
+    and pending Score and Train commands are issued again.
+    """
 
     steps: int = 0
-    """Batches the run is asked for from here on; 0 = as configured."""
+    """New total of batches to train, those already trained included; 0 = the config's run.steps."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class HostJoined:
 
 @dataclass(frozen=True)
 class HostLost:
-    """Its unfinished samples are dispatched again with the same attempt, so with the same keys."""
+    """A host is gone. Its unfinished samples are dispatched again, with the same attempt and random keys."""
 
     host: str
     reason: str
@@ -47,7 +51,10 @@ class HostLost:
 
 @dataclass(frozen=True)
 class HostAdopted:
-    """The host now decodes under `version`; `interrupted` live samples had at least one token."""
+    """The host now decodes with weights `version`; `digest`: that of the weights as this host loaded them.
+
+    `interrupted`: number of half-decoded samples on the host that continue with this version.
+    """
 
     host: str
     version: int
@@ -57,7 +64,10 @@ class HostAdopted:
 
 @dataclass(frozen=True)
 class SampleFinished:
-    """A sample ended by itself. Its trajectory is the payload of the same transaction."""
+    """A sample ended: by itself (`stop_reason` "stop") or at its length limit ("length").
+
+    Its trajectory is journaled with this event.
+    """
 
     sample: SampleId
     host: str
@@ -68,7 +78,11 @@ class SampleFinished:
 
 @dataclass(frozen=True)
 class SampleFailed:
-    """A sample that cannot be finished: a workflow raised, a deadline passed."""
+    """The host cannot finish this sample, for the given reason.
+
+    Its whole group starts again (`Reissue`), or is dropped if a sample or the scoring of this group failed
+    before.
+    """
 
     sample: SampleId
     host: str
@@ -77,8 +91,8 @@ class SampleFailed:
 
 @dataclass(frozen=True)
 class RewardScored:
-    """The rewards of a group, by member; `parts[i]` are member i's named parts as (name, value) pairs,
-    `notes[i]` says how it was judged. Both are empty where no member has any.
+    """A group was scored. For member i, `rewards[i]` is the reward, `parts[i]` lists its components as (name,
+    value) pairs, and `notes[i]` explains the score. `parts` and `notes` are empty if no member has any.
     """
 
     ordinal: int
@@ -90,7 +104,12 @@ class RewardScored:
 
 @dataclass(frozen=True)
 class RewardFailed:
-    """A group that could not be scored. `outcome`: failed | timed_out; never a reward of 0."""
+    """A group could not be scored. It gets no rewards (not 0 either).
+
+    It starts again (`Reissue`), or is dropped if a sample or the scoring of this group failed before.
+    `outcome`: failed | timed_out. `member`: the sample that could not be scored; -1 if the failure is not
+    that of one sample.
+    """
 
     ordinal: int
     attempt: int
@@ -101,7 +120,10 @@ class RewardFailed:
 
 @dataclass(frozen=True)
 class BatchTrained:
-    """Batch `step` was trained; the parameters are now version step + 1 with this digest."""
+    """Batch `step` was trained; the parameters are now version step + 1, which has this digest.
+
+    `metrics`: those of the trainer; in the journal, all metrics of the step.
+    """
 
     step: int
     ordinals: tuple[int, ...]
@@ -111,7 +133,7 @@ class BatchTrained:
 
 @dataclass(frozen=True)
 class VersionCommitted:
-    """Hosts can load this version; the staleness gate counts from it."""
+    """Hosts can load this version from now on, and with it more groups may start (`gate.may_admit`)."""
 
     version: int
     digest: str
@@ -119,7 +141,11 @@ class VersionCommitted:
 
 @dataclass(frozen=True)
 class VersionReissued:
-    """A batch redone after a resume gave other bits than the journal records (another device or mesh)."""
+    """After a resume, a journaled batch was trained again and gave other parameters than before; the cause
+    may be another device.
+
+    `old` and `new`: digests of the published parameters, before and now.
+    """
 
     version: int
     old: str
@@ -128,7 +154,7 @@ class VersionReissued:
 
 @dataclass(frozen=True)
 class CheckpointCommitted:
-    """A checkpoint that holds `version` is whole on disk."""
+    """A checkpoint of `version` is complete on disk."""
 
     version: int
 
@@ -143,7 +169,9 @@ Event = (
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Give these samples of one prompt to `host`; it adopts min_version or newer before their first token."""
+    """Command to `host`: decode these samples of one prompt. Before their first token the host adopts version
+    min_version or a newer one.
+    """
 
     samples: tuple[SampleId, ...]
     host: str
@@ -152,7 +180,7 @@ class Dispatch:
 
 @dataclass(frozen=True)
 class Cancel:
-    """Stop decoding these samples: their group was dropped or reissued."""
+    """Command to `host`: stop decoding these samples. Issued when their group is dropped or reissued."""
 
     samples: tuple[SampleId, ...]
     host: str
@@ -160,7 +188,7 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Score:
-    """All samples of the group are there: send it to the reward pool."""
+    """Command to the reward workers: score this group. Issued once all its samples have finished."""
 
     ordinal: int
     attempt: int
@@ -168,7 +196,10 @@ class Score:
 
 @dataclass(frozen=True)
 class Train:
-    """Train batch `step` on these groups, in this order."""
+    """Command to the trainer: train batch `step` on these groups, in this order.
+
+    `attempts[i]`: which attempt of group `ordinals[i]` to train on.
+    """
 
     step: int
     ordinals: tuple[int, ...]
@@ -177,7 +208,7 @@ class Train:
 
 @dataclass(frozen=True)
 class Drop:
-    """The group left the run for good; its admission is refunded."""
+    """The group is removed from the run for good. A new group may be admitted in its place."""
 
     ordinal: int
     reason: str
@@ -185,7 +216,10 @@ class Drop:
 
 @dataclass(frozen=True)
 class Reissue:
-    """The group starts again on purpose under attempt `attempt`; its old trajectories are void."""
+    """The group starts again from its prompt as attempt `attempt`, with new random keys.
+
+    Trajectories of its earlier attempts are never trained.
+    """
 
     ordinal: int
     attempt: int
@@ -194,7 +228,7 @@ class Reissue:
 
 @dataclass(frozen=True)
 class Finish:
-    """Every admitted ordinal is trained or dropped: the run is complete."""
+    """The run is complete: every admitted group is trained or dropped."""
 
 
 Action = Dispatch | Cancel | Score | Train | Drop | Reissue | Finish
@@ -206,14 +240,18 @@ ACTIONS: dict[str, type] = {kind.__name__: kind for kind in Action.__args__}
 
 
 def to_wire(record: Event | Action) -> tuple[str, list[Any]]:
-    """(stable name, field values in order); nested tuples stay tuples and become lists in msgpack."""
+    """Returns (class name, field values in order) for msgpack, which stores tuples as lists."""
     return type(record).__name__, [getattr(record, f.name) for f in fields(record)]
 
 
 def from_wire(name: str, values: list[Any], kinds: dict[str, type]) -> Any:
-    """The record back from its wire form; lists become tuples again. Raises KeyError for an unknown name."""
+    """Returns the record that `to_wire` turned into `name` and `values`; lists become tuples again.
+
+    `kinds`: class name -> class: EVENTS or ACTIONS. Raises KeyError if `kinds` lacks `name`.
+    """
     kind = kinds[name]
     record = kind(*(_freeze(value) for value in values))
+    # Fields that hold records of their own have one name in all kinds, so that names alone restore them.
     for attribute, restore in _RESTORE.items():
         if hasattr(record, attribute):
             object.__setattr__(record, attribute, restore(getattr(record, attribute)))

@@ -1,4 +1,7 @@
-"""Staleness as integer inequalities: one for admission, one for training."""
+"""Two inequalities that bound staleness: when a group may start, and when a batch may be trained.
+
+Staleness, or age: number of weights versions between the one that generates and the one that is trained.
+"""
 
 from __future__ import annotations
 
@@ -6,33 +9,35 @@ from collections.abc import Sequence
 
 
 def may_admit(admitted: int, dropped: int, version: int, batch_size: int, max_staleness: int | None) -> bool:
-    """May group number `admitted`, counted from 1 and including the one being asked for, start now?
+    """Whether the next group may start now; it is the run's group number `admitted`, counted from 1.
 
-    floor((admitted - dropped - 1) / B) <= version + eta, where `version` is the last committed one. A drop
-    refunds its admission, whatever its reason. None = unbounded.
+    The condition: floor((admitted - dropped - 1) / B) <= version + eta. `dropped`: number of groups dropped
+    so far; B: `batch_size` in groups; `version`: the last committed version; eta: `max_staleness` in
+    versions, None = unbounded.
 
-    AReaL, equation 3 (Fu et al., arXiv:2505.24298). It
-    bounds the mean head age of what is trained, not the maximum.
+    This is equation 3 of AReaL (Fu et al., arXiv:2505.24298). It bounds the mean age of the trained samples'
+    first tokens, not the largest age.
     """
     if max_staleness is None:
         return True
+    # A dropped group is never trained. Counted, it would close the gate for ever after B (1 + eta) drops.
     return (admitted - dropped - 1) // batch_size <= version + max_staleness
 
 
 def may_train(step: int, left: Sequence[int], batch_size: int, max_staleness: int) -> bool:
-    """May batch `step` be trained now, though it leaves these groups behind?
+    """Whether batch `step` may be trained now, so that no group outside it becomes too old for its own batch.
 
-    `left` holds, in ordinal order, the version that each group began under, whether it is decoded, scored or
-    complete. The r-th of them, from 0 on, is trained at the earliest in step + 1 + floor(r / B), and nobody
-    may be older than K = eta then: step + 1 + floor(r / B) <= version + K. With B = 1 this is to wait for
-    every sample of version step - K; with larger batches that alone lets stragglers pile up that no single
-    batch could take.
-
-    With `may_admit`, whose count holds the batch in training too, it makes K a bound on every age, and never
-    waits for nothing: of the admitted - dropped - step B groups that are not trained, at most
-    (version + K + 1 - step) B, the r-th is young enough for step + floor(r / B), so once all are complete the
-    batch of the B lowest may always be trained. This is constraint C3 of DORA.
+    `left`: for each admitted group outside the batch, in ordinal order, the version under which it began.
+    Group r of these, counted from 0, is trained in batch t = step + 1 + floor(r / B) at the earliest, with B
+    = `batch_size`. Its age is then t - left[r] versions, and may be at most `max_staleness`. This is
+    constraint C3 of DORA.
     """
+    # For B = 1 this waits for every sample of version step - K. For larger batches, waiting for that version
+    # alone lets more stragglers pile up than one batch can take.
+    #
+    # Together with `may_admit`, which counts the batch in training too, this bounds every age by K and cannot
+    # deadlock: at most (version + K + 1 - step) B groups are admitted and not trained, so the r-th of them is
+    # young enough for step + floor(r / B), and once all are complete the B lowest may be trained.
     return all(
         step + 1 + place // batch_size <= version + max_staleness for place, version in enumerate(left)
     )

@@ -1,27 +1,27 @@
-"""The few numbers of the config that the control plane and its audit obey."""
+"""The settings that the control plane and the audit read, taken from the config."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from areal_jax.config import Config
+from areal_jax.config.tree import Config
 
 BOUNDED = ("sync", "one_step", "pinned")
-"""Strategies whose max_staleness bounds every age, not the mean alone."""
+"""Strategies in which max_staleness bounds the age of every trained token, not only the mean age."""
 
 
 @dataclass(frozen=True)
 class Rules:
     steps: int
-    """Batches to train, unless RunStarted or RunResumed say otherwise."""
+    """Number of batches to train, unless a RunStarted or RunResumed event contains another number."""
     batch_size: int
-    """Groups a batch (B)."""
+    """Groups in a batch (B)."""
     group_size: int
-    """Samples a group (G)."""
+    """Samples in a group (G)."""
     strategy: str = "interruptible"
     on_update: str = "recompute"
     max_staleness: int | None = 0
-    """None = unbounded."""
+    """Bound on staleness (eta), in versions; None = unbounded."""
     max_token_age: int | None = None
     max_concurrent: int | None = None
     group_filter: str = "none"
@@ -29,13 +29,14 @@ class Rules:
 
     @property
     def oldest_trained(self) -> int | None:
-        """Versions that a token may be behind when it is trained; None = bounded in the mean alone."""
+        """Largest age that a trained token may have, in versions; None if no bound holds for every token."""
+        # At eta = 0 the gate alone keeps every group in the version that trains it.
         is_bounded = self.strategy in BOUNDED or self.max_staleness == 0
         return self.max_staleness if is_bounded else self.max_token_age
 
     @property
     def has_one_version(self) -> bool:
-        """Whether every trajectory is of one version alone."""
+        """Whether each trajectory is of one version, given what hosts do at a new one (on_update)."""
         return self.on_update in ("pinned", "drain")
 
     @classmethod

@@ -1,8 +1,8 @@
-"""What the control plane knows: groups, hosts and a dozen numbers, all of them plain values.
+"""The control plane's state: groups, hosts and a dozen numbers, all of them plain values.
 
-A group's life: waiting -> decoding -> scoring -> complete -> training, then it is forgotten; a drop forgets
-it at any stage, a reissue sends it back to waiting. So the state is as large as what is in flight, however
-long the run is.
+A group passes the stages waiting (for a host), decoding, scoring, complete (scored, and in no batch yet) and
+training, and is then removed. A drop removes it at any stage; a reissue returns it to waiting. So the size of
+the state depends on the groups in flight, not on the length of the run.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from areal_jax.control.events import Train
+from areal_jax.control import events as e
 from areal_jax.types import SampleId
 
 
 @dataclass(frozen=True)
 class GroupState:
-    """One admitted prompt. Its unfinished samples are always on one host, or all waiting for one."""
+    """The group of one admitted prompt. Its unfinished samples are all on one host or all wait for a host."""
 
     ordinal: int
     oldest: tuple[int | None, ...]
-    """By member: the oldest version among its tokens; None = unfinished."""
+    """For each member: the oldest version among its tokens; None while that sample is unfinished."""
     stage: str = "waiting"
     attempt: int = 0
     host: str = ""
-    """Where its unfinished samples are; "" while they wait."""
+    """The host that decodes the unfinished samples; "" at any stage other than decoding."""
     min_version: int = -1
-    """What this attempt's first dispatch asked for; -1 before it."""
+    """The newest committed version at this attempt's first Dispatch, its `min_version`; -1 before that."""
     failures: int = 0
 
     @property
@@ -44,32 +44,39 @@ class GroupState:
 class HostState:
     slots: int
     version: int = -1
-    """What it adopted last; -1 = nothing yet."""
+    """The version that the host adopted last; -1 if it has adopted none yet."""
     outstanding: int = 0
-    """Samples dispatched to it and not finished."""
+    """Number of samples dispatched to the host and not yet finished or canceled."""
 
 
 @dataclass
 class State:
+    """The control plane's whole state. Drivers read it, and only `ControlPlane.handle` changes it."""
+
     steps: int
     version: int = -1
-    """Last committed version; -1 before RunStarted."""
+    """The last committed version; -1 before RunStarted."""
     trained_version: int = 0
+    """Number of batches trained; also the version that the trainer holds."""
     admitted: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
-    training: Train | None = None
+    """Number of dropped groups by reason."""
+    training: e.Train | None = None
+    """The batch that the trainer was commanded to train and has not trained yet, or None."""
     hosts: dict[str, HostState] = field(default_factory=dict)
     groups: dict[int, GroupState] = field(default_factory=dict)
-    """Every ordinal that is neither trained nor dropped."""
+    """By ordinal: every admitted group that is neither trained nor dropped."""
     waiting: list[int] = field(default_factory=list)
-    """Ordinals at stage waiting, ascending."""
+    """Ordinals of the groups at stage waiting, ascending."""
     complete: list[int] = field(default_factory=list)
-    """Ordinals at stage complete, ascending."""
+    """Ordinals of the groups at stage complete, ascending."""
     digests: dict[int, str] = field(default_factory=dict)
-    """Of the committed versions, from the oldest kept checkpoint on."""
+    """Version -> digest, for each committed version that is not older than the oldest kept checkpoint."""
     checkpoints: list[int] = field(default_factory=list)
     stale_events: int = 0
-    has_told_finish: bool = False
+    """Number of events that arrived too late or a second time, and were ignored."""
+    is_finished: bool = False
+    """Whether the control plane has issued `Finish`."""
 
     @property
     def refunds(self) -> int:
@@ -77,11 +84,28 @@ class State:
 
     @property
     def running(self) -> int:
-        """Groups admitted and neither complete nor dropped."""
+        """Number of groups at the stages waiting (for a host), decoding or scoring."""
+        # control.max_concurrent bounds these; complete groups hold no slot.
         return len(self.groups) - len(self.complete) - (len(self.training.ordinals) if self.training else 0)
 
+    def is_stale(self, event: e.Event) -> bool:
+        """Whether the event is late or a duplicate, as after a lost host, a reissue or a second delivery.
+
+        The trajectory that comes with such an event must not be stored.
+        """
+        match event:
+            case e.HostLost(host) | e.HostAdopted(host):
+                return host not in self.hosts
+            case e.SampleFinished(sample, host) | e.SampleFailed(sample, host):
+                return not self.awaits(sample, host)
+            case e.RewardScored(ordinal, attempt) | e.RewardFailed(ordinal, attempt):
+                return not self.is_scoring(ordinal, attempt)
+            case e.BatchTrained(step):
+                return step < self.trained_version
+        return False
+
     def awaits(self, sample: SampleId, host: str) -> bool:
-        """Is this sample being decoded on this host?"""
+        """Whether this sample is being decoded on this host."""
         group = self.groups.get(sample.ordinal)
         return (
             group is not None
@@ -95,43 +119,76 @@ class State:
         return group is not None and (group.stage, group.attempt) == ("scoring", attempt)
 
     def began(self, but: Collection[int]) -> list[int]:
-        """By ordinal, what all other groups began under; the newest version where they have not."""
+        """Returns the version under which each group in flight began, by ordinal, except groups in `but`.
+
+        In flight: neither trained nor dropped. A group that was never dispatched in its present attempt
+        counts as begun under the newest committed version.
+        """
+        # A group that has not begun will begin under the newest version or a later one.
         left = sorted(ordinal for ordinal in self.groups if ordinal not in but)
         first = [self.groups[ordinal].min_version for ordinal in left]
         return [self.version if version < 0 else version for version in first]
 
-    def roomiest_host(self, group_size: int) -> str | None:
-        """The one with the fewest outstanding samples; a group beyond its slots waits to refill them."""
+    @property
+    def hosts_behind(self) -> list[str]:
+        """Names of hosts that have unfinished samples and have not adopted the newest committed version."""
+        return [name for name, host in self.hosts.items() if host.outstanding and host.version < self.version]
+
+    def has_begun(self, batches: int, batch_size: int) -> bool:
+        """Whether all groups of the run's first `batches` batches are dispatched.
+
+        Every host with unfinished samples must have adopted the newest version too.
+        """
+        # Drops are refunded, so this many admissions fill all these batches.
+        needed = min(batches, self.steps) * batch_size + self.refunds
+        return self.admitted >= needed and not self.waiting and not self.hosts_behind
+
+    def roomiest_host(self, beyond: int | None) -> str | None:
+        """Returns the host with the fewest unfinished samples, or None if no host has capacity.
+
+        A host has capacity while it has fewer than slots + `beyond` unfinished samples; beyond=None: always.
+        """
+        # Samples that wait on the host itself refill its slots without a message from here. Ties go by name,
+        # so that the choice is the same in every fold.
         room = [
-            (h.outstanding, name) for name, h in self.hosts.items() if h.outstanding < h.slots + group_size
+            (h.outstanding, name)
+            for name, h in self.hosts.items()
+            if beyond is None or h.outstanding < h.slots + beyond
         ]
         return min(room)[1] if room else None
 
     def wait(self, group: GroupState) -> None:
-        """The group waits for a host."""
+        """Puts the group at stage waiting, without a host."""
         self.groups[group.ordinal] = replace(group, stage="waiting", host="")
         insort(self.waiting, group.ordinal)
 
+    def place(self, group: GroupState, host: str) -> None:
+        """Puts the group at stage decoding, with its unfinished samples on this host."""
+        first = self.version if group.min_version < 0 else group.min_version
+        self.groups[group.ordinal] = replace(group, stage="decoding", host=host, min_version=first)
+        self.unload(host, -len(group.unfinished))
+
     def unlist(self, ordinal: int) -> None:
-        """The group is neither waiting nor complete any more."""
+        """Removes the ordinal from the lists `waiting` and `complete`, if it is in one."""
         for ordinals in (self.waiting, self.complete):
             if ordinal in ordinals:
                 ordinals.remove(ordinal)
 
     def lose(self, host: str) -> None:
-        """Its unfinished samples wait for another host, under the same attempt; finished members stay."""
+        """Removes the host. Its unfinished samples wait for another host; finished samples stay finished."""
         del self.hosts[host]
+        # The attempt stays: the same random keys draw the same tokens on another host.
         for group in [group for group in self.groups.values() if group.host == host]:
             self.wait(group)
 
     def unload(self, name: str, samples: int) -> None:
-        """So many samples are no longer on this host; negative ones are loaded."""
+        """Subtracts `samples` from the number of unfinished samples on host `name`; adds if negative."""
         host = self.hosts[name]
         self.hosts[name] = replace(host, outstanding=host.outstanding - samples)
 
 
 def to_plain(state: State) -> dict[str, Any]:
-    """The state as dicts, lists, strings and numbers; msgpack and JSON take it."""
+    """Returns the state as dicts, lists, strings and numbers, for msgpack and JSON."""
     plain = dict(vars(state))
     training = state.training
     plain["training"] = training and [training.step, list(training.ordinals), list(training.attempts)]
@@ -147,11 +204,13 @@ def to_plain(state: State) -> dict[str, Any]:
 
 
 def from_plain(plain: Mapping[str, Any]) -> State:
-    """The state back from `to_plain`."""
+    """Returns the state that `to_plain` turned into `plain`."""
     fields = dict(plain)
+    # Snapshots written before 2026-11-22 have the flag under another name.
+    fields["is_finished"] = fields.pop("has_told_finish", fields.get("is_finished"))
     if (training := fields["training"]) is not None:
         step, ordinals, attempts = training
-        fields["training"] = Train(step, tuple(ordinals), tuple(attempts))
+        fields["training"] = e.Train(step, tuple(ordinals), tuple(attempts))
     fields["hosts"] = {name: HostState(*values) for name, values in fields["hosts"].items()}
     groups = (GroupState(ordinal, tuple(oldest), *rest) for ordinal, oldest, *rest in fields["groups"])
     fields["groups"] = {group.ordinal: group for group in groups}
@@ -162,27 +221,37 @@ def from_plain(plain: Mapping[str, Any]) -> State:
     return State(**fields)
 
 
-def who_waits(state: State, batch_size: int) -> tuple[str, ...]:
-    """Who waits for whom, one sentence each."""
-    if state.has_told_finish:
-        return ("nobody waits: the run is complete",)
-    said = [] if state.hosts else ["everybody waits for a host to join"]
+def waits(state: State, batch_size: int, is_next_begun_first: bool) -> tuple[str, ...]:
+    """Returns a sentence for each thing that the run waits for.
+
+    A group can wait for a host, its samples or its rewards; the trainer for complete groups or for hosts; the
+    admission of groups for a version. `is_next_begun_first`: whether the strategy trains a batch only once
+    the groups of the next one have begun.
+    """
+    if state.is_finished:
+        return ("nothing: the run is complete",)
+    said = [] if state.hosts else ["every group waits for a generation host to join"]
     for group in state.groups.values():
         if group.stage == "waiting":
-            said.append(f"group {group.ordinal} waits for a host with room")
+            said.append(f"group {group.ordinal} waits for a host with free capacity")
         elif group.stage == "decoding":
             said.append(
                 f"group {group.ordinal} waits for {len(group.unfinished)} samples of host {group.host}"
             )
         elif group.stage == "scoring":
             said.append(f"group {group.ordinal} waits for its rewards")
+    late = [g.ordinal for g in state.groups.values() if g.stage not in ("complete", "training")]
     if state.training is not None:
         said.append(f"batch {state.training.step} waits for the trainer")
     elif (missing := batch_size - len(state.complete)) > 0:
         said.append(f"the trainer waits for {missing} more complete groups")
-    else:
-        slow = min(group.ordinal for group in state.groups.values() if group.stage != "complete")
-        said.append(f"the trainer waits for group {slow}, which would be too old for a later batch")
+    elif is_next_begun_first and state.hosts_behind:
+        hosts = ", ".join(state.hosts_behind)
+        said.append(
+            f"the trainer waits for {hosts} to adopt version {state.version}: the next batch begins under it"
+        )
+    elif late:
+        said.append(f"the trainer waits for group {min(late)}, which would be too old for a later batch")
     if state.trained_version > state.version:
-        said.append(f"admission waits for the commit of version {state.version + 1}")
+        said.append(f"the admission of new groups waits for the commit of version {state.version + 1}")
     return tuple(said)

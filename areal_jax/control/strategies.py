@@ -1,99 +1,91 @@
-"""Asynchrony paradigms: who is admitted, under which version, and when the trainer has to wait.
+"""Strategies of asynchrony: which groups may start, and when the trainer has to wait.
 
-A strategy is pure and sees counts and versions only. A new one is one more small class and one more line in
-`STRATEGIES`, both here. What a host does with live samples when a version commits is `Config.on_update`;
-`refusals.ON_UPDATE` says which of them keep a strategy's promise.
+A strategy is pure: it reads the state and never changes it. A new strategy is one more small class and one
+more line in `STRATEGIES`, both here. `Config.on_update` is what a host does with half-decoded samples when a
+new version commits; `refusals.ON_UPDATE` lists the values that each strategy allows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import ClassVar
 
 from areal_jax.control.gate import may_admit, may_train
-
-
-class Progress(NamedTuple):
-    """How far a run is: all that a strategy may look at. Groups are counted, versions are numbers."""
-
-    admitted: int
-    dropped: int
-    version: int
-    """Last committed version: hosts can load it."""
-    trained_version: int
-    """Version the trainer holds; ahead of `version` while a publication is under way."""
-    batch_size: int
-
-
-class Strategy(Protocol):
-    def admits(self, progress: Progress) -> bool:
-        """May one more group start now?"""
-        ...
-
-    def min_version(self, progress: Progress) -> int:
-        """What a host must have adopted before the first token of a group dispatched now."""
-        ...
-
-    def trains(self, progress: Progress, left: Sequence[int]) -> bool:
-        """May the next batch be trained, though it leaves behind groups that began under these versions?"""
-        ...
+from areal_jax.control.state import State
 
 
 @dataclass(frozen=True)
 class Ahead:
-    """Run ahead of the trainer by `max_staleness` batches in the mean, and never let it wait.
+    """Generate `max_staleness` batches ahead of the trainer on average; train each complete batch at once.
 
-    AReaL (Fu et al., arXiv:2505.24298), where hosts rebuild KV; PipelineRL (Piche et al., arXiv:2509.19128),
-    where they keep it.
+    This is AReaL (Fu et al., arXiv:2505.24298) if hosts recompute the KV cache of half-decoded samples at a
+    new version, and PipelineRL (Piche et al., arXiv:2509.19128) if they keep it.
     """
 
+    batch_size: int
     max_staleness: int | None
 
-    def admits(self, progress: Progress) -> bool:
-        admitted, dropped, version, _, batch_size = progress
-        return may_admit(admitted + 1, dropped, version, batch_size, self.max_staleness)
+    is_next_begun_first: ClassVar[bool] = False
+    """Whether a batch is trained only once every group of the next one has begun or is certain to begin under
+    the version that the trainer holds."""
 
-    def min_version(self, progress: Progress) -> int:
-        return progress.version
+    def admits(self, state: State) -> bool:
+        """Whether one more group may start now."""
+        s = state
+        return may_admit(s.admitted + 1, s.refunds, s.version, self.batch_size, self.max_staleness)
 
-    def trains(self, progress: Progress, left: Sequence[int]) -> bool:
+    def trains(self, state: State, ordinals: Collection[int]) -> bool:
+        """Whether the groups `ordinals` may be trained as the next batch."""
         return True
 
 
 @dataclass(frozen=True)
-class Bounded:
-    """Admit as `Ahead` does, and train nothing that is older than `max_staleness`: the trainer waits instead.
+class Bounded(Ahead):
+    """Admit as `Ahead` does, and train no sample that is more than `max_staleness` versions old.
 
-    0: a batch is generated, trained, published, then the next is generated. 1: batch n + 1 is generated while
-    n is trained; every batch is of the version before its own. K: DORA, where hosts pin each sample to
-    the version it began under. Its three promises: a trajectory is of one version (the hosts'
-    part); nothing is discarded for being slow; nothing trained is older than K.
+    The trainer waits whenever training a batch would make another group too old for its own batch.
 
-    A sample whose host died begins anew elsewhere, as the same attempt and with the same keys, under the
-    newest version, since nobody need hold its own any more: all of its tokens are of that one version. What
-    it had decoded is lost, the group is not; its members may then differ in version.
+    max_staleness=0: each batch is generated, trained and published before the next is generated.
+    max_staleness=K: DORA, where hosts pin each sample to the version it began under. DORA's three promises: a
+    trajectory is of one version (kept by the hosts); no sample is discarded for being slow; no trained sample
+    is older than K.
+
+    After a host is lost, its samples start again on another host, as the same attempt and with the same
+    random keys, but under the newest version, since perhaps no host has their version any more. Their earlier
+    tokens are lost. Each sample is still of one version, but the members of a group may then differ in
+    version.
     """
 
-    max_staleness: int | None
-
-    def admits(self, progress: Progress) -> bool:
-        admitted, dropped, version, _, batch_size = progress
-        return may_admit(admitted + 1, dropped, version, batch_size, self.max_staleness)
-
-    def min_version(self, progress: Progress) -> int:
-        return progress.version
-
-    def trains(self, progress: Progress, left: Sequence[int]) -> bool:
-        bound = self.max_staleness
-        return bound is None or may_train(progress.trained_version, left, progress.batch_size, bound)
+    def trains(self, state: State, ordinals: Collection[int]) -> bool:
+        bound, left = self.max_staleness, state.began(but=ordinals)
+        return bound is None or may_train(state.trained_version, left, self.batch_size, bound)
 
 
-STRATEGIES: dict[str, Callable[[int | None], Strategy]] = {
-    "sync": lambda max_staleness: Bounded(0),
-    "one_step": lambda max_staleness: Bounded(1),
+@dataclass(frozen=True)
+class OneStep(Bounded):
+    """One-step off-policy: while batch n is trained, hosts generate batch n + 1 with version n.
+
+    Version n is the one from before that update, so all tokens of batch n are of version n - 1.
+
+    A host drains: it adopts a version only after finishing its queue. Two more rules keep the promise. Groups
+    of batch n + 1 that find no free slot are queued on hosts as soon as batch n is complete, and the trainer
+    starts batch n only when those hosts have adopted version n. Otherwise a host could adopt version n + 1
+    before it begins these groups.
+
+    Groups that begin again (a lost host, a failed sample or reward, `control.max_token_age`) and groups that
+    replace dropped ones begin under the newest version; the batch that trains them then has tokens of age 0
+    besides those of age 1.
+    """
+
+    is_next_begun_first: ClassVar[bool] = True
+
+
+STRATEGIES: dict[str, Callable[[int, int | None], Ahead]] = {
+    "sync": lambda batch_size, max_staleness: Bounded(batch_size, 0),
+    "one_step": lambda batch_size, max_staleness: OneStep(batch_size, 1),
     "interruptible": Ahead,
     "keep": Ahead,
     "pinned": Bounded,
 }
-"""`control.strategy` -> its strategy, made from the staleness bound."""
+"""`control.strategy` -> a function that makes the strategy from B and `max_staleness` (None = unbounded)."""

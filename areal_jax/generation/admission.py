@@ -1,243 +1,252 @@
-"""Who gets a slot next: prompts in chunks, siblings on shared pages, samples that come back.
+"""Admission: which waiting sample gets a free slot next, and the prefill of its prompt.
 
-A prompt is prefilled once for all of its group's samples that start under one version, a few chunks between
-two decode calls, so that a long one does not stall the others.
-When pages run out the youngest sample leaves its slot with its KV, and comes back before anybody new.
+A prompt is prefilled once for all samples of its group that start under the same version. The prefill runs a
+few chunks at a time between two decode calls, so that a long prompt does not stall live samples. When KV
+pages run out, the sample that got its slot last is evicted: its KV moves to host memory, and its slot is
+freed. Evicted samples resume before new ones start.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 import numpy as np
 
 from areal_jax.generation.commands import Start, Work
 from areal_jax.generation.engine import Engine, Prefilling
-from areal_jax.generation.records import Records
-from areal_jax.generation.slots import MAX_STOP_TOKENS, DecodeState, Prefix
+from areal_jax.generation.live_slots import LiveSlots
+from areal_jax.generation.slots import MAX_STOP_TOKENS
 from areal_jax.observe.waits import Clock
-from areal_jax.types import SampleId, VersionedParams
+from areal_jax.types import PolicyVersion, SampleId, VersionedParams
 
-Failed = list[tuple[Work, str]]
+Group = tuple[int, int]
 
 CHUNKS = 4
-"""Of prompts, between two decode calls, for each slot that is free."""
+"""Maximum number of prompt chunks computed between two decode calls, for each free slot."""
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
-"""What XLA calls an allocation that fails."""
+"""The status name in XLA's error for a failed allocation."""
+
+
+def reason_against(engine: Engine, start: Start) -> str:
+    """Returns why the engine cannot decode the samples of `start`; an empty string if it can."""
+    count, vocab = len(start.prompt), engine.tokenizer.vocab_size
+    if not 1 <= count < engine.length:
+        return (
+            f"a prompt of {count} tokens does not fit generation.length={engine.length}, which holds "
+            "prompt and completion; raise generation.length or shorten the prompt"
+        )
+    strange = next((token for token in start.prompt if not 0 <= token < vocab), None)
+    if strange is not None:
+        return f"token id {strange} is outside the vocabulary of {vocab} ids; give ids from 0 to {vocab - 1}"
+    if start.penalties is not None and not engine.has_penalties:
+        return "this host belongs to a training run and applies no penalties or logit_bias; leave them out"
+    if len(start.stop_tokens) >= MAX_STOP_TOKENS:
+        return f"{len(start.stop_tokens)} stop tokens are too many; give at most {MAX_STOP_TOKENS - 1}"
+    return ""
+
+
+def reason_against_kv(
+    engine: Engine, work: Work, held: Mapping[PolicyVersion, VersionedParams], name: str
+) -> str:
+    """Returns why this host cannot continue `work`, a sample of another host; an empty string if it can.
+
+    `engine`, `held` (version -> parameters) and `name` are this host's. It must hold the parameters that
+    computed the sample's KV, and have the same layout of KV pages.
+    """
+    if work.so_far is None:
+        return ""
+    mine = held.get(work.version)
+    if mine is None or mine.digest != work.digest:
+        versions = ", ".join(f"{v} ({p.digest})" for v, p in held.items()) or "none"
+        return (
+            f"the sample's KV was computed under version {work.version} (digest {work.digest}), but {name} "
+            f"holds {versions}; move the sample to a host with that version, or start it again"
+        )
+    if not engine.is_own(work.so_far.kv):
+        return (
+            f"the sample's KV pages have another layout than those of {name}; start both hosts with the same "
+            "generation.* settings"
+        )
+    return ""
 
 
 class Admission:
-    """The samples of a host, `live` by slot and `waiting` in order, and the prompts that they share."""
+    """The queue of samples that wait for a slot, and the slots in the range `slots` that they may get.
 
-    def __init__(self, engine: Engine, records: Records, clock: Clock) -> None:
-        self._engine, self._records, self._clock = engine, records, clock
-        self.live: dict[int, Work] = {}
+    It also keeps the KV of one prefilled prompt, from which all waiting samples of the prompt's group start.
+    """
+
+    def __init__(self, live: LiveSlots, slots: range, clock: Clock) -> None:
+        self._live, self._slots, self._clock = live, slots, clock
+        self._engine = live.engine
         self.waiting: deque[Work] = deque()
-        self.free_pages = engine.pages
         self.prefills = 0
-        self._prefix: tuple[tuple[int, int], Prefix] | None = None
-        self._prefilling: tuple[tuple[int, int], Prefilling] | None = None
+        self._prompt: tuple[Group, Prefilling] | None = None
+        """The prompt prefilled last, or in part; None once no waiting sample of its group needs it."""
         self._epoch = 0
-        self._places = 0
 
     @property
-    def is_prefilling(self) -> bool:
-        return self._prefilling is not None
+    def _is_prefilling(self) -> bool:
+        return self._prompt is not None and self._engine.is_prefilling(self._prompt[1])
 
     @property
-    def begun(self) -> list[Work]:
-        """Samples that have a token of their own, in a slot or out of it."""
-        live = [w for slot, w in self.live.items() if self._records.filled[slot] > len(w.prompt)]
-        return live + [work for work in self.waiting if work.so_far is not None]
-
-    @property
-    def has_begun(self) -> bool:
-        return bool(self.live) or any(work.so_far is not None for work in self.waiting)
+    def is_stalled(self) -> bool:
+        """Whether samples wait, but none of this queue has a slot and no prompt is being prefilled."""
+        return bool(self.waiting) and not self._is_prefilling and not self._own
 
     # --- in ------------------------------------------------------------------------------------------------
 
-    def reason_against(self, start: Start) -> str:
-        """Why these samples cannot be served; empty where they can."""
-        engine, count = self._engine, len(start.prompt)
-        if not 1 <= count < engine.length:
-            return (
-                f"a prompt of {count} tokens does not fit generation.length={engine.length}, which holds "
-                "prompt and completion; raise generation.length or shorten the prompt"
-            )
-        vocab = engine.get_tokenizer().vocab_size
-        strange = next((token for token in start.prompt if not 0 <= token < vocab), None)
-        if strange is not None:
-            return f"token id {strange} is outside of the vocabulary of {vocab} ids; give ids from 0 on"
-        if start.penalties is not None and not engine.has_penalties:
-            return "this host serves no penalties: they would bias what is trained on"
-        if len(start.stop_tokens) >= MAX_STOP_TOKENS:
-            return f"{len(start.stop_tokens)} stop tokens; a request has room for {MAX_STOP_TOKENS - 1}"
-        return ""
+    def refill(self, current: VersionedParams, is_held: bool = False) -> Iterator[tuple[Work, str]]:
+        """Assign free slots to waiting samples in order, up to the first one that cannot start yet.
 
-    def refill(
-        self, state: DecodeState, current: VersionedParams, is_held: bool
-    ) -> tuple[DecodeState, Failed]:
-        """Samples into free slots, as far as slots, pages and chunks go; and those that failed on the way.
-
-        Held, only those that have begun.
+        That is one that needs a newer version, more free KV pages, or more of its prompt's prefill: a call
+        computes at most CHUNKS chunks for each free slot, or as many as needed if no sample is live.
+        `current`: the parameters under which new samples start. If `is_held`, evicted samples resume, but no
+        new sample starts. Yields (sample, reason) for each sample removed because its prompt exceeds device
+        memory.
         """
-        free = deque(slot for slot in range(self._engine.slots) if slot not in self.live)
-        chunks = CHUNKS * len(free) if self.live else self._engine.length
-        failed: Failed = []
-        while free and self.waiting and self.waiting[0].min_version <= current.version:
+        free = deque(slot for slot in self._slots if slot not in self._live.works)
+        # If no sample is live, a prefill stalls nothing, and prompts may take all the chunks they need.
+        chunks = CHUNKS * len(free) if self._live.works else self._engine.length
+        while free and self.waiting and self.waiting[0].start.min_version <= current.version:
+            # Strictly in order: a sample that lacks pages blocks the queue; long ones would starve otherwise.
             work = self.waiting[0]
             if work.so_far is not None:
-                if not self._has_pages(len(work.so_far.tokens), spare=self._soon):
+                if not self._has_pages(free[0], len(work.so_far.rows), spare=self._reserved_pages):
                     break
-                state = self._resume(state, free.popleft(), self.waiting.popleft())
+                self._live.resume(free.popleft(), self.waiting.popleft())
                 continue
             if is_held:
                 break
-            if self._prefix is None or self._prefix[0] != work.group:
+            if self._prompt is None or self._prompt[0] != work.group or self._is_prefilling:
                 try:
                     chunks = self._prefill(work, current, chunks)
                 except jax.errors.JaxRuntimeError as error:
+                    # Out of memory concerns this prompt alone; any other error of the device ends the host.
                     if OUT_OF_MEMORY not in str(error):
                         raise
-                    failed += self._give_up(work, error)
+                    yield from self._give_up(work, error)
                     continue
-                if self._prefilling is not None:
+                if self._is_prefilling:
                     break
             sibling = self._sibling(work, current)
-            if not self._has_pages(len(work.prompt), sibling is not None):
+            if not self._has_pages(free[0], len(work.start.prompt), sibling is not None):
                 break
-            state = self._start(state, free.popleft(), self.waiting.popleft(), sibling, current)
-        return state, failed
+            self._start(free.popleft(), self.waiting.popleft(), sibling, current)
 
     def _prefill(self, work: Work, params: VersionedParams, chunks: int) -> int:
-        """Chunks left after the prompt of `work` was computed as far as they go."""
+        """Compute at most `chunks` more chunks of the prompt of `work`; returns how many remain."""
         with self._clock.doing("prefill"):
-            if self._prefilling is None or self._prefilling[0] != work.group:
-                tokens = np.asarray(work.prompt, np.int32)
-                self._prefilling = work.group, self._engine.begin_prefill(tokens, len(tokens))
-            prompt = self._prefilling[1]
+            if self._prompt is None or self._prompt[0] != work.group:
+                tokens = np.asarray(work.start.prompt, np.int32)
+                self._prompt = work.group, self._engine.begin_prefill(tokens, len(tokens))
+            prompt = self._prompt[1]
             while self._engine.is_prefilling(prompt) and chunks > 0:
                 prompt, chunks = self._engine.prefill_next(params, prompt), chunks - 1
-            if self._engine.is_prefilling(prompt):
-                self._prefilling = work.group, prompt
-            else:
-                self._prefix, self._prefilling = (work.group, self._engine.end_prefill(prompt)), None
-                self.prefills += 1
+            self._prompt = work.group, prompt
+            self.prefills += not self._is_prefilling
         return chunks
 
-    def _give_up(self, work: Work, error: Exception) -> Failed:
-        """The group whose prompt the device could not compute; others go on."""
-        self._prefilling = None
-        reason = f"its prompt of {len(work.prompt)} tokens could not be computed: {error}"
-        gone = [other for other in self.waiting if other.group == work.group]
-        for other in gone:
-            self.waiting.remove(other)
-        return [(other, reason) for other in gone]
+    def _give_up(self, work: Work, error: Exception) -> Iterator[tuple[Work, str]]:
+        """Remove the waiting samples of the group of `work`, because its prompt exceeds device memory.
+
+        Yields (sample, reason) for each; `error` is XLA's and part of the reason.
+        """
+        self._prompt = None
+        reason = f"a prompt of {len(work.start.prompt)} tokens exceeds device memory; shorten it: {error}"
+        for other in self._remove(lambda other: other.group == work.group):
+            yield other, reason
 
     def _sibling(self, work: Work, current: VersionedParams) -> int | None:
-        """A live slot whose full prompt pages are those of the prefix, to the bit."""
-        wanted = work.group, self._epoch, current.version
-        found = (s for s, other in self.live.items() if (other.group, other.epoch, other.version) == wanted)
-        return next(found, None)
+        """Returns the slot of a live sample of the same group that can share its prompt's pages; or None.
 
-    def _has_pages(self, count: int, has_sibling: bool = False, spare: int = 0) -> bool:
-        return not self.live or self._engine.pages_for(count, has_sibling) + spare <= self.free_pages
+        That prompt was prefilled under `current`. Always None for a client's request if slots are reserved.
+        """
+        # If requests shared pages, `free_beside` would count one for every slot and reserve too few.
+        if work.start.is_request and self._engine.reserved_slots:
+            return None
+        wanted = work.group, work.start.is_request, self._epoch, current.version
+        for slot, other in self._live.works.items():
+            if (other.group, other.start.is_request, other.epoch, other.version) == wanted:
+                return slot
+        return None
+
+    def _has_pages(self, slot: int, count: int, has_sibling: bool = False, spare: int = 0) -> bool:
+        """Whether a prefix of `count` tokens fits into the KV pages so that `spare` of them stay free.
+
+        `slot`: its slot. `has_sibling`: whether it shares a live sample's pages. Always True if the slot is
+        reserved (it has its own pages) or if no sample of this queue has a slot (then one always fits).
+        """
+        # If no sample of this queue is live, all unreserved pages are free, and one sample always fits.
+        if slot < self._engine.reserved_slots or not self._own:
+            return True
+        return self._engine.pages_for(count, has_sibling) + spare <= self._live.free_pages
 
     @property
-    def _soon(self) -> int:
-        """Pages that the live ones may ask for in a call: who left for want of one comes back beside them."""
-        return -(-len(self.live) * self._engine.decode_steps // self._engine.page_tokens)
+    def _reserved_pages(self) -> int:
+        """How many KV pages must stay free for live samples' next call when an evicted sample resumes."""
+        return -(-len(self._own) * self._engine.decode_steps // self._engine.page_tokens)
 
-    def _start(
-        self, state: DecodeState, slot: int, work: Work, sibling: int | None, current: VersionedParams
-    ) -> DecodeState:
-        assert self._prefix is not None
+    @property
+    def _own(self) -> list[int]:
+        """The slots of this queue that hold a sample."""
+        return [slot for slot in self._live.works if slot in self._slots]
+
+    def _start(self, slot: int, work: Work, sibling: int | None, current: VersionedParams) -> None:
+        assert self._prompt is not None
         work.epoch, work.version, work.digest = self._epoch, current.version, current.digest
-        state = self._insert(state, slot, work, self._prefix[1], sibling)
+        self._live.insert(slot, work, self._engine.end_prefill(self._prompt[1]), sibling)
+        # Release the prompt's KV once no waiting sample of the group needs it.
         if not any(other.group == work.group for other in self.waiting):
-            self._prefix = None
-        return state
-
-    def _resume(self, state: DecodeState, slot: int, work: Work) -> DecodeState:
-        """Back into a slot, with the KV it left with; where that is stale, the caller rebuilds it."""
-        assert work.so_far is not None
-        state = self._insert(state, slot, work, work.so_far.kv, None)
-        work.so_far, work.epoch = None, -1
-        return state
-
-    def _insert(
-        self, state: DecodeState, slot: int, work: Work, prefix: Prefix, sibling: int | None
-    ) -> DecodeState:
-        with self._clock.doing("prefill"):
-            engine, count = self._engine, int(prefix.true_length)
-            request = engine.request(
-                work.key, work.seed, work.sampling, len(work.prompt), work.stops, work.penalties
-            )
-            state = engine.insert(prefix, state, slot, request=request, sibling=sibling)
-        self.free_pages -= engine.pages_for(count, sibling is not None)
-        self._places += 1
-        work.place = self._places
-        self._records.begin(slot, work)
-        self.live[slot] = work
-        return state
+            self._prompt = None
 
     # --- out -----------------------------------------------------------------------------------------------
 
     def forget_prompts(self) -> None:
-        """What was prefilled is of a former version: nobody starts from it any more."""
-        self._prefix = self._prefilling = None
+        """Discard the prefilled prompt; samples that start later share no page with those that are live now.
+
+        Called when a newer version is adopted: what was prefilled so far belongs to an earlier one.
+        """
+        self._prompt = None
         self._epoch += 1
 
-    def restart_unbegun(self, state: DecodeState) -> DecodeState:
-        """Live samples without a token wait again, first in line: they start under the new version."""
-        unbegun = [s for s, work in self.live.items() if self._records.filled[s] == len(work.prompt)]
-        for slot in sorted(unbegun, key=lambda slot: -self.live[slot].place):
-            state = self._engine.free_resource(slot, state)
-            self.waiting.appendleft(self.live.pop(slot))
-        return state
+    def restart_unbegun(self) -> None:
+        """Put live samples that have no sampled token yet back to the queue's front, and free their slots.
 
-    def evict(self, state: DecodeState, slot: int) -> DecodeState:
-        """Out of its slot with all it has, into the host's memory, and first in line."""
-        work, filled = self.live.pop(slot), int(self._records.filled[slot])
-        if filled > len(work.prompt):
-            kv = self._engine.extract(slot, state, filled)
-            work.so_far = self._records.so_far(slot, jax.device_get(kv))
-        self.waiting.appendleft(work)
-        return self._engine.free_resource(slot, state)
-
-    def cancel(self, state: DecodeState, samples: set[SampleId]) -> DecodeState:
-        """Forget these samples, wherever they are; their slots are free."""
-        kept = [work for work in self.waiting if work.sample not in samples]
-        self.waiting.clear()
-        self.waiting.extend(kept)
-        groups = {work.group for work in kept}
-        if self._prefix is not None and self._prefix[0] not in groups:
-            self._prefix = None
-        if self._prefilling is not None and self._prefilling[0] not in groups:
-            self._prefilling = None
-        for slot in [slot for slot, work in self.live.items() if work.sample in samples]:
-            state = self._engine.free_resource(slot, state)
-            del self.live[slot]
-        return state
-
-    # --- ends ----------------------------------------------------------------------------------------------
-
-    def end_at_text(self, slot: int, before: int) -> bool:
-        """Cut the slot's record behind the token that completes a stop text, if one of the new ones does.
-
-        A text may begin in earlier tokens; every token holds at least a byte of text, or none at all.
+        Called when a newer version is adopted: their prompts are prefilled again, under that version.
         """
-        work, end = self.live[slot], int(self._records.filled[slot])
-        texts = work.sampling.stop
-        if not texts or end == before:
-            return False
-        reach = max(len(text.encode()) for text in texts) + 8  # room for tokens without text
-        decode, own = self._engine.get_tokenizer().decode, self._records.tokens[slot]
-        for now in range(before + 1, end + 1):
-            said = decode(own[max(len(work.prompt), now - reach) : now].tolist())
-            if any(text in said for text in texts):
-                self._records.filled[slot] = now
-                return True
-        return False
+        works = self._live.works
+        unbegun = [slot for slot in self._own if not self._live.has_begun(slot)]
+        # Each one is put in front of the others, so the sample that was first is put there last.
+        for slot in sorted(unbegun, key=lambda slot: -works[slot].place):
+            self.waiting.appendleft(self._live.free(slot))
+
+    def evict(self, slot: int) -> None:
+        """Free the slot, and put its sample, with its tokens and KV, at the front of the queue."""
+        self.waiting.appendleft(self._live.evict(slot))
+
+    def cancel(self, samples: set[SampleId]) -> None:
+        """Drop these samples, waiting or live, and free their slots."""
+        self._remove(lambda work: work.sample in samples)
+        if self._prompt is not None and self._prompt[0] not in {work.group for work in self.waiting}:
+            self._prompt = None
+        for slot in self._own:
+            if self._live.works[slot].sample in samples:
+                self._live.free(slot)
+
+    def take(self, sample: SampleId) -> Work | None:
+        """Remove the sample and return it with its tokens and KV; returns None if it is not in this queue."""
+        for slot in self._own:
+            if self._live.works[slot].sample == sample:
+                self.evict(slot)
+        found = self._remove(lambda work: work.sample == sample)
+        return found[0] if found else None
+
+    def _remove(self, is_gone: Callable[[Work], bool]) -> list[Work]:
+        gone = [work for work in self.waiting if is_gone(work)]
+        for work in gone:
+            self.waiting.remove(work)
+        return gone

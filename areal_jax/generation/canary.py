@@ -1,4 +1,7 @@
-"""Log-probs of a fixed sequence: what publisher and readers of weights compare at each adoption."""
+"""The canary: log-probs of a fixed token sequence, which show whether a host got the trainer's weights.
+
+The publisher of a version and each of its readers compute them; they must agree up to rounding.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ TOKENS = 16
 
 
 def canary(model: Model) -> Callable[[Any], jax.Array]:
-    """`canary(params) -> (TOKENS - 1,)` float32, compiled at its first use."""
+    """Returns a jitted function: parameters -> float32 log-probs of a fixed token sequence, (TOKENS - 1,)."""
 
     def log_probs(params: Params) -> Float[Array, " n"]:
         tokens = (jnp.arange(TOKENS) * 7 % model.tokenizer.vocab_size)[None]

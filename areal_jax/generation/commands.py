@@ -1,4 +1,4 @@
-"""What a host is told, what it knows of each sample, and what it tells beside events."""
+"""Commands to a generation host, its record of each sample (`Work`), and its statistics."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from areal_jax.generation.slots import Prefix
-from areal_jax.types import Penalties, PolicyVersion, SampleId, Sampling
+from areal_jax.generation.slots import Penalties, Prefix
+from areal_jax.types import PolicyVersion, SampleId, Sampling
 
 
 @dataclass(frozen=True)
 class Start:
-    """Decode these samples of one prompt, under `min_version` or newer. None: as the host is set."""
+    """Command: decode these samples of one prompt (token ids) with weights version `min_version` or newer.
+
+    If `sampling` or `seed` is None, the host's default is used. Only clients' requests may have `penalties`.
+    """
 
     samples: tuple[SampleId, ...]
     prompt: tuple[int, ...]
@@ -23,52 +26,68 @@ class Start:
     penalties: Penalties | None = None
     seed: int | None = None
     stop_tokens: tuple[int, ...] = ()
-    """Beside the tokenizer's own."""
+    """Ids that end a sample, in addition to the host's stop tokens."""
     drawn_as: int | None = None
-    """The ordinal in the draws' keys, where another than the samples' own: equal ones draw alike."""
+    """Ordinal in the keys of the random draws; None: that of the samples. Equal keys give equal draws."""
+    is_request: bool = False
+    """Whether a client requested the samples; False: they are rollouts. A draining host starts no request."""
+
+    def works(self, sampling: Sampling, seed: int, stops: tuple[int, ...]) -> list[Work]:
+        """Returns a new record (Work) of each sample of this command.
+
+        The arguments are the host's own: `sampling` and `seed` are used where this command has None, and the
+        token ids `stops` end a sample in addition to `stop_tokens`.
+        """
+        seed = seed if self.seed is None else self.seed
+        sampling, stops = self.sampling or sampling, stops + self.stop_tokens
+        return [Work(sample, self, sampling, seed, stops) for sample in self.samples]
 
 
 @dataclass(frozen=True)
 class Stop:
-    """Decode no further for these samples; without any, the host ends its loop."""
+    """Command: drop `samples`, waiting or live, without a result; if none are given, end the host's loop."""
 
     samples: tuple[SampleId, ...] = ()
 
 
 @dataclass(frozen=True)
 class Pause:
-    """Decode nothing and admit nobody; live samples keep their slots and their KV."""
+    """Command: decode nothing and start no sample until Unpause; live samples keep their slots and KV."""
 
 
 @dataclass(frozen=True)
 class Unpause:
-    """Go on."""
+    """Command: resume decoding after a Pause."""
 
 
 @dataclass(frozen=True)
-class Give:
-    """Take the sample out, with its KV; `to` hears it, or None where the host does not have it."""
+class HandOver:
+    """Command: remove `sample` from this host and call `to` with its record, tokens and KV included.
+
+    If the sample is not on this host, `to` is called with None.
+    """
 
     sample: SampleId
     to: Callable[[Work | None], None]
 
 
 @dataclass(frozen=True)
-class Take:
-    """Go on with a sample of another host: no prefill. `refused` hears why it cannot be.
+class TakeOver:
+    """Command: continue a sample of another host, `work`, without a prefill.
 
-    Its KV is of one version's parameters: a host that does not hold the same ones refuses it.
+    Its KV was computed with one version's parameters. If this host does not hold these parameters, or lays
+    out KV pages differently, it does not take the sample and calls `refused` with `work` and the reason.
     """
 
     work: Work
     refused: Callable[[Work, str], None]
 
 
-Command = Start | Stop | Pause | Unpause | Give | Take
+Command = Start | Stop | Pause | Unpause | HandOver | TakeOver
 
 
 class Tokens(NamedTuple):
-    """What one decode call sampled for one sample."""
+    """The tokens that one decode call sampled for one sample, with their log-probs and policy version."""
 
     tokens: tuple[int, ...]
     logp: tuple[float, ...]
@@ -77,54 +96,60 @@ class Tokens(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SoFar:
-    """A half-decoded sample out of its slot: n tokens with its prompt, and their KV."""
+    """A half-decoded sample without a slot: records and KV of its n tokens, prompt included.
 
-    tokens: np.ndarray  # (n,) int32
-    logp: np.ndarray  # (n,) float32
-    versions: np.ndarray  # (n,) int32
-    support: np.ndarray | None  # (n, K) int32
+    A token's record has its id, log-prob and weights version, among others.
+    """
+
+    rows: np.ndarray  # (n,) of `live_slots.Records`
     kv: Prefix
 
 
 @dataclass(eq=False)
 class Work:
-    """One sample on a host, from its arrival to its end."""
+    """A host's record of one sample, from the sample's arrival to its end."""
 
     sample: SampleId
-    prompt: tuple[int, ...]
-    min_version: int
+    start: Start
+    """The command that created the sample. The next three fields are its values, or the host's defaults."""
     sampling: Sampling
     seed: int
-    stops: tuple[int, ...] = ()
-    penalties: Penalties | None = None
-    drawn_as: int | None = None
+    stops: tuple[int, ...]
     so_far: SoFar | None = None
-    """While it is half-decoded and in no slot."""
+    """Tokens and KV while the sample is half-decoded and has no slot; else None."""
     version: PolicyVersion = -1
-    """Whose parameters its KV is of, once it has any."""
+    """The version of the parameters that the sample is decoded under; -1 before it first gets a slot."""
     digest: str = ""
-    """Of these parameters."""
+    """Digest of those parameters."""
     is_stale: bool = False
-    """Its KV is of parameters that the version changed under; it has to be rebuilt."""
+    """Whether its KV was computed under an older version and must be rebuilt."""
     place: int = 0
-    """In the order in which the host's samples got their slots."""
+    """Serial number of the slot's assignment: the live sample with the largest number is the youngest."""
     epoch: int = -1
-    """Which of the host's sets of fresh prompt KV its own began with; -1: none that others may share."""
+    """Number of versions the host had adopted at the prompt's prefill; -1: its pages cannot be shared."""
     interruptions: int = 0
 
+    # Samples of equal keys draw the same numbers, whatever slots and neighbours they have.
     @property
     def key(self) -> SampleId:
-        """What its draws depend on, beside the seed."""
-        return self.sample if self.drawn_as is None else self.sample._replace(ordinal=self.drawn_as)
+        """The id that, together with the seed, determines the sample's random draws.
+
+        It is `sample`, but with the ordinal `start.drawn_as` unless that is None.
+        """
+        ordinal = self.start.drawn_as
+        return self.sample if ordinal is None else self.sample._replace(ordinal=ordinal)
 
     @property
     def group(self) -> tuple[int, int]:
         return self.sample.ordinal, self.sample.attempt
 
 
-@dataclass(frozen=True)
+@dataclass
 class Statistics:
-    """A host at one moment; counts are since its start."""
+    """A host's state after its last step or command; version -1: it has not adopted one yet.
+
+    `generated_tokens` and the fields after it are totals since the host's start.
+    """
 
     version: PolicyVersion = -1
     digest: str = ""
@@ -137,9 +162,9 @@ class Statistics:
     held_versions: tuple[PolicyVersion, ...] = ()
     generated_tokens: int = 0
     interruptions: int = 0
-    """Samples, with at least one token, under which the version changed; each time counts."""
+    """Number of version changes in the middle of samples (after their first token), summed over samples."""
     recomputed_tokens: int = 0
-    """Tokens whose KV was rebuilt."""
+    """Number of tokens for which the KV was rebuilt under a newer version."""
     swaps: int = 0
     swap_s: float = 0.0
     evictions: int = 0

@@ -1,10 +1,15 @@
-"""The decode engine: JetStream's members over static slots and a pool of KV pages.
+"""The decode engine: implements JetStream's engine API over a fixed number of slots and a pool of KV pages.
 
-A slot holds one sample. `prefill` computes a prompt's KV but for its last token; `insert` copies it into a
-slot's pages, or shares those of a sibling; `generate` feeds each live slot's last token and samples the next
-one, several times a call. `recompute` rebuilds the live slots' KV under other parameters; `extract` takes a
-half-decoded sample out, KV and all. The shape of every call is fixed by the constructor or by the one sample
-it serves, never by what the other slots hold, so a sample's tokens do not depend on its neighbours.
+A slot holds one sample. `prefill` computes the KV of a prompt except its last token; `insert` copies it into
+a slot's pages, or shares the pages of a live sample with the same prompt (its sibling); `generate` feeds each
+live slot's last token and samples the next one, several times per call. `recompute` rebuilds the KV of live
+slots under other parameters; `extract` takes out a half-decoded sample with its KV. The shape of every call
+is fixed by the constructor or by the one sample it serves, never by the contents of other slots, so a
+sample's tokens do not depend on its neighbours.
+
+JetStream's callers pass the arguments of its API alone and get the default sampling; a host also passes
+arguments that JetStream does not have (`request`, `sibling`, `only`). Arguments of later versions of the API
+are accepted and ignored, except `sampler`, which is refused.
 """
 
 from __future__ import annotations
@@ -18,28 +23,30 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Bool
 
+from areal_jax.generation import jetstream
 from areal_jax.generation.canary import canary
-from areal_jax.generation.layout import is_laid_out, pages_dtype, serving_layout
+from areal_jax.generation.device_layout import is_laid_out, serving_layout
 from areal_jax.generation.programs import Programs
 from areal_jax.generation.sampling import require_counted_randomness
 from areal_jax.generation.slots import (
     MAX_STOP_TOKENS,
     DecodeState,
+    Penalties,
     Prefix,
     Request,
     RequestPenalty,
     ResultTokens,
 )
-from areal_jax.models.attention import KVPages
+from areal_jax.models.kernels.paged_attention import choose_for
+from areal_jax.models.kv_pages import KVPages
 from areal_jax.models.model import Model
-from areal_jax.models.paged_kernels import choose_for
 from areal_jax.parallel.mesh import make_mesh, param_shardings, replicated
-from areal_jax.types import ArealError, Penalties, SampleId, Sampling, VersionedParams
+from areal_jax.types import ArealError, SampleId, Sampling, VersionedParams
 from areal_jax.weights.store import dtype_in
 
 
 class Prefilling(NamedTuple):
-    """A prompt on its way through the chunks; `done` of its tokens have been computed."""
+    """A prompt of `count` tokens in chunked prefill: `cache` has the KV of its first `done` tokens."""
 
     cache: KVPages
     tokens: np.ndarray  # (length + a chunk,) int32
@@ -47,11 +54,20 @@ class Prefilling(NamedTuple):
     done: int
 
 
-class Engine:
-    """`slots` samples at once, each at most `length` tokens with its prompt; `decode_steps` tokens a call.
+class Engine(jetstream.Engine):
+    """Decodes up to `slots` samples at once, each of at most `length` tokens, prompt included.
 
-    `kv_tokens`: tokens that the pool of pages holds, all slots together; slots * length unless given.
-    `has_penalties`: requests may bring penalties and biases, which a server's do.
+    `decode_steps`: tokens that a `generate` call samples per slot.
+    `page_tokens`: tokens per KV page, a divisor of `length`; None: `length`, one page per slot.
+    `kv_tokens`: capacity of the page pool in tokens, over all slots; None: slots * length.
+    `kv_dtype`: dtype of the KV; auto: the model's dtype.
+    `prefill_chunk`: tokens that a `prefill_next` call computes.
+    `support_size`: a token's support, the ids that truncation left to draw from, is recorded up to this many
+    ids; 0: not at all.
+    `reserved_slots`: number of slots, from slot 0 on, reserved with all their pages for clients' requests.
+    `has_penalties`: whether requests may have penalties and logit biases, as on a server.
+    `sampling`, `seed`: used for samples that are inserted without a request.
+    `mesh`: the devices to decode on; None: the first device.
     """
 
     def __init__(
@@ -67,27 +83,35 @@ class Engine:
         prefill_chunk: int = 32,
         support_size: int = 0,
         has_penalties: bool = False,
+        reserved_slots: int = 0,
+        sampling: Sampling | None = None,
+        seed: int = 0,
         mesh: Mesh | None = None,
     ) -> None:
         require_counted_randomness()
-        self.model, self.slots, self.length = model, slots, length
+        self.model, self.tokenizer = model, model.tokenizer
+        self.slots, self.length, self.reserved_slots = slots, length, reserved_slots
         self.decode_steps, self.support_size = decode_steps, support_size
         self.page_tokens = page_tokens or length
         if length % self.page_tokens:
-            raise ArealError(f"page_tokens={page_tokens} does not divide length={length}; choose a divisor")
+            raise ArealError(f"page_tokens={page_tokens} does not divide length={length}; change one")
         self.pages_per_slot = length // self.page_tokens
         self.pages = (kv_tokens or slots * length) // self.page_tokens
-        if self.pages < self.pages_per_slot:
+        self.shared_pages = self.pages - reserved_slots * self.pages_per_slot
+        """Number of pages in the pool that are not reserved."""
+        if self.shared_pages < self.pages_per_slot:
             raise ArealError(
-                f"kv_tokens={kv_tokens} holds no sample of length={length}; give at least that many"
+                f"kv_tokens={kv_tokens} is too small for a sample of length={length} and {reserved_slots} "
+                f"reserved slots; give the Engine kv_tokens of at least {(reserved_slots + 1) * length}"
             )
         self.has_penalties = has_penalties
+        self._sampling, self._seed = sampling or Sampling(max_tokens=length), seed
         self._mesh = mesh or make_mesh({"tensor": 1}, jax.devices(), "a generation host")
         self.param_shardings = param_shardings(model.logical_axes, model.abstract_params, self._mesh)
         self._platform = self._mesh.devices.flat[0].platform
-        kv_dtype = pages_dtype(model.config.dtype, self._platform) if kv_dtype == "auto" else kv_dtype
+        kv_dtype = model.config.dtype if kv_dtype == "auto" else kv_dtype
         self.attention, kernel = choose_for(model.config, self._mesh, kv_dtype, self.page_tokens, self.pages)
-        """What computes the attention of decode steps: the path, and why not those before it."""
+        """The attention path of decode steps, and the reasons against each path that was preferred to it."""
         self._programs = programs = Programs(
             model,
             slots,
@@ -99,9 +123,16 @@ class Engine:
             min(prefill_chunk, length),
             support_size,
             has_penalties,
+            reserved_slots,
             kernel,
         )
-        # Results lie where arguments do, or a program would be compiled again for its own results.
+        self._compile(programs)
+        self._every_slot = np.ones(slots, bool)
+        self._freed: set[int] = set()
+        self.canary = canary(model)
+
+    def _compile(self, programs: Programs) -> None:
+        # Results have the shardings of arguments; a program would otherwise compile again for its results.
         self._cache = cache = self._cache_sharding()
         whole = replicated(self._mesh)
         state = jax.tree.map(lambda _: whole, jax.eval_shape(programs.empty_state)).replace(cache=cache)
@@ -114,8 +145,6 @@ class Engine:
         self._recompute = jax.jit(programs.recompute, donate_argnums=1, out_shardings=state)
         self._release = jax.jit(programs.release, donate_argnums=0, out_shardings=state)
         self._extract = jax.jit(programs.extract, static_argnums=2, out_shardings=prefix)
-        self._everybody = np.ones(slots, bool)
-        self.canary = canary(model)
 
     # --- JetStream's members -------------------------------------------------------------------------------
 
@@ -123,9 +152,7 @@ class Engine:
     def max_concurrent_decodes(self) -> int:
         return self.slots
 
-    @property
-    def samples_per_slot(self) -> int:
-        return 1
+    samples_per_slot = 1
 
     @property
     def max_prefill_length(self) -> int:
@@ -138,21 +165,29 @@ class Engine:
     colocated_cpus = None
 
     def get_tokenizer(self) -> Any:
-        return self.model.tokenizer
+        """Returns an empty TokenizerParameters, as JetStream's API requires; `build_tokenizer` ignores it.
+
+        Raises ArealError if JetStream is not installed.
+        """
+        return jetstream.engine_api().tokenizer_pb2.TokenizerParameters(path="")
+
+    def build_tokenizer(self, metadata: Any) -> jetstream.Tokenizer:
+        return jetstream.Tokenizer(self.tokenizer)
 
     def get_prefix_destination_sharding(self) -> NamedSharding:
         return replicated(self._mesh)
 
     def load_params(self, value: VersionedParams) -> VersionedParams:
-        """The value with its parameters on this engine's mesh, as decoding reads them fastest; one that is so
-        already as it is.
+        """Returns `value` with its parameters on this engine's mesh, in the layout that decodes fastest.
+
+        A value that is already in the CPU's layout for decoding is returned unchanged.
         """
         if is_laid_out(value.params):
             return value
         params = jax.device_put(value.params, self.param_shardings)
         return value._replace(params=serving_layout(self.model, params, self._platform))
 
-    def init_decode_state(self) -> DecodeState:
+    def init_decode_state(self, *args: Any, **kwargs: Any) -> DecodeState:
         return self._empty_state()
 
     def prefill(
@@ -162,14 +197,24 @@ class Engine:
         padded_tokens: np.ndarray,
         true_length: int,
         existing_prefix: Any = None,
+        sampler: Any = None,
+        **later: Any,
     ) -> Prefix:
-        """KV of the prompt `padded_tokens[:true_length]` but for its last token, in chunks from position 0.
+        """Returns the prefix `padded_tokens[:true_length]`: these tokens, and the KV of all but the last.
 
-        Raises ArealError for a prompt that leaves no room for a completion.
+        Raises ArealError if the prompt leaves no space for a completion, if `true_length` exceeds the number
+        of tokens (then the caller has cut the prompt), or if `existing_prefix` or `sampler` is not None.
         """
+        self._refuse(sampler)
+        if true_length > len(padded_tokens):
+            raise ArealError(
+                f"true_length={true_length} exceeds the {len(padded_tokens)} given tokens, so the caller "
+                f"cut the prompt; give a prompt of at most max_prefill_length={self.max_prefill_length} "
+                "tokens"
+            )
         if existing_prefix is not None:
-            raise ArealError("prefill does not continue an existing prefix; give the whole prompt")
-        prompt = self.begin_prefill(padded_tokens, true_length)
+            raise ArealError("prefill continues no existing_prefix; leave it out and give the whole prompt")
+        prompt = self.begin_prefill(np.asarray(padded_tokens, np.int32), true_length)
         while self.is_prefilling(prompt):
             prompt = self.prefill_next(params, prompt)
         return self.end_prefill(prompt)
@@ -182,14 +227,19 @@ class Engine:
         *,
         request: Request | None = None,
         sibling: int | None = None,
+        **later: Any,
     ) -> DecodeState:
-        """Go on from the prefix in `slot`; without a request: temperature 1, up to the length.
+        """Returns the state with the prefix in `slot`; if `request` is None, the engine's `sampling` applies.
 
-        `sibling`: a live slot that began with the same prefix, whose KV is of the same parameters; its full
-        pages are shared, only the last one is copied. Where pages do not last, the slot is not live.
+        `sibling`: a live slot that began with an equal prefix under equal parameters. `slot` then shares the
+        sibling's full pages, and only the last page is copied; None: all pages are copied. If the pool has
+        too few free pages, `slot` does not become live.
         """
         if request is None:
-            request = self.request(SampleId(0, 0), 0, Sampling(), 0)
+            # The ordinal is the number of inserts so far: a fresh decode state draws the same samples again.
+            sample, stops = SampleId(int(decode_state.inserted), 0), (self.tokenizer.eos_id,)
+            request = self.request(sample, self._seed, self._sampling, int(prefix.true_length), stops)
+        self._freed.discard(slot)  # that call freed the slot's former sample, not this one
         prefix = prefix.replace(cache=jax.device_put(prefix.cache, self._cache))
         return self._insert(decode_state, prefix, slot, request, -1 if sibling is None else sibling)
 
@@ -198,15 +248,22 @@ class Engine:
         params: VersionedParams,
         decode_state: DecodeState,
         only: Bool[np.ndarray, " N"] | None = None,
+        sampler: Any = None,
+        **later: Any,
     ) -> tuple[DecodeState, ResultTokens]:
-        """`decode_steps` tokens for every live slot; the version of `params` is stamped on each.
+        """Sample up to `decode_steps` tokens in every live slot; returns the next state and the results.
 
-        `only`: the slots that step; others keep still. A slot that gets no page for all of its steps keeps
-        still too, and is reported as starved.
+        `only`: mask of the slots to step (None: all); the others do not change. A slot for which the pool has
+        too few free pages does not change either, and is marked `is_starved` in the results. These also
+        contain the version of `params`.
         """
-        only = self._everybody if only is None else only
+        self._refuse(sampler)
+        # Later versions of the API free slots without a decode state: the pages are released here instead.
+        while self._freed:
+            decode_state = self._release(decode_state, self._freed.pop())
+        only = self._every_slot if only is None else only
         state, data = self._generate(params.params, params.version, decode_state, only)
-        return state, ResultTokens(data, self.decode_steps, self.support_size)
+        return state, ResultTokens.of(data, self.decode_steps, self.support_size)
 
     # --- extensions ----------------------------------------------------------------------------------------
 
@@ -219,34 +276,38 @@ class Engine:
         stop_tokens: tuple[int, ...] = (),
         penalties: Penalties | None = None,
     ) -> Request:
-        """The request of one sample; with `prompt_tokens` 0 only the engine's length limits it.
+        """Returns one sample's settings as arrays, for `insert`; its prompt has `prompt_tokens` tokens.
 
-        Raises ArealError for more stop tokens than there is room for, and for penalties on an engine
-        without them.
+        `sample` and `seed` determine its random draws. Raises ArealError for more than MAX_STOP_TOKENS stop
+        tokens, and for penalties if the engine was made without `has_penalties`.
         """
         if len(stop_tokens) > MAX_STOP_TOKENS:
-            raise ArealError(f"{len(stop_tokens)} stop tokens; a request has room for {MAX_STOP_TOKENS}")
+            raise ArealError(f"{len(stop_tokens)} stop_tokens are too many; give at most {MAX_STOP_TOKENS}")
         stops = np.full(MAX_STOP_TOKENS, -1, np.int32)
         stops[: len(stop_tokens)] = stop_tokens
-        room = sampling.max_tokens + prompt_tokens if prompt_tokens else self.length
         return Request(
             np.array([seed, *sample], np.int32),
+            np.asarray(prompt_tokens, np.int32),
             np.asarray(sampling.temperature, np.float32),
             np.asarray(sampling.top_k, np.int32),
             np.asarray(sampling.top_p, np.float32),
             np.asarray(sampling.min_p, np.float32),
-            np.asarray(min(room, self.length), np.int32),
+            np.asarray(min(sampling.max_tokens + prompt_tokens, self.length), np.int32),
             stops,
             self._request_penalty(penalties),
         )
 
     def begin_prefill(self, tokens: np.ndarray, count: int) -> Prefilling:
-        """Before the first chunk of the prompt `tokens[:count]`. Raises ArealError where it does not fit."""
+        """Returns the record of a prefill of `tokens[:count]`, of which no chunk is computed yet.
+
+        Raises ArealError unless `count` is at least 1 and less than the engine's `length`.
+        """
         if not 1 <= count < self.length:
             raise ArealError(
                 f"a prompt of {count} tokens does not fit generation.length={self.length}, which holds "
                 "prompt and completion; raise generation.length or shorten the prompt"
             )
+        # The last chunk may reach beyond `length`, so there is room for one chunk more.
         padded = np.zeros(self.length + self._programs.prefill_chunk, np.int32)
         padded[:count] = tokens[:count]
         return Prefilling(self._empty_prefix(self._bucket(count)), padded, count, 0)
@@ -256,7 +317,7 @@ class Engine:
         return prompt.done < prompt.count - 1
 
     def prefill_next(self, params: VersionedParams, prompt: Prefilling) -> Prefilling:
-        """One more chunk; the cache of `prompt` is donated."""
+        """Returns `prompt` with one more chunk computed under `params`; do not use the old one again."""
         start, end = prompt.done, prompt.done + self._programs.prefill_chunk
         chunk = prompt.tokens[None, start:end]
         cache = self._prefill_chunk(params.params, prompt.cache, chunk, start, prompt.count - 1)
@@ -271,36 +332,49 @@ class Engine:
         decode_state: DecodeState,
         only: Bool[np.ndarray, " N"] | None = None,
     ) -> DecodeState:
-        """Live slots' KV rebuilt under `params`: one pass of N rows, in fixed chunks from position 0."""
-        return self._recompute(params.params, decode_state, self._everybody if only is None else only)
+        """Returns the state with live slots' KV rebuilt under `params`.
 
-    def free_resource(self, slot: int, decode_state: DecodeState) -> DecodeState:
-        """The slot stops decoding; its pages are free unless shared."""
+        `only`: mask of the slots to rebuild; None: all.
+        """
+        return self._recompute(params.params, decode_state, self._every_slot if only is None else only)
+
+    def free_resource(self, slot: int, decode_state: DecodeState | None = None) -> Any:
+        """Returns the decode state with the slot freed, and its pages too unless another slot uses them.
+
+        If `decode_state` is None, as from later versions of JetStream, returns None; the next `generate` then
+        frees the slot.
+        """
+        if decode_state is None:
+            self._freed.add(slot)
+            return None
         return self._release(decode_state, slot)
 
     def extract(self, slot: int, decode_state: DecodeState, filled: int) -> Prefix:
-        """The sample in `slot`, of which `filled` tokens are known, with its KV; `insert` goes on with it."""
+        """Returns the sample in `slot`, with its `filled` tokens and their KV, as a prefix for `insert`."""
         return self._extract(decode_state, slot, self._bucket(filled))
 
     def is_own(self, prefix: Prefix) -> bool:
-        """Whether the prefix lies as one of this engine's own, so that `insert` can go on with it."""
+        """Whether the prefix has this engine's page layout, so that `insert` can continue it."""
         own = jax.eval_shape(partial(self._programs.kv_pages, self._bucket(int(prefix.true_length))))
         of = lambda tree: [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)]  # noqa: E731
         return of(own) == of(prefix.cache) and prefix.tokens.shape == (self.length,)
 
     def pages_for(self, count: int, has_sibling: bool = False) -> int:
-        """Pages that `insert` takes for a prefix of `count` tokens."""
+        """Returns how many free pages `insert` takes for `count` tokens: 1 if a sibling shares the others."""
         used = (count - 1) // self.page_tokens
         return 1 if has_sibling else used + 1
 
     def blank(self, dtype: str) -> VersionedParams:
-        """Zeros in place of a version that comes in `dtype`: for `warm`, before there is one."""
+        """Returns parameters of value 0 in `dtype`, as version -1, for `warm` before a version arrives."""
         zeros = lambda like, on: jnp.zeros(like.shape, dtype_in(like.dtype, dtype), device=on)  # noqa: E731
         params = jax.tree.map(zeros, self.model.abstract_params, self.param_shardings)
         return VersionedParams(-1, params, "")
 
     def warm(self, params: VersionedParams) -> None:
-        """Compile, or load from the cache, every program of a host; nothing is computed that takes long."""
+        """Compile every program that a host calls, or load it from the compilation cache.
+
+        It runs each one once, with as little work as possible.
+        """
         state = self.init_decode_state()
         for count in {self._bucket(count): count for count in range(self.length - 1, 0, -1)}.values():
             prompt = self.begin_prefill(np.zeros(count, np.int32), count)
@@ -308,13 +382,25 @@ class Engine:
             request = self.request(SampleId(0, 0), 0, Sampling(max_tokens=1), count)
             state = self.insert(prefix, state, 0, request=request)
             self.extract(0, state, count)
-        state = self.recompute(params, self.free_resource(0, state))  # no slot is live: no chunk is computed
+        state = self.recompute(params, self.free_resource(0, state))  # no live slot: no chunk is computed
         jax.block_until_ready(self.generate(params, state)[0])
 
     # --- inside --------------------------------------------------------------------------------------------
 
+    @staticmethod
+    def _refuse(sampler: Any) -> None:
+        if sampler is not None:
+            raise ArealError(
+                f"sampler={sampler!r}: a sampler is not supported; give the engine `sampling`, or insert "
+                "with a `request`"
+            )
+
     def _bucket(self, count: int) -> int:
-        """Pages of a prefix's cache: a power of four that holds `count` tokens, or a slot's places."""
+        """Returns how many pages the KV cache of a prefix of `count` tokens has.
+
+        That is the smallest power of 4 that suffices, so that few sizes compile, or all of a slot's pages.
+        """
+        # `insert` and `extract` compile once for each size: there are few, at most four times too large.
         pages, used = 1, (count - 1) // self.page_tokens + 1
         while pages < used:
             pages *= 4
@@ -323,7 +409,10 @@ class Engine:
     def _request_penalty(self, penalties: Penalties | None) -> RequestPenalty | None:
         if not self.has_penalties:
             if penalties is not None and penalties != Penalties():
-                raise ArealError("this engine serves no penalties: they would bias what is trained on")
+                raise ArealError(
+                    "this engine was made, as for training, without penalties and logit biases; leave them "
+                    "out of the request, or make the Engine with has_penalties=True"
+                )
             return None
         penalties = penalties or Penalties()
         bias = np.zeros(self.model.config.vocab_size, np.float32)
@@ -333,6 +422,7 @@ class Engine:
         )
 
     def _cache_sharding(self) -> Any:
+        # Pages are split by KV heads if the axis divides them; otherwise every device holds all heads.
         axis = "tensor" if self.model.config.kv_heads % self._mesh.shape["tensor"] == 0 else None
         by_head = NamedSharding(self._mesh, PartitionSpec(None, None, axis, None, None))
         return jax.tree.map(lambda _: by_head, jax.eval_shape(partial(self._programs.kv_pages, 1)))

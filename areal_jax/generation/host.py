@@ -1,38 +1,38 @@
-"""A generation host: the one decode loop there is.
+"""A generation host: the project's only decode loop.
 
-Between two jitted calls it takes commands, adopts a newer version if one is committed, refills free slots,
-decodes a few tokens, and hands on the samples that ended. Weights change in the middle of a sample: what
-becomes of its KV is `on_update`; every token keeps the version and log-prob it was sampled with.
+Between two decode calls a host takes commands, adopts newer weights if a version is committed, and gives free
+slots to waiting samples; it decodes a few tokens, then reports the samples that ended. Weights may change in
+the middle of a sample: `on_update` (see Host) decides what happens to its KV, and every token keeps the
+version and log-prob it was sampled with.
 """
 
 from __future__ import annotations
 
-import queue
 import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from queue import Queue
+from threading import TIMEOUT_MAX
 from typing import Any
 
-import jax
-import numpy as np
-
 from areal_jax.control.events import Event, HostAdopted, SampleFailed, SampleFinished
-from areal_jax.generation.admission import Admission
+from areal_jax.generation.admission import Admission, reason_against, reason_against_kv
 from areal_jax.generation.commands import (
     Command,
-    Give,
+    HandOver,
     Pause,
     Start,
     Statistics,
     Stop,
-    Take,
+    TakeOver,
     Tokens,
     Unpause,
     Work,
 )
 from areal_jax.generation.engine import Engine
-from areal_jax.generation.records import Records
+from areal_jax.generation.live_slots import LiveSlots, Progress
 from areal_jax.generation.slots import ResultTokens
 from areal_jax.observe.waits import REMEDY, Clock, Timeline, WaitTimeout, get
 from areal_jax.types import PolicyVersion, SampleId, Sampling, Trajectory, VersionedParams
@@ -44,13 +44,16 @@ POLL_S = 0.001
 
 
 class Host:
-    """`emit(event, trajectory)` hears what happens; `turn()` guards every use of parameters and device.
+    """Decodes samples on one engine; reports each event by `emit(event, trajectory)`.
 
-    `on_update` is what a newer version does to live samples. recompute: their KV is rebuilt under it. keep:
-    they go on with the KV they have. pinned: they end under the version they began with, whose parameters
-    stay until then, at most `versions` sets at once. drain: they end first, and whoever was sent here under
-    their version.
-    `on_tokens` hears what each decode call sampled for each sample, before it ends.
+    `trajectory` is None except for SampleFinished. `store` supplies the weights versions. Every use of
+    parameters and device is inside `with turn():`, which waits while the trainer uses a shared device.
+    `on_update` selects what happens to live samples when a newer version is committed. recompute: their KV is
+    rebuilt under the new version. keep: they continue with their old KV. pinned: each ends under the version
+    that it began with; the host keeps the parameters of at most `versions` versions for that. drain: the host
+    adopts the new version only once the live samples, and those that may start under the old one, have ended.
+    `on_tokens(sample, tokens)` is called after each decode call with the sample's new tokens, before the
+    sample's end is reported; if the engine has reserved slots, only for samples of clients' requests.
     """
 
     def __init__(
@@ -66,95 +69,91 @@ class Host:
         on_update: str = "recompute",
         versions: int = 2,
         on_tokens: Callable[[SampleId, Tokens], None] | None = None,
-        is_server: bool = False,
         turn: Callable[[], AbstractContextManager[Any]] = nullcontext,
         clock: Clock | None = None,
         deadline_s: float = 600.0,
     ) -> None:
-        """`stops`: ids that end a sample; the tokenizer's own end unless given. `is_server`: nobody owes it
-        commands, so that it waits for them without a deadline.
+        """`seed`, `sampling`: for samples of a Start without them. `deadline_s`: longest wait, see `run`.
+
+        `stops`: token ids that end a sample; None: the tokenizer's end-of-sequence id.
         """
-        self.name, self.inbox = name, queue.Queue[Command]()
+        self.name, self.inbox = name, Queue[Command]()
         self._engine, self._store, self._emit, self._turn = engine, store, emit, turn
         self._seed, self._sampling, self._on_update = seed, sampling, on_update
-        self._most_versions, self._on_tokens, self._is_server = versions, on_tokens, is_server
-        self._clock = clock or Timeline(None).actor(name)
+        self._most_versions, self._on_tokens = versions, on_tokens
+        self._clock = clock or Timeline(None).clock(name)
         self._deadline_s = deadline_s
-        self._stops = (engine.get_tokenizer().eos_id,) if stops is None else stops
-        self._state = engine.init_decode_state()
-        self._records = Records(engine.slots, engine.length, engine.support_size)
-        self._admission = Admission(engine, self._records, self._clock)
-        self._live: dict[int, Work] = self._admission.live
-        self._waiting: deque[Work] = self._admission.waiting
+        self._stops = (engine.tokenizer.eos_id,) if stops is None else stops
+        self._slots = LiveSlots(engine, self._clock)
+        reserved, slots = engine.reserved_slots, engine.slots
+        self._rollouts = Admission(self._slots, range(reserved, slots), self._clock)
+        self._requests = Admission(self._slots, range(reserved or slots), self._clock)
+        self._queues = self._rollouts, self._requests
         self._held: dict[PolicyVersion, VersionedParams] = {}
         self._is_paused = False
         self._last_call_s: float | None = None
         self._stalled_since_s: float | None = None
         self.generated_tokens = 0
         self.tokens_per_s: float | None = None
-        self._interruptions = self._recomputed_tokens = self._swaps = self._evictions = 0
-        self._swap_s = 0.0
-        self._statistics = Statistics()
+        self._totals, self._statistics = Statistics(), Statistics()
         self.gaps_s: deque[float] = deque(maxlen=100_000)
-        """Seconds between two decode calls' results while a sample was live through both."""
+        """Seconds between the results of two successive decode calls, if samples were live in between."""
 
     # --- the loop ------------------------------------------------------------------------------------------
 
-    def run(self) -> None:
-        """Until told to stop. Raises WaitTimeout when no command, or no version, comes for the deadline."""
-        while self.take_commands(is_patient=not self.has_work):
+    def run(self, is_idle_bounded: bool = True) -> None:
+        """Decode until a Stop without samples arrives.
+
+        Raises WaitTimeout if a version that samples wait for, or a command for an idle host, does not arrive
+        within the constructor's `deadline_s`. If `is_idle_bounded` is False, an idle host waits for a command
+        without a deadline, because the process that receives the commands has one.
+        """
+        deadline_s = self._deadline_s if is_idle_bounded else TIMEOUT_MAX
+        while self.take_commands(None if self.has_work else self._next_command(deadline_s)):
             self.step()
 
     @property
     def has_work(self) -> bool:
-        return bool(self._live or self._waiting) and not self._is_paused
-
-    @property
-    def live(self) -> int:
-        """Slots that hold a sample."""
-        return len(self._live)
+        has_samples = bool(self._slots.works) or any(queue.waiting for queue in self._queues)
+        return has_samples and not self._is_paused
 
     def statistics(self) -> Statistics:
-        """As of the last step; for any thread."""
+        """Returns the statistics as of the last step or command; callable from any thread."""
         return self._statistics
 
     def step(self) -> None:
-        """Adopt, refill, decode once. Raises WaitTimeout when the waiting samples get no version in time."""
+        """Adopt a newer version if there is one, give free slots to waiting samples, and decode a few tokens.
+
+        Raises WaitTimeout if the version that waiting samples need is not committed within `deadline_s`.
+        """
         results: list[ResultTokens] = []
         with self._turn():
             self._adopt_newer()
+            # After the adoption: samples would otherwise start under a version that is replaced at once.
             self._refill()
-            if self._live and not self._is_paused:
+            if self._slots.works and not self._is_paused:
                 with self._clock.doing("decode"):
-                    results = self._decode()
+                    results = self._slots.decode(self._held)
         if results:
             self._collect(results)
-            self._stalled_since_s = None
-        elif self._waiting and not self._admission.is_prefilling and not self._is_paused:
-            self._wait_for_version()
+        self._wait_for_version(is_idle=not results)
         self._statistics = self._count()
 
-    def take_commands(self, is_patient: bool = False) -> bool:
-        """Do what the inbox says, waiting for a first command when patient. False: the loop ends."""
-        while is_patient or not self.inbox.empty():
-            command = self._wait_for_command() if is_patient else self.inbox.get_nowait()
-            is_patient = False
+    def take_commands(self, first: Command | None = None) -> bool:
+        """Execute `first`, if not None, then all commands in the inbox.
+
+        Returns False at once for a Stop without samples, which ends the loop; else True.
+        """
+        while first is not None or not self.inbox.empty():
+            command, first = first or self.inbox.get_nowait(), None
             if isinstance(command, Stop) and not command.samples:
                 return False
             self._obey(command)
         return True
 
-    def _wait_for_command(self) -> Command:
-        if self._is_server:
-            with self._clock.doing("wait: a request"):
-                return self.inbox.get()
-        return get(
-            self.inbox,
-            who=self.name,
-            what="samples from the control plane",
-            deadline_s=self._deadline_s,
-            clock=self._clock,
-        )
+    def _next_command(self, deadline_s: float) -> Command:
+        what = "samples from the control plane"
+        return get(self.inbox, waiter=self.name, what=what, deadline_s=deadline_s, clock=self._clock)
 
     def _obey(self, command: Command) -> None:
         match command:
@@ -164,14 +163,15 @@ class Host:
                 self._cancel(set(samples))
             case Pause() | Unpause():
                 self._is_paused = isinstance(command, Pause)
+                # `gaps_s` measures decoding: a pause does not count as a gap.
                 self._last_call_s = None
-            case Give(sample, to):
-                to(self._give(sample))
-            case Take(work, refused):
-                if reason := self._reason_against(work):
+            case HandOver(sample, to):
+                to(next((work for queue in self._queues if (work := queue.take(sample))), None))
+            case TakeOver(work, refused):
+                if reason := reason_against_kv(self._engine, work, self._held, self.name):
                     refused(work, reason)
                 else:
-                    self._waiting.appendleft(work)
+                    self._queue_of(work).waiting.appendleft(work)
         self._statistics = self._count()
 
     # --- weights -------------------------------------------------------------------------------------------
@@ -186,6 +186,7 @@ class Host:
             return
         if self._on_update == "drain" and former is not None and self._is_draining(former.version):
             return
+        # At the bound no version is adopted; the newest one follows once an older set of parameters is freed.
         if self._on_update == "pinned" and len(self._in_use()) >= self._most_versions:
             return
         with self._clock.doing("swap"):
@@ -196,202 +197,158 @@ class Host:
                 return
             interrupted = self._put_in_force(self._engine.load_params(loaded), former)
             if former is not None:
-                self._swaps += 1
-                self._swap_s += time.perf_counter() - started
+                self._totals.swaps += 1
+                self._totals.swap_s += time.perf_counter() - started
         self._emit(HostAdopted(self.name, loaded.version, loaded.digest, interrupted), None)
 
     def _is_draining(self, version: PolicyVersion) -> bool:
-        """Whether samples of `version` are live, or were sent here when it was the newest.
+        """Whether samples must still end under `version` before on_update=drain adopts a newer one.
 
-        A server's requests name no version and never end: those that wait begin under the next one.
+        True while a sample is live or evicted, or if the first waiting rollout may start under `version`.
         """
-        is_owed = bool(self._waiting) and self._waiting[0].min_version <= version
-        return self._admission.has_begun or (is_owed and not self._is_server)
+        waiting = self._rollouts.waiting
+        is_owed = bool(waiting) and waiting[0].start.min_version <= version
+        return is_owed or bool(self._slots.works) or bool(self._evicted)
+
+    @property
+    def _evicted(self) -> list[Work]:
+        """The half-decoded waiting samples: evicted on this host, or taken over from another one."""
+        return [work for queue in self._queues for work in queue.waiting if work.so_far is not None]
 
     def _put_in_force(self, value: VersionedParams, former: VersionedParams | None) -> int:
-        """Samples under which the version changed, of those that have a token."""
-        is_other = former is not None and former.digest != value.digest
-        self._admission.forget_prompts()
+        """Make `value` the version under which new samples start; `former` is the one before, None at first.
+
+        Returns the number of half-decoded training samples that continue under `value`.
+        """
+        is_rebuilt = former is not None and former.digest != value.digest and self._on_update == "recompute"
+        for queue in self._queues:
+            queue.forget_prompts()
         self._held[value.version] = value
         if self._on_update == "pinned":
             self._free_versions()
             return 0
         self._held = {value.version: value}
-        if is_other and self._on_update == "recompute":
-            self._state = self._admission.restart_unbegun(self._state)
-        begun = self._admission.begun
+        if is_rebuilt:
+            # A sample without a token has nothing to keep, and a fresh prefill costs as much as a rebuild.
+            for queue in self._queues:
+                queue.restart_unbegun()
+        evicted = self._evicted
+        begun = [work for slot, work in self._slots.works.items() if self._slots.has_begun(slot)] + evicted
         for work in begun:
             work.interruptions += 1
+            work.is_stale |= is_rebuilt
+        for work in [*self._slots.works.values(), *evicted]:
             work.version, work.digest = value.version, value.digest
-            work.is_stale |= is_other and self._on_update == "recompute"
-        for work in self._live.values():
-            work.version, work.digest = value.version, value.digest
-        self._rebuild()
-        self._interruptions += len(begun)
-        return len(begun)
-
-    def _rebuild(self) -> None:
-        """The KV of live samples whose parameters changed, under the current ones."""
-        stale = [slot for slot, work in self._live.items() if work.is_stale]
-        current = self._current
-        if not stale or current is None:
-            return
-        only = np.isin(np.arange(self._engine.slots), stale)
-        state = self._engine.recompute(current, self._state, only)
-        self._state = jax.block_until_ready(state)
-        for slot in stale:
-            self._live[slot].is_stale = False
-        self._recomputed_tokens += int((self._records.filled[stale] - 1).sum())
+        self._totals.recomputed_tokens += self._slots.rebuild(value)
+        self._totals.interruptions += len(begun)
+        # Clients' requests make no control events, so they do not count as interrupted rollouts.
+        return sum(not work.start.is_request for work in begun)
 
     def _in_use(self) -> set[PolicyVersion]:
-        """Versions that a sample has to end under, and the newest."""
-        begun = [*self._live.values(), *(work for work in self._waiting if work.so_far is not None)]
-        return {work.version for work in begun} | ({max(self._held)} if self._held else set())
+        """Returns the versions to keep: those of live and evicted samples, and the newest on this host."""
+        in_use = {work.version for work in [*self._slots.works.values(), *self._evicted]}
+        return in_use | ({max(self._held)} if self._held else set())
 
     def _free_versions(self) -> None:
         self._held = {version: self._held[version] for version in self._held if version in self._in_use()}
 
-    def _wait_for_version(self) -> None:
-        """Nothing is live and nobody may start: the version that the next sample needs is on its way."""
-        needed = self._waiting[0].min_version
+    def _wait_for_version(self, is_idle: bool) -> None:
+        """If waiting samples need a newer version and the step decoded nothing (`is_idle`), sleep POLL_S s.
+
+        Raises WaitTimeout if they have waited longer than `deadline_s`.
+        """
+        stalled = [] if self._is_paused else [q.waiting[0] for q in self._queues if q.is_stalled]
+        if not stalled:
+            self._stalled_since_s = None
+            return
         now = time.monotonic()
         if self._stalled_since_s is None:
             self._stalled_since_s = now
         if now > self._stalled_since_s + self._deadline_s:
             raise WaitTimeout(
-                f"{self.name} waited {self._deadline_s:g} s for version {needed} from the trainer, while the "
-                f"store's latest is {self._store.latest()}; {REMEDY}"
+                f"{self.name} ends, because it waited {self._deadline_s:g} s for version "
+                f"{stalled[0].start.min_version} from the trainer, while the store's latest is "
+                f"{self._store.latest()}; {REMEDY}"
             )
-        with self._clock.doing("wait: a version from the trainer"):
-            time.sleep(POLL_S)
+        if is_idle:
+            with self._clock.doing("wait: a version from the trainer"):
+                time.sleep(POLL_S)
 
     # --- slots ---------------------------------------------------------------------------------------------
 
     def _accept(self, start: Start) -> None:
-        """Put the samples in the queue, or say why they cannot be."""
-        if reason := self._admission.reason_against(start):
+        """Queue the samples of `start`; if they cannot be decoded, emit SampleFailed for each."""
+        if reason := reason_against(self._engine, start):
             for sample in start.samples:
                 self._emit(SampleFailed(sample, self.name, reason), None)
             return
-        self._waiting.extend(
-            Work(
-                sample,
-                start.prompt,
-                start.min_version,
-                start.sampling or self._sampling,
-                self._seed if start.seed is None else start.seed,
-                self._stops + start.stop_tokens,
-                start.penalties,
-                start.drawn_as,
-            )
-            for sample in start.samples
-        )
+        for work in start.works(self._sampling, self._seed, self._stops):
+            self._queue_of(work).waiting.append(work)
+
+    def _queue_of(self, work: Work) -> Admission:
+        return self._requests if work.start.is_request else self._rollouts
 
     def _refill(self) -> None:
         current = self._current
         if current is None or self._is_paused:
             return
-        is_held = self._is_server and self._on_update == "drain" and self._store.latest() != current.version
-        self._state, failed = self._admission.refill(self._state, current, is_held)
-        self._rebuild()
+        # While a host drains, new requests wait: they would keep slots live, and the drain would not end.
+        is_draining = self._on_update == "drain" and self._store.latest() != current.version
+        failed = [*self._rollouts.refill(current), *self._requests.refill(current, is_held=is_draining)]
+        self._totals.recomputed_tokens += self._slots.rebuild(current)
         for work, reason in failed:
             self._emit(SampleFailed(work.sample, self.name, reason), None)
 
     def _cancel(self, samples: set[SampleId]) -> None:
-        self._state = self._admission.cancel(self._state, samples)
-        if not self._live:
+        for queue in self._queues:
+            queue.cancel(samples)
+        if not self._slots.works:
             self._last_call_s = None
-
-    def _give(self, sample: SampleId) -> Work | None:
-        slot = next((slot for slot, work in self._live.items() if work.sample == sample), None)
-        if slot is not None:
-            self._state = self._admission.evict(self._state, slot)
-        found = next((work for work in self._waiting if work.sample == sample), None)
-        if found is not None:
-            self._waiting.remove(found)
-        return found
-
-    def _reason_against(self, work: Work) -> str:
-        """Why this host cannot go on with a sample of another; empty where it can."""
-        if work.so_far is None:
-            return ""
-        mine = self._held.get(work.version)
-        if mine is None or mine.digest != work.digest:
-            held = ", ".join(f"{v} ({p.digest})" for v, p in self._held.items()) or "none"
-            return (
-                f"its KV is of version {work.version} ({work.digest}), and {self.name} holds {held}; move it "
-                "to a host of the same version, or start it again"
-            )
-        if not self._engine.is_own(work.so_far.kv):
-            return f"its KV lies in other pages than those of {self.name}; give both the same generation.*"
-        return ""
 
     # --- results -------------------------------------------------------------------------------------------
 
-    def _decode(self) -> list[ResultTokens]:
-        """One call for each version in use: its own slots step, the others keep still."""
-        slots, results = np.arange(self._engine.slots), []
-        for version in sorted({work.version for work in self._live.values()}):
-            own = [slot for slot, work in self._live.items() if work.version == version]
-            only = np.isin(slots, own)
-            self._state, sampled = self._engine.generate(self._held[version], self._state, only)
-            results.append(sampled.convert_to_numpy())
-        return results
-
     def _collect(self, results: list[ResultTokens]) -> None:
-        """Copy what was sampled into the slots' records; emit the samples that ended; evict who must be."""
+        """Record and report results; if KV pages ran out, evict the youngest sample in unreserved slots."""
         now = time.perf_counter()
         if self._last_call_s is not None:
             self.gaps_s.append(now - self._last_call_s)
-        before = self._records.filled.copy()
-        for sampled in results:
-            self._records.add(sampled)
-        is_live, self._admission.free_pages = results[-1].is_live, results[-1].free_pages
-        for slot in list(self._live):
-            self._advance(slot, int(before[slot]), bool(is_live[slot]))
-        self.generated_tokens += int((self._records.filled - before).sum())
-        if any(sampled.is_starved.any() for sampled in results) and len(self._live) > 1:
-            youngest = max(self._live, key=lambda slot: self._live[slot].place)
-            self._state = self._admission.evict(self._state, youngest)
-            self._evictions += 1
+        for progress in self._slots.collect(results):
+            self._report(progress)
+        youngest = self._slots.evictable
+        if any(sampled.is_starved.any() for sampled in results) and youngest is not None:
+            self._queue_of(self._slots.works[youngest]).evict(youngest)
+            self._totals.evictions += 1
+        # The samples that ended may have been the last ones of their version.
         if self._on_update == "pinned":
             self._free_versions()
-        self._last_call_s = now if self._live else None
+        self._last_call_s = now if self._slots.works else None
 
-    def _advance(self, slot: int, before: int, is_live: bool) -> None:
-        """Tell of a slot's new tokens, and of its sample's end if this was it."""
-        work = self._live[slot]
-        is_stopped = self._admission.end_at_text(slot, before)
-        if is_stopped and is_live:
-            self._state = self._engine.free_resource(slot, self._state)
-        if self._on_tokens is not None and self._records.filled[slot] > before:
-            self._on_tokens(work.sample, self._records.since(slot, before))
-        if is_live and not is_stopped:
-            return
-        del self._live[slot]
-        is_stopped |= self._records.last(slot) in work.stops
-        reason = "stop" if is_stopped else "length"
-        trajectory = self._records.trajectory(slot, work, reason, self._on_update)
-        finished = SampleFinished(work.sample, self.name, trajectory.spans, reason, work.interruptions)
-        self._emit(finished, trajectory)
+    def _report(self, progress: Progress) -> None:
+        """Call `on_tokens` with a sample's new tokens; if the sample ended, emit SampleFinished."""
+        slot, work, before, reason = progress
+        records = self._slots.records
+        self.generated_tokens += (count := int(records.filled[slot]) - before)
+        is_heard = work.start.is_request or not self._engine.reserved_slots
+        if self._on_tokens is not None and is_heard and count:
+            self._on_tokens(work.sample, records.since(slot, before))
+        if reason:
+            trajectory = records.trajectory(slot, work, reason, self._on_update)
+            finished = SampleFinished(work.sample, self.name, trajectory.spans, reason, work.interruptions)
+            self._emit(finished, trajectory)
 
     def _count(self) -> Statistics:
         current = self._current
-        return Statistics(
+        return replace(
+            self._totals,
             version=current.version if current else -1,
             digest=current.digest if current else "",
             slots=self._engine.slots,
-            live=len(self._live),
-            waiting=len(self._waiting),
+            live=len(self._slots.works),
+            waiting=sum(len(queue.waiting) for queue in self._queues),
             is_paused=self._is_paused,
-            free_pages=self._admission.free_pages if self._live else self._engine.pages,
+            free_pages=self._slots.free_pages if self._slots.works else self._engine.shared_pages,
             pages=self._engine.pages,
             held_versions=tuple(sorted(self._held)),
             generated_tokens=self.generated_tokens,
-            interruptions=self._interruptions,
-            recomputed_tokens=self._recomputed_tokens,
-            swaps=self._swaps,
-            swap_s=self._swap_s,
-            evictions=self._evictions,
-            prefills=self._admission.prefills,
+            prefills=sum(queue.prefills for queue in self._queues),
         )

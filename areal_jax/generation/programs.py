@@ -1,7 +1,7 @@
-"""What an engine compiles: pure functions of parameters and decode state, of fixed shapes.
+"""The jitted programs of an engine: pure functions of parameters and decode state, of fixed shapes.
 
-What is in the other slots changes no bit of a slot: rows are computed side by side, masks decide which of
-them count, and KV is visited in fixed blocks in ascending order.
+The contents of other slots change no bit of a slot's results: each row is computed by itself, masks select
+the rows to update, and KV is read in fixed blocks in ascending order.
 """
 
 from __future__ import annotations
@@ -15,16 +15,22 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from areal_jax.algorithms.logprobs import token_stats
-from areal_jax.generation.pages import PageTable
 from areal_jax.generation.sampling import draw, penalized, sample_key, uniforms
-from areal_jax.generation.slots import MAX_STOP_TOKENS, DecodeState, Prefix, Request, SlotPenalties
-from areal_jax.models.attention import KVPages, PagedKernel
+from areal_jax.generation.slots import (
+    MAX_STOP_TOKENS,
+    DecodeState,
+    PageTable,
+    Prefix,
+    Request,
+    RequestPenalty,
+)
 from areal_jax.models.exact import paged_attention
+from areal_jax.models.kv_pages import KVPages, PagedKernel
 from areal_jax.models.model import Model, Params
 
 
 class _Sampled(NamedTuple):
-    """Of one step, a slot each; scanned, so with k in front."""
+    """The outputs of a decode step, a row per slot; scanning a call's k steps adds a first axis of size k."""
 
     tokens: Array
     is_valid: Array
@@ -34,7 +40,7 @@ class _Sampled(NamedTuple):
 
 @dataclass(frozen=True)
 class Programs:
-    """The sizes that fix every shape, and the functions over them."""
+    """An engine's programs, and the sizes of their arrays; Engine's methods document what they do."""
 
     model: Model
     slots: int
@@ -42,13 +48,15 @@ class Programs:
     decode_steps: int
     page_tokens: int
     pages: int
-    """In the pool."""
+    """Number of pages in the pool, the scratch page not included."""
     kv_dtype: str
     prefill_chunk: int
     support_size: int
     has_penalties: bool
+    reserved_slots: int = 0
+    """Number of slots, from slot 0 on, with pages reserved for them."""
     kernel: PagedKernel | None = None
-    """Of decode steps; blocks without one, as in prefill and recomputation."""
+    """Attention kernel of decode steps; None: attention over blocks, as in prefill and recompute."""
 
     @property
     def pages_per_slot(self) -> int:
@@ -59,21 +67,28 @@ class Programs:
 
     def empty_state(self) -> DecodeState:
         n, vocab = self.slots, self.model.config.vocab_size
-        bias, counts = jnp.zeros((n, vocab)), jnp.zeros((n, vocab), jnp.int32)
-        return DecodeState(
-            cache=self.kv_pages(self.pages),
-            pages=PageTable.empty(n, self.pages_per_slot, self.pages),
-            tokens=jnp.zeros((n, self.length), jnp.int32),
-            filled=jnp.ones(n, jnp.int32),
-            is_live=jnp.zeros(n, bool),
-            key=jnp.zeros((n, 2), jnp.uint32),
+        neutral = RequestPenalty(jnp.ones(n), jnp.zeros(n), jnp.zeros((n, vocab)))
+        requests = Request(
+            numbers=jnp.zeros((n, 4), jnp.int32),
+            prompt_tokens=jnp.ones(n, jnp.int32),
             temperature=jnp.ones(n),
             top_k=jnp.zeros(n, jnp.int32),
             top_p=jnp.ones(n),
             min_p=jnp.zeros(n),
             limit=jnp.full(n, self.length, jnp.int32),
             stop_tokens=jnp.full((n, MAX_STOP_TOKENS), -1, jnp.int32),
-            penalties=SlotPenalties(jnp.ones(n), jnp.zeros(n), bias, counts) if self.has_penalties else None,
+            penalty=neutral if self.has_penalties else None,
+        )
+        return DecodeState(
+            cache=self.kv_pages(self.pages),
+            pages=PageTable.empty(n, self.pages_per_slot, self.pages),
+            tokens=jnp.zeros((n, self.length), jnp.int32),
+            filled=jnp.ones(n, jnp.int32),  # not 0: every slot feeds its token at `filled - 1`
+            is_live=jnp.zeros(n, bool),
+            key=jnp.zeros((n, 2), jnp.uint32),
+            requests=requests,
+            inserted=jnp.zeros((), jnp.int32),
+            counts=jnp.zeros((n, vocab), jnp.int32) if self.has_penalties else None,
         )
 
     def release(self, state: DecodeState, slot: Array) -> DecodeState:
@@ -81,12 +96,20 @@ class Programs:
         return state.replace(pages=pages, is_live=state.is_live.at[slot].set(False))
 
     def prefill(self, params: Params, cache: KVPages, tokens: Array, start: Array, count: Array) -> KVPages:
-        positions = start + jnp.arange(self.prefill_chunk)[None]
+        # A prefix's pages are numbered from 1 on; page 0 takes the KV of padding tokens.
         table = 1 + jnp.arange(cache.k.shape[1] - 1)[None]
-        room = table.shape[1] * self.page_tokens
-        attend = paged_attention(
-            self.model.config, table, jnp.minimum(positions, room - 1), positions < count
-        )
+        return self._next_chunk(params, cache, table, tokens, start, count)
+
+    def _next_chunk(
+        self, params: Params, cache: KVPages, table: Array, tokens: Array, start: Array, known: Array
+    ) -> KVPages:
+        """Returns the cache with the KV of a chunk added: each row's `tokens`, at positions from `start` on.
+
+        Positions from `known` on are padding, with KV that is not kept. `table` lists each row's pages.
+        """
+        positions = jnp.broadcast_to(start + jnp.arange(self.prefill_chunk), tokens.shape)
+        at = jnp.minimum(positions, table.shape[1] * self.page_tokens - 1)
+        attend = paged_attention(self.model.config, table, at, positions < known)
         return self.model.hidden(params, tokens, positions, attend, cache)[1]
 
     def insert(
@@ -97,8 +120,9 @@ class Programs:
         is_mine = jnp.arange(self.slots) == slot
         pages = state.pages.released(is_mine).sharing(slot, jnp.maximum(sibling, 0), shared)
         places = jnp.arange(self.pages_per_slot)
-        pages, is_served = pages.with_pages(is_mine[:, None] & (places <= last))
+        pages, is_served = pages.with_pages(is_mine[:, None] & (places <= last), self.reserved_slots)
         held = prefix.cache.k.shape[1] - 1
+        # Shared pages are not written: the copies of pages that are a sibling's go to the scratch page.
         own = jnp.where(places[:held] >= shared, pages.table[slot, :held], 0)
         state = state.replace(
             cache=jax.tree.map(lambda to, of: to.at[:, own].set(of[:, 1:]), state.cache, prefix.cache),
@@ -107,16 +131,14 @@ class Programs:
             filled=state.filled.at[slot].set(prefix.true_length),
             is_live=state.is_live.at[slot].set((prefix.true_length < r.limit) & is_served[slot]),
             key=state.key.at[slot].set(sample_key(*r.numbers)),
-            temperature=state.temperature.at[slot].set(r.temperature),
-            top_k=state.top_k.at[slot].set(r.top_k),
-            top_p=state.top_p.at[slot].set(r.top_p),
-            min_p=state.min_p.at[slot].set(r.min_p),
-            limit=state.limit.at[slot].set(r.limit),
-            stop_tokens=state.stop_tokens.at[slot].set(r.stop_tokens),
+            requests=jax.tree.map(lambda to, of: to.at[slot].set(of), state.requests, r),
+            inserted=state.inserted + 1,
         )
-        return (
-            state if r.penalty is None else state.replace(penalties=_penalized_slot(state, slot, prefix, r))
-        )
+        if state.counts is None:
+            return state
+        is_known = jnp.arange(self.length) < prefix.true_length
+        counts = jnp.zeros_like(state.counts[0]).at[prefix.tokens].add(is_known.astype(jnp.int32))
+        return state.replace(counts=state.counts.at[slot].set(counts))
 
     def extract(self, state: DecodeState, slot: Array, pages: int) -> Prefix:
         table = jnp.concatenate([jnp.zeros(1, jnp.int32), state.pages.table[slot, :pages]])
@@ -127,9 +149,11 @@ class Programs:
         self, params: Params, version: Array, state: DecodeState, only: Array
     ) -> tuple[DecodeState, Int[Array, "N columns"]]:
         was_live = state.is_live
-        last = jnp.minimum(state.filled + self.decode_steps, state.limit) - 2  # written in this call
+        # Pages are allocated before the steps: a slot without pages for all of them samples nothing, so that
+        # no token depends on how many pages were free.
+        last = jnp.minimum(state.filled + self.decode_steps, state.requests.limit) - 2  # written in this call
         reached = jnp.arange(self.pages_per_slot) <= last[:, None] // self.page_tokens
-        pages, is_served = state.pages.with_pages(reached & (was_live & only)[:, None])
+        pages, is_served = state.pages.with_pages(reached & (was_live & only)[:, None], self.reserved_slots)
         state = state.replace(pages=pages)
         one_step = partial(self._one_step, params, only & is_served)
         state, sampled = jax.lax.scan(one_step, state, None, self.decode_steps)
@@ -138,15 +162,16 @@ class Programs:
         def column(values: Array) -> Array:
             return jnp.broadcast_to(jnp.asarray(values, jnp.int32), self.slots)[:, None]
 
+        # In the order that `ResultTokens` reads; floats go as their bits.
         columns = [
             sampled.tokens.T,
             sampled.is_valid.T.astype(jnp.int32),
-            state.filled[:, None],
+            (state.filled - state.requests.prompt_tokens)[:, None],
             jax.lax.bitcast_convert_type(sampled.logp.T, jnp.int32),
             column(version),
             column(state.is_live),
             column(was_live & only & ~is_served),
-            column(state.pages.free_count),
+            column(state.pages.free_beside(self.reserved_slots)),
         ]
         if sampled.support is not None:
             columns.append(jnp.moveaxis(sampled.support, 0, 1).reshape(self.slots, -1))
@@ -155,7 +180,7 @@ class Programs:
     def _one_step(
         self, params: Params, steps: Bool[Array, " N"], state: DecodeState, _: None
     ) -> tuple[DecodeState, _Sampled]:
-        going, slots = state.is_live & steps, jnp.arange(self.slots)
+        going, slots, r = state.is_live & steps, jnp.arange(self.slots), state.requests
         at = state.filled - 1
         fed = jnp.take_along_axis(state.tokens, at[:, None], axis=1)
         attend = paged_attention(
@@ -163,65 +188,36 @@ class Programs:
         )
         hidden, cache = self.model.hidden(params, fed, at[:, None], attend, state.cache)
         logits = self.model.logits(params, hidden[:, 0])
-        penalties = state.penalties
-        if penalties is not None:
-            logits = penalized(
-                logits, penalties.counts, penalties.repetition, penalties.presence, penalties.bias
-            )
-        tokens, support = draw(
-            logits,
-            uniforms(state.key, state.filled),
-            state.temperature,
-            state.top_k,
-            state.top_p,
-            state.min_p,
-            self.support_size,
-        )
-        logp = self.model.in_rows(token_stats)(logits, tokens, state.temperature, support).logp
-        if penalties is not None:
-            penalties = penalties.replace(counts=penalties.counts.at[slots, tokens].add(going))
+        counts = state.counts
+        if r.penalty is not None and counts is not None:
+            logits = penalized(logits, counts, r.penalty.repetition, r.penalty.presence, r.penalty.bias)
+        randoms = uniforms(state.key, state.filled)
+        tokens, support = draw(logits, randoms, r.temperature, r.top_k, r.top_p, r.min_p, self.support_size)
+        logp = self.model.in_rows(token_stats)(logits, tokens, r.temperature, support).logp
+        if counts is not None:
+            counts = counts.at[slots, tokens].add(going)
+        # Slots that do not step are computed too, in the same rows, and their results are dropped.
         written = state.tokens.at[slots, jnp.minimum(state.filled, self.length - 1)].set(tokens)
         filled = state.filled + going
-        is_ended = going & ((tokens[:, None] == state.stop_tokens).any(-1) | (filled >= state.limit))
+        is_ended = going & ((tokens[:, None] == r.stop_tokens).any(-1) | (filled >= r.limit))
         state = state.replace(
             cache=cache,
             tokens=jnp.where(going[:, None], written, state.tokens),
             filled=filled,
             is_live=state.is_live & ~is_ended,
-            penalties=penalties,
+            counts=counts,
         )
         return state, _Sampled(tokens, going, logp, support)
 
     def recompute(self, params: Params, state: DecodeState, only: Array) -> DecodeState:
+        # Without the last token, whose KV is written when the next decode step feeds it.
         known = jnp.where(state.is_live & only, state.filled - 1, 0)
         padded = jnp.pad(state.tokens, ((0, 0), (0, self.prefill_chunk)))
 
         def one_chunk(i: Array, cache: KVPages) -> KVPages:
             start = i * self.prefill_chunk
-            positions = jnp.broadcast_to(
-                start + jnp.arange(self.prefill_chunk), (self.slots, self.prefill_chunk)
-            )
             tokens = jax.lax.dynamic_slice_in_dim(padded, start, self.prefill_chunk, axis=1)
-            attend = paged_attention(
-                self.model.config,
-                state.pages.table,
-                jnp.minimum(positions, self.length - 1),
-                positions < known[:, None],
-            )
-            return self.model.hidden(params, tokens, positions, attend, cache)[1]
+            return self._next_chunk(params, cache, state.pages.table, tokens, start, known[:, None])
 
         chunks = -(-known.max() // self.prefill_chunk)
         return state.replace(cache=jax.lax.fori_loop(0, chunks, one_chunk, state.cache))
-
-
-def _penalized_slot(state: DecodeState, slot: Array, prefix: Prefix, r: Request) -> SlotPenalties:
-    """The penalties of all slots once `slot` holds the prefix."""
-    assert state.penalties is not None and r.penalty is not None
-    is_known = jnp.arange(prefix.tokens.shape[0]) < prefix.true_length
-    counts = jnp.zeros_like(state.penalties.counts[0]).at[prefix.tokens].add(is_known.astype(jnp.int32))
-    return SlotPenalties(
-        state.penalties.repetition.at[slot].set(r.penalty.repetition),
-        state.penalties.presence.at[slot].set(r.penalty.presence),
-        state.penalties.bias.at[slot].set(r.penalty.bias),
-        state.penalties.counts.at[slot].set(counts),
-    )

@@ -1,34 +1,26 @@
-"""The plain synchronous rollout: the same host, driven to the end of its samples, and rewards in process."""
+"""A synchronous rollout without a run: one host decodes until all samples end; this process scores them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 
-from areal_jax.control.events import Event, RewardFailed, RewardScored, SampleFailed
+from areal_jax.control.events import Event, RewardFailed, SampleFailed
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host, Start
+from areal_jax.tasks.errors import TaskError
 from areal_jax.tasks.scoring import score_group
 from areal_jax.tasks.source import PromptStream, WeightedTask, load_tasks
-from areal_jax.tasks.task import Task, TaskError
+from areal_jax.tasks.task import Task
 from areal_jax.tasks.tokenizers import Tokenizer
+from areal_jax.trajectories.journal import with_rewards
 from areal_jax.types import ArealError, Completion, Group, SampleId, Sampling, Trajectory, VersionedParams
 from areal_jax.weights.memory import MemoryStore
 
 
 def completion_of(trajectory: Trajectory, tokenizer: Tokenizer) -> Completion:
-    """What the reward sees: the sampled tokens and their text."""
+    """Returns the completion that a task scores: the sampled tokens, their text and the stop reason."""
     tokens = trajectory.tokens[trajectory.loss_mask].tolist()
     return Completion(tokenizer.decode(tokens), tuple(tokens), trajectory.stop_reason)
-
-
-def with_rewards(members: Sequence[Trajectory], scored: RewardScored) -> tuple[Trajectory, ...]:
-    """The group's trajectories with their rewards and named parts."""
-    parts, notes = scored.parts or ((),) * len(members), scored.notes or ("",) * len(members)
-    return tuple(
-        replace(member, reward=reward, reward_parts=dict(own), reward_note=note)
-        for member, reward, own, note in zip(members, scored.rewards, parts, notes, strict=True)
-    )
 
 
 def rollout(
@@ -38,21 +30,23 @@ def rollout(
     ordinals: Iterable[int],
     group_size: int,
     seed: int = 0,
+    *,
     sampling: Sampling | None = None,
 ) -> list[Group]:
-    """Sample and score the groups at these ordinals, all under `params`; groups in ordinal order.
+    """Sample and score `group_size` completions of each prompt, under `params`; returns a group per prompt.
 
-    Raises ArealError for a prompt that does not fit, TaskError where a reward fails: there is no second
-    attempt here.
+    `ordinals`: numbers of the prompts in the order that `seed` determines; groups are returned in this order.
+    `task`: one task, or several by name. `sampling` None: the default, up to the engine's `length`. Raises
+    ArealError if the engine cannot decode a prompt, TaskError if a reward fails: nothing is retried here.
     """
     tasks = load_tasks({}, [task]) if isinstance(task, Task) else task
     prompts = PromptStream(tasks, seed)
-    tokenizer = engine.get_tokenizer()
+    tokenizer = engine.tokenizer
     done: dict[SampleId, Trajectory] = {}
 
     def collect(event: Event, trajectory: Trajectory | None) -> None:
         if isinstance(event, SampleFailed):
-            raise ArealError(f"the prompt at ordinal {event.sample.ordinal} cannot be served: {event.reason}")
+            raise ArealError(f"the prompt at ordinal {event.sample.ordinal} is refused: {event.reason}")
         if trajectory is not None:
             done[trajectory.sample] = trajectory
 

@@ -1,8 +1,9 @@
-"""Choosing a token without sorting the vocabulary, from counted randomness.
+"""Samples tokens without sorting the vocabulary, with random numbers fixed by sample key and position.
 
-Truncation thresholds (top-k, top-p) are found by bisection over the ordered bits of float32 until one id is
-left to decide; where a support is kept, in the list of its likeliest ids. The draw is an inverse CDF in two
-levels with a uniform each, so that a float32 cumulative sum never runs over the whole vocabulary. Symbols: N
+Thresholds of top-k and top-p are found by bisection over the ordered bits of float32 until one id is left
+between the bounds; if a support (the ids left to draw from) is recorded, they are found in the sorted list of
+the likeliest ids. The draw inverts the cumulative distribution in two steps, first a block of ids, then an
+id, with one uniform number each, so that no float32 cumulative sum runs over the whole vocabulary. Symbols: N
 slots, V vocabulary, K ids of a support.
 """
 
@@ -17,13 +18,17 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from areal_jax.types import ArealError
 
 BLOCK = 128
-GENERATOR = "threefry2x32"  # named, so that no setting of jax changes what a key draws
+GENERATOR = "threefry2x32"  # explicit, so that no setting of jax changes what a key draws
 
 
 def sample_key(
     seed: Int[Array, ""], ordinal: Int[Array, ""], member: Int[Array, ""], attempt: Int[Array, ""]
 ) -> UInt32[Array, "2"]:
-    """The key of one sample, as key data; a function of these four numbers alone."""
+    """Returns the random key of one sample, as raw key data; it depends on these four numbers only.
+
+    `ordinal` numbers the prompts, `member` the samples of a prompt; `attempt` counts reissues of the group.
+    """
+    # Counted, never split: the draws depend neither on earlier draws nor on their order.
     key = jax.random.key(seed, impl=GENERATOR)
     for number in (ordinal, member, attempt):
         key = jax.random.fold_in(key, number)
@@ -31,16 +36,19 @@ def sample_key(
 
 
 def require_counted_randomness() -> None:
-    """Raises ArealError where draws would depend on the sharding."""
+    """Raises ArealError if jax_threefry_partitionable is off: draws would then depend on the sharding."""
     if not jax.config.jax_threefry_partitionable:  # pyright: ignore[reportAttributeAccessIssue]
         raise ArealError(
-            "jax_threefry_partitionable is off: sharded hosts would draw other tokens than one device does; "
-            "set it on"
+            "with jax_threefry_partitionable=False, sharded hosts would draw other tokens than one device; "
+            "set JAX_THREEFRY_PARTITIONABLE=1 in the environment, or remove the code that sets it False"
         )
 
 
 def uniforms(keys: UInt32[Array, "N 2"], positions: Int[Array, " N"]) -> Float[Array, "N 2"]:
-    """Two uniforms for the token at each position: fold_in(key of the sample, position)."""
+    """Returns two uniform numbers from [0, 1) per slot, for the token at `positions` in its sample.
+
+    They depend only on the sample's key and the position.
+    """
 
     def one(key: Array, position: Array) -> Array:
         own = jax.random.wrap_key_data(key, impl=GENERATOR)
@@ -58,11 +66,14 @@ def draw(
     min_p: Float[Array, " N"],
     support_size: int,
 ) -> tuple[Int[Array, " N"], Int[Array, "N K"] | None]:
-    """A token a slot, and the ids it was drawn from (-1 beyond them, and throughout where nothing was cut).
+    """Returns one token per slot and its support: the ids it was drawn from, padded with -1.
 
-    Order of truncation: top-k, then top-p of what is left, then min-p. Ties at a threshold are kept.
-    Temperature 0 is the likeliest kept id. With support_size 0 no support is returned; otherwise a kept set
-    larger than support_size is cut to its likeliest ids, lower ids first among equals.
+    The support is all -1 if the slot's settings cut no ids, and None if `support_size` is 0. `randoms`: see
+    `uniforms`.
+
+    Order of truncation: top-k (0: none), then top-p of what is left, then min-p. Ties at a threshold are
+    kept, but if ids are cut and `support_size` is not 0, at most so many ids are kept: the likeliest, and of
+    equals the lower ids. Temperature 0 selects the likeliest kept id.
     """
     z = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
     is_cut = (top_k > 0) | (top_p < 1.0) | (min_p > 0.0)
@@ -95,10 +106,11 @@ def penalized(
     presence: Float[Array, " N"],
     bias: Float[Array, "N V"],
 ) -> Float[Array, "N V"]:
-    """Logits with a server's penalties, for ids that stand in the sample `counts` times.
+    """Returns the logits with a client's penalties and biases applied.
 
-    Repetition as CTRL has it: positive logits divided, others multiplied (Keskar et al., arXiv:1909.05858);
-    presence subtracted once; bias added for every id.
+    `counts`: occurrences of each id in the sample, prompt included. For ids that occur at least once,
+    positive logits are divided by `repetition`, others multiplied by it (CTRL, Keskar et al.,
+    arXiv:1909.05858), then `presence` is subtracted. `bias` is added for every id.
     """
     factor = repetition[:, None]
     repeated = jnp.where(logits > 0, logits / factor, logits * factor) - presence[:, None]
@@ -112,16 +124,19 @@ def _truncated_support(
     min_p: Float[Array, " N"],
     size: int,
 ) -> tuple[Float[Array, "N K"], Int[Array, "N K"]]:
-    """The `size` likeliest ids, falling, and their `z`, -inf for those that are cut; `top_k` at most `size`.
+    """Returns (the `size` largest of `z`, descending, -inf where the id is cut; their ids).
 
-    As `_truncate` cuts, but over ids in order: mass of ties that the list has no room for counts.
+    `z` is logits / temperature; `top_k` must be at most `size`. Top-k, top-p and min-p cut ids at the
+    thresholds of `_least_kept`. Ids tied with the k-th value that do not fit in the list count in top-p's
+    total mass.
     """
     z = jnp.where(z == 0, 0.0, z)  # -0 equals 0
-    # Fenced: a slice of the values would have XLA sort the whole vocabulary on a CPU.
+    # Without the barrier, slicing the values makes XLA sort the whole vocabulary on a CPU.
     values, ids = jax.lax.optimization_barrier(jax.lax.top_k(z, size))
     weights = jnp.exp(values - values[:, :1])
     bound = jnp.take_along_axis(values, top_k[:, None] - 1, axis=1)
     kept = values >= bound
+    # Ties at the k-th value that the list has no room for; each weighs as much as that value.
     left_out = (z >= bound).sum(-1) - kept.sum(-1)
     tie = jnp.take_along_axis(weights, top_k[:, None] - 1, axis=1)[:, 0]
     mass = jnp.where(kept, weights, 0.0)
@@ -136,7 +151,10 @@ def _truncated_support(
 def _least_kept(
     z: Float[Array, "N V"], top_k: Int[Array, " N"], top_p: Float[Array, " N"], min_p: Float[Array, " N"]
 ) -> Float[Array, " N"]:
-    """The least of the `z` that are kept. A bisection that no slot asks for is not made."""
+    """Returns, per slot, the smallest `z` (logit / temperature) that top-k, top-p and min-p all keep.
+
+    The search for top-k runs only if at least one slot uses top-k, and that for top-p likewise.
+    """
 
     def by_count(z: Array) -> Array:
         order = _ordered_bits(z)
@@ -153,13 +171,13 @@ def _least_kept(
     def by_mass(weights: Array) -> Array:
         total = weights.sum(-1)
 
-        def is_one(
-            bound: Array, between: Array
-        ) -> Array:  # of at least the bound's weight, if sums resolve it
+        def is_one(bound: Array, between: Array) -> Array:
+            # One id of at least the bound's weight, if float32 sums resolve it.
             return (between < 1.5 * _float(bound)) & (_float(bound) > 3e-5 * total)
 
-        # All ids of less than `low` together have less than 1 - top_p; halved, since sums are rounded.
+        # All ids lighter than `low` together weigh less than 1 - top_p; halved, since sums are rounded.
         low = jnp.where(top_p < 1.0, (1 - top_p) * total / weights.shape[-1] / 2, 1.0)
+        # The likeliest id has weight 1, so no id reaches the float after 1.
         bounds = _bits(low), _bits(jnp.ones_like(total)) + 1
         bound = _bisected(
             lambda bound: jnp.where(weights >= _float(bound), weights, 0.0).sum(-1),
@@ -178,8 +196,9 @@ def _least_kept(
 
 
 def _ordered_bits(z: Float[Array, "N V"]) -> UInt32[Array, "N V"]:
-    """float32 as uint32 in the same order."""
+    """Returns uint32 values that have the same order as the float32 values `z`."""
     bits = _bits(jnp.where(z == 0, 0.0, z))  # -0 equals 0
+    # Negative floats are ordered backwards: their bits are inverted. Others move above them by the sign bit.
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
@@ -198,10 +217,12 @@ def _bisected(
     most: Array,
     is_one: Callable[[Array, Array], Bool[Array, " N"]],
 ) -> UInt32[Array, " N"]:
-    """A bound, a slot, from which on there is the `wanted` amount, and not without the least thing above it.
+    """Returns, per slot, the largest bound at which `amount(bound)` is at least `wanted`.
 
-    `amount` falls with the bound: at most `most` at the first of `bounds`, which has enough, and 0 at the
-    second. `is_one(bound, amount between two bounds)`: whether there is one thing between.
+    `amount` must not increase with the bound. `bounds` are (low, high) to start from: there, amount(low) must
+    be at least `wanted` and at most `most`, and amount(high) must be 0. The search ends early once
+    `is_one(low, amount(low) - amount(high))` is True for the low and high reached by then: only one element
+    is left between them.
     """
 
     def halved(state: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -224,7 +245,7 @@ def _bisected(
 
 
 def _inverse_cdf(z: Float[Array, "N V"], randoms: Float[Array, "N 2"]) -> Int[Array, " N"]:
-    """A draw from softmax(z): first a block of ids by the blocks' mass, then an id in it."""
+    """Returns an id drawn from softmax(z): draws a block of ids by its mass, then an id of that block."""
     weights = _in_blocks(jnp.exp(z - z.max(-1, keepdims=True)), 0.0)
     block = _pick(weights.sum(-1), randoms[:, 0])
     inside = jnp.take_along_axis(weights, block[:, None, None], axis=1)[:, 0]
@@ -232,7 +253,10 @@ def _inverse_cdf(z: Float[Array, "N V"], randoms: Float[Array, "N 2"]) -> Int[Ar
 
 
 def _likeliest(z: Float[Array, "N V"]) -> Int[Array, " N"]:
-    """argmax, the lowest of equals: of the blocks' maxima, then in a block, several times faster on a CPU."""
+    """Returns, per slot, the id of the largest value, and of equal values the lowest id.
+
+    It finds the block of BLOCK ids first, then the id in it: several times faster on a CPU than one argmax.
+    """
     blocks = _in_blocks(z, -jnp.inf)
     block = jnp.argmax(blocks.max(-1), axis=-1)
     inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
@@ -246,10 +270,10 @@ def _in_blocks(x: Float[Array, "N V"], fill: float) -> Float[Array, "N blocks BL
 
 
 def _pick(weights: Float[Array, "N n"], random: Float[Array, " N"]) -> Int[Array, " N"]:
-    """Index i with probability weights[i] / sum; never one of weight 0.
+    """Returns, per row, index i with probability weights[i] / sum, and never an index of weight 0.
 
-    A cumulative sum computed in parallel is not monotone to the last bit, and random * sum may round up to
-    the sum: so the weight itself is asked too.
+    `random` is uniform in [0, 1). The weight itself is checked too, because a cumulative sum computed in
+    parallel is not monotone to the last bit, and random * sum may round up to the sum.
     """
     below = jnp.cumsum(weights, axis=-1)
     is_hit = (below > random[:, None] * below[:, -1:]) & (weights > 0)

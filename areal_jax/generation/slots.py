@@ -1,97 +1,200 @@
-"""What a slot holds, what starts a sample in it, and what a decode call gives back.
+"""The engine's records: the slots' decode state, their KV pages, a sample's request, a decode call's results.
 
-Shapes: N slots, M pages a slot, E stop tokens, K ids of a support, V vocabulary, k steps a call.
+Shapes: N slots, M pages per slot, E stop tokens, K ids of a support (the ids that truncation left to draw a
+token from), V vocabulary, k steps per call.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from areal_jax.generation.pages import PageTable
-from areal_jax.models.attention import KVPages
+from areal_jax.generation import jetstream
+from areal_jax.models.kv_pages import KVPages
 
 MAX_STOP_TOKENS = 8
 
-HostArray = np.ndarray | Array
-"""Numpy from the host, traced inside `insert`."""
+HostArray = Any
+"""A numpy array on the host; a (maybe traced) jax array in a program and in a decode state."""
+
+NONE = 0
+"""Entry of a page table without a page: KV written through it goes to the scratch page, 0."""
+
+
+class PageTable(struct.PyTreeNode):
+    """The KV pages in use: `table` lists the pages of each slot, `users` counts each page's table entries.
+
+    A page may be in several slots' rows, since the samples of one prompt share its pages; a page in no row is
+    free. Shapes: N slots, M entries per slot. Page 0 takes KV that is not kept and is never free; entry 0 in
+    the table means no page.
+    """
+
+    table: Int[Array, "N M"]
+    users: Int[Array, " pages"]
+    """For each page, the number of table entries that contain it; always 1 for page 0."""
+
+    @classmethod
+    def empty(cls, slots: int, places: int, pages: int) -> PageTable:
+        return cls(jnp.full((slots, places), NONE, jnp.int32), jnp.zeros(pages + 1, jnp.int32).at[0].set(1))
+
+    @property
+    def free_count(self) -> Int[Array, ""]:
+        return (self.users == 0).sum()
+
+    def released(self, slots: Bool[Array, " N"]) -> PageTable:
+        """Returns the table with these slots' entries cleared; pages that no other slot uses become free."""
+        gone = slots[:, None] & (self.table != NONE)
+        users = self.users.at[jnp.where(gone, self.table, 0)].add(-gone.astype(jnp.int32))
+        return PageTable(jnp.where(slots[:, None], NONE, self.table), users)
+
+    def sharing(self, slot: Int[Array, ""], sibling: Int[Array, ""], count: Int[Array, ""]) -> PageTable:
+        """Returns the table with the first `count` pages of slot `sibling` used by the empty `slot` too."""
+        is_shared = jnp.arange(self.table.shape[1]) < count
+        shared = jnp.where(is_shared, self.table[sibling], NONE)
+        table = self.table.at[slot].set(jnp.where(is_shared, shared, self.table[slot]))
+        return PageTable(table, self.users.at[shared].add((shared != NONE).astype(jnp.int32)))
+
+    def free_beside(self, reserved: int) -> Int[Array, ""]:
+        """Returns the number of free pages, without those that the first `reserved` slots may still take."""
+        taken = (self.table[:reserved] != NONE).sum()
+        return self.free_count - (reserved * self.table.shape[1] - taken)
+
+    def with_pages(
+        self, wanted: Bool[Array, "N M"], reserved: int = 0
+    ) -> tuple[PageTable, Bool[Array, " N"]]:
+        """Returns the table with free pages in the entries that `wanted` marks, and a mask of slots served.
+
+        A marked entry that has a page keeps it. A slot gets all the pages that it lacks, or none. Slots are
+        served in order, up to the first one for which too few pages are free; the first `reserved` slots,
+        which share no pages, are always served.
+        """
+        wanted = wanted & (self.table == NONE)
+        # The k-th wanted place gets the k-th free page, so a page is found without a loop over slots.
+        order = jnp.cumsum(wanted.ravel()).reshape(wanted.shape)
+        free = jnp.cumsum(self.users == 0)
+        is_served = order[:, -1] <= free[-1]
+        if reserved:
+            # Reserved slots come first in the order, and their pages are outside of what the others may use.
+            others = order[:, -1] - order[reserved - 1, -1]
+            is_served = (others <= self.free_beside(reserved)) | (jnp.arange(len(wanted)) < reserved)
+        given = wanted & is_served[:, None]
+        page = jnp.where(given, jnp.searchsorted(free, order), NONE)
+        users = self.users.at[page].add(given.astype(jnp.int32))
+        return PageTable(jnp.where(given, page, self.table), users), is_served
 
 
 class Prefix(struct.PyTreeNode):
-    """The first tokens of a sample and the KV of all of them but the last: what a slot goes on from.
+    """The first `true_length` tokens of a sample and the KV of all but the last one, as `insert` takes them.
 
-    A prompt's comes from `prefill` and is shared by the samples of a group; a half-decoded sample's from
-    `extract`.
+    A prompt's prefix comes from `prefill` and is shared by the samples of a group; a half-decoded sample's
+    prefix comes from `extract`.
     """
 
-    cache: KVPages  # of one slot: pages 1..m, in order, as many as the tokens fill rounded up to a bucket
+    cache: KVPages  # one slot's pages 1..m in order, m rounded up to a bucket
     tokens: Int[HostArray, " length"]
     true_length: Int[HostArray, ""]
 
 
 class Request(struct.PyTreeNode):
-    """How one slot samples; scalars, so that one compiled `insert` serves every request."""
+    """The sampling settings of one sample, as arrays, so that one compiled `insert` serves every request.
 
-    numbers: Int[HostArray, "4"]  # seed, ordinal, member, attempt
-    temperature: Float[HostArray, ""]
-    top_k: Int[HostArray, ""]
-    top_p: Float[HostArray, ""]
-    min_p: Float[HostArray, ""]
-    limit: Int[HostArray, ""]  # prompt + completion at most
-    stop_tokens: Int[HostArray, "E"]
+    In a decode state, one Request holds the settings of all slots: every array has a row for each of N slots.
+    """
+
+    numbers: Int[HostArray, "*N 4"]  # seed, ordinal, member, attempt
+    prompt_tokens: Int[HostArray, "*N"]
+    temperature: Float[HostArray, "*N"]
+    top_k: Int[HostArray, "*N"]
+    top_p: Float[HostArray, "*N"]
+    min_p: Float[HostArray, "*N"]
+    limit: Int[HostArray, "*N"]  # prompt + completion at most
+    stop_tokens: Int[HostArray, "*N E"]
     penalty: RequestPenalty | None = None
 
 
+@dataclass(frozen=True)
+class Penalties:
+    """Changes to the logits that a client's request may set.
+
+    Training samples have none: the trainer could not recompute their log-probs.
+    """
+
+    repetition: float = 1.0
+    """Divides positive logits of ids already in the sample and multiplies negative ones (CTRL,
+    arXiv:1909.05858); 1 changes nothing.
+    """
+    presence: float = 0.0
+    """Subtracted from the logits of ids already in the sample."""
+    bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of these ids."""
+
+
 class RequestPenalty(struct.PyTreeNode):
-    repetition: Float[HostArray, ""]
-    presence: Float[HostArray, ""]
-    bias: Float[HostArray, " V"]
+    """A request's penalties and biases as arrays, the arguments of `sampling.penalized`.
 
+    With them, tokens are not drawn from the policy itself.
+    """
 
-class SlotPenalties(struct.PyTreeNode):
-    """Of engines that serve them; what is sampled then is no longer the policy's own distribution."""
-
-    repetition: Float[Array, " N"]
-    presence: Float[Array, " N"]
-    bias: Float[Array, "N V"]
-    counts: Int[Array, "N V"]
-    """How often each id stands in the sample so far, its prompt included."""
+    repetition: Float[HostArray, "*N"]
+    presence: Float[HostArray, "*N"]
+    bias: Float[HostArray, "*N V"]
 
 
 class DecodeState(struct.PyTreeNode):
+    """The state of all slots on the device; a program takes a state, reuses its memory, returns the next."""
+
     cache: KVPages
     pages: PageTable
     tokens: Int[Array, "N length"]
     filled: Int[Array, " N"]  # tokens known; the KV holds all but the last of them
     is_live: Bool[Array, " N"]
-    key: UInt32[Array, "N 2"]
-    temperature: Float[Array, " N"]
-    top_k: Int[Array, " N"]
-    top_p: Float[Array, " N"]
-    min_p: Float[Array, " N"]
-    limit: Int[Array, " N"]
-    stop_tokens: Int[Array, "N E"]
-    penalties: SlotPenalties | None = None
+    key: UInt32[Array, "N 2"]  # `sampling.sample_key` of each request's numbers
+    requests: Request
+    inserted: Int[Array, ""]  # samples so far: the ordinal of the next one without a request
+    counts: Int[Array, "N V"] | None = None
+    """Occurrences of each id in the sample so far, prompt included; None on engines without penalties."""
 
 
-@dataclass(frozen=True)
-class ResultTokens:
-    """What one `generate` call sampled, in one int32 array: one device-to-host copy a call.
+@struct.dataclass
+class SlotData(jetstream.SlotData):
+    """JetStream's results of one slot, extended by the tokens' log-probs and their policy version."""
 
-    Columns, with k steps a call: tokens k | valid k | length | log-probs k (float32 bits) | version |
-    is_live | is_starved | free pages | support k * K. The first three are JetStream's.
+    logp: Any  # (1, k) float32
+    version: Any  # (1,) int32
+
+
+@struct.dataclass
+class ResultTokens(jetstream.ResultTokens):
+    """The results of one `generate` call in one int32 array, so that one device-to-host copy suffices.
+
+    One row per slot. Columns, with k steps per call and K ids of a support: tokens (k) | valid (k) | length |
+    log-probs (k, float32 bits) | version | is_live | is_starved | unreserved free pages | support (k * K).
+    JetStream reads the first three; `length` is the number of tokens in the completion so far.
     """
 
-    data: Any  # (N, columns) int32
-    steps: int
-    support_size: int
+    support_size: int = struct.field(pytree_node=False)
+
+    @classmethod
+    def of(cls, data: Any, steps: int, support_size: int) -> ResultTokens:
+        columns = (0, steps), (steps, 2 * steps), (2 * steps, 2 * steps + 1)
+        return cls(data, *columns, samples_per_slot=1, support_size=support_size)
 
     def convert_to_numpy(self) -> ResultTokens:
-        return replace(self, data=np.asarray(self.data))
+        return self.replace(data=np.asarray(self.data))  # type: ignore[attr-defined]
+
+    def get_result_at_slot(self, slot: int) -> SlotData:
+        shared, own = super().get_result_at_slot(slot), slice(slot, slot + 1)
+        return SlotData(shared.tokens, shared.valid, shared.lengths, self.logp[own], self.version[own])
+
+    @property
+    def steps(self) -> int:
+        return self.tokens_idx[1]
 
     @property
     def tokens(self) -> Any:
@@ -100,10 +203,6 @@ class ResultTokens:
     @property
     def valid(self) -> Any:
         return self.data[:, self.steps : 2 * self.steps] != 0
-
-    @property
-    def length(self) -> Any:
-        return self.data[:, 2 * self.steps]
 
     @property
     def logp(self) -> Any:
@@ -119,7 +218,7 @@ class ResultTokens:
 
     @property
     def is_starved(self) -> Any:
-        """(N,) bool: a live slot that was asked to step and got no page for it, so it sampled nothing."""
+        """(N,) bool: True for a live slot that sampled nothing because too few pages were free."""
         return self.data[:, 3 * self.steps + 3] != 0
 
     @property
@@ -128,5 +227,4 @@ class ResultTokens:
 
     @property
     def support(self) -> Any:
-        flat = self.data[:, 3 * self.steps + 5 :]
-        return flat.reshape(len(flat), self.steps, self.support_size) if self.support_size else None
+        return self.data[:, 3 * self.steps + 5 :].reshape(len(self.data), self.steps, self.support_size)

@@ -1,36 +1,41 @@
-"""Attention for the one model definition: over packed rows, or over pages of KV.
+"""Causal attention for `models.transformer`, over packed rows (trainer) or over pages of KV (generator).
 
-An attention is called once a layer with that layer's queries, keys and values, and threads a cache through.
-The two forms compute the same softmax; only where keys and values live differs. Shapes: B rows, T tokens, H
-query heads, K kv heads, R = H / K, h head dimension, N slots, C tokens a slot gets in this call.
+Each layer calls the attention with its queries, keys, values and the cache (pages of KV; None over packed
+rows), and gets the output and the updated cache. Both forms compute the same softmax and differ only in where
+keys and values are stored. Shapes: B rows, T tokens, H query heads, K kv heads, R = H / K, h head dimension,
+N slots (samples generated at once), C tokens of a slot in one call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
+import chex
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from areal_jax.models.attention_kernels import Kernel, over_mesh
 from areal_jax.models.blockwise import NEGATIVE, blockwise_attention
+from areal_jax.models.kernels.packed_attention import Kernel, over_mesh
+from areal_jax.models.kv_pages import KVPages, PagedKernel
 
 BLOCK = 256
-"""Queries, and keys, of a packed row whose scores exist at once."""
+"""Tokens per block of a packed row: at any time, scores are in memory for BLOCK queries and BLOCK keys."""
 CPU_BLOCK = 64
-"""The same on a CPU, where the scores of a block should stay in its cache."""
+"""`BLOCK` on a CPU: small enough for the scores of one block to stay in the CPU's cache."""
 KV_BLOCK = 64
-"""Tokens of KV that paged attention visits at once, in whole pages; larger pages one by one."""
-LARGEST = 3e38
-"""Of the values that pages hold; a little less than what bfloat16 holds."""
+"""Tokens of KV that paged attention reads per step, in whole pages; at least one page."""
 
 
 class Attention(Protocol):
+    """Returns the attention output of the queries `q` of layer number `layer`, and the updated cache.
+
+    Over pages, `k` and `v` are first written into the cache; over packed rows the cache is None.
+    """
+
     def __call__(
         self,
         layer: Int[Array, ""],
@@ -41,132 +46,64 @@ class Attention(Protocol):
     ) -> tuple[Float[Array, "B T H h"], Any]: ...
 
 
-class KVPages(struct.PyTreeNode):
-    """Every layer's keys and values, in pages; page 0 is scratch, written by slots that do not count.
-
-    A CPU holds bfloat16 as its bits, which it moves as memory; int8 codes have a scale a token and kv head.
-    Values are finite: a token with others has zeros for them and keys that are no number, so that whoever
-    sees it computes none, and whoever masks its scores multiplies the values by 0 and adds 0.
-    """
-
-    k: Array
-    """(L, P, K, page, h): float32, bfloat16 (on a CPU uint16, its bits) or int8."""
-    v: Array
-    k_scale: Float[Array, "L P K page 1"] | None = None
-    v_scale: Float[Array, "L P K page 1"] | None = None
-
-    @classmethod
-    def zeros(
-        cls, layers: int, pages: int, page_tokens: int, kv_heads: int, head_dim: int, dtype: str
-    ) -> KVPages:
-        """`pages` of them, and the scratch page; `dtype` float32, bfloat16 or int8."""
-        shape = (layers, pages + 1, kv_heads, page_tokens, head_dim)
-        held = jnp.uint16 if dtype == "bfloat16" and jax.default_backend() == "cpu" else dtype
-        scales = [jnp.zeros((*shape[:-1], 1)) for _ in range(2)] if dtype == "int8" else [None, None]
-        return cls(jnp.zeros(shape, held), jnp.zeros(shape, held), *scales)
-
-    @property
-    def page_tokens(self) -> int:
-        return self.k.shape[3]
-
-    def written(
-        self, layer: Any, page: Int[Array, "N C"], place: Int[Array, "N C"], k: Any, v: Any
-    ) -> KVPages:
-        """With keys and values (N, C, K, h) of the tokens at `place` in their pages."""
-        # All leading axes by index: were heads a slice between them, XLA:GPU may move the whole pool to have
-        # them in front.
-        at = (layer, page[..., None], jnp.arange(self.k.shape[2]), place[..., None])
-        is_finite = (jnp.abs(v) < LARGEST).all(-1, keepdims=True)
-        k, v = jnp.where(is_finite, k, jnp.nan), jnp.where(is_finite, v, 0)
-        (k, k_scale), (v, v_scale) = (_held(x, self.k.dtype) for x in (k, v))
-        pages = KVPages(self.k.at[at].set(k), self.v.at[at].set(v), self.k_scale, self.v_scale)
-        if self.k_scale is None or self.v_scale is None:
-            return pages
-        return pages.replace(
-            k_scale=self.k_scale.at[at].set(k_scale), v_scale=self.v_scale.at[at].set(v_scale)
-        )
-
-    def read(self, *at: Any) -> tuple[Array, Array]:
-        """Keys and values at these indices into (L, P, K, page), as products read them."""
-        scales = [None if scale is None else scale[at] for scale in (self.k_scale, self.v_scale)]
-        return _floats(self.k[at], scales[0]), _floats(self.v[at], scales[1])
-
-
-def _held(x: Float[Array, "... h"], dtype: Any) -> tuple[Array, Array | None]:
-    """`x` as pages of `dtype` hold it, and its scale."""
-    if dtype == jnp.uint16:
-        return jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16), None
-    if dtype != jnp.int8:
-        return x.astype(dtype), None
-    x = x.astype(jnp.float32)
-    scale = jnp.abs(x).max(-1, keepdims=True) / 127
-    return jnp.round(x / jnp.where(scale > 0, scale, 1.0)).astype(jnp.int8), scale
-
-
-def _floats(held: Array, scale: Array | None) -> Array:
-    """What `held` stands for: bfloat16 where that is held, but on a CPU, whose products want float32."""
-    if held.dtype == jnp.uint16:
-        floats = jax.lax.bitcast_convert_type(held, jnp.bfloat16)
-        return floats.astype(jnp.float32) if jax.default_backend() == "cpu" else floats
-    return held if scale is None else held.astype(jnp.float32) * scale
-
-
-PagedKernel = Callable[[Array, KVPages, Array, Array, Array], Array]
-"""`kernel(q (N, H, h), cache, layer, table (N, M), lengths (N,)) -> (N, H, h)` float32: a slot's query over
-the first `lengths` tokens of its pages; nothing in particular where that is 0."""
-
-
 class PackedAttention(struct.PyTreeNode):
-    """Causal attention inside each segment of a packed row; scores exist for a pair of blocks at a time.
+    """Causal attention inside each segment (one sample) of a packed row.
 
-    A token also sees the whole segment that `context_ids` names, which lies before it in its row: the prompt
-    that its group shares. 0 names none.
+    If the samples of a group share their prompt, it is a segment of its own, earlier in the same row: a token
+    also attends to all tokens of the segment that its `context_ids` entry names. Context id 0 means no such
+    segment.
     """
 
     segment_ids: Int[Array, "B T"]
     context_ids: Int[Array, "B T"] | None = None
     kernel: Kernel | None = struct.field(pytree_node=False, default=None)
-    """What computes it where no context is given; pairs of blocks otherwise, and without one."""
+    """Used if `context_ids` is None; otherwise, and if the kernel is None, JAX code computes block pairs."""
     mesh: Mesh | None = struct.field(pytree_node=False, default=None)
-    """Over which the rows lie, as a trainer's do; None: on one device, or however it comes."""
+    """The trainer's mesh: each device computes its own rows. None: XLA chooses the split over devices."""
 
     def __call__(self, layer: Any, q: Any, k: Any, v: Any, cache: None) -> tuple[Array, None]:
         if self.kernel is not None and self.context_ids is None:
             return self.kernel(q.astype(k.dtype), k, v, self.segment_ids).astype(jnp.float32), None
-        rows, length, heads, head_dim = q.shape
-        kv_heads = k.shape[2]
-        if jax.default_backend() == "cpu":  # whose products want float32, over pages too
+        chex.assert_equal_shape([k, v])
+        chex.assert_shape(self.segment_ids, q.shape[:2])
+        if jax.default_backend() == "cpu":  # its products read float32, also over pages
             k, v = k.astype(jnp.float32), v.astype(jnp.float32)
-        grouped = q.reshape(rows, length, kv_heads, heads // kv_heads, head_dim)
         block = CPU_BLOCK if jax.default_backend() == "cpu" else BLOCK
         ids = [self.segment_ids, *([] if self.context_ids is None else [self.context_ids])]
         attend: Any = partial(blockwise_attention, block=block)
         if self.mesh is not None:
-            attend = over_mesh(attend, self.mesh, kv_heads, len(ids))
-        return attend(grouped, k, v, *ids).reshape(q.shape), None
+            attend = over_mesh(attend, self.mesh, k.shape[2], len(ids))
+        return attend(q, k, v, *ids), None
 
 
 class PagedAttention(struct.PyTreeNode):
-    """Causal attention of N slots over their own pages; first writes the call's C tokens into them.
+    """Causal attention of N slots over their own pages, after writing the call's C tokens into the pages.
 
-    Keys are visited in blocks of as many pages as make KV_BLOCK tokens, in ascending order with an online
-    softmax, so that the number of visited blocks changes no bit: a block beyond a slot's tokens multiplies by
-    1 and adds 0.
+    A slot holds one sample. Keys are read in ascending order, KV_BLOCK tokens per step, with an online
+    softmax. Steps beyond a slot's last token change no bit of its output: they multiply by 1 and add 0.
     """
 
     table: Int[Array, "N M"]
-    """Page of each slot's m-th run of page_tokens tokens."""
+    """Page table: entry m of a slot is the page that stores its tokens from m * page_tokens on."""
     positions: Int[Array, "N C"]
     is_written: Bool[Array, "N C"]
-    """False: the token is padding; its KV goes to the scratch page and its output means nothing."""
+    """False for padding tokens: their KV goes to the scratch page, and their output is undefined."""
     kernel: PagedKernel | None = struct.field(pytree_node=False, default=None)
-    """What computes calls of one token a slot; blocks otherwise, and without one."""
+    """Used for calls with one token per slot; other calls, and all calls if None, use JAX code."""
+
+    def extended(self, layer: Any, cache: KVPages, k: Any, v: Any) -> KVPages:
+        """Returns the cache with this call's keys `k` and values `v` written to the layer's pages."""
+        page = jnp.take_along_axis(self.table, self.positions // cache.page_tokens, axis=1)
+        page = jnp.where(self.is_written, page, 0)
+        return cache.written(layer, page, self.positions % cache.page_tokens, k, v)
 
     def __call__(self, layer: Any, q: Any, k: Any, v: Any, cache: KVPages) -> tuple[Array, KVPages]:
         slots, tokens, heads, head_dim = q.shape
+        chex.assert_equal_shape([k, v])
+        chex.assert_shape([self.positions, self.is_written], (slots, tokens))
+        chex.assert_shape(self.table, (slots, None))
         size, kv_heads = cache.page_tokens, k.shape[2]
-        page = jnp.take_along_axis(self.table, self.positions // size, axis=1)
-        cache = cache.written(layer, jnp.where(self.is_written, page, 0), self.positions % size, k, v)
+        cache = self.extended(layer, cache, k, v)
         if self.kernel is not None and tokens == 1:
             lengths = jnp.where(self.is_written, self.positions + 1, 0)[:, 0]
             return self.kernel(q[:, 0], cache, layer, self.table, lengths)[:, None], cache
@@ -178,7 +115,7 @@ class PagedAttention(struct.PyTreeNode):
         def visit(block: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             largest, total, out = carry
             pages = jax.lax.dynamic_slice_in_dim(table, block * joined, joined, axis=1)
-            # Heads in front of pages: so a block's tokens lie in order without being moved once more.
+            # Heads come before pages, so that a block's tokens lie in order without another copy.
             keys, values = (
                 x.reshape(slots, kv_heads, joined * size, head_dim)
                 for x in cache.read(layer, pages[:, None], head)
@@ -189,8 +126,8 @@ class PagedAttention(struct.PyTreeNode):
             now = jnp.maximum(largest, scores.max(-1))
             shrink = jnp.exp(largest - now)
             weights = jnp.exp(scores - now[..., None])
-            # A product, of more than a column: XLA's other sums have an order that depends on how many rows
-            # there are, and then a token fed alone would not get the bits that it gets in a chunk.
+            # Summed by a product with two columns: the order of XLA's other sums depends on the number of
+            # rows, and a token fed alone would not get the bits that it gets in a chunk.
             added = jnp.einsum("nkrqt,nkto->nkrqo", weights, jnp.ones((slots, kv_heads, joined * size, 2)))
             mixed = jnp.einsum(
                 "nkrqt,nkth->nkrqh", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
@@ -206,6 +143,6 @@ class PagedAttention(struct.PyTreeNode):
 
 
 def _scores(q: Float[Array, "N C K R h"], k: Float[Array, "N K T h"], visible: Bool[Array, "N C T"]) -> Array:
-    """Masked, scaled scores (N, K, R, C, T) in float32."""
+    """Returns q k / sqrt(h) as (N, K, R, C, T) float32, with -1e30 where `visible` is False."""
     scores = jnp.einsum("nqkrh,nkth->nkrqt", q.astype(k.dtype), k, preferred_element_type=jnp.float32)
     return jnp.where(visible[:, None, None], scores * q.shape[-1] ** -0.5, NEGATIVE)

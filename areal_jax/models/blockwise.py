@@ -1,10 +1,10 @@
-"""Attention of packed rows, a pair of blocks at a time: an online softmax, forward and backward.
+"""Attention over packed rows by pairs of blocks: an online softmax, forward and backward.
 
-Scores exist for one block of queries against one block of keys; a pair of blocks in which no query sees any
-key is skipped, so work grows with the segments' lengths and not with the row's. What is kept for the backward
-pass is one number a query: the log of its softmax's denominator (Dao et al., arXiv:2205.14135; Milakov &
-Gimelshein, arXiv:1805.02867). Shapes: B rows, T tokens, K kv heads, R query heads of each, h head dimension,
-n blocks of Q tokens.
+Scores exist for one block of queries against one block of keys. A pair of blocks in which no query sees a key
+is skipped, so work grows with the segments' lengths and not with the row's. For the backward pass the forward
+pass stores one number per query, the log of the softmax's denominator, instead of the weights (Dao et al.,
+arXiv:2205.14135; Milakov & Gimelshein, arXiv:1805.02867). Shapes: B rows, T tokens, H query heads, K kv
+heads, R query heads per kv head, h head dimension, n blocks of Q tokens.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -20,18 +21,20 @@ from jaxtyping import Array, Bool, Float, Int
 
 NEGATIVE = -1e30  # finite: the difference of two of them is 0, not NaN
 KEPT = "attention"
-"""Name of what the backward pass needs; a rematerialisation policy that saves it spares the forward pass."""
+"""Checkpoint name of the stored output and denominators: a rematerialisation policy that saves this name
+spares the backward pass a second forward pass.
+"""
 
 
 class Sight(NamedTuple):
-    """Who sees whom, by blocks: queries see earlier keys of their segment and of their context."""
+    """Which keys a query sees: those up to its own column that are in its segment or in its shared prompt."""
 
     segment_ids: Int[Array, "n B Q"]
     context_ids: Int[Array, "n B Q"]
-    """-1: none."""
+    """For each token, the id of its context segment, a shared prompt; -1 for none."""
 
     def visible(self, i: Array, j: Array) -> Bool[Array, "B Q Q"]:
-        """Whether query (axis 1) of block i sees key (axis 2) of block j."""
+        """Returns whether each query (axis 1) of block i sees each key (axis 2) of block j."""
         keys = self.segment_ids[j][:, None, :]
         same = (self.segment_ids[i][:, :, None] == keys) | (self.context_ids[i][:, :, None] == keys)
         size = keys.shape[-1]
@@ -39,16 +42,24 @@ class Sight(NamedTuple):
 
 
 def blockwise_attention(
-    q: Float[Array, "B T K R h"],
+    q: Float[Array, "B T H h"],
     k: Float[Array, "B T K h"],
     v: Float[Array, "B T K h"],
     segment_ids: Int[Array, "B T"],
     context_ids: Int[Array, "B T"] | None = None,
     *,
     block: int,
-) -> Float[Array, "B T K R h"]:
-    """softmax(q k / sqrt(h)) v over what each token sees, in float32; products read the dtype of k and v."""
-    rows, length, kv_heads, repeats, head_dim = q.shape
+) -> Float[Array, "B T H h"]:
+    """Returns softmax(q k / sqrt(h)) v over the keys that each token sees, in float32.
+
+    A token sees the keys up to its own column, both in its segment and, if its context id is not 0, in the
+    segment with that id. Scores are computed in blocks of `block` tokens; matrix products cast their operands
+    to k's dtype.
+    """
+    (rows, length, heads, head_dim), kv_heads = q.shape, k.shape[2]
+    repeats = heads // kv_heads  # query heads per kv head
+    chex.assert_shape([k, v], (rows, length, kv_heads, head_dim))
+    chex.assert_shape([x for x in (segment_ids, context_ids) if x is not None], (rows, length))
     size = min(block, length)
     blocks = -(-length // size)
 
@@ -60,12 +71,14 @@ def blockwise_attention(
     sight = Sight(
         split(segment_ids), split(jnp.full_like(segment_ids, -1) if context_ids is None else context_ids, -1)
     )
+    # Context 0 means none, but segment 0 is padding, which such tokens must not see.
     sight = sight._replace(context_ids=jnp.where(sight.context_ids > 0, sight.context_ids, -1))
-    queries = jnp.moveaxis(split(q.astype(k.dtype)), 2, 4)
+    grouped = q.reshape(rows, length, kv_heads, repeats, head_dim)
+    queries = jnp.moveaxis(split(grouped.astype(k.dtype)), 2, 4)
     queries = queries.reshape(blocks, rows, kv_heads, repeats * size, head_dim)
     out = _attend(queries, *(jnp.moveaxis(split(x), 2, 3) for x in (k, v)), sight)
     out = jnp.moveaxis(out.reshape(blocks, rows, kv_heads, repeats, size, head_dim), (1, 4), (0, 2))
-    return out.reshape(rows, blocks * size, kv_heads, repeats, head_dim)[:, :length]
+    return out.reshape(rows, blocks * size, heads, head_dim)[:, :length]
 
 
 @jax.custom_vjp
@@ -76,12 +89,15 @@ def _attend(
 
 
 def _forward(q: Array, k: Array, v: Array, sight: Sight) -> tuple[Array, tuple]:
+    """Returns the output, and for `_backward` the arguments, the output and logs of softmax denominators."""
+
     def one_block(i: Array) -> tuple[Array, Array]:
         def visit(j: Array, mask: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             largest, total, out = carry
             scores = jnp.where(mask, _scores(q[i], k[j]), NEGATIVE)
             now = jnp.maximum(largest, scores.max(-1))
             shrink = jnp.exp(largest - now)
+            # Until a query has seen a key, exp(NEGATIVE - NEGATIVE) is 1: hence the mask.
             weights = jnp.where(mask, jnp.exp(scores - now[..., None]), 0.0)
             mixed = _product(weights.astype(v.dtype), v[j], 3, 2)
             return now, total * shrink + weights.sum(-1), out * shrink[..., None] + mixed
@@ -97,8 +113,12 @@ def _forward(q: Array, k: Array, v: Array, sight: Sight) -> tuple[Array, tuple]:
 
 
 def _backward(kept: tuple, slope: Array) -> tuple[Array, Array, Array, None]:
+    """Returns the gradients with respect to q, k and v; recomputes the weights of each pair of blocks.
+
+    `kept` are the arrays that `_forward` stored, `slope` is the gradient with respect to the output.
+    """
     q, k, v, sight, out, log_total = kept
-    along = (slope * out).sum(-1)
+    along = (slope * out).sum(-1)  # sum of weights x their gradients: softmax's gradient subtracts it
     slope = slope.astype(v.dtype)
 
     def one_block(slopes: tuple[Array, Array], i: Array) -> tuple[tuple[Array, Array], Array]:
@@ -125,7 +145,10 @@ _attend.defvjp(_forward, _backward)
 
 
 def _over_seen(i: Array, sight: Sight, visit: Callable, start: tuple[Array, ...]) -> tuple[Array, ...]:
-    """`visit(j, mask, carry)` for every block j of keys, in ascending order, of which block i sees any."""
+    """Folds `carry = visit(j, mask, carry)` over the blocks j with keys that block i sees; returns the carry.
+
+    It begins with `start`; j ascends, and `mask` is True where a query of block i sees a key of block j.
+    """
 
     def one_pair(j: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         visible = sight.visible(i, j)
@@ -143,6 +166,6 @@ def _scores(q: Array, k: Array) -> Float[Array, "B K RQ Q"]:
 
 
 def _product(left: Array, right: Array, left_axis: int, right_axis: int) -> Array:
-    """Contracted over the named axes, row by row and kv head by kv head, accumulated in float32."""
+    """Returns left times right, summed over the two axes, per row and kv head (axes 0, 1), in float32."""
     numbers = (((left_axis,), (right_axis,)), ((0, 1), (0, 1)))
     return jax.lax.dot_general(left, right, numbers, preferred_element_type=jnp.float32)

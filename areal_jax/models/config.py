@@ -1,24 +1,26 @@
-"""The sizes of a decoder-only transformer, and the named sets of them."""
+"""The sizes of a decoder-only transformer, and the built-in model sizes by name."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 from dataclasses import dataclass
 from typing import Any
 
 from areal_jax.models.rope import RopeScaling
+from areal_jax.plugin import did_you_mean
 from areal_jax.types import ArealError
 
 PROJECTIONS = ("q", "k", "v", "out", "gate", "up", "down")
-"""The matrices of a block, each of which may have an adapter."""
+"""Names of the matrices of a block; each matrix can have an adapter."""
 
 
 @dataclass(frozen=True)
 class Lora:
-    """Adapters of rank `rank`, times alpha / rank (LoRA, Hu et al., arXiv:2106.09685), beside the projections
-    whose whole names `targets` matches. Raises ArealError for targets that match none.
+    """Adapters of rank `rank`, scaled by alpha / rank: LoRA, Hu et al. (arXiv:2106.09685).
+
+    The regular expression `targets` selects the projections: it must match their names in full. Raises
+    ArealError if it matches none.
     """
 
     rank: int
@@ -28,8 +30,8 @@ class Lora:
     def __post_init__(self) -> None:
         if not self.names:
             raise ArealError(
-                f"model.lora.targets={self.targets} matches no projection's name; there are: "
-                + ", ".join(PROJECTIONS)
+                f"model.lora.targets={self.targets} matches no projection; give a regular expression that "
+                "matches the full name of at least one of: " + ", ".join(PROJECTIONS)
             )
 
     @property
@@ -43,7 +45,7 @@ class Lora:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and options of `models.transformer.Transformer`; widths in elements."""
+    """Sizes and options of `models.transformer.Transformer`; `width` is the length of a hidden state."""
 
     vocab_size: int
     layers: int
@@ -54,42 +56,46 @@ class ModelConfig:
     mlp_width: int
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
-    """How rotary frequencies are stretched beyond the context of pretraining."""
+    """Scaling of the rotary frequencies, for contexts longer than in pretraining; None: not scaled."""
     norm_eps: float = 1e-5
     is_tied: bool = True
-    """The LM head is the embedding."""
+    """Whether the LM head uses the embedding matrix instead of a matrix of its own."""
     has_qkv_bias: bool = False
-    """Qwen2's biases on queries, keys and values."""
+    """Whether queries, keys and values have biases, as in Qwen2."""
     has_qk_norm: bool = False
-    """Qwen3's RMSNorm over each head of queries and keys."""
+    """Whether each head of queries and keys has an RMSNorm, as in Qwen3."""
     dtype: str = "float32"
-    """What matrix products read; they accumulate in float32."""
+    """dtype of the operands of matrix products, which accumulate in float32."""
     lora: Lora | None = None
-    """Trainable adapters beside the projections."""
+    """Adapters of the projections, the trained leaves; None for a model without adapters."""
     quantize: str = "none"  # none | int8 | int4 | nf4
-    """How the blocks' projections, frozen then, are held."""
+    """How the blocks' projections are stored. Quantised projections (any value but none) are not trained."""
     numerics: str = "bounded"  # bounded | exact
-    """exact: generator and trainer compute log-probs equal in every bit (`models.exact`)."""
+    """exact: generator and trainer compute bit-identical log-probs (`models.exact`)."""
     params_dtype: str = "float32"
-    """What parameters are published in, and so rounded to wherever they are read."""
+    """dtype in which parameters are published; every forward pass rounds its float32 parameters to it."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "layers", "width", "heads", "kv_heads", "head_dim", "mlp_width"):
             size = getattr(self, name)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ArealError(f"model: {name}={size!r} is no size; give a whole number from 1 on")
+                raise ArealError(
+                    f"model: {name}={size!r} is not a valid size; give a whole number of at least 1"
+                )
         if self.heads % self.kv_heads:
             raise ArealError(
-                f"model: kv_heads={self.kv_heads} does not divide heads={self.heads}; choose a divisor"
+                f"model: kv_heads={self.kv_heads} does not divide heads={self.heads}; choose a divisor of "
+                f"{self.heads}"
             )
         if self.head_dim % 2:
             raise ArealError(
-                f"model: head_dim={self.head_dim} is odd; rotary embeddings turn pairs, choose an even one"
+                f"model: head_dim={self.head_dim} is odd, and rotary embeddings rotate pairs of elements; "
+                "choose an even head_dim"
             )
         if self.quantize in ("int4", "nf4") and (self.width % 2 or self.mlp_width % 2):
             raise ArealError(
-                f"model.quantize={self.quantize} holds two codes a byte, which width={self.width} and "
-                f"mlp_width={self.mlp_width} do not both fill; use model.quantize=int8"
+                f"model.quantize={self.quantize} packs two codes into a byte, so width and mlp_width must be "
+                f"even; they are {self.width} and {self.mlp_width}; use model.quantize=int8"
             )
 
 
@@ -111,19 +117,18 @@ NO_SIZES = {"dtype", "rope_scaling", "lora", "quantize", "numerics", "params_dty
 
 
 def model_config(shape: str, vocab_size: int, dtype: str = "float32", /, **overrides: Any) -> ModelConfig:
-    """The sizes of `shape` for a tokenizer of `vocab_size` ids; a shape's own larger vocabulary stays.
+    """Returns the config of the built-in model size `shape`, with the fields in `overrides` replaced.
 
-    Raises ArealError for a shape or a size that does not exist.
+    The vocabulary has at least `vocab_size` ids; `dtype` is that of the operands of matrix products. Raises
+    ArealError if `shape` or a key of `overrides` is unknown, or if a size is invalid.
     """
     if shape not in SHAPES:
-        near = difflib.get_close_matches(shape, SHAPES, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(SHAPES)}"
-        raise ArealError(f"no model.shape={shape}; {hint}")
+        hint = did_you_mean(shape, SHAPES, f"choose one of: {', '.join(SHAPES)}")
+        raise ArealError(f"model.shape={shape} is unknown; {hint}")
     known = sorted({field.name for field in dataclasses.fields(ModelConfig)} - NO_SIZES)
     for key in overrides:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean model.overrides.{near[0]}?" if near else f"there are: {', '.join(known)}"
+            hint = did_you_mean(key, known, f"known keys are: {', '.join(known)}", "model.overrides.")
             raise ArealError(f"unknown key model.overrides.{key}; {hint}")
     config = ModelConfig(**{"vocab_size": vocab_size, "dtype": dtype, **SHAPES[shape], **overrides})
     return dataclasses.replace(config, vocab_size=max(vocab_size, config.vocab_size))

@@ -1,12 +1,13 @@
-"""`numerics: exact`: what makes the generator's log-probs and the trainer's equal in every bit.
+"""`numerics: exact`: the generator's and the trainer's log-probs are equal in every bit.
 
-XLA chooses the order of a reduction by shapes and by what it fuses, so equal mathematics does not give equal
-bits: equal programs do. Here all arithmetic of the forward pass runs TILE rows at a time as the body of one
-loop, with its inputs and outputs fenced off. Prefill, decode, the rebuild of KV after a swap and the packed
-forward of the trainer differ in how many tiles they run and in where keys lie, never in a tile's program.
-The number of tiles is a value and no constant, or a loop that turns once would be dissolved into its
-surroundings. Only the forward pass has to agree: gradients are those of the untiled computation. Shapes: n
-rows (tokens), B x T of a packed row or N slots x C tokens; H query heads, K kv heads, h head dimension.
+XLA chooses the order of a sum by shapes and by the operations that it fuses, so equal mathematics does not
+give equal bits; equal programs do. Here the forward pass computes everything in tiles of TILE tokens, by the
+body of one loop with optimisation barriers around its inputs and outputs. Prefill, decode, the prefill after
+a change of weights and the trainer's packed forward differ in the number of tiles and in where keys are
+stored, never in a tile's program. The number of tiles is computed at run time: XLA would inline a loop with a
+constant count of 1 and fuse it with the code around it. Gradients are those of the computation without tiles,
+called bounded here. Shapes: n rows (tokens), B x T of packed rows or N slots x C tokens; H query heads, K kv
+heads, h head dimension.
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from areal_jax.models.attention import Attention, KVPages, PackedAttention, PagedAttention, PagedKernel
-from areal_jax.models.attention_kernels import Kernel
+from areal_jax.models.attention import Attention, PackedAttention, PagedAttention
 from areal_jax.models.blockwise import NEGATIVE
 from areal_jax.models.config import PROJECTIONS, ModelConfig
+from areal_jax.models.kernels.packed_attention import Kernel
+from areal_jax.models.kv_pages import KVPages, PagedKernel
+from areal_jax.types import Batch
 
 TILE = 8
-"""Rows whose arithmetic is one program: enough for fast products of bfloat16 on a CPU."""
+"""Rows (tokens) per tile: enough for fast bfloat16 products on a CPU."""
 KV_BLOCK = 32
-"""Keys a row attends to at a time, counted from its sample's first token."""
+"""Keys that a row attends to per step, counted from its sample's first token on."""
 
 MATRICES = frozenset((*PROJECTIONS, *(f"{name}_lora" for name in PROJECTIONS)))
 
@@ -38,10 +41,10 @@ MATRICES = frozenset((*PROJECTIONS, *(f"{name}_lora" for name in PROJECTIONS)))
 
 
 def in_tiles(f: Callable[..., Any], *rows: Any, is_live: Bool[Array, " n"] | None = None) -> Any:
-    """`f(*rows)` of trees of arrays with n rows in front, computed TILE rows at a time.
+    """Returns `f(*rows)`, computed TILE rows at a time; `rows` are trees of arrays with n as the first axis.
 
-    Row i of the results has to be a function of row i alone. A tile without a live row is not computed; its
-    results are 0.
+    Row i of the result of `f` must depend only on row i of its arguments. `is_live`: mask of the rows that
+    count (None: all); a tile without one is not computed, and its results are 0.
     """
     count = len(jax.tree.leaves(rows)[0])
     tiles = -(-count // TILE)
@@ -52,7 +55,9 @@ def in_tiles(f: Callable[..., Any], *rows: Any, is_live: Bool[Array, " n"] | Non
 
     parts = jax.tree.map(split, rows)
     used = jnp.ones(tiles, bool) if is_live is None else split(is_live).any(1)
+    # Tiles with live rows first.
     order = jnp.argsort(~used, stable=True)
+    # The barrier hides a constant count from XLA, which would inline a loop of one iteration.
     visits = jax.lax.optimization_barrier(used.sum())
 
     def one_tile(i: Array, out: Any) -> Any:
@@ -71,15 +76,19 @@ def in_tiles(f: Callable[..., Any], *rows: Any, is_live: Bool[Array, " n"] | Non
 
 
 def _bits(x: Array) -> Array:
-    """A bfloat16's bits: to write a part of an array of them, a CPU casts all of it to float32 and back."""
+    """Returns a bfloat16 array as its bits (uint16), any other array unchanged.
+
+    Writing into a bfloat16 array is slow on a CPU: it casts the whole array to float32 and back.
+    """
     return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def forward_as(exact: Callable[..., Any], bounded: Callable[..., Any], fixed: Any, inputs: Any) -> Any:
-    """`exact(fixed, inputs)` with the gradient by `inputs` of `bounded`, a fast form of the same function.
+    """Returns `exact(fixed, inputs)`; its gradient with respect to `inputs` is that of `bounded`.
 
-    `bounded` is computed again in the backward pass: nothing but the inputs is kept.
+    `bounded` is a faster form of the same function; `fixed` gets no gradient. The forward pass stores only
+    the arguments; from them the backward pass computes `bounded` and its gradient.
     """
     return exact(fixed, inputs)
 
@@ -100,7 +109,10 @@ forward_as.defvjp(_keep_inputs, _slopes_of_bounded)
 
 
 def rounded(x: Float[Array, "..."], dtype: str) -> Float[Array, "..."]:
-    """`x`, in the dtype it has, to the nearest values of `dtype`: XLA may drop a cast there and back."""
+    """Returns float32 `x` rounded to values of `dtype`, still as float32; returns any other `x` unchanged.
+
+    A cast to `dtype` and back would not do: XLA may remove it.
+    """
     if dtype == "float32" or x.dtype != jnp.float32:
         return x
     bits = jnp.finfo(dtype)
@@ -109,7 +121,7 @@ def rounded(x: Float[Array, "..."], dtype: str) -> Float[Array, "..."]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def as_published(params: Any, dtype: str) -> Any:
-    """Parameters as hosts read them that are sent in `dtype`; gradients pass through."""
+    """Returns the parameters rounded to `dtype`, as generators get them; gradients pass through unchanged."""
     return jax.tree.map(lambda leaf: rounded(leaf, dtype), params)
 
 
@@ -119,7 +131,10 @@ as_published.defvjp(
 
 
 def with_matrices_in(params: Any, dtype: str) -> Any:
-    """A layer's parameters with its matrices in `dtype`, once for all tiles."""
+    """Returns a layer's parameters with float32 projections and adapters cast to `dtype`.
+
+    They are cast here once, instead of once per tile.
+    """
 
     def one(path: Any, leaf: Array) -> Array:
         names = {getattr(key, "key", getattr(key, "name", None)) for key in path}
@@ -134,30 +149,33 @@ def with_matrices_in(params: Any, dtype: str) -> Any:
 
 
 class ExactPackedAttention(struct.PyTreeNode):
-    """`PackedAttention` of which every query reads its sample's keys from the first one on, in KV_BLOCKs."""
+    """`PackedAttention` for exact numerics: in tiles of TILE queries, KV_BLOCK keys per step, in order."""
 
     bounded: PackedAttention
-    """What gradients are of."""
+    """The attention from which gradients are computed."""
     positions: Int[Array, "B T"]
     own: Int[Array, "B T"]
-    """Where, among all B T tokens, the sample's token 0 lies, or would if it had its prompt before it."""
+    """Index, among all B T tokens, that the sample's first token would have if all were in its segment."""
     shared: Int[Array, "B T"]
-    """How many first tokens of the sample are another segment's: the prompt that its group shares."""
+    """Number of the sample's tokens in another segment, its group's shared prompt; 0 without one."""
     context: Int[Array, "B T"]
-    """Where the first of those lies."""
+    """Index, among all B T tokens, of the shared prompt's first token; 0 without a shared prompt."""
 
     @classmethod
     def of(
         cls, bounded: PackedAttention, positions: Int[Array, "B T"], previous: Int[Array, "B T"] | None
     ) -> ExactPackedAttention:
-        """`previous` as in `Batch`; needed where rows share prompts."""
+        """Returns the exact form of `bounded`.
+
+        `previous`, the column of each token's predecessor in its sample, may be None if no prompt is shared.
+        """
         rows, length = positions.shape
         columns = jnp.arange(length)[None]
         row = length * jnp.arange(rows)[:, None]
         own, none = row + columns - positions, jnp.zeros_like(positions)
         if bounded.context_ids is None:
             return cls(bounded, positions, own, none, none)
-        assert previous is not None, "rows that share prompts need to know each token's predecessor"
+        assert previous is not None, "rows with shared prompts need `previous`, each token's predecessor"
         ids = bounded.segment_ids
         is_first = ids != jnp.pad(ids[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
         first = jax.lax.cummax(jnp.where(is_first, columns, 0), axis=1)
@@ -181,20 +199,15 @@ class ExactPackedAttention(struct.PyTreeNode):
         return self.rows(partial(_attend, fetch), q, self.positions, place), None
 
 
-class ExactPagedAttention(struct.PyTreeNode):
-    """`PagedAttention`, a row at a time over KV_BLOCKs, whatever a page's size."""
-
-    table: Int[Array, "N M"]
-    positions: Int[Array, "N C"]
-    is_written: Bool[Array, "N C"]
+class ExactPagedAttention(PagedAttention):
+    """`PagedAttention` for exact numerics: in tiles of TILE queries, KV_BLOCK keys per step; no kernel."""
 
     def rows(self, f: Callable[..., Any], *args: Any) -> Any:
         return _by_rows(f, args, self.is_written)
 
     def __call__(self, layer: Any, q: Any, k: Any, v: Any, cache: KVPages) -> tuple[Array, KVPages]:
         size = cache.page_tokens
-        page = jnp.take_along_axis(self.table, self.positions // size, axis=1)
-        cache = cache.written(layer, jnp.where(self.is_written, page, 0), self.positions % size, k, v)
+        cache = self.extended(layer, cache, k, v)
         last = self.table.shape[1] * size - 1
 
         def fetch(pages_of: Array, seen: Array) -> tuple[Array, Array]:
@@ -207,7 +220,10 @@ class ExactPagedAttention(struct.PyTreeNode):
 
 
 def _by_rows(f: Callable[..., Any], args: tuple, is_live: Bool[Array, "B T"]) -> Any:
-    """`f(*args)` in tiles; `f` sees (1, TILE) rows where the arguments have (B, T)."""
+    """Returns `f(*args)`, computed in tiles: `args` are (B, T, ...), and `f` gets parts (1, TILE, ...).
+
+    A tile in which `is_live` is False at every token is skipped, with result 0.
+    """
 
     def one(*rows: Any) -> Any:
         found = f(*jax.tree.map(lambda x: x[None], rows))
@@ -224,8 +240,10 @@ def _attend(
     positions: Array,
     place: Any,
 ) -> Float[Array, "1 n H h"]:
-    """Causal attention of one tile in float32; `fetch(place, seen)` gives keys and values (n, KV_BLOCK, K, h)
-    of the tokens `seen` of each row's own sample. A block behind a row's last token changes no bit of it.
+    """Returns the causal attention of one tile of n rows in float32.
+
+    `fetch(place, seen)` returns the keys and values, (n, KV_BLOCK, K, h), at the positions `seen` of each
+    row's sample; `place` says where they are stored. Keys after a row's position change no bit of its output.
     """
     rows, heads, head_dim = q.shape[1:]
     positions, place = positions[0], jax.tree.map(lambda x: x[0], place)
@@ -253,17 +271,17 @@ def _attend(
 
 
 def packed_attention(
-    config: ModelConfig,
-    segment_ids: Int[Array, "B T"],
-    context_ids: Int[Array, "B T"] | None,
-    positions: Int[Array, "B T"],
-    previous: Int[Array, "B T"],
-    kernel: Kernel | None,
-    mesh: Mesh | None = None,
+    config: ModelConfig, batch: Batch, kernel: Kernel | None, mesh: Mesh | None = None
 ) -> Attention:
-    """Attention over packed rows, in the numerics of the model; `mesh` as PackedAttention has it."""
-    bounded = PackedAttention(segment_ids, context_ids, kernel, mesh)
-    return bounded if config.numerics == "bounded" else ExactPackedAttention.of(bounded, positions, previous)
+    """Returns the attention over a batch's packed rows, exact or bounded as `config.numerics` says.
+
+    `kernel` computes it (None: JAX code), with exact numerics only in the backward pass. `mesh`: the
+    trainer's; each device computes its own rows. None: XLA chooses the split.
+    """
+    bounded = PackedAttention(batch.segment_ids, batch.context_ids, kernel, mesh)
+    if config.numerics == "bounded":
+        return bounded
+    return ExactPackedAttention.of(bounded, batch.positions, batch.previous)
 
 
 def paged_attention(
@@ -273,7 +291,12 @@ def paged_attention(
     is_written: Bool[Array, "N C"],
     kernel: PagedKernel | None = None,
 ) -> Attention:
-    """Attention over pages of KV, in the numerics of the model; exact ones use no kernel."""
+    """Returns the attention over pages of KV, exact or bounded as `config.numerics` says.
+
+    `table`: page numbers of each slot. `positions`: of the tokens in their samples. `is_written`: False for
+    padding tokens. `kernel` computes calls with one token per slot (None: JAX code); exact numerics ignore
+    it.
+    """
     if config.numerics == "exact":
         return ExactPagedAttention(table, positions, is_written)
     return PagedAttention(table, positions, is_written, kernel)
@@ -284,12 +307,16 @@ def is_exact(attend: Attention) -> TypeGuard[ExactPackedAttention | ExactPagedAt
 
 
 def rows_of(attend: Attention) -> Callable[..., Any]:
-    """`rows(f, *args)`: f(*args), in tiles where the attention is an exact one."""
+    """Returns a function `rows(f, *args)` that returns f(*args), computed in tiles if `attend` is exact."""
     return attend.rows if is_exact(attend) else lambda f, *args: f(*args)
 
 
 def as_attended(run: Callable[..., Any], attend: Attention, fixed: Any, inputs: Any) -> Any:
-    """`run(attend, fixed, inputs)`; over exact packed rows with the gradient of the bounded attention."""
+    """Returns `run(attend, fixed, inputs)`.
+
+    If `attend` is exact attention over packed rows, the gradient with respect to `inputs` is instead that of
+    `run(attend.bounded, fixed, inputs)`, which computes without tiles.
+    """
     if not isinstance(attend, ExactPackedAttention):
         return run(attend, fixed, inputs)
 

@@ -1,7 +1,8 @@
-"""Trees of parameters with adapters: taken apart, put together, merged.
+"""Trees of parameters with adapters: splitting, joining, merging.
 
-An adapter is the subtree `<matrix>_lora` beside a matrix of a block, {"a": (L, I..., r), "b": (L, r, O...)},
-and stands for (alpha / rank) a b added to it (LoRA, Hu et al., arXiv:2106.09685).
+An adapter is the subtree `<matrix>_lora` beside a matrix of a block, {"a": (L, I..., r), "b": (L, r, O...)}
+for L layers, input axes I, output axes O and rank r. It adds (alpha / rank) a b to the matrix (LoRA, Hu et
+al., arXiv:2106.09685).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ SUFFIX = "_lora"
 
 
 def adapters_of(params: Any) -> Any:
-    """The adapters alone, in nested dicts as they lie in `params`."""
+    """Returns only the adapters, nested as in `params`; subtrees without an adapter are left out."""
     if not isinstance(params, dict):
         return params
     parts = {
@@ -28,20 +29,20 @@ def adapters_of(params: Any) -> Any:
 
 
 def base_of(params: Any) -> Any:
-    """All but the adapters."""
+    """Returns the parameters without the adapters."""
     if not isinstance(params, dict):
         return params
     return {name: base_of(child) for name, child in params.items() if not name.endswith(SUFFIX)}
 
 
 def with_adapters(params: Any, adapters: Any) -> Any:
-    """One tree of both; neither is changed."""
+    """Returns a new tree of `params` with each adapter of `adapters` beside its matrix."""
     both = {name: with_adapters(child, adapters[name]) for name, child in params.items() if name in adapters}
     return params | adapters | both
 
 
 def low_rank(a: Float[Array, "L ... r"], b: Float[Array, "L r ..."]) -> Float[Array, "L ..."]:
-    """a b of every layer, float32 and as exact as that is, in the shape of the matrices beside it."""
+    """Returns the product a b of every layer, shaped like the adapted matrices, computed in full float32."""
     layers, rank = b.shape[:2]
     factors = a.reshape(layers, -1, rank), b.reshape(layers, rank, -1)
     product = jnp.matmul(*(x.astype(jnp.float32) for x in factors), precision=jax.lax.Precision.HIGHEST)
@@ -49,7 +50,7 @@ def low_rank(a: Float[Array, "L ... r"], b: Float[Array, "L r ..."]) -> Float[Ar
 
 
 def merge_adapters(params: Any, scale: float) -> Any:
-    """The base with every W replaced by W + scale a b."""
+    """Returns the parameters without adapters; each matrix W with an adapter (a, b) becomes W + scale a b."""
     if not isinstance(params, dict):
         return params
     merged = {}

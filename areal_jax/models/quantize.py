@@ -1,14 +1,17 @@
-"""Frozen matrices as integer codes with a scale a tile, by qwix: int8, int4 (symmetric), nf4.
+"""Frozen matrices as integer codes with a scale per tile, by the package qwix: int8, int4 (symmetric), nf4.
 
-A matrix W (L, I..., O...) becomes {"codes", "scale"}: a scale for each output and each TILE inputs, so that W
-is about codes x scale. nf4's 16 values are the quantiles of a normal distribution (QLoRA, Dettmers et al.,
-arXiv:2305.14314). Two codes of 4 bits lie in a byte, neighbours along the last axis. Scales are rounded to
-bfloat16 (at most a quarter of int8's step, next to nothing of the others'), so a cast to it changes nothing.
+A matrix W (L, I..., O...) of L layers, with input axes I and output axes O, becomes {"codes", "scale"}, with
+one scale for each output and each tile of inputs, so that W is about codes x scale. nf4's 16 values are the
+quantiles of a normal distribution (QLoRA, Dettmers et al., arXiv:2305.14314). A byte stores two codes of 4
+bits, which are neighbours along the last axis. Scales are rounded to bfloat16, so that publishing weights in
+bfloat16 does not change them; this adds an error of at most a quarter of a step of int8 codes, and a
+negligible one for the others.
 """
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,20 +19,23 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from areal_jax.models.config import PROJECTIONS
-from areal_jax.types import ArealError
+from areal_jax.plugin import needing
 
 CODES, SCALE = "codes", "scale"
 TILE = 64
-"""Most inputs that share a scale: the greatest common divisor of this and the last input axis."""
+"""Most inputs per tile; a tile has gcd(TILE, size of the last input axis) inputs, which share a scale."""
 
 
 def inputs_of(name: str) -> int:
-    """How many axes of that projection's matrix are contracted."""
+    """Returns the number of input axes of projection `name`: 2 (head, head dimension) for `out`, else 1."""
     return 2 if name == "out" else 1
 
 
 def shapes(kind: str, shape: tuple[int, ...], inputs: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Of the codes and the scale of one layer's matrix."""
+    """Returns {"codes", "scale"} of one layer's matrix of `shape`, as shapes and dtypes.
+
+    `kind`: int8, int4 or nf4. `inputs`: the number of leading axes that are input axes (`inputs_of`).
+    """
     codes = (*shape[:-1], shape[-1] // (1 if kind == "int8" else 2))
     scale = list(shape)
     scale[inputs - 1] //= math.gcd(scale[inputs - 1], TILE)
@@ -41,7 +47,7 @@ def shapes(kind: str, shape: tuple[int, ...], inputs: int) -> dict[str, jax.Shap
 
 
 def quantized(matrix: Float[Array, "L ..."], kind: str, inputs: int) -> dict[str, Array]:
-    """Codes and scale of all layers' matrices."""
+    """Returns {"codes", "scale"} of a projection's matrices in all layers; `kind`, `inputs`: see `shapes`."""
     qwix = _qwix()
     tile = math.gcd(matrix.shape[inputs], TILE)
     whole = [axis for axis in range(matrix.ndim) if axis != inputs]
@@ -52,7 +58,7 @@ def quantized(matrix: Float[Array, "L ..."], kind: str, inputs: int) -> dict[str
 
 
 def dequantized(codes: Array, scale: Array, kind: str) -> Float[Array, "..."]:
-    """The float32 matrix that they stand for, of one layer or all. The scale may come as bfloat16's bits."""
+    """Returns codes x scale in float32, for one layer or all; a uint16 `scale` contains bits of bfloat16."""
     qwix = _qwix()
     if scale.dtype == jnp.uint16:
         scale = jax.lax.bitcast_convert_type(scale, jnp.bfloat16)
@@ -61,10 +67,8 @@ def dequantized(codes: Array, scale: Array, kind: str) -> Float[Array, "..."]:
 
 
 def _qwix() -> Any:
-    try:
+    with needing("model.quantize", "quantize"):
         import qwix
-    except ModuleNotFoundError:
-        raise ArealError("model.quantize needs the package qwix: pip install 'areal-jax[quantize]'") from None
     return qwix
 
 
@@ -82,8 +86,9 @@ def _unpacked(codes: Array, kind: str) -> Array:
     return nibbles.astype(jnp.uint4) if kind == "nf4" else nibbles.astype(jnp.int8) - 8
 
 
+@partial(jax.jit, static_argnums=1)
 def quantize_tree(params: Any, kind: str) -> Any:
-    """Parameters with every projection of their blocks quantised."""
+    """Returns the parameters with every projection of the blocks replaced by its codes and scale."""
 
     def one(name: str, leaf: Any) -> Any:
         return quantized(leaf, kind, inputs_of(name))
@@ -92,7 +97,7 @@ def quantize_tree(params: Any, kind: str) -> Any:
 
 
 def dequantize_tree(params: Any, kind: str) -> Any:
-    """The inverse, up to rounding."""
+    """Returns the parameters with codes and scales replaced by float32 matrices; inverts `quantize_tree`."""
     return _of_projections(params, lambda _, leaf: dequantized(**leaf, kind=kind))
 
 

@@ -1,4 +1,4 @@
-"""Rotary frequencies: the geometric series, and the ways in which published models stretch it."""
+"""Rotary frequencies: the geometric series, and the scalings that published models apply to it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """Every frequency divided by `factor`: positions pressed together (Chen et al., arXiv:2306.15595)."""
+    """Divides every frequency by `factor`, so that longer contexts fit (Chen et al., arXiv:2306.15595)."""
 
     factor: float
 
@@ -20,11 +20,11 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3.1's scaling, by how often a frequency turns within the original context.
+    """Llama 3.1's scaling: it depends on a frequency's number t of full rotations in the original context.
 
-    Let t = original_length * frequency / 2 pi, the turns. From `high_turns` on a frequency stays, up to
-    `low_turns` it is divided by `factor`, and between them the two are mixed linearly in t
-    (Llama team, arXiv:2407.21783; the formula is in the released model code).
+    t = original_length * frequency / 2 pi, with original_length in tokens. A frequency with t >= `high_turns`
+    is unchanged, one with t <= `low_turns` is divided by `factor`; in between the two results are mixed
+    linearly in t (Llama team, arXiv:2407.21783; the formula is in the released model code).
     """
 
     factor: float
@@ -42,9 +42,10 @@ RopeScaling = LinearScaling | Llama3Scaling
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
-    """(head_dim / 2,) float32: radians by which each pair turns from one position to the next.
+    """Returns each pair's rotation per position in radians, (head_dim / 2,) float32.
 
-    theta^(-2 i / head_dim) for pair i (Su et al., arXiv:2104.09864), scaled; computed in float64.
+    It is theta^(-2 i / head_dim) for pair i (Su et al., arXiv:2104.09864), changed by `scaling`, if any;
+    computed in float64.
     """
     frequencies = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     return (scaling(frequencies) if scaling else frequencies).astype(np.float32)

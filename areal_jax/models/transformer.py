@@ -1,9 +1,9 @@
 """The one model definition: a decoder-only transformer (GQA, RoPE, RMSNorm, gated MLP) in Flax NNX.
 
-The trainer's packed forward, the generator's prefill and its decode step are calls of the same `Transformer`
-with another `Attention`. Layers are stacked along a leading axis L and run by a scan. Residuals, norms,
-rotary embeddings and softmax are float32; matrix products read `config.dtype` and accumulate in float32.
-Logical axis names stand beside each parameter's shape and initializer; `parallel.mesh` maps them onto
+The trainer's packed forward, the generator's prefill and its decode step call the same `Transformer` with
+different kinds of `Attention`. Layers are stacked along a leading axis L and run by a scan. Residuals, norms,
+rotary embeddings and softmax are float32; matrix products read `config.dtype` and accumulate in float32. Each
+parameter is declared with its shape, initializer and logical axis names, which `parallel.mesh` maps onto
 devices.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +28,32 @@ from areal_jax.models.quantize import dequantized, inputs_of, shapes
 from areal_jax.models.rope import inverse_frequencies
 
 Remat = Literal["none", "layer", "dots"]
-"""What a layer's backward pass computes again: nothing, all of it, or all but products and attention."""
+"""Which of a layer's activations the backward pass recomputes: none; layer: all; dots: all but the results
+of matrix products and attention.
+"""
+
+
+class Execution(NamedTuple):
+    """How a forward pass is executed; the choice changes results only by rounding."""
+
+    remat: Remat = "none"
+    rows: NamedSharding | None = None
+    """Sharding of the activations' rows over a mesh, applied after every layer; None leaves it to XLA.
+
+    XLA would shard activations like parameters: on an fsdp mesh each device would then compute all rows, but
+    only a part of their width.
+    """
+
+
+PLAIN = Execution()
 
 
 def rematerialised(layer: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
+    """Returns `layer` with a backward pass that recomputes activations instead of storing them.
+
+    `remat`: none (it stores all), layer (recomputes all), dots (all but results of matrix products and
+    attention).
+    """
     if remat == "none":
         return layer
     if remat == "layer":
@@ -42,23 +64,23 @@ def rematerialised(layer: Callable[..., Any], remat: Remat) -> Callable[..., Any
 
 
 Axes = tuple[str | None, ...]
-"""Logical names; None stays whole on every mesh."""
+"""Logical names of an array's axes; an axis with the name None is not sharded on any mesh."""
 
 
-def _param(key: Array, shape: tuple[int, ...], axes: Axes, scale: float) -> nnx.Param:
-    return nnx.Param(scale * jax.random.normal(key, shape), out_sharding=axes, eager_sharding=False)
+def _param(value: Array, axes: Axes) -> nnx.Param:
+    return nnx.Param(value, out_sharding=axes, eager_sharding=False)
 
 
-def _zeros(shape: tuple[int, ...], axes: Axes) -> nnx.Param:
-    return nnx.Param(jnp.zeros(shape), out_sharding=axes, eager_sharding=False)
+def _normal(key: Array, shape: tuple[int, ...], axes: Axes, scale: float) -> nnx.Param:
+    return _param(scale * jax.random.normal(key, shape), axes)
 
 
 def _ones(size: int, axis: str) -> nnx.Param:
-    return nnx.Param(jnp.ones(size), out_sharding=(axis,), eager_sharding=False)
+    return _param(jnp.ones(size), (axis,))
 
 
 def rms_norm(x: Float[Array, "... D"], scale: Array, eps: float) -> Float[Array, "... D"]:
-    """x / rms(x) * scale, in float32 (Zhang & Sennrich, arXiv:1910.07467)."""
+    """Returns x / rms(x) * scale, in float32 (Zhang & Sennrich, arXiv:1910.07467)."""
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * scale.astype(jnp.float32)
 
@@ -66,7 +88,10 @@ def rms_norm(x: Float[Array, "... D"], scale: Array, eps: float) -> Float[Array,
 def rotate(
     x: Float[Array, "B T H h"], positions: Int[Array, "B T"], frequencies: np.ndarray
 ) -> Float[Array, "B T H h"]:
-    """Rotary position embedding by (h/2,) `frequencies`, halves convention (Su et al., arXiv:2104.09864)."""
+    """Returns x with each pair (i, i + h/2) of elements rotated by position * frequencies[i].
+
+    RoPE, Su et al. (arXiv:2104.09864). `frequencies` is (h/2,).
+    """
     half = x.shape[-1] // 2
     angles = positions[..., None] * jnp.asarray(frequencies)  # (B, T, h/2)
     cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
@@ -75,7 +100,7 @@ def rotate(
 
 
 class FeatureMajor(struct.PyTreeNode):
-    """A matrix with a row for each output: what a CPU reads as it lies, where a product has few rows."""
+    """A matrix stored transposed, a row per output: a CPU multiplies few rows of x by it without a copy."""
 
     rows: Float[Array, "O I"]
 
@@ -87,16 +112,19 @@ class FeatureMajor(struct.PyTreeNode):
         out = jax.lax.dot_general(
             self.rows.astype(dtype), flat, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
         )
-        # Fenced: XLA would take operands and transposition for x @ rows.T, whose kernel repacks the matrix.
+        # The barrier keeps XLA from rewriting this as x @ rows.T, which repacks the matrix.
         return jax.lax.optimization_barrier(out).T[:count].reshape(*x.shape[:-1], -1)
 
 
 FEWEST_ROWS = 8
-"""Of a product of bfloat16: with fewer, XLA takes a kernel on a CPU that is several times slower."""
+"""bfloat16 products are padded to this many rows: for fewer, XLA's CPU kernel is several times slower."""
 
 
 def project(x: Float[Array, "... I"], weight: Array | FeatureMajor, dtype: str) -> Float[Array, "... O"]:
-    """x @ weight in `dtype` with float32 accumulation; two-dimensional, as CPU kernels want it."""
+    """Returns float32 x @ weight, of operands cast to `dtype`; the output axes are flattened to one.
+
+    Both operands are reshaped to two dimensions, as fast CPU kernels require.
+    """
     if isinstance(weight, FeatureMajor):
         return weight.product(x, dtype)
     flat = weight.reshape(x.shape[-1], -1).astype(dtype)
@@ -105,23 +133,24 @@ def project(x: Float[Array, "... I"], weight: Array | FeatureMajor, dtype: str) 
 
 
 class Adapter(nnx.Module):
-    """Low-rank factors beside a matrix whose first `inputs` axes are contracted: a random, b zero, so that
-    nothing changes yet (Hu et al., arXiv:2106.09685). The axis of the rank stays whole on a mesh.
+    """The low-rank factors a and b that adapt a matrix of `shape`; its first `inputs` axes are its inputs.
+
+    Initially a is random and b is zero, so that a b adds 0 (Hu et al., arXiv:2106.09685). The rank's axis is
+    not sharded.
     """
 
     def __init__(self, key: Array, shape: tuple[int, ...], axes: Axes, inputs: int, rank: int) -> None:
         scale = math.prod(shape[:inputs]) ** -0.5
-        self.a = _param(key, (*shape[:inputs], rank), (*axes[:inputs], None), scale)
-        self.b = _zeros((rank, *shape[inputs:]), (None, *axes[inputs:]))
+        self.a = _normal(key, (*shape[:inputs], rank), (*axes[:inputs], None), scale)
+        self.b = _param(jnp.zeros((rank, *shape[inputs:])), (None, *axes[inputs:]))
 
 
 class Quantized(nnx.Module):
-    """A frozen matrix's codes and scale (`models.quantize`); zeros until a matrix is quantised."""
+    """A frozen matrix's codes and scale (`models.quantize`), all zeros until `Model.from_base` sets them."""
 
     def __init__(self, kind: str, shape: tuple[int, ...], axes: Axes, inputs: int) -> None:
         for name, leaf in shapes(kind, shape, inputs).items():
-            zeros = jnp.zeros(leaf.shape, leaf.dtype)
-            setattr(self, name, nnx.Param(zeros, out_sharding=axes, eager_sharding=False))
+            setattr(self, name, _param(jnp.zeros(leaf.shape, leaf.dtype), axes))
 
 
 Projections: TypeAlias = "SelfAttention | GatedMLP"
@@ -135,10 +164,13 @@ def add_matrix(
     axes: Axes,
     scale: float,
 ) -> None:
-    """The projection `name` of a block, as floats or quantised, and its adapter where the config has one."""
+    """Add the matrix `name`, in floats or quantised, and its adapter, if the config has one, to `block`.
+
+    `axes`: logical names of its axes. `scale`: standard deviation of its initial values.
+    """
     c, inputs = block.config, inputs_of(name)
     if c.quantize == "none":
-        setattr(block, name, _param(rngs.params(), shape, axes, scale))
+        setattr(block, name, _normal(rngs.params(), shape, axes, scale))
     else:
         setattr(block, name, Quantized(c.quantize, shape, axes, inputs))
     if c.lora is not None and name in c.lora.names:
@@ -146,7 +178,7 @@ def add_matrix(
 
 
 def matrix(block: Projections, name: str) -> Array | FeatureMajor:
-    """W of the projection `name`."""
+    """Returns the matrix W of the projection `name`, dequantised if it is stored as codes."""
     weight, kind = getattr(block, name), block.config.quantize
     if kind == "none":
         return weight.get_value()
@@ -154,7 +186,7 @@ def matrix(block: Projections, name: str) -> Array | FeatureMajor:
 
 
 def projected(block: Projections, name: str, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
-    """x W, and (alpha / rank) (x a) b where the block has an adapter beside W; each as `project` does it."""
+    """Returns x W, plus (alpha / rank) (x a) b if W has an adapter; `project` computes each product."""
     c = block.config
     out = project(x, matrix(block, name), c.dtype)
     if c.lora is None or name not in c.lora.names:
@@ -164,6 +196,8 @@ def projected(block: Projections, name: str, x: Float[Array, "... I"]) -> Float[
 
 
 class SelfAttention(nnx.Module):
+    """The projections before and after attention; the attention itself is an argument of `Block`."""
+
     def __init__(self, c: ModelConfig, rngs: nnx.Rngs) -> None:
         self.config = nnx.static(c)
         scale = c.width**-0.5
@@ -173,13 +207,11 @@ class SelfAttention(nnx.Module):
             ("v", c.kv_heads, "kv_heads"),
         ):
             add_matrix(self, name, rngs, (c.width, heads, c.head_dim), ("embed", axis, "head_dim"), scale)
+            if c.has_qkv_bias:
+                setattr(self, f"{name}_bias", _param(jnp.zeros((heads, c.head_dim)), (axis, "head_dim")))
         scale = (2 * c.layers * c.heads * c.head_dim) ** -0.5
         shape = (c.heads, c.head_dim, c.width)
         add_matrix(self, "out", rngs, shape, ("heads", "head_dim", "embed"), scale)
-        if c.has_qkv_bias:
-            self.q_bias = _zeros((c.heads, c.head_dim), ("heads", "head_dim"))
-            self.k_bias = _zeros((c.kv_heads, c.head_dim), ("kv_heads", "head_dim"))
-            self.v_bias = _zeros((c.kv_heads, c.head_dim), ("kv_heads", "head_dim"))
         if c.has_qk_norm:
             self.q_norm, self.k_norm = _ones(c.head_dim, "head_dim"), _ones(c.head_dim, "head_dim")
 
@@ -187,7 +219,9 @@ class SelfAttention(nnx.Module):
         c = self.config
         q, k, v = (projected(self, name, x).reshape(*x.shape[:-1], -1, c.head_dim) for name in "qkv")
         if c.has_qkv_bias:
-            q, k, v = q + self.q_bias[...], k + self.k_bias[...], v + self.v_bias[...]
+            q, k, v = (
+                x + getattr(self, f"{name}_bias")[...] for x, name in zip((q, k, v), "qkv", strict=True)
+            )
         if c.has_qk_norm:
             q, k = rms_norm(q, self.q_norm[...], c.norm_eps), rms_norm(k, self.k_norm[...], c.norm_eps)
         frequencies = inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
@@ -199,7 +233,7 @@ class SelfAttention(nnx.Module):
 
 
 class GatedMLP(nnx.Module):
-    """down(silu(gate(x)) * up(x)) (Shazeer, arXiv:2002.05202)."""
+    """Computes down(silu(gate(x)) * up(x)) (Shazeer, arXiv:2002.05202)."""
 
     def __init__(self, c: ModelConfig, rngs: nnx.Rngs) -> None:
         self.config = nnx.static(c)
@@ -214,6 +248,8 @@ class GatedMLP(nnx.Module):
 
 
 class Block(nnx.Module):
+    """One layer: attention, then MLP; each reads the normed residual stream and adds its result to it."""
+
     def __init__(self, c: ModelConfig, rngs: nnx.Rngs) -> None:
         self.config = nnx.static(c)
         self.attention_norm = _ones(c.width, "embed")
@@ -230,20 +266,22 @@ class Block(nnx.Module):
         return by_rows(self.after, x, attended), cache
 
     def before(self, x: Array, positions: Array) -> tuple[Array, Array, Array]:
-        """Queries, keys and values; a row's from that row alone."""
+        """Returns the queries, keys and values of the tokens in `x`, each computed from its token alone."""
         normed = rms_norm(x, self.attention_norm[...], self.config.norm_eps)
         return self.attention.queries_keys_values(normed, positions)
 
     def after(self, x: Array, attended: Array) -> Array:
-        """The residual stream behind attention and MLP; a row's from that row alone."""
+        """Returns `x` plus the projected attention output `attended`, plus the MLP's result for that sum."""
         x = x + self.attention.mixed(attended)
         return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.config.norm_eps))
 
 
 class Transformer(nnx.Module):
+    """Embedding, stacked blocks and last norm; `Model.head` applies the LM head."""
+
     def __init__(self, c: ModelConfig, rngs: nnx.Rngs) -> None:
         self.config = nnx.static(c)
-        self.embedding = _param(rngs.params(), (c.vocab_size, c.width), ("vocab", "embed"), c.width**-0.5)
+        self.embedding = _normal(rngs.params(), (c.vocab_size, c.width), ("vocab", "embed"), c.width**-0.5)
 
         @nnx.split_rngs(splits=c.layers)
         @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
@@ -253,7 +291,7 @@ class Transformer(nnx.Module):
         self.blocks = stacked(rngs)
         self.norm = _ones(c.width, "embed")
         if not c.is_tied:
-            self.head = _param(rngs.params(), (c.width, c.vocab_size), ("embed", "vocab"), c.width**-0.5)
+            self.head = _normal(rngs.params(), (c.width, c.vocab_size), ("embed", "vocab"), c.width**-0.5)
 
     def __call__(
         self,
@@ -261,16 +299,14 @@ class Transformer(nnx.Module):
         positions: Int[Array, "B T"],
         attend: Attention,
         cache: Any,
-        remat: Remat,
-        rows: NamedSharding | None = None,
+        execution: Execution,
         apart: Sequence[Any] = (),
     ) -> tuple[Float[Array, "B T D"], Any]:
-        """Hidden states after the last norm, and the cache with these tokens in it.
+        """Returns the hidden states after the last norm, and the cache with these tokens' KV added.
 
-        With an exact attention (`models.exact`) only a layer's inputs are kept for the backward pass,
-        whatever `remat` says. `rows`: how they lie on a mesh, in every layer. XLA would have them lie as the
-        parameters do: on an fsdp mesh, a share of the width of all rows on each device. `apart`: the layers'
-        parameters one by one, where they are not stacked; there is no scan then.
+        With an exact attention (`models.exact`) the forward pass keeps only each layer's inputs for the
+        backward pass, whatever `execution.remat` is. `apart`: each layer's parameters as a tree of their own;
+        the layers then run one after another. Empty: they are stacked, and run by a scan.
         """
         graph, layers = nnx.split(self.blocks)
         read = self.config.params_dtype
@@ -292,6 +328,7 @@ class Transformer(nnx.Module):
             return rows_of(attend)(lambda x: rms_norm(x, scale, self.config.norm_eps), x)
 
         def placed(x: Array) -> Array:
+            rows = execution.rows
             return x if rows is None else jax.lax.with_sharding_constraint(x, rows)
 
         x = placed(as_published(self.embedding[...][tokens].astype(jnp.float32), read))
@@ -299,20 +336,6 @@ class Transformer(nnx.Module):
             for index, params in enumerate(apart):
                 (x, cache), _ = one_layer((x, cache), (index, params))
         else:
-            body = one_layer if is_exact(attend) else rematerialised(one_layer, remat)
+            body = one_layer if is_exact(attend) else rematerialised(one_layer, execution.remat)
             (x, cache), _ = jax.lax.scan(body, (x, cache), (jnp.arange(self.config.layers), layers))
         return as_attended(last_norm, attend, None, (x, as_published(self.norm[...], read))), cache
-
-
-def head_logits(
-    weight: Array | FeatureMajor, hidden: Float[Array, "n D"], is_tied: bool, dtype: str
-) -> Float[Array, "n V"]:
-    """The LM head: `weight` is the embedding (V, D) where it is tied, else (D, V)."""
-    if not is_tied or isinstance(weight, FeatureMajor):
-        return project(hidden, weight, dtype)
-    return jax.lax.dot_general(  # the embedding as it lies: CPUs are slow to transpose bfloat16
-        hidden.astype(dtype),
-        weight.astype(dtype),
-        (((1,), (1,)), ((), ())),
-        preferred_element_type=jnp.float32,
-    )

@@ -1,4 +1,4 @@
-"""The report's curves over a run: by task, lengths and truncation, evaluations by version."""
+"""Draws curves of a run's report: figures by task, failed rewards, completion lengths, and evaluations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from areal_jax.observe.figures import Rows, column, median, smooth
+from areal_jax.observe.figures import Rows, column, last_tenth, median, plot_lines, smooth
 from areal_jax.observe.svg import SERIES, Figure, draw_svg, legend_above
 
 BY_TASK = {
@@ -16,49 +16,54 @@ BY_TASK = {
     "completion_tokens_mean": "Completion length by task, tokens",
     "truncated_share": "Share cut off by length, by task",
 }
-"""Field of a row, `<field>/<task>` there -> the title of its figure."""
+"""Field of a metrics row -> title of its figure; rows contain the field once per task, as `<field>/<task>`.
+"""
 
 
 def task_names(rows: Rows) -> list[str]:
-    """Tasks that the rows tell apart, by name."""
+    """Returns the sorted names of the run's tasks; empty if it has only one.
+
+    The names are read from the fields `reward_mean/<task>`, which the rows of a run with several tasks have.
+    """
     names = {name.partition("/")[2] for row in rows for name in row if name.startswith("reward_mean/")}
     return sorted(names)
 
 
 def task_curve(rows: Rows, field: str, title: str) -> Figure | None:
-    """A line a task; None for a run of one task."""
+    """Draws the fields `<field>/<task>` of the metrics rows over the training steps, one line per task.
+
+    `title`: the text above the figure. Returns None if the run has only one task.
+    """
     columns = {task: column(rows, f"{field}/{task}") for task in task_names(rows)}
     if not columns:
         return None
-    step = column(rows, "step")
 
     def draw(figure: Any) -> None:
-        axes = figure.subplots()
-        _lines(axes, step, {task: smooth(values) for task, values in columns.items()})
+        axes = plot_lines(figure, rows, {task: smooth(values) for task, values in columns.items()})
         if field == "truncated_share":
             axes.set_ylim(0, _share_top(*columns.values()))
         elif field != "reward_mean":
             axes.set_ylim(bottom=0)
-        axes.set_xlabel("step")
 
-    last = ", ".join(f"{task} {_last(values):.2f}" for task, values in columns.items())
+    last = ", ".join(f"{task} {last_tenth(values):.2f}" for task, values in columns.items())
     alt = f"{title}; over the last tenth: {last}."
     return Figure(title, draw_svg(f"task-{field}", draw, (5.2, 2.9), alt), alt)
 
 
 def failure_curve(rows: Rows) -> Figure | None:
-    """Groups that could not be scored, counted up over the run; a line a task where there are several."""
+    """Draws over the steps the cumulative number of groups that could not be scored, one line per task.
+
+    Returns None if every group was scored.
+    """
     names = {f"failed_rewards/{task}": task for task in task_names(rows)} or {"failed_rewards": "all tasks"}
     counts = {label: np.nancumsum(column(rows, name)) for name, label in names.items()}
     if not any(count.any() for count in counts.values()):
         return None
 
     def draw(figure: Any) -> None:
-        axes = figure.subplots()
-        _lines(axes, column(rows, "step"), counts)
+        axes = plot_lines(figure, rows, counts)
         axes.set_ylim(bottom=0)
         axes.yaxis.get_major_locator().set_params(integer=True)
-        axes.set_xlabel("step")
         axes.set_ylabel("groups")
 
     in_all = ", ".join(f"{label} {count[-1]:.0f}" for label, count in counts.items())
@@ -66,19 +71,16 @@ def failure_curve(rows: Rows) -> Figure | None:
     return Figure("Failed rewards so far", draw_svg("failures", draw, (10.6, 2.2), alt), alt)
 
 
-def _lines(axes: Any, step: np.ndarray, columns: Mapping[str, np.ndarray]) -> None:
-    for number, (label, values) in enumerate(columns.items()):
-        axes.plot(step, values, color=SERIES[number % len(SERIES)], label=label)
-    legend_above(axes, columns=min(len(columns), 3))
-
-
 def _share_top(*columns: np.ndarray) -> float:
-    """Upper end of an axis on which small shares can still be read."""
+    """Returns the upper end of a y axis for these fractions: 1.2 times the largest, clipped to 0.1..1.05."""
     return min(1.05, max(0.1, 1.2 * max(np.nanmax(values, initial=0.0) for values in columns)))
 
 
 def length_curve(rows: Rows) -> Figure | None:
-    """Lengths over time, and below them the share of answers that their limit cut off."""
+    """Draws the mean and 99th percentile of completion lengths, and below them the fraction that was cut off.
+
+    The fraction is that of completions that reached their length limit. Returns None if there are no rows.
+    """
     if not rows:
         return None
     step = column(rows, "step")
@@ -98,16 +100,17 @@ def length_curve(rows: Rows) -> Figure | None:
         below.set_xlabel("step")
 
     alt = (
-        f"Completion length by step: mean {_last(mean):.0f} and 99th percentile {_last(p99):.0f} tokens in "
-        f"the last tenth, where {_last(cut):.0%} were cut off; median {median(cut):.0%}."
+        f"Completion length by step: mean {last_tenth(mean):.0f} and 99th percentile {last_tenth(p99):.0f} "
+        f"tokens in the last tenth, where {last_tenth(cut):.0%} were cut off; median {median(cut):.0%}."
     )
     return Figure("Length and truncation over time", draw_svg("length-curve", draw, (5.2, 2.9), alt), alt)
 
 
 def eval_curve(evals: Sequence[Mapping[str, Any]]) -> Figure | None:
-    """Greedy accuracy and pass@1 by version with 95 % intervals, a colour a task.
+    """Draws greedy accuracy and pass@1 by policy version with 95 % intervals, in one colour per task.
 
-    Of several evaluations of a version on the same prompts the newest counts.
+    `evals`: the objects of evals.jsonl, oldest first. If a version was evaluated several times on the same
+    prompts, the newest evaluation is drawn. Returns None if no evaluation has a scored prompt.
     """
     series = _eval_series(evals)
     if not series:
@@ -147,11 +150,15 @@ def eval_curve(evals: Sequence[Mapping[str, Any]]) -> Figure | None:
 
 
 Points = dict[int, tuple[float, float, float]]
-"""version -> (value, low, high)"""
+"""Policy version -> (value, low end, high end of its 95 % interval)."""
 
 
 def _eval_series(evals: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], Points]:
-    """(task and prompts, greedy | pass@1) -> its points."""
+    """Returns for each curve, keyed by (task's label, `greedy` or `pass@1`), version -> (value, low, high).
+
+    `low` and `high` are the ends of the 95 % interval. The label has the task's name, number of prompts and
+    split.
+    """
     series: dict[tuple[str, str], Points] = {}
     for line in evals:
         for name, task in line["tasks"].items():
@@ -165,10 +172,3 @@ def _eval_series(evals: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], Po
                     points = series.setdefault((label, measure), {})
                     points[line["version"]] = (found["value"], found["low"], found["high"])
     return series
-
-
-def _last(values: np.ndarray) -> float:
-    """Mean of the last tenth's finite values."""
-    tail = values[-max(len(values) // 10, 1) :]
-    finite = tail[np.isfinite(tail)]
-    return float(finite.mean()) if finite.size else float("nan")

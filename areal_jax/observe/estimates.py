@@ -15,7 +15,11 @@ Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 
 
 class Estimate(NamedTuple):
-    """A figure and its 95 % interval; None where the scored prompts do not say."""
+    """A value with the ends of its 95 % interval.
+
+    All three are None if there are no data. Only `low` and `high` are None for a mean of equal values, which
+    has no interval.
+    """
 
     value: float | None
     low: float | None
@@ -26,7 +30,9 @@ NOTHING = Estimate(None, None, None)
 
 
 def wilson(share: float, count: float) -> tuple[float, float]:
-    """The Wilson score interval of a share of `count` trials; count > 0, not necessarily whole.
+    """Returns the 95 % Wilson score interval (low, high) of the fraction `share` of `count` trials.
+
+    `count` must be positive, but need not be an integer. For p = `share`, n = `count` and z = 1.96:
 
     (p + z²/2n ± z sqrt(p(1-p)/n + z²/4n²)) / (1 + z²/n). E. B. Wilson, J. Am. Stat. Assoc. 22 (1927) 209.
     """
@@ -38,12 +44,13 @@ def wilson(share: float, count: float) -> tuple[float, float]:
 
 
 def share_estimate(values: Sequence[float] | np.ndarray) -> Estimate:
-    """Mean m of one value in [0, 1] a prompt, with a Wilson interval at the effective number of prompts.
+    """Returns the mean m of `values`, one in [0, 1] per prompt, with a 95 % Wilson interval.
 
-    That number is n m(1 - m) / s²: C. Franco et al., J. Survey Stat. and Methodology 7 (2019) 334. As the
-    variance of few values is too small too often, z² prompts of variance m(1 - m), the largest there is, are
-    counted with them: s² = (n var + z² m(1 - m)) / (n + z²); as many as Agresti and Coull add to a share. For
-    values that are 0 or 1 the interval is Wilson's own; means of several samples vary less, and narrow it.
+    A value may be the mean of several samples, which varies less than 0 or 1. So the interval's number of
+    trials is not n, the number of prompts, but n m(1 - m) / s²: C. Franco et al., J. Survey Stat. and
+    Methodology 7 (2019) 334. s² is the variance of the values, averaged with z² more prompts (z = 1.96) of
+    the largest possible variance, m(1 - m), because the variance of few values is often too small. If all
+    values are 0 or 1, this is the plain Wilson interval.
     """
     x = np.asarray(values, np.float64)
     if not x.size:
@@ -57,34 +64,40 @@ def share_estimate(values: Sequence[float] | np.ndarray) -> Estimate:
 
 
 def mean_estimate(values: Sequence[float] | np.ndarray) -> Estimate:
-    """Mean of one value a prompt, m ± z s / √n, s² the variance over n - 1; no interval where all are equal.
+    """Returns the mean m of `values`, one per prompt, with the 95 % interval m ± z s / √n.
 
-    The central limit theorem over prompts: E. Miller, Adding Error Bars to Evals, arXiv:2411.00640, eq. 1;
-    a prompt's samples are a cluster, of which the mean is one value.
+    s² is the variance of the n values with the divisor n - 1, and z = 1.96. `low` and `high` are None if all
+    values are equal. The interval uses the central limit theorem over prompts: E. Miller, Adding Error Bars
+    to Evals, arXiv:2411.00640, eq. 1. Samples of a prompt are not independent: pass their mean as one value.
     """
     x = np.asarray(values, np.float64)
     if not x.size:
         return NOTHING
     mean = float(x.mean())
-    if x.min() == x.max():  # of one value, or of an unknown range: no interval, rather than a point
+    if x.min() == x.max():  # one value, or an unknown range: no interval rather than one of width 0
         return Estimate(mean, None, None)
     half = Z * float(x.std(ddof=1)) / math.sqrt(x.size)
     return Estimate(mean, mean - half, mean + half)
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """Unbiased probability that at least one of k samples is right, from `right` of `samples`; k <= samples.
+    """Returns the unbiased estimate of pass@k: the probability that at least one of k samples is right.
 
-    1 - C(n - c, k) / C(n, k), as the product 1 - Π_{i = n-c+1..n} (1 - k/i), which neither overflows nor
-    cancels. M. Chen et al., Evaluating Large Language Models Trained on Code, arXiv:2107.03374, eq. 1.
+    It uses n = `samples` samples, of which c = `right` were right: 1 - C(n - c, k) / C(n, k). The form 1 -
+    Π_{i = n-c+1..n} (1 - k/i) neither overflows nor cancels. M. Chen et al., Evaluating Large Language Models
+    Trained on Code, arXiv:2107.03374, eq. 1. Raises ValueError unless 0 <= right <= samples and 1 <= k <=
+    samples.
     """
     if not 0 <= right <= samples or not 1 <= k <= samples:
-        raise ValueError(f"pass@{k} of {right} right among {samples} samples is not defined")
+        raise ValueError(
+            f"pass@{k} of {right} right among {samples} samples is undefined: k must be in 1..{samples}, "
+            f"and right in 0..{samples}"
+        )
     if samples - right < k:
         return 1.0
     return 1.0 - math.prod(1.0 - k / i for i in range(samples - right + 1, samples + 1))
 
 
 def powers_of_two(most: int) -> list[int]:
-    """1, 2, 4, ... up to `most`."""
+    """Returns all powers of two that are at most `most`, from 1 on."""
     return [1 << i for i in range(most.bit_length())]

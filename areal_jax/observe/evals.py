@@ -1,4 +1,4 @@
-"""Evaluations as people see them: the table, the progress, and evals.jsonl in a run's folder."""
+"""Prints evaluations as a table, shows their progress, and reads and writes the file evals.jsonl."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from areal_jax.types import ArealError
+from areal_jax.observe.metrics import read_objects
 
 FILE = "evals.jsonl"
 
 
 def append_eval(folder: Path, figures: Mapping[str, Any]) -> None:
-    """One more line; a last line cut short by a crash is removed first."""
+    """Append an evaluation's figures as a line to the run folder's evals.jsonl.
+
+    First removes an incomplete last line, which a crash may have left.
+    """
     line = json.dumps(figures, ensure_ascii=False, allow_nan=False) + "\n"
     with (folder / FILE).open("ab+") as file:
         file.seek(0)
@@ -23,25 +26,21 @@ def append_eval(folder: Path, figures: Mapping[str, Any]) -> None:
 
 
 def read_evals(folder: Path) -> list[dict[str, Any]]:
-    """Every evaluation, oldest first; none where there is no file. Raises ArealError for a damaged line."""
-    path = folder / FILE
-    if not path.exists():
-        return []
-    *lines, _cut_short = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    found = []
-    for number, line in enumerate(lines, 1):
-        try:
-            found.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise ArealError(f"{path}, line {number}: not JSON ({error}); remove that line") from None
-    return found
+    """Returns the evaluations in a run folder's evals.jsonl, oldest first; empty if there is no such file.
+
+    Raises ArealError for a line that is not a JSON object.
+    """
+    return read_objects(folder / FILE, "remove that line")
 
 
 # --- table --------------------------------------------------------------------------------------------------
 
 
 def print_eval(figures: Mapping[str, Any], stream: TextIO) -> None:
-    """What was evaluated, then the figures task by task; over all prompts where there are several tasks."""
+    """Print the model, a table of each task's figures, and notes on prompts that the figures leave out.
+
+    With several tasks, the table also has the figures over the prompts of all tasks.
+    """
     from rich.console import Console
 
     console = Console(file=stream, highlight=False)
@@ -58,7 +57,10 @@ def headline(figures: Mapping[str, Any]) -> str:
 
 
 def table(figures: Mapping[str, Any]) -> Any:
-    """A rich table: a block of rows a task."""
+    """Returns an evaluation's figures as a rich table with a block of rows for each task.
+
+    If there are several tasks, a last block has the figures over the prompts of all tasks.
+    """
     from rich import box
     from rich.table import Table
 
@@ -75,7 +77,7 @@ def table(figures: Mapping[str, Any]) -> Any:
 
 
 def _lines(task: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """(label, value, interval) of a task's figures."""
+    """Yields (label, value, 95 % interval) as texts for each figure of a task; the interval may be empty."""
     greedy, sampled = task["greedy"], task.get("sampled")
     yield "prompts scored", f"{greedy['scored']} of {task['prompts']}", ""
     yield "greedy accuracy", *_estimate(greedy["accuracy"])
@@ -97,22 +99,29 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _notes(name: str, task: Mapping[str, Any]) -> list[str]:
-    """What the figures leave out."""
+    """Returns notes on prompts that were not evaluated or scored, or that leave too few tokens for an answer.
+
+    `name`: the task's name, `task`: its figures.
+    """
     notes = []
     if task["too_long"]:
         first = ", ".join(task["too_long_prompts"][:3])
-        notes.append(f"{name}: {task['too_long']} prompts leave generation.length no room, such as {first}")
+        notes.append(
+            f"task {name}: {task['too_long']} prompts fill generation.length and were not evaluated, such "
+            f"as {first}; raise generation.length"
+        )
     if task["cramped"]:
         notes.append(
-            f"{name}: {task['cramped']} prompts leave less than generation.max_tokens of generation.length"
+            f"task {name}: {task['cramped']} prompts leave fewer than generation.max_tokens tokens for an "
+            "answer within generation.length; raise generation.length"
         )
     for way in ("greedy", "sampled"):
         one = task.get(way)
         if one and one["failures"]:
             lost, first = one["failed"] + one["timed_out"], one["failures"][0]
             notes.append(
-                f"{name}: {lost} prompts could not be scored ({way}), such as {first['prompt']}: "
-                f"{first['message']}"
+                f"task {name}: the {way} completions of {lost} prompts could not be scored and are left "
+                f"out; correct the task's score (first: {first['prompt']}: {first['message']})"
             )
     return notes
 
@@ -121,7 +130,10 @@ def _notes(name: str, task: Mapping[str, Any]) -> list[str]:
 
 
 class EvalProgress:
-    """A bar a pass in a terminal; anywhere else a line when a pass begins."""
+    """Shows the progress of an evaluation by passes: a pass decodes one task's prompts, greedily or sampled.
+
+    In a terminal each pass has a progress bar; elsewhere one line is written when a pass begins.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console

@@ -1,4 +1,4 @@
-"""The report's curves and histograms. Each returns a Figure, or None where there is nothing to draw."""
+"""Draws the report's curves and histograms. Each drawing function returns a Figure, or None without data."""
 
 from __future__ import annotations
 
@@ -29,13 +29,17 @@ def reward_curve(rows: Rows) -> Figure | None:
         below.set_title("share of groups with a signal (rewards that differ)")
         below.set_xlabel("step")
 
-    first, last = _ends(reward)
+    first, last = _mean(reward[: max(len(reward) // 10, 1)]), last_tenth(reward)
     alt = f"Mean reward over {len(rows)} steps: {first:.2f} in the first tenth, {last:.2f} in the last."
     return Figure("Reward", draw_svg("reward", draw, (10.6, 4.2), alt), alt)
 
 
 def ages(token_ages: Mapping[int, int], head_ages: Mapping[int, int]) -> Figure | None:
-    """Shares of trained tokens by age, and of trained samples by the age of their first token."""
+    """Draws the fractions of trained tokens by age, and of trained samples by their first token's age.
+
+    An age is the version at the start of the update that trained a token, minus the token's version.
+    `token_ages`: age -> number of tokens; `head_ages`: age -> number of samples. Returns None without tokens.
+    """
     if not token_ages:
         return None
     span = range(max([*token_ages, *head_ages]) + 1)
@@ -55,7 +59,7 @@ def ages(token_ages: Mapping[int, int], head_ages: Mapping[int, int]) -> Figure 
 
     total = sum(token_ages.values())
     mean = sum(age * count for age, count in token_ages.items()) / total
-    alt = f"Age of {total:,} trained tokens in versions: mean {mean:.2f}, at most {max(token_ages)}."
+    alt = f"Age of {total:,} trained tokens: mean {mean:.2f} versions, at most {max(token_ages)} versions."
     return Figure("Token age", draw_svg("ages", draw, (5.2, 2.9), alt), alt)
 
 
@@ -87,39 +91,33 @@ def throughput(rows: Rows) -> Figure | None:
     generated, trained = (column(rows, f"{side}_tokens_per_s") for side in ("generate", "train"))
 
     def draw(figure: Any) -> None:
-        axes = figure.subplots()
-        for values, label, colour in (
-            (generated, "generated", SERIES[0]),
-            (trained, "trained", SERIES[1]),
-        ):
-            axes.plot(column(rows, "step"), smooth(values), color=colour, label=label)
+        axes = plot_lines(figure, rows, {"generated": smooth(generated), "trained": smooth(trained)})
         axes.set_ylim(bottom=0)
-        axes.set_xlabel("step")
         axes.set_ylabel("tokens per second")
-        legend_above(axes)
 
     alt = f"Tokens per second, median: {median(generated):,.0f} generated, {median(trained):,.0f} trained."
     return Figure("Throughput", draw_svg("throughput", draw, (5.2, 2.9), alt), alt)
 
 
 def logp_gap(rows: Rows) -> Figure | None:
-    """How far the log-probs recorded at sampling and recomputed by the trainer differ."""
+    """Draws over the steps how much the log-probs at sampling differ from the trainer's, in nats.
+
+    The lines are the mean, 99.9th percentile and maximum of the absolute difference, and the KL divergence.
+    Returns None if there are no rows.
+    """
     if not rows:
         return None
     names = ("logp_gap_max", "logp_gap_p999", "logp_gap_mean", "mismatch_kl")
     top, tail, mean, kl = (np.abs(column(rows, name)) for name in names)
 
     def draw(figure: Any) -> None:
-        axes = figure.subplots()
-        labels = ("largest", "99.9th percentile", "mean", "KL")
+        lines = {"largest": top, "99.9th percentile": tail, "mean": mean, "KL": kl}
+        positive = {label: np.where(values > 0, values, np.nan) for label, values in lines.items()}
         colours = (SERIES[1], SERIES[2], SERIES[0], SERIES[3])
-        for values, label, colour in zip((top, tail, mean, kl), labels, colours, strict=True):
-            axes.plot(column(rows, "step"), np.where(values > 0, values, np.nan), color=colour, label=label)
+        axes = plot_lines(figure, rows, positive, colours, most_columns=2)
         if np.nanmax(top, initial=0.0) > 0:
             axes.set_yscale("log")
-        axes.set_xlabel("step")
         axes.set_ylabel("|difference|, nats")
-        legend_above(axes)
 
     alt = (
         "Log-probs at sampling against those of the trainer: "
@@ -130,13 +128,17 @@ def logp_gap(rows: Rows) -> Figure | None:
 
 
 def column(rows: Rows, name: str) -> np.ndarray:
-    """A field of every row; nan where a row has null or lacks it."""
+    """Returns the field `name` of every row; nan where its value is null or the row lacks it."""
     values = [row.get(name) for row in rows]
     return np.array([np.nan if value is None else float(value) for value in values])
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Running mean over a twentieth of the run, of what is finite."""
+    """Returns for each step the mean of `values` over this step and those just before it.
+
+    The window has max(len(values) // 20, 1) steps. Values that are not finite are left out; a mean of none is
+    nan.
+    """
     width = max(len(values) // 20, 1)
     kernel = np.ones(width)
     finite = np.isfinite(values)
@@ -145,10 +147,29 @@ def smooth(values: np.ndarray) -> np.ndarray:
     return np.where(weight > 0, total / np.maximum(weight, 1), np.nan)
 
 
-def _ends(values: np.ndarray) -> tuple[float, float]:
-    """Means of the first and of the last tenth."""
-    tenth = max(len(values) // 10, 1)
-    return _mean(values[:tenth]), _mean(values[-tenth:])
+def plot_lines(
+    figure: Any,
+    rows: Rows,
+    columns: Mapping[str, np.ndarray],
+    colours: Sequence[str] = SERIES,
+    most_columns: int = 3,
+) -> Any:
+    """Draw a line over the steps of `rows` for each entry of `columns` (label -> values); return the axes.
+
+    Line i has colour i of `colours`, which repeat if they are too few. `most_columns`: maximum number of
+    columns of the legend.
+    """
+    axes = figure.subplots()
+    for number, (label, values) in enumerate(columns.items()):
+        axes.plot(column(rows, "step"), values, color=colours[number % len(colours)], label=label)
+    axes.set_xlabel("step")
+    legend_above(axes, columns=min(len(columns), most_columns))
+    return axes
+
+
+def last_tenth(values: np.ndarray) -> float:
+    """Returns the mean of the finite values in the last tenth of `values`; nan if there is none."""
+    return _mean(values[-max(len(values) // 10, 1) :])
 
 
 def _mean(values: np.ndarray) -> float:

@@ -1,27 +1,33 @@
-"""The report's timeline: a lane an actor, the whole run in columns and its last seconds as they were."""
+"""Draws what each thread or process did, as lanes of a timeline: of the whole run and of its last seconds."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from areal_jax.observe.svg import IDLE, INK, OTHER, SERIES, Figure, draw_svg, legend_above
-from areal_jax.observe.waits import NS, WINDOW_NS, Interval, is_idle
+from areal_jax.observe.waits import CONTROL, NS, WINDOW_NS, Interval, is_idle
 
 BINS = 240
-"""Columns of the whole run's timeline at most; none is narrower than what the file resolves."""
+"""Maximum number of columns in the whole run's timeline. A column covers at least WINDOW_NS, the resolution
+of the timeline's file.
+"""
 
 HEIGHT = 0.82
-"""Of a lane; the rest is the gap to the next."""
+"""Fraction of a lane's height that is drawn; the rest is the gap to the next lane."""
 
 ZOOM_S = 3.0
-"""Seconds of the timeline's close-up; a run shorter than twice that has none."""
+"""Seconds that the timeline's close-up covers; a run shorter than twice this gets no close-up."""
 
 
 def timeline(intervals: Sequence[Interval]) -> Figure | None:
-    """The whole run: a lane an actor, its height shared out among the activities of each moment."""
+    """Draws the whole run with one lane per component (thread or process); returns None without intervals.
+
+    A lane consists of columns of equal time. In a column, the height of each colour is the fraction of that
+    time that an activity took.
+    """
     if not intervals:
         return None
     lanes = _Lanes(intervals)
@@ -30,23 +36,27 @@ def timeline(intervals: Sequence[Interval]) -> Figure | None:
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
-        for lane, actor in enumerate(reversed(lanes.actors)):
+        for lane, component in enumerate(reversed(lanes.components)):
             floor = np.full(bins + 1, float(lane))  # the last edge repeats the last bin
             for label, colour in lanes.colours.items():
-                height = HEIGHT * _shares(lanes.of(actor, label), edges)
+                height = HEIGHT * _shares(lanes.of(component, label), edges)
                 ceiling = floor + np.append(height, height[-1])
                 if height.any():
                     axes.fill_between(edges, floor, ceiling, step="post", color=colour, linewidth=0)
                 floor = ceiling
         lanes.finish(axes, (lanes.begin_s, lanes.end_s))
 
-    shares = ", ".join(f"{actor} {lanes.working_share(actor):.0%}" for actor in lanes.actors)
-    alt = f"Share of the time that each worked: {shares}."
-    return Figure("Who worked and who waited", draw_svg("lanes", draw, lanes.size, alt), alt)
+    shares = ", ".join(f"{component} {lanes.working_share(component):.0%}" for component in lanes.components)
+    alt = f"Share of the time that each component worked: {shares}."
+    return Figure("Work and waits", draw_svg("lanes", draw, lanes.size, alt), alt)
 
 
 def timeline_zoom(intervals: Sequence[Interval]) -> Figure | None:
-    """The last seconds in which anybody worked, every interval as it was."""
+    """Draws the last ZOOM_S seconds of work, each interval as it was recorded.
+
+    They end when the last component stopped working. Returns None if no component worked, or if the run was
+    shorter than 2 ZOOM_S.
+    """
     working = [each.end_s for each in intervals if not is_idle(each.activity)]
     if not working or max(working) - min(each.start_s for each in intervals) < 2 * ZOOM_S:
         return None
@@ -55,45 +65,84 @@ def timeline_zoom(intervals: Sequence[Interval]) -> Figure | None:
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
-        for lane, actor in enumerate(reversed(lanes.actors)):
+        for lane, component in enumerate(reversed(lanes.components)):
             for label, colour in lanes.colours.items():
                 shown = [
-                    (start, stop) for start, stop in lanes.of(actor, label) if stop > begin and start < end
+                    (start, stop)
+                    for start, stop in lanes.of(component, label)
+                    if stop > begin and start < end
                 ]
                 axes.broken_barh(_bars(shown, begin, end), (lane, HEIGHT), color=colour, linewidth=0)
         lanes.finish(axes, (begin, end))
 
-    alt = f"The same from {begin:.1f} s to {end:.1f} s, activity by activity."
-    return Figure("A close-up of its last seconds", draw_svg("zoom", draw, lanes.size, alt), alt)
+    alt = f"Each activity of each component from {begin:.1f} s to {end:.1f} s of the run."
+    return Figure("The run's last seconds in detail", draw_svg("zoom", draw, lanes.size, alt), alt)
 
 
 def totals(intervals: Sequence[Interval]) -> dict[str, dict[str, float]]:
-    """Seconds by actor and activity."""
+    """Returns component -> activity -> total seconds."""
     spent: dict[str, dict[str, float]] = {}
     for each in intervals:
-        mine = spent.setdefault(each.actor, {})
+        mine = spent.setdefault(each.component, {})
         mine[each.activity] = mine.get(each.activity, 0.0) + each.end_s - each.start_s
     return spent
 
 
-def orchestration(intervals: Sequence[Interval]) -> tuple[float, float]:
-    """From the first update to the end of the last: the seconds in which nobody worked but the control plane,
-    and all of them. To WINDOW_NS, as what is older than a few seconds was coalesced.
+class Orchestration(NamedTuple):
+    """Seconds of control plane work and of idle devices, from the first update's start to the last one's end.
+
+    `idle_s` and `alone_s` compare components and are approximate, because the timeline's file joins intervals
+    shorter than WINDOW_NS. The field `control_alone_share` of metrics rows is exact.
+    """
+
+    whole_s: float
+    control_s: float
+    """Time in which the control plane worked, whether or not devices did."""
+    idle_s: float
+    """Time in which every device was idle."""
+    alone_s: float
+    """Time in which every device was idle and the control plane worked."""
+
+
+def orchestration(intervals: Sequence[Interval]) -> Orchestration:
+    """Returns how long the control plane worked and devices were idle, from the first update to the last.
+
+    All values are 0 for a run without an update.
     """
     updates = [each for each in intervals if each.activity == "update"]
     if not updates:
-        return 0.0, 0.0
-    begin_s, end_s = min(each.start_s for each in updates), max(each.end_s for each in updates)
-    others = [each for each in intervals if each.actor != "control" and not is_idle(each.activity)]
-    alone_s, until_s = 0.0, begin_s
-    for each in sorted(others, key=lambda each: each.start_s):
-        alone_s += max(0.0, min(each.start_s, end_s) - until_s)
-        until_s = max(until_s, each.end_s)
-    return alone_s, end_s - begin_s
+        return Orchestration(0.0, 0.0, 0.0, 0.0)
+    window = min(each.start_s for each in updates), max(each.end_s for each in updates)
+    working = [each for each in intervals if not is_idle(each.activity)]
+    control = _merged([each for each in working if each.component == CONTROL], window)
+    devices = _merged([each for each in working if each.component != CONTROL], window)
+    whole_s, control_s, devices_s = (_length(spans) for spans in ([window], control, devices))
+    either_s = _length(_merged(working, window))
+    return Orchestration(whole_s, control_s, whole_s - devices_s, either_s - devices_s)
+
+
+def _merged(intervals: Sequence[Interval], window: tuple[float, float]) -> list[tuple[float, float]]:
+    """Returns the times within the window that at least one interval covers, as spans that do not overlap."""
+    spans: list[tuple[float, float]] = []
+    for each in sorted(intervals, key=lambda each: each.start_s):
+        start, end = max(each.start_s, window[0]), min(each.end_s, window[1])
+        if spans and start <= spans[-1][1]:
+            spans[-1] = spans[-1][0], max(spans[-1][1], end)
+        elif start < end:
+            spans.append((start, end))
+    return spans
+
+
+def _length(spans: Sequence[tuple[float, float]]) -> float:
+    return sum(end - start for start, end in spans)
 
 
 class _Lanes:
-    """The intervals by actor and label: working activities by name, most time first, and all waits as one."""
+    """The intervals grouped by component and label, for drawing.
+
+    The activities on which most time was spent have labels of their own, as many as SERIES has colours. All
+    other work has the label `other`, and idle time `waits`.
+    """
 
     def __init__(self, intervals: Sequence[Interval]) -> None:
         spent: dict[str, float] = {}
@@ -102,35 +151,35 @@ class _Lanes:
         ranked = sorted((name for name in spent if not is_idle(name)), key=lambda name: -spent[name])
         named = dict(zip(ranked, SERIES, strict=False))
         self.colours = {**named, **({"other": OTHER} if len(ranked) > len(named) else {}), "waits": IDLE}
-        self.actors = list(dict.fromkeys(each.actor for each in intervals))
+        self.components = list(dict.fromkeys(each.component for each in intervals))
         self.begin_s = min(each.start_s for each in intervals)
         self.end_s = max(each.end_s for each in intervals)
         self._spans: dict[tuple[str, str], list[tuple[float, float]]] = {}
         for each in intervals:
             idle = "waits" if is_idle(each.activity) else "other"
             label = each.activity if each.activity in named else idle
-            self._spans.setdefault((each.actor, label), []).append((each.start_s, each.end_s))
+            self._spans.setdefault((each.component, label), []).append((each.start_s, each.end_s))
 
-    def of(self, actor: str, label: str) -> list[tuple[float, float]]:
-        """(start, end) of each, in order."""
-        return self._spans.get((actor, label), [])
+    def of(self, component: str, label: str) -> list[tuple[float, float]]:
+        """Returns (start, end) in seconds of each interval of this component and label, in order."""
+        return self._spans.get((component, label), [])
 
-    def working_share(self, actor: str) -> float:
-        seconds = {label: sum(b - a for a, b in self.of(actor, label)) for label in self.colours}
+    def working_share(self, component: str) -> float:
+        seconds = {label: sum(b - a for a, b in self.of(component, label)) for label in self.colours}
         return 1.0 - seconds["waits"] / (sum(seconds.values()) or 1.0)
 
     @property
     def size(self) -> tuple[float, float]:
-        """Inches."""
-        return 10.6, 0.95 + 0.42 * len(self.actors)
+        """The figure's width and height in inches."""
+        return 10.6, 0.95 + 0.42 * len(self.components)
 
     def finish(self, axes: Any, span: tuple[float, float]) -> None:
         from matplotlib.patches import Patch
 
         axes.set_xlim(*span)
-        axes.set_ylim(-0.1, len(self.actors))
-        middles = [lane + HEIGHT / 2 for lane in range(len(self.actors))]
-        axes.set_yticks(middles, list(reversed(self.actors)))
+        axes.set_ylim(-0.1, len(self.components))
+        middles = [lane + HEIGHT / 2 for lane in range(len(self.components))]
+        axes.set_yticks(middles, list(reversed(self.components)))
         axes.tick_params(axis="y", length=0, labelcolor=INK)
         axes.grid(axis="y", visible=False)
         axes.set_xlabel("seconds since the start")
@@ -141,7 +190,7 @@ class _Lanes:
 
 
 def _shares(spans: Sequence[tuple[float, float]], edges: np.ndarray) -> np.ndarray:
-    """Of each bin, the share that the spans cover."""
+    """Returns, for each bin between two successive edges, the fraction of its time that the spans cover."""
     if not spans:
         return np.zeros(len(edges) - 1)
     starts, ends = np.array(spans).T
@@ -149,14 +198,17 @@ def _shares(spans: Sequence[tuple[float, float]], edges: np.ndarray) -> np.ndarr
 
 
 def _elapsed(instants: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """At each edge, the seconds since every instant before it, added up."""
+    """Returns for each edge the seconds from an instant to the edge, summed over all instants before it."""
     instants = np.sort(instants)
     count = np.searchsorted(instants, edges)
     return count * edges - np.concatenate([[0.0], np.cumsum(instants)])[count]
 
 
 def _bars(spans: Sequence[tuple[float, float]], begin: float, end: float) -> list[tuple[float, float]]:
-    """(start, width) cut to the window; neighbours closer than can be seen are one bar."""
+    """Returns (start, width) of each span, clipped to begin..end, in seconds.
+
+    Spans are merged if the gap between them is below (end - begin) / 800.
+    """
     bars: list[tuple[float, float]] = []
     for start, stop in spans:
         start, stop = max(start, begin), min(stop, end)

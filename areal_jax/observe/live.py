@@ -1,4 +1,4 @@
-"""What a run shows while it trains: a live view in a terminal, one plain line a step anywhere else."""
+"""Shows a run's progress: a live view in a terminal, elsewhere one plain line per step."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Any, Protocol, TextIO
 BARS = "▁▂▃▄▅▆▇█"
 REFRESH_PER_S = 4
 RECENT = 20
-"""Steps that throughputs, shares and the remaining time are averaged over."""
+"""Number of most recent steps over which throughputs, fractions and the remaining time are averaged."""
 
 
 class View(Protocol):
-    """Where a run's progress goes."""
+    """Interface of the displays of a run's progress."""
 
     def show(self, row: Mapping[str, Any]) -> None:
-        """One metrics row, once its step is trained."""
+        """Show one metrics row; called after its step is trained."""
         ...
 
     def note(self, text: str) -> None:
-        """A line that stays: a host joined, a checkpoint is whole."""
+        """Show a line about an event, such as "a host joined", which stays on the screen."""
         ...
 
     def close(self) -> None: ...
@@ -33,7 +33,10 @@ class View(Protocol):
 def make_view(
     stream: TextIO, is_live: bool, total_steps: int, earlier: Sequence[Mapping[str, Any]] = ()
 ) -> View:
-    """A live view where asked for and the stream is a terminal. `earlier` rows are those before a resume."""
+    """Returns a live view if `is_live` and the stream is a terminal, otherwise a plain one.
+
+    `earlier`: metrics rows from before a resume, which the totals include.
+    """
     tally = Tally(total_steps)
     for row in earlier:
         tally.add(row)
@@ -43,7 +46,7 @@ def make_view(
 
 
 class Tally:
-    """The rows so far, as the figures that a view shows."""
+    """The figures that a live or plain view shows, computed from the metrics rows added so far."""
 
     def __init__(self, total_steps: int, now_s: Callable[[], float] = time.monotonic) -> None:
         self.total_steps = total_steps
@@ -68,7 +71,7 @@ class Tally:
         self._seen_s = self._now_s()
 
     def mean(self, name: str) -> float:
-        """Over the recent steps, of those that have it."""
+        """Returns the mean of the field `name` over the last RECENT rows, leaving out nulls; 0 if all are."""
         values = [row[name] for row in self.recent if row.get(name) is not None]
         return statistics.fmean(values) if values else 0.0
 
@@ -77,12 +80,12 @@ class Tally:
 
     @property
     def elapsed_s(self) -> float:
-        """The run's own clock at its last row, and what has passed since."""
+        """Wall time of the run so far in seconds: that in the last row, plus the time since it was added."""
         return float(self.last("wall_s") or 0.0) + self._now_s() - self._seen_s
 
     @property
     def remaining_s(self) -> float | None:
-        """At the recent pace; None before there is one."""
+        """Estimated seconds to the run's end at the pace of recent steps; None before the second step."""
         if len(self.recent) < 2:
             return None
         first, last = self.recent[0], self.recent[-1]
@@ -91,7 +94,10 @@ class Tally:
 
     @property
     def ages(self) -> str:
-        """min/median/max of the last batch's token ages; the mean stands in where a row has no median."""
+        """The last batch's token ages in versions, as text: min / median / max.
+
+        If the row lacks min or median, the text is mean / max.
+        """
         low, mid, high = (self.last(f"token_age_{name}") for name in ("min", "median", "max"))
         if low is None or mid is None:
             return f"{_number(self.last('token_age_mean')):.1f} mean / {_number(high):.0f} max"
@@ -106,7 +112,7 @@ class Tally:
 
 
 class PlainView:
-    """One line a step: what a log file, a pipe or CI gets."""
+    """Writes one line per step, for log files, pipes and CI."""
 
     def __init__(self, stream: TextIO, tally: Tally) -> None:
         self._stream = stream
@@ -139,7 +145,7 @@ class PlainView:
 
 
 class LiveView:
-    """A panel that redraws itself a few times a second, apart from the training thread."""
+    """A panel in the terminal that a thread redraws REFRESH_PER_S times a second."""
 
     def __init__(self, stream: TextIO, tally: Tally) -> None:
         from rich.console import Console
@@ -172,7 +178,7 @@ class LiveView:
 
 
 def panel(tally: Tally) -> Any:
-    """The live view's picture of a tally, a rich renderable."""
+    """Returns the live view's panel for a tally, as a rich renderable."""
     from rich.panel import Panel
     from rich.progress_bar import ProgressBar
     from rich.table import Table
@@ -217,7 +223,10 @@ def panel(tally: Tally) -> Any:
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:
-    """The whole course in `width` characters, each the mean of its share of the steps."""
+    """Returns a bar chart of `values` in at most `width` characters.
+
+    Each character stands for the mean of equally many successive values.
+    """
     if not values:
         return ""
     count = min(width, len(values))
@@ -229,12 +238,12 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
 
 
 def clock(seconds: float) -> str:
-    """1:02:03, 2:03 or 0:03."""
+    """Formats seconds as 1:02:03, 2:03 or 0:03."""
     minutes, second = divmod(int(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
 def _number(value: Any) -> float:
-    """A row's null (what was not finite) shows as nan."""
+    """Returns a value of a metrics row as a float; nan for None, which stands for a non-finite value."""
     return float("nan") if value is None else float(value)

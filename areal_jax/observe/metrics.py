@@ -1,4 +1,4 @@
-"""The metrics row: one JSON object a training step, and the sinks it goes to."""
+"""Writes metrics rows, one JSON object per training step, to a file, TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from areal_jax.plugin import needing
 from areal_jax.types import ArealError
 
 FILE = "metrics.jsonl"
@@ -25,14 +26,15 @@ REQUIRED = (
     "params_digest", "grad_norm", "entropy", "clip_share",
     "completion_tokens_mean", "completion_tokens_p50", "completion_tokens_p99",
 )  # fmt: skip
-"""What every row holds; counts are of that step. A row may hold more."""
+"""Fields that every row must contain; counts cover that step alone. A row may contain more fields."""
 
 
 class MetricsWriter:
     """Appends rows to metrics.jsonl, TensorBoard and Weights & Biases.
 
-    A folder that holds rows is gone on with: a last line cut short is removed, and TensorBoard is told to
-    forget the steps after the last whole row. `wandb` holds the arguments of `wandb.init`; None logs nothing.
+    If the folder already contains rows, the writer continues the file: it removes an incomplete last line
+    that a crash left, and makes TensorBoard discard the steps after the last complete row. `wandb`: the
+    arguments of `wandb.init`; None disables Weights & Biases.
     """
 
     def __init__(
@@ -49,9 +51,15 @@ class MetricsWriter:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Raises ValueError for a row without one of REQUIRED: whoever fills rows forgot it."""
+        """Write one row to the file and, if enabled, to TensorBoard and Weights & Biases.
+
+        Raises ValueError if a field of REQUIRED is missing.
+        """
         if missing := [name for name in REQUIRED if name not in row]:
-            raise ValueError(f"a metrics row lacks {', '.join(missing)}")
+            raise ValueError(
+                f"the metrics row of step {row.get('step')} lacks {', '.join(missing)}; "
+                "add every field of observe.metrics.REQUIRED where the row is made (runtime/rows.py)"
+            )
         plain = _plain(row)
         self._file.write(json.dumps(plain, allow_nan=False) + "\n")
         self._file.flush()
@@ -71,19 +79,21 @@ class MetricsWriter:
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """Every whole row, in order; none where there is no file. A last line cut short by a crash is left out.
+    """Returns every complete row of the folder's metrics.jsonl, in order; empty if there is no such file.
 
-    Raises ArealError for any other line that is no JSON object.
+    Ignores an incomplete last line that a crash left. Raises ArealError for any other line that is not a JSON
+    object.
     """
-    path = folder / FILE
-    if not path.exists():
-        return []
-    *lines, _cut_short = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    return [_parse(line, number, path) for number, line in enumerate(lines, 1) if line.strip()]
+    return read_objects(
+        folder / FILE, "`areal-jax resume` on the run's folder rewrites the file from the journal"
+    )
 
 
 def rewrite(folder: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Replace the file by these rows in one step: the journal is the truth, a resume may know fewer rows."""
+    """Atomically replace the rows of metrics.jsonl by `rows`.
+
+    A resumed run does so, because its journal may end at an earlier step than the file.
+    """
     path = folder / FILE
     aside = path.with_suffix(".jsonl.new")
     with aside.open("w", encoding="utf-8") as file:
@@ -94,21 +104,30 @@ def rewrite(folder: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     os.replace(aside, path)
 
 
-_REMEDY = "`areal-jax resume` writes the file anew from the journal"
+def read_objects(path: Path, remedy: str) -> list[dict[str, Any]]:
+    """Returns the objects of a file with one JSON object per line; empty if there is no file.
 
-
-def _parse(line: str, number: int, path: Path) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ArealError(f"{path}, line {number}: not JSON ({error}); {_REMEDY}") from None
-    if not isinstance(row, dict):
-        raise ArealError(f"{path}, line {number}: not a row but {line[:40]!r}; {_REMEDY}")
-    return row
+    Ignores text after the last line break: a line that a crash cut short. Raises ArealError for a line that
+    is not a JSON object; its message ends with `remedy`.
+    """
+    if not path.exists():
+        return []
+    *lines, _cut_short = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ArealError(f"{path}, line {number}: not JSON ({error}); {remedy}") from None
+        if not isinstance(found[-1], dict):
+            raise ArealError(f"{path}, line {number}: not a JSON object: {line[:40]!r}; {remedy}")
+    return found
 
 
 def _plain(value: Any) -> Any:
-    """JSON's types: arrays of one element become numbers, what is not finite becomes null."""
+    """Returns the value as JSON types: one-element arrays become numbers, non-finite numbers None."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -140,10 +159,6 @@ def _open_board(folder: Path, first_step: int, is_resumed: bool) -> Any:
 
 
 def _start_wandb(folder: Path, settings: Mapping[str, Any]) -> Any:
-    try:
+    with needing("observe.wandb=true", "wandb", instead=", or set observe.wandb=false"):
         import wandb  # pyright: ignore[reportMissingImports]
-    except ModuleNotFoundError:
-        raise ArealError(
-            "observe.wandb=true needs wandb, which is missing; install areal-jax[wandb], or set it to false"
-        ) from None
     return wandb.init(**{"dir": str(folder), **settings})

@@ -1,7 +1,8 @@
-"""report.html: what happened in a run, in one file that needs neither network nor server."""
+"""Renders report.html: the results of a run as one file that needs no network and no server."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -17,7 +18,7 @@ from areal_jax.observe.waits import Interval, is_idle
 
 
 class FailedReward(NamedTuple):
-    """A group that could not be scored."""
+    """A group that could not be scored, and why."""
 
     ordinal: int
     task: str
@@ -27,33 +28,38 @@ class FailedReward(NamedTuple):
 
 @dataclass(frozen=True)
 class ReportData:
-    """Everything a report is made of."""
+    """All data that a report shows."""
 
     title: str
     command: str
-    """What a shell would run to get this run again."""
+    """The shell command that repeats this run."""
     config_yaml: str
     rows: Sequence[Mapping[str, Any]] = ()
     intervals: Sequence[Interval] = ()
     token_ages: Mapping[int, int] = field(default_factory=dict)
-    """Age in versions -> trained tokens of that age."""
+    """Age in versions -> number of trained tokens of that age."""
     head_ages: Mapping[int, int] = field(default_factory=dict)
-    """Age in versions -> trained samples whose first token has that age."""
+    """Age in versions -> number of trained samples with a first token of that age."""
     lengths: Sequence[int] = ()
-    """Completion tokens of the trained samples."""
+    """Number of completion tokens of each trained sample."""
     samples: Sequence[tuple[str, Sequence[SampleView]]] = ()
-    """Samples under the title that they are shown for."""
+    """(title, the samples shown under it), in the order of the page."""
     samples_missing: str = ""
-    """Why there are none that could be shown."""
+    """Why no sample can be shown; empty if samples can be shown."""
     evals: Sequence[Mapping[str, Any]] = ()
-    """Lines of evals.jsonl."""
+    """The run's evaluations: the objects of evals.jsonl."""
     failures: Sequence[FailedReward] = ()
-    """Of the failed rewards those to list, newest first."""
+    """Failed rewards to list, newest first."""
+
+
+def page_css() -> str:
+    """Returns the report's style sheet; its rule `:root` defines all colours as CSS variables."""
+    return files("areal_jax.observe").joinpath("report.css").read_text(encoding="utf-8")
 
 
 def render(data: ReportData) -> str:
-    """The page. A run without a single step renders too."""
-    style = files("areal_jax.observe").joinpath("report.css").read_text(encoding="utf-8")
+    """Returns the report as HTML; a run without a trained step has a report too."""
+    style = page_css()
     body = "\n".join(
         [
             f"<header><h1>{escape(data.title)}</h1>{_tiles(data)}</header>",
@@ -100,7 +106,7 @@ def _tiles(data: ReportData) -> str:
         ),
         ("trainer waits", f"{mean_share(rows, 'trainer_wait_share'):.0%}", "of its time"),
         ("generator idle", f"{mean_share(rows, 'generator_idle_share'):.0%}", "of its time"),
-        ("interruptions", f"{_total(rows, 'interruptions'):,}", "samples went on under newer weights"),
+        ("interruptions", f"{_total(rows, 'interruptions'):,}", "samples continued under newer weights"),
         (
             "dropped",
             f"{sum(drops.values()):,}",
@@ -126,18 +132,21 @@ def _total(rows: Sequence[Mapping[str, Any]], name: str) -> int:
 
 
 def drops_by_reason(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Groups dropped in the whole run; `dropped` counts those of a row that names no reasons."""
-    counts: dict[str, int] = {}
+    """Returns reason -> number of groups dropped for it in the whole run.
+
+    The drops of rows without the field `dropped_by_reason` have the reason `dropped`.
+    """
+    counts: Counter[str] = Counter()
     for row in rows:
-        by_reason = row.get("dropped_by_reason") or {"dropped": row["dropped"]}
-        for reason, count in by_reason.items():
-            if count:
-                counts[reason] = counts.get(reason, 0) + int(count)
-    return counts
+        counts.update(row.get("dropped_by_reason") or {"dropped": row["dropped"]})
+    return {reason: int(count) for reason, count in counts.items() if count}
 
 
 def mean_share(rows: Sequence[Mapping[str, Any]], name: str) -> float:
-    """Mean of a per-step share, each step weighted by how long it took."""
+    """Returns the mean of the field `name`, a fraction of each step's time, weighted by the steps' wall time.
+
+    Rows in which it is null are left out; 0 if it is null in all rows.
+    """
     total, weights, before = 0.0, 0.0, 0.0
     for row in rows:
         now = float(row["wall_s"] or before)
@@ -174,7 +183,10 @@ def _learning(data: ReportData) -> str:
 
 
 def _failures(data: ReportData) -> str:
-    """How many over time, and what was said: equal messages once, the newest first."""
+    """Returns HTML with the curve of failed rewards and a table of their messages; empty if none failed.
+
+    The newest message comes first; equal messages share one line.
+    """
     alike: dict[tuple[str, str, str], list[int]] = {}
     for ordinal, task, outcome, message in data.failures:
         alike.setdefault((task, outcome, message), []).append(ordinal)
@@ -185,13 +197,13 @@ def _failures(data: ReportData) -> str:
         f"<td class=message>{escape(message)}</td></tr>"
         for (task, outcome, message), ordinals in alike.items()
     )
-    head = "<tr><th>task</th><th>outcome</th><th>prompts</th><th>what it said</th></tr>"
+    head = "<tr><th>task</th><th>outcome</th><th>prompts</th><th>message</th></tr>"
     table = f'<table class="failures"><thead>{head}</thead><tbody>{"".join(lines)}</tbody></table>'
     return f"{_figures([curves.failure_curve(data.rows)])}<article>{table}</article>"
 
 
 def _few(ordinals: Sequence[int]) -> str:
-    """The first of them, each once, and how many more there are."""
+    """Returns a text with the first three distinct ordinals, and how many more there are."""
     each = list(dict.fromkeys(ordinals))
     more = f" and {len(each) - 3} more" if len(each) > 3 else ""
     return ", ".join(map(str, each[:3])) + more
@@ -213,29 +225,37 @@ def _asynchrony(data: ReportData) -> str:
 
 
 def _orchestration(intervals: Sequence[Interval]) -> str:
-    alone_s, whole_s = lanes.orchestration(intervals)
-    if not whole_s:
+    found = lanes.orchestration(intervals)
+    if not found.whole_s:
         return ""
+
+    def share(seconds: float) -> str:
+        return f"{seconds:.1f} s ({100 * seconds / found.whole_s:.1f} %)"
+
     return (
-        '<p class="note">From the first update to the last, nobody but the control plane worked for '
-        f"{alone_s:.1f} s of {whole_s:.1f} s, {100 * alone_s / whole_s:.1f} %.</p>"
+        f'<p class="note">In the {found.whole_s:.1f} s from the first update to the last, the control plane '
+        f"worked for {share(found.control_s)}. Every device was idle for {share(found.idle_s)}; every device "
+        f"was idle and only the control plane was busy for {share(found.alone_s)}.</p>"
     )
 
 
 def _waits_table(intervals: Sequence[Interval]) -> str:
-    """The timeline in figures: every actor's activities, which add up to its time."""
+    """Returns an HTML table of the seconds that each component spent in each activity.
+
+    A component's activities add up to its recorded time.
+    """
     if not intervals:
         return ""
     lines = []
-    for actor, spent in lanes.totals(intervals).items():
+    for component, spent in lanes.totals(intervals).items():
         whole = sum(spent.values()) or 1.0
         for activity, span in sorted(spent.items(), key=lambda item: -item[1]):
             idle = " class=idle" if is_idle(activity) else ""
             lines.append(
-                f"<tr{idle}><th scope=row>{escape(actor)}</th><td>{escape(activity)}</td>"
+                f"<tr{idle}><th scope=row>{escape(component)}</th><td>{escape(activity)}</td>"
                 f"<td>{span:.1f} s</td><td>{100 * span / whole:.1f} %</td></tr>"
             )
-    head = "<tr><th>who</th><th>what</th><th>seconds</th><th>share</th></tr>"
+    head = "<tr><th>component</th><th>activity</th><th>seconds</th><th>share</th></tr>"
     return (
         "<details><summary>Every activity in figures</summary>"
         f"<table><thead>{head}</thead><tbody>{''.join(lines)}</tbody></table></details>"

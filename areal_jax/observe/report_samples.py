@@ -1,4 +1,4 @@
-"""The report's samples: every token in its version's tint, underlined by how unlikely it was."""
+"""Renders the report's samples. A token's tint shows its version, and its underline how unlikely it was."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from areal_jax.observe.sample import Piece, SampleView, version_name
 from areal_jax.types import NOT_SAMPLED
 
 TINTS = 7
-"""Background tints of report.css that versions take in turn."""
+"""Number of background tints in report.css; version v has tint v % TINTS."""
 
 FIRST, LAST = 900, 300
-"""Tokens shown of a longer completion: every one is an element of the page."""
+"""Tokens shown from the start and the end of a long completion; every token is an element of the page."""
 
 
 NARROW = 160
-"""Characters of a prompt and tokens of its completion up to which samples stand side by side."""
+"""Maximum of prompt characters plus completion tokens for samples to be laid out side by side."""
 
 
 def sample_groups(groups: Sequence[tuple[str, Sequence[SampleView]]]) -> str:
-    """Samples under the titles that they are shown for."""
+    """Returns the HTML of the samples under their titles; titles without samples are left out."""
     return "".join(
         f'<h3>{escape(title)}</h3><div class="{_columns(views)}">{"".join(map(_sample, views))}</div>'
         for title, views in groups
@@ -30,7 +30,7 @@ def sample_groups(groups: Sequence[tuple[str, Sequence[SampleView]]]) -> str:
 
 
 def _columns(views: Sequence[SampleView]) -> str:
-    """Short ones side by side, long ones over the whole width."""
+    """Returns the CSS class for a row of samples: `samples` (side by side) if all are short, else `wide`."""
     return "samples" if all(len(view.prompt) + len(view.pieces) <= NARROW for view in views) else "wide"
 
 
@@ -57,7 +57,7 @@ def _completion(view: SampleView) -> str:
 
 
 def _token(piece: Piece) -> str:
-    """A token in its version's tint; the less likely it was, the stronger its underline."""
+    """Returns the HTML of a token in its version's tint, underlined more strongly the less likely it was."""
     text = escape(piece.text).replace("\n", "↵\n")
     if piece.version == NOT_SAMPLED:
         return f'<span class="given" title="not sampled">{text}</span>'

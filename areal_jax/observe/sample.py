@@ -1,4 +1,4 @@
-"""One sample as a person reads it: its text, token by token, coloured by version and shaded by log-prob."""
+"""Renders one sample for the terminal: its tokens coloured by version and by log-prob."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, TextIO
 from areal_jax.types import NOT_SAMPLED, PolicyVersion, VersionSpan
 
 COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")
-"""By version, in turn: neighbouring versions never share one."""
+"""Colours of versions, in rotation; neighbouring versions have different colours."""
 
 RARE, VERY_RARE = math.log(0.1), math.log(0.01)
-"""Log-probs below which a token counts as unlikely."""
+"""Tokens with a log-prob below RARE are underlined, those below VERY_RARE are bold too."""
 
 SHADES = (
     (0.5, ""),
@@ -22,11 +22,13 @@ SHADES = (
     (0.01, "black on bright_red"),
     (0.0, "bold white on red"),
 )
-"""(least probability, style) of a token read by its log-prob, in colours that every terminal has."""
+"""(minimum probability, style) of tokens coloured by log-prob; the first row whose minimum is reached
+applies. Every terminal has these colours.
+"""
 
 
 class Piece(NamedTuple):
-    """One token of a completion; `logp` is what was recorded when it was sampled."""
+    """One token of a completion: its text, its policy version, and its log-prob recorded at sampling."""
 
     text: str
     version: PolicyVersion
@@ -35,7 +37,10 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class SampleView:
-    """What is shown of a sample. Tokens that no policy sampled carry NOT_SAMPLED and log-prob 0."""
+    """The displayed content of a sample.
+
+    A token that the run did not sample, as in a reference answer, has version NOT_SAMPLED and log-prob 0.
+    """
 
     sample_id: str
     prompt: str
@@ -45,16 +50,16 @@ class SampleView:
     stop_reason: str = ""
     task: str = ""
     note: str = ""
-    """How it was judged: what was compared with what."""
+    """How the sample was scored, such as which answers were compared."""
     truncated: bool = False
     interruptions: int = 0
-    """How often it went on under newer weights."""
+    """Number of times that the version changed in the middle of the sample."""
     completion: str = ""
-    """Its text, special tokens dropped; the pieces mark them."""
+    """The completion's text without special tokens; the pieces include them."""
 
     @property
     def spans(self) -> list[VersionSpan]:
-        """Runs of pieces of one version, in order."""
+        """The completion divided, in order, into spans of consecutive pieces of one version."""
         spans, start = [], 0
         for version, run in groupby(self.pieces, key=lambda piece: piece.version):
             end = start + len(list(run))
@@ -64,7 +69,7 @@ class SampleView:
 
     @property
     def headline(self) -> str:
-        """Reward, its parts, how long it is and why it stopped."""
+        """One line with the reward and its parts, number of tokens, total log-prob, and the stop reason."""
         reward = "not scored" if self.reward is None else f"reward {self.reward:.3g}"
         parts = ", ".join(f"{name} {value:.3g}" for name, value in self.parts.items())
         sampled = [piece for piece in self.pieces if piece.version != NOT_SAMPLED]
@@ -88,7 +93,7 @@ class SampleView:
         return f"sample {self.sample_id}" + (f" of {self.task}" if self.task else "")
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """Returns all fields as values that JSON can represent."""
         return {
             "sample": self.sample_id,
             "task": self.task,
@@ -110,9 +115,10 @@ def version_name(version: PolicyVersion) -> str:
 
 
 def render_sample(view: SampleView, is_coloured: bool = True) -> Any:
-    """A rich renderable. In colour the completion is shown twice: by version and by log-prob.
+    """Returns the sample as a rich renderable.
 
-    By version, unlikely tokens are underlined (p < 0.1) and bold as well (p < 0.01).
+    In colour the completion appears twice: coloured by version, then by log-prob. In the first, tokens with a
+    probability below 0.1 at sampling are underlined, and those below 0.01 are bold as well.
     """
     from rich.console import Group
     from rich.text import Text
@@ -128,7 +134,7 @@ def render_sample(view: SampleView, is_coloured: bool = True) -> Any:
 
 
 def print_sample(view: SampleView, stream: TextIO) -> None:
-    """To a terminal in colour, to anything else as plain text."""
+    """Print the sample: in colour if the stream is a terminal, otherwise as plain text."""
     from rich.console import Console
 
     console = Console(file=stream, highlight=False)
@@ -138,21 +144,16 @@ def print_sample(view: SampleView, stream: TextIO) -> None:
 def _text(view: SampleView, style_of: Callable[[Piece], str]) -> Any:
     from rich.text import Text
 
-    text = Text()
-    for piece in view.pieces:
-        text.append(_visible(piece.text), style=style_of(piece))
-    return text
+    return Text.assemble(*((_visible(piece.text), style_of(piece)) for piece in view.pieces))
 
 
 def _version_legend(view: SampleView) -> Any:
     from rich.text import Text
 
     legend = Text("versions  ", style="dim")
-    for span in view.spans:
-        legend.append(f"{version_name(span.version)} [{span.start}:{span.end}]", style=_colour(span.version))
-        legend.append("  ")
-    legend.append("underlined: p < 0.1, bold: p < 0.01", style="dim")
-    return legend
+    for version, start, end in view.spans:
+        legend.append(f"{version_name(version)} [{start}:{end}]", style=_colour(version)).append("  ")
+    return legend.append("underlined: p < 0.1, bold: p < 0.01", style="dim")
 
 
 def _logp_legend() -> Any:
@@ -160,13 +161,12 @@ def _logp_legend() -> Any:
 
     legend = Text("probabilities  ", style="dim")
     for least, style in SHADES:
-        legend.append(f" ≥ {least:g} " if least else " less ", style=style)
-        legend.append(" ")
+        legend.append(f" ≥ {least:g} " if least else " less ", style=style).append(" ")
     return legend
 
 
 def _visible(text: str) -> str:
-    """A new line shows as such and still breaks the line."""
+    """Returns the text with a visible character before each line break."""
     return text.replace("\n", "↵\n")
 
 

@@ -1,4 +1,4 @@
-"""matplotlib's figures as inline SVG that takes its colours from the page, light or dark."""
+"""Turns matplotlib's figures into inline SVG that uses the page's colours, light or dark."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAGE_COLOURS = {
     "#0a0006": "var(--c6)",
     "#0a0007": "var(--other)",
 }
-"""Stand-ins that matplotlib draws with -> the page's custom properties."""
+"""Placeholder colour in matplotlib's output -> the page's CSS variable that replaces it."""
 
 INK, MUTED, LINE, IDLE, *SERIES, OTHER = PAGE_COLOURS
 
@@ -58,12 +58,14 @@ class Figure(NamedTuple):
     title: str
     svg: str
     alt: str
-    """What the picture says, in words."""
-    note: str = ""
+    """The content of the figure in words."""
 
 
 def draw_svg(name: str, draw: Callable[[Any], None], size: tuple[float, float], alt: str) -> str:
-    """Draw and return inline SVG. Ids get the figure's name, because all figures share one page."""
+    """Returns the inline SVG of what `draw(figure)` draws; `size`: inches; `alt`: the figure in words.
+
+    `name` is the prefix of every id in it, because all figures share one page.
+    """
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure as Canvas
@@ -85,6 +87,14 @@ def draw_svg(name: str, draw: Callable[[Any], None], size: tuple[float, float], 
     return svg
 
 
+def standalone(figure: Figure, page_css: str) -> str:
+    """Returns the figure as the text of an SVG file with the light and dark colours of `page_css`."""
+    colours = re.findall(r"(?:@media[^{]*\{\s*)?:root \{[^}]*\}(?:\s*\})?", page_css)
+    rules = [*colours, "svg { background: var(--page); }", "text { font-family: system-ui, sans-serif; }"]
+    opening, rest = figure.svg.split(">", 1)
+    return f"{opening}><style>{' '.join(rules)}</style>{rest}"
+
+
 def _page_font(found: re.Match[str]) -> str:
     return f"font-size: {found[2].strip()}" if found[2] else ""
 
@@ -95,5 +105,8 @@ def _open_tag(alt: str) -> Callable[[re.Match[str]], str]:
 
 
 def legend_above(axes: Any, columns: int = 2, **settings: Any) -> None:
-    """Beside nothing that is drawn."""
+    """Put the legend in `columns` columns above the axes, where it hides no data.
+
+    `settings`: further arguments of matplotlib's `axes.legend`.
+    """
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, handlelength=1.2, **settings)

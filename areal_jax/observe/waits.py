@@ -1,7 +1,8 @@
-"""Who works and who waits. An actor is always in exactly one activity, so its seconds add up.
+"""Records what each thread or process does, and gives every wait a deadline.
 
-Activities that start with "wait" are idle time. Every wait has a deadline and an owner: one that passes
-becomes an error that names who waited for what.
+A component (a thread or process with a clock) is always in exactly one activity, so the seconds of its
+activities add up to the elapsed time. Activities that start with "wait" are idle time. A wait that passes its
+deadline raises an error that names the component and what it waited for.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,21 +25,31 @@ T = TypeVar("T")
 NS = 1_000_000_000
 
 EXACT_NS = 5 * NS
-"""The last seconds of a timeline hold every interval as it was; older ones are coalesced."""
+"""Age up to which a timeline keeps every interval as recorded; older intervals are coalesced."""
 
 WINDOW_NS = NS // 4
-"""Coalesced: in a window of this length an activity has one interval as long as all its intervals together,
-so shares stay exact and an actor with four activities writes about 1000 intervals a minute at most."""
+"""Window of coalescing: within a window, an activity's intervals are joined to one with their total length.
+
+Totals by activity stay exact, and a component with four activities writes at most about 1000 intervals a
+minute.
+"""
+
+
+CONTROL = "control"
+"""Component name of the control plane; every other component counts as a device."""
+
+CONTROL_ALONE = "control alone"
+"""Key in the result of `Timeline.take_totals`: the time in which only the control plane worked."""
 
 
 class WaitTimeout(ArealError):
-    """A deadline passed; the message names who waited for what."""
+    """A wait passed its deadline; the message names the component and what it waited for."""
 
 
 class Interval(NamedTuple):
-    """Seconds since the timeline's start."""
+    """One activity of one component, in seconds since the timeline's start."""
 
-    actor: str
+    component: str
     activity: str
     start_s: float
     end_s: float
@@ -48,20 +60,35 @@ def is_idle(activity: str) -> bool:
 
 
 class Clock:
-    """One actor's time. Any thread may switch it; integer nanoseconds, so that sums are exact."""
+    """Measures how long one component spends in each activity; any thread may switch the activity."""
 
-    def __init__(self, activity: str, now_ns: Callable[[], int], has_record: bool) -> None:
-        self._now_ns = now_ns
+    def __init__(
+        self,
+        activity: str,
+        now_ns: Callable[[], int],
+        has_record: bool = False,
+        on_change: Callable[[str], None] | None = None,
+    ) -> None:
+        """The clock starts in `activity`; `now_ns()` returns the time in nanoseconds.
+
+        `on_change(activity)` is called now and at every switch. `has_record`: keep each interval for a
+        timeline's file, not only totals.
+        """
+        self._now_ns, self._on_change = now_ns, on_change
         self._lock = threading.Lock()
         self._activity = activity
         self._since = now_ns()
         self._totals: dict[str, int] = {}
         self._record = _Record() if has_record else None
         self._follower: Callable[[str], None] | None = None
+        if on_change is not None:
+            on_change(activity)
 
     def follow(self, hear: Callable[[str], None]) -> None:
-        """`hear(activity)` is called at every switch from now on, in the thread that switches; not where an
-        error ends an activity: what follows it is nobody's choice.
+        """From now on, call `hear(activity)` at every switch, in the thread that switches.
+
+        If a block under `with clock.doing(...)` raises, the switch back to the previous activity is not
+        reported: a failure must not look like progress.
         """
         self._follower = hear
 
@@ -70,7 +97,7 @@ class Clock:
         return self._activity
 
     def switch(self, activity: str) -> str:
-        """End the present activity, begin this one. Returns the one that ended."""
+        """End the current activity and begin `activity`. Returns the one that ended."""
         former = self._switch(activity)
         if self._follower is not None:
             self._follower(activity)
@@ -80,11 +107,13 @@ class Clock:
         with self._lock:
             self._settle()
             former, self._activity = self._activity, activity
+            if self._on_change is not None:
+                self._on_change(activity)
             return former
 
     @contextmanager
     def doing(self, activity: str) -> Iterator[None]:
-        """In `activity` for the block, then in the former one again."""
+        """Switch to `activity` for the block, then back to the previous one."""
         former = self.switch(activity)
         try:
             yield
@@ -94,14 +123,20 @@ class Clock:
         self.switch(former)
 
     def take_totals(self) -> dict[str, float]:
-        """Seconds by activity since the last take; they add up to the time since then."""
+        """Returns activity -> seconds since the last call, or since the clock was created.
+
+        They add up to the elapsed time.
+        """
         with self._lock:
             self._settle()
             totals, self._totals = self._totals, {}
         return {activity: span / NS for activity, span in totals.items()}
 
     def take_intervals(self, is_final: bool = False) -> list[tuple[str, int, int]]:
-        """(activity, start, end) in nanoseconds of what can be written by now; all there is when final."""
+        """Removes and returns intervals to write to the file, as (activity, start, end) in nanoseconds.
+
+        If `is_final`, these are all intervals; otherwise those older than EXACT_NS.
+        """
         with self._lock:
             self._settle()
             return [] if self._record is None else self._record.take(self._since, is_final)
@@ -117,7 +152,11 @@ class Clock:
 
 
 class _Record:
-    """Intervals on their way to the file: exact while recent, then binned, then joined with equals."""
+    """A clock's intervals that are not yet written to the file.
+
+    They are kept as recorded until they are EXACT_NS old. Then an activity's short intervals within WINDOW_NS
+    are joined to one of their total length.
+    """
 
     def __init__(self) -> None:
         self._recent: deque[tuple[str, int, int]] = deque()
@@ -126,7 +165,7 @@ class _Record:
         self._ready: list[tuple[str, int, int]] = []
 
     def add(self, activity: str, start: int, end: int) -> None:
-        last = self._recent[-1] if self._recent else None  # joined up to a window, or it would never grow old
+        last = self._recent[-1] if self._recent else None  # merged up to a window, to grow old
         if last is not None and last[0] == activity and end - last[1] < WINDOW_NS:
             self._recent[-1] = (activity, last[1], end)
         else:
@@ -141,7 +180,7 @@ class _Record:
             self._close_bin()
             while self._recent:
                 self._emit(*self._recent.popleft())
-        held_back = 0 if is_final else 1  # the last one may still grow
+        held_back = 0 if is_final else 1  # the last interval may still be extended
         cut = len(self._ready) - held_back
         taken, self._ready = self._ready[: max(cut, 0)], self._ready[max(cut, 0) :]
         return taken
@@ -171,10 +210,11 @@ class _Record:
 
 
 class Timeline:
-    """The clocks of a run, and the file their intervals go to.
+    """The clocks of a run, and the file to which their intervals are written.
 
-    A file that exists is gone on with: a resumed run's time starts where the file ends. No path: totals only.
-    `zero_ns`: what `now_ns` was when the time started, where that is known; then it passes between runs too.
+    An existing file is continued. If `path` is None, only totals are kept. `zero_ns`: the value of `now_ns()`
+    at the file's time 0; None = time goes on from the end of the file's last interval, so the time between a
+    run's end and its resume is not counted.
     """
 
     def __init__(
@@ -187,24 +227,43 @@ class Timeline:
         self._now_ns = now_ns
         self._lock = threading.Lock()
         self._clocks: dict[str, Clock] = {}
+        self._working_lock = threading.Lock()  # clocks call _note under their own lock, and under self._lock
+        self._working: set[str] = set()
+        # Exact, whereas overlaps computed from the file's coalesced intervals are not.
+        self._alone = Clock("wait", now_ns)
         if zero_ns is None:
             earlier = [] if path is None else read_intervals(path)
             zero_ns = now_ns() - round(max((each.end_s for each in earlier), default=0.0) * NS)
         self._zero = zero_ns
 
-    def actor(self, name: str, activity: str = "wait: start") -> Clock:
-        """The clock of that name, made in `activity` when it is new."""
+    def clock(self, name: str, activity: str = "wait: start") -> Clock:
+        """Returns the clock with that name; creates it, starting in `activity`, if there is none."""
         with self._lock:
             if name not in self._clocks:
-                self._clocks[name] = Clock(activity, self._now_ns, has_record=self._path is not None)
+                note = partial(self._note, name)
+                self._clocks[name] = Clock(activity, self._now_ns, self._path is not None, note)
             return self._clocks[name]
 
+    def _note(self, component: str, activity: str) -> None:
+        """Called when `component` begins `activity`; times how long only the control plane works."""
+        with self._working_lock:
+            (self._working.discard if is_idle(activity) else self._working.add)(component)
+            self._alone.switch("decide" if self._working == {CONTROL} else "wait")
+
     def take_totals(self) -> dict[str, dict[str, float]]:
-        """Seconds by activity of every actor since the last take (or since the actor's clock was made)."""
-        return {name: clock.take_totals() for name, clock in self._all()}
+        """Returns component -> activity -> seconds since the last call, or since the clock was created.
+
+        If the control plane and other components have clocks here, the key CONTROL_ALONE is added: its
+        `decide` is the time in which only the control plane worked, its `wait` the rest.
+        """
+        clocks = dict(self._all())
+        totals = {name: clock.take_totals() for name, clock in clocks.items()}
+        if CONTROL in clocks and len(clocks) > 1:
+            totals[CONTROL_ALONE] = self._alone.take_totals()
+        return totals
 
     def flush(self) -> None:
-        """Append what is older than the exact tail; `close` appends the rest."""
+        """Append the intervals older than EXACT_NS to the file; `close` appends the rest."""
         self._write(is_final=False)
 
     def close(self) -> None:
@@ -232,28 +291,33 @@ class Timeline:
         return round((instant - self._zero) / NS, 6)
 
 
+_OLD_NAMES: dict[str, str] = {"actor": "component"}
+"""Field names in the timelines of run folders written before 2026-11-22 -> current field names."""
+
+
 def read_intervals(path: Path) -> list[Interval]:
-    """Every whole interval of a timeline's file, none without a file. A line cut short is left out."""
+    """Returns all intervals in a timeline's file, without lines that a crash cut short; empty if no file."""
     if not path.exists():
         return []
     intervals = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            intervals.append(Interval(**json.loads(line)))
-        except (json.JSONDecodeError, TypeError):
-            continue  # a crash cut it short, and what came after began a new line or went on in this one
+            fields: dict[str, Any] = {_OLD_NAMES.get(k) or k: value for k, value in json.loads(line).items()}
+            intervals.append(Interval(**fields))
+        except (json.JSONDecodeError, TypeError, AttributeError):
+            continue  # a crash cut it short; a later interval may have been appended to it
     return intervals
 
 
 def process_timeline(folder: Path, name: str) -> Timeline:
-    """That of one process of a cluster, in a file of its own and in Unix time, which all processes share."""
+    """Returns the timeline of process `name` in a run of several processes: its own file, in Unix time."""
     return Timeline(folder / "logs" / f"timeline-{name}.jsonl", time.time_ns, zero_ns=0)
 
 
 def read_timelines(folder: Path) -> list[Interval]:
-    """All intervals of a run: of its threads, or of all its processes, from the first second on.
+    """Returns all intervals of a run: of its single timeline, or of the timelines of all its processes.
 
-    Between processes, time in which none ran counts as none.
+    In the second case, times in which none of the processes was running are cut out.
     """
     logs = folder / "logs"
     if (path := logs / "timeline.jsonl").exists():
@@ -268,67 +332,33 @@ def read_timelines(folder: Path) -> list[Interval]:
 
 
 def idle_share(totals: Mapping[str, float]) -> float:
-    """Share of an actor's seconds in activities that wait; 0 where no time passed."""
+    """Returns the fraction of a component's seconds spent in waiting activities; 0 if no time passed."""
     elapsed = sum(totals.values())
     return sum(span for activity, span in totals.items() if is_idle(activity)) / elapsed if elapsed else 0.0
 
 
 # --- waits with a deadline ----------------------------------------------------------------------------------
 
-REMEDY = "logs/ says what it did last; where it is only slow, raise runtime.deadline_s"
+REMEDY = "the run folder's logs/ show what each process did last; if one was slow, raise runtime.deadline_s"
 
 
 def get(
     source: queue.Queue[T],
     *,
-    who: str,
+    waiter: str,
     what: str,
     deadline_s: float,
     clock: Clock | None = None,
-    remedy: str = REMEDY,
 ) -> T:
-    """The next item. `what` names it and its sender: "a batch from the control plane". Raises WaitTimeout."""
-    with _waiting(clock, what):
+    """Returns the next item of the queue; raises WaitTimeout if none arrives within `deadline_s`.
+
+    For the message, `waiter` names the waiting component, and `what` the item and its sender, such as "a
+    batch from the control plane". `clock`, if given, records the time as a wait.
+    """
+    with nullcontext() if clock is None else clock.doing(f"wait: {what}"):
         try:
             return source.get(timeout=deadline_s)
         except queue.Empty:
-            raise _timeout(who, what, deadline_s, remedy) from None
-
-
-def wait(
-    event: threading.Event,
-    *,
-    who: str,
-    what: str,
-    deadline_s: float,
-    clock: Clock | None = None,
-    remedy: str = REMEDY,
-) -> None:
-    """Until the event is set. Raises WaitTimeout."""
-    with _waiting(clock, what):
-        if not event.wait(deadline_s):
-            raise _timeout(who, what, deadline_s, remedy)
-
-
-def wait_for(
-    condition: threading.Condition,
-    predicate: Callable[[], Any],
-    *,
-    who: str,
-    what: str,
-    deadline_s: float,
-    clock: Clock | None = None,
-    remedy: str = REMEDY,
-) -> None:
-    """Until the predicate holds, under the condition's lock, which the caller holds. Raises WaitTimeout."""
-    with _waiting(clock, what):
-        if not condition.wait_for(predicate, deadline_s):
-            raise _timeout(who, what, deadline_s, remedy)
-
-
-def _waiting(clock: Clock | None, what: str) -> Any:
-    return nullcontext() if clock is None else clock.doing(f"wait: {what}")
-
-
-def _timeout(who: str, what: str, deadline_s: float, remedy: str) -> WaitTimeout:
-    return WaitTimeout(f"{who} waited {deadline_s:g} s for {what}; {remedy}")
+            raise WaitTimeout(
+                f"{waiter} ends, because it waited {deadline_s:g} s for {what}; {REMEDY}"
+            ) from None

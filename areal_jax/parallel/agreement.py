@@ -1,7 +1,8 @@
-"""Processes of one jax.distributed world do something together: all did it, or it is said who did not.
+"""Steps that all processes of one jax.distributed world take together: all succeed, or all raise an error.
 
-They meet at the coordination service and not on the devices, so every wait has a deadline, and a thread that
-writes may wait while the devices compute.
+The error names the processes that failed. Processes synchronise through jax's coordination service instead of
+a device collective, so every wait has a deadline, and a thread that writes files can wait while the devices
+compute.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from areal_jax.types import ArealError
 
 
 class DisagreementError(ArealError):
-    """What this process did well, another one did not; the message holds its reason."""
+    """Raised if the step failed in another process; the message gives that process and the reason."""
 
 
 def leads() -> bool:
-    """Whether this process does what only one may: the first of its world, or one that is alone."""
+    """Whether this is process 0 of its jax.distributed world, which does what only one process may do."""
     return jax.process_index() == 0
 
 
 @contextmanager
 def together(what: str, deadline_s: float) -> Iterator[None]:
-    """Run the block, then go on once every process of the world has run it under the same name `what`.
+    """Run the block, then wait until every process of the world has run its block with the same name `what`.
 
-    What the block raises is raised here once the others have heard of it. Raises DisagreementError where
-    another process's block raised, ArealError where one has not come by the deadline, which begins when this
-    one's block has ended.
+    If the block raises an exception, it is raised again once the other processes have received it. Raises
+    DisagreementError if the block succeeded here but raised in another process, ArealError if another process
+    has not finished its block within `deadline_s` after this one.
     """
     failure = None
     try:
@@ -48,9 +49,14 @@ _rounds: Counter[str] = Counter()
 
 
 def _meet(what: str, deadline_s: float, failure: Exception | None) -> None:
+    """Publish this process's outcome of the step `what`, and wait for the outcomes of all others.
+
+    `failure`: the exception that the step raised here; None: it succeeded. Raises DisagreementError if it
+    failed only in others, ArealError if a process has not published its outcome within `deadline_s`.
+    """
     client = distributed.global_state.client
     assert client is not None  # there is more than one process
-    # Of this round alone: who is past the barrier may be in the next one before others have read this one.
+    # Keys are per round: a process past the barrier may begin the next round before others read this one.
     _rounds[what] += 1
     place, before = f"{what}/{_rounds[what]}/", f"{what}/{_rounds[what] - 1}/"
     reason = "" if failure is None else (str(failure) or type(failure).__name__)
@@ -58,19 +64,19 @@ def _meet(what: str, deadline_s: float, failure: Exception | None) -> None:
         client.key_value_set(f"{place}{jax.process_index()}", reason)
         client.wait_at_barrier(what, round(1000 * deadline_s))
         said = client.key_value_dir_get(place)
-        client.key_value_delete(f"{before}{jax.process_index()}")  # which all have read by now
+        client.key_value_delete(f"{before}{jax.process_index()}")  # all have read it by now
     except RuntimeError as error:
         raise ArealError(
-            f"process {jax.process_index()} of {jax.process_count()} waited {deadline_s:g} s for the others: "
-            f"{what}. {_brief(error)}. logs/ says what they did last; where they are only slow, raise "
-            "runtime.deadline_s"
+            f"process {jax.process_index()} of {jax.process_count()} ends, because it waited {deadline_s:g} "
+            f"s for the others at '{what}'. {_brief(error)}. See in the run's logs/ what they did last; if "
+            "they were only slow, raise runtime.deadline_s"
         ) from failure or error
     reasons = [f"process {key.rpartition('/')[2]}: {reason}" for key, reason in said if reason]
     if failure is None and reasons:
-        raise DisagreementError(f"{what}: {'; '.join(reasons)}")
+        raise DisagreementError(f"'{what}' failed in {'; '.join(reasons)}")
 
 
 def _brief(error: RuntimeError) -> str:
-    """Who came and who did not, from the coordination service's account of several lines."""
+    """Returns in one line the coordination service's message, which names the processes that arrived."""
     lines = [line.strip() for line in str(error).splitlines()]
     return " ".join(line for line in lines if line and not line.startswith("RPC:"))[:400].rstrip(".")

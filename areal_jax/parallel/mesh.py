@@ -1,7 +1,7 @@
-"""Meshes, and the rules from a parameter's logical axes to a mesh's.
+"""Device meshes, and the rules by which a parameter's named axes (embed, mlp, ...) are split over mesh axes.
 
-The trainer's mesh has the axes data, fsdp, tensor, context, expert (the last two reserved at size 1); a
-generation host's has tensor alone.
+The trainer's mesh has the axes data, fsdp, tensor, context, expert; the last two are reserved (size 1). A
+generation host's mesh has only the axis tensor.
 """
 
 from __future__ import annotations
@@ -25,39 +25,48 @@ RULES: dict[str, str | None] = {
     "layers": None,
 }
 ROWS = PartitionSpec(("data", "fsdp"))
-"""How a batch's rows lie on the trainer's mesh."""
+"""Partition of a batch over the trainer's mesh: rows are split over the axes data and fsdp."""
 
 
-def make_mesh(shape: Mapping[str, int], devices: Sequence[Any], who: str) -> Mesh:
-    """A mesh of `shape` over the first devices. Raises ArealError when there are too few."""
+def make_mesh(shape: Mapping[str, int], devices: Sequence[Any], owner: str) -> Mesh:
+    """Returns a mesh of `shape` (axis name -> size) over as many of the first `devices` as it needs.
+
+    Raises ArealError if there are too few devices; the message names `owner`, such as "the trainer".
+    """
     needed = int(np.prod(list(shape.values())))
     if needed > len(devices):
         axes = " x ".join(f"{axis}={size}" for axis, size in shape.items() if size > 1)
         raise ArealError(
-            f"{who}'s mesh {axes or 'of one device'} needs {needed} devices, there are {len(devices)}; make "
-            "it smaller, or on a CPU raise the number of virtual devices (runtime.placement=split makes them)"
+            f"{owner}'s mesh {axes or 'of one device'} needs {needed} devices, but only {len(devices)} are "
+            "there; make it smaller (trainer.mesh, runtime.host_tensor), or on a CPU use more virtual "
+            "devices (runtime.placement=split creates them)"
         )
     return Mesh(np.array(devices[:needed]).reshape(tuple(shape.values())), tuple(shape))
 
 
 def own_rows(mesh: Mesh, rows: int) -> np.ndarray:
-    """Which of a batch's rows lie on this process's devices, ascending: all of them in a process of its own.
+    """Returns the indices, ascending, of those of a batch's `rows` rows that are on this process's devices.
 
-    Raises ArealError where the mesh has no device of this process.
+    A single process has all rows. Raises ArealError if the mesh has no device of this process.
     """
     if not mesh.local_devices:
         axes = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
         raise ArealError(
             f"process {jax.process_index()} of {jax.process_count()} has no device of the mesh "
             f"{axes or 'of one device'}, which takes {mesh.size} of {jax.device_count()} devices; enlarge "
-            "trainer.mesh, or start fewer processes"
+            "trainer.mesh, or lower runtime.trainer_processes"
         )
-    owned = NamedSharding(mesh, ROWS).addressable_devices_indices_map((rows,))
+    owned = rows_over(mesh).addressable_devices_indices_map((rows,))
     return np.unique(np.concatenate([np.arange(rows)[index] for index in owned.values() if index]))
 
 
 def param_shardings(logical_axes: Any, abstract_params: Any, mesh: Mesh) -> Any:
-    """A NamedSharding a leaf. An axis that the mesh lacks, or that does not divide, stays whole."""
+    """Returns, for each leaf of `abstract_params`, the NamedSharding that splits its axes over the mesh.
+
+    `logical_axes` names the axes of each leaf, and RULES map each name to a mesh axis. An axis of a leaf
+    stays unsplit if the mesh lacks that mesh axis, or if the mesh axis's size does not divide the leaf axis's
+    size.
+    """
 
     def place(names: PartitionSpec, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         axes = [RULES[name] if name else None for name in names]
@@ -71,4 +80,24 @@ def param_shardings(logical_axes: Any, abstract_params: Any, mesh: Mesh) -> Any:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
+    """Returns the sharding that puts the whole array on every device of the mesh."""
     return NamedSharding(mesh, PartitionSpec())
+
+
+def rows_over(mesh: Mesh) -> NamedSharding:
+    """Returns the sharding that splits an array's first axis, a batch's rows, over the trainer's mesh."""
+    return NamedSharding(mesh, ROWS)
+
+
+def abstract_on(shardings: Any, abstract: Any) -> Any:
+    """Returns the tree `abstract` of jax.ShapeDtypeStruct with `shardings` added.
+
+    A leaf of `shardings` applies to the whole subtree of `abstract` at its path.
+    """
+
+    def placed(sharding: NamedSharding, part: Any) -> Any:
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), part
+        )
+
+    return jax.tree.map(placed, shardings, abstract)

@@ -1,4 +1,4 @@
-"""Ctrl-C that cannot get lost."""
+"""Makes sure that no Ctrl-C or SIGTERM is lost, at whatever point of the program it arrives."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 @contextmanager
 def kept_interrupts() -> Iterator[Callable[[], bool]]:
-    """Whether an interrupt came, for a loop to ask; it still raises where it arrives.
+    """Yield a function that returns whether SIGINT or SIGTERM has arrived since the block began.
 
-    Python drops what is raised inside a finaliser or a collector's callback, and jax has one of those: an
-    interrupt that arrives there would be gone. Handlers that are not Python's own stay as they are, as do all
-    of them outside the main thread.
+    The signal's own handler runs as well. Python ignores an exception raised inside a finaliser or a garbage
+    collector's callback, and jax registers such a callback: an interrupt that arrives there would be lost.
+    Only signals with a handler in Python are noticed, and none if the block runs outside the main thread.
     """
     came: list[int] = []
     former: dict[int, Any] = {}

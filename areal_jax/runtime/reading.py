@@ -1,43 +1,40 @@
-"""Readings of a run's folder: its report, one sample, its audit. Nothing here writes to the journal."""
+"""Makes report, timeline, audit and single samples from a run's folder. It never writes to the journal."""
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from areal_jax.config import Config, load_config
+from areal_jax.assembly.run_folder import JOURNAL
+from areal_jax.config.loading import load_config
+from areal_jax.config.tree import Config
 from areal_jax.control.audit import AuditResult, audit
 from areal_jax.control.events import BatchTrained, RewardFailed, RewardScored, SampleFinished
-from areal_jax.generation.serving_secret import VARIABLE
 from areal_jax.observe.evals import read_evals
+from areal_jax.observe.lanes import timeline
 from areal_jax.observe.metrics import read_rows
-from areal_jax.observe.report import FailedReward, ReportData, render
+from areal_jax.observe.report import FailedReward, ReportData, page_css, render
 from areal_jax.observe.sample import SampleView
+from areal_jax.observe.svg import standalone
 from areal_jax.observe.waits import read_timelines
-from areal_jax.runtime.launch.plan import SECRET_FILE
 from areal_jax.runtime.viewer import Late, Viewer
 from areal_jax.tasks.task import Task
-from areal_jax.trajectories.journal import Journal
 from areal_jax.trajectories.sqlite import SqliteQueue
 from areal_jax.types import ArealError, SampleId
 
 LATE = 256
-"""Trained samples, newest last, among which the report looks for those worth showing."""
-
-REDIS_S = 10.0
-"""How long reading waits for a Redis that does not answer."""
+"""The report shows a selection of this many newest trained samples."""
 
 LISTED = 200
-"""Failed rewards, the newest, of which the report says what they said."""
+"""Number of newest failed rewards whose messages the report lists."""
 
 
 @dataclass
 class Found:
-    """What the report takes from the journal's events; ages in versions -> how many tokens, samples."""
+    """Figures for the report, counted from the journal's events; ages are in versions."""
 
     token_ages: Counter[int] = field(default_factory=Counter)
     head_ages: Counter[int] = field(default_factory=Counter)
@@ -46,32 +43,23 @@ class Found:
     failures: deque[RewardFailed] = field(default_factory=lambda: deque(maxlen=LISTED))
 
 
-def open_journal(folder: Path) -> Journal:
-    """To read; while a run's newest events are in Redis, with those.
-
-    Its password is AREAL_JAX_SECRET, or the run's own secret, where whoever launched the run reads it.
-    """
-    journal = SqliteQueue.open(folder / "journal.sqlite", readonly=True)
-    rest = journal.rest
-    if rest is None or not rest.is_live:
-        return journal
-    journal.close()
-    from areal_jax.trajectories.redis import RedisQueue
-
-    launched = folder / SECRET_FILE
-    secret = os.environ.get(VARIABLE) or (launched.read_text().strip() if launched.exists() else None)
-    return RedisQueue.open(rest.url, rest.run, folder, readonly=True, secret=secret, deadline_s=REDIS_S)
+def open_journal(folder: Path) -> SqliteQueue:
+    """Open a run's journal read-only; the run may still be running."""
+    return SqliteQueue.open(folder / JOURNAL, readonly=True)
 
 
 def audit_run(folder: Path) -> AuditResult:
-    """Every ordinal trained once, dropped or in flight, and the invariants, from the journal alone."""
+    """Check from the journal that the run kept its invariants; see `areal_jax.control.audit`."""
     with open_journal(folder) as journal:
         rows = ((row.seq, row.event, row.actions) for row in journal.rows())
         return audit(load_config(folder / "config.yaml"), rows)
 
 
-def find(journal: Journal) -> Found:
-    """One pass over the journal; ages count from the version at the start of the update."""
+def find(journal: SqliteQueue) -> Found:
+    """Count the report's figures from a journal.
+
+    A token's age is the version with which the update that trained it started, minus the token's own version.
+    """
     finished: dict[int, dict[SampleId, SampleFinished]] = defaultdict(dict)
     scored: dict[int, RewardScored] = {}
     found = Found()
@@ -105,8 +93,22 @@ def _count(found: Found, trained_version: int, event: SampleFinished, scored: Re
     found.lengths.append(sum(span.end - span.start for span in event.spans))
 
 
+def write_timeline(folder: Path, target: Path) -> None:
+    """Write the run's timeline to `target` as SVG. Raises ArealError if logs/ has no recorded timeline."""
+    intervals = read_timelines(folder)
+    figure = timeline(intervals)
+    if figure is None:
+        raise ArealError(
+            f"{folder} has no timeline in logs/: the run ended before it recorded one; resume it first"
+        )
+    target.write_text(standalone(figure, page_css()), encoding="utf-8")
+
+
 def write_report(folder: Path, config: Config, tasks: Sequence[Task] = ()) -> Path:
-    """report.html in the run's folder."""
+    """Write report.html into the run's folder and return its path.
+
+    `tasks`, if given, replace the config's.
+    """
     with open_journal(folder) as journal:
         found = find(journal)
         samples, missing, task_of = _samples(journal, config, tasks, found)
@@ -133,9 +135,13 @@ def write_report(folder: Path, config: Config, tasks: Sequence[Task] = ()) -> Pa
 
 
 def _samples(
-    journal: Journal, config: Config, tasks: Sequence[Task], found: Found
+    journal: SqliteQueue, config: Config, tasks: Sequence[Task], found: Found
 ) -> tuple[list[tuple[str, list[SampleView]]], str, Callable[[int], str]]:
-    """The samples to show, why there are none, and whose prompt stands at an ordinal."""
+    """Return the samples to show by title, why none can be shown, and a function that names a group's task.
+
+    The second is "" if samples can be shown. The function takes the ordinal of a group that could not be
+    scored.
+    """
     try:
         viewer = Viewer(journal, config, tasks)
     except ArealError as error:  # the report goes without them, and says so
@@ -145,10 +151,15 @@ def _samples(
 
 
 def view_sample(folder: Path, name: str, tasks: Sequence[Task] = ()) -> SampleView:
-    """The sample called ORDINAL/MEMBER or ORDINAL/MEMBER/ATTEMPT. Raises ArealError for no such one."""
+    """Return the sample named ORDINAL/MEMBER[/ATTEMPT] as text; ATTEMPT is 0 by default.
+
+    `tasks`, if given, replace the config's. Raises ArealError if the journal does not have the sample.
+    """
     match = re.fullmatch(r"(\d+)[/.](\d+)(?:[/.](\d+))?", name)
     if not match:
-        raise ArealError(f"{name!r} is not a sample; write ORDINAL/MEMBER, such as 12/3")
+        raise ArealError(
+            f"{name!r} does not name a sample; write ORDINAL/MEMBER or ORDINAL/MEMBER/ATTEMPT, such as 12/3"
+        )
     sample = SampleId(*(int(part or 0) for part in match.groups()))
     config = load_config(folder / "config.yaml")
     with open_journal(folder) as journal:

@@ -1,16 +1,17 @@
-"""Where a trainer goes on from: the newest whole checkpoint, and the journaled batches after it once more."""
+"""Restores a trainer: loads the newest complete checkpoint, then trains the journaled batches after it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-from areal_jax.control.events import BatchTrained, RunStarted, Train, VersionCommitted, VersionReissued
-from areal_jax.runtime.assembly import Parts
-from areal_jax.runtime.trainer import Trainer, held_batch
+from areal_jax.assembly.parts import Inputs, Parts
+from areal_jax.control.events import BatchTrained, Train, VersionCommitted, VersionReissued
+from areal_jax.runtime.trainer_loop import TrainBatch, Trainer, held_batch
 from areal_jax.trainer.checkpoint import discard_newer, restore
 from areal_jax.trainer.state import TrainState
-from areal_jax.trajectories.journal import Journal
+from areal_jax.trajectories.sqlite import SqliteQueue
 from areal_jax.types import ArealError, Group, PolicyVersion
 from areal_jax.weights.store import wire_copy
 
@@ -20,57 +21,110 @@ Note = Callable[[str], None]
 def start_state(
     parts: Parts, folder: Path, last: PolicyVersion, note: Note
 ) -> tuple[TrainState, PolicyVersion | None]:
-    """From the newest whole checkpoint up to the journal's version `last`, with its version; else 0's."""
+    """Restore the newest complete checkpoint up to `last`, the version with which the journal ends.
+
+    Newer checkpoints are deleted, and damaged ones (other bits than in the manifest) are not used;
+    `note(text)` reports each. Returns the restored state and its version; if no checkpoint is left, the
+    initial state and None.
+    """
     for version in discard_newer(folder / "checkpoints", max(last, 0)):
-        note(f"checkpoint {version} discarded: the journal ends at version {last}")
+        note(
+            f"checkpoint {version} is deleted, because it is newer than the journal, which ends at version "
+            f"{last}; the run continues from an older state"
+        )
     restored = restore(folder / "checkpoints", parts.learner.abstract_state())
     for reason in restored.refused:
-        note(f"refused: {reason}; going back to the one before")
+        note(f"refused: checkpoint {reason}; the run resumes from an older one or else from the start")
     if restored.state is None:
         return parts.first_state(), None
     return restored.state, int(restored.state.version)
 
 
-def train_again(
-    parts: Parts, trainer: Trainer, journal: Journal, last: PolicyVersion, note: Note
-) -> list[VersionReissued]:
-    """Train the journaled batches up to version `last` again, from kept payloads; compare every digest.
+@dataclass(frozen=True)
+class Journaled:
+    """A batch that the journal records as trained."""
 
-    Returns the versions that hosts have seen with other bits. Raises ArealError for a checkpoint and a
-    journal of two runs.
-    """
-    first = int(trainer.state.version)
-    if first > last:
-        raise ArealError(
-            f"the checkpoint holds version {first}, the journal ends at version {last}: they are not of one "
-            "run"
-        )
-    if first == last:
-        return []
-    note(f"training steps {first} to {last - 1} again from the journal")
-    plans: dict[int, Train] = {}
+    train: Train
+    digest: str
+    """Digest of the trainer's parameters after this batch."""
+    published: str
+    """Digest of the same version as published to hosts; "" if it was not published."""
+
+
+def journaled_batches(journal: SqliteQueue, first: int, last: int) -> list[Journaled]:
+    """Returns the journaled batches of steps `first` to `last` - 1, in order."""
+    trains: dict[int, Train] = {}
     digests: dict[int, str] = {}
     published: dict[PolicyVersion, str] = {}
     for row in journal.rows():
         match row.event:
             case BatchTrained(step, _, digest):
                 digests[step] = digest
-            case RunStarted(digest):
-                published[0] = digest
             case VersionCommitted(version, digest) | VersionReissued(version, _, digest):
                 published[version] = digest
-        plans |= {action.step: action for action in row.actions if isinstance(action, Train)}
-    reissued = []
-    for step in range(first, last):
-        plan, size = plans[step], parts.config.algorithm.group_size
-        groups = [
-            Group(o, parts.prompts.prompt(o), journal.group(o, a, size))
-            for o, a in zip(plan.ordinals, plan.attempts, strict=True)
-        ]
-        value, _ = trainer.train(held_batch(parts, step, groups))
-        if value.digest != digests[step]:
-            note(f"version {value.version} has digest {value.digest}, was {digests[step]}: reissued")
-            if value.version in published:
-                new = wire_copy(value, parts.config.weights.wire_dtype).digest
-                reissued.append(VersionReissued(value.version, published[value.version], new))
-    return reissued
+        trains |= {action.step: action for action in row.actions if isinstance(action, Train)}
+    return [
+        Journaled(trains[step], digests[step], published.get(step + 1, "")) for step in range(first, last)
+    ]
+
+
+def journaled_groups(inputs: Inputs, journal: SqliteQueue, train: Train) -> tuple[Group, ...]:
+    """Returns the groups of the batch `train`, with the trajectories from the journal.
+
+    Raises JournalError if one of the trajectories was deleted from the journal.
+    """
+    size = inputs.config.algorithm.group_size
+    return tuple(
+        Group(ordinal, inputs.prompts.prompt(ordinal), journal.group(ordinal, attempt, size))
+        for ordinal, attempt in zip(train.ordinals, train.attempts, strict=True)
+    )
+
+
+def require_one_run(first: int, last: int) -> None:
+    """Raises ArealError if the restored version `first` is newer than `last`, where the journal ends."""
+    if first > last:
+        raise ArealError(
+            f"the restored checkpoint has version {first}, but the journal ends at version {last}, so "
+            "they are not of one run; restore the whole run folder from one copy, then resume"
+        )
+
+
+def retrain(
+    trainer: Trainer, batch: TrainBatch, digest: str, published: str, wire_dtype: str, note: Note
+) -> VersionReissued | None:
+    """Train a journaled batch again; compare the new parameters with the journaled hash of them, `digest`.
+
+    If they differ, `note(text)` reports it, and the event that records the change is returned if this version
+    was published; otherwise None. `published`: the journaled hash of the published weights, which have the
+    dtype `wire_dtype`; "" if the version was not published.
+    """
+    value, _ = trainer.train(batch)
+    if value.digest == digest:
+        return None
+    note(
+        f"version {value.version} was trained again with digest {value.digest} instead of {digest}, which "
+        "another device or jaxlib may cause; the run continues with the new parameters"
+    )
+    if not published:
+        return None
+    return VersionReissued(value.version, published, wire_copy(value, wire_dtype).digest)
+
+
+def train_again(
+    parts: Parts, trainer: Trainer, journal: SqliteQueue, last: PolicyVersion, note: Note
+) -> list[VersionReissued]:
+    """Train the journaled batches after the trainer's version again, up to version `last`.
+
+    Returns an event for each published version that now has other parameters than the journaled ones;
+    `note(text)` reports these. Raises ArealError if the trainer's version is newer than `last`.
+    """
+    first = int(trainer.state.version)
+    require_one_run(first, last)
+    if first < last:
+        note(f"training steps {first} to {last - 1} again from the journal")
+    found = []
+    for one in journaled_batches(journal, first, last):
+        batch = held_batch(parts, one.train.step, journaled_groups(parts, journal, one.train))
+        dtype = parts.config.weights.wire_dtype
+        found.append(retrain(trainer, batch, one.digest, one.published, dtype, note))
+    return [reissued for reissued in found if reissued is not None]

@@ -1,4 +1,4 @@
-"""A step's metrics row: what trainer, hosts and control plane did since the row before."""
+"""Makes each step's metrics row: counts and times of trainer, hosts and control plane since the last row."""
 
 from __future__ import annotations
 
@@ -11,19 +11,28 @@ import numpy as np
 
 from areal_jax.control.events import Action, Drop, Event, HostAdopted, Reissue, RewardFailed
 from areal_jax.generation.commands import Statistics
-from areal_jax.observe.waits import idle_share
+from areal_jax.observe.waits import CONTROL, CONTROL_ALONE, idle_share
 from areal_jax.types import NOT_SAMPLED, Group
 
 BY_TASK = ("reward_mean", "signal_share", "completion_tokens_mean", "truncated_share")
-"""What a row says of each task as well, and `failed_rewards`."""
+"""Figures that a run with several tasks has in each row for each task too, besides `failed_rewards`."""
 
 HOST_COUNTS = ("swaps", "swap_s", "recomputed_tokens", "evictions")
-"""What a row says of the hosts' `Statistics`: versions adopted and the seconds it took, tokens whose KV was
-rebuilt, samples that left their slot for want of pages."""
+"""Fields of the hosts' `Statistics` that a row sums: versions adopted, seconds spent on adopting them, tokens
+recomputed, samples evicted because pages ran out."""
+
+
+Totals = Callable[[], Mapping[str, Mapping[str, float]]]
+"""Returns component -> activity -> seconds spent on it since the last call, as
+`Timeline.take_totals` does.
+"""
 
 
 class HostFigures(Protocol):
-    """A host as a row asks for it, in this process or in another."""
+    """The figures that a row reads from a host, which may run in another process.
+
+    `gaps_s`: seconds between its decode calls; making a row removes all entries.
+    """
 
     name: str
     gaps_s: deque[float]
@@ -33,23 +42,26 @@ class HostFigures(Protocol):
 
     @property
     def tokens_per_s(self) -> float | None:
-        """None where `generated_tokens` is of this moment; else the rate between the last two said."""
+        """Tokens per second between the last two heartbeats; None for a host of this process.
+
+        The `generated_tokens` of such a host are always up to date.
+        """
         ...
 
     def statistics(self) -> Statistics: ...
 
 
 class RowMaker:
-    """Counts between two rows. `take_totals`: as `Timeline`'s, of `trainer` and the hosts. `start_s`: seconds
-    the run had taken before this process.
+    """Counts events between two rows and makes the rows.
 
-    `tasks`: the run's, by name; with several, a row has figures of each, and `task_of` says whose an ordinal
-    is.
+    `take_totals()` returns component -> activity -> seconds since its last call. `start_s`: seconds that the
+    run took before this process. `tasks`: names of the run's tasks; with several, a row also has figures for
+    each task. `task_of(ordinal)` returns the name of the group's task.
     """
 
     def __init__(
         self,
-        take_totals: Callable[[], Mapping[str, Mapping[str, float]]],
+        take_totals: Totals,
         hosts: Sequence[HostFigures],
         start_s: float = 0.0,
         tasks: Sequence[str] = (),
@@ -61,17 +73,16 @@ class RowMaker:
         self._last_s = time.monotonic()
         self._generated = 0
         self._host_totals: Mapping[str, float] = dict.fromkeys(HOST_COUNTS, 0)
-        self._counts: Counter[str] = Counter()
+        self._interruptions = 0
         self._failed: Counter[str] = Counter()
         self._dropped: Counter[str] = Counter()
         self._reissued: Counter[str] = Counter()
 
     def see(self, event: Event, actions: Iterable[Action]) -> None:
-        """Count what an event and its actions say."""
+        """Count an event and the actions that the control plane returned for it."""
         if isinstance(event, HostAdopted):
-            self._counts["interruptions"] += event.interrupted
+            self._interruptions += event.interrupted
         elif isinstance(event, RewardFailed):
-            self._counts["failed_rewards"] += 1
             self._failed[self._task_of(event.ordinal)] += 1
         for action in actions:
             if isinstance(action, Drop):
@@ -82,7 +93,10 @@ class RowMaker:
     def make(
         self, step: int, groups: Sequence[Group], trained: dict[str, float], digest: str
     ) -> dict[str, Any]:
-        """The row of `step`, whose batch was `groups`; starts the next one."""
+        """Return the row of `step`, which trained `groups`, and reset the counts for the next row.
+
+        `trained`: the metrics that the trainer reported; `digest`: a hash of the new parameters.
+        """
         now = time.monotonic()
         span, self._last_s = max(now - self._last_s, 1e-9), now
         generated = sum(host.generated_tokens for host in self._hosts)
@@ -100,10 +114,11 @@ class RowMaker:
             "train_tokens_per_s": trained["trained_tokens"] / span,
             "trainer_wait_share": idle_share(totals.get("trainer", {})),
             "generator_idle_share": self._idle_share(totals),
+            **_control_shares(totals),
             "decode_gap_p99_s": float(np.quantile(gaps, 0.99)) if gaps else 0.0,
-            "interruptions": self._counts["interruptions"],
+            "interruptions": self._interruptions,
             **self._host_counts(),
-            "failed_rewards": self._counts["failed_rewards"],
+            "failed_rewards": self._failed.total(),
             "dropped": self._dropped.total(),
             "dropped_by_reason": dict(self._dropped),
             "reissued_by_reason": dict(self._reissued),
@@ -111,31 +126,37 @@ class RowMaker:
             "clip_share": 0.0,
             **trained,
         }
-        for counter in (self._counts, self._failed, self._dropped, self._reissued):
+        self._interruptions = 0
+        for counter in (self._failed, self._dropped, self._reissued):
             counter.clear()
         return row
 
     def _rate(self, counted: float) -> float:
-        """Tokens/s of all hosts; what they said themselves where their counts come but now and then."""
-        said = [host.tokens_per_s for host in self._hosts]
-        rates = [rate for rate in said if rate is not None]
+        """Return the tokens per second that all hosts generate: the sum of the rates that hosts report.
+
+        If no host reports one, this is `counted`: the tokens counted since the last row, per second.
+        """
+        rates = [host.tokens_per_s for host in self._hosts if host.tokens_per_s is not None]
         return sum(rates) if rates else counted
 
     def _idle_share(self, totals: Mapping[str, Mapping[str, float]]) -> float:
-        """Mean of the hosts'; 0 where there is none at the moment."""
+        """Return the fraction of time that a host was idle, averaged over hosts; 0 if there is no host."""
         shares = [idle_share(totals.get(host.name, {})) for host in self._hosts]
         return sum(shares) / len(shares) if shares else 0.0
 
     def _host_counts(self) -> dict[str, float]:
-        """What the hosts did since the row before, summed over them."""
-        said = [host.statistics() for host in self._hosts]
-        totals = {name: sum(getattr(each, name) for each in said) for name in HOST_COUNTS}
+        """Return by how much each of HOST_COUNTS has grown since the last row, summed over hosts."""
+        statistics = [host.statistics() for host in self._hosts]
+        totals = {name: sum(getattr(each, name) for each in statistics) for name in HOST_COUNTS}
         new = {name: total - self._host_totals[name] for name, total in totals.items()}
         self._host_totals = totals
         return new
 
     def _task_figures(self, groups: Sequence[Group]) -> dict[str, float]:
-        """`<figure>/<task>` for each of several tasks; of one without a group in the batch, its failures."""
+        """Return the figures of each task as `<figure>/<task>`; empty if the run has only one task.
+
+        A task without a group in this batch has only `failed_rewards/<task>`.
+        """
         figures: dict[str, float] = {}
         for task in self._tasks:
             own = [group for group in groups if group.prompt.task == task]
@@ -146,8 +167,20 @@ class RowMaker:
 
 
 def batch_figures(step: int, groups: Sequence[Group]) -> dict[str, float]:
-    """What the groups of batch `step` say of themselves: rewards, ages, lengths."""
+    """Return the figures on rewards, ages and lengths for the groups of batch `step`."""
     return {**_reward_figures(groups), **_age_figures(step, groups), **_length_figures(groups)}
+
+
+def _control_shares(totals: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Return the fraction of time in which the control plane was busy and that in which only it was busy.
+
+    The time is that since the last row. The second fraction is present only for a run in one process.
+    `totals`: component -> activity -> seconds.
+    """
+    named = {"control_busy_share": CONTROL, "control_alone_share": CONTROL_ALONE}
+    return {
+        name: 1 - idle_share(totals[component]) for name, component in named.items() if totals.get(component)
+    }
 
 
 def _taken(host: HostFigures) -> list[float]:
@@ -164,7 +197,11 @@ def _reward_figures(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _age_figures(step: int, groups: Sequence[Group]) -> dict[str, float]:
-    """Ages in versions; the trained version is the one at the start of the update, which is `step`."""
+    """Return the least, median, mean and largest age of the trained tokens, and the mean age of first tokens.
+
+    An age is `step`, the version at the start of the update, minus the token's version; 0 in reference
+    answers.
+    """
     trajectories = [t for group in groups for t in group.trajectories]
     versions = np.concatenate([t.versions[t.loss_mask] for t in trajectories])
     ages = np.where(versions == NOT_SAMPLED, 0, step - versions)  # a reference answer has no age

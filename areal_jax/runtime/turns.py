@@ -1,8 +1,8 @@
-"""Who uses a device when trainer and hosts share one: decode calls and micro-batches take turns.
+"""The order in which trainer and hosts use a device that they share: by turns.
 
-A host takes a turn a decode call; the trainer takes one a program of its update, and between two of them lets
-the hosts have `decode_calls`. Everybody waits for the result of its own call before giving the turn back, so
-the device's queue holds one program and a wait is blamed on its owner.
+A host's turn is one decode call. The trainer's turn is one update, interrupted after each micro-batch for
+`decode_calls` decode calls of the hosts. A thread ends its turn only when the device has finished its
+program. So the device's queue has one program at a time, and the time measured for each thread is its own.
 """
 
 from __future__ import annotations
@@ -12,41 +12,39 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
-from areal_jax.observe.waits import REMEDY, Clock, WaitTimeout, wait_for
+from areal_jax.observe.waits import REMEDY, Clock, WaitTimeout
 
 POLL_S = 0.005
 
 
-class Turns(Protocol):
-    are_taken: bool
-    """Whether anybody waits for `between`."""
-
-    def host(self, clock: Clock) -> AbstractContextManager[Any]: ...
-    def trainer(self, clock: Clock) -> AbstractContextManager[Any]: ...
-    def between(self, clock: Clock, result: jax.Array) -> None: ...
-
-
 class OwnDevices:
-    """Split placement: nobody waits for anybody."""
+    """Split placement: trainer and hosts have devices of their own, so no turn ever waits."""
 
     are_taken = False
+    """Whether devices are shared, so that the trainer must call `between` after each program of an update."""
 
-    def host(self, clock: Clock) -> AbstractContextManager[Any]:
-        return nullcontext()
+    def turn(self, role: str, clock: Clock) -> AbstractContextManager[Any]:
+        """Returns a context manager that waits for the turn of `role`, and ends the turn at exit.
 
-    def trainer(self, clock: Clock) -> AbstractContextManager[Any]:
+        `role`: trainer or host. `clock` records the wait.
+        """
         return nullcontext()
 
     def between(self, clock: Clock, result: jax.Array) -> None:
         return None
 
 
-class OneDevice:
-    """Shared placement. `is_decoding` says whether any host has samples to go on with."""
+class OneDevice(OwnDevices):
+    """Shared placement: trainer and hosts use one device, one thread at a time.
+
+    `decode_calls`: number of decode calls that hosts get after each micro-batch of an update;
+    `is_decoding()`: whether a host has samples to decode; `deadline_s`: seconds after which a wait raises
+    WaitTimeout.
+    """
 
     are_taken = True
 
@@ -56,69 +54,78 @@ class OneDevice:
         self._holder: str | None = None
         self._lines: dict[str, deque[object]] = {"trainer": deque(), "host": deque()}
         self._calls = 0
+        self._calls_allowed: int | None = None  # hosts wait once they made as many; None: no limit
 
     @contextmanager
-    def host(self, clock: Clock) -> Iterator[None]:
-        self._take("host", clock)
+    def turn(self, role: str, clock: Clock) -> Iterator[None]:
+        self._take(role, clock)
         try:
             yield
         finally:
-            self._calls += 1
-            self._give_back("host")
-
-    @contextmanager
-    def trainer(self, clock: Clock) -> Iterator[None]:
-        self._take("trainer", clock)
-        try:
-            yield
-        finally:
-            self._give_back("trainer")
+            self._calls += role == "host"
+            self._give_back(role)
 
     def between(self, clock: Clock, result: jax.Array) -> None:
-        """Inside the trainer's turn: finish `result`, then let the hosts have their decode calls."""
+        """Called in the trainer's turn: wait for `result`, give the device to the hosts, and take it back.
+
+        `result`: array from the trainer's last program. The hosts get `decode_calls` calls, or fewer if they
+        run out of samples. Raises WaitTimeout after deadline_s.
+        """
         result.block_until_ready()
-        goal = self._calls + self._decode_calls
-        self._give_back("trainer")
-        with clock.doing(f"wait: {self._decode_calls} decode calls"), self._changed:
-            end_s = time.monotonic() + self._deadline_s
-            while self._calls < goal and self._is_decoding():
-                self._changed.wait(timeout=POLL_S)  # a host that runs out of samples gives no signal
-                if time.monotonic() > end_s:
-                    raise WaitTimeout(
-                        f"the trainer waited {self._deadline_s:g} s for {goal - self._calls} decode calls of "
-                        f"the hosts, which have work; {REMEDY}"
-                    )
-        self._take("trainer", clock)
+        goal = self._calls_allowed = self._calls + self._decode_calls
+        try:
+            self._give_back("trainer")
+            with clock.doing(f"wait: {self._decode_calls} decode calls"), self._changed:
+                end_s = time.monotonic() + self._deadline_s
+                while self._calls < goal and self._is_decoding():
+                    # Polled: a host that runs out of samples notifies no one.
+                    self._changed.wait(timeout=POLL_S)
+                    if time.monotonic() > end_s:
+                        raise WaitTimeout(
+                            f"the trainer ends, because it waited {self._deadline_s:g} s for its turn on the "
+                            f"shared devices: the hosts have samples to decode, but have not made "
+                            f"{goal - self._calls} of their {self._decode_calls} decode calls; {REMEDY}"
+                        )
+            self._take("trainer", clock)
+        finally:
+            self._calls_allowed = None
 
-    def _take(self, who: str, clock: Clock) -> None:
-        """The trainer before any host, hosts in the order in which they came: nobody starves."""
-        line, ticket = self._lines[who], object()
+    def _take(self, role: str, clock: Clock) -> None:
+        """Wait for the turn of `role`; raises WaitTimeout after deadline_s.
 
-        def is_mine() -> bool:
-            is_first = line[0] is ticket and (who == "trainer" or not self._lines["trainer"])
-            return self._holder is None and is_first
+        The trainer goes first, then hosts in the order of their calls, so that no host starves.
+        """
+        line, ticket = self._lines[role], object()
+
+        def is_next() -> bool:
+            if self._holder is not None or line[0] is not ticket:
+                return False
+            has_call = self._calls_allowed is None or self._calls < self._calls_allowed
+            return role == "trainer" or (has_call and not self._lines["trainer"])
 
         with self._changed:
             line.append(ticket)
             try:
-                if not is_mine():
-                    wait_for(
-                        self._changed,
-                        is_mine,
-                        who=f"the {who}",
-                        what=f"its turn on the device, which the {self._holder or 'trainer'} has",
-                        deadline_s=self._deadline_s,
-                        clock=clock,
-                    )
-                self._holder = who
+                if not is_next():
+                    what = f"its turn on the device, which the {self._holder or 'trainer'} has"
+                    with clock.doing(f"wait: {what}"):
+                        if not self._changed.wait_for(is_next, self._deadline_s):
+                            raise WaitTimeout(
+                                f"the {role} ends, because it waited {self._deadline_s:g} s for {what}; "
+                                f"{REMEDY}"
+                            )
+                self._holder = role
             finally:
                 line.remove(ticket)
                 self._changed.notify_all()
 
-    def _give_back(self, who: str) -> None:
-        """Nothing where `who` gave it back already, and failed to get it again."""
+    def _give_back(self, role: str) -> None:
+        """End the turn of `role`; does nothing if `role` does not have the device.
+
+        That is so if `between` ended the turn and then timed out before taking the device back.
+        """
         with self._changed:
-            if self._holder != who:
+            if self._holder != role:
                 return
             self._holder = None
             self._changed.notify_all()

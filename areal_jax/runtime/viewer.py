@@ -1,4 +1,4 @@
-"""Samples of a journal as people read them: which are worth showing, and the text of their tokens."""
+"""Shows samples of a journal to people: selects the samples and decodes their tokens into text."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from contextlib import suppress
 from functools import cached_property
 from typing import NamedTuple
 
-from areal_jax.config import Config
+from areal_jax.assembly.sources import RANDOM, open_source
+from areal_jax.config.tree import Config
 from areal_jax.observe.sample import Piece, SampleView
-from areal_jax.runtime.sources import RANDOM, open_source
 from areal_jax.tasks.source import PromptStream, WeightedTask, load_tasks
 from areal_jax.tasks.task import Task
 from areal_jax.tasks.tokenizers import REPLACEMENT, Tokenizer
-from areal_jax.trajectories.journal import Journal
+from areal_jax.trajectories.sqlite import SqliteQueue
 from areal_jax.types import ArealError, SampleId
 
 SHOWN = 3
-"""Samples of each kind that a report shows."""
+"""Most samples of each kind (best, worst, most interrupted) that a report shows."""
 
 LONGEST_CHARACTER = 4
-"""UTF-8 bytes, and so tokens, that a character may be spread over."""
+"""Maximum number of UTF-8 bytes, and so of tokens, in one character."""
 
 
 class Late(NamedTuple):
-    """A sample that was trained, as far as the report chooses by it."""
+    """A sample trained late in the run, with the values by which the report selects it."""
 
     sample: SampleId
     reward: float
@@ -32,10 +32,13 @@ class Late(NamedTuple):
 
 
 class Viewer:
-    """Reads one run's samples; tasks given as objects stand in for the config's."""
+    """Reads the samples of one run from its journal as text.
 
-    def __init__(self, journal: Journal, config: Config, tasks: Sequence[Task] = ()) -> None:
-        """Raises ArealError where the model's tokenizer cannot be made here."""
+    `tasks`, if given, replace those of the config.
+    """
+
+    def __init__(self, journal: SqliteQueue, config: Config, tasks: Sequence[Task] = ()) -> None:
+        """Raises ArealError if the model's tokenizer cannot be loaded."""
         self._journal, self._config, self._objects = journal, config, tasks
         is_tasks_own = config.model.source == RANDOM and config.model.tokenizer == "auto"
         self._tokenizer: Tokenizer = open_source(config, self._tasks if is_tasks_own else {}).model.tokenizer
@@ -49,7 +52,7 @@ class Viewer:
         return PromptStream(self._tasks, self._config.run.seed)
 
     def task_of(self, ordinal: int) -> str:
-        """Name of the task whose prompt stands there; "" where several mix and cannot be made here."""
+        """Return the name of group `ordinal`'s task; "" if the run has several and they cannot be loaded."""
         if len(self._config.tasks) == 1 and not self._objects:
             return next(iter(self._config.tasks))
         with suppress(ArealError):
@@ -57,7 +60,7 @@ class Viewer:
         return ""
 
     def view(self, sample: SampleId) -> SampleView:
-        """Raises ArealError for a sample whose trajectory the journal does not hold."""
+        """Return one sample as text. Raises ArealError if the journal does not have its trajectory."""
         t = self._journal.trajectory(sample)
         sampled = t.loss_mask
         tokens = t.tokens[sampled].tolist()
@@ -78,16 +81,20 @@ class Viewer:
         )
 
     def chosen(self, late: Sequence[Late]) -> list[tuple[str, list[SampleView]]]:
-        """Of the newest trained samples the best, the worst and the most interrupted, each shown once.
+        """Return (title, samples) for the best, worst and most interrupted of the samples `late`.
 
-        Left out is what the journal holds no more.
+        If all rewards are equal, the newest replace the best and worst. No sample appears twice; samples that
+        the journal has deleted are left out.
         """
         kinds = [(title, samples) for title, samples in _kinds(late) if samples]
         shown: set[SampleId] = set()
         return [(title, views) for title, samples in kinds if (views := self._first(samples, shown))]
 
     def _first(self, samples: Iterable[SampleId], shown: set[SampleId]) -> list[SampleView]:
-        """The first SHOWN of different prompts that can be read and were not shown yet."""
+        """Return at most SHOWN of the `samples`, the first ones that are not in `shown`; add them to `shown`.
+
+        Samples that the journal has deleted, and further samples of the same prompt, are left out.
+        """
         views: dict[int, SampleView] = {}
         for sample in samples:
             if len(views) == SHOWN:
@@ -112,7 +119,10 @@ def _kinds(late: Sequence[Late]) -> list[tuple[str, list[SampleId]]]:
 
 
 def token_texts(tokens: Sequence[int], tokenizer: Tokenizer) -> list[str]:
-    """The text that each token adds; a character spread over several tokens comes with the last of them."""
+    """Return the text that each token adds.
+
+    If a character consists of several tokens, the last of them adds it, and the others add "".
+    """
     texts: list[str] = []
     pending: list[int] = []
     for token in tokens:

@@ -1,4 +1,4 @@
-"""How a problem becomes a chat prompt: a question around it, and a system message before it."""
+"""Chat prompts: an optional system message, and a user message that contains the problem."""
 
 from __future__ import annotations
 
@@ -6,25 +6,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from areal_jax.tasks.task import TaskError
+from areal_jax.tasks.errors import TaskError
 from areal_jax.types import Prompt
 
 PLACE = "{problem}"
-"""Where the problem goes in a question."""
+"""The placeholder in a question that the problem replaces."""
 
 SPLITS = ("train", "test")
 
 
 @dataclass(frozen=True)
 class Chat:
-    """`question` is what the user says, PLACE filled in; `system` the system message, none if None."""
+    """Makes chat prompts; the user's message is `question`, in which the problem replaces {problem}.
+
+    `system` is the system message; None: there is none.
+    """
 
     question: str
     system: str | None
 
     def __post_init__(self) -> None:
         if PLACE not in self.question:
-            raise TaskError(f"question={self.question!r} does not say where the {PLACE} goes")
+            raise TaskError(
+                f"question={self.question!r} does not contain {PLACE}; write it where the problem belongs"
+            )
 
     def prompt(self, problem: str, info: Mapping[str, Any]) -> Prompt:
         user = {"role": "user", "content": self.question.replace(PLACE, problem)}
@@ -35,4 +40,4 @@ class Chat:
 
 def check_split(split: str) -> None:
     if split not in SPLITS:
-        raise TaskError(f"split={split!r} is none of {', '.join(SPLITS)}")
+        raise TaskError(f"split={split!r} is unknown; use one of {', '.join(SPLITS)}")

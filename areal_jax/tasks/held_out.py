@@ -1,4 +1,4 @@
-"""What a model is evaluated on: tasks on the split that nothing was trained on, where they have one."""
+"""Loads the tasks of an evaluation; a task with the setting `split` gets its test split by default."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ SPLIT = "test"
 class HeldOut(NamedTuple):
     tasks: Mapping[str, WeightedTask]
     splits: Mapping[str, str | None]
-    """Of each task; None: one without splits, evaluated as it is."""
+    """Task name -> the split it is loaded with; None for a task without splits, which has all its prompts."""
 
 
 def held_out(given: Mapping[str, Mapping[str, Any]]) -> HeldOut:
-    """The tasks of a config's `tasks` section, with split=test where they have one that was not given.
+    """Returns the tasks of `given`, a config's `tasks` section, with split=test unless the section sets it.
 
-    Raises ArealError.
+    A task without the setting `split` has all its prompts. Raises ArealError if the section is empty or a
+    task cannot be made.
     """
     if not given:
-        raise ArealError(f"eval needs a task; give tasks=NAME: {', '.join(BUILTIN)}, or module:Name")
+        raise ArealError(f"eval needs a task; give tasks=NAME, one of {', '.join(BUILTIN)}, or module:Name")
     settings, splits = {}, {}
     for name, own in given.items():
         own = dict(own or {})
@@ -38,7 +39,7 @@ def held_out(given: Mapping[str, Mapping[str, Any]]) -> HeldOut:
 
 
 def without_splits(given: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """A run's `tasks` section without what it says of training alone."""
+    """Returns a run's `tasks` section without the setting `split`, which selects prompts for training."""
     return {
         name: {key: value for key, value in (own or {}).items() if key != "split"}
         for name, own in given.items()

@@ -1,7 +1,7 @@
-"""A Hugging Face tokenizer from a model's folder: its ids, its special tokens, its chat template.
+"""A Hugging Face tokenizer, read from a model's folder, with its special tokens and its chat template.
 
-The one file that imports transformers: for the chat template only, when the first messages are rendered (half
-a second; neither torch nor jax comes with it).
+Only this file imports transformers, and only when the first chat messages are rendered: the import takes half
+a second, and loads neither torch nor jax.
 """
 
 from __future__ import annotations
@@ -17,34 +17,36 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
 
-from areal_jax.tasks.task import TaskError
+from areal_jax.tasks.errors import TaskError
 from areal_jax.tasks.tokenizers import REPLACEMENT, plain_chat
 from areal_jax.types import Prompt
 
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
-"""What a chat template may name."""
+"""Special tokens that a chat template may use."""
 
 
 @dataclass(frozen=True)
 class HFTokenizer:
-    """A tokenizer as its files say it, held by content: it pickles, and equal files make equal tokenizers."""
+    """A Hugging Face tokenizer, stored as the contents of its files: it can be pickled and compared."""
 
     backend_json: str = field(repr=False)
-    """tokenizer.json."""
+    """The contents of tokenizer.json."""
     special: tuple[tuple[str, str], ...]
-    """bos_token, eos_token, pad_token, unk_token, as far as there are any, with their text."""
+    """(name, text) of each of bos_token, eos_token, pad_token and unk_token that the folder's config has.
+    """
     adds_bos: bool | None
-    """tokenizer_config.json's add_bos_token; None leaves it to tokenizer.json's post-processor."""
+    """add_bos_token of tokenizer_config.json. None: unset, so tokenizer.json's post-processor decides."""
     templates: tuple[tuple[str, str], ...] = field(repr=False)
-    """Chat templates by name; a model with one calls it `default`."""
+    """(name, template) of each chat template; a single one is named `default`."""
     folder: str = field(compare=False)
-    """Where the files were read, for messages to people."""
+    """The folder of the files, for error messages."""
 
     @staticmethod
     def from_folder(folder: Path) -> HFTokenizer:
-        """Reads tokenizer.json, tokenizer_config.json and, where there is one, chat_template.jinja.
+        """Reads tokenizer.json, tokenizer_config.json and any chat_template.jinja; returns the tokenizer.
 
-        Raises TaskError for a file that is missing or broken, and for a folder that names no end token.
+        Raises TaskError if one of the first two is missing, a file is broken, or tokenizer_config.json names
+        no end token (eos_token).
         """
         folder = Path(folder)
         config = _read_config(folder / "tokenizer_config.json")
@@ -55,12 +57,12 @@ class HFTokenizer:
             _read_templates(folder, config),
             str(folder),
         )
-        _ = tokenizer.eos_id, tokenizer.pad_id  # a broken folder is found now, not at the first sample
+        _ = tokenizer.eos_id, tokenizer.pad_id  # a broken folder fails now, not at the first sample
         return tokenizer
 
     @cached_property
     def vocab_size(self) -> int:
-        """Largest id + 1. The model's embedding may have more rows, never fewer: see `require_fits`."""
+        """The largest id plus 1. The model needs at least as many embeddings: see `require_fits`."""
         return max(self._known) + 1
 
     @cached_property
@@ -69,19 +71,19 @@ class HFTokenizer:
 
     @cached_property
     def pad_id(self) -> int:
-        """Of the pad token; the end token pads where there is none."""
+        """The id of the pad token; without one, of the end token."""
         return self._special_id("pad_token") if "pad_token" in dict(self.special) else self.eos_id
 
     def encode(self, text: str) -> list[int]:
-        """The ids of text; a special token that is spelled out in it is ordinary text."""
+        """Returns the ids of text; a special token's text in it, such as <|im_end|>, is ordinary text."""
         return self._encode(self._plain, text)
 
     def encode_rendered(self, text: str) -> list[int]:
-        """The ids of text in which spelled out special tokens are meant: of what a chat template renders."""
+        """Returns the ids of a rendered prompt; a special token's text in it becomes that special token."""
         return self._encode(self._backend, text)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of ids, special tokens dropped; an id that is no token is a replacement character."""
+        """Returns the text of ids, without special tokens; each unknown id becomes the character U+FFFD."""
         runs = groupby((int(token) for token in tokens), lambda token: token in self._known)
         return "".join(
             self._backend.decode(list(run), skip_special_tokens=True)
@@ -91,10 +93,12 @@ class HFTokenizer:
         )
 
     def render(self, prompt: Prompt) -> list[int]:
-        """Text after bos where the tokenizer adds it; messages by the chat template; tokens as they are.
+        """Returns the ids of a prompt, which is given as text, as messages or as tokens.
 
-        Special tokens spelled out in a text prompt are meant: its author may have rendered it. Messages
-        become `plain_chat` where the folder has no template. Raises TaskError.
+        The chat template renders messages; without a template they are encoded as lines `role: content`. Text
+        is encoded after bos, if the tokenizer adds one; a special token's text in it becomes that special
+        token, because the text may be a rendered prompt. Tokens are returned as they are. Raises TaskError if
+        the template fails, the text cannot be encoded, or a token is unknown.
         """
         if prompt.text is not None:
             return [*self._prefix, *self.encode_rendered(prompt.text)]
@@ -110,7 +114,11 @@ class HFTokenizer:
 
     @cached_property
     def _plain(self) -> Backend:
-        """A second one: the switch is the object's, and threads share the objects."""
+        """A second copy of the backend, which encodes the text of special tokens as ordinary text.
+
+        One copy cannot do both: the choice is a setting of the copy, and threads that share it must not
+        switch it.
+        """
         backend = self._load()
         backend.encode_special_tokens = True
         return backend
@@ -120,10 +128,11 @@ class HFTokenizer:
             backend = Backend.from_str(self.backend_json)
         except Exception as error:  # tokenizers raises nothing narrower
             raise TaskError(
-                f"{self.folder}/tokenizer.json is no tokenizer that the tokenizers package reads ({error}); "
+                f"{self.folder}/tokenizer.json is not a tokenizer that the tokenizers package can "
+                f"read ({error}); "
                 "download it again, or save it with transformers' save_pretrained"
             ) from error
-        backend.no_truncation()  # a file may carry the settings of whoever saved it
+        backend.no_truncation()  # the file may hold settings of its author
         backend.no_padding()
         return backend
 
@@ -136,47 +145,48 @@ class HFTokenizer:
 
     @cached_property
     def _prefix(self) -> list[int]:
-        """What the tokenizer puts before a text."""
+        """The ids of the special tokens that the tokenizer puts before every text: usually bos, or none."""
         if self.adds_bos is not None:
             return [self._special_id("bos_token")] if self.adds_bos else []
+        # The post-processor puts the same special tokens before every text: encoding a short one shows which.
         probe = self._backend.encode("a", add_special_tokens=True)
         added = takewhile(lambda pair: pair[1] == 1, zip(probe.ids, probe.special_tokens_mask, strict=True))
         return [token for token, _ in added]
 
     @cached_property
     def _chat(self) -> Any:
-        """transformers' chat rendering, over an empty vocabulary: it makes text, and our own ids follow."""
-        from transformers import PreTrainedTokenizerFast  # half a second, and not every run has messages
+        """A transformers tokenizer without a vocabulary, which only renders messages to text."""
+        from transformers import PreTrainedTokenizerFast  # takes half a second; not every run has messages
 
         return PreTrainedTokenizerFast(
             tokenizer_object=Backend(WordLevel({})), chat_template=dict(self.templates), **dict(self.special)
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Only what the files said: what was made of it is made again."""
+        """Returns only the dataclass fields: an unpickled copy computes the cached properties again."""
         return {name: self.__dict__[name] for name in self.__dataclass_fields__}
 
     def _special_id(self, name: str) -> int:
         text = dict(self.special).get(name)
         where = f"{self.folder}/tokenizer_config.json"
         if text is None:
-            raise TaskError(f"{where} names no {name}; add it, as the model's card says")
+            raise TaskError(f"{where} has no {name}; add the one that the model's card names")
         token = self._backend.token_to_id(text)
         if token is None:
             raise TaskError(
-                f"{where} says {name}={text!r}, which is no token of {self.folder}/tokenizer.json; "
-                "take both files from one model"
+                f"{where} has {name}={text!r}, which is not a token of {self.folder}/tokenizer.json; "
+                "take both files from the same model"
             )
         return token
 
     def _encode(self, backend: Backend, text: str) -> list[int]:
-        clean = text.encode("utf-8", errors="replace").decode()  # a lone surrogate is no text
+        clean = text.encode("utf-8", errors="replace").decode()  # tokenizers reject lone surrogates
         try:
             return backend.encode(clean, add_special_tokens=False).ids
         except Exception as error:  # tokenizers raises nothing narrower
             raise TaskError(
-                f"the tokenizer of {self.folder} cannot express {text[:40]!r}: {error}; its vocabulary "
-                "has no unknown token: give another tokenizer, or change the text"
+                f"the tokenizer of {self.folder} cannot encode {text[:40]!r}: {error}; its vocabulary "
+                "has no unknown token: use another tokenizer, or change the text"
             ) from error
 
     def _render_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
@@ -187,11 +197,11 @@ class HFTokenizer:
             text = self._chat.apply_chat_template(
                 [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
             )
-        except Exception as error:  # a template is a program of the model's, and may raise anything
+        except Exception as error:  # a template is the model's own program and may raise anything
             roles = ", ".join(message["role"] for message in messages) or "none"
             raise TaskError(
                 f"the chat template of {self.folder} raised {type(error).__name__}: {error}; the messages' "
-                f"roles were {roles}: give it what it asks for, or another chat_template.jinja"
+                f"roles were {roles}: change the messages, or replace chat_template.jinja"
             ) from error
         return self.encode_rendered(text)
 
@@ -200,18 +210,18 @@ class HFTokenizer:
         for token in checked:
             if token not in self._known:
                 raise TaskError(
-                    f"the prompt's token {token} is none of the tokenizer of {self.folder}, whose ids are "
-                    f"below {self.vocab_size}; was it encoded with another tokenizer?"
+                    f"the prompt's token {token} is unknown to the tokenizer of {self.folder}, which has ids "
+                    f"below {self.vocab_size}; encode the prompt with this tokenizer"
                 )
         return checked
 
 
 def require_fits(tokenizer: HFTokenizer, vocab_size: int) -> None:
-    """Raises TaskError unless a model with `vocab_size` embeddings has one for every id of the tokenizer."""
+    """Raises TaskError if the tokenizer has more ids than `vocab_size`, the model's number of embeddings."""
     if tokenizer.vocab_size > vocab_size:
         raise TaskError(
-            f"the tokenizer of {tokenizer.folder} has ids up to {tokenizer.vocab_size - 1}, and the model "
-            f"{vocab_size} embeddings; take the tokenizer of the model itself (model.source), or resize the "
+            f"the tokenizer of {tokenizer.folder} has ids up to {tokenizer.vocab_size - 1}, but the model "
+            f"has only {vocab_size} embeddings; use the model's own tokenizer (model.source), or resize the "
             "embeddings"
         )
 
@@ -221,7 +231,7 @@ def _read(path: Path) -> str:
         return path.read_text("utf-8")
     except OSError as error:
         raise TaskError(
-            f"{path} cannot be read: {error.strerror}; a tokenizer's folder holds tokenizer.json and "
+            f"{path} cannot be read: {error.strerror}; a tokenizer's folder must contain tokenizer.json and "
             "tokenizer_config.json, as transformers' save_pretrained writes them"
         ) from error
     except UnicodeDecodeError as error:
@@ -238,18 +248,25 @@ def _read_config(path: Path) -> dict[str, Any]:
             f"{path} is not JSON ({error.msg} at line {error.lineno}); download it again"
         ) from error
     if not isinstance(config, dict):
-        raise TaskError(f"{path} holds a {type(config).__name__}; it is an object with named settings")
+        raise TaskError(f"{path} is a {type(config).__name__}, but must be a JSON object; download it again")
     return config
 
 
 def _token_text(value: Any) -> str | None:
-    """A special token is its text, or an object with its text as `content`."""
+    """Returns the text of a special token; None if `value`, its entry in tokenizer_config.json, has none.
+
+    The entry is the text, or an object with the text as `content`.
+    """
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else None
 
 
 def _read_templates(folder: Path, config: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    """chat_template.jinja, else the config's chat_template: a text, or a list of named ones."""
+    """Returns (name, template) of every chat template; an empty tuple if there is none.
+
+    The source is chat_template.jinja or, without that file, the config's chat_template: one template, or a
+    list of named ones.
+    """
     file = folder / "chat_template.jinja"
     if file.exists():
         return (("default", _read(file)),)
@@ -262,6 +279,6 @@ def _read_templates(folder: Path, config: Mapping[str, Any]) -> tuple[tuple[str,
         return tuple((str(entry["name"]), str(entry["template"])) for entry in given)
     except (TypeError, KeyError) as error:
         raise TaskError(
-            f"{folder}/tokenizer_config.json: chat_template is {given!r:.80}; it is a template, or a list of "
-            "objects with name and template"
+            f"{folder}/tokenizer_config.json: chat_template is {given!r:.80}, but must be a template, or a "
+            "list of objects with name and template"
         ) from error

@@ -1,4 +1,4 @@
-"""Rewards in worker processes that are really killed at their deadline, one pool task a group."""
+"""Scores groups (the completions of one prompt each) in worker processes, with a time limit per group."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ import cloudpickle
 from pebble import ProcessExpired, ProcessPool
 
 from areal_jax.control.events import RewardFailed
+from areal_jax.tasks.errors import TaskError
 from areal_jax.tasks.scoring import GROUP, Outcome, failed
-from areal_jax.tasks.task import Task, TaskError
+from areal_jax.tasks.task import Task
 from areal_jax.tasks.worker import EXIT_0, LOAD_DEADLINE_S, WorkerContext, portable, score_blob, start_worker
 from areal_jax.types import Completion, Prompt
 
 _LAUNCHES = 3
-"""How many pools may die under a group before it is given up."""
+"""A group fails once this many process pools have broken before it was scored."""
 
 _TICK_S = 0.25
 _JOIN_S = 10.0
@@ -40,10 +41,18 @@ class _Job:
 
 
 class RewardPool:
-    """Scores groups in processes; a group that takes longer than its deadline costs its worker's life."""
+    """A pool of worker processes that score groups; a group is the completions of one prompt.
+
+    A worker is killed and replaced if its group takes longer than the time limit; the group's result is then
+    a RewardFailed with the outcome "timed_out".
+    """
 
     def __init__(self, tasks: Mapping[str, Task], workers: int, timeout_s: float) -> None:
-        """`timeout_s` counts from when a worker takes a group. Raises TaskError for what cannot travel."""
+        """`tasks`: name -> task, of which each prompt's `task` selects one; `workers`: number of processes.
+
+        `timeout_s`: time limit in seconds for scoring one group, counted from when a worker begins it. Raises
+        TaskError if a task cannot be pickled.
+        """
         self._blob = portable(tasks)
         self._workers = workers
         self._timeout_s = timeout_s
@@ -63,16 +72,21 @@ class RewardPool:
         completions: Sequence[Completion],
         on_done: Callable[[Outcome], None],
     ) -> None:
-        """Score a group; `on_done` is called once, from a thread of the pool, and must not block.
+        """Queues a group for scoring; a thread of the pool later calls `on_done(outcome)`, exactly once.
 
-        After `close` it is not called any more. Raises TaskError when the pool is closed.
+        `ordinal`, `attempt`: the prompt's place in the run's order, and how often its group was sampled
+        again; the outcome repeats them. `on_done` must not block; it is not called after `close`. Raises
+        TaskError if the pool is already closed.
         """
         if self._closed.is_set():
-            raise TaskError(f"group {ordinal} came to a closed reward pool; close it after the last group")
+            raise TaskError(
+                f"group {ordinal} was submitted to a closed reward pool; close the pool only after the last "
+                "group"
+            )
         self._jobs.put(_Job(ordinal, attempt, prompt, tuple(completions), on_done))
 
     def close(self) -> None:
-        """Kill the workers; groups that are not scored yet are given up. Closing twice does nothing."""
+        """Kills the workers; `on_done` of an unscored group is not called. A second call does nothing."""
         self._closed.set()
         self._jobs.put(None)
         self._owner.join(_JOIN_S)
@@ -83,10 +97,10 @@ class RewardPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # --- the owner's thread ---------------------------------------------------------------------------
+    # --- the pool's own thread ---------------------------------------------------------------------------
 
     def _own(self) -> None:
-        """Own the processes, give them the jobs, and replace the lot when pebble gives it up."""
+        """The thread's work: until `close`, gives groups to a pebble pool, and replaces it if it breaks."""
         pool = self._launch()
         while not self._closed.is_set():
             try:
@@ -114,28 +128,28 @@ class RewardPool:
         return pool
 
     def _again(self, pool: ProcessPool) -> None:
-        """Give every group that the dead pool did not finish to the new one, or up."""
+        """Gives a broken pebble pool's groups to the new `pool`; fails those with _LAUNCHES broken pools."""
         for number, job in list(self._pending.items()):
             job.launches += 1
             if job.launches < _LAUNCHES:
                 self._schedule(pool, number, job)
                 continue
             message = (
-                "reward workers die before they take a group: loading the tasks crashes them or takes longer "
-                f"than {LOAD_DEADLINE_S} s; import heavy things inside score"
+                "the reward workers end before they score a group, because loading the tasks crashes or "
+                f"takes longer than {LOAD_DEADLINE_S} s; import large packages inside score"
             )
-            self._tell(number, failed(job.ordinal, job.attempt, GROUP, message))
+            self._report(number, failed(job.ordinal, job.attempt, GROUP, message))
 
     def _schedule(self, pool: ProcessPool, number: int, job: _Job) -> None:
         try:
             blob = cloudpickle.dumps((job.prompt, job.completions))  # users' own classes may be in `info`
         except Exception as error:  # noqa: BLE001 - anything may be in `info`; counted as a failed reward
-            message = f"{job.prompt.task}: the prompt cannot be sent to a reward worker: {error!r}"
-            self._tell(number, failed(job.ordinal, job.attempt, GROUP, message))
+            message = f"{job.prompt.task}: prompt.info cannot be pickled for a reward worker: {error!r}"
+            self._report(number, failed(job.ordinal, job.attempt, GROUP, message))
             return
         try:
             future = pool.schedule(score_blob, (job.ordinal, job.attempt, blob), timeout=self._timeout_s)
-        except RuntimeError:  # pebble gave the pool up just now: the next round of `_own` replaces it
+        except RuntimeError:  # the pool has just broken: the next round of `_own` replaces it
             return
         future.add_done_callback(partial(self._done, number, job))
 
@@ -154,12 +168,12 @@ class RewardPool:
             message = f"the reward worker died while it scored the group: {_describe_exit(error.exitcode)}"
             outcome = failed(job.ordinal, job.attempt, GROUP, message)
         except (BrokenProcessPool, CancelledError):
-            return  # still pending: `_again` sees to it
-        except Exception as error:  # noqa: BLE001 - what pebble could not send or receive; counted as failed
-            outcome = failed(job.ordinal, job.attempt, GROUP, f"the reward worker answered {error!r}")
-        self._tell(number, outcome)
+            return  # still pending: `_again` schedules it on the next pool
+        except Exception as error:  # noqa: BLE001 - pebble could not send or receive; counted as failed
+            outcome = failed(job.ordinal, job.attempt, GROUP, f"no result from the reward worker: {error!r}")
+        self._report(number, outcome)
 
-    def _tell(self, number: int, outcome: Outcome) -> None:
+    def _report(self, number: int, outcome: Outcome) -> None:
         job = self._pending.pop(number, None)
         if job is not None and not self._closed.is_set():
             job.on_done(outcome)
@@ -172,5 +186,5 @@ def _stop(pool: ProcessPool) -> None:
 
 def _describe_exit(code: int) -> str:
     if code < 0:
-        return f"killed by {signal.Signals(-code).name} (a crash, or memory that ran out)"
+        return f"killed by {signal.Signals(-code).name} (a crash, or out of memory)"
     return f"it exited with status {code % EXIT_0}"

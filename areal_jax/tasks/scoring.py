@@ -1,4 +1,4 @@
-"""From what a task's score returned, or raised, to the event that the journal keeps."""
+"""Scores a group, the completions of one prompt; the result contains the rewards, or the task's error."""
 
 from __future__ import annotations
 
@@ -14,22 +14,28 @@ from areal_jax.types import Completion, Prompt, Reward
 Outcome = RewardScored | RewardFailed
 
 GROUP = -1
-"""`RewardFailed.member` where no single member is at fault."""
+"""The value of `RewardFailed.member` if the failure concerns the whole group."""
 
 _MESSAGE_CHARS = 500
 _FLOAT32_MAX = 3.4028234663852886e38  # rewards are float32 in a batch
 
 
 class _BadRewardError(Exception):
-    """A score that is no finite number."""
+    """A task returned a reward that is not a finite number, or too few or too many rewards."""
 
 
 def score_group(
     task: Task, prompt: Prompt, completions: Sequence[Completion], ordinal: int, attempt: int = 0
 ) -> Outcome:
-    """Score a group in this process. What the task raises, or a reward that is no number, fails the group."""
+    """Scores a group in this process; returns RewardScored with the rewards in the order of `completions`.
+
+    Returns RewardFailed if the task raises an exception, or returns too few or too many rewards, or one that
+    is not a finite float32. `ordinal`, `attempt`: the prompt's place in the run's order, and how often its
+    group was sampled again; the result repeats them.
+    """
     rewards: list[Reward] | None = None
     try:
+        # Scores may be computed in the loop: if one raises, len(rewards) is the number of its member.
         values = _values(task, prompt, completions)
         rewards = []
         for value in values:
@@ -54,17 +60,26 @@ def failed(ordinal: int, attempt: int, member: int, message: str) -> RewardFaile
 
 
 def _values(task: Task, prompt: Prompt, completions: Sequence[Completion]) -> Iterable[Any]:
-    """Scores in member order: one by one, so that a raising one is known, or from score_group."""
+    """Returns the scores in the order of `completions`: the result of the task's own `score_group`, if any.
+
+    Otherwise each iteration computes one completion's `score`, so that the caller knows which completion an
+    error concerns. Raises _BadRewardError if `score_group` returns too few or too many scores.
+    """
     if type(task).score_group is Task.score_group:
         return (task.score(prompt, completion) for completion in completions)
     values = list(task.score_group(prompt, completions))
     if len(values) != len(completions):
-        raise _BadRewardError(f"score_group gave {len(values)} rewards for {len(completions)} completions")
+        raise _BadRewardError(
+            f"score_group returned {len(values)} rewards for {len(completions)} completions; return one each"
+        )
     return values
 
 
 def _checked(value: Any) -> Reward:
-    """A Reward of plain floats. Raises _BadRewardError for what is no finite number."""
+    """Returns a task's score as a Reward of plain floats.
+
+    Raises _BadRewardError unless the value and all named parts are numbers that are finite in float32.
+    """
     if not isinstance(value, Reward):
         return Reward(_number(value, "the reward"))
     parts = {str(name): _number(part, f"the part {name!r} of a reward") for name, part in value.parts.items()}
@@ -72,7 +87,7 @@ def _checked(value: Any) -> Reward:
 
 
 def _number(value: Any, what: str) -> float:
-    # Zero-dimensional arrays of any library are numbers here.
+    # Zero-dimensional arrays of any library count as numbers.
     plain = value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
     if not isinstance(plain, numbers.Real):
         raise _BadRewardError(
@@ -80,12 +95,12 @@ def _number(value: Any, what: str) -> float:
         )
     number = float(plain)
     if not (math.isfinite(number) and abs(number) <= _FLOAT32_MAX):
-        raise _BadRewardError(f"{what} is {plain}; return a finite number (of float32)")
+        raise _BadRewardError(f"{what} is {plain}; return a finite number in the range of float32")
     return number
 
 
 def _describe(task: Task, error: BaseException) -> str:
-    """What happened and where: the line that raised."""
+    """Returns a message with the task, the error, and the file and line that raised it."""
     if isinstance(error, _BadRewardError):
         return f"{type(task).__name__}: {error}"
     trace = error.__traceback__

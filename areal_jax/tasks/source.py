@@ -1,4 +1,4 @@
-"""Which tasks a run has, and which prompt stands at which place of its order."""
+"""Loads a run's tasks, and finds the prompt at each ordinal: at each place in the run's order."""
 
 from __future__ import annotations
 
@@ -11,48 +11,49 @@ from typing import Any
 import numpy as np
 
 from areal_jax.plugin import check_settings, load_object
-from areal_jax.tasks.task import Task, TaskError
+from areal_jax.tasks.errors import TaskError
+from areal_jax.tasks.task import Task
 from areal_jax.types import Prompt
 
 BUILTIN: dict[str, tuple[str, str]] = {
     "arithmetic": (
-        "areal_jax.tasks.arithmetic:Arithmetic",
+        "areal_jax.tasks.datasets.arithmetic:Arithmetic",
         "sums, differences and products of a chosen difficulty: procedural, no files",
     ),
     "code": (
-        "areal_jax.tasks.code:Code",
+        "areal_jax.tasks.datasets.code:Code",
         "programming tasks of a JSONL file, scored by their tests in a bubblewrap sandbox",
     ),
     "countdown": (
-        "areal_jax.tasks.countdown:Countdown",
+        "areal_jax.tasks.datasets.countdown:Countdown",
         "count down from a letter: procedural, no files, learnt within a minute",
     ),
     "gsm8k": (
-        "areal_jax.tasks.math_data:Gsm8k",
+        "areal_jax.tasks.datasets.math_data:Gsm8k",
         "grade-school word problems, from data_dir or downloaded, verified by math-verify",
     ),
     "jsonl": (
-        "areal_jax.tasks.jsonl:JsonLines",
+        "areal_jax.tasks.datasets.jsonl:JsonLines",
         "prompts and answers of a JSONL file, scored by exact match",
     ),
     "math": (
-        "areal_jax.tasks.math_data:Math",
+        "areal_jax.tasks.datasets.math_data:Math",
         "competition problems (MATH, test split MATH-500), verified by math-verify",
     ),
     "reasoning_gym": (
-        "areal_jax.tasks.reasoning_gym:ReasoningGym",
+        "areal_jax.tasks.datasets.reasoning_gym:ReasoningGym",
         "one of reasoning-gym's procedural data sets, by name (dataset=chain_sum), with its own score",
     ),
 }
-"""name -> (module:Name, what it is)."""
+"""Name of a built-in task -> (module:Name of its class, description)."""
 
 BLOCK = 1000
-"""Ordinals over which the mixture of tasks is exact."""
+"""Number of consecutive ordinals, a block, in which every task gets exactly its fraction by weight."""
 
 
 @dataclass(frozen=True)
 class WeightedTask:
-    """A task and its share of the prompts, relative to the other tasks' weights."""
+    """A task and its weight: a task's fraction of the prompts is its weight over the sum of all weights."""
 
     task: Task
     weight: float = 1.0
@@ -61,15 +62,16 @@ class WeightedTask:
 def load_tasks(
     settings: Mapping[str, Mapping[str, Any]], objects: Sequence[Task] = ()
 ) -> dict[str, WeightedTask]:
-    """The tasks of a config's `tasks` section, by name; `objects`, if there are any, stand in for them.
+    """Returns tasks by name: `objects` if there are any, else those of `settings`, a `tasks` section.
 
-    An object's name is its class's, numbered from the second of a class on. Raises ArealError.
+    An object is named after its class; a second object of the class CLASS is named CLASS-2. Raises ArealError
+    if there is no task, or if one cannot be made.
     """
     if objects:
         return _named(objects)
     if not settings:
         raise TaskError(
-            f"a run needs a task; give tasks=NAME: {', '.join(BUILTIN)}, or module:Name of your own"
+            f"a run needs a task; give tasks=NAME, one of {', '.join(BUILTIN)}, or module:Name of your own"
         )
     return {name: _load(name, given or {}) for name, given in settings.items()}
 
@@ -78,7 +80,7 @@ def _named(objects: Sequence[Task]) -> dict[str, WeightedTask]:
     tasks: dict[str, WeightedTask] = {}
     for task in objects:
         if not isinstance(task, Task):
-            raise TaskError(f"{task!r:.80} is no Task; subclass areal_jax.Task, or use Task.from_rows")
+            raise TaskError(f"{task!r:.80} is not a Task; subclass areal_jax.Task, or use Task.from_rows")
         name = base = type(task).__name__.lstrip("_")
         number = 1
         while name in tasks:
@@ -94,35 +96,34 @@ def _load(name: str, given: Mapping[str, Any]) -> WeightedTask:
     weight = given.get("weight", 1.0)
     if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < float("inf"):
         raise TaskError(
-            f"{key}.weight={weight!r} is not a positive number; leave the task out to switch it off"
+            f"{key}.weight={weight!r} is not a positive number; to switch a task off, leave it out of `tasks`"
         )
     make = load_object(name, {known: path for known, (path, _) in BUILTIN.items()}, "task")
     if isinstance(make, Task):
         if own:
-            raise TaskError(
-                f"{key} is a task that is already made; it takes no settings, but got {', '.join(own)}"
-            )
+            raise TaskError(f"{key} is a Task object, which takes no settings; leave out {', '.join(own)}")
         return WeightedTask(make, float(weight))
     check_settings(make, own, key)
     try:
         task = make(**own)
     except (TypeError, ValueError) as error:
-        raise TaskError(f"{key} cannot be made with {own}: {error}") from error
+        raise TaskError(f"{key} cannot be made with the settings {own}: {error}") from error
     if not isinstance(task, Task):
-        raise TaskError(f"{key} makes a {type(task).__name__}, which is no Task; subclass areal_jax.Task")
+        raise TaskError(f"{key} returned a {type(task).__name__}, not a Task; subclass areal_jax.Task")
     return WeightedTask(task, float(weight))
 
 
 class PromptStream:
-    """The run's prompts in order: a pure function of (seed, ordinal), so a resume asks for the same.
+    """A run's prompts by ordinal (the place in the run's order); a pure function of (seed, ordinal).
 
-    Every task is shuffled anew for each of its epochs. Of every BLOCK ordinals each task gets its share by
-    weight, exactly, in an order drawn for that block. Shuffles are keyed by a task's place among the tasks,
-    not by its name: the plain loop, which names no tasks, asks for the same prompts as a run.
+    So a resumed run repeats them. A task's prompts are shuffled again for each epoch of that task. In every
+    block of BLOCK (1000) consecutive ordinals each task gets its fraction by weight, in an order drawn at
+    random for that block. Shuffles depend on a task's position in `tasks` and not on its name, so that
+    `generation.rollout`, which names a task after its class, gets the same prompts as a run.
     """
 
     def __init__(self, tasks: Mapping[str, WeightedTask], seed: int) -> None:
-        """Raises TaskError for a task without prompts, or one whose weight is too small ever to be drawn."""
+        """Raises TaskError if a task has no prompts, or so small a weight that it gets none of BLOCK."""
         for name, weighted in tasks.items():
             if len(weighted.task) < 1:
                 raise TaskError(f"tasks.{name} has no prompts; check its settings, or leave it out")
@@ -130,14 +131,14 @@ class PromptStream:
         self._tasks = [tasks[name].task for name in self._names]
         self._seed = seed
         self._quotas = _quotas({name: weighted.weight for name, weighted in tasks.items()})
-        # Pure functions, kept because a group's prompt is asked for several times on its way, and
-        # neighbouring ordinals ask for the same block and the same epochs.
+        # Pure functions, cached because a group's prompt is needed several times, and neighbouring ordinals
+        # need the same block and the same epochs.
         self.prompt = lru_cache(maxsize=4096)(self.prompt)
         self._order = lru_cache(maxsize=4)(self._order)
         self._permutation = lru_cache(maxsize=2 * len(self._names) + 2)(self._permutation)
 
     def place(self, ordinal: int) -> tuple[str, int]:
-        """Name of the task and index within it of the prompt at `ordinal`."""
+        """Returns (task name, index in that task) of the prompt at place `ordinal` in the run's order."""
         block, within = divmod(ordinal, BLOCK)
         order, before = self._order(block)
         number = int(order[within])
@@ -146,12 +147,12 @@ class PromptStream:
         return self._names[number], int(self._permutation(number, epoch)[turn])
 
     def prompt(self, ordinal: int) -> Prompt:
-        """The prompt at `ordinal`, with its task's name filled in."""
+        """Returns the prompt at place `ordinal` in the run's order, with `task` set to its task's name."""
         name, index = self.place(ordinal)
         return replace(self._tasks[self._names.index(name)][index], task=name)
 
     def _order(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Whose turn each place of a block is, and how many turns that task had in the block before it."""
+        """Returns two arrays over a block's positions: the task, and how many earlier positions have it."""
         turns = np.repeat(np.arange(len(self._names)), self._quotas)
         turns = turns[_shuffled(BLOCK, f"{self._seed}/mixture/{block}")]
         before = np.empty(BLOCK, np.int64)
@@ -165,24 +166,27 @@ class PromptStream:
 
 
 def _quotas(weights: Mapping[str, float]) -> np.ndarray:
-    """Turns of each task in a block, by largest remainder; ties go to the first. Their sum is BLOCK."""
+    """Returns each task's number of prompts in a block of BLOCK ordinals; the numbers add up to BLOCK.
+
+    They are rounded by largest remainder; if remainders are equal, the earlier task's is rounded up. Raises
+    TaskError if a task would get none.
+    """
     shares = np.array(list(weights.values())) * (BLOCK / sum(weights.values()))
+    # 1e-9: a share that is an integer but for rounding is not rounded down.
     quotas = np.floor(shares + 1e-9).astype(np.int64)
     remainders = np.argsort(quotas - shares, kind="stable")
     quotas[remainders[: BLOCK - quotas.sum()]] += 1
     for name, quota in zip(weights, quotas, strict=True):
         if quota < 1:
             raise TaskError(
-                f"tasks.{name}.weight={weights[name]} is below 1/{BLOCK} of all weights: it would never be "
-                "drawn; raise it, or leave the task out"
+                f"tasks.{name}.weight={weights[name]} is below 1/{BLOCK} of the sum of all weights: no "
+                "prompt of the task would be drawn; raise its weight, or leave the task out"
             )
     return quotas
 
 
 def _shuffled(count: int, name: str) -> np.ndarray:
-    """A permutation of range(count), drawn for `name`.
-
-    Sorted by raw Philox bits rather than by numpy's own shuffle, whose stream may change with a release.
-    """
+    """Returns a permutation of range(count), random but always the same for equal `count` and text `name`."""
+    # numpy keeps raw Philox bits stable between releases, but not its own shuffle.
     key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest(), "little")
     return np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")

@@ -1,11 +1,12 @@
-"""What a task is: prompts by index, and the score of what the policy answered."""
+"""A task: prompts by index, and the score of a completion."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from areal_jax.types import ArealError, Completion, Prompt, Reward
+from areal_jax.tasks.errors import TaskError
+from areal_jax.types import Completion, Prompt, Reward
 
 if TYPE_CHECKING:
     from areal_jax.tasks.tokenizers import Tokenizer
@@ -13,38 +14,44 @@ if TYPE_CHECKING:
 Score = Callable[[Prompt, Completion], "Reward | float"]
 
 
-class TaskError(ArealError):
-    """A task that cannot be made or read; the message names the file, the line or the setting."""
-
-
 class Task:
-    """A random-access source of prompts and their reward. Subclass it; the framework shuffles and mixes.
+    """A source of prompts by index, and the reward of a completion. Subclass it to define a task.
 
-    `__len__`, `__getitem__` and `score` are what a task has; the constructor's arguments are its settings.
-    All are pure: a prompt is asked for again on resume, a score may be computed in another process.
+    Define `__len__`, `__getitem__` and `score`; the constructor's arguments are the task's settings. The
+    three must be pure functions: a resumed run reads prompts again, and a score may be computed in another
+    process. The framework shuffles the prompts and mixes several tasks.
     """
 
     tokenizer: Tokenizer | None = None
-    """The task's own, used where the config says model.tokenizer=task."""
+    """The task's own tokenizer, used unless the model is pretrained or model.tokenizer=byte."""
 
     def __len__(self) -> int:
-        raise TaskError(f"{type(self).__name__} has no __len__; define it: the number of its prompts")
+        raise TaskError(f"{type(self).__name__} has no __len__; define it to return the number of prompts")
 
     def __getitem__(self, i: int) -> Prompt:
-        raise TaskError(f"{type(self).__name__} has no __getitem__; define it: index -> Prompt")
+        raise TaskError(
+            f"{type(self).__name__} has no __getitem__; define it to return the Prompt at an index"
+        )
 
     def score(self, prompt: Prompt, completion: Completion) -> Reward | float:
-        """How good one completion is. An exception or a NaN counts as a failure, never as a reward of 0."""
+        """Returns the reward of one completion.
+
+        An exception or a NaN is a failure, not a reward of 0: a training run samples all completions of the
+        prompt again, and drops the prompt if that fails too.
+        """
         raise TaskError(
-            f"{type(self).__name__} has no score; define it: prompt, completion -> Reward or float"
+            f"{type(self).__name__} has no score; define it: (prompt, completion) -> Reward or float"
         )
 
     def score_group(self, prompt: Prompt, completions: Sequence[Completion]) -> Sequence[Reward | float]:
-        """The scores of all completions of a prompt. Override it where they depend on one another."""
+        """Returns the rewards of a prompt's completions. Override it if they depend on one another."""
         return [self.score(prompt, completion) for completion in completions]
 
     def reference(self, prompt: Prompt) -> str:
-        """A right answer, for the supervised start. Raises TaskError unless the task has one."""
+        """Returns a correct answer to the prompt, for the supervised steps that may precede RL.
+
+        Raises TaskError if the task has no reference answers.
+        """
         raise TaskError(
             f"{type(self).__name__} has no reference answers; set trainer.supervised_steps=0, or define "
             "reference(prompt) -> str"
@@ -54,10 +61,11 @@ class Task:
     def from_rows(
         rows: Sequence[Mapping[str, Any]], score: Score, *, prompt: str | Callable[[Any], Prompt] = "prompt"
     ) -> Task:
-        """A task of Python rows. `prompt` names the column, or makes a row's Prompt.
+        """Returns a task with a prompt per row; `prompt`: a column's name, or a function from row to Prompt.
 
-        A column of text, messages or token ids becomes the prompt; every other column goes into `info`.
-        Raises TaskError for a row without the column.
+        `score(prompt, completion)` returns the reward. A named column must contain text, messages or token
+        ids: it becomes the prompt, and all other columns its `info`. Raises TaskError if a row lacks that
+        column or has another kind of value in it.
         """
         return _Rows(rows, score, prompt)
 
@@ -85,13 +93,21 @@ class _Rows(Task):
         return self._score(prompt, completion)
 
 
-def row_prompt(row: Mapping[str, Any], column: str, where: str) -> Prompt:
-    """The prompt in `column`, with the other columns as info. Raises TaskError that begins with `where`."""
+def column_of(row: Mapping[str, Any], column: str, where: str) -> Any:
+    """Returns a row's value in `column`; if it has none, raises a TaskError that begins with `where`."""
     if column not in row:
         raise TaskError(
-            f"{where} has no column {column!r}; its columns are {', '.join(map(str, row)) or 'none'}"
+            f"{where} has no column {column!r}; its columns are {', '.join(map(str, row)) or 'none'}: add it"
         )
-    value = row[column]
+    return row[column]
+
+
+def row_prompt(row: Mapping[str, Any], column: str, where: str) -> Prompt:
+    """Returns a row's prompt, the value in `column`, with all other columns as `info`.
+
+    If the column is missing or its value is not a prompt, raises a TaskError that begins with `where`.
+    """
+    value = column_of(row, column, where)
     info = {name: other for name, other in row.items() if name != column}
     if isinstance(value, str):
         return Prompt(value, info=info)
@@ -101,6 +117,6 @@ def row_prompt(row: Mapping[str, Any], column: str, where: str) -> Prompt:
         if all(isinstance(item, int) and not isinstance(item, bool) for item in value):
             return Prompt(tokens=tuple(value), info=info)
     raise TaskError(
-        f"{where}: column {column!r} holds {value!r:.80}; a prompt is text, a list of messages with role and "
-        "content, or a list of token ids"
+        f"{where}: column {column!r} is {value!r:.80}, but a prompt must be text, a list of messages with "
+        "role and content, or a list of token ids"
     )

@@ -1,52 +1,54 @@
-"""Text to token ids and back: what a tokenizer is, and two that need no files."""
+"""The interface of tokenizers, and two tokenizers that need no files."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from areal_jax.tasks.task import TaskError
+from areal_jax.tasks.errors import TaskError
 from areal_jax.types import Prompt
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Tokenizer(Protocol):
-    """What the framework asks of a tokenizer; ids are 0..vocab_size-1."""
+    """The interface of a tokenizer; its ids are 0..vocab_size-1."""
 
     @property
     def vocab_size(self) -> int: ...
 
     @property
     def eos_id(self) -> int:
-        """Ends a completion; part of it, but not of its text."""
+        """The id that ends a completion; it is one of the completion's tokens, but not part of its text."""
         ...
 
     @property
     def pad_id(self) -> int: ...
 
     def encode(self, text: str) -> list[int]:
-        """The ids of text, without special tokens. Raises TaskError for text that it cannot express."""
+        """Returns the ids of text; adds no special tokens. Raises TaskError if part of the text has no id."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of ids, special tokens dropped. Never raises: a policy may sample anything."""
+        """Returns the text of ids; leaves out special tokens. Never raises: a policy may sample any id."""
         ...
 
     def render(self, prompt: Prompt) -> list[int]:
-        """The exact tokens that the policy is given. Raises TaskError."""
+        """Returns a prompt's ids, special tokens included; raises TaskError if it cannot be encoded."""
         ...
 
 
 class CharTokenizer:
-    """One id a character of `alphabet`, after pad (0) and eos (1)."""
+    """Ids: 0 is pad, 1 is eos, and from 2 on one id per character of `alphabet`, in its order."""
 
     pad_id = 0
     eos_id = 1
 
     def __init__(self, alphabet: str) -> None:
         if not alphabet or len(set(alphabet)) != len(alphabet):
-            raise TaskError(f"the alphabet {alphabet!r} is empty or repeats a character; give each once")
+            raise TaskError(
+                f"the alphabet {alphabet!r} is empty or repeats a character; give every character once"
+            )
         self.alphabet = alphabet
         self._ids = {character: number for number, character in enumerate(alphabet, 2)}
 
@@ -60,7 +62,7 @@ class CharTokenizer:
         except KeyError as error:
             raise TaskError(
                 f"the character {error.args[0]!r} of {text[:40]!r} is not in the alphabet {self.alphabet!r}; "
-                "use model.tokenizer=byte, or add it"
+                "use model.tokenizer=byte, or add it to the alphabet"
             ) from None
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -76,7 +78,10 @@ class CharTokenizer:
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids 0..255, then bos (256) and eos (257), which also pads. A prompt begins with bos."""
+    """UTF-8 bytes as ids 0..255, then bos (256), then eos (257), which is also the pad id.
+
+    A prompt begins with bos unless it is given as tokens.
+    """
 
     vocab_size = 258
     bos_id = 256
@@ -88,7 +93,7 @@ class ByteTokenizer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         special = (self.bos_id, self.eos_id)
-        # 0xff is in no UTF-8 text, so an id that is no byte becomes one replacement character.
+        # UTF-8 never contains 0xff: an id beyond the bytes becomes one replacement character.
         raw = bytes(token if 0 <= token < 256 else 0xFF for token in tokens if token not in special)
         return raw.decode("utf-8", errors="replace")
 
@@ -98,7 +103,11 @@ class ByteTokenizer:
 
 
 def plain_chat(messages: Sequence[Mapping[str, str]]) -> str:
-    """Messages as text, for tokenizers without a chat template of their own: one `role: content` a line."""
+    """Returns messages as text, for tokenizers without a chat template: one `role: content` per line.
+
+    The text ends with `assistant: `, which the completion continues. Raises TaskError for a message without
+    role or content.
+    """
     for message in messages:
         if not {"role", "content"} <= message.keys():
             raise TaskError(f"the message {dict(message)!r:.80} lacks role or content; give it both")
@@ -114,7 +123,7 @@ def _render(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
     for token in tokens:
         if not 0 <= token < tokenizer.vocab_size:
             raise TaskError(
-                f"the prompt's token {token} is none of 0..{tokenizer.vocab_size - 1}; was it encoded with "
-                "another tokenizer?"
+                f"the prompt's token {token} is outside the vocabulary 0..{tokenizer.vocab_size - 1}; "
+                "encode the prompt with the run's tokenizer"
             )
     return tokens

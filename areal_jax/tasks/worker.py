@@ -1,6 +1,6 @@
-"""A reward worker: how it starts, what it does, how it dies.
+"""A reward worker process: how the parent starts it, how it scores, and how it ends.
 
-It imports this file and what the tasks need: no jax, and not the program that started it.
+The process imports this file and what the tasks import; it imports neither jax nor the parent's main module.
 """
 
 from __future__ import annotations
@@ -14,62 +14,72 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from multiprocessing import spawn
 from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any
 
 import cloudpickle
 
+from areal_jax.tasks.errors import TaskError
 from areal_jax.tasks.scoring import GROUP, Outcome, failed, score_group
-from areal_jax.tasks.task import Task, TaskError
+from areal_jax.tasks.task import Task
 
 LOAD_DEADLINE_S = 60
-"""Longest that a new worker may take to load the tasks before it is killed."""
+"""A new worker that has not loaded the tasks after this many seconds is killed."""
 
 EXIT_0 = 1 << 16
-"""What a worker that ended by itself with status 0 reports."""
+"""The exit code that `_Process.exitcode` returns for a worker that ended with status 0; see there."""
 
 _PR_SET_PDEATHSIG = 1
 _SPAWNING = threading.Lock()
 
 _WORKER: dict[str, Any] = {}
-"""A worker's tasks, or the reason why there are none. Filled in once by `start_worker`, only in a worker."""
+"""In a worker process: its tasks, or the problem that kept them from loading; set by `start_worker`."""
 
 
 # --- in the worker ------------------------------------------------------------------------------------
 
 
 def start_worker(parent: int, blob: bytes) -> None:
-    """Tie this process to its parent, part it from the terminal, load the tasks."""
+    """Prepares a new worker: it ends with the process `parent` (an id), ignores Ctrl-C, and loads its tasks.
+
+    `blob`: the tasks as `portable` pickles them. If they cannot be loaded, the worker goes on, and each group
+    that it should score fails with that error.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)  # the parent died before the line above
-    os.setsid()  # so that killing it kills what it started, and Ctrl-C is the parent's business
+    os.setsid()  # killing the session kills child processes too, and Ctrl-C reaches the parent alone
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.dup2(2, 1)  # what a score prints is for people, and stdout may be somebody's JSON
+    os.dup2(2, 1)  # a score may print, and the parent's stdout may be JSON
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(LOAD_DEADLINE_S)
     try:
         _WORKER["tasks"] = cloudpickle.loads(blob)
-    except Exception as error:  # noqa: BLE001 - an import of the user's may fail; every group then reports it
+    except Exception as error:  # noqa: BLE001 - the user's imports may fail; every group then reports it
         _WORKER["problem"] = f"a reward worker cannot load the tasks: {error!r}"
     signal.alarm(0)
 
 
 def score_blob(ordinal: int, attempt: int, blob: bytes) -> Outcome:
-    """Score the cloudpickled (prompt, completions) with this worker's tasks."""
+    """Scores `blob`, a cloudpickled (prompt, completions), with this worker's tasks; returns the outcome.
+
+    The outcome repeats `ordinal`, the prompt's place in the run's order, and `attempt`, the number of times
+    that its group was sampled again.
+    """
     if "problem" in _WORKER:
         return failed(ordinal, attempt, GROUP, _WORKER["problem"])
     try:
         prompt, completions = cloudpickle.loads(blob)
     except Exception as error:  # noqa: BLE001 - users' own classes in `info`; counted as a failed reward
-        return failed(ordinal, attempt, GROUP, f"a reward worker cannot read the prompt: {error!r}")
+        return failed(ordinal, attempt, GROUP, f"a reward worker cannot unpickle the prompt: {error!r}")
     tasks: dict[str, Task] = _WORKER["tasks"]
     task = tasks.get(prompt.task)
     if task is None:
         known = ", ".join(tasks)
-        return failed(ordinal, attempt, GROUP, f"no task {prompt.task!r}; the reward pool has {known}")
+        return failed(ordinal, attempt, GROUP, f"the reward pool has no task {prompt.task!r}, only {known}")
     return score_group(task, prompt, completions, ordinal, attempt)
 
 
@@ -77,7 +87,10 @@ def score_blob(ordinal: int, attempt: int, blob: bytes) -> Outcome:
 
 
 def portable(tasks: Mapping[str, Task]) -> bytes:
-    """The tasks as bytes that a fresh process can load, also those of a script. Raises TaskError."""
+    """Returns the tasks, pickled so that a worker can load them even if a script defines their classes.
+
+    Raises TaskError if a task cannot be pickled.
+    """
     for name, task in tasks.items():
         module = sys.modules.get(type(task).__module__)
         if module is not None and not _is_importable(module.__name__):
@@ -86,14 +99,14 @@ def portable(tasks: Mapping[str, Task]) -> bytes:
             cloudpickle.dumps(task)
         except Exception as error:
             raise TaskError(
-                f"tasks.{name} cannot be sent to a reward worker ({error!r}); open files, locks and "
+                f"tasks.{name} cannot be pickled for a reward worker ({error!r}); create files, locks and "
                 "connections in score rather than in the constructor"
             ) from error
     return cloudpickle.dumps(dict(tasks))
 
 
 def _is_importable(module: str) -> bool:
-    """Whether another process with our sys.path finds `module`; asks the disk, not what is loaded here."""
+    """Whether a new process with the same sys.path finds `module` on disk."""
     path = None
     for part in module.split("."):
         spec = importlib.machinery.PathFinder.find_spec(part, path)
@@ -104,15 +117,15 @@ def _is_importable(module: str) -> bool:
 
 
 class _Process(SpawnProcess):
-    """A worker process: starts without the parent's main module, dies at once and with what it started."""
+    """A worker process that does not run the parent's main module, and is killed with its child processes."""
 
     @staticmethod
     def _Popen(process_obj: Any) -> Any:
-        with _SPAWNING, _without_main():
+        with _without_main():
             return SpawnProcess._Popen(process_obj)  # pyright: ignore[reportAttributeAccessIssue]
 
     def terminate(self) -> None:
-        """SIGKILL to the worker's whole session: a score may be deep in C code, or have children."""
+        """Sends SIGKILL to the worker and its child processes, since C code in a score may block SIGTERM."""
         if not self.is_alive() or self.pid is None:
             return
         try:
@@ -122,26 +135,36 @@ class _Process(SpawnProcess):
 
     @property
     def exitcode(self) -> int | None:
-        """As the process said, but never 0: pebble takes 0 for intended, and waits for the group's result."""
+        """The exit code, but EXIT_0 instead of 0: after a 0, pebble would wait forever for a result."""
         code = super().exitcode
         return EXIT_0 if code == 0 else code
 
 
 class WorkerContext(SpawnContext):
-    """multiprocessing's spawn, with our workers."""
+    """multiprocessing's spawn context, except that each process it starts is a `_Process`."""
 
     Process = _Process
 
 
 @contextmanager
 def _without_main() -> Iterator[None]:
-    """Hide where `__main__` came from, so that a worker does not run the user's script again."""
-    main = sys.modules["__main__"]
-    hidden = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}
-    try:
-        for name in hidden:
-            setattr(main, name, None)
-        yield
-    finally:
-        for name, value in hidden.items():
-            setattr(main, name, value)
+    """In its `with` block, a worker that this thread starts does not import the parent's main script again.
+
+    The module `__main__` is not changed, because the script's own threads may read its `__file__`.
+    """
+    spawning = threading.get_ident()
+
+    def preparation_data(name: str) -> dict[str, Any]:
+        data = inherited(name)
+        if threading.get_ident() == spawning:
+            data.pop("init_main_from_name", None)
+            data.pop("init_main_from_path", None)
+        return data
+
+    with _SPAWNING:
+        inherited = spawn.get_preparation_data
+        spawn.get_preparation_data = preparation_data
+        try:
+            yield
+        finally:
+            spawn.get_preparation_data = inherited

@@ -1,12 +1,10 @@
-"""Checkpoints of the train state: what a run goes on from, bit for bit, on whatever mesh.
+"""Checkpoints of the train state: a run resumes from them bit for bit, on any mesh.
 
-`checkpoints/<version>/` holds every leaf of the TrainState, whichever there are, staged and committed as
-`weights.staged` says. One that is not as it was written is refused by name, and the one before is used. The
-control plane's state is not in here: it is the fold of the journal, whose snapshots are written when the
-journal has heard of a checkpoint.
+`checkpoints/<version>/` contains every leaf of the TrainState. It is written under a hidden name and renamed
+when it is complete (`weights.staged`). If a checkpoint is damaged, the one before it is used, and the damaged
+one is reported. Checkpoints do not contain the control plane's state, which is computed from the journal.
 
-Where several processes train as one, all of them save, each its own shards, and all restore, whatever number
-of them saved.
+If several processes train as one, each saves its own shards. Any number of processes can restore them.
 """
 
 from __future__ import annotations
@@ -14,73 +12,57 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from areal_jax.models.model import Params
 from areal_jax.parallel.agreement import leads
 from areal_jax.trainer.state import TrainState
 from areal_jax.weights import staged
-from areal_jax.weights.staged import MANIFEST, Detached, OnFailure, StagedError, Writer, committed
-
-__all__ = [
-    "MANIFEST",
-    "CheckpointError",
-    "Checkpointer",
-    "Restored",
-    "committed",
-    "discard_newer",
-    "prune",
-    "restore",
-    "restore_params",
-]
-
-
-class CheckpointError(StagedError):
-    """A checkpoint that cannot be used; the message says which and why."""
+from areal_jax.weights.staged import Detached, committed
+from areal_jax.weights.store import StagedError
+from areal_jax.weights.writer import OnFailure, Writer
 
 
 class Restored(NamedTuple):
+    """The result of `restore`: a state, and why newer checkpoints were not used."""
+
     state: TrainState | None
-    """None where no checkpoint can be used."""
+    """The state of the newest usable checkpoint; None if there is none."""
     refused: tuple[str, ...]
-    """Newer checkpoints that were refused, and why."""
+    """For each newer checkpoint, the reason why it was refused."""
 
 
-class Checkpointer:
-    """Writes off the caller's path: `save` copies the state to the host and returns; one write at a time."""
+class Checkpointer(Writer):
+    """Writes checkpoints in a thread, one at a time; `save` returns after copying the state to the host."""
 
     def __init__(
         self, folder: Path, restored: int | None = None, on_failure: OnFailure | None = None
     ) -> None:
-        """`restored`: the version that the run goes on from, which is whole. `on_failure` hears at once of a
-        write that failed; the next call here raises it.
+        """`restored`: version of the complete checkpoint from which the run resumes; None for a new run.
+
+        If a write fails, `on_failure` is called at once, and the next call of any method raises the error.
         """
+        super().__init__(f"writing checkpoints to {folder}", on_failure=on_failure)
         self._folder = folder
-        self._writer = Writer(f"writing checkpoints to {folder}", on_failure=on_failure)
         self._last_saved = restored
         folder.mkdir(parents=True, exist_ok=True)
 
     def save(self, state: TrainState, on_commit: Callable[[int], None], deadline_s: float) -> None:
-        """Write `state`, which may be donated at once; `on_commit(version)` is called from the writer once it
-        is whole on disk, in the first of several processes.
+        """Write `state` in the background; the caller may donate it as soon as this returns.
 
-        Does nothing for the version saved or restored last. One that lies there from an earlier process is
-        written anew: it is the damaged one for whose sake that version was trained again.
+        First waits up to `deadline_s` seconds for an earlier write; raises its error, or StagedError if it
+        has not ended. Once the checkpoint is complete on disk, the writing thread calls `on_commit(version)`;
+        if several processes train as one, only that of the first does. Does nothing if this version was the
+        last one saved or restored. Overwrites any other checkpoint of this version: it is a damaged one from
+        before a restart, after which the version was trained again.
         """
         self.wait(deadline_s)
         version = int(state.version)
         if version == self._last_saved:
             return
         write = partial(self._write, version, Detached.copy(state), on_commit, deadline_s)
-        self._writer.submit(write, deadline_s)
+        self.submit(write, deadline_s)
         self._last_saved = version
-
-    def wait(self, deadline_s: float) -> None:
-        """Until the write under way is committed. Raises StagedError where it failed, or at the deadline."""
-        self._writer.wait(deadline_s)
-
-    def close(self, deadline_s: float) -> None:
-        self._writer.close(deadline_s)
 
     def _write(
         self, version: int, state: Detached, on_commit: Callable[[int], None], deadline_s: float
@@ -91,19 +73,22 @@ class Checkpointer:
 
 
 def prune(folder: Path, newest: int, keep: int) -> None:
-    """Keep checkpoint `newest` and the `keep - 1` before it. Newer ones were refused, and do not count.
+    """Of the checkpoints up to version `newest`, remove all but the `keep` newest ones.
 
-    To be called once the journal has heard of `newest`: until then the ones before it are what a resumed run
-    starts from.
+    Newer checkpoints, which `restore` refused as damaged, are neither counted nor removed. Call this only
+    once the journal contains the event CheckpointCommitted of `newest`: until then a resumed run starts from
+    an older checkpoint.
     """
     before = [version for version in committed(folder) if version < newest]
     staged.remove(folder, before[: max(0, len(before) - keep + 1)])
 
 
 def discard_newer(folder: Path, than: int) -> list[int]:
-    """Remove checkpoints beyond version `than`, and say which: their last batch is not in the journal.
+    """Remove the checkpoints newer than version `than` and return their versions.
 
-    A run killed between the two trains that batch again, maybe on other samples.
+    Call it on a resume, with the journal's last version. A newer checkpoint exists if the run was killed
+    between writing it and journaling the batch's event; the resumed run trains that version again, maybe on
+    other samples.
     """
     void = [version for version in committed(folder) if version > than]
     staged.remove(folder, void)
@@ -111,29 +96,24 @@ def discard_newer(folder: Path, than: int) -> list[int]:
 
 
 def restore(folder: Path, like: TrainState) -> Restored:
-    """The newest checkpoint whose bits are those its manifest names, on the shardings of `like`.
+    """Returns the newest undamaged checkpoint, and the reasons why newer ones were refused.
 
-    `like` is a tree of jax.ShapeDtypeStruct (`Learner.abstract_state`).
+    A checkpoint is damaged if it differs from its manifest, a list of its files, leaves and checksums. The
+    result's state is None if there is no other. `like`: a tree of jax.ShapeDtypeStruct with the shardings of
+    the restored state (`Learner.abstract_state`).
     """
     refused = []
     for version in reversed(committed(folder)):
         try:
-            return Restored(_read(folder / str(version), like), tuple(refused))
-        except CheckpointError as error:
+            return Restored(staged.read(folder / str(version), like), tuple(refused))
+        except StagedError as error:
             refused.append(str(error))
     return Restored(None, tuple(refused))
 
 
 def restore_params(path: Path, like: Params) -> Params:
-    """The parameters alone of one checkpoint, checked as `restore` checks; `like` as there.
+    """Returns only the parameters of the checkpoint `path`; `like` describes them as in `restore`.
 
-    Raises CheckpointError, also for a checkpoint that is pruned meanwhile.
+    Raises StagedError if the checkpoint is damaged, or is pruned while it is read.
     """
-    return _read(path, {"params": like}, is_part=True)["params"]
-
-
-def _read(path: Path, like: Any, is_part: bool = False) -> Any:
-    try:
-        return staged.read(path, like, is_part)
-    except StagedError as error:
-        raise CheckpointError(f"checkpoint {error}") from None
+    return staged.read(path, {"params": like}, is_part=True)["params"]

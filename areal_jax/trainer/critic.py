@@ -1,9 +1,9 @@
-"""The critic: a transformer of its own, or a head on the policy's trunk.
+"""The critic: a separate transformer, or a head on the policy's trunk.
 
-Its parameters are `TrainState.critic`, beside the policy's, with an optimiser state of their own: {"head"},
-and {"trunk"} where it has one. Both begin as functions of the policy's first parameters: the trunk is their
-copy, the head is 0, so every value is 0 until the first update. Where only some of the policy's leaves are
-trained, the trunk holds those alone and reads the others where the policy does.
+Its parameters, `TrainState.critic`, have an optimiser state of their own. They are {"head"}, and for a
+separate transformer also {"trunk"}. Initially the trunk is a copy of the policy's, and the head is 0, so
+every value is 0 until the first update. If only some of the policy's leaves are trained, "trunk" contains
+only those; the others are read from the policy.
 """
 
 from __future__ import annotations
@@ -12,46 +12,52 @@ import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from areal_jax.algorithms.masked import keep, per_sequence
 from areal_jax.models.model import Model, Params
 from areal_jax.parallel.mesh import param_shardings
+from areal_jax.trainer.forward import Forward
 from areal_jax.trainer.trainable import ALL, Trainable
+from areal_jax.types import Batch
 
 
 @dataclass(frozen=True)
 class Critic:
+    """The critic of one policy: a function of parameters, which the train state holds."""
+
     policy: Model
     kind: str  # separate | shared
     trainable: Trainable = ALL
 
     @cached_property
     def trunk(self) -> Model | None:
-        """The policy's model without its LM head; None where the policy's own trunk is used."""
+        """The separate critic's transformer, without an LM head; None if the critic uses the policy's."""
         if self.kind == "shared":
             return None
+        # A tied model has no parameters for an LM head; critics are never published, so never rounded.
         sizes = dataclasses.replace(self.policy.config, is_tied=True, params_dtype="float32")
         return Model(sizes, self.policy.tokenizer)
 
     @property
     def parameter_count(self) -> int:
-        """Trained ones: what the critic adds to the policy."""
+        """Number of trained parameters of the critic, those of the policy not included."""
         head = self.policy.config.width + 1
         return head + (0 if self.trunk is None else self.trainable.count(self.trunk))
 
     def first(self, params: Params) -> Params:
-        """The critic of version 0, in buffers of its own."""
+        """Returns the critic's parameters at version 0; the trunk's are copied from the policy's `params`."""
         critic = {"head": self._first_head()}
         if self.trunk is None:
             return critic
         return critic | {"trunk": jax.tree.map(jnp.copy, self.trainable.of(self._of_trunk(params)))}
 
     def shardings(self, mesh: Mesh) -> Params:
-        """One for every leaf."""
+        """Returns a sharding for every leaf of the critic's parameters."""
         axes = {"weight": PartitionSpec("embed"), "bias": PartitionSpec()}
         placed = {"head": param_shardings(axes, jax.eval_shape(self._first_head), mesh)}
         if self.trunk is None:
@@ -60,7 +66,7 @@ class Critic:
         return placed | {"trunk": self.trainable.of(trunk)}
 
     def trunk_params(self, critic: Params, params: Params) -> Params:
-        """The trunk's parameters, those that are not trained from the policy's."""
+        """Returns all parameters of the trunk: trained leaves from `critic`, the others from the policy's."""
         return self.trainable.whole(critic["trunk"], self._of_trunk(params))
 
     def _of_trunk(self, params: Params) -> Params:
@@ -70,20 +76,55 @@ class Critic:
     def _first_head(self) -> Params:
         return {"weight": jnp.zeros(self.policy.config.width), "bias": jnp.zeros(())}
 
-    def values(self, critic: Params, hidden: Float[Array, "B T D"]) -> Float[Array, "B T"]:
-        """The value of the state after each token, float32, from the hidden states of the trunk."""
+    def values(
+        self, critic: Params, params: Params, forward: Forward, hidden: Float[Array, "B T D"], micro: Batch
+    ) -> Float[Array, "B T"]:
+        """Returns the value of the state after each token, float32.
+
+        `params`, `forward` and `hidden` are the policy's parameters, forward pass and hidden states.
+        """
+        if self.trunk is not None:
+            of_trunk = dataclasses.replace(forward, model=self.trunk)
+            hidden = of_trunk.hidden(self.trunk_params(critic, params), micro)
         return hidden @ critic["head"]["weight"] + critic["head"]["bias"]
 
 
 def before(after: Float[Array, "B T"], previous: Int[Array, "B T"]) -> Float[Array, "B T"]:
-    """The value of the state before each token: that after its predecessor; 0 where it has none."""
+    """Returns the value of the state before each token: the value after the token that precedes it.
+
+    `after` has the value after each token, `previous` the column of the token that precedes it in the sample.
+    The result is 0 for a sample's first token (`previous` -1).
+    """
+    chex.assert_equal_shape([after, previous])
     values = jnp.take_along_axis(after, jnp.maximum(previous, 0), axis=1)
     return jnp.where(previous >= 0, values, 0.0)
 
 
 def at_end(after: Float[Array, "B T"], segment_ids: Int[Array, "B T"], sequences: int) -> Float[Array, " S"]:
-    """The value of the state after each sequence's last token."""
+    """Returns the value after each sequence's last token; `after` has the values after all tokens."""
+    chex.assert_equal_shape([after, segment_ids])
     is_end = jnp.concatenate(
         [segment_ids[:, 1:] != segment_ids[:, :-1], jnp.ones_like(segment_ids[:, :1], bool)], axis=1
     )
     return per_sequence(keep(after, is_end), segment_ids, sequences)
+
+
+def value_loss(
+    value: Float[Array, "B T"],
+    arrived: Float[Array, "B T"],
+    returns: Float[Array, "B T"],
+    clip: float | None,
+) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
+    """Returns max((V - R)^2, (V_a + clamp(V - V_a, +-clip) - R)^2) / 2, and whether the second is larger.
+
+    V is the critic's `value`, R the return, V_a (`arrived`) the value before the batch's first update: moving
+    V further than `clip` from V_a does not lower the loss. If `clip` is None, the loss is (V - R)^2 / 2.
+    PPO's clipped value loss (Schulman et al., arXiv:1707.06347; openai/baselines).
+    """
+    chex.assert_equal_shape([value, arrived, returns])
+    chex.assert_type([value, arrived, returns], float)
+    plain = 0.5 * (value - returns) ** 2
+    if clip is None:
+        return plain, jnp.zeros_like(plain, bool)
+    clipped = 0.5 * (arrived + jnp.clip(value - arrived, -clip, clip) - returns) ** 2
+    return jnp.maximum(plain, clipped), clipped > plain

@@ -1,54 +1,56 @@
-"""How far proximal and behaviour log-probs lie apart, over all loss tokens and by their age.
+"""The gap between proximal and behaviour log-probs, over all loss tokens and by their age.
 
-At age 0 that is what the trainer computes against what the generator recorded under the same version: their
-mismatch. At greater ages what the policy learned since then is in it too. A token whose log-prob is equal in
-every bit has mismatch 0, whatever its size.
+At age 0 the gap is the mismatch: trainer and generator computed the log-prob under the same version. At
+greater ages it also contains what the policy learned since the token was sampled. The gap is 0 if the two
+log-probs are equal in every bit, even if both are infinite.
 
-Sums that add up over micro-batches: the distribution of |gap| is counted in bins whose edges are
-10^(1/32) apart, from 1e-8 to 100 nats, so that a quantile is known to 3.7 %. Shapes: A age buckets, N bins.
+The sums of micro-batches can be added. |gap| is counted in bins, with edges from 1e-8 to 100 nats that are a
+factor of 10^(1/32) apart, so that quantiles are exact to 3.7 %. Shapes: A age buckets, N bins.
 """
 
 from __future__ import annotations
 
+import operator
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from areal_jax.algorithms.losses import ratio
 from areal_jax.algorithms.masked import keep
+from areal_jax.algorithms.ratios import ratio
 
 AGES = ("0", "1", "2", "3", "4", "5-8", "9-up")
-"""Buckets of ages, in versions."""
+"""Names of the buckets of ages; an age is a number of versions."""
 OLDEST = (0, 1, 2, 3, 4, 8)
-"""Their upper ends; the last has none."""
+"""The greatest age in each bucket but the last, which has no limit."""
 
 PER_DECADE, SMALLEST, LARGEST = 32, -8, 2
 BINS = (LARGEST - SMALLEST) * PER_DECADE + 2
-"""One below the smallest edge, one from the largest on."""
+"""Number of bins, with one for |gap| below the smallest edge and one for |gap| at or above the largest."""
 
 
 class Gaps(NamedTuple):
+    """Sums over the loss tokens of each age bucket; gap = proximal - behaviour log-prob.
+
+    `counts` is the number of tokens per bin of |gap|, `largest` the largest |gap|.
+    """
+
     counts: Int[Array, "A N"]
     absolute: Float[Array, " A"]
-    """Sum of |gap|."""
+    """Sum of |gap|, in nats."""
     kl: Float[Array, " A"]
-    """Sum of r - 1 - log r, r = exp(gap)."""
+    """Sum of r - 1 - log r with r = exp(gap): the k3 estimate of the KL."""
     largest: Float[Array, " A"]
     unequal: Int[Array, " A"]
-    """Tokens whose two log-probs differ in any bit."""
+    """Number of tokens for which the two log-probs differ in at least one bit."""
 
     def joined(self, other: Gaps) -> Gaps:
-        """Of both's tokens together."""
-        return Gaps(
-            self.counts + other.counts,
-            self.absolute + other.absolute,
-            self.kl + other.kl,
-            jnp.maximum(self.largest, other.largest),
-            self.unequal + other.unequal,
-        )
+        """Returns the sums over the tokens of both `self` and `other`."""
+        largest = jnp.maximum(self.largest, other.largest)
+        return jax.tree.map(operator.add, self, other)._replace(largest=largest)
 
 
 def gap_sums(
@@ -57,12 +59,15 @@ def gap_sums(
     ages: Int[Array, "B T"],
     mask: Bool[Array, "B T"],
 ) -> Gaps:
-    """Of the tokens on the mask."""
+    """Returns the sums over the tokens with `mask` True, from their log-probs and ages in versions."""
+    chex.assert_equal_shape([proximal, behavior, ages, mask])
+    chex.assert_type([proximal, behavior, ages, mask], [float, float, int, bool])
     proximal, behavior = keep(proximal, mask), keep(behavior, mask)
     gap = proximal - behavior
     size = jnp.abs(gap)
     bucket = jnp.where(mask, jnp.searchsorted(jnp.array(OLDEST), ages), len(AGES))  # off the mask: dropped
     number = jnp.floor((jnp.log10(jnp.maximum(size, 1e-30)) - SMALLEST) * PER_DECADE) + 1
+    # A NaN gap counts in the last bin.
     number = jnp.clip(jnp.nan_to_num(number, nan=BINS), 0, BINS - 1).astype(jnp.int32)
     places = (bucket * BINS + number).ravel()
     counts = jnp.zeros(len(AGES) * BINS, jnp.int32).at[places].add(1, mode="drop")
@@ -85,8 +90,11 @@ def _bits(x: Float[Array, "..."]) -> Int[Array, "..."]:
 
 
 def gap_figures(gaps: Gaps) -> dict[str, float]:
-    """Means, 99.9th percentile and maximum of |gap|, the KL, and how many tokens' log-probs are not equal in
-    every bit: of all tokens, and of each age there is.
+    """Returns metrics by name, over all tokens, and again over each age bucket that has tokens.
+
+    A bucket's names end in "/age_<bucket>". The metrics are mean, 99.9th percentile and maximum of |gap| in
+    nats, the mean KL estimate, and the number of tokens for which the two log-probs differ in at least one
+    bit.
     """
     counts, absolute, kl, largest, unequal = (np.asarray(x, np.float64) for x in gaps)
     out = _figures(counts.sum(0), absolute.sum(), kl.sum(), largest.max(), unequal.sum())
@@ -111,7 +119,11 @@ def _figures(
 
 
 def _quantile(counts: np.ndarray, share: float, largest: float) -> float:
-    """The middle of the bin that holds it, no further than the largest; 0 below the smallest edge."""
+    """Returns the quantile `share` (0 to 1) of |gap|: the middle of its bin, but at most `largest`.
+
+    `counts` is the number of tokens per bin, `largest` the largest |gap|. In the first bin the quantile is 0,
+    in the last it is `largest`.
+    """
     number = int(np.searchsorted(np.cumsum(counts), share * counts.sum()))
     if number == 0:
         return 0.0

@@ -1,7 +1,7 @@
-"""How a train state begins, where its leaves lie, and how an optimiser step moves them.
+"""The first train state, the placement of its leaves, and the optimiser step.
 
-Policy and critic have an optimiser state each, of the same transformation, so that the one's gradient never
-scales the other's step by clipping.
+Policy and critic use the same optax transformation with separate states, so that clipping the gradient of one
+never scales the step of the other.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool
 
-from areal_jax.config import AlgorithmConfig
+from areal_jax.config.sections import AlgorithmConfig
 from areal_jax.models.model import Model, Params
 from areal_jax.parallel.mesh import param_shardings, replicated
 from areal_jax.trainer.critic import Critic
-from areal_jax.trainer.kl_control import KLControl
-from areal_jax.trainer.metrics import Sums
-from areal_jax.trainer.state import TrainState
+from areal_jax.trainer.state import KLControl, TrainState
 from areal_jax.trainer.trainable import ALL, Trainable
+from areal_jax.trainer.update_metrics import Sums
 
 
 @dataclass(frozen=True)
 class Optimization:
-    """Of one algorithm over one model."""
+    """Creates the train state of one algorithm over one model, and updates it by optimiser steps."""
 
     model: Model
     algorithm: AlgorithmConfig
@@ -36,10 +35,13 @@ class Optimization:
     trainable: Trainable = ALL
 
     memory: str = "device"
-    """Where moments lie between two steps: device | host."""
+    """Where the optimiser's moments are stored between two steps: device | host."""
 
     def first(self, params: Params) -> TrainState:
-        """The state of version 0. Takes `params`; reference and critic are copies of their trained part."""
+        """Returns the train state of version 0, which contains the arrays of `params`, not copies.
+
+        Reference policy and critic, if the algorithm has them, get copies of the trained leaves.
+        """
         a, zero = self.algorithm, jnp.zeros((), jnp.int32)
         trained = self.trainable.of(params)
         state = TrainState(zero, zero, params, self.optimizer.init(trained))
@@ -53,11 +55,11 @@ class Optimization:
         return state
 
     def abstract(self) -> TrainState:
-        """Shapes and dtypes of the state."""
+        """Returns the train state with jax.ShapeDtypeStruct in place of arrays."""
         return jax.eval_shape(self.first, self.model.abstract_params)
 
     def shardings(self, mesh: Mesh) -> TrainState:
-        """One for every leaf; an optimiser's moments lie as their parameters do, in `memory`."""
+        """Returns a sharding per leaf; with `memory` host, the optimiser's moments are in host memory."""
         abstract = self.abstract()
         kind = "pinned_host" if self.memory == "host" else None
 
@@ -83,17 +85,21 @@ class Optimization:
         return placed
 
     def kl_coef(self, control: KLControl | None) -> Array | float:
-        """β of the KL: the adaptive one, or the config's."""
+        """Returns the KL's coefficient β: that of `control` if the coefficient adapts, else the config's."""
         return self.algorithm.kl.coef if control is None else control.coef
 
     def apply(
         self,
         state: TrainState,
-        grads: tuple[Params, Params | None],
-        metrics: Sums,
+        sums: tuple[tuple[Params, Params | None], Sums],
         is_last: Bool[Array, ""],
     ) -> tuple[TrainState, Sums]:
-        """The state after a minibatch of these gradients and metric sums; `is_last` ends the version."""
+        """Returns the state after one optimiser step, and the minibatch's metrics.
+
+        `sums`: the minibatch's gradients of policy and critic (None without), and its metric sums. `is_last`:
+        whether it is the batch's last minibatch; the version then increases by 1.
+        """
+        grads, metrics = sums
         trained, optimizer = self._step(grads[0], state.optimizer, self.trainable.of(state.params))
         new = state.replace(
             step=state.step + 1,
@@ -112,13 +118,16 @@ class Optimization:
         return new, out
 
     def _step(self, grads: Params, optimizer: Any, params: Params) -> tuple[Params, Any]:
-        if self.memory == "host":  # they return to where `shardings` says as the program ends
+        if self.memory == "host":  # the program's output shardings return them to the host
             optimizer = jax.device_put(optimizer, jax.memory.Space.Device)
         updates, optimizer = self.optimizer.update(grads, optimizer, params)
         return optax.apply_updates(params, updates), optimizer
 
     def _move_reference(self, state: TrainState, metrics: Sums, is_last: Bool[Array, ""]) -> TrainState:
-        """At a version's end the moving average takes a step, and so does the coefficient that adapts."""
+        """Returns the state with the reference's moving average and the adaptive KL coefficient updated.
+
+        They change only at the batch's last minibatch (`is_last`), and only if the algorithm has them.
+        """
         a = self.algorithm
         if a.reference == "ema":
             decay = a.reference_decay

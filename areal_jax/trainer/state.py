@@ -1,42 +1,88 @@
-"""What the trainer carries from batch to batch, and the optimiser."""
+"""The trainer's state between batches, its optimiser, and the adaptive coefficient of the KL."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 import optax
 from flax import struct
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from areal_jax.config import TrainerConfig
-from areal_jax.trainer.kl_control import KLControl
+from areal_jax.config.sections import TrainerConfig
+
+LARGEST_ERROR = 0.2
+
+
+class KLControl(struct.PyTreeNode):
+    """The adaptive coefficient of the KL to the reference policy.
+
+    `kl` is the sum of the tokens' KL (nats), `tokens` the number of loss tokens, over the batch's minibatches
+    so far.
+    """
+
+    coef: Float[Array, ""]
+    kl: Float[Array, ""]
+    tokens: Float[Array, ""]
+
+    @classmethod
+    def first(cls, coef: float) -> KLControl:
+        return cls(jnp.float32(coef), jnp.float32(0), jnp.float32(0))
+
+    def after(
+        self,
+        kl: Float[Array, ""],
+        tokens: Float[Array, ""],
+        is_last: Bool[Array, ""],
+        target: float,
+        horizon: float,
+    ) -> KLControl:
+        """Returns the control after a minibatch with a KL sum of `kl` over `tokens` loss tokens.
+
+        At the batch's last minibatch (`is_last`) coef *= 1 + clip(KL / target - 1, +-0.2) min(tokens /
+        horizon, 1), where KL is the batch's mean per token and tokens their number, and the sums return to 0.
+        Ziegler et al. (arXiv:1909.08593), Eq. 4 and 5; bounding tokens / horizon by 1 keeps the coefficient
+        above 0 for a batch of any size.
+        """
+        kl, tokens = self.kl + kl, self.tokens + tokens
+        error = kl / jnp.maximum(tokens, 1) / target - 1
+        error = jnp.clip(error, -LARGEST_ERROR, LARGEST_ERROR)
+        moved = self.coef * (1 + error * jnp.minimum(tokens / horizon, 1.0))
+        zero = jnp.zeros_like(kl)
+        return KLControl(
+            jnp.where(is_last, moved, self.coef),
+            jnp.where(is_last, zero, kl),
+            jnp.where(is_last, zero, tokens),
+        )
 
 
 class TrainState(struct.PyTreeNode):
-    """No rng: randomness is counted, not carried."""
+    """The state that an update changes. It has no PRNG key: random numbers are derived from counters."""
 
     step: Int[Array, ""]
-    """Optimiser steps taken."""
+    """Number of optimiser steps taken so far."""
     version: Int[Array, ""]
-    """Policy version: batches trained."""
+    """Policy version: number of batches trained so far."""
     params: Any
-    """float32 master weights."""
+    """The policy's parameters: float32 master weights."""
     optimizer: Any
-    """optax state."""
+    """optax state of the trained parameters."""
     reference: Any = None
-    """Parameters of the reference policy; None where the algorithm has no KL."""
+    """The reference policy's leaves that are trained (`Trainable.of`); None without a reference policy."""
     critic: Any = None
-    """Parameters of the critic; None where the algorithm has none."""
+    """Parameters of the critic; None if the algorithm has no critic."""
     critic_optimizer: Any = None
-    """optax state of the critic's."""
+    """optax state of the critic; None if the algorithm has no critic."""
     kl_control: KLControl | None = None
-    """Where the KL's coefficient adapts."""
+    """The KL's adaptive coefficient; None if the coefficient is fixed."""
 
 
 def make_optimizer(c: TrainerConfig, optimizer_steps: int) -> optax.GradientTransformation:
-    """AdamW (Loshchilov & Hutter, arXiv:1711.05101) after clipping by global norm.
+    """Returns AdamW (Loshchilov & Hutter, arXiv:1711.05101) on gradients clipped by their global norm.
 
-    The rate rises linearly from learning_rate / lr_warmup_steps; after the warm-up it is the schedule's.
+    For lr_warmup_steps steps the learning rate rises linearly, from learning_rate / lr_warmup_steps to
+    learning_rate. Then it follows lr_schedule: constant, or cosine, which falls to a tenth of learning_rate
+    at step `optimizer_steps`.
     """
     rates = {
         "constant": optax.constant_schedule(c.learning_rate),

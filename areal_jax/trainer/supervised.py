@@ -1,4 +1,4 @@
-"""The supervised start: maximum likelihood on reference answers, by the same update with advantage 1."""
+"""The supervised steps before RL: maximum likelihood on reference answers, as RL updates with advantage 1."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import replace
 import optax
 from jax.sharding import Mesh
 
-from areal_jax.config import AlgorithmConfig, TrainerConfig
+from areal_jax.config.presets import preset_settings
+from areal_jax.config.sections import AlgorithmConfig, TrainerConfig
 from areal_jax.models.model import Model, Params
-from areal_jax.presets import preset_settings
-from areal_jax.tasks.reference import reference_trajectory
+from areal_jax.tasks.reference_answers import reference_trajectory
 from areal_jax.tasks.source import PromptStream, WeightedTask
 from areal_jax.tasks.tokenizers import Tokenizer
 from areal_jax.trainer.learner import Learner
@@ -30,9 +30,11 @@ def supervised_start(
     seed: int,
     mesh: Mesh | None = None,
 ) -> Params:
-    """Parameters after `c.supervised_steps` updates, on prompts from a stream of their own.
+    """Returns `params` after `c.supervised_steps` supervised updates; unchanged if that is 0.
 
-    Raises TaskError for a task without reference answers, PackingError for an answer longer than a row.
+    `length`: tokens of a row. `seed` is that of the run; another one, derived from it, decides which prompts
+    are drawn. Raises TaskError if a task has no reference answers, PackingError if a prompt and its answer
+    are longer than a row.
     """
     if not c.supervised_steps:
         return params
@@ -57,6 +59,7 @@ def supervised_start(
 def _batches(
     tasks: Mapping[str, WeightedTask], tokenizer: Tokenizer, c: TrainerConfig, seed: int
 ) -> Iterator[list[Group]]:
+    # Not the seed of the run's own prompts.
     prompts = PromptStream(tasks, seed=seed + 2**31)
     for step in range(c.supervised_steps):
         ordinals = range(step * c.supervised_batch, (step + 1) * c.supervised_batch)
@@ -64,6 +67,6 @@ def _batches(
 
 
 def _answered(ordinal: int, prompt: Prompt, tasks: Mapping[str, WeightedTask], tokenizer: Tokenizer) -> Group:
-    """A group of one: the prompt and its reference answer, with a reward that supervision does not read."""
+    """Returns group `ordinal`, with one sample: prompt and reference answer. The reward, 1, has no effect."""
     answer = reference_trajectory(SampleId(ordinal, 0), prompt, tasks[prompt.task].task, tokenizer)
     return Group(ordinal, prompt, (replace(answer, reward=1.0),))

@@ -1,8 +1,8 @@
-"""Which leaves are trained: a tree split by their paths, and made whole again.
+"""Selects the leaves to train by their paths: takes the trained part out of a tree and puts it back.
 
-The trained part keeps the tree's form with None for what is frozen, which jax and optax take for nothing: no
-gradient, no moments, no weight decay. The reference policy and a critic's trunk are stored as trained parts
-too, and share the frozen leaves of the policy.
+The trained part has the tree's structure, with None for frozen leaves: jax and optax skip None, so a frozen
+leaf has no gradient, no moments and no weight decay. Of the reference policy and of a critic's trunk only the
+trained part is stored, too; their frozen leaves are the policy's.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from areal_jax.types import ArealError
 
 @dataclass(frozen=True)
 class Trainable:
-    """Leaves whose whole path `pattern` matches; None: all."""
+    """Selects the leaves with a path that `pattern` matches in full; None selects all."""
 
     pattern: str | None = None
 
     def of(self, tree: Params) -> Params:
-        """The trained part of a tree over the parameters' paths."""
+        """Returns `tree`, which has the parameters' structure, with None in place of each frozen leaf."""
         if self.pattern is None:
             return tree
         pattern = re.compile(self.pattern)
@@ -37,7 +37,7 @@ class Trainable:
         return jax.tree_util.tree_map_with_path(one, tree)
 
     def whole(self, trained: Params, tree: Params) -> Params:
-        """`tree` with its trained part replaced."""
+        """Returns `tree` with its trained leaves replaced by those of `trained` (a result of `of`)."""
         if self.pattern is None:
             return trained
         return jax.tree.map(
@@ -45,28 +45,29 @@ class Trainable:
         )
 
     def require(self, model: Model) -> None:
-        """Raises ArealError where the pattern matches no leaf of the model, with the nearest paths.
+        """Raise ArealError if the pattern matches no leaf of the model, or a quantised matrix.
 
-        Also where it matches a leaf of a quantised matrix, whose codes have no gradient.
+        Quantised codes have no gradient. If nothing matches, the message lists the most similar paths.
         """
         trained, names = _names(self.of(model.abstract_params)), _names(model.abstract_params)
         quantised = [name for name in trained if name.endswith((f".{CODES}", f".{SCALE}"))]
         if quantised:
             raise ArealError(
                 f"model.quantize={model.config.quantize} with trainer.trainable="
-                f"{self.pattern or 'everything'}: {quantised[0]} would be trained, and only frozen matrices "
-                "can be quantised; set model.lora.rank, a narrower trainer.trainable, or model.quantize=none"
+                f"{self.pattern or 'everything'}: {quantised[0]} would be trained, but only frozen matrices "
+                "can be quantised; set model.lora.rank to train adapters instead, set trainer.trainable to "
+                "match no quantised matrix, or set model.quantize=none"
             )
         if trained:
             return
         near = difflib.get_close_matches(self.pattern or "", names, n=4, cutoff=0) or names
         raise ArealError(
-            f"trainer.trainable={self.pattern} matches no whole path of the model's leaves; the nearest are: "
-            + ", ".join(near)
+            f"trainer.trainable={self.pattern} matches no complete path of a model parameter; choose a "
+            f"regular expression that matches some; the most similar paths are: " + ", ".join(near)
         )
 
     def count(self, model: Model) -> int:
-        """Trained parameters."""
+        """Returns the number of trained parameters."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.of(model.abstract_params)))
 
 

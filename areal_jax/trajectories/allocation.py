@@ -1,4 +1,4 @@
-"""Which row a sequence goes into: AReaL's dynamic batching (Algorithm 1), with prompts that groups share."""
+"""Assigns sequences to rows by AReaL's dynamic batching, extended: a row stores a group's prompt once."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from areal_jax.types import ArealError
 
 
 class PackingError(ArealError):
-    """Trajectories that fit no row or make no batch; the message names the sample and the setting."""
+    """Trajectories cannot be packed into a batch; the message names the sample and the setting to change."""
 
 
 def allocate(
-    lengths: Sequence[int],
+    lengths: Sequence[int] | np.ndarray,
     capacity: int,
-    k_min: int = 1,
-    groups: Sequence[int] | None = None,
-    prompts: Sequence[int] | None = None,
+    groups: Sequence[int] | np.ndarray,
+    prompts: Sequence[int] | np.ndarray,
 ) -> list[list[int]]:
-    """Indices of `lengths` in bins of at most `capacity`: at least `k_min` bins, each sequence in one.
+    """Returns bins, each a list of indices into `lengths`; every index is in exactly one bin.
 
-    Longest first; a sequence opens a bin while there are fewer than `k_min` or where nothing fits, and else
-    joins the fitting bin of fewest sequences, the lowest of equals. Fewer sequences than `k_min` get a bin
-    each. Raises PackingError for a sequence longer than `capacity`.
-    Fu et al., AReaL: A Large-Scale Asynchronous RL System for Language Reasoning, Algorithm 1.
+    `lengths`: tokens of each sequence; `capacity`: most tokens of a bin. Sequences are placed longest first.
+    Each joins, of the bins with enough space left, the one with the fewest sequences (the first of several),
+    or opens a new bin if there is none. Raises PackingError if a sequence is longer than `capacity`. Fu et
+    al., AReaL: A Large-Scale Asynchronous RL System for Language Reasoning, Algorithm 1 with k_min = 1.
 
-    With `groups`, sequence i of group g begins with the `prompts[g]` tokens that all of its group begin with;
-    they lie once in a bin for all of the group's sequences there, so these go in one after the other, and
-    first of all to where their prompt lies already.
+    Sequence i is in group g = `groups[i]`; all sequences of the group begin with the same `prompts[g]`
+    tokens. A bin stores these tokens once for all its sequences of the group, so the sequences of a group are
+    placed one after the other, preferably in a bin that already has their prompt.
     """
     sizes = np.asarray(lengths, np.int64)
     if sizes.size and sizes.max() > capacity:
         longest = int(sizes.argmax())
         raise PackingError(
-            f"sequence {longest} has {sizes[longest]} tokens, more than the capacity {capacity}"
+            f"sequence {longest} has {sizes[longest]} tokens, more than the {capacity} tokens of a row; "
+            "raise trainer.length"
         )
-    owner = np.arange(len(sizes)) if groups is None else np.asarray(groups)
-    shared = np.zeros(len(sizes), np.int64) if prompts is None else np.asarray(prompts)[owner]
+    owner = np.asarray(groups, np.int64)
+    shared = np.asarray(prompts, np.int64)[owner]
     bins: list[list[int]] = []
     room = np.zeros(len(sizes), np.int64)  # tokens left, by bin
     rank = np.full(len(sizes), np.iinfo(np.int64).max)  # by number of sequences, then by index
@@ -49,13 +49,14 @@ def allocate(
         best = next((home for home in own if room[home] >= size - prompt), -1)
         if best >= 0:
             size -= prompt
-        elif len(bins) >= k_min:
+        else:
             fitting = np.flatnonzero(room[: len(bins)] >= size)
             best = int(fitting[rank[fitting].argmin()]) if fitting.size else -1
         if best < 0:
             best = len(bins)
             bins.append([])
             room[best], rank[best] = capacity, best
+        # Its prompt is in this bin now: later members of its group share it there.
         if size == sizes[index]:
             own.append(best)
         bins[best].append(index)
@@ -65,7 +66,12 @@ def allocate(
 
 
 def _order(sizes: np.ndarray, owner: np.ndarray, shared: np.ndarray) -> np.ndarray:
-    """Longest first; sequences that share a prompt stay together, at the place of their longest."""
+    """Returns the indices of the sequences in the order of their placement.
+
+    Longest first, but sequences of a group with a shared prompt follow each other, at the place of their
+    longest. `sizes`: tokens of each sequence; `owner`: its group; `shared`: prompt tokens that it shares, or
+    0.
+    """
     longest = sizes.copy()
     if shared.any():
         of_group = np.zeros(owner.max() + 1, np.int64)

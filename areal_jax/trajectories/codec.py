@@ -1,4 +1,4 @@
-"""A trajectory as bytes: raw little-endian arrays in msgpack, behind a magic number and a checksum."""
+"""The byte form of a trajectory: raw little-endian arrays in msgpack, after a magic number and a checksum."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import numpy as np
 from areal_jax.types import ArealError, SampleId, Sampling, Trajectory
 
 MAGIC = b"AJT3"
-"""The first bytes of a blob; the digit is the format."""
+"""The first bytes of every encoded trajectory; the digit is the format's number."""
 
 ARRAYS = ("tokens", "loss_mask", "behavior_logp", "versions", "turn_ids", "support")
 DTYPES = {"int32": "<i4", "bool": "|b1", "float32": "<f4"}
-NAMES = {np.dtype(name): name for name in DTYPES}  # by dtype: numpy takes its time to spell a name
+NAMES = {np.dtype(name): name for name in DTYPES}  # by dtype, since numpy computes a dtype's name slowly
 
 _HEAD_BYTES = len(MAGIC) + 4
 
 
 class CodecError(ArealError):
-    """Bytes that are no whole trajectory of this format, or a trajectory that has no such form."""
+    """Bytes are not a complete trajectory of this format, or a trajectory cannot be encoded."""
 
 
 def encode(trajectory: Trajectory) -> bytes:
-    """The blob of a trajectory. Raises CodecError for an array of a dtype that trajectories do not have."""
+    """Returns a trajectory as bytes. Raises CodecError for an array that is not int32, bool or float32."""
     s = trajectory.sampling
     fields = [
         [int(part) for part in trajectory.sample],
@@ -43,11 +43,13 @@ def encode(trajectory: Trajectory) -> bytes:
 
 
 def decode(blob: bytes) -> Trajectory:
-    """The trajectory of a blob; its arrays are read-only. Raises CodecError for a foreign or damaged blob."""
+    """Returns the trajectory that `encode` made into `blob`; its arrays are read-only. Raises CodecError if
+    the bytes are damaged, or not a trajectory.
+    """
     if blob[: len(MAGIC)] != MAGIC:
         raise CodecError(
-            f"{len(blob)} bytes that begin with {bytes(blob[:4])!r} are no trajectory (those begin with "
-            f"{MAGIC!r}); was the journal written by another version of areal-jax?"
+            f"{len(blob)} bytes that begin with {bytes(blob[:4])!r} are not a trajectory (it begins with "
+            f"{MAGIC!r}); if another version of areal-jax wrote the journal, read it with that version"
         )
     body = memoryview(blob)[_HEAD_BYTES:]
     if int.from_bytes(blob[len(MAGIC) : _HEAD_BYTES], "little") != zlib.crc32(body):
@@ -72,7 +74,8 @@ def decode(blob: bytes) -> Trajectory:
         )
     except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
         raise CodecError(
-            f"a trajectory of {len(blob)} bytes has a form of its own ({error}); use what wrote it"
+            f"a trajectory of {len(blob)} bytes has an unknown form ({error}); use the areal-jax version "
+            "that wrote it"
         ) from error
 
 
@@ -83,7 +86,7 @@ def _encode_array(name: str, array: Any) -> list[Any] | None:
     kind = NAMES.get(array.dtype.newbyteorder("="))
     if kind is None:
         raise CodecError(
-            f"{name} is {array.dtype}; a trajectory's arrays are {', '.join(DTYPES)}: cast it with astype"
+            f"Trajectory.{name} is {array.dtype}, but must be one of {', '.join(DTYPES)}: cast it with astype"
         )
     return [kind, array.shape, array.astype(DTYPES[kind], copy=False).tobytes()]
 

@@ -1,4 +1,4 @@
-"""One writer a journal: an OS lock on a file beside it, which the kernel drops however its holder dies."""
+"""One writer per journal: an OS lock on a file beside it, which the kernel releases when its holder dies."""
 
 from __future__ import annotations
 
@@ -8,16 +8,23 @@ import re
 import socket
 from pathlib import Path
 
+_HOLDER = r"process (\d+) on (.+)"
+
 
 class WriterLock:
-    """The right to write `path`. The lock file stays behind; only the lock on it counts."""
+    """The exclusive right of one process to write `path`.
+
+    The lock file stays on disk after `release`; its existence means nothing, only the OS lock on it counts.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path.with_name(path.name + ".lock")
         self._file: int | None = None
 
     def acquire(self) -> str | None:
-        """None when the lock is ours now, else a description of who has it."""
+        """Takes the lock and returns None; if another process has it, returns "process P on HOST", or
+        "another process" if its id is not known.
+        """
         file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -25,35 +32,40 @@ class WriterLock:
             holder = os.read(file, 200).decode(errors="replace").strip()
             os.close(file)
             return holder or "another process"
+        # The holder's name is for messages only: the kernel's lock decides.
         os.ftruncate(file, 0)
         os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         self._file = file
         return None
 
     def release(self) -> None:
-        """Let the next writer in. Releasing twice does nothing."""
+        """Releases the lock for the next writer. Releasing twice does nothing."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
 
 def holder(path: Path) -> str | None:
-    """Who writes `path`, as far as its lock file says: nobody, or a process that lives; takes no lock.
+    """Returns the process that took the lock of `path` last, as "process P on HOST"; takes no lock itself.
 
-    A process on another host counts as living: it cannot be asked.
+    Returns None if the lock file is missing or names no process, or if that process is known to be dead.
     """
     try:
-        said = path.with_name(path.name + ".lock").read_text(errors="replace").strip()
+        text = path.with_name(path.name + ".lock").read_text(errors="replace").strip()
     except OSError:
         return None
-    match = re.fullmatch(r"process (\d+) on (.+)", said)
-    if match is None:
-        return None
-    if match[2] == socket.gethostname():
-        try:
-            os.kill(int(match[1]), 0)
-        except ProcessLookupError:
-            return None
-        except PermissionError:  # it lives, and is another user's
-            pass
-    return said
+    return text if re.fullmatch(_HOLDER, text) and not is_gone(text) else None
+
+
+def is_gone(holder: str) -> bool:
+    """Whether the process in `holder`, "process P on HOST", is known to be dead; False for another host."""
+    match = re.fullmatch(_HOLDER, holder)
+    if match is None or match[2] != socket.gethostname():
+        return False
+    try:
+        os.kill(int(match[1]), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:  # it is alive and belongs to another user
+        pass
+    return False

@@ -1,4 +1,4 @@
-"""Trajectories of any length into static rows, and back."""
+"""Packs trajectories of any length into rows of a fixed length, and unpacks them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PREPARED = (
     "ages", "proximal_logp", "proximal_mix", "advantages", "weights", "off_policy_weight",
     "off_policy_cut", "ref_logp", "teacher_logp", "token_rewards", "values", "returns",
 )  # fmt: skip
-"""Those that `prepare` adds."""
+"""Names of the batch's arrays that the learner's `prepare` adds."""
 
 
 def pack(
@@ -27,9 +27,10 @@ def pack(
     prompts: Literal["shared", "repeated"] = "shared",
     own_rows: Callable[[int], np.ndarray] = np.arange,
 ) -> Batch:
-    """The batch of these groups, in ordinal order: those rows of `plan_batch` that `own_rows(B)` names.
+    """Returns a batch of these groups, sorted by ordinal and laid out by `plan_batch` with these arguments.
 
-    Raises PackingError.
+    `own_rows(B)`: which of the batch's B rows to return, as ascending indices; by default all. Raises
+    PackingError as `plan_batch` does.
     """
     plan = plan_batch(groups, rows, length, minibatches, prompts)
     flat = (one for group in _in_order(groups) for one in group.trajectories)
@@ -43,12 +44,15 @@ def plan_batch(
     minibatches: int = 1,
     prompts: Literal["shared", "repeated"] = "shared",
 ) -> BatchPlan:
-    """Where the tokens of these groups lie: micro-batches of `rows` rows of `length` tokens.
+    """Returns the plan of these groups' batch: micro-batches of `rows` rows of `length` tokens.
 
-    Every minibatch has the same number of micro-batches, a power of two, so that few shapes are compiled;
-    rows that got nothing are padding. Segments count from 1 in the order (group, member). `prompts` shared:
-    what all of a group's trajectories begin with lies once in each row that holds any of them, as a segment
-    of its own that they name as context; its hidden states are computed once. Raises PackingError.
+    `minibatches`: number of equal parts of the batch. Each has the same number of micro-batches, a power of
+    two, so that few shapes are compiled; unused rows are padding. A trajectory's tokens in a row are a
+    segment. Segments count from 1 in the order (group, member), the groups sorted by ordinal. With `prompts`
+    "shared", the prompt tokens that all trajectories of a group begin with are stored and computed once per
+    row, as a segment of their own, to which the group's other segments in that row attend. With "repeated",
+    each trajectory is stored with its own prompt. Raises PackingError if `minibatches` does not divide the
+    groups, or a trajectory cannot be packed.
     """
     groups = _in_order(groups)
     if not groups or len(groups) % minibatches:
@@ -83,14 +87,14 @@ def _in_order(groups: Sequence[Group]) -> list[Group]:
 
 
 def unpack(batch: Batch) -> list[dict[str, Any]]:
-    """Each trajectory's arrays and values, by name, in segment order; the inverse of `pack`."""
+    """Returns a dict for each trajectory, in segment order: name of a field of Batch -> its values."""
     present = [*PER_TOKEN, "positions", *(n for n in ("support", *PREPARED) if getattr(batch, n) is not None)]
     arrays = {name: np.asarray(getattr(batch, name)) for name in present}
     flat = {name: array.reshape(-1, *array.shape[2:]) for name, array in arrays.items()}
     ids = np.asarray(batch.segment_ids).reshape(-1)
     contexts = None if batch.context_ids is None else np.asarray(batch.context_ids).reshape(-1)
     count = len(np.asarray(batch.reward))
-    order = np.argsort(ids, kind="stable")  # a segment's tokens keep their order: they lie side by side
+    order = np.argsort(ids, kind="stable")  # stable: a segment's tokens keep their order
     edges = np.searchsorted(ids[order], np.arange(ids.max() + 2))
     segments = []
     for number in range(count):
@@ -111,7 +115,10 @@ def unpack(batch: Batch) -> list[dict[str, Any]]:
 
 
 def _common_tokens(group: Group) -> int:
-    """How many tokens all members begin with, none of them sampled; each has one more. 0 for a single one."""
+    """Returns how many tokens at the start of their prompts all members share; 0 if there is one member.
+
+    A trajectory's last token is never counted, so that at least one token stays its own.
+    """
     if len(group.trajectories) == 1:
         return 0
     first, *rest = group.trajectories
@@ -124,6 +131,7 @@ def _common_tokens(group: Group) -> int:
 
 def _prompt_tokens(trajectory: Trajectory) -> int:
     sampled = trajectory.loss_mask.argmax() if trajectory.loss_mask.any() else len(trajectory.tokens)
+    # One token stays the trajectory's own, so that its segment is never empty.
     return min(int(sampled), len(trajectory.tokens) - 1)
 
 
@@ -135,19 +143,17 @@ def _bins(
     rows: int,
     length: int,
 ) -> tuple[list[tuple[int, list[int]]], int]:
-    """(row, its trajectories) of every row that holds any, and micro-batches a minibatch."""
-    prompts = shared.tolist() if shared.any() else None
+    """Returns (row, indices of its trajectories) for every row in use, and the micro-batches per minibatch.
+
+    `lengths`, `group_ids`: tokens and group of each trajectory; `shared`: prompt tokens that a group shares.
+    Minibatch i has the trajectories from `bounds[i]` up to, but without, `bounds[i + 1]`. A micro-batch has
+    `rows` rows of `length` tokens.
+    """
     parts = [
-        allocate(
-            lengths[start:end].tolist(),
-            length,
-            1,
-            group_ids[start:end].tolist() if prompts else None,
-            prompts,
-        )
-        for start, end in pairwise(bounds)
+        allocate(lengths[start:end], length, group_ids[start:end], shared) for start, end in pairwise(bounds)
     ]
     needed = -(-max(len(part) for part in parts) // rows)
+    # The next power of two: every count of micro-batches is compiled, so few counts may occur.
     micro_batches = 1 << (needed - 1).bit_length()
     placed = []
     for minibatch, part in enumerate(parts):
@@ -159,15 +165,17 @@ def _bins(
 def _pieces(
     bins: Sequence[tuple[int, list[int]]], lengths: np.ndarray, group_ids: np.ndarray, shared: np.ndarray
 ) -> Pieces:
-    """In the order of trajectories, shared prompts behind them all."""
+    """Returns the positions of all pieces: first each trajectory without a shared prompt, then the prompts.
+
+    `bins`: as `_bins` returns them; `lengths`, `group_ids`: tokens and group of each trajectory; `shared`:
+    prompt tokens that each group shares.
+    """
     size, owner, prompts = lengths.tolist(), group_ids.tolist(), shared.tolist()
     own: list[tuple[int, ...]] = [()] * len(size)
     heads: list[tuple[int, ...]] = []
     for row, members in bins:
         column = 0
-        seen: dict[
-            int, tuple[int, int]
-        ] = {}  # group -> segment of its prompt in this row, and its last column
+        seen: dict[int, tuple[int, int]] = {}  # group -> its prompt's segment in this row, and last column
         for index in members:
             prompt = prompts[owner[index]]
             if prompt and owner[index] not in seen:
@@ -183,17 +191,22 @@ def _pieces(
 
 
 def _check(flat: list[Trajectory], lengths: np.ndarray, length: int) -> None:
-    """Raise PackingError for the first trajectory that cannot be part of the batch."""
+    """Raises PackingError for the first trajectory that cannot be part of the batch.
+
+    It is empty or longer than `length` tokens, has no reward, or differs from the first one in its number of
+    kept token ids per position. `lengths`: tokens of each trajectory.
+    """
     width = None if flat[0].support is None else flat[0].support.shape[1:]
     for trajectory, tokens in zip(flat, lengths.tolist(), strict=True):
         if not 1 <= tokens <= length:
             raise PackingError(
-                f"{trajectory.sample} has {tokens} tokens; a row holds 1 to {length}: raise trainer.length"
+                f"{trajectory.sample} has {tokens} tokens, but a packed row has space for 1 to {length}; "
+                "raise trainer.length"
             )
         if trajectory.reward is None:
             raise PackingError(f"{trajectory.sample} has no reward; score its group before it is packed")
         if width != (None if trajectory.support is None else trajectory.support.shape[1:]):
             raise PackingError(
-                f"{trajectory.sample} and {flat[0].sample} differ in their support; sample all of a "
-                "batch's trajectories with the same top_k and support_size"
+                f"{trajectory.sample} and {flat[0].sample} differ in the number of kept token ids per "
+                "position; sample all trajectories with the same generation.top_k and generation.support_size"
             )

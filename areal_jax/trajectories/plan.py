@@ -1,7 +1,7 @@
-"""Where every token of a batch lies: what a process needs, beside its own trajectories, to build its rows.
+"""The plan of a batch: the position of every token in its rows.
 
-A plan is made once, by whoever holds the whole batch, and is small: a few numbers a trajectory. Each process
-then fills the rows that lie on its devices, from the trajectories in them and no others.
+The process that has the complete batch makes the plan once; it is small, a few numbers per trajectory. Every
+process then fills the rows on its own devices, and needs only the trajectories in those rows.
 """
 
 from __future__ import annotations
@@ -21,30 +21,33 @@ PER_TOKEN = {
     "versions": np.int32(NOT_SAMPLED),
     "turn_ids": np.int32(-1),
 }
-"""A batch's arrays that are copied from trajectories, and what padding holds."""
+"""Name -> padding value of each array of a batch that is copied from trajectories, token by token."""
 
 
 class Pieces(NamedTuple):
-    """Runs of trajectories' tokens, and where they lie: a trajectory, or a shared prompt and what follows it.
+    """Positions of pieces, runs of consecutive tokens, in the packed rows; one int64 per piece in each array.
 
-    All (pieces,) int64.
+    A piece is a complete trajectory, a prompt shared by several trajectories, or a trajectory without that
+    prompt.
     """
 
-    source: np.ndarray  # the trajectory it is taken from: its place in the order (group, member)
-    start: np.ndarray  # its first token there
+    source: np.ndarray  # the piece's trajectory: its index in the order (group, member)
+    start: np.ndarray  # the piece's first token in its trajectory
     size: np.ndarray
     row: np.ndarray
     column: np.ndarray
-    segment: np.ndarray  # 1..S: that of its trajectory; beyond: a shared prompt's
-    context: np.ndarray  # segment of the shared prompt it follows; 0 = none
-    previous: np.ndarray  # column of the token before its first; -1 = none
+    segment: np.ndarray  # 1..S: the trajectory's segment; above S: a shared prompt's
+    context: np.ndarray  # segment of the shared prompt that the piece follows; 0 = none
+    previous: np.ndarray  # column of the token before the piece's first; -1 = none
 
     def where(self, chosen: np.ndarray) -> Pieces:
         return Pieces(*(values[chosen] for values in self))
 
 
 class BatchPlan(NamedTuple):
-    """A batch of B rows of T tokens, S trajectories in the order (group, member), before it is filled."""
+    """Where each trajectory of a batch lies in its packed rows.
+
+    The batch has B rows of T tokens and S trajectories in the order (group, member)."""
 
     rows: int  # B
     length: int  # T
@@ -59,33 +62,35 @@ class BatchPlan(NamedTuple):
     pieces: Pieces
 
     def sources(self, rows: np.ndarray) -> dict[int, SampleId]:
-        """The trajectories of which a piece lies in these rows: their places in the order, and whose."""
+        """Returns the samples with tokens in these rows, by their trajectories' indices in the plan."""
         places = np.unique(self.pieces.source[np.isin(self.pieces.row, rows)]).tolist()
         return {place: SampleId(*self.samples[place].tolist()) for place in places}
 
     def to_wire(self) -> dict[str, Any]:
-        """Numbers, lists and bytes, for msgpack; `from_wire` takes them back."""
+        """Returns the plan as numbers, lists and bytes for msgpack; `from_wire` is the inverse."""
         plain = {name: _to_plain(value) for name, value in self._asdict().items()}
         return plain | {"pieces": [_to_plain(values) for values in self.pieces]}
 
     @classmethod
     def from_wire(cls, plain: Mapping[str, Any]) -> BatchPlan:
-        """Raises PackingError for what is no plan of this form."""
+        """Returns the plan that `to_wire` encoded. Raises PackingError if `plain` has another form."""
 
         try:
             values = {name: _from_plain(plain[name]) for name in cls._fields if name != "pieces"}
             return cls(**values, pieces=Pieces(*map(_from_plain, plain["pieces"])))
         except (KeyError, TypeError, ValueError) as error:
             raise PackingError(
-                f"a batch's plan of another form ({error!r}); run the same version of areal-jax everywhere"
+                f"the received batch plan has an unknown form ({error!r}); run the same areal-jax version "
+                "in all processes"
             ) from error
 
 
 def fill(plan: BatchPlan, rows: np.ndarray, trajectories: Mapping[int, Trajectory]) -> Batch:
-    """Those rows of the batch, (len(rows), T) a token's array; what a sequence has one of is whole, (S,).
+    """Returns the rows `rows` (ascending indices) of the planned batch.
 
-    `rows`: ascending indices; `trajectories`: at least those of `plan.sources(rows)`, by their places. Raises
-    PackingError for one that is missing or not the one that was planned with.
+    Arrays with a value per token are (len(rows), T); those with a value per trajectory are (S,), for the
+    whole batch. `trajectories`: by index in the plan, at least those that `plan.sources(rows)` names. Raises
+    PackingError if one is missing or differs from the plan in sample or length.
     """
     pieces = plan.pieces.where(np.isin(plan.pieces.row, rows))
     places, owner = np.unique(pieces.source, return_inverse=True)
@@ -106,7 +111,8 @@ def fill(plan: BatchPlan, rows: np.ndarray, trajectories: Mapping[int, Trajector
         return out.reshape(len(rows), plan.length, *values.shape[1:])
 
     def joined(name: str, nothing: np.ndarray) -> np.ndarray:
-        values = np.concatenate([nothing, *(getattr(trajectory, name) for trajectory in flat)])  # maybe none
+        # `nothing` gives the dtype and shape if `flat` is empty.
+        values = np.concatenate([nothing, *(getattr(trajectory, name) for trajectory in flat)])
         return values if is_in_order else values[taken]
 
     def each(values: np.ndarray) -> np.ndarray:
@@ -140,13 +146,15 @@ def _from_plain(value: Any) -> Any:
 
 
 def _planned(plan: BatchPlan, place: int, trajectories: Mapping[int, Trajectory]) -> Trajectory:
-    """The trajectory of that place. Raises PackingError."""
+    """Returns the trajectory with index `place` in the plan. Raises PackingError if `trajectories` lacks it,
+    or if its sample or length is not the planned one.
+    """
     sample = SampleId(*plan.samples[place].tolist())
     found = trajectories.get(place)
     if found is None or found.sample != sample or len(found.tokens) != plan.tokens[place]:
         got = "none" if found is None else f"{found.sample} of {len(found.tokens)}"
         raise PackingError(
-            f"trajectory {place} of the plan is {sample} of {plan.tokens[place]} tokens, given was {got}; "
-            "give those that BatchPlan.sources names for these rows"
+            f"trajectory {place} of the batch plan is {sample} of {plan.tokens[place]} tokens, but {got} "
+            "was given; pass the trajectories that BatchPlan.sources names for these rows"
         )
     return found

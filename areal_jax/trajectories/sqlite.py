@@ -1,35 +1,28 @@
-"""The journal and the payloads of a run in one SQLite file.
+"""The journal of a run, with its trajectories and rewards, in one SQLite file.
 
-An event, the actions that answered it and the trajectory it announces are written in one transaction, so that
-no crash parts them. One process writes (an OS lock that dies with it); any number reads beside it.
+An event, the actions that answered it and the trajectory that came with it are written in one transaction, so
+a crash keeps all of them or none. One process writes; any number of others read at the same time.
 
-The file is also the archive of a journal whose newest events are in Redis: `rest` then says where.
+In a run of one process an OS lock keeps a second writer out. On a cluster the controller, the only writer,
+may hang and be replaced while it holds that lock. So there the file names its owner, the newest controller,
+and every transaction first checks that its writer is that owner.
 """
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
-from areal_jax.trajectories.journal import (
-    FORMAT,
-    Entry,
-    EventRecord,
-    JournalError,
-    Records,
-    Row,
-    all_of,
-    one_of,
-    pack,
-    to_records,
-    to_row,
-    unpack,
-)
+from areal_jax.control.events import ACTIONS, EVENTS, RewardScored, from_wire, to_wire
+from areal_jax.trajectories.codec import decode, encode
+from areal_jax.trajectories.file_systems import is_local
+from areal_jax.trajectories.journal import FORMAT, Entry, JournalError, Row, pack, unpack, with_rewards
 from areal_jax.trajectories.lock import WriterLock
 from areal_jax.types import SampleId, Trajectory
 
@@ -49,185 +42,186 @@ _TABLES = (
     "PRIMARY KEY (ordinal, attempt)) WITHOUT ROWID",
     "CREATE TABLE snapshots (seq INTEGER PRIMARY KEY, state BLOB NOT NULL)",
 )
-_REST = "CREATE TABLE rest (url TEXT, run TEXT, identity TEXT, is_live INTEGER)"
-_EVENT = "INSERT INTO events VALUES (?, ?, ?, ?, ?)"
-_EVENT_ONCE = "INSERT OR IGNORE INTO events VALUES (?, ?, ?, ?, ?)"
-_TRAJECTORY = "INSERT OR IGNORE INTO trajectories VALUES (?, ?, ?, ?)"
-_REWARD = "INSERT OR IGNORE INTO rewards VALUES (?, ?, ?)"
+_OWNER = "CREATE TABLE IF NOT EXISTS owner (token TEXT NOT NULL)"
 
-
-class Rest(NamedTuple):
-    """Where a journal is written of which this file is the archive."""
-
-    url: str
-    """Without its password."""
-    run: str
-    identity: str
-    """Made up with the journal, so that another run of the same name is never taken for this one."""
-    is_live: bool
-    """Events may be there that the archive does not have."""
+log = logging.getLogger(__name__)
 
 
 class SqliteQueue:
-    """The journal of one run. Safe to share between the threads of a process."""
+    """The journal of one run: one writer, any number of readers. Threads of a process may share it.
 
-    def __init__(self, path: Path, db: sqlite3.Connection, lock: WriterLock | None) -> None:
-        """Use `create` or `open`."""
+    Every operation raises JournalError if SQLite fails.
+    """
+
+    def __init__(
+        self, path: Path, db: sqlite3.Connection, lock: WriterLock, readonly: bool, owner: str | None
+    ) -> None:
+        """Not to be called directly: use `create` or `open`."""
         self.path = path
         self._db = db
-        self._writer = lock
+        self._lock, self._is_readonly, self._owner = lock, readonly, owner
         self._guard = threading.RLock()
         self.header: dict[str, Any] = unpack(self._one("SELECT value FROM header")[0])
-        self._last_seq: int = self._one("SELECT coalesce(max(seq), 0) FROM events")[0]
+        """The values that determine the run's bits, as they were when the journal was created."""
 
     @classmethod
-    def create(cls, path: str | Path, header: dict[str, Any], rest: Rest | None = None) -> SqliteQueue:
-        """A new journal; `header` holds what the run's bits depend on. Raises JournalError if it exists.
+    def create(cls, path: str | Path, header: dict[str, Any], owner: str | None = None) -> SqliteQueue:
+        """Creates a journal and opens it for writing. Raises JournalError if the file exists.
 
-        `rest` makes it the archive of a journal elsewhere.
+        `header`: values on which the bits of the run's results depend, such as device and jaxlib version.
+        `owner`: as in `open`.
         """
         path = Path(path)
         if path.exists():
             raise JournalError(f"{path} exists; resume that run, or choose another run.dir")
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = _take(path)
+        lock = _take(path, owner)
         try:
-            _make(path, header, rest)
-            return cls(path, _connect(path, "rw"), lock)
-        except sqlite3.Error as error:
+            with _explained(path):
+                _make(path, header)
+        finally:
             lock.release()
-            _refuse(path, error)
+        return cls.open(path, owner=owner)
 
     @classmethod
-    def open(cls, path: str | Path, readonly: bool = False, is_archive: bool = False) -> SqliteQueue:
-        """An existing journal, read-only beside a live run or to go on writing. Raises JournalError.
+    def open(cls, path: str | Path, readonly: bool = False, owner: str | None = None) -> SqliteQueue:
+        """Opens an existing journal: read-only, even while a run writes it, or to continue the run.
 
-        One with live events elsewhere is written only by whoever says `is_archive`, and so moves them here.
+        `owner`: on a cluster, a random string that names this start of the controller. It becomes the only
+        writer: transactions of an earlier controller are refused from then on, and each of its own is flushed
+        to the disk. None: a run of one process. Raises JournalError if the file is missing or has another
+        format, or if another process writes it and this call has neither `readonly` nor `owner`.
         """
         path = Path(path)
         if not path.is_file():
-            raise JournalError(f"there is no journal {path}; name the folder that `areal-jax run` made")
-        lock = None if readonly else _take(path)
+            raise JournalError(f"there is no journal {path}; give the folder that `areal-jax run` made")
+        lock = WriterLock(path) if readonly else _take(path, owner)
         try:
-            db = _connect(path, "ro" if readonly else "rw")
-            _check_format(path, db)
-            queue = cls(path, db, lock)
-            rest = None if readonly or is_archive else queue.rest
-            if rest is not None and rest.is_live:
-                queue.close()
-                raise JournalError(
-                    f"the newest events of {path} are in Redis, under run {rest.run!r} at {rest.url}; set "
-                    f"runtime.redis={rest.url} to go on with it"
-                )
-            return queue
-        except sqlite3.Error as error:
-            _release(lock)
-            _refuse(path, error)
+            with _explained(path):
+                db = _connect(path, "ro" if readonly else "rw")
+                _check_format(path, db)
+                if not readonly:
+                    _set_mode(path, db)
+                if owner is not None:
+                    _own(db, owner)
+                _warn_of_lost_part(path, db)
+                return cls(path, db, lock, readonly, owner)
         except JournalError:
-            _release(lock)
+            lock.release()
             raise
 
     # --- writing --------------------------------------------------------------------------------------------
 
     def append(self, entries: Sequence[Entry], durable: bool = False) -> int:
-        """Write all entries in one transaction; the seq of the last. `durable`: also against power loss."""
-        wall_s = time.time()
-        with self._guard:
-            records = to_records(entries, self._last_seq + 1, wall_s)
-            self._write(_EVENT, records, durable)
-            self._last_seq += len(records.events)
-            return self._last_seq
+        """Writes all entries in one transaction; returns the sequence number of the last one.
 
-    def absorb(self, records: Records) -> None:
-        """Write what was journaled elsewhere, durably, in one transaction; what is here already stays."""
-        with self._guard:
-            self._write(_EVENT_ONCE, records, durable=True)
-            self._last_seq = max([self._last_seq, *(event.seq for event in records.events)])
-
-    def set_rest(self, rest: Rest) -> None:
-        """Say where the journal is written whose archive this is."""
-        with self._guard, self._transaction(durable=True) as db:
-            db.execute("DELETE FROM rest")
-            db.execute("INSERT INTO rest VALUES (?, ?, ?, ?)", rest)
+        `durable`: the entries survive a power loss, not only the end of this process. If a sample gets a
+        second trajectory, or a group second rewards, as from a host that was declared lost, the first ones
+        are kept. Raises TypeError for a value that has no plain form.
+        """
+        with self._guard, self._transaction(durable) as db:
+            wall_s, last = time.time(), self.last_seq
+            for seq, entry in enumerate(entries, last + 1):
+                event, payload = entry.event, entry.trajectory
+                kind, values = to_wire(event)
+                actions = pack([to_wire(action) for action in entry.actions])
+                db.execute(
+                    "INSERT INTO events VALUES (?, ?, ?, ?, ?)", (seq, wall_s, kind, pack(values), actions)
+                )
+                if payload is not None:
+                    ordinal, member, attempt = payload.sample
+                    row = (ordinal, attempt, member, encode(payload))
+                    db.execute("INSERT OR IGNORE INTO trajectories VALUES (?, ?, ?, ?)", row)
+                if isinstance(event, RewardScored):
+                    row = (event.ordinal, event.attempt, pack([event.rewards, event.parts, event.notes]))
+                    db.execute("INSERT OR IGNORE INTO rewards VALUES (?, ?, ?)", row)
+            return last + len(entries)
 
     def snapshot(self, seq: int, state: dict[str, Any]) -> None:
-        """Keep control's state after event `seq`. Plain values only; tuples come back as lists."""
+        """Stores the control plane's state after the event with sequence number `seq`.
+
+        `state` has plain values only; tuples are read back as lists.
+        """
         with self._guard, self._transaction(durable=True) as db:
             db.execute("INSERT OR REPLACE INTO snapshots VALUES (?, ?)", (seq, pack(state)))
 
     def forget(self, ordinals: Sequence[int]) -> None:
-        """Delete the trajectories of these groups, all attempts; their events and rewards stay."""
+        """Deletes the trajectories of all attempts at these groups; keeps the groups' events and rewards."""
         with self._guard, self._transaction() as db:
             db.executemany(
                 "DELETE FROM trajectories WHERE ordinal = ?", [(int(ordinal),) for ordinal in ordinals]
+            )
+
+    def require_owner(self) -> None:
+        """Raises JournalError if another controller took the journal over; without an owner, does nothing."""
+        if self._owner is None:
+            return
+        if self._one("SELECT token FROM owner")[0] != self._owner:
+            raise JournalError(
+                f"{self.path} was taken over by another controller, because this one was paused and did not "
+                "renew its lease in time. The other controller continues the run; this one ends and writes "
+                "nothing more. Check why its process or machine was paused"
             )
 
     # --- reading --------------------------------------------------------------------------------------------
 
     @property
     def last_seq(self) -> int:
-        """Seq of the newest event; 0 for an empty journal."""
-        if self._writer is None:
-            return self._one("SELECT coalesce(max(seq), 0) FROM events")[0]
-        with self._guard:
-            return self._last_seq
-
-    @property
-    def rest(self) -> Rest | None:
-        """Where the journal is written if this is but its archive, else None."""
-        if not self._all("SELECT 1 FROM sqlite_master WHERE name = 'rest'"):
-            return None
-        url, run, identity, is_live = self._one("SELECT * FROM rest")
-        return Rest(url, run, identity, bool(is_live))
+        """Sequence number of the newest event; 0 for an empty journal. Events are numbered 1, 2, 3, ..."""
+        return self._one("SELECT coalesce(max(seq), 0) FROM events")[0]
 
     def rows(self, after_seq: int = 0) -> Iterator[Row]:
-        """Every event after `after_seq`, in order. Raises JournalError for an event of a later version."""
-        while chunk := self.records(after_seq):
-            for record in chunk:
-                yield to_row(record, self.path)
-            after_seq = chunk[-1].seq
+        """Yields every event after `after_seq`, in order, including events written during the iteration.
 
-    def records(self, after_seq: int) -> list[EventRecord]:
-        """The next events after `after_seq`, as many as are read at once; none at the end."""
+        Raises JournalError for an event or action of an unknown kind.
+        """
         statement = "SELECT * FROM events WHERE seq > ? ORDER BY seq LIMIT ?"
-        return [EventRecord(*found) for found in self._all(statement, (after_seq, _CHUNK_ROWS))]
-
-    def payloads(self, ordinal: int, attempt: int, member: int | None = None) -> dict[int, bytes]:
-        """The payloads of a group, or of one of its members, by member."""
-        statement = "SELECT member, payload FROM trajectories WHERE ordinal = ? AND attempt = ?"
-        if member is None:
-            return dict(self._all(statement, (ordinal, attempt)))
-        return dict(self._all(f"{statement} AND member = ?", (ordinal, attempt, member)))
-
-    def scored(self, ordinal: int, attempt: int) -> bytes | None:
-        """The rewards of a group as they were written, None before it was scored."""
-        statement = "SELECT scored FROM rewards WHERE ordinal = ? AND attempt = ?"
-        found = self._all(statement, (ordinal, attempt))
-        return found[0][0] if found else None
+        while chunk := self._all(statement, (after_seq, _CHUNK_ROWS)):
+            for seq, wall_s, kind, event, actions in chunk:
+                answers = tuple(self._known(name, values, ACTIONS) for name, values in unpack(actions))
+                yield Row(seq, wall_s, self._known(kind, unpack(event), EVENTS), answers)
+            after_seq = chunk[-1][0]
 
     def trajectory(self, sample: SampleId) -> Trajectory:
-        """One sample's trajectory, with its reward once scored. Raises JournalError if it is not kept."""
-        found = self.payloads(sample.ordinal, sample.attempt, sample.member)
-        return one_of(found, self.scored(sample.ordinal, sample.attempt), sample, self.path)
+        """Returns a sample's trajectory, with its reward if the group was scored. Raises JournalError if the
+        journal does not have it, or has deleted it.
+        """
+        ordinal, member, attempt = sample
+        statement = "SELECT payload FROM trajectories WHERE ordinal = ? AND attempt = ? AND member = ?"
+        found = self._all(statement, (ordinal, attempt, member))
+        if not found:
+            raise JournalError(
+                f"{self.path} has no trajectory of {sample}: it never finished, or was deleted after its "
+                "group was trained (raise observe.keep_groups to keep more)"
+            )
+        return self._rewarded(ordinal, attempt, [decode(found[0][0])])[0]
 
     def group(self, ordinal: int, attempt: int, size: int) -> tuple[Trajectory, ...]:
-        """A group's trajectories by member, rewarded once scored. Raises JournalError if one is missing."""
-        found = self.payloads(ordinal, attempt), self.scored(ordinal, attempt)
-        return all_of(*found, ordinal, attempt, size, self.path)
+        """Returns a group's trajectories in member order, with their rewards if the group was scored.
 
-    def latest_snapshot(self, before_seq: int | None = None) -> tuple[int, dict[str, Any]] | None:
-        """The newest (seq, state), or the newest whose seq is at most `before_seq`; None if there is none."""
-        limit = 2**62 if before_seq is None else before_seq
-        found = self._all(
-            "SELECT seq, state FROM snapshots WHERE seq <= ? ORDER BY seq DESC LIMIT 1", (limit,)
+        Raises JournalError if one of the `size` trajectories is missing.
+        """
+        statement = (
+            "SELECT member, payload FROM trajectories WHERE ordinal = ? AND attempt = ? ORDER BY member"
         )
+        found = dict(self._all(statement, (ordinal, attempt)))
+        if list(found) != list(range(size)):
+            raise JournalError(
+                f"{self.path} holds members {list(found)} of group {ordinal} (attempt {attempt}), not {size}"
+                ": the others never finished, or were deleted after training (raise observe.keep_groups)"
+            )
+        return self._rewarded(ordinal, attempt, [decode(payload) for payload in found.values()])
+
+    def latest_snapshot(self) -> tuple[int, dict[str, Any]] | None:
+        """Returns (sequence number of the last event in it, state) of the newest snapshot; None if none."""
+        found = self._all("SELECT seq, state FROM snapshots ORDER BY seq DESC LIMIT 1")
         return (found[0][0], unpack(found[0][1])) if found else None
 
     def close(self) -> None:
-        """Write what is buffered and let the next writer in. Closing twice does nothing."""
+        """Closes the file and releases the writer's lock. A second call does nothing."""
         with self._guard:
             self._db.close()
-            _release(self._writer)
+            self._lock.release()
 
     def __enter__(self) -> SqliteQueue:
         return self
@@ -237,44 +231,53 @@ class SqliteQueue:
 
     # --- inside ---------------------------------------------------------------------------------------------
 
-    def _write(self, event: str, records: Records, durable: bool) -> None:
-        with self._transaction(durable) as db:
-            db.executemany(event, records.events)
-            db.executemany(_TRAJECTORY, records.payloads)
-            db.executemany(_REWARD, records.rewards)
+    def _rewarded(self, ordinal: int, attempt: int, members: list[Trajectory]) -> tuple[Trajectory, ...]:
+        found = self._all("SELECT scored FROM rewards WHERE ordinal = ? AND attempt = ?", (ordinal, attempt))
+        if not found:
+            return tuple(members)
+        return with_rewards(members, RewardScored(ordinal, attempt, *unpack(found[0][0])))
+
+    def _known(self, kind: str, values: list[Any], kinds: dict[str, type]) -> Any:
+        try:
+            return from_wire(kind, values, kinds)
+        except (KeyError, TypeError) as error:
+            raise JournalError(
+                f"{self.path} contains a {kind} that this areal-jax does not know ({error}); use the "
+                "version that wrote it"
+            ) from error
 
     @contextmanager
     def _transaction(self, durable: bool = False) -> Iterator[sqlite3.Connection]:
-        if self._writer is None:
+        if self._is_readonly:
             raise JournalError(f"{self.path} is open for reading; open it with readonly=False to write")
-        try:
-            if durable:
-                self._db.execute("PRAGMA synchronous = FULL")
+        # NORMAL keeps what was committed if this process dies, FULL also if the machine loses power.
+        is_flushed = durable or self._owner is not None
+        with _explained(self.path):
+            self._db.execute(f"PRAGMA synchronous = {'FULL' if is_flushed else 'NORMAL'}")
             self._db.execute("BEGIN IMMEDIATE")
             try:
+                # Inside the transaction: a controller that is stopped between check and write holds SQLite's
+                # own lock, so no successor can take the file in between.
+                self.require_owner()
                 yield self._db
                 self._db.execute("COMMIT")
             finally:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
-                if durable:
-                    self._db.execute("PRAGMA synchronous = NORMAL")
-        except sqlite3.Error as error:
-            _refuse(self.path, error)
 
     def _all(self, statement: str, values: tuple[Any, ...] = ()) -> list[Any]:
-        try:
-            with self._guard:
-                return _fetch(self.path, self._db, statement, values)
-        except sqlite3.Error as error:
-            _refuse(self.path, error)
+        with _explained(self.path), self._guard:
+            return _fetch(self.path, self._db, statement, values)
 
     def _one(self, statement: str) -> Any:
         return self._all(statement)[0]
 
 
-def _make(path: Path, header: dict[str, Any], rest: Rest | None) -> None:
-    """An empty journal that appears under its name whole: a killed creation leaves none behind."""
+def _make(path: Path, header: dict[str, Any]) -> None:
+    """Creates an empty journal with this header under another name and renames it once it is complete.
+
+    So a killed process leaves no partial journal.
+    """
     unfinished = path.with_name(path.name + ".new")
     for left in (unfinished, path.with_name(unfinished.name + "-journal")):
         left.unlink(missing_ok=True)
@@ -284,40 +287,64 @@ def _make(path: Path, header: dict[str, Any], rest: Rest | None) -> None:
         for statement in _TABLES:
             db.execute(statement)
         db.execute("INSERT INTO header VALUES (?)", (pack(header),))
-        if rest is not None:
-            db.execute(_REST)
-            db.execute("INSERT INTO rest VALUES (?, ?, ?, ?)", rest)
         db.execute(f"PRAGMA application_id = {APPLICATION}")
         db.execute(f"PRAGMA user_version = {FORMAT}")
         db.execute("COMMIT")
-        if rest is None:  # an archive may be on a file system of several hosts, where WAL does not work
-            db.execute("PRAGMA journal_mode = WAL")
+        _set_mode(path, db)
     finally:
         db.close()
     unfinished.rename(path)
 
 
 def _connect(path: Path, mode: str) -> sqlite3.Connection:
-    db = sqlite3.connect(
+    return sqlite3.connect(
         f"{path.absolute().as_uri()}?mode={mode}",
         uri=True,
         timeout=_BUSY_S,
         isolation_level=None,
         check_same_thread=False,
     )
-    if mode != "ro":
-        db.execute("PRAGMA synchronous = NORMAL")
-    return db
+
+
+def _set_mode(path: Path, db: sqlite3.Connection) -> None:
+    """Sets SQLite's journal mode: WAL on a local disk, else TRUNCATE, since WAL works on one machine only."""
+    mode = "wal" if is_local(path.parent) else "truncate"
+    if db.execute("PRAGMA journal_mode").fetchone()[0] != mode:
+        db.execute(f"PRAGMA journal_mode = {mode}")
+
+
+def _own(db: sqlite3.Connection, owner: str) -> None:
+    """Makes the controller with the token `owner` the file's owner; from then on others cannot write."""
+    db.execute("PRAGMA synchronous = FULL")
+    db.execute("BEGIN IMMEDIATE")
+    for statement in (_OWNER, "DELETE FROM owner"):
+        db.execute(statement)
+    db.execute("INSERT INTO owner VALUES (?)", (owner,))
+    db.execute("COMMIT")
+
+
+def _warn_of_lost_part(path: Path, db: sqlite3.Connection) -> None:
+    """Warns if an earlier version of areal-jax kept this run's newest events in Redis: they are lost."""
+    if not _fetch(path, db, "SELECT 1 FROM sqlite_master WHERE name = 'rest'"):
+        return
+    ((is_live, last),) = _fetch(path, db, "SELECT is_live, (SELECT max(seq) FROM events) FROM rest")
+    if is_live:
+        log.warning(
+            "%s: an earlier version of areal-jax wrote this run and kept its newest events in Redis. These "
+            "are not read: the run is as it was at its last checkpoint, event %s, and resumes from there",
+            path,
+            last or 0,
+        )
 
 
 def _check_format(path: Path, db: sqlite3.Connection) -> None:
     ((application,),) = _fetch(path, db, "PRAGMA application_id")
     ((version,),) = _fetch(path, db, "PRAGMA user_version")
     if application != APPLICATION:
-        raise JournalError(f"{path} is no areal-jax journal; name the journal.sqlite of a run's folder")
+        raise JournalError(f"{path} is not an areal-jax journal; give the journal.sqlite of a run's folder")
     if version != FORMAT:
         raise JournalError(
-            f"{path} has journal format {version}, and this areal-jax reads format {FORMAT}; use the version "
+            f"{path} has journal format {version}, but this areal-jax reads format {FORMAT}; use the version "
             "that wrote it, or start a new run"
         )
 
@@ -328,38 +355,42 @@ def _fetch(path: Path, db: sqlite3.Connection, statement: str, values: tuple[Any
     except sqlite3.OperationalError as error:
         if error.sqlite_errorcode != sqlite3.SQLITE_READONLY_ROLLBACK:
             raise
-    # The writer was killed in the middle of a transaction: that is undone by who may write, so not by `db`.
+    # The writer was killed in the middle of a transaction. Only a connection that may write can undo it.
     with closing(_connect(path, "rw")) as mender:
         mender.execute("SELECT count(*) FROM header").fetchall()
     return db.execute(statement, values).fetchall()
 
 
-def _refuse(path: Path, error: sqlite3.Error) -> NoReturn:
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Turns an error of SQLite in the `with` block into a JournalError that says what to do with the file."""
     remedies = {
-        "not a database": "name the journal.sqlite of a run's folder",
+        "not a database": "give the journal.sqlite of a run's folder",
         "malformed": "the file is damaged: restore it from a backup, or start a new run",
         "disk is full": "free some space, then resume the run: what was committed is safe",
-        "locked": "another program holds it: end that one first",
+        "locked": "another program has locked the file: end that program first",
         "unable to open": "check the folder and its permissions",
         "readonly": "check the permissions of the file and its folder",
     }
-    hint = next(
-        (remedy for word, remedy in remedies.items() if word in str(error)), "see the file and its disk"
-    )
-    raise JournalError(f"{path}: {error}; {hint}") from error
+    try:
+        yield
+    except sqlite3.Error as error:
+        hints = [remedy for word, remedy in remedies.items() if word in str(error)]
+        hint = hints[0] if hints else "check the file and its disk"
+        raise JournalError(f"{path}: {error}; {hint}") from error
 
 
-def _take(path: Path) -> WriterLock:
+def _take(path: Path, owner: str | None) -> WriterLock:
+    """Takes the writer's lock and returns it. Without `owner`, raises JournalError if another process has it.
+
+    With an `owner`, the token of a cluster's controller, that process may be a former controller that hangs:
+    the lock is then returned without being held. The token in the journal keeps that controller from writing.
+    """
     lock = WriterLock(path)
     holder = lock.acquire()
-    if holder is not None:
+    if holder is not None and owner is None:
         raise JournalError(
-            f"{path} is being written by {holder}; wait for that run or stop it. Reading beside it is fine: "
-            "`areal-jax audit`, `inspect` and `report` do"
+            f"{path} is being written by {holder}; wait for that run or stop it. To only read the journal, "
+            "use `areal-jax audit`, `inspect` or `report`"
         )
     return lock
-
-
-def _release(lock: WriterLock | None) -> None:
-    if lock is not None:
-        lock.release()

@@ -1,8 +1,8 @@
-"""A digest of a parameter tree that does not depend on how it is sharded, computed where the parameters are.
+"""A digest of a parameter tree that does not depend on its sharding, computed on the parameters' devices.
 
-Per leaf: the sum over its elements of mix(bits xor mix(global index)) mod 2^32. `mix` is a bijection, so one
-changed element always changes the sum; it is not linear, so elements that change places do too but for one
-chance in 2^32. The leaves' sums, their names, shapes and dtypes are hashed into 16 hex digits.
+A leaf's sum adds mix(bits xor mix(index in the leaf)) of all its elements, mod 2^32. `mix` is a bijection, so
+one changed element always changes the sum. `mix` is not linear, so exchanging two elements changes it too,
+except with probability 2^-32. The leaves' sums, names, shapes and dtypes are hashed into 16 hex digits.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ import jax.numpy as jnp
 import numpy as np
 
 ROWS = 64
-"""Most rows of a matrix that make a slice on a CPU."""
+"""Largest number of slices into which `_sum_by_slices` splits a matrix."""
 
 
 def digest(params: Any) -> str:
-    """16 hex digits of the tree's names, shapes, dtypes and bits."""
+    """Returns a hash of the tree's leaf names, shapes, dtypes and bits, as 16 hex digits."""
     return combine(leaf_digests(params))
 
 
 def leaf_digests(params: Any) -> dict[str, str]:
-    """Each leaf's own digest by path, `dtype[shape]:sum`; what a manifest holds."""
+    """Returns leaf path -> digest of the leaf: the text `dtype[shape]:sum`, with the sum in hex."""
     return name_sums(params, leaf_sums(params))
 
 
 def leaf_sums(params: Any) -> jax.Array:
-    """The leaves' sums, uint32, in the tree's order; on their way when this returns."""
+    """Returns the checksum of each leaf, uint32, in tree order; the devices may still be computing them."""
     return _sums(jax.tree.leaves(params))
 
 
 def name_sums(params: Any, sums: jax.Array) -> dict[str, str]:
-    """`leaf_digests` of sums that `leaf_sums` gave for these leaves, or for others with the same bits."""
+    """Returns `leaf_digests(params)` from `sums`, which `leaf_sums` returned for these or equal params."""
     named = jax.tree_util.tree_leaves_with_path(params)
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): f"{leaf.dtype}{list(leaf.shape)}:{total:08x}"
@@ -44,6 +44,7 @@ def name_sums(params: Any, sums: jax.Array) -> dict[str, str]:
 
 
 def combine(leaves: dict[str, str]) -> str:
+    # Sorted, so that a tree and the flat map of its leaves in a manifest have the same digest.
     text = "\n".join(f"{name}={value}" for name, value in sorted(leaves.items()))
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -54,13 +55,14 @@ def _sums(leaves: list[jax.Array]) -> jax.Array:
 
 
 def on_device(leaf: jax.Array) -> jax.Array:
-    """Inside jit: the leaf in the device's memory, wherever it lies."""
+    """Inside jit: returns the leaf in device memory; moves it there if it is in host memory."""
     if jax.typeof(leaf).memory_space == jax.memory.Space.Device:
         return leaf
     return jax.device_put(leaf, jax.memory.Space.Device)
 
 
 def _sum(leaf: jax.Array) -> jax.Array:
+    # Addition modulo 2^32 is exact in any order, so both functions, and every sharding, give the same sum.
     return jax.lax.platform_dependent(leaf, cpu=_sum_by_slices, default=_sum_at_once)
 
 
@@ -70,11 +72,15 @@ def _sum_at_once(leaf: jax.Array) -> jax.Array:
 
 
 def _sum_by_slices(leaf: jax.Array) -> jax.Array:
-    """The same sum, added up elementwise over slices of an axis that no mesh shards: the layers, or
-    neighbouring rows of a matrix. XLA's CPU backend reduces integers to a scalar on one core, unvectorised.
+    """Returns the same checksum as `_sum_at_once`, faster on a CPU: it adds slices of the leaf elementwise.
+
+    The slices are taken along an axis that no mesh shards: the layers of a stacked leaf, or up to ROWS
+    neighbouring rows of a matrix. XLA's CPU backend would reduce all integers to a scalar on one core,
+    unvectorised.
     """
     axis = 0
     if leaf.ndim == 2:
+        # A divisor of the number of rows: the matrix splits into groups of so many neighbouring rows.
         rows = math.gcd(leaf.shape[0], ROWS)
         leaf, axis = leaf.reshape(leaf.shape[0] // rows, rows, leaf.shape[1]), 1
     if leaf.ndim < 3:
@@ -92,9 +98,14 @@ def _sum_by_slices(leaf: jax.Array) -> jax.Array:
 
 
 def _contributions(part: jax.Array, shape: tuple[int, ...], *places: jax.Array) -> jax.Array:
-    """Of each element of `part`, which stands at `places` in a leaf of `shape`, whatever the sharding."""
+    """Returns what each element of `part`, a part of a leaf, adds to the leaf's sum.
+
+    `shape`: that of the whole leaf. `places`: for each axis of the leaf, the elements' indices along it.
+    """
     width = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[part.dtype.itemsize]
     bits = jax.lax.bitcast_convert_type(part, width).astype(jnp.uint32)
+    # The index in the whole array: without it, elements that swap places would not change the sum. It wraps
+    # in leaves of more than 2^32 elements: two elements exactly that far apart share an index.
     index = jnp.uint32(0)
     for place, size in zip(places, shape, strict=True):
         index = index * jnp.uint32(size) + place
@@ -102,7 +113,7 @@ def _contributions(part: jax.Array, shape: tuple[int, ...], *places: jax.Array) 
 
 
 def _mix(x: jax.Array) -> jax.Array:
-    """MurmurHash3's finaliser (A. Appleby): a bijection of uint32 in which every bit moves all others."""
+    """MurmurHash3's finaliser (A. Appleby): a bijection of uint32 in which every bit affects all others."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)

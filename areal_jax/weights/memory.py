@@ -1,8 +1,8 @@
-"""The in-memory ParamStore: trainer and hosts in one process.
+"""The in-memory ParamStore, for a trainer and hosts in one process.
 
-`publish` copies (and casts) at once, so nothing it holds aliases a buffer that the trainer's next update
-donates. Where one host shares the trainer's device, the copy is a donated cast: it overwrites the parameters
-being served, so that no second serving copy ever exists.
+`publish` copies (and casts) at once, so the store aliases no buffer that the trainer's next update donates.
+If the only host shares the trainer's device, the copy is written over the parameters that the host decodes
+with, so the device never holds two copies for decoding.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from areal_jax.weights.store import (
     Probe,
     VersionGoneError,
     WeightsError,
-    refuse_old,
+    is_published,
     require_canary,
     wire_copy,
 )
 
 
 class _Published:
-    """The value, and its canary at the publisher, computed once a reader on other devices asks."""
+    """A published version, and its log-probs of a fixed sequence, computed for readers on other devices."""
 
     def __init__(self, value: VersionedParams, probe: Probe) -> None:
         self.value, self._probe = value, probe
@@ -39,10 +39,13 @@ class _Published:
 
 
 class MemoryStore:
-    """`probe(params) -> (n,)` gives the log-probs of a fixed sequence; readers must get the publisher's.
+    """A ParamStore that holds the latest version only.
 
-    `is_exclusive`: one reader, on the publisher's device, that adopts before its next use of the parameters;
-    then publishing overwrites what it serves. The caller serialises the two (`runtime.turns`).
+    `probe(params) -> (n,)` returns the log-probs of a fixed sequence; a reader must compute the same values
+    as the publisher. `dtype`: that to which published parameters are cast. `is_exclusive`: publishing
+    overwrites the parameters that the reader decodes with. There must then be a single reader, on the
+    publisher's device, which adopts a new version before it uses parameters again and never runs while the
+    publisher does (`runtime.turns`).
     """
 
     def __init__(self, probe: Probe, dtype: str = "float32", is_exclusive: bool = False) -> None:
@@ -53,20 +56,20 @@ class MemoryStore:
         self._lock = threading.Lock()
 
     def publish(self, value: VersionedParams, before_commit: BeforeCommit | None = None) -> VersionedParams:
-        """Make `value` the latest; returns it as readers will see it (cast, with the digest of the cast).
+        """Make `value` the latest version; returns it as readers will load it: cast, with the cast's digest.
 
-        `before_commit` hears that value before any reader can load it: what it records comes first.
-        Publishing an existing version with an equal digest does nothing; an older one, or other bits under
-        the same version, raise WeightsError.
+        `before_commit` is called with the returned value before any reader can load it; if it raises, nothing
+        is published. Publishing the latest version again with an equal digest does nothing. Raises
+        WeightsError for an older version, or for other bits under the latest version's number.
         """
         with self._lock:
             known = self._latest.value if self._latest else None
             if known is not None and value.version <= known.version:
-                wire = wire_copy(value, self._dtype)
-                if value.version == known.version and wire.digest == known.digest:
-                    return known
-                refuse_old(wire, known)
+                is_published(wire_copy(value, self._dtype), known)  # raises WeightsError if not
+                return known
+            # Overwriting these is safe: the one reader adopts before its next use of them.
             serving = known.params if known is not None and self._is_exclusive else None
+            # Readers use these very arrays: a copy that fails must raise here and not in a host.
             wire = jax.block_until_ready(wire_copy(value, self._dtype, onto=serving))
             if before_commit is not None:
                 before_commit(wire)
@@ -74,36 +77,39 @@ class MemoryStore:
             return wire
 
     def wait(self, deadline_s: float) -> None:
-        """Nothing to wait for: what is published is committed."""
+        """Returns at once: `publish` itself commits each version."""
 
     def close(self, deadline_s: float) -> None:
-        """Nothing to close."""
+        """Does nothing: there is no file or thread to close."""
 
     def latest(self) -> PolicyVersion | None:
         published = self._latest
         return published.value.version if published else None
 
     def load(self, version: PolicyVersion, shardings: Any) -> VersionedParams:
-        """The parameters of `version` on the reader's devices, digest and canary checked there.
+        """Returns the parameters of `version`, laid out by `shardings`.
 
-        Where they lie there already they are the published arrays themselves, and there is nothing to check.
-        Only the latest version is kept. Raises VersionGoneError for another one, WeightsError for parameters
-        that differ from those published, or a reader that computes something else with them.
+        If the published arrays have this layout already, they are returned themselves, unchecked; otherwise
+        their digest and log-probs of a fixed sequence are checked on the reader's devices. Raises
+        VersionGoneError if `version` is not the latest, WeightsError if digest or log-probs differ from the
+        publisher's.
         """
         published = self._latest
         if published is None or published.value.version != version:
             raise VersionGoneError(
-                f"version {version} is not in the store, which holds {self.latest()}; load latest()"
+                f"version {version} is not in the store; the newest there is {self.latest()}; load that "
+                "version"
             )
         value = published.value
         loaded = value._replace(params=jax.device_put(value.params, shardings))
+        # `device_put` returns arrays of the right layout unchanged: then these are the published arrays.
         if not _lie_alike(value.params, loaded.params):
             _check(loaded, published.canary, self._probe)
         return loaded
 
 
 def _lie_alike(one: Any, other: Any) -> bool:
-    """Whether the second tree of arrays lies as the first does: then it shares the first one's buffers."""
+    """Whether both trees have the same layout; `other`, made by `device_put`, then shares `one`'s buffers."""
     pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
     return all(a.sharding.is_equivalent_to(b.sharding, a.ndim) for a, b in pairs)
 
@@ -111,7 +117,7 @@ def _lie_alike(one: Any, other: Any) -> bool:
 def _check(loaded: VersionedParams, canary: np.ndarray, probe: Probe) -> None:
     if (found := digest(loaded.params)) != loaded.digest:
         raise WeightsError(
-            f"version {loaded.version} was published with digest {loaded.digest} and arrived with {found}: "
-            "its parameters changed on the way; resume from the last checkpoint"
+            f"version {loaded.version} was published with digest {loaded.digest}, but arrived with digest "
+            f"{found}: its parameters changed during the transfer; resume the run from its last checkpoint"
         )
     require_canary(loaded.version, canary, np.asarray(probe(loaded.params)))

@@ -1,7 +1,6 @@
-"""Versions loaded ahead: a thread reads, checks and lays out the next one while the host decodes, so that
-adopting it is an exchange of pointers.
+"""Prefetching of weights: a thread loads, checks and lays out the next version while the host decodes.
 
-Whatever the store: from device to device, or from files.
+The host then adopts that version by an exchange of pointers, whichever store the version comes from.
 """
 
 from __future__ import annotations
@@ -17,16 +16,18 @@ from areal_jax.types import PolicyVersion, VersionedParams
 from areal_jax.weights.store import ParamReader, VersionGoneError, WeightsError, load_newer
 
 LOOK_S = 0.01
-"""How often the store is asked for its latest version, while none waits here."""
+"""Seconds between two queries for a newer version while there is none."""
 AGAIN_S = 0.2
-"""How long to wait after a version that could not be loaded."""
+"""Seconds to wait after a failed load before the next attempt."""
 
 
 class Prefetcher:
-    """One host's ParamReader of what `reader` loads onto `shardings` and `lay_out` makes of it.
+    """A host's ParamReader that loads ahead: `reader` loads a version onto `shardings`, then `lay_out`
+    converts it to the form that the host decodes with.
 
-    At most one version waits here; the next to be loaded is the newest once it was taken. Nobody else may
-    load from `reader`. It holds on to no version that was taken: the host may drop it.
+    At most one version is ready at a time; once `load` has returned it, the newest one is loaded next. Only
+    this object may call `reader.load`. No reference to a version that `load` has returned is kept, so that
+    the host can free that version.
     """
 
     def __init__(
@@ -43,38 +44,52 @@ class Prefetcher:
         self._thread.start()
 
     def latest(self) -> PolicyVersion | None:
-        """The version that waits here, or the one taken last; None before the first.
+        """Returns the version that is ready, else the one that `load` returned last, else None.
 
-        Raises what ended the loading: WeightsError where this host computes something else than the
-        publisher.
+        Raises the error that ended the loading thread, such as WeightsError if this host gets other log-probs
+        than the publisher from the same parameters.
         """
         with self._changed:
             if self._error is not None:
                 raise self._error
             if self._here is not None:
                 return self._here.version
+            # Not None between two versions: the host would take that for an empty store.
             return self._taken if self._taken >= 0 else None
 
     def load(self, version: PolicyVersion, shardings: Any) -> VersionedParams:
-        """Hand over the version that waits here, laid out. Raises VersionGoneError for any other."""
+        """Returns the version that is ready, converted by `lay_out`.
+
+        Raises VersionGoneError if `version` is not the ready one, WeightsError if `shardings` are other ones
+        than the constructor got.
+        """
         if shardings != self._shardings:
-            raise WeightsError("versions are loaded ahead for another mesh than they are asked for")
+            raise WeightsError(
+                "the Prefetcher can load only with the shardings that it was given; load with those"
+            )
         with self._changed:
             here = self._here
             if here is None or here.version != version:
-                raise VersionGoneError(f"version {version} does not wait here; load latest()")
+                raise VersionGoneError(
+                    f"version {version} is not prefetched; load the version that latest() returns"
+                )
             self._here, self._taken = None, version
             self._changed.notify_all()
             return here
 
     def forget(self) -> None:
-        """`reader` has another publisher now: what the one before published, and nobody took, is dropped."""
+        """Discard the version that is ready or being loaded. Called when `reader` is switched to another
+        publisher.
+        """
         with self._changed:
             self._here = None
             self._moves += 1
 
     def close(self, deadline_s: float) -> None:
-        """Load no more. A load that is under way ends first: a process may not end while it computes."""
+        """Stop loading, and wait for a load in progress; return after `deadline_s` seconds in any case.
+
+        The wait is needed because a process must not exit while its devices compute.
+        """
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -84,7 +99,7 @@ class Prefetcher:
         while self._is_wanted():
             try:
                 wait_s = LOOK_S if self._load_next() else AGAIN_S
-            except Exception as error:  # noqa: BLE001 - raised where the host asks
+            except Exception as error:  # noqa: BLE001 - raised by `latest`
                 self._error = error
                 return
             with self._changed:
@@ -96,7 +111,7 @@ class Prefetcher:
             return not self._is_closed
 
     def _load_next(self) -> bool:
-        """False where there is a newer version, and it could not be loaded."""
+        """Load the newest version if `load` has not returned it yet; returns False if that fails."""
         taken, moves, latest = self._taken, self._moves, self._reader.latest()
         if latest is None or latest <= taken:
             return True
@@ -108,8 +123,10 @@ class Prefetcher:
         if value is None:
             return False
         value = self._lay_out(value)
+        # Wait here: the host's loop would otherwise stall until everything is computed.
         jax.block_until_ready(value.params)
         with self._changed:
+            # After `forget` this version is the former publisher's, and may never have been committed.
             if moves == self._moves:
                 self._here = value
         return True

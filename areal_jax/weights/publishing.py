@@ -1,73 +1,120 @@
-"""Publishing off the trainer's path: the copy starts at once, and a thread commits it."""
+"""The publishing half of a ParamStore: the caller's thread starts the copy, and another thread commits it."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 
+from areal_jax.parallel.agreement import leads
 from areal_jax.types import VersionedParams
-from areal_jax.weights.staged import OnFailure, Writer
-from areal_jax.weights.store import BeforeCommit, Probe, refuse_old, start_copy
-
-Commit = Callable[[VersionedParams, jax.Array, jax.Array, BeforeCommit | None], None]
-"""`commit(wire, sums, canary, before_commit)`, in the thread: sums and canary may be on their way still."""
+from areal_jax.weights.digest import combine, name_sums
+from areal_jax.weights.store import BeforeCommit, Probe, WeightsError, is_published, start_copy
+from areal_jax.weights.writer import OnFailure, Writer
 
 
-class Publishing:
-    """One version is committed and one more may wait; the next publish waits for room, at most `deadline_s`.
+@dataclass(frozen=True)
+class PublisherSettings:
+    probe: Probe
+    dtype: str = "float32"
+    """Dtype of the published parameters."""
+    deadline_s: float = 600.0
+    """Longest wait, in seconds, for space in the commit queue, and for processes that publish together."""
+    on_failure: OnFailure | None = None
+    """Called at once with the error of a failed commit; the publisher's next method call raises it too."""
 
-    Every program is started in the caller's thread, so that processes which publish together start them in
-    one order.
+
+class Outgoing(NamedTuple):
+    """A version queued for its commit. `wire`: the copy that readers will load; `sums`: the checksum of each
+    leaf; `canary`: its log-probs of a fixed sequence. The devices may still be computing the last two.
     """
 
-    def __init__(
-        self,
-        what: str,
-        probe: Probe,
-        dtype: str,
-        commit: Commit,
-        deadline_s: float,
-        on_failure: OnFailure | None = None,
-    ) -> None:
-        self._probe, self._dtype, self._commit, self._deadline_s = probe, dtype, commit, deadline_s
+    wire: VersionedParams
+    sums: jax.Array
+    canary: jax.Array
+    before_commit: BeforeCommit | None
+
+    def leaves(self) -> dict[str, str]:
+        """Returns each leaf's digest by name. Raises WeightsError if they do not agree with `wire.digest`."""
+        leaves = name_sums(self.wire.params, self.sums)
+        if (found := combine(leaves)) != self.wire.digest:
+            raise WeightsError(
+                f"version {self.wire.version} was published with digest {self.wire.digest}, but has digest "
+                f"{found} before its commit: its parameters changed; resume the run from the last checkpoint"
+            )
+        return leaves
+
+    def announce(self) -> None:
+        """Call `before_commit(wire)` if it was given; of processes that publish together, only the first one
+        calls it.
+        """
+        if self.before_commit is not None and leads():
+            self.before_commit(self.wire)
+
+
+class Publisher(ABC):
+    """A ParamPublisher with a thread that commits one version at a time, in order, by `_commit`, which a
+    subclass defines. `what` names the thread's work in errors.
+    """
+
+    def __init__(self, what: str, settings: PublisherSettings) -> None:
+        self._settings = settings
         self._lock = threading.Lock()
-        self._writer = Writer(what, 1, on_failure)
-        self._published: VersionedParams | None = None  # without its parameters
+        # One version may wait: every further one would hold one more copy of the parameters.
+        self._writer = Writer(what, 1, settings.on_failure)
+        # Both are kept without parameters, which would keep a copy alive on the device.
+        self._published: VersionedParams | None = None
         self._committed: VersionedParams | None = None
 
     def publish(self, value: VersionedParams, before_commit: BeforeCommit | None = None) -> VersionedParams:
-        """As ParamStore says. Raises what kept an earlier version from being committed."""
+        """Queue `value` to become the latest; returns it as readers will load it: cast, with a new digest.
+
+        The queue has space for one version besides the one being committed. If it is full, this waits for
+        space up to `settings.deadline_s`, but never for a reader. `before_commit` is called with the returned
+        value in the committing thread, before any reader can load it. Raises WeightsError as
+        ParamPublisher.publish does, StagedError at the deadline, and the error of an earlier failed commit.
+        """
         with self._lock:
-            (wire, sums), known = start_copy(value, self._dtype), self._published
-            if known is not None and value.version <= known.version:
-                if (wire.version, wire.digest) == (known.version, known.digest):
-                    return wire
-                refuse_old(wire, known)
-            canary = self._probe(wire.params)
-            with self._heard():
-                self._writer.submit(lambda: self._run(wire, sums, canary, before_commit), self._deadline_s)
+            # Every program starts in the caller's thread: processes that publish together must start the
+            # programs of their common devices in one order, and the trainer's next update is one of them.
+            wire, sums = start_copy(value, self._settings.dtype)
+            if is_published(wire, self._published):
+                return wire
+            version = Outgoing(wire, sums, self._settings.probe(wire.params), before_commit)
+            with self._republishable():
+                self._writer.submit(lambda: self._run(version), self._settings.deadline_s)
             self._published = wire._replace(params=None)
             return wire
 
     def wait(self, deadline_s: float) -> None:
-        with self._lock, self._heard():
+        with self._lock, self._republishable():
             self._writer.wait(deadline_s)
 
     def close(self, deadline_s: float) -> None:
-        with self._lock, self._heard():
+        with self._lock, self._republishable():
             self._writer.close(deadline_s)
 
-    def _run(self, wire: VersionedParams, *rest: Any) -> None:
-        self._commit(wire, *rest)
-        self._committed = wire._replace(params=None)
+    @abstractmethod
+    def _commit(self, version: Outgoing) -> None:
+        """Complete the version, call `version.announce`, then let readers load it.
+
+        Runs in the committing thread.
+        """
+
+    def _run(self, version: Outgoing) -> None:
+        self._commit(version)
+        self._committed = version.wire._replace(params=None)
 
     @contextmanager
-    def _heard(self) -> Iterator[None]:
-        """A version that could not be committed may be published again, once nothing newer is on its way."""
+    def _republishable(self) -> Iterator[None]:
+        """If the block raises and no commit is pending, allow the version that failed to be
+        published again.
+        """
         try:
             yield
         except BaseException:

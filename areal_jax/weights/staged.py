@@ -1,18 +1,20 @@
-"""Versions on disk: staged, written by Orbax, synced, committed by a rename, checked when they are read.
+"""Versions on disk: staged, written by Orbax, synced, committed by a rename, and checked when they are read.
 
-`<folder>/<version>/` holds Orbax's `state/` and `manifest.json`. What is written lies in a hidden sibling
-until it is whole, so a crash leaves the version before in force. Orbax restores a flipped bit silently, and
-leaves running tasks behind when it fails; so files are checked before it opens them, and leaves after:
+`<folder>/<version>/` holds Orbax's `state/` and `manifest.json`. A version is written into a hidden sibling
+folder until it is complete, so a crash leaves the previous version in force. Orbax restores a flipped bit
+silently, and leaves running tasks behind when it fails; so files are checked before Orbax opens them, and
+leaves after it has read them:
 
-- the manifest is the canonical form of its contents and holds a digest of them;
-- it names every file with its size, and with a checksum those that are parsed (all but the chunks);
-- it holds every leaf's digest, taken before writing, compared with that of what was read. Chunks are raw
-  bits, uncompressed, so no damage to them goes unseen there.
+- the manifest is in canonical form and holds a digest of its contents;
+- it names every file with its size, and the files that are parsed (all but the chunks) with a checksum;
+- it holds every leaf's digest, taken before writing, to compare with that of the leaf that was read. Chunks
+  are raw bits, uncompressed, so any damage to them changes a digest.
 
-Where several processes make up a world they write and read together, on a file system that they share: each
-its own shards, the first one all else. None goes on before all have come as far, or it is said who has not.
+The processes of a jax.distributed world write and read together, on a shared file system: each its own
+shards, and the first one all else. They meet after each phase, and an error names the process that did
+not arrive.
 
-Trainer checkpoints and the Orbax ParamStore both lie on disk this way.
+Trainer checkpoints and the Orbax ParamStore both use this layout.
 """
 
 from __future__ import annotations
@@ -24,9 +26,7 @@ import re
 import shutil
 import time
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,46 +34,44 @@ import jax
 import jax.numpy as jnp
 
 from areal_jax.parallel.agreement import DisagreementError, leads, together
-from areal_jax.weights.digest import combine, leaf_digests, leaf_sums, name_sums
-from areal_jax.weights.store import WeightsError, copy_with_sums
+from areal_jax.weights.digest import leaf_digests, leaf_sums, name_sums
+from areal_jax.weights.store import StagedError, copy_with_sums
 
 MANIFEST, STATE = "manifest.json", "state"
 
 DEADLINE_S = 600.0
-"""How long the processes of a world wait for each other, where the caller says nothing else."""
+"""Seconds that the processes of a jax.distributed world wait for each other, if the caller gives no
+deadline.
+"""
 
 FORMAT = 1
-"""Raised whenever an older program could not read what is written."""
+"""The manifest's format; increased whenever older programs cannot read the new one."""
 
 _LEAF = re.compile(r"(\w+)\[([\d, ]*)\]:[0-9a-f]{8}")
 _CHUNK = re.compile(r"\d+(\.\d+)*")
 
 
-OnFailure = Callable[[BaseException], None]
-
-
-class StagedError(WeightsError):
-    """A version's folder that cannot be written, or not be used; the message says which, where and why."""
-
-
 class Manifest(NamedTuple):
-    version: int
+    """The contents of a version's manifest, checked."""
+
     leaves: dict[str, str]
-    """By path: `dtype[shape]:sum`, as `digest.leaf_digests` gives it."""
+    """Leaf path to `dtype[shape]:sum`, as `digest.leaf_digests` returns it."""
     files: dict[str, list[Any]]
-    """By path below `state`: [bytes, CRC-32 or None for a chunk]."""
+    """Path below `state` to [size in bytes, CRC-32 in hex]; for a chunk of a leaf None instead of the CRC-32,
+    since the leaf's digest covers it.
+    """
     about: dict[str, Any]
-    """What the writer adds; plain JSON."""
+    """The result of the writer's `about()`: plain JSON."""
 
 
 def to_plain(tree: Any) -> dict[str, Any]:
-    """A flat dict of leaves by path: few kinds of nodes, so that any tool can read it."""
+    """Returns the tree as a flat dict of leaf path to leaf, the form that is stored: any tool can read it."""
     named = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in named}
 
 
 def committed(folder: Path) -> list[int]:
-    """Versions whose folder has a manifest, oldest first."""
+    """Returns the complete versions in `folder` (those with a manifest), oldest first."""
     if not folder.is_dir():
         return []
     names = (name for name in os.listdir(folder) if name.isascii() and name.isdigit())
@@ -84,15 +82,19 @@ def committed(folder: Path) -> list[int]:
 
 
 class Detached(NamedTuple):
-    """A tree that outlives the donation of the arrays it is of, and `leaf_sums` of it, maybe on their way."""
+    """A copy of a tree, which stays valid when the tree's buffers are donated. `sums`: the checksum of each
+    leaf, which the devices may still be computing.
+    """
 
     tree: Any
     sums: jax.Array
 
     @classmethod
     def copy(cls, tree: Any) -> Detached:
-        """In the host's memory. Where that is the device's own, the copy is on its way when this returns;
-        otherwise no second copy ever lies on the device, and this returns once the transfer has ended.
+        """Returns a copy of `tree` in host memory.
+
+        On CPU devices this may return before the copy is complete. On other devices it returns after the
+        transfer to the host, and the device never holds a second copy.
         """
         leaves = jax.tree.leaves(tree)
         if all(device.platform == "cpu" for leaf in leaves for device in leaf.devices()):
@@ -100,6 +102,7 @@ class Detached(NamedTuple):
         sums = leaf_sums(tree)
         if all(leaf.is_fully_addressable for leaf in leaves):
             return cls(jax.device_get(tree), sums)
+        # No process can fetch the shards of the others: each one copies its own.
         on_host = [leaf.sharding.with_memory_kind("pinned_host") for leaf in leaves]
         shards = jax.block_until_ready(jax.device_put(leaves, on_host))
         return cls(jax.tree.unflatten(jax.tree.structure(tree), shards), sums)
@@ -114,17 +117,19 @@ def write(
     tree: Detached,
     about: Callable[[], dict[str, Any]] = dict,
     before_commit: Callable[[], None] | None = None,
-    digest: str | None = None,
     deadline_s: float = DEADLINE_S,
 ) -> None:
-    """Commit the tree as `version`, in place of one of that name. One writer a folder.
+    """Commit the tree as `version`, replacing an existing version of that number.
 
-    `digest`, where given, must be the tree's: what is written is what was published. `about()` goes into the
-    manifest as it is. `before_commit` is called once all is on disk, before any reader can see it; what it
-    raises ends the write and commits nothing. All processes of a world call this; the first one calls
-    `about` and `before_commit`, and each waits at most `deadline_s` for the others at a time. Raises
-    StagedError for a disk that does not take it, or another process that failed.
+    A folder may have only one writer. `about()` returns plain JSON values, which the manifest stores too.
+    `before_commit` is called once all files are on disk, before any reader can see the version; if it raises,
+    nothing is committed. All processes of a jax.distributed world must call this function; only the first one
+    calls `about` and `before_commit`, and each waits at most `deadline_s` seconds for the others in each
+    phase. Raises StagedError if the disk or another process fails, ArealError if another process misses the
+    deadline.
     """
+    # Each phase ends in an agreement: no process may write into a folder before the first one has made it,
+    # and the manifest may not be written before all files that it names.
     staged, final = folder / f".staged-{version}", folder / str(version)
     try:
         with together(f"{folder}: a version is begun", deadline_s):
@@ -132,11 +137,6 @@ def write(
                 clear(folder)
                 (staged / STATE).mkdir(parents=True)
         leaves = tree.digests()
-        if digest is not None and combine(leaves) != digest:
-            raise StagedError(
-                f"version {version} was published with digest {digest} and is about to be written with "
-                f"{combine(leaves)}: its parameters changed meanwhile; resume from the last checkpoint"
-            )
         with together(f"{folder}: all shards of a version are written", deadline_s):
             _save(staged / STATE, to_plain(tree.tree))
         with together(f"{folder}: a version is committed", deadline_s):
@@ -146,8 +146,8 @@ def write(
                 _commit(staged, final, contents, before_commit)
     except OSError as error:
         raise StagedError(
-            f"{final} could not be written: {error}; see to the disk, then resume: what was committed before "
-            "is whole"
+            f"{final} could not be written: {error}; check the disk, then resume the run: earlier versions "
+            "are intact"
         ) from error
     except DisagreementError as error:
         raise StagedError(f"{final} was not written, since another process failed: {error}") from None
@@ -163,118 +163,82 @@ def _commit(
     _sync(staged)
     if before_commit is not None:
         before_commit()
+    # A folder cannot be renamed onto another one. After a crash between the two steps no version of this
+    # number exists, and the previous one is in force.
     remove(final.parent, [contents["version"]] if final.exists() else [])
     staged.rename(final)
+    # A rename survives a power cut once the folder that holds the name is synced.
     _sync_one(final.parent)
 
 
 def remove(folder: Path, versions: Iterable[int]) -> None:
-    """Take versions out of sight at once, then off the disk."""
+    """Remove versions: hide each at once by a rename, then delete its files."""
     for version in versions:
+        # A rename is atomic and a deletion is not: readers find a complete version or none.
         gone = folder / f".gone-{version}"
         (folder / str(version)).rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
 
 
 def clear(folder: Path) -> None:
-    """Remove what a writer that was killed left behind."""
+    """Remove the unfinished and the half-deleted versions that a killed writer left behind."""
     for path in folder.iterdir():
         if path.name.startswith((".staged-", ".gone-")):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def render(manifest: Mapping[str, Any]) -> bytes:
-    """The one form of these contents, with the digest of them."""
+    """Returns the bytes of a manifest file: these contents, FORMAT and a digest of both, as sorted JSON."""
     contents = {"format": FORMAT, **{key: manifest[key] for key in manifest if key != "digest"}}
     text = json.dumps(contents, sort_keys=True).encode()
     whole = {**contents, "digest": hashlib.blake2b(text, digest_size=16).hexdigest()}
     return json.dumps(whole, sort_keys=True, indent=1).encode() + b"\n"
 
 
-class Writer:
-    """Writes off the caller's path: one at a time, in order, and at most `waiting` behind it.
-
-    `on_failure` hears at once, in the writing thread, what the next call here raises.
-    """
-
-    def __init__(self, what: str, waiting: int = 0, on_failure: OnFailure | None = None) -> None:
-        self._what, self._waiting, self._on_failure = what, waiting, on_failure
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=what)
-        self._pending: deque[Future[None]] = deque()
-
-    def submit(self, write: Callable[[], None], deadline_s: float) -> None:
-        """Have it written, once there is room. Raises what an earlier write raised; see `wait`."""
-        self._settle(self._waiting, deadline_s)
-        self._pending.append(self._thread.submit(self._run, write))
-
-    def wait(self, deadline_s: float) -> None:
-        """Until nothing is left to write; raises what a write raised, and those behind it go on.
-
-        Raises StagedError at the deadline; then the write goes on.
-        """
-        self._settle(0, deadline_s)
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is left to write or to be heard of."""
-        return not self._pending
-
-    def close(self, deadline_s: float) -> None:
-        self.wait(deadline_s)
-        self._thread.shutdown()
-
-    def _run(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except BaseException as error:
-            if self._on_failure is not None:
-                self._on_failure(error)
-            raise
-
-    def _settle(self, leave: int, deadline_s: float) -> None:
-        end_s = time.monotonic() + deadline_s
-        while self._pending and (len(self._pending) > leave or self._pending[0].done()):
-            first = self._pending[0]
-            if not wait([first], max(0.0, end_s - time.monotonic())).done:
-                raise StagedError(
-                    f"{self._what} took longer than {deadline_s:g} s; is the disk full or gone?"
-                )
-            self._pending.popleft()
-            first.result()
-
-
 # --- reading ------------------------------------------------------------------------------------------------
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of one version's folder. Raises StagedError where a single bit of it is not as written."""
+    """Returns the manifest in a version's folder. Raises StagedError if it is missing or any bit changed."""
     try:
         data = (path / MANIFEST).read_bytes()
         found = json.loads(data)
         is_whole = isinstance(found, dict) and render(found) == data
     except (OSError, ValueError) as error:
-        raise StagedError(f"{path} is damaged: {MANIFEST}: {_brief(error)}") from None
+        raise StagedError(
+            f"{path} is damaged: {MANIFEST} cannot be read ({_brief(error)}); check the disk. An older "
+            "version is used if there is one"
+        ) from None
     if not is_whole or found["format"] != FORMAT:
-        raise StagedError(f"{path} is damaged: {MANIFEST} is not as it was written (format {FORMAT})")
+        raise StagedError(
+            f"{path} is damaged: {MANIFEST} was changed after it was written, or is not of format {FORMAT}; "
+            "use the areal-jax version that wrote it. Older weights are used if there are any"
+        )
     if str(found["version"]) != path.name:
-        raise StagedError(f"{path} holds version {found['version']}; was the folder renamed?")
-    return Manifest(found["version"], found["leaves"], found["files"], found["about"])
+        raise StagedError(
+            f"{path} contains version {found['version']}; rename the folder to {found['version']}"
+        )
+    return Manifest(found["leaves"], found["files"], found["about"])
 
 
 def described(leaf: str) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of a leaf, from the text that the manifest holds of it."""
+    """Returns the shape and dtype in a leaf's digest. Raises StagedError if it is not `dtype[shape]:sum`."""
     match = _LEAF.fullmatch(leaf)
     if match is None:
-        raise StagedError(f"a leaf described as {leaf!r}; this areal-jax knows dtype[shape]:sum")
+        raise StagedError(
+            f"the digest {leaf!r} of a leaf does not have the form dtype[shape]:sum; use the areal-jax "
+            "version that wrote these weights"
+        )
     return jax.ShapeDtypeStruct([int(n) for n in match[2].split(",") if n], jnp.dtype(match[1]))
 
 
 def read(path: Path, like: Any, is_part: bool = False, deadline_s: float = DEADLINE_S) -> Any:
-    """The tree in one version's folder, onto the shapes, dtypes and shardings of `like`.
+    """Returns the tree in a version's folder, checked, with the shapes, dtypes and shardings of `like`.
 
-    `is_part`: `like` may lack leaves that lie there. All processes of a world call this, whatever number of
-    them wrote; each reads its own shards, and where one of them refuses what it finds, all do. Raises
-    StagedError: a file or leaf that is not as it was written, or another tree than `like`.
+    `is_part`: `like` may lack leaves that the folder has. All processes of a jax.distributed world must call
+    this function, even if a different number of processes wrote; each reads its own shards. Raises
+    StagedError, in all processes, if one of them finds that a file or leaf differs from what was written or
+    the tree from `like`; ArealError if another process does not arrive within `deadline_s` seconds.
     """
     plain = to_plain(like)
     try:
@@ -284,11 +248,13 @@ def read(path: Path, like: Any, is_part: bool = False, deadline_s: float = DEADL
             _require_files(path, manifest)
             found = _restore(path, plain)
     except DisagreementError as error:
-        raise StagedError(f"{path} is refused with another process: {error}") from None
+        raise StagedError(f"{path} is refused, since another process could not read it: {error}") from None
+    # Outside the agreement: every process computes the digests of whole leaves, so all refuse or none does.
     for name, digest in leaf_digests(found).items():
         if digest != manifest.leaves[name]:
             raise StagedError(
-                f"{path} is damaged: leaf {name} has digest {digest}, was {manifest.leaves[name]}"
+                f"{path} is damaged: leaf {name} has digest {digest}, but was written with "
+                f"{manifest.leaves[name]}; check the disk. An older version is used if there is one"
             )
     return jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in plain])
 
@@ -299,8 +265,9 @@ def _require_leaves(path: Path, manifest: Manifest, plain: Mapping[str, Any], is
     for name in sorted(here if is_part else here.keys() | there.keys()):
         if there.get(name) != here.get(name):
             raise StagedError(
-                f"{path} holds another tree than is asked for: leaf {name} is {there.get(name, 'missing')} "
-                f"there and {here.get(name, 'missing')} here"
+                f"{path} contains other parameters than requested: leaf {name} is "
+                f"{there.get(name, 'missing')} there, but {here.get(name, 'missing')} here; use the config "
+                "of the run that wrote it"
             )
 
 
@@ -308,11 +275,13 @@ def _require_files(path: Path, manifest: Manifest) -> None:
     try:
         found = _files(path / STATE)
     except OSError as error:
-        raise StagedError(f"{path} cannot be read: {_brief(error)}") from None
+        raise StagedError(
+            f"{path} cannot be read ({_brief(error)}); check its permissions and the disk"
+        ) from None
     for name, was in manifest.files.items():
         if found.get(name) != was:
-            what = f"bytes and checksum {found[name]}, was {was}" if name in found else "missing"
-            raise StagedError(f"{path} is damaged: file {name}: {what}")
+            what = f"bytes and checksum {found[name]}, but {was} when written" if name in found else "missing"
+            raise StagedError(f"{path} is damaged: file {name}: {what}; check the disk")
 
 
 def _files(folder: Path) -> dict[str, list[Any]]:
@@ -321,6 +290,7 @@ def _files(folder: Path) -> dict[str, list[Any]]:
 
 
 def _file(path: Path) -> list[Any]:
+    # Chunks are as large as the parameters, and the leaves' digests, computed on the devices, cover them.
     is_chunk = _CHUNK.fullmatch(path.name) is not None
     return [path.stat().st_size, None if is_chunk else f"{zlib.crc32(path.read_bytes()):08x}"]
 
@@ -329,21 +299,21 @@ def _file(path: Path) -> list[Any]:
 
 
 def _handler() -> Any:
-    """Orbax's handler alone: staging and commit are ours. A chunk a leaf and shard, as raw as it lies."""
+    """Returns an Orbax handler that writes one uncompressed chunk per leaf and shard; the caller commits."""
     import orbax.checkpoint as ocp
 
     return ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False)
 
 
 def _save(folder: Path, plain: Mapping[str, jax.Array]) -> None:
-    """Every chunk is synced to the disk when this returns: TensorStore's default."""
+    """Write the leaves; when this returns, every chunk is synced to disk, as TensorStore does by default."""
     import orbax.checkpoint as ocp
     from etils import epath
 
     handler = _handler()
     try:
         handler.save(epath.Path(folder.absolute()), args=ocp.args.PyTreeSave(dict(plain)))
-    except ValueError as error:  # TensorStore's form of whatever the system says
+    except ValueError as error:  # TensorStore wraps errors of the operating system in it
         raise OSError(_brief(error)) from error
     finally:
         handler.close()
@@ -361,10 +331,12 @@ def _restore(path: Path, plain: Mapping[str, Any]) -> dict[str, jax.Array]:
     handler = _handler()
     try:
         return handler.restore(epath.Path((path / STATE).absolute()), args=asked)
-    except jax.errors.JaxRuntimeError:  # the reader's own trouble, such as its memory
+    except jax.errors.JaxRuntimeError:  # an error of the reader's devices, such as out of memory
         raise
-    except Exception as error:  # noqa: BLE001 - Orbax wraps whatever its readers meet into that
-        raise StagedError(f"{path} cannot be read: {_brief(error)}") from None
+    except Exception as error:  # noqa: BLE001 - Orbax wraps all kinds of errors of its readers
+        raise StagedError(
+            f"{path} cannot be read ({_brief(error)}); check its permissions and the disk"
+        ) from None
     finally:
         handler.close()
 
@@ -373,7 +345,7 @@ def _restore(path: Path, plain: Mapping[str, Any]) -> dict[str, jax.Array]:
 
 
 def _sync(folder: Path) -> None:
-    """What Orbax left to the system's leisure: all but the leaves, which TensorStore syncs itself."""
+    """Sync the folder and all files in it except the leaves' chunks, which TensorStore has synced."""
     for path in folder.iterdir():
         if path.is_file():
             _sync_one(path)

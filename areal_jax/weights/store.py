@@ -1,11 +1,11 @@
-"""What every ParamStore promises, and what all share: errors, the wire copy, the checks at adoption."""
+"""The contract of every ParamStore, and shared code: errors, the copy to publish, checks of loaded copies."""
 
 from __future__ import annotations
 
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,78 +15,94 @@ from areal_jax.types import ArealError, PolicyVersion, VersionedParams
 from areal_jax.weights.digest import combine, digest, leaf_sums, name_sums, on_device
 
 LOAD_ATTEMPTS = 100
-"""How often in a row a version may vanish between its name and its parameters."""
+"""Number of attempts of `load_newer` if each time the version is removed between `latest` and `load`."""
 
 CANARY_TOLERANCE = 1e-3
-"""Largest difference, in nats, between a canary's log-prob at the publisher and at the reader."""
+"""Largest accepted difference, in nats, between publisher and reader in a canary's log-prob."""
 
 Probe = Callable[[Any], jax.Array]
-"""`probe(params) -> (n,)`: log-probs of a fixed sequence; readers must get the publisher's."""
+"""`probe(params) -> (n,)`: the canary, log-probs of a fixed sequence, equal at publisher and reader."""
 
 BeforeCommit = Callable[[VersionedParams], None]
-"""Hears a version, as readers will see it, before any of them can load it."""
+"""Called with a version, in the form that readers will load (cast), before any reader can load it."""
 
 
 class WeightsError(ArealError):
-    """Parameters that are not what their publisher published."""
+    """Parameters or their log-probs differ from the publisher's, or a version cannot be published."""
 
 
 class VersionGoneError(WeightsError):
-    """A version that the store does not hold, or holds no more: a newer one was committed meanwhile."""
+    """The requested version was never committed, or was removed after a newer one was committed."""
 
 
 class VersionDamagedError(WeightsError):
-    """A version whose files or bits are not those that were published; `latest` names it no more."""
+    """A version's files or bits differ from those published; the reader's `latest` no longer returns it."""
 
 
 class PublisherLostError(WeightsError):
-    """The publisher cannot be reached, or went away in mid-pull; what a reader has stays in force."""
+    """The publisher cannot be reached, or was lost during a pull; the host keeps its current version."""
+
+
+class StagedError(WeightsError):
+    """A version's folder cannot be written or read.
+
+    The message names the folder, the file or leaf if known, and the cause.
+    """
 
 
 class ParamReader(Protocol):
-    """What a host needs of a store."""
+    """The part of a store that a host uses: it finds and loads versions."""
 
     def latest(self) -> PolicyVersion | None:
-        """The newest version that can be loaded, as far as this reader knows; cheap."""
+        """Returns the newest version that this reader can load; None if it knows of none. Cheap: no load."""
         ...
 
     def load(self, version: PolicyVersion, shardings: Any) -> VersionedParams:
-        """The parameters of `version` on the reader's devices, laid out by a tree of shardings, checked.
+        """Returns the parameters of `version` on the reader's devices, laid out by `shardings` and checked.
 
-        Raises VersionGoneError, VersionDamagedError, WeightsError.
+        Raises VersionGoneError if the store no longer holds the version, VersionDamagedError if its bits
+        differ from those published, PublisherLostError if the publisher does not answer, and WeightsError if
+        the reader gets other log-probs of a fixed sequence than the publisher.
         """
         ...
 
 
 class ParamPublisher(Protocol):
-    """What a trainer needs of a store. Versions only grow."""
+    """The part of a store that a trainer uses: it publishes versions, each with a higher number
+    than before.
+    """
 
     def publish(self, value: VersionedParams, before_commit: BeforeCommit | None = None) -> VersionedParams:
-        """Make `value` the latest, at once or soon; returns it as readers will see it.
+        """Make `value` the latest version, now or soon after the return; returns it as readers will load it.
 
-        The value's buffers may be donated once this returns. Publishing an existing version with an equal
-        digest does nothing; an older one, or other bits under the same version, raise WeightsError.
+        The caller may donate the buffers of `value` once this returns. Publishing the last version again with
+        an equal digest does nothing. `before_commit` is called with the returned value before any reader can
+        load it. Raises WeightsError for an older version, or for other bits under the last version's number.
         """
         ...
 
     def wait(self, deadline_s: float) -> None:
-        """Until all that was published is committed; raises what kept it from being so."""
+        """Wait until all published versions are committed, for at most `deadline_s` seconds.
+
+        Raises the error of a failed commit, and StagedError if one has not ended by the deadline.
+        """
         ...
 
     def close(self, deadline_s: float) -> None:
-        """Wait, then publish no more."""
+        """Wait as `wait` does, then close the store: no version can be published any more."""
         ...
 
 
 class ParamStore(ParamReader, ParamPublisher, Protocol):
-    """Where versions meet their parameters."""
+    """A store with both parts: it publishes versions and loads them."""
 
 
 def load_newer(store: ParamReader, shardings: Any, than: PolicyVersion = -1) -> VersionedParams | None:
-    """The newest version beyond `than` that can be loaded, None if there is none: what is in force stays so.
+    """Returns the newest version above `than` (-1: any version) that can be loaded, or None.
 
-    A version that vanishes gives way to the one that replaced it, a damaged one to the one before it; where
-    the publisher is lost there is none. Raises VersionGoneError after LOAD_ATTEMPTS.
+    None: there is no such version, or the publisher is lost; the host then keeps its current version. If a
+    version is damaged, or was removed before it was read, the one that `latest` returns next is tried. Raises
+    VersionGoneError after LOAD_ATTEMPTS attempts.
     """
     for _ in range(LOAD_ATTEMPTS):
         version = store.latest()
@@ -97,33 +113,50 @@ def load_newer(store: ParamReader, shardings: Any, than: PolicyVersion = -1) -> 
         except VersionGoneError:
             continue
         except VersionDamagedError as error:
+            # `latest` leaves out a refused version, so the next attempt does not load it again.
             logging.getLogger(__name__).warning("refused: %s", error)
         except PublisherLostError as error:
             logging.getLogger(__name__).warning("%s", error)
             return None
-    raise VersionGoneError(f"no version could be loaded; the store's latest is {store.latest()}")
+    raise VersionGoneError(
+        f"no version could be loaded in {LOAD_ATTEMPTS} attempts: each was removed before it was read; the "
+        f"store's latest is {store.latest()}. Raise weights.keep_versions"
+    )
 
 
-def refuse_old(value: VersionedParams, known: VersionedParams) -> NoReturn:
-    """Raises WeightsError: a version that is published already has other bits, or a newer one is."""
+def is_published(value: VersionedParams, known: VersionedParams | None) -> bool:
+    """Whether `value` is published already: True if it has the number and digest of `known`, the version
+    published last (None = none yet), False if it is newer.
+
+    Raises WeightsError if `value` is older, or has the same number and another digest.
+    """
+    if known is None or value.version > known.version:
+        return False
+    if (value.version, value.digest) == (known.version, known.digest):
+        return True
     raise WeightsError(
-        f"version {value.version} (digest {value.digest}) cannot be published after version "
-        f"{known.version} (digest {known.digest}): versions only grow"
+        f"version {value.version} (digest {value.digest}) cannot be published after version {known.version} "
+        f"(digest {known.digest}): versions only grow, so publish a newer version"
     )
 
 
 def require_canary(version: PolicyVersion, published: np.ndarray, found: np.ndarray) -> None:
-    """Raises WeightsError where the reader computes something else with the same parameters."""
+    """Raises WeightsError if reader and publisher compute different log-probs of a fixed sequence. These,
+    `found` and `published`, may differ by CANARY_TOLERANCE nats, and none may be NaN.
+    """
+    # The comparison below is written so that a gap of NaN is refused too.
     gap = float(np.max(np.abs(found - published))) if found.shape == published.shape else float("nan")
     if not gap <= CANARY_TOLERANCE:
         raise WeightsError(
-            f"the canary's log-prob under version {version} differs by {gap:.2g} between trainer and "
-            "host: the host does not compute what the trainer does; compare their devices and flags"
+            f"the canary's log-prob under version {version} differs by {gap:.2g} nats between trainer "
+            "and host: they compute differently from equal parameters; compare their devices and XLA flags"
         )
 
 
 def wire_copy(value: VersionedParams, dtype: str, onto: Any = None) -> VersionedParams:
-    """A copy of the parameters in `dtype` that shares no buffer with them; overwrites `onto` if given."""
+    """Returns a copy of `value`, cast to `dtype`, with the digest of the copy. `onto`: parameters to write
+    the copy over (they are donated); None: the copy gets new buffers.
+    """
     if onto is None and not _is_of(value, dtype):
         return start_copy(value, dtype)[0]
     params = _copy(value.params, dtype) if onto is None else _overwrite(onto, value.params, dtype)
@@ -131,7 +164,10 @@ def wire_copy(value: VersionedParams, dtype: str, onto: Any = None) -> Versioned
 
 
 def start_copy(value: VersionedParams, dtype: str) -> tuple[VersionedParams, jax.Array]:
-    """`wire_copy`, and the sums of its leaves; both on their way still where no cast changes the digest."""
+    """Returns a copy of `value`, cast to `dtype`, in new buffers, and the checksum of each of its leaves.
+
+    Waits for the devices only if the cast changes a leaf: the copy's digest is then computed from these.
+    """
     params, sums = copy_with_sums(value.params, dtype)
     found = value.digest if _is_of(value, dtype) else combine(name_sums(params, sums))
     return VersionedParams(value.version, params, found), sums
@@ -142,14 +178,18 @@ def _is_of(value: VersionedParams, dtype: str) -> bool:
 
 
 def dtype_in(own: Any, dtype: str) -> Any:
-    """What a leaf of dtype `own` is among parameters in `dtype`: a quantised matrix's codes stay integers."""
+    """Returns a leaf's dtype after a cast to `dtype`. An integer dtype `own` (quantised codes) stays as it
+    is.
+    """
     return dtype if jnp.issubdtype(own, jnp.floating) else own
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def copy_with_sums(tree: Any, dtype: str | None = None) -> tuple[Any, jax.Array]:
-    """Fresh buffers, cast where a dtype is given, and `leaf_sums` of them. One program, and no cheap one: XLA
-    runs those of a CPU in the caller's thread.
+    """Returns a copy of `tree` in new buffers, and the checksum of each of its leaves (`leaf_sums`).
+
+    `dtype`: the copy is cast to it; None: no cast. One program computes both: a separate program for the sums
+    would be small, and on a CPU XLA runs small programs in the caller's thread.
     """
     copied = _copy(tree, dtype)
     return copied, leaf_sums(copied)
@@ -162,7 +202,7 @@ def _copy(tree: Any, dtype: str | None) -> Any:
     )
 
 
-# keep_unused: an argument that is read by nothing would otherwise be left out, and so never donated.
+# keep_unused: jit would otherwise leave out an argument that nothing reads, and so never donate it.
 @functools.partial(jax.jit, static_argnames="dtype", donate_argnums=0, keep_unused=True)
 def _overwrite(serving: Any, params: Any, dtype: str) -> Any:
     del serving  # the results take its buffers

@@ -58,17 +58,17 @@ def group_normalized(
     rewards: np.ndarray, groups: np.ndarray, center: str, scale: str, ddof: int, eps: float = 1e-6
 ) -> np.ndarray:
     """(R - mean) / (std + eps), a sequence at a time."""
-    out = np.zeros(len(rewards))
-    for i, reward in enumerate(rewards):
-        own = rewards[groups == groups[i]]
-        centre = own if center == "group" else rewards
-        spread = {"group": own, "batch": rewards, "none": None}[scale]
-        if np.ptp(centre) == 0 or (spread is not None and np.ptp(spread) == 0):
-            continue
-        out[i] = reward - centre.mean()
-        if spread is not None:
-            out[i] /= spread.std(ddof=ddof) + eps
-    return out
+    own = [rewards[groups == group] for group in groups]
+    centres = {"group": own, "batch": [rewards] * len(groups), "none": [np.zeros(1)] * len(groups)}[center]
+    centred = np.array([x - y.mean() for x, y in zip(rewards, centres, strict=True)])
+    centred[[center != "none" and np.ptp(centre) == 0 for centre in centres]] = 0
+    if scale == "none":
+        return centred
+    whole = {"batch": rewards, "batch_centered": centred}
+    spreads = own if scale == "group" else [whole[scale]] * len(groups)
+    return np.array(
+        [x / (y.std(ddof=ddof) + eps) if np.ptp(y) else 0.0 for x, y in zip(centred, spreads, strict=True)]
+    )
 
 
 def reduction_weights(

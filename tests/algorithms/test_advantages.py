@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from areal_jax.algorithms.advantages import group_normalized, ones
+from areal_jax.algorithms.advantages import group_normalized, leave_one_out, ones, whitened
 from areal_jax.types import Batch
 from tests.algorithms import reference
 from tests.algorithms.batches import prepared
@@ -66,3 +66,49 @@ def test_advantages_follow_sequences_and_not_rows():
 def test_ones_are_one_on_tokens_and_zero_on_padding():
     _, batch = prepared(2)
     np.testing.assert_array_equal(ones(batch.reward, batch), batch.segment_ids > 0)
+
+
+LARGEST = float(np.finfo(np.float32).max)
+EXTREME = {
+    "squares overflow": [1e20, 0, 0, 0],
+    "squares vanish": [1e-24, 0, 0, -1e-24],
+    "sums overflow": [LARGEST, LARGEST, LARGEST, 0.9 * LARGEST],
+    "gaps overflow": [LARGEST, LARGEST, LARGEST, -LARGEST],
+    "deviation overflows": [LARGEST, -0.7 * LARGEST],
+}
+
+
+@pytest.mark.parametrize("rewards", EXTREME.values(), ids=EXTREME)
+@pytest.mark.parametrize("scale", ["group", "batch", "batch_centered"])
+@pytest.mark.parametrize("center", ["group", "batch", "none"])
+def test_rewards_of_any_finite_size_are_normalised(center: str, scale: str, rewards: list[float]):
+    """A second group of ordinary rewards keeps its own scale beside them."""
+    given = np.array([*rewards, 0, 1, 1, 3], np.float32)
+    groups = np.array([0] * len(rewards) + [1] * 4, np.int32)
+    _, batch = prepared(0, rows=((2,),) * len(given))
+    batch = batch._replace(group_ids=groups, token_rewards=None)
+    got = group_normalized(given, batch, center=center, scale=scale, eps=0.0)  # type: ignore[arg-type]
+    exact = given.astype(float)
+    want = reference.group_normalized(exact, groups, center, scale, 1, eps=0.0)
+    is_representable = np.abs(want) <= LARGEST  # centred by the batch, divided by another group's deviation
+    np.testing.assert_allclose(
+        np.asarray(got)[is_representable, 0], want[is_representable], rtol=2e-5, atol=1e-30
+    )
+
+
+@pytest.mark.parametrize("rewards", [x for x in EXTREME.values() if min(x) >= 0], ids=str)
+def test_leave_one_out_takes_rewards_of_any_finite_size(rewards: list[float]):
+    given = np.array(rewards, np.float32)
+    _, batch = prepared(0, rows=((2,),) * len(given))
+    batch = batch._replace(group_ids=np.zeros(len(given), np.int32), token_rewards=None)
+    exact = given.astype(float)
+    want = exact - (exact.sum() - exact) / (len(given) - 1)
+    np.testing.assert_allclose(leave_one_out(given, batch)[:, 0], want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rewards", EXTREME.values(), ids=EXTREME)
+def test_advantages_of_any_finite_size_are_whitened(rewards: list[float]):
+    given = np.array([[*rewards, np.nan]], np.float32)
+    exact = given[:, :-1].astype(float)
+    want = (exact - exact.mean()) / (exact.std() + 1e-8)
+    np.testing.assert_allclose(whitened(given, np.isfinite(given))[:, :-1], want, rtol=1e-5)

@@ -105,7 +105,7 @@ def test_the_reward_carries_no_gradient():
 
 
 def test_no_such_estimator():
-    with pytest.raises(ArealError, match="no KL estimator 'k4': use k1, k2 or k3"):
+    with pytest.raises(ArealError, match=r"algorithm\.kl\.estimator='k4' is unknown; use k1, k2 or k3"):
         kl_reward(jnp.zeros(1), jnp.zeros(1), "k4")
 
 
@@ -140,3 +140,44 @@ def test_equal_policies_have_no_kl(estimator: str):
     value, slope = jax.value_and_grad(lambda x: kl_loss(x, logp, logp, estimator).sum())(logp)
     assert float(value) == 0
     np.testing.assert_array_equal(slope, 0)
+
+
+WIDE = np.stack(
+    np.meshgrid(
+        -np.geomspace(1e-4, 60, 12),  # current
+        np.concatenate(
+            [-np.geomspace(1e-4, 60, 12)[::-1], np.geomspace(1e-4, 60, 12)]
+        ),  # reference - current
+        [-19.5, -3.0, 0.0, 2.0, 15.0],  # current - behaviour
+    )
+).reshape(3, -1)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_k3_has_the_gradient_of_its_formula_at_any_distance(dtype: type):
+    """r (current - reference), however far apart: e^d - 1 - d, differentiated, has no digits left for it."""
+    theta, d, log_ratio = WIDE
+    logp, ref, behavior = (x.astype(dtype) for x in (theta, theta + d, theta - log_ratio))
+    got = jax.grad(lambda x: kl_loss(x, jnp.asarray(ref), jnp.asarray(behavior), "k3").sum())(
+        jnp.asarray(logp)
+    )
+    exact = [x.astype(float) for x in (logp, ref, behavior)]
+    want = np.exp(exact[0] - exact[2]) * (exact[0] - exact[1])
+    assert got.dtype == dtype
+    np.testing.assert_allclose(got, want, rtol=1e-5 if dtype == np.float32 else 1e-12)
+
+
+def test_k3_keeps_its_sign_where_the_reference_is_far_likelier():
+    """e^-4 against e^-25: the loss has to raise the token's probability, as the KL asks."""
+    logp, ref = jnp.full(1, -25.0), jnp.full(1, -4.0)
+    got = jax.grad(lambda x: kl_loss(x, ref, jnp.full(1, -25.0), "k3").sum())(logp)
+    np.testing.assert_array_equal(got, -21)
+
+
+@pytest.mark.parametrize("broken", ["logp", "ref_logp", "behavior_logp"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_log_prob_that_is_no_number_makes_the_gradient_of_k3_one_too(broken: str, value: float):
+    given = dict.fromkeys(("logp", "ref_logp", "behavior_logp"), jnp.full(1, -2.0))
+    given |= {broken: jnp.full(1, value)}
+    got = jax.grad(lambda x: kl_loss(**{**given, "logp": x}, estimator="k3").sum())(given["logp"])
+    assert np.isnan(got).all()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.algorithms.logprobs import TokenStats, packed_stats, token_stats
+from areal_jax.algorithms.logprobs import PackedTokens, TokenStats, packed_stats, token_stats
 from tests.algorithms import reference
 from tests.algorithms.batches import positions_of, segments_of
 
@@ -101,9 +102,8 @@ SUPPORT = np.argsort(RNG.normal(size=(*SEGMENTS.shape, V)))[..., :5].astype(np.i
 
 
 def packed(hidden: np.ndarray, ids: np.ndarray, chunk: int, support: np.ndarray | None = None) -> TokenStats:
-    return jax.jit(packed_stats, static_argnums=(5, 8))(
-        hidden, ids, PREVIOUS, SEGMENTS > 0, TEMPERATURE, head, HEAD, support, chunk
-    )
+    asked = PackedTokens(ids, PREVIOUS, SEGMENTS > 0, TEMPERATURE, support)
+    return jax.jit(packed_stats, static_argnums=(0, 4))(head, HEAD, hidden, asked, chunk)
 
 
 def head(weight: jax.Array, hidden: jax.Array) -> jax.Array:
@@ -160,26 +160,29 @@ def test_chunks_change_nothing_beyond_rounding(
     """Values, and slopes of hidden states and of the head, beside autodiff over all logits at once."""
     slopes = RNG.normal(size=(2, *IDS.shape)).astype(np.float32)
 
-    def value(stats: TokenStats) -> tuple[jax.Array, TokenStats]:
+    def value(stats: TokenStats, slopes: jax.Array) -> tuple[jax.Array, TokenStats]:
         total = (slopes[0] * stats.logp).sum() + stats.outside.sum() * 0
         return total + (slopes[1] * stats.entropy).sum() * has_entropy_gradient, stats
 
-    def chunked(hidden: jax.Array, weight: jax.Array) -> tuple[jax.Array, TokenStats]:
-        args = (IDS, PREVIOUS, MASK, TEMPERATURE, head, weight, support, chunk)
-        return value(packed_stats(hidden, *args, has_entropy_gradient=has_entropy_gradient))
+    def chunked(hidden: jax.Array, weight: jax.Array, slopes: jax.Array) -> tuple[jax.Array, TokenStats]:
+        asked = PackedTokens(IDS, PREVIOUS, MASK, TEMPERATURE, support)
+        stats = packed_stats(head, weight, hidden, asked, chunk, has_entropy_gradient=has_entropy_gradient)
+        return value(stats, slopes)
 
-    def dense(hidden: jax.Array, weight: jax.Array) -> tuple[jax.Array, TokenStats]:
-        return value(dense_stats(hidden, weight, support))
+    def dense(hidden: jax.Array, weight: jax.Array, slopes: jax.Array) -> tuple[jax.Array, TokenStats]:
+        return value(dense_stats(hidden, weight, support), slopes)
 
-    got, want = (jax.jit(jax.grad(of, argnums=(0, 1), has_aux=True))(HIDDEN, HEAD) for of in (chunked, dense))
+    got, want = (
+        jax.jit(jax.grad(of, argnums=(0, 1), has_aux=True))(HIDDEN, HEAD, slopes) for of in (chunked, dense)
+    )
     assert np.abs(np.asarray(want[0][1])).max() > 0.1
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
+    chex.assert_trees_all_close(got, want, rtol=0, atol=1e-5)
 
 
 def test_entropy_and_mass_outside_carry_no_gradient_unasked():
     def of(hidden: jax.Array) -> jax.Array:
-        stats = packed_stats(hidden, IDS, PREVIOUS, MASK, TEMPERATURE, head, HEAD, SUPPORT, 7)
+        asked = PackedTokens(IDS, PREVIOUS, MASK, TEMPERATURE, SUPPORT)
+        stats = packed_stats(head, HEAD, hidden, asked, 7)
         return (stats.entropy + stats.outside).sum()
 
     assert of(HIDDEN) > 1
@@ -195,7 +198,8 @@ def test_only_chunks_that_hold_loss_tokens_are_computed():
         return hidden @ weight
 
     def of(hidden: jax.Array, mask: np.ndarray) -> jax.Array:
-        return packed_stats(hidden, IDS, PREVIOUS, mask, TEMPERATURE, counted, HEAD, None, 3).logp.sum()
+        asked = PackedTokens(IDS, PREVIOUS, mask, TEMPERATURE)
+        return packed_stats(counted, HEAD, hidden, asked, 3).logp.sum()
 
     slope = jax.jit(jax.grad(of))
     for mask in (SEGMENTS > 0, MASK, np.zeros_like(MASK)):
@@ -215,7 +219,8 @@ def test_hidden_states_that_no_loss_token_reads_do_not_matter():
     hidden = np.where(read[..., None], HIDDEN, np.nan).astype(np.float32)
 
     def of(hidden: jax.Array, weight: jax.Array) -> jax.Array:
-        return packed_stats(hidden, IDS, PREVIOUS, mask, TEMPERATURE, head, weight, None, 9).logp.sum()
+        asked = PackedTokens(IDS, PREVIOUS, mask, TEMPERATURE)
+        return packed_stats(head, weight, hidden, asked, 9).logp.sum()
 
     value, slopes = jax.jit(jax.value_and_grad(of, argnums=(0, 1)))(hidden, HEAD)
     assert np.isfinite(value)

@@ -34,5 +34,5 @@ def test_at_the_first_minibatch_the_current_policy_is_the_proximal_one():
 
 
 def test_a_form_that_is_no_mix_is_refused():
-    with pytest.raises(ValueError, match="no proximal form 'recompute' is a mix"):
+    with pytest.raises(ValueError, match=r"algorithm\.proximal='recompute' has no mixing weights"):
         proximal_mix(np.zeros((1, 1), np.int32), 1, "recompute")

@@ -14,12 +14,12 @@ from areal_jax.algorithms.advantages import (
     gae,
     group_normalized,
     leave_one_out,
+    overlong_penalty,
     reward_to_go,
     teacher_gap,
     whitened,
+    with_overlong_penalty,
 )
-from areal_jax.algorithms.rewards import overlong_penalty
-from areal_jax.algorithms.values import value_loss
 from areal_jax.types import ArealError, Batch
 from tests.algorithms import advantage_reference as reference
 from tests.algorithms.batches import prepared
@@ -224,16 +224,10 @@ def test_the_overlong_penalty_falls_over_its_margin_and_no_further():
     np.testing.assert_allclose(overlong_penalty(lengths, 20, 5), [0, 0, 0, -0.2, -0.8, -1, -1], atol=1e-6)
 
 
-def test_a_value_that_moves_further_than_the_clip_gains_nothing():
-    value = np.array([[1.0, 1.0, -2.0, 0.3]], np.float32)
-    arrived = np.array([[0.0, 0.0, 0.0, 0.0]], np.float32)
-    returns = np.array([[2.0, 0.4, 1.0, 0.5]], np.float32)
-    loss, is_clipped = value_loss(value, arrived, returns, 0.5)
-    # clipped to 0.5, 0.5, -0.5, 0.3: errors 1.5, 0.1, -1.5, -0.2 against plain -1, 0.6, -3, -0.2
-    np.testing.assert_allclose(loss[0], [0.5 * 1.5**2, 0.5 * 0.6**2, 0.5 * 3**2, 0.5 * 0.2**2], rtol=1e-5)
-    np.testing.assert_array_equal(is_clipped[0], [True, False, False, False])
-    slope = jax.grad(lambda v: value_loss(v, arrived, returns, 0.5)[0].sum())(value)
-    np.testing.assert_allclose(slope[0], [0, 0.6, -3, -0.2], rtol=1e-5)
-    plain, never = value_loss(value, arrived, returns, None)
-    np.testing.assert_allclose(plain[0], 0.5 * (value - returns)[0] ** 2, rtol=1e-6)
-    assert not never.any()
+def test_the_overlong_penalty_counts_the_loss_tokens_of_each_sequence():
+    batch = with_tools(3)
+    mask, segments = np.asarray(batch.loss_mask), np.asarray(batch.segment_ids)
+    lengths = np.array([(mask & (segments == number + 1)).sum() for number in range(len(batch.reward))])
+    want = np.asarray(batch.reward) + np.clip((8 - 4 - lengths) / 4, -1, 0)
+    assert len(set(lengths)) > 2
+    np.testing.assert_allclose(with_overlong_penalty(batch, 8, 4), want, rtol=1e-6)

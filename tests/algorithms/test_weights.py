@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from areal_jax.algorithms.functions import fitting
 from areal_jax.algorithms.losses import LOSSES
-from areal_jax.algorithms.weights import OFF_POLICY, fitting, m2po, mask, none, reduction_weights, truncate
-from areal_jax.config import AlgorithmConfig
+from areal_jax.algorithms.weights import OFF_POLICY, m2po, mask, none, reduction_weights, truncate
+from areal_jax.config.sections import AlgorithmConfig
 from areal_jax.types import ArealError
 from tests.algorithms import reference, reference_losses
 from tests.algorithms.batches import prepared, segments_of
@@ -191,9 +192,13 @@ def test_a_log_ratio_that_is_no_number_is_never_a_weight(name: str, settings: di
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("truncate", {"level": "group"}, "level='group' of an off-policy weight: use token or sequence"),
+        (
+            "truncate",
+            {"level": "group"},
+            "algorithm.off_policy_settings.level='group' is unknown; use token or sequence",
+        ),
         ("truncate", {"level": "sequence", "aggregate": "min"}, "aggregate='min'.*use mean, sum or max"),
-        ("mask", {"metric": "kl"}, "metric='kl' of mask: use ratio, k1, k2, k3, binary_kl"),
+        ("mask", {"metric": "kl"}, "metric='kl' of mask is unknown; use ratio, k1, k2, k3, binary_kl"),
     ],
 )
 def test_a_level_metric_or_aggregate_that_is_none(name: str, settings: dict[str, Any], message: str):
@@ -221,8 +226,8 @@ def test_what_a_loss_or_a_statistic_demands_is_checked_for_own_ones_too():
     with pytest.raises(ArealError, match=r"off_policy=my:weight .*proximal=reuse.*proximal=recompute"):
         fitting(LOSSES["ppo_clip"], own_weight, algorithm(off_policy="my:weight", proximal="reuse"))
     assert fitting(own_loss, none, algorithm(loss="my:loss", off_policy="none")) is none
-    told = fitting(LOSSES["ppo_clip"], own_weight, algorithm(off_policy="my:weight", minibatches=3))
-    assert told(None) == 3
+    filled = fitting(LOSSES["ppo_clip"], own_weight, algorithm(off_policy="my:weight", minibatches=3))
+    assert filled(None) == 3
 
 
 def test_rejected_tokens_stay_in_the_denominator():

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from areal_jax.cli.main import app
 from areal_jax.trajectories.sqlite import SqliteQueue
-from tests.runtime.small import RECIPE, WORDS
+from tests.small_run import RECIPE, WORDS
 
 
 def fails(*words: str) -> str:
@@ -35,7 +35,7 @@ def refused(*words: str) -> str:
         ("learning_rate=1", "did you mean trainer.learning_rate?"),
         ("trainer.batch_size=many", "trainer.batch_size: Input should be a valid integer"),
         ("control.strategy=asink", "Input should be 'sync', 'one_step', 'interruptible', 'keep' or 'pinned'"),
-        ("control.max_staleness=-1", "give a whole number from 0 on, or unbounded (got -1)"),
+        ("control.max_staleness=-1", "give a whole number of at least 0, or unbounded (got -1)"),
         (
             "control.max_staleness=unbounded",
             "unbounded needs a bound on the groups in flight; set control.max_",
@@ -44,14 +44,14 @@ def refused(*words: str) -> str:
         ("algorithm.minibatches=3", "algorithm.minibatches=3 does not divide trainer.batch_size=4"),
         ("generation.max_tokens=24", "leaves no room for a prompt in generation.length=24"),
         ("trainer.length=16", "trainer.length=16 is shorter than generation.length=24"),
-        ("generation.page_tokens=7", "generation.page_tokens=7 is no divisor"),
+        ("generation.page_tokens=7", "generation.page_tokens=7 must divide"),
         ("generation.top_p=0.9", "Set generation.top_k=256 generation.support_size=256"),
         ("algorithm.loss=ppo_clop", "did you mean ppo_clip?"),
         ("algorithm.loss_settings.lo=0.1", "did you mean algorithm.loss_settings.low?"),
-        ("algorithm.loss=nowhere.losses:mine", "there is no module nowhere"),
+        ("algorithm.loss=nowhere.losses:mine", "module nowhere.losses was not found"),
         ("tasks=countdwn", "did you mean countdown?"),
         ("tasks.countdown.lettrs=4", "did you mean tasks.countdown.letters?"),
-        ("model.shape=huge", "there are: tiny, 5m"),
+        ("model.shape=huge", "choose one of: tiny, 5m"),
         ("model.overrides.widht=4", "did you mean model.overrides.width?"),
         ("model.overrides.kv_heads=3", "kv_heads=3 does not divide heads=2"),
         ("nowhere.yaml", "no config file nowhere.yaml"),
@@ -68,7 +68,7 @@ def test_sync_contradicts_staleness():
 
 def test_dr_grpo_with_std_is_refused():
     message = refused("algorithm.preset=dr_grpo", "algorithm.advantage_settings.scale=group")
-    assert "undoes Dr.GRPO" in message
+    assert "Dr.GRPO divides by no standard deviation" in message
 
 
 def test_rows_that_do_not_divide_over_the_mesh():
@@ -77,7 +77,7 @@ def test_rows_that_do_not_divide_over_the_mesh():
 
 def test_a_mesh_larger_than_the_devices():
     message = refused("trainer.mesh.fsdp=64", "trainer.rows=64", "runtime.placement=shared")
-    assert "mesh fsdp=64 needs 64 devices, there are" in message
+    assert "mesh fsdp=64 needs 64 devices, but only" in message
 
 
 def test_a_prompt_longer_than_the_context(tmp_path):
@@ -120,10 +120,10 @@ def test_explaining_a_key_that_is_none():
 
 
 def test_a_bench_or_setting_that_is_none():
-    from areal_jax.runtime.bench import bench
+    from areal_jax.bench.registry import bench
     from areal_jax.types import ArealError
 
-    with pytest.raises(ArealError, match="there are: decode, prefill, sample, logprob, update"):
+    with pytest.raises(ArealError, match="choose one of: decode, prefill, sample, logprob, update"):
         bench("decod", {})
     with pytest.raises(ArealError, match=r"did you mean bench decode\.slots\?"):
         bench("decode", {"slot": 3})
@@ -142,6 +142,6 @@ def test_a_dry_run_writes_nothing_and_adds_up(tmp_path):
     done = CliRunner().invoke(app, ["run", str(RECIPE), f"run.dir={tmp_path}/x", "--dry-run", "--json"])
     plan = json.loads(done.stdout)
     assert not Path(tmp_path / "x").exists()
-    sizes = {(row["who"], row["what"]): row["bytes"] for row in plan["memory"]}
+    sizes = {(row["owner"], row["content"]): row["bytes"] for row in plan["memory"]}
     assert sizes[("trainer", "Adam moments, float32")] == 8 * plan["parameters"]
     assert plan["config"]["control"]["max_staleness"] == 2

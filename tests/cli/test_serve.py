@@ -16,7 +16,7 @@ from tests.cli.test_bad_input import fails
 
 def test_an_address_that_others_reach_needs_a_secret(monkeypatch):
     monkeypatch.delenv("AREAL_JAX_SECRET", raising=False)
-    assert "--host 0.0.0.0 is reached from other machines" in fails("serve", "tiny", "--host", "0.0.0.0")
+    assert "--host 0.0.0.0 can be reached from other machines" in fails("serve", "tiny", "--host", "0.0.0.0")
     monkeypatch.setenv("AREAL_JAX_SECRET", "short")
     assert "the secret has 5 characters" in fails("serve", "tiny", "--host", "0.0.0.0")
 
@@ -29,15 +29,14 @@ def test_an_unknown_model_and_a_mistyped_key_are_named():
 @pytest.mark.parametrize(
     ("package", "says"),
     [
-        ("grpc", "pip install 'areal-jax[serve]'"),
-        ("uvicorn", "pip install 'areal-jax[serve]'"),
+        ("grpc", "pip install '.[serve]'"),
+        ("uvicorn", "pip install '.[serve]'"),
         ("jetstream.core", "pip install --no-deps google-jetstream==0.2.2"),
     ],
 )
 def test_a_missing_package_says_how_to_get_it(monkeypatch, package, says):
-    for name in [
-        name for name in sys.modules if name.startswith(("areal_jax.generation.", "areal_jax.runtime."))
-    ]:
+    rooms = ("areal_jax.generation.", "areal_jax.serving.", "areal_jax.runtime.", "jetstream.")
+    for name in [name for name in sys.modules if name.startswith(rooms)]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     assert says in fails("serve", "tiny")

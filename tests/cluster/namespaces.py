@@ -47,7 +47,7 @@ class Network:
 
 @contextmanager
 def hosts(count: int) -> Iterator[Network]:
-    """So many hosts that reach each other and nobody else, until the block ends."""
+    """`count` hosts that reach each other and no other machine, until the block ends."""
     require("ip")
     require_root("network namespaces are made")
     network = Network(f"areal-{secrets.token_hex(3)}", count)

@@ -169,7 +169,7 @@ def free_ports(count: int) -> list[int]:
 
 @contextmanager
 def _munged(folder: Path) -> Iterator[None]:
-    """With a key and a socket of its own. It wants folders that nobody else may write."""
+    """munged with a key and a socket of its own. It refuses folders that other users may write."""
     key = folder / "munge.key"
     key.write_bytes(secrets.token_bytes(128))
     key.chmod(0o600)
@@ -193,7 +193,7 @@ def _munged(folder: Path) -> Iterator[None]:
 
 
 def _kill_jobs(conf: Path, daemons: Iterable[subprocess.Popen]) -> None:
-    """Whatever runs under this cluster still, which nobody else would end: known by its environment."""
+    """Kill the processes that this cluster left, found by their environment: no daemon will end them."""
     own = {daemon.pid for daemon in daemons}
     for environ in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):

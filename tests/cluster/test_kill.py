@@ -16,6 +16,7 @@ import pytest
 
 from areal_jax.observe.evals import read_evals
 from areal_jax.observe.metrics import read_rows
+from areal_jax.weights.staged import committed
 
 pytestmark = pytest.mark.cluster
 
@@ -23,7 +24,6 @@ MAIN = (sys.executable, "-m", "areal_jax.cli.main")
 ROLES = ("generate", "reward", "trainer", "controller", "evaluate")
 ROUNDS = int(os.environ.get("AREAL_JAX_KILL_ROUNDS", "2"))
 FIRST, BETWEEN, DEADLINE_S = 4, 7, 540
-STEPS = FIRST + BETWEEN * len(ROLES) * ROUNDS + 6
 
 
 def rows(run: Path) -> int:
@@ -74,22 +74,24 @@ def ended_well(run: Path, launched: subprocess.Popen[str]) -> dict:
     return json.loads(done.stdout)
 
 
-def test_kill_9_of_each_role_in_turn(tmp_path: Path):
-    """Some rounds: every ordinal is trained once, every step has one row, nobody is left behind."""
-    run = tmp_path / "run"
-    words = [f"run.steps={STEPS}", "runtime.hosts=2", "trainer.checkpoint_every=6"]
-    words += ["observe.evaluate=2", "observe.exports=1", f"launch.restarts={4 * ROUNDS}"]
-    with launching(run, *words) as launched:
-        for number, role in enumerate(ROLES * ROUNDS):
+@pytest.mark.parametrize(("backend", "rounds"), [("orbax", ROUNDS), ("transfer", 1)])
+def test_kill_9_of_each_role_in_turn(tmp_path: Path, backend: str, rounds: int):
+    """Every ordinal is trained once, every step has one row, no process is left behind."""
+    run, steps = tmp_path / "run", FIRST + BETWEEN * len(ROLES) * rounds + 6
+    words = [f"run.steps={steps}", "runtime.hosts=2", "trainer.checkpoint_every=6"]
+    words += ["observe.evaluate=2", "observe.exports=1", f"launch.restarts={4 * rounds}"]
+    with launching(run, f"weights.backend={backend}", *words) as launched:
+        for number, role in enumerate(ROLES * rounds):
             await_rows(run, FIRST + BETWEEN * number, launched)
             os.kill(processes(run, role)[0], signal.SIGKILL)
         figures = ended_well(run, launched)
     assert figures["ok"] and figures["violations"] == []
-    assert figures["trained"] == 16 * STEPS and figures["in_flight"] == 0
-    assert [row["step"] for row in read_rows(run)] == list(range(STEPS))
+    assert figures["trained"] == 16 * steps and figures["in_flight"] == 0
+    assert [row["step"] for row in read_rows(run)] == list(range(steps))
     versions = [line["version"] for line in read_evals(run)]
-    assert versions[-1] == STEPS and len(set(versions)) == len(versions)
-    assert [path.name for path in (run / "exports").iterdir()] == [str(STEPS)]
+    assert versions[-1] == steps and len(set(versions)) == len(versions)
+    assert [path.name for path in (run / "exports").iterdir()] == [str(steps)]
+    assert (committed(run / "weights")[-1:] == [steps]) == (backend == "orbax")
     assert all(processes(run, role) == [] for role in ROLES)
 
 
@@ -112,10 +114,12 @@ def test_a_controller_killed_after_the_last_batch_waits_for_what_it_has_not_hear
     assert all(processes(run, role) == [] for role in ROLES)
 
 
-def test_a_trainer_killed_before_its_last_checkpoint_writes_it_when_it_is_back(tmp_path: Path):
+@pytest.mark.parametrize("backend", ["orbax", "transfer"])
+def test_a_trainer_killed_before_its_last_checkpoint_writes_it_when_it_is_back(tmp_path: Path, backend: str):
     """All batches are trained by then: it trains them again from the journal."""
     run, steps = tmp_path / "run", 12
-    with launching(run, f"run.steps={steps}", "trainer.checkpoint_every=100") as launched:
+    words = [f"run.steps={steps}", "trainer.checkpoint_every=100", f"weights.backend={backend}"]
+    with launching(run, *words) as launched:
         await_rows(run, steps - 4, launched)
         (victim,) = processes(run, "trainer")
         while rows(run) < steps:
@@ -124,3 +128,15 @@ def test_a_trainer_killed_before_its_last_checkpoint_writes_it_when_it_is_back(t
         os.kill(victim, signal.SIGKILL)
         assert ended_well(run, launched)["ok"]
     assert [path.name for path in (run / "checkpoints").iterdir()] == [str(steps)]
+
+
+def test_one_step_goes_on_after_its_controller_was_killed(tmp_path: Path):
+    """The trainer waits for hosts that hold the newest version, which the new controller has to hear of."""
+    run, steps = tmp_path / "run", 14
+    words = [f"run.steps={steps}", "control.strategy=one_step", "generation.slots=4"]
+    with launching(run, *words, "runtime.deadline_s=90") as launched:
+        for count in (4, 8):
+            await_rows(run, count, launched)
+            os.kill(processes(run, "controller")[0], signal.SIGKILL)
+        figures = ended_well(run, launched)
+    assert figures["ok"] and figures["trained"] == 16 * steps

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ import pytest
 from areal_jax.observe.evals import read_evals
 from areal_jax.observe.metrics import read_rows
 from areal_jax.runtime.reading import audit_run
+from tests.cluster.agents import pids_of, said, wait_until
 from tests.programs import require
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -35,51 +36,61 @@ def fresh(folder: Path, steps: int) -> list[str]:
     return ["configs/quickstart.yaml", f"run.dir={folder}", f"run.steps={steps}", *WORDS, *QUIET]
 
 
-def pids_of(folder: Path) -> dict[str, int]:
-    """Name -> process id of the run's processes."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_text().split("\0")
-        except OSError:
-            continue  # it has just ended
-        if f"--run={folder}" in words and "role" in words and "setpriv" not in words[0]:
-            name = next(word for word in words if word.startswith("--name="))
-            found[name.removeprefix("--name=")] = int(path.parent.name)
-    return found
-
-
-def wait_until(holds, run: subprocess.Popen, folder: Path, timeout_s: float = 180) -> None:
-    end_s = time.monotonic() + timeout_s
-    while not holds():
-        said = folder.with_suffix(".out").read_text()[-4000:]
-        assert run.poll() is None, f"it ended with {run.returncode}\n{said}"
-        assert time.monotonic() < end_s, said
-        time.sleep(0.1)
-
-
 def check_whole(folder: Path, steps: int) -> None:
     audit = audit_run(folder)
     assert audit.ok and audit.trained == steps * GROUPS and audit.in_flight == 0
     assert [row["step"] for row in read_rows(folder)] == list(range(steps))
 
 
-def test_ctrl_c_ends_every_process_and_the_run_goes_on_when_it_is_launched_again(tmp_path):
+@pytest.mark.parametrize("backend", ["orbax", "transfer"])
+def test_ctrl_c_ends_every_process_and_the_run_goes_on_when_it_is_launched_again(tmp_path, backend):
+    """Versions as files below weights.dir, which is empty after either end; or from device to device."""
     require("redis-server")
-    folder = tmp_path / "run"
-    run = launch(folder, *fresh(folder, 8), "observe.evaluate=4", "observe.exports=1")
+    folder, place = tmp_path / "run", tmp_path / "versions"
+    place.mkdir()
+    words = [f"weights.backend={backend}", *([f"weights.dir={place}"] if backend == "orbax" else [])]
+    run = launch(folder, *fresh(folder, 8), "observe.evaluate=4", "observe.exports=1", *words)
     try:
-        wait_until(lambda: len(read_rows(folder)) >= 3, run, folder)
+        wait_until(lambda: len(read_rows(folder)) >= 3, [run], folder)
         names = {"controller", "evaluate-0", "generate-0", "generate-1", "reward-0", "trainer-0"}
         assert set(pids_of(folder)) == names
+        assert bool(list(place.glob("run-*/*/manifest.json"))) == (backend == "orbax")
         run.send_signal(signal.SIGINT)
         assert run.wait(60) == 130
-        assert pids_of(folder) == {}
-        run = launch(folder, str(folder), "run.steps=10")
-        assert run.wait(240) == 0, folder.with_suffix(".out").read_text()[-4000:]
+        assert pids_of(folder) == {} and list(place.iterdir()) == []
+        for steps in (10, 12):  # after an interruption, and after its end
+            run = launch(folder, str(folder), f"run.steps={steps}")
+            assert run.wait(240) == 0, said(folder)[-4000:]
+            check_whole(folder, steps)
+            assert list(place.iterdir()) == [] and not (folder / "weights").exists()
+            assert read_evals(folder)[-1]["version"] == steps
+            assert [path.name for path in (folder / "exports").iterdir()] == [str(steps)]
     finally:
         run.kill()
         run.wait()
-    check_whole(folder, 10)
-    assert read_evals(folder)[-1]["version"] == 10
-    assert [path.name for path in (folder / "exports").iterdir()] == ["10"]
+
+
+def test_a_redis_that_is_killed_is_started_again_and_the_run_goes_on(tmp_path):
+    require("redis-server")
+    folder, steps = tmp_path / "run", 10
+    run = launch(folder, *fresh(folder, steps))
+    try:
+        wait_until(lambda: len(read_rows(folder)) >= 3, [run], folder)
+        before = pids_of(folder)
+        os.kill(redis_of(run.pid), signal.SIGKILL)
+        assert run.wait(240) == 0, said(folder)[-4000:]
+    finally:
+        run.kill()
+        run.wait()
+    assert "starts again" not in said(folder) and len(before) == 5  # no process of the run had to
+    check_whole(folder, steps)
+
+
+def redis_of(pid: int) -> int:
+    """The redis-server that the process started."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            name, _, rest = path.read_text().partition("(")[2].rpartition(")")
+            if name.startswith("redis-server") and int(rest.split()[1]) == pid:
+                return int(path.parent.name)
+    raise AssertionError("no redis-server of this launch")

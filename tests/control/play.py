@@ -18,6 +18,7 @@ class Decoding:
     sample: SampleId
     host: str
     version: int
+    """The version that its dispatch asked for."""
 
 
 @dataclass
@@ -31,11 +32,15 @@ class Player:
     failed_samples: float = 0.0
     slots: int = 4
     hosts: int = 2
+    drains: bool = False
+    """Hosts hold one version at a time and adopt the next once what was dispatched for it has ended."""
     rows: list[Row] = field(default_factory=list)
     pending: list[Decoding | Event] = field(default_factory=list)
     ages: list[int] = field(default_factory=list)
     """Trained version - version of each token span, of every trained sample."""
     spans: dict[SampleId, tuple[VersionSpan, ...]] = field(default_factory=dict)
+    held: dict[str, int] = field(default_factory=dict)
+    """The version that each host adopted last."""
 
     def __post_init__(self) -> None:
         self.plane = ControlPlane(self.rules)
@@ -51,7 +56,7 @@ class Player:
         return self
 
     def tell(self, event: Event) -> tuple[Action, ...]:
-        training = self.plane.training
+        training = self.plane.state.training
         if isinstance(event, e.BatchTrained) and training is not None:
             self.ages += [
                 event.step - span.version
@@ -59,6 +64,8 @@ class Player:
                 for member in range(self.rules.group_size)
                 for span in self.spans[SampleId(ordinal, member, attempt)]
             ]
+        if isinstance(event, e.HostJoined):
+            self.held[event.host] = -1
         actions = self.plane.handle(event)
         self.rows.append((len(self.rows), event, actions))
         for action in actions:
@@ -92,9 +99,10 @@ class Player:
         """
         if self.random.random() < self.failed_samples:
             return e.SampleFailed(decoding.sample, decoding.host, "")
-        spans = (VersionSpan(decoding.version, 0, 3),)
-        if self.plane.version > decoding.version and not self.rules.has_one_version:
-            spans += (VersionSpan(self.plane.version, 3, 5),)
+        version = self.held[decoding.host] if self.drains else decoding.version
+        spans = (VersionSpan(version, 0, 3),)
+        if self.plane.state.version > decoding.version and not self.rules.has_one_version:
+            spans += (VersionSpan(self.plane.state.version, 3, 5),)
         self.spans[decoding.sample] = spans
         return e.SampleFinished(decoding.sample, decoding.host, spans, "stop")
 
@@ -109,13 +117,32 @@ class Player:
         return True
 
     def answer(self, pending: Decoding | Event) -> tuple[Action, ...]:
-        return self.tell(self.finish(pending) if isinstance(pending, Decoding) else pending)
+        if not isinstance(pending, Decoding):
+            return self.tell(pending)
+        due = self.drain(pending) if self.drains else pending
+        if due != pending:
+            self.pending[self.pending.index(due)] = pending
+        return self.tell(self.finish(due))
+
+    def drain(self, decoding: Decoding) -> Decoding:
+        """The sample that ends in this one's place. A host adopts the newest version as late as it can: now,
+        if this sample asked for a newer one and nothing is left of what asked for the version it holds.
+        """
+        host, held = decoding.host, self.held[decoding.host]
+        if decoding.version <= held:
+            return decoding
+        for other in self.pending:
+            if isinstance(other, Decoding) and other.host == host and other.version <= held:
+                return other
+        self.held[host] = self.plane.state.version
+        self.tell(e.HostAdopted(host, self.plane.state.version, f"d{self.plane.state.version}"))
+        return decoding
 
     def play(self) -> Player:
         """Until nothing is left; the run must then be complete."""
         while self.step():
             pass
-        assert self.plane.is_finished, self.plane.waits()
+        assert self.plane.state.is_finished, self.plane.waits()
         return self
 
     def resume(self, steps: int = 0) -> Player:
@@ -123,7 +150,7 @@ class Player:
         self.plane = ControlPlane.fold(self.rules, self.events)
         self.pending = []
         self.tell(e.RunResumed(steps))
-        for version in range(self.plane.version + 1, self.plane.trained_version + 1):
+        for version in range(self.plane.state.version + 1, self.plane.state.trained_version + 1):
             self.tell(e.VersionCommitted(version, f"d{version}"))
         for index in range(self.hosts):
             self.tell(e.HostJoined(f"host{index}", self.slots))

@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from areal_jax.config import make_config
+from areal_jax.config.loading import make_config
 from areal_jax.control import events as e
 from areal_jax.control.audit import Row, audit
 from areal_jax.control.rules import Rules
@@ -111,37 +111,52 @@ def lose_a_member(rows: list[Row]) -> None:
 
 CASES = {
     "gate": (admit_early, "gate: ordinal"),
-    "trained twice": (train_twice, "trained in batch 1 though trained"),
-    "dropped twice": (insert(e.Drop(0, "end"), e.Finish), "dropped (end) though"),
+    "trained twice": (train_twice, "was trained in batch 1, but its state was trained"),
+    "dropped twice": (insert(e.Drop(0, "end"), e.Finish), "was dropped (end), but its state was"),
     "trained and dropped": (
         insert(e.Drop(0, "no_signal"), e.BatchTrained, 2),
-        "dropped (no_signal) though trained",
+        "was dropped (no_signal), but its state was trained",
     ),
-    "drop not recorded": (remove(e.Drop), "folding answers"),
-    "batch out of order": (change(e.Train, ordinals=(1, 0)), "the lowest complete are"),
-    "old attempt": (change(e.Train, attempts=(1, 0)), "with attempt 1, members"),
-    "step skipped": (change(e.Train, 1, step=7), "batch 7 asked for; next is 1"),
-    "another batch trained": (change(e.BatchTrained, ordinals=(8, 9)), "asked for was"),
+    "drop not recorded": (remove(e.Drop), "replaying the journal gives"),
+    "batch out of order": (change(e.Train, ordinals=(1, 0)), "but the lowest complete ordinals are"),
+    "old attempt": (change(e.Train, attempts=(1, 0)), "with attempt 1 and finished members"),
+    "step skipped": (change(e.Train, 1, step=7), "asked for batch 7, but the next batch is 1"),
+    "another batch trained": (
+        change(e.BatchTrained, ordinals=(8, 9)),
+        "was trained, but the trainer was asked for",
+    ),
     "versions fall": (
         change(e.SampleFinished, 12, spans=(VersionSpan(1, 0, 1), VersionSpan(0, 1, 2))),
-        "went back in versions: [1, 0]",
+        "decrease: [1, 0]",
     ),
-    "uncommitted version": (change(e.SampleFinished, spans=(VersionSpan(3, 0, 1),)), "carries version 3"),
-    "old token": (old_token, "at token age 4 > 2"),
-    "missing member": (lose_a_member, "it needs attempt"),
-    "version from nowhere": (change(e.VersionCommitted, version=4), "version 4 committed when"),
-    "other digest adopted": (change(e.HostAdopted, digest="x"), "with digest x; committed was d0"),
-    "lost admission": (remove(e.Dispatch, 2), "admitted where 2 was next"),
+    "uncommitted version": (
+        change(e.SampleFinished, spans=(VersionSpan(3, 0, 1),)),
+        "has tokens of version 3",
+    ),
+    "old token": (old_token, "at token age 4, above the bound 2"),
+    "missing member": (lose_a_member, "but needs attempt"),
+    "version from nowhere": (change(e.VersionCommitted, version=4), "version 4 was committed, but"),
+    "other digest adopted": (
+        change(e.HostAdopted, digest="x"),
+        "with digest x, but it was committed with digest d0",
+    ),
+    "lost admission": (remove(e.Dispatch, 2), "was admitted, but the next ordinal is 2"),
     "half a group": (
         lambda rows: change(e.Dispatch, samples=rows[place_of(rows, e.Dispatch)[0]][2][0].samples[:1])(rows),
-        "members [0, 1] unfinished) dispatched as",
+        "unfinished members [0, 1]) was dispatched as",
     ),
-    "no such host": (change(e.Dispatch, host="nobody"), "dispatched to nobody, which is gone"),
-    "dispatched too old": (change(e.Dispatch, -1, min_version=0), "dispatched for version 0; committed is"),
+    "no such host": (
+        change(e.Dispatch, host="nobody"),
+        "dispatched to host nobody, which is not part of the run",
+    ),
+    "dispatched too old": (
+        change(e.Dispatch, -1, min_version=0),
+        "dispatched for version 0, but the newest committed",
+    ),
     "early end": (insert(e.Finish(), e.BatchTrained), "the run finished after 1 of 5 batches"),
     "left over at the end": (insert(e.Finish(), e.BatchTrained), "neither trained nor dropped"),
-    "reissue skips": (insert(e.Reissue(0, 5, "x"), e.RunStarted), "of a group that is"),
-    "other actions": (change(e.Score, attempt=3), "folding answers"),
+    "reissue skips": (insert(e.Reissue(0, 5, "x"), e.RunStarted), "contradicts the state of its group"),
+    "other actions": (change(e.Score, attempt=3), "replaying the journal gives"),
 }
 
 

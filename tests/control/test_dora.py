@@ -38,8 +38,9 @@ class Stragglers(Player):
     def tell(self, event: e.Event) -> tuple[e.Action, ...]:
         """D3: after every event, what was dispatched is trained, in flight or dropped, each group once."""
         actions = super().tell(event)
-        plane = self.plane
-        assert plane.trained + len(plane.in_flight) + sum(plane.dropped.values()) == plane.admitted
+        state = self.plane.state
+        trained = state.trained_version * self.rules.batch_size
+        assert trained + len(state.groups) + state.refunds == state.admitted
         return actions
 
 
@@ -72,12 +73,12 @@ def test_the_trainer_waits_for_a_straggler_and_says_so():
         plane.handle(e.SampleFinished(SampleId(ordinal, 0), "a", (VersionSpan(version, 0, 1),), "stop"))
         return plane.handle(e.RewardScored(ordinal, 0, (1.0,)))
 
-    assert plane.in_flight == (0, 1)
+    assert sorted(plane.state.groups) == [0, 1]
     assert end(1, 0) == (e.Train(0, (1,), (0,)),)  # group 0 can still be trained in step 1
     plane.handle(e.BatchTrained(0, (1,), "d1", {}))
     assert plane.handle(e.VersionCommitted(1, "d1")) == (e.Dispatch((SampleId(2, 0),), "a", 1),)
     assert end(2, 1) == ()  # complete, and yet step 1 is kept for group 0
-    assert plane.training is None
+    assert plane.state.training is None
     assert "the trainer waits for group 0, which would be too old for a later batch" in plane.waits()
     assert end(0, 0) == (e.Train(1, (0,), (0,)),)
 
@@ -131,7 +132,7 @@ def test_any_order_with_drops_reissues_and_crashes_keeps_k_and_ends(
         max_staleness=bound, group_filter="signal",
     )  # fmt: skip
     share = 0.3 if troubles else 0.0
-    player = Player(rules, Random(seed), share, share / 2, share / 3).start()
+    player = Player(rules, Random(seed), share, share / 2, share / 3, drains=strategy == "one_step").start()
     for steps in crashes:
         for _ in range(steps):
             player.step()
@@ -142,21 +143,64 @@ def test_any_order_with_drops_reissues_and_crashes_keeps_k_and_ends(
     assert (result.violations, result.trained, result.in_flight) == ([], 6 * size, 0)
 
 
-def test_one_step_trains_batches_of_one_version_each_a_step_old():
-    rules = replace(RULES, strategy="one_step", on_update="drain", max_staleness=1)
-    player = Stragglers(rules, Random(0), slots=10**6, hosts=1).start()
+@pytest.mark.parametrize(("slots", "hosts"), [(10**6, 1), (1, 1), (3, 2)])
+@pytest.mark.parametrize("limit", [None, 1, 4])
+@pytest.mark.parametrize("seed", range(3))
+def test_one_step_trains_batches_of_one_version_each_a_step_old(slots, hosts, limit, seed):
+    """Also where a batch has more samples than the hosts have slots, or more groups than max_concurrent."""
+    rules = replace(RULES, strategy="one_step", on_update="drain", max_staleness=1, max_concurrent=limit)
+    player = Stragglers(rules, Random(seed), slots=slots, hosts=hosts, drains=True).start()
     heads: dict[int, set[int]] = {}
     while player.step():
-        if (batch := player.plane.training) is not None:
+        if (batch := player.plane.state.training) is not None:
             heads[batch.step] = {
                 player.spans[SampleId(ordinal, member)][0].version
                 for ordinal in batch.ordinals
                 for member in range(2)
             }
     assert heads == {step: {max(0, step - 1)} for step in range(12)}
+    assert audit(rules, player.rows).violations == []
 
 
-def test_a_pinned_sample_whose_host_died_begins_anew_under_the_newest_version():
+def test_the_audit_finds_a_sample_of_one_step_that_began_under_the_version_of_its_own_batch():
+    """Its age is within the bound, and a recount of ages alone passes it."""
+    rules = replace(RULES, strategy="one_step", on_update="drain", max_staleness=1)
+    rows = Stragglers(rules, Random(0), drains=True).start().play().rows
+    batch = next(a for _, _, actions in rows for a in actions if isinstance(a, e.Train) and a.step == 3)
+    for place, event, actions in rows:
+        if isinstance(event, e.SampleFinished) and event.sample.ordinal == batch.ordinals[0]:
+            rows[place] = (place, replace(event, spans=(VersionSpan(3, 0, 3),)), actions)
+            break
+    said = (
+        f"ordinal {batch.ordinals[0]} of batch 3 has tokens of versions [2, 3], but "
+        "control.strategy=one_step promises version 2"
+    )
+    assert any(said in found for found in audit(rules, rows).violations)
+
+
+def test_the_trainer_of_one_step_waits_for_the_next_batch_to_begin_and_says_for_which_host():
+    rules = Rules(
+        steps=9, batch_size=1, group_size=1, strategy="one_step", on_update="drain", max_staleness=1
+    )
+    plane = ControlPlane(rules)
+    plane.handle(e.RunStarted("d0"))
+    plane.handle(e.HostJoined("a", 1))
+    plane.handle(e.HostAdopted("a", 0, "d0"))
+
+    def end(ordinal: int, version: int) -> tuple[e.Action, ...]:
+        plane.handle(e.SampleFinished(SampleId(ordinal, 0), "a", (VersionSpan(version, 0, 1),), "stop"))
+        return plane.handle(e.RewardScored(ordinal, 0, (1.0,)))
+
+    assert sorted(plane.state.groups) == [0, 1]
+    assert end(0, 0) == (e.Train(0, (0,), (0,)),)
+    plane.handle(e.BatchTrained(0, (0,), "d1", {}))
+    plane.handle(e.VersionCommitted(1, "d1"))
+    assert end(1, 0) == ()  # batch 1 is complete; the host has yet to adopt version 1 for group 2
+    assert "the trainer waits for a to adopt version 1: the next batch begins under it" in plane.waits()
+    assert plane.handle(e.HostAdopted("a", 1, "d1")) == (e.Train(1, (1,), (0,)),)
+
+
+def test_a_pinned_sample_of_a_lost_host_starts_again_under_the_newest_version():
     """Same attempt, other version; the member that had ended stays, and the group's age is still its own."""
     plane = ControlPlane(replace(RULES, batch_size=1, max_staleness=1))
     plane.handle(e.RunStarted("d0"))
@@ -173,12 +217,15 @@ def test_a_pinned_sample_whose_host_died_begins_anew_under_the_newest_version():
         each.handle(e.HostLost("a", "killed"))
         actions = each.handle(e.HostJoined("b", 9))
         assert actions[0] == e.Dispatch((SampleId(0, 0),), "b", 1)
-        assert each._state.began(but=()) == [0, 1]
+        assert each.state.began(but=()) == [0, 1]
 
 
 def test_the_audit_finds_a_sample_of_two_versions_and_an_age_beyond_k():
     rules = replace(RULES, max_staleness=2)
     player = Stragglers(replace(rules, strategy="interruptible", on_update="recompute"), Random(0))
     violations = audit(rules, player.start().play().rows).violations
-    assert any(re.search(r"is of versions \[0, \d+\] though hosts pinned", found) for found in violations)
-    assert any("at token age 3 > 2" in found for found in violations)
+    assert any(
+        re.search(r"has tokens of versions \[0, \d+\]; generation.on_update=pinned allows only one", found)
+        for found in violations
+    )
+    assert any("at token age 3, above the bound 2" in found for found in violations)

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_jax.config import make_config
+from areal_jax.config.loading import make_config
 from areal_jax.control.audit import audit
 from areal_jax.control.events import Dispatch
 from areal_jax.control.gate import may_admit
 from areal_jax.control.rules import Rules
-from areal_jax.control.strategies import STRATEGIES, Ahead, Bounded, Progress
+from areal_jax.control.state import State
+from areal_jax.control.strategies import STRATEGIES, Ahead, Bounded
 from tests.control.play import Player
 
 ETAS = [0, 1, 2, 4, 8, None]
@@ -51,26 +52,28 @@ def test_first_and_last_admission_of_a_version():
 
 
 def test_sync_is_the_gate_at_zero():
-    progress = [Progress(admitted, 1, 2, 2, 4) for admitted in range(20)]
-    assert [Bounded(0).admits(p) for p in progress] == [Ahead(0).admits(p) for p in progress]
-    assert STRATEGIES["sync"](7) == Bounded(0)
+    states = [State(9, admitted=admitted, dropped={"end": 1}, version=2) for admitted in range(20)]
+    assert [Bounded(4, 0).admits(s) for s in states] == [Ahead(4, 0).admits(s) for s in states]
+    assert STRATEGIES["sync"](4, 7) == Bounded(4, 0)
 
 
 class CapacityCounter(Player):
     """Counts accepted and running by itself, and compares with what the plane admits after every event."""
 
     def tell(self, event):
-        version_before, known = self.plane.version, self.plane.admitted
+        version_before, known = self.plane.state.version, self.plane.state.admitted
         actions = super().tell(event)
-        dropped = sum(self.plane.dropped.values())
+        dropped = sum(self.plane.state.dropped.values())
         admitted = {a.samples[0].ordinal for a in actions if isinstance(a, Dispatch)} - set(range(known))
-        assert admitted == set(range(known, self.plane.admitted))
+        assert admitted == set(range(known, self.plane.state.admitted))
         if admitted:
-            assert self.plane.version >= version_before
-            last = self.plane.admitted
+            assert self.plane.state.version >= version_before
+            last = self.plane.state.admitted
             eta = self.rules.max_staleness
-            assert eta is None or (last - dropped - 1) // self.rules.batch_size <= self.plane.version + eta
-        if self.plane.hosts and not self.plane.is_finished:
+            assert (
+                eta is None or (last - dropped - 1) // self.rules.batch_size <= self.plane.state.version + eta
+            )
+        if self.plane.state.hosts and not self.plane.state.is_finished:
             self.check_saturated(dropped)
         return actions
 
@@ -78,11 +81,16 @@ class CapacityCounter(Player):
         """Hosts have endless room here, so whatever capacity there is must have been used."""
         running = len({p.sample.ordinal for p in self.pending if hasattr(p, "sample")})
         running += sum(type(p).__name__ in ("RewardScored", "RewardFailed") for p in self.pending)
-        accepted = self.plane.admitted - dropped - running
+        accepted = self.plane.state.admitted - dropped - running
         free = capacity(
-            accepted, running, self.plane.version, self.rules.batch_size, self.rules.max_staleness, self.limit
+            accepted,
+            running,
+            self.plane.state.version,
+            self.rules.batch_size,
+            self.rules.max_staleness,
+            self.limit,
         )
-        is_at_end = self.plane.admitted == self.rules.steps * self.rules.batch_size + dropped
+        is_at_end = self.plane.state.admitted == self.rules.steps * self.rules.batch_size + dropped
         assert free <= 0 or is_at_end, (free, self.plane.waits())
 
     @property
@@ -124,9 +132,9 @@ def test_any_completion_order_keeps_the_gate_and_comes_to_an_end(
 def test_half_of_all_groups_dropped_does_not_stall(eta):
     rules = Rules(steps=30, batch_size=4, group_size=2, max_staleness=eta, group_filter="signal")
     player = Player(rules, Random(0), equal_rewards=0.5).start().play()
-    dropped = player.plane.dropped["no_signal"]
+    dropped = player.plane.state.dropped["no_signal"]
     assert 80 < dropped < 170
-    assert player.plane.admitted == 120 + dropped
+    assert player.plane.state.admitted == 120 + dropped
     assert audit(rules, player.rows).ok
 
 

@@ -57,12 +57,12 @@ def test_a_run_killed_anywhere_trains_or_drops_every_ordinal_once(eta, seed, cra
         for _ in range(steps):
             player.step()
         before = player.plane
-        capacity = before.admitted - sum(before.dropped.values())
+        capacity = before.state.admitted - sum(before.state.dropped.values())
         player.resume()
-        bound = (player.plane.version + eta + 1) * rules.batch_size
-        now = player.plane.admitted - sum(player.plane.dropped.values())
+        bound = (player.plane.state.version + eta + 1) * rules.batch_size
+        now = player.plane.state.admitted - sum(player.plane.state.dropped.values())
         assert max(capacity, now) <= bound  # no burst of admissions after a resume
-        assert player.plane.version >= before.version
+        assert player.plane.state.version >= before.state.version
     player.play()
     result = audit(rules, player.rows)
     assert (result.violations, result.trained, result.in_flight) == ([], 18, 0)
@@ -77,14 +77,14 @@ def test_resume_asks_again_for_scores_and_the_unfinished_batch():
             plane.handle(e.SampleFinished(SampleId(ordinal, member), "a", (), "stop"))
     for ordinal in (0, 1, 2):
         plane.handle(e.RewardScored(ordinal, 0, (0.0, 1.0)))
-    assert plane.training == e.Train(0, (0, 1, 2), (0, 0, 0))
+    assert plane.state.training == e.Train(0, (0, 1, 2), (0, 0, 0))
     assert plane.handle(e.RunResumed()) == (e.Score(5, 0), e.Train(0, (0, 1, 2), (0, 0, 0)))
-    assert not plane.hosts
+    assert not plane.state.hosts
     actions = plane.handle(e.HostJoined("b", 40))
     assert [a.samples[0] for a in actions] == [SampleId(n, 0, 0) for n in (3, 4, 6, 7, 8)]
 
 
-def test_every_event_told_twice_ends_in_the_same_run():
+def test_every_event_delivered_twice_ends_in_the_same_run():
     """Repeats are no-ops or counted as stale; only the start of a run or a host happens again."""
     once = troubled(RULES, 5).start().play()
     plane = ControlPlane(RULES)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.algorithms.logprobs import packed_stats
+from areal_jax.algorithms.logprobs import PackedTokens, packed_stats
 from areal_jax.generation.engine import Engine
 from areal_jax.models.attention import PackedAttention
 from areal_jax.models.config import model_config
@@ -90,17 +90,8 @@ def dense(model: Model) -> DenseLogp:
     def stats(params: Any, tokens: Any, temperature: Any, support: Any) -> Any:
         positions = jnp.arange(tokens.shape[1])[None]
         hidden, _ = model.hidden(params, tokens, positions, PackedAttention(jnp.ones_like(tokens)))
-        return packed_stats(
-            hidden,
-            tokens,
-            positions - 1,
-            positions > 0,
-            temperature,
-            model.head,
-            model.head_weight(params),
-            support,
-            64,
-        ).logp
+        asked = PackedTokens(tokens, positions - 1, positions > 0, temperature, support)
+        return packed_stats(model.head, model.head_weight(params), hidden, asked, 64).logp
 
     jitted = jax.jit(stats)
 

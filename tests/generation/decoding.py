@@ -64,7 +64,8 @@ def decode(
                 versions[slot].append(int(results.version[slot]))
                 if engine.support_size:
                     support[slot].append(results.support[slot, step].tolist())
-            assert results.length[slot] == len(tokens[slot])
+            length = results.get_result_at_slot(slot).lengths.item()
+            assert length == len(tokens[slot]) - len(slots[slot].prompt)
         if not results.is_live.any():
             break
     assert not results.is_live.any()

@@ -10,9 +10,9 @@ import pytest
 
 from areal_jax.generation.commands import Start
 from areal_jax.generation.engine import Engine
-from areal_jax.models import paged_kernels
-from areal_jax.models.attention_kernels import Choice
-from areal_jax.models.paged_kernels import softmax_over
+from areal_jax.models.kernels import paged_attention as paged_kernels
+from areal_jax.models.kernels.packed_attention import Choice
+from areal_jax.models.kernels.paged_attention import softmax_over
 from areal_jax.types import SampleId, Sampling
 from areal_jax.weights.memory import MemoryStore
 from tests.generation.conftest import LENGTH, make_engine
@@ -32,7 +32,7 @@ def with_kernel(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def make(**sizes: Any) -> tuple[Engine, list[tuple[int, ...]]]:
         monkeypatch.setattr(paged_kernels, "KERNELS", {"pages": kernel})
-        monkeypatch.setattr(paged_kernels, "choose", lambda *_: Choice("pages", {}))
+        monkeypatch.setattr(paged_kernels, "choose", lambda *_, **__: Choice("pages", {}))
         return make_engine(model, **sizes), calls
 
     return make
@@ -40,7 +40,7 @@ def with_kernel(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_on_a_cpu_an_engine_decodes_by_blocks(engine):
     assert engine.attention.path == "blocks"
-    assert set(engine.attention.rejected.values()) == {"is for CUDA; this is cpu"}
+    assert set(engine.attention.rejected.values()) == {"needs CUDA; this device is cpu"}
 
 
 def test_a_host_samples_the_same_by_kernel_and_by_blocks(engine, with_kernel, versions):

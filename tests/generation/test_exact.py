@@ -16,13 +16,13 @@ import numpy as np
 import optax
 import pytest
 
+from areal_jax.assembly.api import preset
+from areal_jax.bench.parity import recomputed_logp
+from areal_jax.config.sections import ADAPTERS
 from areal_jax.generation.engine import Engine
 from areal_jax.models.config import Lora
 from areal_jax.models.exact import KV_BLOCK, TILE
 from areal_jax.models.model import Model
-from areal_jax.runtime.api import preset
-from areal_jax.runtime.parity import recomputed_logp
-from areal_jax.sections import ADAPTERS
 from areal_jax.trainer.learner import Learner
 from areal_jax.types import ArealError, Group, Prompt, SampleId, Sampling, Trajectory, VersionedParams
 from areal_jax.weights.digest import digest
@@ -182,5 +182,7 @@ def test_bounded_numerics_fail_the_same_test(model):
 
 def test_kv_that_would_lose_bits_is_refused(model):
     config = dataclasses.replace(model.config, numerics="exact")
-    with pytest.raises(ArealError, match="numerics=exact with KV in bfloat16: the trainer reads keys"):
+    with pytest.raises(
+        ArealError, match="numerics=exact with a KV cache in bfloat16: hosts would read rounded keys"
+    ):
         Engine(Model(config, model.tokenizer), slots=8, length=16, kv_dtype="bfloat16").init_decode_state()

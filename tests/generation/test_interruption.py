@@ -131,8 +131,8 @@ def test_repeated_interruptions_are_safe(engine, versions, dense):
         if not host.has_work:
             break
         host.step()
-        for slot, live in host._live.items():
-            now = host._records.tokens[slot, : host._records.filled[slot]].tolist()
+        for slot, live in host._slots.works.items():
+            now = host._slots.records.of(slot)["tokens"].tolist()
             before = known.get(live.sample, [])
             assert now[: len(before)] == before
             known[live.sample] = now

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from areal_jax.generation.rollout import rollout
-from areal_jax.tasks.task import Task, TaskError
+from areal_jax.tasks.errors import TaskError
+from areal_jax.tasks.task import Task
 from areal_jax.types import ArealError, Completion, Prompt, Reward, Sampling
 from tests.generation.conftest import LENGTH
 

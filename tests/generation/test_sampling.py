@@ -324,6 +324,6 @@ def test_sharded_draws_need_counted_randomness():
     require_counted_randomness()
     with (
         jax.threefry_partitionable(False),
-        pytest.raises(ArealError, match="jax_threefry_partitionable is off"),
+        pytest.raises(ArealError, match="with jax_threefry_partitionable=False"),
     ):
         require_counted_randomness()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from areal_jax.control.events import HostAdopted, SampleFailed
-from areal_jax.generation.commands import Give, Pause, Start, Take, Unpause, Work
-from areal_jax.types import Penalties, SampleId, Sampling, VersionedParams
+from areal_jax.generation.commands import HandOver, Pause, Start, TakeOver, Unpause, Work
+from areal_jax.generation.slots import Penalties
+from areal_jax.types import SampleId, Sampling, VersionedParams
 from areal_jax.weights.memory import MemoryStore
 from tests.generation.conftest import LENGTH, SLOTS, STEPS, make_engine
 from tests.generation.decoding import Asked, Heard, decode, make_host, start
@@ -76,7 +79,7 @@ def test_nobody_starts_from_a_prompt_of_an_older_version(engine, store, versions
     host.inbox.put(Start(tuple(late), prompt, 1))
     host.take_commands()
     host.step()
-    assert host._state.pages.users.max() == SLOTS - 1
+    assert host._slots.state.pages.users.max() == SLOTS - 1
     store.publish(versions(1))
     while host.has_work:
         host.step()
@@ -134,17 +137,25 @@ def test_pinned_samples_do_not_see_each_others_versions(engine, store, versions)
 # --- drain and recompute ------------------------------------------------------------------------------------
 
 
-def drained(engine, store, versions, **changes):
-    """Three live, one more than there are slots, an update, and one that is sent under it."""
+def drained(engine, store, versions, requests=()):
+    """Five live, one more than there are slots, an update, and one that is sent under it. Returns the first
+    version of each ordinal; those in `requests` are clients' own.
+    """
     heard = Heard()
-    host = make_host(engine, store, heard, on_update="drain", sampling=Sampling(max_tokens=8), **changes)
-    host.inbox.put(start(0, SLOTS - 1, PROMPT))
-    host.inbox.put(Start((SampleId(1, 0),), PROMPT, 0, Sampling(max_tokens=2)))
-    host.inbox.put(start(2, 1, PROMPT))
+    host = make_host(engine, store, heard, on_update="drain", sampling=Sampling(max_tokens=8))
+
+    def send(command: Start) -> None:
+        is_request = command.samples[0].ordinal in requests
+        host.inbox.put(replace(command, min_version=0, is_request=True) if is_request else command)
+
+    send(start(0, SLOTS - 1, PROMPT))
+    send(Start((SampleId(1, 0),), PROMPT, 0, Sampling(max_tokens=2)))
+    send(start(2, 1, PROMPT))
+    send(start(4, 2, PROMPT))
     host.take_commands()
     host.step()
     store.publish(versions(1))
-    host.inbox.put(start(3, 1, PROMPT, 0 if changes else 1))
+    send(start(3, 1, PROMPT, 1))
     host.take_commands()
     while host.has_work:
         host.step()
@@ -154,12 +165,17 @@ def drained(engine, store, versions, **changes):
 
 
 def test_drain_ends_all_that_was_sent_under_the_old_version_first(engine, store, versions):
-    assert drained(engine, store, versions) == {0: 0, 1: 0, 2: 0, 3: 1}
+    assert drained(engine, store, versions) == {0: 0, 1: 0, 2: 0, 4: 0, 3: 1}
 
 
-def test_a_draining_server_begins_nobody_under_the_old_version(engine, store, versions):
-    """Its requests name no version: it would never drain."""
-    assert drained(engine, store, versions, is_server=True) == {0: 0, 1: 0, 2: 1, 3: 1}
+def test_a_draining_host_begins_no_request_under_the_old_version(engine, store, versions):
+    """A client's request names no version: the host would never drain."""
+    assert drained(engine, store, versions, {0, 1, 2, 3, 4}) == {0: 0, 1: 0, 2: 1, 4: 1, 3: 1}
+
+
+def test_a_draining_host_keeps_rollouts_on_their_version_beside_a_held_request(engine, store, versions):
+    """The samples behind the request begin, and end, under the version that they were sent under."""
+    assert drained(engine, store, versions, {2}) == {0: 0, 1: 0, 2: 1, 4: 0, 3: 1}
 
 
 def test_a_swap_that_arrives_during_a_swap_is_the_one_that_counts(engine, versions, dense):
@@ -198,12 +214,44 @@ def test_recomputed_tokens_are_those_whose_kv_was_rebuilt(engine, store, version
     assert host.statistics().recomputed_tokens == 2 * (len(PROMPT) + STEPS - 1)
 
 
+# --- reserved slots -----------------------------------------------------------------------------------------
+
+
+def test_reserved_slots_and_their_pages_are_for_requests_alone(model, store, versions):
+    """More rollouts than slots and pages: requests start at once, and every sample is what it is alone."""
+    engine = make_engine(model, reserved_slots=1, kv_tokens=3 * LENGTH)
+    heard, tokens = Heard(), []
+    host = make_host(engine, store, heard, on_tokens=lambda sample, _: tokens.append(sample))
+    host.inbox.put(start(0, 2 * SLOTS, PROMPT))
+    host.take_commands()
+    host.step()
+    requests = [SampleId(-1, 0), SampleId(-1, 1), SampleId(-2, 0)]
+    host.inbox.put(Start(tuple(requests[:2]), PROMPT, 0, is_request=True))
+    host.inbox.put(Start((requests[2],), PROMPT[:2], 0, is_request=True))
+    host.take_commands()
+    host.step()
+    assert host._slots.works[0].sample == requests[0]
+    seen = set()
+    while host.has_work:
+        for slot, work in host._slots.works.items():
+            assert work.start.is_request == (slot == 0)
+            seen |= {work.sample} if work.start.is_request else set()
+        host.step()
+    assert host.statistics().evictions > 0 and seen == set(requests) == set(tokens)
+    for sample, trajectory in heard.done.items():
+        asked = Asked(PROMPT[:2] if sample.ordinal == -2 else PROMPT, sample)
+        alone = decode(engine, versions(0), {1: asked})[1]
+        np.testing.assert_array_equal(trajectory.tokens, alone.tokens)
+        np.testing.assert_array_equal(trajectory.behavior_logp, alone.behavior_logp)
+    assert len(heard.done) == 2 * SLOTS + 3
+
+
 # --- moving -------------------------------------------------------------------------------------------------
 
 
 def moved(host, sample: SampleId) -> Work | None:
     found: list[Work | None] = []
-    host.inbox.put(Give(sample, found.append))
+    host.inbox.put(HandOver(sample, found.append))
     host.take_commands()
     return found[0]
 
@@ -222,9 +270,9 @@ def test_a_half_decoded_sample_moves_with_its_kv_without_a_prefill(model, engine
     sample = SampleId(0, 1)
     work = moved(home, sample)
     assert work is not None and work.so_far is not None
-    assert len(work.so_far.tokens) == len(PROMPT) + 4 * STEPS
+    assert len(work.so_far.rows) == len(PROMPT) + 4 * STEPS
     refusals: list[str] = []
-    there.inbox.put(Take(work, lambda _, reason: refusals.append(reason)))
+    there.inbox.put(TakeOver(work, lambda _, reason: refusals.append(reason)))
     there.take_commands()
     while there.has_work:
         there.step()
@@ -255,10 +303,12 @@ def test_a_sample_is_refused_where_its_kv_means_something_else(model, engine, st
     there.take_commands()
     there.step()
     refused: list[tuple[Work, str]] = []
-    there.inbox.put(Take(work, lambda *told: refused.append(told)))
+    there.inbox.put(TakeOver(work, lambda *told: refused.append(told)))
     there.take_commands()
     assert refused[0][0] is work and there.statistics().waiting == 0
-    assert ("pages" if why == "other pages" else "move it to a host of the same version") in refused[0][1]
+    assert ("pages" if why == "other pages" else "move the sample to a host with that version") in refused[0][
+        1
+    ]
 
 
 # --- requests -----------------------------------------------------------------------------------------------
@@ -288,7 +338,7 @@ def test_each_request_samples_in_its_own_way(engine, store, versions):
 def test_a_stop_text_ends_a_sample_behind_the_token_that_completed_it(engine, store, versions):
     """Also where the text spans two decode calls; tokens sampled beyond it are not part of the sample."""
     free = decode(engine, versions(0), {0: Asked(PROMPT, SampleId(0, 0))})[0]
-    decoded = lambda end: engine.get_tokenizer().decode(free.tokens[len(PROMPT) : end].tolist())  # noqa: E731
+    decoded = lambda end: engine.tokenizer.decode(free.tokens[len(PROMPT) : end].tolist())  # noqa: E731
     for begin in (3, 4):
         text = decoded(LENGTH)[begin : begin + 3]
         end = next(end for end in range(len(PROMPT), LENGTH) if text in decoded(end))
@@ -324,9 +374,9 @@ def test_a_paused_host_decodes_nothing_and_goes_on_with_the_same_bits(engine, st
     [
         ({"prompt": ()}, "a prompt of 0 tokens"),
         ({"prompt": (1,) * LENGTH}, f"a prompt of {LENGTH} tokens does not fit"),
-        ({"prompt": (3, 99)}, "token id 99 is outside of the vocabulary of 19 ids"),
+        ({"prompt": (3, 99)}, "token id 99 is outside the vocabulary of 19 ids"),
         ({"prompt": (-1,)}, "token id -1"),
-        ({"penalties": Penalties(presence=1.0)}, "serves no penalties"),
+        ({"penalties": Penalties(presence=1.0)}, "applies no penalties"),
         ({"stop_tokens": tuple(range(8))}, "8 stop tokens"),
     ],
 )

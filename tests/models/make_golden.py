@@ -20,8 +20,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from areal_jax.models.gguf import cached_folder, smollm2_gguf
-from areal_jax.models.huggingface import export_folder, open_folder
+from areal_jax.models.io.gguf import cached_folder, smollm2_gguf
+from areal_jax.models.io.huggingface import export_folder, open_folder
 from areal_jax.models.model import Model
 from areal_jax.tasks.tokenizers import ByteTokenizer
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from areal_jax.models import attention
-from areal_jax.models.attention import KVPages, PackedAttention, PagedAttention
+from areal_jax.models.attention import PackedAttention, PagedAttention
+from areal_jax.models.kv_pages import KVPages
 
 
 def arrays(seed: int, length: int) -> tuple[Any, Any, Any, Any]:

@@ -27,19 +27,19 @@ def test_overrides_win():
 @pytest.mark.parametrize(
     ("shape", "overrides", "message"),
     [
-        ("tinny", {}, "no model.shape=tinny; did you mean tiny?"),
-        ("zzz", {}, "there are: tiny, 5m"),
+        ("tinny", {}, "model.shape=tinny is unknown; did you mean tiny?"),
+        ("zzz", {}, "choose one of: tiny, 5m"),
         ("tiny", {"layer": 2}, "unknown key model.overrides.layer; did you mean model.overrides.layers?"),
-        ("tiny", {"zzz": 2}, "unknown key model.overrides.zzz; there are: has_qk_norm"),
+        ("tiny", {"zzz": 2}, "unknown key model.overrides.zzz; known keys are: has_qk_norm"),
         ("tiny", {"dtype": "bfloat16"}, "unknown key model.overrides.dtype"),
         ("tiny", {"kv_heads": 3}, "kv_heads=3 does not divide heads=4"),
         ("tiny", {"head_dim": 15}, "head_dim=15 is odd"),
         ("tiny", {"shape": "5m"}, "unknown key model.overrides.shape"),
-        ("tiny", {"vocab_size": "many"}, "vocab_size='many' is no size"),
-        ("tiny", {"layers": 0}, "layers=0 is no size"),
-        ("tiny", {"layers": "two"}, "layers='two' is no size"),
-        ("tiny", {"width": 64.0}, "width=64.0 is no size"),
-        ("tiny", {"heads": True}, "heads=True is no size"),
+        ("tiny", {"vocab_size": "many"}, "vocab_size='many' is not a valid size"),
+        ("tiny", {"layers": 0}, "layers=0 is not a valid size"),
+        ("tiny", {"layers": "two"}, "layers='two' is not a valid size"),
+        ("tiny", {"width": 64.0}, "width=64.0 is not a valid size"),
+        ("tiny", {"heads": True}, "heads=True is not a valid size"),
     ],
 )
 def test_what_cannot_be_is_named(shape: str, overrides: dict[str, Any], message: str):

@@ -11,9 +11,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from areal_jax.models.attention import KVPages, PackedAttention, PagedAttention
+from areal_jax.models.attention import PackedAttention, PagedAttention
 from areal_jax.models.config import ModelConfig
+from areal_jax.models.kv_pages import KVPages
 from areal_jax.models.model import Model
+from areal_jax.models.transformer import Execution
 from areal_jax.tasks.tokenizers import CharTokenizer
 from tests.algorithms.batches import positions_of, segments_of
 from tests.models import reference
@@ -53,7 +55,7 @@ def params(model: Model) -> Any:
 def packed(
     model: Model, params: Any, tokens: Any, positions: Any, segments: Any, remat: Any = "none"
 ) -> jax.Array:
-    hidden, _ = model.hidden(params, tokens, positions, PackedAttention(segments), remat=remat)
+    hidden, _ = model.hidden(params, tokens, positions, PackedAttention(segments), execution=Execution(remat))
     return model.logits(params, hidden.reshape(-1, hidden.shape[-1])).reshape(*tokens.shape, -1)
 
 

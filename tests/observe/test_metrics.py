@@ -98,7 +98,7 @@ def test_tensorboard_gets_every_number_and_forgets_what_a_resume_redoes(tmp_path
 
 def test_wandb_that_is_not_installed_is_a_clear_error(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ArealError, match=r"areal-jax\[wandb\]"):
+    with pytest.raises(ArealError, match=r"pip install '\.\[wandb\]'"):
         MetricsWriter(tmp_path, tensorboard=False, wandb={"project": "p"})
 
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_jax.observe import curves, figures, lanes
+from areal_jax.observe import curves, figures, lanes, svg
 from areal_jax.observe.metrics import REQUIRED
-from areal_jax.observe.report import FailedReward, ReportData, drops_by_reason, mean_share, render
+from areal_jax.observe.report import FailedReward, ReportData, drops_by_reason, mean_share, page_css, render
 from areal_jax.observe.report_samples import FIRST, LAST, sample_groups
 from areal_jax.observe.sample import Piece, SampleView
 from areal_jax.observe.svg import PAGE_COLOURS
@@ -49,9 +49,9 @@ def evaluated(version: int, accuracy: float, split: str | None = None) -> dict:
 
 
 INTERVALS = [
-    Interval(actor, activity, start, start + span)
+    Interval(component, activity, start, start + span)
     for begin in range(10)
-    for actor, activity, start, span in (
+    for component, activity, start, span in (
         ("trainer", "update", begin, 0.75),
         ("trainer", "wait: a batch", begin + 0.75, 0.25),
         ("host-0", "decode", begin, 1.0),
@@ -259,8 +259,8 @@ def test_the_waits_table_adds_up(page):
     ]
 
 
-def test_orchestration_is_when_nobody_else_works(page):
-    """From the first update to the last; the control plane's own work is no work, waits are none."""
+def test_the_control_planes_work_is_told_apart_from_idle_devices(page):
+    """Between the first update and the last; waits are no work, and overlapping work counts once."""
     intervals = [
         Interval("trainer", "update", 10.0, 12.0),
         Interval("trainer", "wait: a batch", 12.0, 18.0),
@@ -270,11 +270,22 @@ def test_orchestration_is_when_nobody_else_works(page):
         Interval("host-1", "prefill", 14.0, 15.0),
         Interval("host-1", "decode", 15.5, 17.0),
         Interval("host-1", "decode", 25.0, 26.0),
-        Interval("control", "decide", 0.0, 30.0),
     ]
-    assert lanes.orchestration(intervals) == (pytest.approx(1.0 + 1.0), 10.0)
-    assert lanes.orchestration(intervals[3:]) == (0.0, 0.0)
-    assert re.search(r"nobody but the control plane worked for 0\.0 s of [\d.]+ s, 0\.0 %", page)
+    always = Interval("control", "decide", 0.0, 30.0)
+    assert lanes.orchestration([*intervals, always]) == pytest.approx((10.0, 10.0, 2.0, 2.0))
+    times = [(9.0, 10.5), (11.5, 12.25), (12.5, 12.75), (16.5, 17.5), (19.0, 23.0)]
+    control = [Interval("control", "decide", *time) for time in times]
+    waits = [Interval("control", "wait: an event", 13.0, 16.0)]
+    found = lanes.orchestration([*control, *intervals, *waits])
+    assert found == pytest.approx((10.0, 0.5 + 0.75 + 0.25 + 1.0 + 1.0, 2.0, 0.25 + 0.25 + 0.5))
+    assert lanes.orchestration([*intervals[3:], always]) == (0.0, 0.0, 0.0, 0.0)
+    words = re.search(r'"note">(In the [^<]*)</p>', page)
+    assert words is not None and re.fullmatch(
+        r"In the [\d.]+ s from the first update to the last, the control plane worked for 0\.0 s \(0\.0 %\). "
+        r"Every device was idle for 0\.0 s \(0\.0 %\); every device was idle and only the control plane was "
+        r"busy for 0\.0 s \(0\.0 %\)\.",
+        words[1],
+    )
 
 
 def test_a_run_without_a_step_renders():
@@ -322,14 +333,14 @@ def test_every_figure_is_valid_xml_with_alt_text_and_the_pages_colours():
 
 def test_alt_texts_hold_the_figures():
     assert figures.ages({0: 30, 1: 60, 2: 10}, {}).alt == (  # pyright: ignore[reportOptionalMemberAccess]
-        "Age of 100 trained tokens in versions: mean 0.80, at most 2."
+        "Age of 100 trained tokens: mean 0.80 versions, at most 2 versions."
     )
     lane = lanes.timeline(INTERVALS)
     assert lane is not None
-    assert lane.alt == "Share of the time that each worked: trainer 75%, host-0 100%."
+    assert lane.alt == "Share of the time that each component worked: trainer 75%, host-0 100%."
     zoom = lanes.timeline_zoom(INTERVALS)
     assert zoom is not None
-    assert zoom.alt.startswith("The same from 7.0 s to 10.0 s")
+    assert zoom.alt.startswith("Each activity of each component from 7.0 s to 10.0 s")
 
 
 def test_nothing_to_draw_is_no_figure():
@@ -374,3 +385,14 @@ def test_shares_are_weighted_by_the_steps_time_and_drops_by_reason():
     assert mean_share([], "trainer_wait_share") == 0.0
     rows = [row(0), row(1, dropped_by_reason={"lost": 2, "end": 0}), row(2, dropped=3, dropped_by_reason={})]
     assert drops_by_reason(rows) == {"failed_reward": 1, "lost": 2, "dropped": 3}
+
+
+def test_a_timeline_of_its_own_holds_the_colours_of_the_page():
+    drawn = lanes.timeline(INTERVALS)
+    assert drawn is not None
+    text = svg.standalone(drawn, page_css())
+    assert ElementTree.fromstring(text).tag == "{http://www.w3.org/2000/svg}svg"
+    used = set(re.findall(r"var\((--\w+)\)", text))
+    assert {"--ink", "--idle", "--c0"} <= used
+    for scheme in text.split("@media (prefers-color-scheme: dark)"):
+        assert used <= set(re.findall(r"(--\w+):", scheme))

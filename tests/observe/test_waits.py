@@ -1,4 +1,4 @@
-"""Waits: an actor's seconds add up, the file keeps its shares, and no wait outlives its deadline."""
+"""Waits: a component's seconds add up, the file keeps its shares, and no wait outlives its deadline."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 
 from areal_jax.observe import waits
 from areal_jax.observe.waits import (
+    CONTROL_ALONE,
     Interval,
     Timeline,
     WaitTimeout,
     idle_share,
+    is_idle,
     read_intervals,
     read_timelines,
 )
@@ -33,10 +35,10 @@ class FakeTime:
         return self.now
 
 
-def seconds_by_activity(intervals, actor: str) -> dict[str, float]:
+def seconds_by_activity(intervals, component: str) -> dict[str, float]:
     spans: Counter = Counter()
     for each in intervals:
-        if each.actor == actor:
+        if each.component == component:
             spans[each.activity] += each.end_s - each.start_s
     return dict(spans)
 
@@ -65,26 +67,52 @@ moves = st.lists(
 def test_an_actors_seconds_add_up_to_the_elapsed_time(moves):
     now = FakeTime()
     timeline = Timeline(None, now)
-    clocks = {name: timeline.actor(name) for name in ("trainer", "host")}
+    clocks = {name: timeline.clock(name) for name in ("trainer", "host")}
     began, taken_ns = now.now, Counter()
 
     def take():
-        for actor, totals in timeline.take_totals().items():
-            taken_ns[actor] += sum(round(span * SECOND) for span in totals.values())
+        for component, totals in timeline.take_totals().items():
+            taken_ns[component] += sum(round(span * SECOND) for span in totals.values())
         assert taken_ns["trainer"] == taken_ns["host"] == now.now - began
 
-    for actor, activity, passed, action in moves:
-        clocks[actor].switch(activity)
+    for component, activity, passed, action in moves:
+        clocks[component].switch(activity)
         now.now += passed
         if action == "take":
             take()
     take()
 
 
+@given(moves)
+def test_the_control_planes_time_alone_is_counted_exactly(moves):
+    """Against a sum over every moment of the same moves."""
+    now, began = FakeTime(), 0
+    timeline = Timeline(None, now)
+    components = {"trainer": "host-0", "host": "control"}  # the names that `moves` has
+    clocks = {name: timeline.clock(component) for name, component in components.items()}
+    timeline.clock("host-1")  # idle throughout
+    began, alone_ns, taken_ns = now.now, 0, Counter()
+    for component, activity, passed, action in moves:
+        clocks[component].switch(activity)
+        is_alone = is_idle(clocks["trainer"].activity) and not is_idle(clocks["host"].activity)
+        now.now += passed
+        alone_ns += passed * is_alone
+        if action == "take":
+            taken_ns.update({k: round(v * SECOND) for k, v in timeline.take_totals()[CONTROL_ALONE].items()})
+    taken_ns.update({k: round(v * SECOND) for k, v in timeline.take_totals()[CONTROL_ALONE].items()})
+    assert taken_ns["decide"] == alone_ns and taken_ns.total() == now.now - began
+
+
+def test_the_control_planes_time_alone_needs_devices_on_the_same_timeline():
+    timeline = Timeline(None)
+    timeline.clock("control", "decide")
+    assert set(timeline.take_totals()) == {"control"}
+
+
 def test_totals_by_activity_and_idle_share():
     now = FakeTime()
     timeline = Timeline(None, now)
-    trainer = timeline.actor("trainer")
+    trainer = timeline.clock("trainer")
     now.now += 2 * SECOND
     with trainer.doing("update"):
         now.now += 5 * SECOND
@@ -100,7 +128,7 @@ def test_totals_by_activity_and_idle_share():
 
 
 def test_doing_restores_the_former_activity_when_the_work_raises():
-    clock = Timeline(None, FakeTime()).actor("host", "decode")
+    clock = Timeline(None, FakeTime()).clock("host", "decode")
     with pytest.raises(ZeroDivisionError), clock.doing("swap"):
         raise ZeroDivisionError
     assert clock.activity == "decode"
@@ -109,8 +137,8 @@ def test_doing_restores_the_former_activity_when_the_work_raises():
 
 def test_one_name_is_one_clock():
     timeline = Timeline(None, FakeTime())
-    assert timeline.actor("host") is timeline.actor("host", "another")
-    assert timeline.actor("host").activity == "wait: start"
+    assert timeline.clock("host") is timeline.clock("host", "another")
+    assert timeline.clock("host").activity == "wait: start"
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1000, 900 * MS)), min_size=1, max_size=60))
@@ -118,7 +146,7 @@ def test_the_file_tiles_the_time_and_keeps_every_share(tmp_path_factory, stretch
     path = tmp_path_factory.mktemp("logs") / "timeline.jsonl"
     now = FakeTime()
     timeline = Timeline(path, now)
-    clock = timeline.actor("host", stretches[0][0])
+    clock = timeline.clock("host", stretches[0][0])
     expected: Counter = Counter()
     for activity, span in stretches:
         clock.switch(activity)
@@ -135,7 +163,7 @@ def test_the_file_tiles_the_time_and_keeps_every_share(tmp_path_factory, stretch
 def test_a_busy_minute_stays_small_and_its_last_seconds_stay_exact(tmp_path):
     now = FakeTime()
     timeline = Timeline(tmp_path / "timeline.jsonl", now)
-    clock = timeline.actor("host", "decode")
+    clock = timeline.clock("host", "decode")
     for _ in range(10_000):  # two minutes of 9 ms of work and 3 ms of waiting
         clock.switch("decode")
         now.now += 9 * MS
@@ -156,7 +184,7 @@ def test_a_busy_minute_stays_small_and_its_last_seconds_stay_exact(tmp_path):
 def test_long_work_of_one_kind_is_one_interval(tmp_path):
     now = FakeTime()
     timeline = Timeline(tmp_path / "timeline.jsonl", now)
-    clock = timeline.actor("trainer", "update")
+    clock = timeline.clock("trainer", "update")
     for _ in range(100):
         now.now += 100 * MS
         clock.switch("update")
@@ -172,18 +200,24 @@ def test_a_resumed_timeline_goes_on_where_the_file_ends(tmp_path):
     path, now = tmp_path / "logs" / "timeline.jsonl", FakeTime()
     for _ in range(2):
         timeline = Timeline(path, now)
-        timeline.actor("trainer", "update")
+        timeline.clock("trainer", "update")
         now.now += 3 * SECOND
         timeline.close()
-        now.now += 1000 * SECOND  # nobody ran
+        now.now += 1000 * SECOND  # no process ran
     with path.open("a") as file:
-        file.write('{"actor": "trainer", "acti')
+        file.write('{"component": "trainer", "acti')
     assert [(each.start_s, each.end_s) for each in read_intervals(path)] == [(0.0, 3.0), (3.0, 6.0)]
+
+
+def test_a_timeline_of_an_older_run_is_read(tmp_path):
+    path = tmp_path / "timeline.jsonl"
+    path.write_text('{"actor": "trainer", "activity": "update", "start_s": 0.5, "end_s": 1.0}\n')
+    assert read_intervals(path) == [Interval("trainer", "update", 0.5, 1.0)]
 
 
 def test_a_clock_switched_by_many_threads_loses_no_time():
     timeline = Timeline(None)
-    clock = timeline.actor("pool")
+    clock = timeline.clock("pool")
     timeline.take_totals()
 
     def flip(name: str) -> None:
@@ -202,10 +236,10 @@ def test_a_clock_switched_by_many_threads_loses_no_time():
 
 def test_get_returns_the_item_and_counts_the_wait():
     timeline = Timeline(None)
-    clock = timeline.actor("trainer", "update")
+    clock = timeline.clock("trainer", "update")
     source: queue.Queue[int] = queue.Queue()
     source.put(7)
-    assert waits.get(source, who="trainer", what="a batch", deadline_s=1, clock=clock) == 7
+    assert waits.get(source, waiter="trainer", what="a batch", deadline_s=1, clock=clock) == 7
     assert clock.activity == "update"
     assert "wait: a batch" in timeline.take_totals()["trainer"]
 
@@ -213,28 +247,15 @@ def test_get_returns_the_item_and_counts_the_wait():
 def test_a_passed_deadline_names_who_waited_for_what():
     never: queue.Queue[int] = queue.Queue()
     with pytest.raises(WaitTimeout) as error:
-        waits.get(never, who="trainer", what="a batch from the control plane", deadline_s=0.01)
-    assert str(error.value).startswith("trainer waited 0.01 s for a batch from the control plane; ")
+        waits.get(never, waiter="trainer", what="a batch from the control plane", deadline_s=0.01)
+    assert str(error.value).startswith(
+        "trainer ends, because it waited 0.01 s for a batch from the control plane; "
+    )
     assert "runtime.deadline_s" in str(error.value)
-    with pytest.raises(WaitTimeout, match=r"host-0 waited 0.01 s for version 3 to commit; ask it"):
-        waits.wait(
-            threading.Event(), who="host-0", what="version 3 to commit", deadline_s=0.01, remedy="ask it"
-        )
-    condition = threading.Condition()
-    with condition, pytest.raises(WaitTimeout, match=r"host-1 waited 0.01 s for room"):
-        waits.wait_for(condition, lambda: False, who="host-1", what="room", deadline_s=0.01)
-
-
-def test_an_event_and_a_condition_that_hold_end_the_wait():
-    event, condition = threading.Event(), threading.Condition()
-    event.set()
-    waits.wait(event, who="host", what="weights", deadline_s=1)
-    with condition:
-        waits.wait_for(condition, lambda: True, who="host", what="weights", deadline_s=1)
 
 
 def test_a_follower_hears_every_activity_but_none_after_an_error():
-    clock, heard = Timeline(None).actor("trainer", "wait: start"), []
+    clock, heard = Timeline(None).clock("trainer", "wait: start"), []
     clock.follow(heard.append)
     with clock.doing("update"):
         with clock.doing("pack"):
@@ -256,7 +277,7 @@ def test_timelines_of_processes_are_read_as_one_without_the_time_in_which_none_r
         now.now += pause_s * SECOND
         path = tmp_path / "logs" / f"timeline-{name}.jsonl"
         timeline = Timeline(path, now, zero_ns=0)
-        timeline.actor(name, "work")
+        timeline.clock(name, "work")
         now.now += span_s * SECOND
         timeline.close()
     assert [tuple(each) for each in read_timelines(tmp_path)] == [

@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 import time
 
+from areal_jax.cluster.trainer_group import joined
 from areal_jax.parallel.agreement import leads, together
-from areal_jax.runtime.processes import joined
 
 
 def attempt(what: str, deadline_s: float, fails: bool = False) -> str:

@@ -44,8 +44,15 @@ def test_two_processes_agree_or_hear_why_not():
         [line.removeprefix("said: ") for line in text.splitlines() if line.startswith("said: ")]
         for text in said
     )
-    assert first[:4] == ["True", "well", "DisagreementError: write: process 1: the disk is full", "well"]
+    assert first[:4] == [
+        "True",
+        "well",
+        "DisagreementError: 'write' failed in process 1: the disk is full",
+        "well",
+    ]
     assert second == ["False", "well", "OSError: the disk is full", "well", "well"]
-    assert first[4].startswith("ArealError: process 0 of 2 waited 1 s for the others: read. ")
+    assert first[4].startswith(
+        "ArealError: process 0 of 2 ends, because it waited 1 s for the others at 'read'. "
+    )
     assert "1/2" in first[4]
     assert first[5:] == ["True", "well"]

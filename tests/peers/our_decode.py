@@ -6,8 +6,26 @@ import sys
 
 from timing import report_seconds
 
-from areal_jax.runtime.bench_decode import decode
-from areal_jax.runtime.bench_serve import batch_seconds
+from areal_jax.bench.decode import decode
+from areal_jax.bench.hosting import drain, published, started, starts_of
+from areal_jax.bench.measure import random_model, random_params, timed_s
+from areal_jax.generation.engine import Engine
+
+
+def batch_seconds(shape: str, slots: int, dtype: str, prompt: int, tokens: int, repeats: int) -> list[float]:
+    """Seconds of `repeats` runs of a host: one prompt per slot, `tokens` sampled tokens each."""
+    model = random_model(shape, dtype)
+    length = prompt + tokens
+    engine = Engine(
+        model, slots=slots, length=length + -length % 32, decode_steps=8, page_tokens=32, prefill_chunk=prompt
+    )
+    store = published(engine, random_params(model, dtype))
+    starts = starts_of([tokens] * slots, prompt, engine)
+
+    def whole() -> None:
+        assert drain(started(engine, store, starts, stops=())) == slots * tokens
+
+    return [timed_s(whole) for _ in range(repeats + 1)][1:]  # the first run compiles
 
 
 def main(name: str, slots: int, dtype: str, prompt: int, tokens: int, repeats: int) -> None:

@@ -24,7 +24,7 @@ from areal_jax.runtime.reading import audit_run, open_journal
 from areal_jax.trajectories.sqlite import JournalError, SqliteQueue
 from areal_jax.weights import staged
 from areal_jax.weights.staged import committed
-from tests.runtime.small import small
+from tests.small_run import small
 
 STEPS, EVERY = 6, 2
 
@@ -97,7 +97,10 @@ def test_a_checkpoint_that_the_journal_never_came_to_is_discarded(tmp_path, monk
     assert committed(folder / "checkpoints") == [version - EVERY, version]
     said = io.StringIO()
     resume(folder, stream=said)
-    assert f"checkpoint {version} discarded: the journal ends at version {version - 1}" in said.getvalue()
+    assert (
+        f"checkpoint {version} is deleted, because it is newer than the journal, which ends at version "
+        f"{version - 1}; the run continues from an older state" in said.getvalue()
+    )
     assert f"training steps {version - EVERY} to {version - 2} again" in said.getvalue()
     check_whole(folder, untouched)
 
@@ -109,7 +112,7 @@ def test_what_was_committed_and_not_journaled_is_found_again(tmp_path, monkeypat
     crash_at(folder, monkeypatch, lambda e: isinstance(e, kind) and e.version == 4)
     said = io.StringIO()
     resume(folder, stream=said)
-    assert "reissued" not in said.getvalue() and "refused" not in said.getvalue()
+    assert "again with digest" not in said.getvalue() and "refused" not in said.getvalue()
     check_whole(folder, untouched)
 
 

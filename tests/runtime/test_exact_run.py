@@ -10,16 +10,16 @@ import jax
 import numpy as np
 import pytest
 
-from areal_jax.config import load_config
+from areal_jax.assembly.parts import Parts, assemble
+from areal_jax.bench.parity import recomputed_logp
+from areal_jax.config.loading import load_config
 from areal_jax.control.events import BatchTrained, Train
 from areal_jax.parallel.mesh import param_shardings
-from areal_jax.runtime.assembly import Parts, assemble
 from areal_jax.runtime.jobs import run
-from areal_jax.runtime.parity import recomputed_logp
 from areal_jax.runtime.reading import open_journal
 from areal_jax.types import Group, Trajectory
 from areal_jax.weights.staged import read
-from tests.runtime.small import RECIPE
+from tests.small_run import RECIPE
 
 STEPS = 200
 SETTINGS = ("observe.live=false", "observe.tensorboard=false", "observe.report=false")

@@ -15,7 +15,7 @@ import pytest
 from areal_jax.control.events import BatchTrained, RunResumed
 from areal_jax.observe.metrics import read_rows
 from areal_jax.runtime.reading import audit_run, open_journal
-from tests.runtime.small import RECIPE, WORDS
+from tests.small_run import RECIPE, WORDS
 
 CRITIC = [
     "algorithm.preset=ppo",
@@ -154,6 +154,6 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_gives_the_sa
     resumed = call("resume", str(folder), "run.steps=10")
     assert resumed.returncode == 0, resumed.stderr
     assert "refused: checkpoint" in resumed.stdout and "checkpoints/9" in resumed.stdout
-    assert "training steps 6 to 8 again" in resumed.stdout and "reissued" not in resumed.stdout
+    assert "training steps 6 to 8 again" in resumed.stdout and "again with digest" not in resumed.stdout
     assert [row["params_digest"] for row in read_rows(folder)][:9] == last
     check_whole(folder, 10)

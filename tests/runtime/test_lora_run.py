@@ -12,19 +12,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.config import Config, load_config
+from areal_jax.assembly.api import load_model
+from areal_jax.assembly.conversion import convert
+from areal_jax.assembly.parts import assemble, first_params
+from areal_jax.assembly.sources import run_params, run_source
+from areal_jax.config.loading import load_config
+from areal_jax.config.tree import Config
 from areal_jax.models.attention import PackedAttention
 from areal_jax.models.lora import adapters_of, base_of
 from areal_jax.models.model import Model
-from areal_jax.runtime.api import load_model
-from areal_jax.runtime.assembly import assemble, first_params
-from areal_jax.runtime.convert import convert
 from areal_jax.runtime.jobs import run
 from areal_jax.runtime.reading import audit_run
-from areal_jax.runtime.sources import run_params, run_source
 from areal_jax.types import ArealError
 from areal_jax.weights.digest import digest
-from tests.runtime.small import RECIPE, small
+from tests.small_run import RECIPE, small
 
 pytestmark = pytest.mark.slow
 
@@ -99,15 +100,15 @@ def test_convert_writes_the_merged_model_its_base_and_its_adapter(
 def test_forms_that_a_source_does_not_have_are_refused(
     tuned: tuple[Config, list[dict[str, Any]]], tmp_path: Path
 ):
-    with pytest.raises(ArealError, match="--as peft is no form of a model; there are: merged, adapter, base"):
+    with pytest.raises(ArealError, match="--as peft is unknown; choose one of: merged, adapter, base"):
         convert("random", tmp_path / "x", form="peft")
-    with pytest.raises(ArealError, match="--as adapter: random is no run with adapters"):
+    with pytest.raises(ArealError, match="--as adapter: random is not a run with adapters"):
         convert("random", tmp_path / "x", form="adapter")
     with pytest.raises(
         ArealError, match=r"quantize=nf4 with trainer.trainable=everything: blocks\.attention"
     ):
         assemble(small(tmp_path / "y", "model.quantize=nf4"))
-    with pytest.raises(ArealError, match=r"trainer.trainable=blocks.mlp.dwn matches no whole path"):
+    with pytest.raises(ArealError, match=r"trainer.trainable=blocks.mlp.dwn matches no complete path"):
         assemble(small(tmp_path / "y", "trainer.trainable=blocks.mlp.dwn"))
     assert not (tmp_path / "x").exists()
 

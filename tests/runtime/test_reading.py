@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from areal_jax.config import Config, load_config
+from areal_jax.config.loading import load_config
+from areal_jax.config.tree import Config
 from areal_jax.control import events as e
 from areal_jax.runtime import viewer
-from areal_jax.runtime.reading import find, open_journal, view_sample, write_report
+from areal_jax.runtime.reading import find, view_sample, write_report
 from areal_jax.runtime.viewer import Late, Viewer, token_texts
 from areal_jax.tasks.tokenizers import ByteTokenizer, CharTokenizer
 from areal_jax.trajectories.sqlite import Entry, SqliteQueue
@@ -152,23 +153,3 @@ def test_a_character_of_several_tokens_comes_with_its_last():
     assert len(broken) == 3 and broken[0] == "a" and set(broken[2]) == {"\N{REPLACEMENT CHARACTER}"}
     assert token_texts([], text) == []
     assert "".join(token_texts([0xFF] * 9 + [0x62], text)).endswith("b")
-
-
-@pytest.mark.cluster
-def test_a_run_whose_newest_events_are_in_redis_is_read_whole(redis_at, tmp_path: Path, monkeypatch):
-    from areal_jax.trajectories.redis import RedisQueue
-
-    monkeypatch.setenv("AREAL_JAX_SECRET", redis_at.secret)
-    queue = RedisQueue.create(redis_at.url, tmp_path.name, {}, tmp_path, secret=redis_at.secret)
-    with queue:
-        queue.append([Entry(e.HostJoined("host-0", 1)), Entry(e.HostJoined("host-1", 2))])
-        queue.snapshot(1, {})
-        with open_journal(tmp_path) as live:
-            assert isinstance(live, RedisQueue)
-            assert [row.event for row in live.rows()] == [
-                e.HostJoined("host-0", 1),
-                e.HostJoined("host-1", 2),
-            ]
-    with open_journal(tmp_path) as finished:
-        assert isinstance(finished, SqliteQueue)
-        assert finished.last_seq == 2

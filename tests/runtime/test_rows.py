@@ -13,7 +13,7 @@ import pytest
 from areal_jax.control import events as e
 from areal_jax.generation.commands import Statistics
 from areal_jax.observe.metrics import REQUIRED, MetricsWriter
-from areal_jax.observe.waits import Timeline
+from areal_jax.observe.waits import CONTROL_ALONE, Timeline
 from areal_jax.runtime.rows import RowMaker
 from areal_jax.types import Group, Prompt, SampleId, Sampling, Trajectory
 
@@ -153,6 +153,13 @@ def test_idle_shares_are_of_waits_only(monkeypatch):
     monkeypatch.setattr(timeline, "take_totals", lambda: shares)
     row = make([FakeHost("host-0"), FakeHost("host-1")], timeline).make(5, BATCH, TRAINED, "")
     assert (row["trainer_wait_share"], row["generator_idle_share"]) == (0.75, 0.5)
+    assert "control_busy_share" not in row and "control_alone_share" not in row
+    shares["control"] = {"decide": 1.0, "wait: an event": 3.0}
+    row = make([FakeHost("host-0"), FakeHost("host-1")], timeline).make(5, BATCH, TRAINED, "")
+    assert row["control_busy_share"] == 0.25 and "control_alone_share" not in row
+    shares[CONTROL_ALONE] = {"decide": 0.5, "wait": 3.5}
+    row = make([FakeHost("host-0"), FakeHost("host-1")], timeline).make(5, BATCH, TRAINED, "")
+    assert (row["control_busy_share"], row["control_alone_share"]) == (0.25, 0.125)
 
 
 def test_a_single_task_has_no_figures_of_its_own():

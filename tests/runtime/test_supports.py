@@ -9,11 +9,11 @@ import jax
 import numpy as np
 import pytest
 
-from areal_jax.config import load_config
+from areal_jax.assembly.api import preset
+from areal_jax.config.loading import load_config
 from areal_jax.generation.engine import Engine
 from areal_jax.models.config import model_config
 from areal_jax.models.model import Model
-from areal_jax.runtime.api import preset
 from areal_jax.tasks.tokenizers import ByteTokenizer
 from areal_jax.trainer.learner import Learner
 from areal_jax.trainer.state import make_optimizer

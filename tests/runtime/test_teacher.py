@@ -9,7 +9,7 @@ import pytest
 
 from areal_jax.runtime.jobs import run
 from areal_jax.runtime.reading import audit_run
-from tests.runtime.small import small
+from tests.small_run import small
 
 pytestmark = pytest.mark.slow
 

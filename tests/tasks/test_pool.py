@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import queue
+import resource
 import signal
 import subprocess
 import sys
@@ -17,9 +18,10 @@ from pathlib import Path
 import pytest
 
 from areal_jax.control.events import RewardFailed, RewardScored
+from areal_jax.tasks.errors import TaskError
 from areal_jax.tasks.pool import RewardPool
 from areal_jax.tasks.scoring import GROUP
-from areal_jax.tasks.task import Task, TaskError
+from areal_jax.tasks.task import Task
 from areal_jax.types import Completion, Prompt
 
 ROOT = Path(__file__).parents[2]
@@ -151,10 +153,10 @@ def test_an_idle_worker_that_is_killed_costs_nothing(pool: RewardPool):
 def test_a_prompt_that_cannot_travel_and_an_unknown_task_fail_their_groups(pool: RewardPool):
     (stuck,) = ask(pool, "one", lock=threading.Lock())
     assert (stuck.outcome, stuck.member) == ("failed", GROUP)
-    assert "cannot be sent to a reward worker" in stuck.message
+    assert "cannot be pickled for a reward worker" in stuck.message
     answers: queue.SimpleQueue = queue.SimpleQueue()
     pool.submit(0, 0, Prompt("one", task="other"), [], answers.put)
-    assert "no task 'other'; the reward pool has deeds" in answers.get(timeout=WAIT_S).message
+    assert "the reward pool has no task 'other', only deeds" in answers.get(timeout=WAIT_S).message
 
 
 def test_a_task_that_cannot_travel_is_named_at_once():
@@ -162,7 +164,7 @@ def test_a_task_that_cannot_travel_is_named_at_once():
         def __init__(self) -> None:
             self.lock = threading.Lock()
 
-    with pytest.raises(TaskError, match=r"tasks\.mine cannot be sent to a reward worker"):
+    with pytest.raises(TaskError, match=r"tasks\.mine cannot be pickled for a reward worker"):
         RewardPool({"mine": Locked()}, 1, 1.0)
 
 
@@ -185,7 +187,7 @@ def test_a_task_whose_loading_kills_the_worker_fails_its_groups():
     with RewardPool({"deeds": Deadly()}, 1, 5.0) as pool:
         (bad,) = ask(pool, "one")
     assert bad.outcome == "failed"
-    assert "die before they take a group" in bad.message
+    assert "end before they score a group" in bad.message
 
 
 def test_after_closing_nothing_is_reported_and_nothing_is_taken():
@@ -229,6 +231,8 @@ SCRIPT = """
         info = {"bonus": Bonus(0.5), "folder": os.path.dirname(__file__)}
         pool.submit(0, 0, Prompt(text, info=info, task="mine"), [Completion("", (), "stop")], answers.put)
     ask("now")
+    while answers.empty():
+        os.path.dirname(__file__)  # the pool's thread starts the workers meanwhile
     scored = answers.get(timeout=60)
     if not hasattr(scored, "rewards"):
         sys.exit(str(scored))
@@ -255,7 +259,7 @@ def start_script(tmp_path: Path, *words: str) -> subprocess.Popen[str]:
 def test_a_script_needs_no_main_guard_its_classes_travel_and_its_stdout_stays_its_own(tmp_path: Path):
     script = start_script(tmp_path, "end")
     lines = script.communicate(timeout=WAIT_S)[0].splitlines()
-    assert script.returncode == 0
+    assert script.returncode == 0, (tmp_path / "stderr").read_text()
     assert [line.split()[0] for line in lines] == ["started", "(0.5,)"]
 
 
@@ -276,14 +280,16 @@ def test_killing_the_parent_leaves_no_worker_behind(tmp_path: Path):
         assert wait_until(lambda pid=pid: gone(pid), 5), f"process {pid} outlived its parent"
 
 
-def test_what_a_worker_imports_starts_within_a_second_and_without_jax():
+def test_what_a_worker_imports_takes_less_than_a_cpu_second_and_no_jax():
     code = "import areal_jax.tasks.pool, sys; print('jax' in sys.modules, 'pydantic' in sys.modules)"
-    took = []
-    for _ in range(3):  # the best of three: the machine may be busy
-        start = time.monotonic()
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60, check=True
-        )
-        took.append(time.monotonic() - start)
-        assert done.stdout == "False False\n"
-    assert min(took) < 1.0
+
+    def cpu_s() -> float:
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return used.ru_utime + used.ru_stime
+
+    before_s = cpu_s()
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60, check=True
+    )
+    assert done.stdout == "False False\n"
+    assert cpu_s() - before_s < 1.0

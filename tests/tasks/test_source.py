@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_jax.plugin import load_object
-from areal_jax.tasks.countdown import Countdown
+from areal_jax.tasks.datasets.countdown import Countdown
 from areal_jax.tasks.source import BLOCK, BUILTIN, PromptStream, WeightedTask, load_tasks
 from areal_jax.tasks.task import Task
 from areal_jax.types import ArealError, Prompt
@@ -131,12 +131,12 @@ def test_objects_stand_in_for_the_config_and_are_named_by_class():
         ({"countdwn": {}}, "countdwn.*did you mean countdown"),
         ({"countdown": {"sizes": 3}}, r"tasks\.countdown\.sizes; did you mean tasks\.countdown\.size"),
         ({"jsonl": {}}, r"tasks\.jsonl\.path is required"),
-        ({"countdown": {"size": "many"}}, r"tasks\.countdown cannot be made"),
+        ({"countdown": {"size": "many"}}, r"tasks\.countdown cannot be made with the settings"),
         ({"countdown": {"weight": 0}}, r"tasks\.countdown\.weight=0 is not a positive number"),
         ({"countdown": {"weight": "much"}}, "weight='much' is not a positive"),
-        ({"nowhere.at_all:Task": {}}, "there is no module nowhere"),
-        ({"collections:Counter": {}}, "makes a Counter, which is no Task"),
-        ({}, "a run needs a task; give tasks=NAME: .*countdown, gsm8k"),
+        ({"nowhere.at_all:Task": {}}, "module nowhere.at_all was not found"),
+        ({"collections:Counter": {}}, "returned a Counter, not a Task"),
+        ({}, "a run needs a task; give tasks=NAME, one of .*countdown, gsm8k"),
     ],
 )
 def test_what_is_wrong_with_a_config_is_named(given: dict, problem: str):
@@ -145,7 +145,7 @@ def test_what_is_wrong_with_a_config_is_named(given: dict, problem: str):
 
 
 def test_an_object_that_is_no_task_is_named():
-    with pytest.raises(ArealError, match="is no Task; subclass"):
+    with pytest.raises(ArealError, match="is not a Task; subclass"):
         load_tasks({}, ["countdown"])
 
 

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from areal_jax.tasks.task import Task, TaskError
+from areal_jax.tasks.errors import TaskError
+from areal_jax.tasks.task import Task
 from areal_jax.types import Completion, Prompt, Reward
 
 DONE = Completion("4", (4,), "stop")
@@ -33,7 +34,7 @@ def test_the_prompt_may_be_another_column_messages_tokens_or_a_function():
 @pytest.mark.parametrize("value", [7, None, [], [1, "a"], [True], [{"role": "user"}], {"a": 1}])
 def test_a_row_without_a_usable_prompt_is_named_when_the_task_is_made(value: object):
     good = {"prompt": "x"}
-    with pytest.raises(TaskError, match=r"row 1: column 'prompt' holds .*a prompt is text, a list"):
+    with pytest.raises(TaskError, match=r"row 1: column 'prompt' is .*a prompt must be text, a list"):
         Task.from_rows([good, {"prompt": value}], exact)
     with pytest.raises(TaskError, match="row 1 has no column 'prompt'; its columns are question"):
         Task.from_rows([good, {"question": "x"}], exact)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_jax.tasks.task import TaskError
+from areal_jax.tasks.errors import TaskError
 from areal_jax.tasks.tokenizers import ByteTokenizer, CharTokenizer
 from areal_jax.types import Prompt
 
@@ -53,7 +53,7 @@ def test_a_prompt_is_rendered_as_text_chat_or_the_exact_tokens():
 def test_what_cannot_be_encoded_is_named():
     with pytest.raises(TaskError, match=r"character 'z' .*model\.tokenizer=byte"):
         CHARS.encode("az")
-    with pytest.raises(TaskError, match=r"token 6 is none of 0\.\.5"):
+    with pytest.raises(TaskError, match=r"token 6 is outside the vocabulary 0\.\.5"):
         CHARS.render(Prompt(tokens=(1, 6)))
     with pytest.raises(TaskError, match="token -1"):
         BYTES.render(Prompt(tokens=(-1,)))

@@ -10,11 +10,11 @@ import numpy as np
 import optax
 import pytest
 
-from areal_jax.config import AlgorithmConfig
+from areal_jax.config.presets import preset_settings
+from areal_jax.config.sections import AlgorithmConfig
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.model import Model
 from areal_jax.parallel.mesh import make_mesh
-from areal_jax.presets import preset_settings
 from areal_jax.tasks.tokenizers import CharTokenizer
 from areal_jax.trainer.learner import Learner
 from areal_jax.types import Batch, Group, Prompt, SampleId, Sampling, Trajectory

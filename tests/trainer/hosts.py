@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import msgpack
 
-from areal_jax.runtime.watchdog import Beat, Deadlines, watched
+from areal_jax.cluster.watchdog import Beat, Deadlines, watched
 from areal_jax.types import SampleId, Trajectory
 
 WORDS = (
@@ -60,36 +60,37 @@ def read(folder: Path, step: int, asked: Asked, places: Mapping[int, SampleId]) 
 
 
 def train(folder: Path, asked: Asked, beat: Beat) -> dict[str, Any]:
+    from areal_jax.assembly.parts import assemble
     from areal_jax.control.events import BatchTrained
     from areal_jax.observe.waits import Timeline
-    from areal_jax.runtime.assembly import assemble
-    from areal_jax.runtime.trainer import TrainBatch, Trainer
+    from areal_jax.runtime.trainer_loop import TrainBatch, Trainer
     from areal_jax.runtime.turns import OwnDevices
     from areal_jax.trainer.checkpoint import Checkpointer, restore
     from areal_jax.trajectories.plan import BatchPlan
     from areal_jax.weights.orbax import OrbaxStore
-    from tests.runtime.small import small
+    from areal_jax.weights.publishing import PublisherSettings
+    from tests.small_run import small
 
     run = folder / asked.run
     parts = assemble(small(run, *WORDS, f"trainer.mesh={asked.mesh}"))
     found = restore(run / "checkpoints", parts.learner.abstract_state())
     state = found.state or parts.first_state()
     first = parts.learner.versioned(state)
-    store = OrbaxStore(run / "weights", probe(parts.model), deadline_s=60)
+    store = OrbaxStore(run / "weights", PublisherSettings(probe(parts.model), deadline_s=60))
     store.publish(first)
     store.wait(60)
     restored = first.version if found.state else None
     told: list[Any] = []
-    clock = Timeline(None).actor("trainer")
+    clock = Timeline(None).clock("trainer")
     trainer = Trainer(
         parts,
         state,
         store,
         Checkpointer(run / "checkpoints", restored),
         told.append,
-        OwnDevices(),
-        clock,
-        told.append,
+        turns=OwnDevices(),
+        clock=clock,
+        note=told.append,
     )
     clock.follow(beat)
     for step in range(first.version, asked.last):
@@ -124,7 +125,7 @@ def probe(model: Any) -> Any:
 
 
 def body(folder: Path, asked: Asked, watcher: int, beat: Beat) -> None:
-    from areal_jax.runtime.processes import joined
+    from areal_jax.cluster.trainer_group import joined
 
     (folder / f"{asked.name}-{asked.index}.pids").write_text(f"{watcher} {os.getpid()}")
     with joined(f"localhost:{asked.port}", asked.processes, asked.index, 60, asked.heartbeat_s):

@@ -17,12 +17,12 @@ import msgpack
 import numpy as np
 import optax
 
-from areal_jax.config import AlgorithmConfig
+from areal_jax.cluster.trainer_group import joined
+from areal_jax.config.presets import preset_settings
+from areal_jax.config.sections import AlgorithmConfig
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.model import Model
 from areal_jax.parallel.mesh import make_mesh, replicated
-from areal_jax.presets import preset_settings
-from areal_jax.runtime.processes import joined
 from areal_jax.tasks.tokenizers import CharTokenizer
 from areal_jax.trainer.learner import Learner
 from areal_jax.trajectories.codec import decode

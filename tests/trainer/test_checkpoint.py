@@ -16,12 +16,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from areal_jax.config import AlgorithmConfig
+from areal_jax.config.presets import preset_settings
+from areal_jax.config.sections import AlgorithmConfig
 from areal_jax.models.model import Model
 from areal_jax.parallel.mesh import make_mesh
-from areal_jax.presets import preset_settings
 from areal_jax.trainer.checkpoint import (
-    MANIFEST,
     Checkpointer,
     committed,
     discard_newer,
@@ -31,7 +30,8 @@ from areal_jax.trainer.checkpoint import (
 )
 from areal_jax.trainer.learner import Learner
 from areal_jax.trainer.state import TrainState
-from areal_jax.weights.staged import StagedError, render
+from areal_jax.weights.staged import MANIFEST, render
+from areal_jax.weights.store import StagedError
 from tests.trainer.conftest import LENGTH, same_bits
 
 DEADLINE_S = 60.0
@@ -234,7 +234,9 @@ def test_another_state_than_the_configs_is_refused(saved: Path, adamw: Learner):
     restored = restore(saved, like.replace(params={"renamed": like.params["norm"]}))
     assert restored.state is None
     assert len(restored.refused) == 2
-    assert all("holds another tree than is asked for: leaf params." in reason for reason in restored.refused)
+    assert all(
+        "contains other parameters than requested: leaf params." in reason for reason in restored.refused
+    )
 
 
 @pytest.mark.parametrize(
@@ -263,7 +265,7 @@ def test_a_checkpoint_of_another_version_under_this_name_is_refused(
 ):
     shutil.rmtree(folder / "7")
     shutil.copytree(folder / "3", folder / "7")
-    assert "holds version 3" in assert_falls_back(folder, adamw.abstract_state(), state_of(3))
+    assert "contains version 3" in assert_falls_back(folder, adamw.abstract_state(), state_of(3))
 
 
 def test_the_parameters_alone_can_be_read(saved: Path, adamw: Learner, state_of: Callable[[int], TrainState]):

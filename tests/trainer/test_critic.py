@@ -11,11 +11,12 @@ import numpy as np
 import optax
 import pytest
 
-from areal_jax.config import AlgorithmConfig
+from areal_jax.config.presets import preset_settings
+from areal_jax.config.sections import AlgorithmConfig
 from areal_jax.models.model import Model
 from areal_jax.parallel.mesh import make_mesh
-from areal_jax.presets import preset_settings
 from areal_jax.trainer.checkpoint import Checkpointer, restore
+from areal_jax.trainer.critic import value_loss
 from areal_jax.trainer.learner import Learner, Teacher
 from areal_jax.trainer.state import TrainState
 from areal_jax.trajectories.packing import pack
@@ -179,9 +180,9 @@ def test_a_shared_critic_is_a_head_whose_gradient_reaches_the_trunk(model: Model
     np.testing.assert_allclose(prepared.values, np.where(batch.loss_mask, before, 0), atol=2e-5)
 
     def sums_of(state: TrainState) -> tuple[Any, Any]:
-        sums = of.zero_sums()
+        sums = of.programs.zero_sums()
         for micro in of.micro_batches(prepared)[0]:
-            sums = sums if micro is None else of.accumulate(state, sums, micro)
+            sums = sums if micro is None else of.programs.accumulate(state, sums, micro)
         return sums[0]
 
     grads, head = sums_of(state)
@@ -194,3 +195,18 @@ def test_a_shared_critic_is_a_head_whose_gradient_reaches_the_trunk(model: Model
     assert float(weight @ np.asarray(head["head"]["weight"], float)) == pytest.approx(want, rel=1e-3)
     without = state.replace(critic=jax.tree.map(lambda leaf: 0 * leaf, state.critic))
     assert distance(sums_of(without)[0], grads) > 1e-4
+
+
+def test_a_value_that_moves_further_than_the_clip_gains_nothing():
+    value = np.array([[1.0, 1.0, -2.0, 0.3]], np.float32)
+    arrived = np.array([[0.0, 0.0, 0.0, 0.0]], np.float32)
+    returns = np.array([[2.0, 0.4, 1.0, 0.5]], np.float32)
+    loss, is_clipped = value_loss(value, arrived, returns, 0.5)
+    # clipped to 0.5, 0.5, -0.5, 0.3: errors 1.5, 0.1, -1.5, -0.2 against plain -1, 0.6, -3, -0.2
+    np.testing.assert_allclose(loss[0], [0.5 * 1.5**2, 0.5 * 0.6**2, 0.5 * 3**2, 0.5 * 0.2**2], rtol=1e-5)
+    np.testing.assert_array_equal(is_clipped[0], [True, False, False, False])
+    slope = jax.grad(lambda v: value_loss(v, arrived, returns, 0.5)[0].sum())(value)
+    np.testing.assert_allclose(slope[0], [0, 0.6, -3, -0.2], rtol=1e-5)
+    plain, never = value_loss(value, arrived, returns, None)
+    np.testing.assert_allclose(plain[0], 0.5 * (value - returns)[0] ** 2, rtol=1e-6)
+    assert not never.any()

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from areal_jax.trainer.gaps import gap_figures, gap_sums
-from areal_jax.trainer.kl_control import KLControl
-from areal_jax.trainer.metrics import add_metrics, to_floats, value_sums
+from areal_jax.trainer.state import KLControl
+from areal_jax.trainer.update_metrics import add_metrics, to_floats, value_sums
 
 SUMS = jax.jit(gap_sums)
 NAMES = {0: "0", 1: "1", 3: "3", 4: "4", 5: "5-8", 8: "5-8", 9: "9-up", 40: "9-up"}

@@ -22,13 +22,13 @@ import jax
 import msgpack
 import pytest
 
+from areal_jax.assembly.parts import assemble
 from areal_jax.models.model import Model
-from areal_jax.runtime.assembly import assemble
 from areal_jax.trainer.checkpoint import committed, discard_newer
 from areal_jax.trajectories.codec import encode
 from areal_jax.trajectories.packing import plan_batch
-from areal_jax.weights.orbax import OrbaxStore
-from tests.runtime.small import small
+from areal_jax.weights.orbax import OrbaxReader
+from tests.small_run import small
 from tests.trainer.conftest import make_groups
 from tests.trainer.hosts import LENGTH, ROWS, STEPS, WORDS, Asked, probe
 
@@ -134,7 +134,7 @@ def test_the_first_process_tells_and_the_others_do_not(pair: list[dict[str, Any]
 def test_what_two_processes_published_a_single_one_reads(folder: Path, pair: list[dict[str, Any]]):
     parts = assemble(small(folder / "reader", *WORDS, f"trainer.mesh={ALONE}"))
     model: Model = parts.model
-    store = OrbaxStore(folder / "pair" / "weights", probe(model))
+    store = OrbaxReader(folder / "pair" / "weights", probe(model))
     shardings = jax.tree.map(
         lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), model.abstract_params
     )
@@ -206,9 +206,9 @@ def test_a_group_with_a_stopped_process_is_ended_by_its_watchdogs(folder: Path, 
         wait_for_stop(folder, "stopped", started)
         statuses = ends_within(folder, "stopped", started, 15 + 12)
     assert statuses[1] == 128 + signal.SIGKILL
-    assert "stopped was silent for 15 s in: pack\n" in log(folder, "stopped", 1)
+    assert "no progress reported for 15 s; state: stopped; activity: pack\n" in log(folder, "stopped", 1)
     assert statuses[0] in (1, 128 + signal.SIGABRT, 128 + signal.SIGKILL)  # by Gloo, jax or its watchdog
-    assert " in: update\n" in log(folder, "stopped", 0)
+    assert "; activity: update\n" in log(folder, "stopped", 0)
 
 
 def test_a_told_group_ends_though_one_is_stopped(folder: Path, pair: Any):
@@ -220,7 +220,7 @@ def test_a_told_group_ends_though_one_is_stopped(folder: Path, pair: Any):
             process.send_signal(signal.SIGTERM)
         statuses = ends_within(folder, "told", started, 3 + 12)
     assert statuses == [128 + signal.SIGTERM, 128 + signal.SIGKILL]
-    assert "did not end within 3 s of being told to, in: pack\n" in log(folder, "told", 1)
+    assert "killed: still running 3 s after SIGTERM; activity: pack\n" in log(folder, "told", 1)
 
 
 def test_a_killed_process_ends_the_others(folder: Path, pair: Any):
@@ -232,5 +232,5 @@ def test_a_killed_process_ends_the_others(folder: Path, pair: Any):
         statuses = ends_within(folder, "killed", started, 5 + 15)
     assert statuses[0] in (1, 128 + signal.SIGABRT)
     assert statuses[1] == 128 + signal.SIGKILL
-    assert "ended with status 137 in: pack\n" in log(folder, "killed", 1)
-    assert f"ended with status {statuses[0]} in: update\n" in log(folder, "killed", 0)
+    assert "ended with status 137; activity: pack\n" in log(folder, "killed", 1)
+    assert f"ended with status {statuses[0]}; activity: update\n" in log(folder, "killed", 0)

@@ -13,16 +13,16 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from areal_jax.config import AlgorithmConfig
+from areal_jax.config.presets import preset_settings
+from areal_jax.config.sections import AlgorithmConfig
 from areal_jax.models.model import Model
 from areal_jax.parallel.mesh import ROWS, make_mesh, own_rows
-from areal_jax.presets import preset_settings
 from areal_jax.trainer.checkpoint import Checkpointer, restore
 from areal_jax.trainer.learner import Learner
 from areal_jax.trainer.state import TrainState
 from areal_jax.trajectories.packing import pack, unpack
 from areal_jax.types import ArealError
-from tests.trainer.conftest import LENGTH, distance, same_bits
+from tests.trainer.conftest import LENGTH, MakeLearner, distance, same_bits
 from tests.trainer.test_shared_prompts import groups_of
 
 BOTH = {"fsdp": 2, "tensor": 2}
@@ -174,8 +174,8 @@ def test_no_device_computes_another_ones_rows(trained: MakeTrained):
         shape, sharding = (x.shape, whole) if x.ndim == 1 else ((4, *x.shape[1:]), by_row)
         return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
 
-    arguments = (of.abstract_state(), jax.eval_shape(of.zero_sums), jax.tree.map(abstract, prepared))
-    text = of.accumulate.lower(*arguments).compile().as_text()
+    arguments = (of.abstract_state(), jax.eval_shape(of.programs.zero_sums), jax.tree.map(abstract, prepared))
+    text = of.programs.accumulate.lower(*arguments).compile().as_text()
     shapes = {tuple(map(int, found.split(","))) for found in re.findall(r"f32\[([\d,]+)\]", text)}
     assert (2, LENGTH, 16) in shapes
     whole_rows = {shape for shape in shapes if shape[:2] == (4, LENGTH) or shape[0] == 4 * LENGTH}
@@ -186,11 +186,11 @@ def test_no_device_computes_another_ones_rows(trained: MakeTrained):
     assert len(of_head) == 1 and "/while/" not in of_head[0]  # not once a chunk
 
 
-def test_what_does_not_divide_is_named(trained: MakeTrained, model: Model):
-    of = trained(PLAIN, {"data": 2}).learner
+def test_what_does_not_divide_is_named(learner: MakeLearner):
+    of = learner(mesh={"data": 2})
     np.testing.assert_array_equal(of.own_rows(8), np.arange(8))
     with pytest.raises(ArealError, match=r"trainer\.rows=3 does not divide .* data x fsdp = 2 .* multiple"):
-        Learner(model, of.algorithm, of.optimizer, rows=3, length=LENGTH, mesh=of.mesh)
+        Learner(of.model, of.algorithm, of.optimizer, rows=3, length=LENGTH, mesh=of.mesh)
 
 
 def test_a_mesh_without_a_device_of_this_process_is_named(monkeypatch):

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from areal_jax.config import TrainerConfig
+from areal_jax.config.sections import TrainerConfig
 from areal_jax.trainer.state import make_optimizer
 
 STEPS = 12

@@ -12,13 +12,11 @@ import numpy as np
 import pytest
 
 from areal_jax.algorithms import masked
-from areal_jax.algorithms.advantages import ADVANTAGES
+from areal_jax.algorithms.functions import Functions
 from areal_jax.algorithms.logprobs import TokenStats
-from areal_jax.algorithms.losses import LOSSES
-from areal_jax.algorithms.weights import OFF_POLICY, fitting, reduction_weights
-from areal_jax.config import AlgorithmConfig
-from areal_jax.plugin import check_settings
-from areal_jax.presets import PRESETS, preset_settings
+from areal_jax.algorithms.weights import reduction_weights
+from areal_jax.config.presets import PRESETS, preset_settings
+from areal_jax.config.sections import AlgorithmConfig
 from areal_jax.trainer.update import Objective
 from areal_jax.types import Batch
 from tests.algorithms.batches import prepared
@@ -37,13 +35,14 @@ def algorithm_of(name: str, **settings: Any) -> AlgorithmConfig:
 
 
 def objective_of(a: AlgorithmConfig) -> Objective:
-    loss, advantage, off_policy = LOSSES[a.loss], ADVANTAGES[a.advantage], OFF_POLICY[a.off_policy]
-    check_settings(loss, a.loss_settings, "algorithm.loss_settings")
-    check_settings(advantage, a.advantage_settings, "algorithm.advantage_settings")
-    check_settings(off_policy, a.off_policy_settings, "algorithm.off_policy_settings")
     critic = cast(Any, None if a.critic.kind == "none" else object())  # its values are given
-    weight = fitting(loss, off_policy, a)
-    return Objective(cast(Any, None), a, loss, advantage, weight, critic, float(MAX_TOKENS), 1, False)
+    return Objective(
+        forward=cast(Any, None),
+        algorithm=a,
+        functions=Functions.of(a),
+        critic=critic,
+        max_tokens=float(MAX_TOKENS),
+    )
 
 
 def packed(seed: int, rows: Any) -> tuple[np.ndarray, Batch, np.ndarray]:

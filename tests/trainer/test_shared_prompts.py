@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
+import chex
 import numpy as np
 
 from areal_jax.trajectories.packing import pack, unpack
@@ -16,9 +16,14 @@ from tests.trajectories.test_shared_prompts import asked
 VOCAB = 37
 
 
-def groups_of() -> list[Group]:
+SIZES = [(5, [4, 2, 3, 6]), (3, [2, 8, 1, 5]), (6, [3, 1, 7, 2]), (2, [5, 9, 4, 6])]
+"""Of each group the tokens of its prompt and of its completions."""
+
+
+def groups_of(count: int = 2) -> list[Group]:
+    """Four groups have as many samples as `make_groups()`, and so share its learners' programs."""
     out = []
-    for ordinal, (prompt, sizes) in enumerate([(5, [4, 2, 3, 6]), (3, [2, 8, 1, 5])]):
+    for ordinal, (prompt, sizes) in enumerate(SIZES[:count]):
         group = asked(ordinal, prompt, sizes)
         members = [
             dataclasses.replace(t, tokens=(t.tokens * 7 % VOCAB).astype(np.int32)) for t in group.trajectories
@@ -31,7 +36,8 @@ def test_log_probs_and_gradient_are_those_of_repeated_prompts(params: Any, learn
     of = learner()
     state = of.init(params)
     shared, repeated = (
-        of.prepare(state, pack(groups_of(), 2, LENGTH, prompts=prompts)) for prompts in ("shared", "repeated")
+        of.prepare(state, pack(groups_of(4), 2, LENGTH, prompts=prompts))
+        for prompts in ("shared", "repeated")
     )
     assert shared.context_ids is not None
     assert (np.asarray(shared.segment_ids) > 0).sum() < (np.asarray(repeated.segment_ids) > 0).sum()
@@ -39,9 +45,8 @@ def test_log_probs_and_gradient_are_those_of_repeated_prompts(params: Any, learn
         for name in ("proximal_logp", "advantages", "weights", "off_policy_weight"):
             own = one["loss_mask"]
             np.testing.assert_allclose(one[name][own], other[name][own], rtol=0, atol=1e-5)
-    trained = [of.update(of.init(params), batch) for batch in (shared, repeated)]
-    for left, right in zip(*(jax.tree.leaves(state.params) for state, _ in trained), strict=True):
-        np.testing.assert_allclose(left, right, rtol=0, atol=1e-5)
+    trained = [of.update(of.init(params), batch, lambda _: None) for batch in (shared, repeated)]
+    chex.assert_trees_all_close(*(state.params for state, _ in trained), rtol=0, atol=1e-5)
     assert trained[0][1]["grad_norm"] > 0.1
     np.testing.assert_allclose(trained[0][1]["grad_norm"], trained[1][1]["grad_norm"], rtol=1e-4)
 
@@ -50,7 +55,7 @@ def test_a_completion_never_moves_another_of_its_group(params: Any, learner: Mak
     """Another token in one member: not a bit of the others' log-probs, though they share its prompt."""
     of = learner()
     state = of.init(params)
-    batch = pack(groups_of(), 2, LENGTH)
+    batch = pack(groups_of(4), 2, LENGTH)
     tokens = np.array(batch.tokens)
     tokens[(batch.segment_ids == 2) & (batch.positions == 6)] += 1
     before, after = (

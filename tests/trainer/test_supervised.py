@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areal_jax.config import TrainerConfig
+from areal_jax.config.sections import TrainerConfig
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.model import Model
-from areal_jax.tasks.countdown import Countdown
+from areal_jax.tasks.datasets.countdown import Countdown
 from areal_jax.tasks.source import PromptStream, load_tasks
 from areal_jax.trainer.state import make_optimizer
 from areal_jax.trainer.supervised import supervised_start

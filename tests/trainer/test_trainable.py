@@ -11,13 +11,12 @@ import numpy as np
 import optax
 import pytest
 
-from areal_jax.config import AlgorithmConfig
+from areal_jax.config.presets import preset_settings
+from areal_jax.config.sections import ADAPTERS, AlgorithmConfig
 from areal_jax.models.config import Lora
 from areal_jax.models.lora import adapters_of, base_of
 from areal_jax.models.model import Model
 from areal_jax.parallel.mesh import make_mesh
-from areal_jax.presets import preset_settings
-from areal_jax.sections import ADAPTERS
 from areal_jax.trainer.checkpoint import Checkpointer, restore
 from areal_jax.trainer.learner import Learner
 from areal_jax.trainer.trainable import Trainable
@@ -73,8 +72,8 @@ def test_an_adapters_gradient_is_the_chain_rule_on_its_matrix(
     state = plain.init(merged)
     micro = plain.micro_batches(plain.prepare(state, batch))[0][0]
     assert micro is not None
-    of_matrices = jax.jit(plain.objective.gradient)(state.params, None, micro, 0.0)[0][0]["blocks"]
-    gradient = jax.jit(tuned.objective.gradient)(tuned.init(lora_params).params, None, micro, 0.0)[0][0]
+    of_matrices = plain.programs.begin(state, micro)[0][0]["blocks"]
+    gradient = tuned.programs.begin(tuned.init(lora_params), micro)[0][0]
     assert count(gradient) == count(adapters_of(lora_params))
     scale = ALPHA / RANK
     for part, name, inputs in (("attention", "q", 1), ("attention", "out", 2), ("mlp", "down", 1)):
@@ -132,7 +131,7 @@ def test_adapters_with_a_critic_a_moving_reference_and_weight_decay(
     assert count(state.critic) == adapters + head
     assert count(state.optimizer) == 2 * adapters + 1
     assert count(state.critic_optimizer) == 2 * (adapters + head) + 1
-    assert count(tuned.zero_sums()[0]) == 2 * adapters + head
+    assert count(tuned.programs.zero_sums()[0]) == 2 * adapters + head
     reference = first
     for _ in range(2):
         prepared = tuned.prepare(state, batch)
@@ -158,5 +157,5 @@ def test_a_pattern_that_matches_nothing_names_the_nearest_paths(with_lora: Model
     with pytest.raises(ArealError, match=r"trainable=blocks.mlp.dwn matches no .* blocks\.mlp\.down"):
         Trainable("blocks.mlp.dwn").require(with_lora)
     Trainable(ADAPTERS).require(with_lora)
-    with pytest.raises(ArealError, match="matches no whole path"):
+    with pytest.raises(ArealError, match="matches no complete path"):
         Trainable(ADAPTERS).require(with_lora.base)

@@ -1,4 +1,4 @@
-"""What every journal promises, wherever it is kept."""
+"""The promises of a journal: of one process, on a cluster, and with either mode of SQLite."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import textwrap
 import threading
 import time
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +29,35 @@ from areal_jax.control.events import (
     RunStarted,
     Train,
 )
-from areal_jax.trajectories import redis_part
-from areal_jax.trajectories.journal import Entry, Journal, JournalError
+from areal_jax.trajectories import sqlite
+from areal_jax.trajectories.journal import Entry, JournalError
+from areal_jax.trajectories.sqlite import SqliteQueue
 from areal_jax.types import SampleId
-from tests.trajectories.journals import Store, finished, make_store
+from tests.trajectories.journals import finished
 from tests.trajectories.samples import assert_same
 
 ROOT = Path(__file__).parents[2]
-STORES = ["sqlite", pytest.param("redis", marks=pytest.mark.cluster)]
 
 
-@pytest.fixture(params=STORES)
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    server = request.getfixturevalue("redis_at") if request.param == "redis" else None
-    return make_store(tmp_path / "run", server)
+@dataclass(frozen=True)
+class Store:
+    """Where a journal is, and the token with which a cluster's controller opens it."""
+
+    path: Path
+    owner: str | None
+
+    def create(self, header: dict[str, Any]) -> SqliteQueue:
+        return SqliteQueue.create(self.path, header, self.owner)
+
+    def open(self, readonly: bool = False) -> SqliteQueue:
+        return SqliteQueue.open(self.path, readonly, None if readonly else self.owner)
+
+
+@pytest.fixture(params=["alone", "on a cluster", "on a shared file system"])
+def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    if request.param == "on a shared file system":
+        monkeypatch.setattr(sqlite, "is_local", lambda folder: False)
+    return Store(tmp_path / "run" / "journal.sqlite", None if request.param == "alone" else "token")
 
 
 @pytest.fixture
@@ -50,7 +66,7 @@ def queue(store: Store):
         yield queue
 
 
-def test_rows_give_back_events_and_actions_in_order_across_a_reopening(store: Store, queue: Journal):
+def test_rows_give_back_events_and_actions_in_order_across_a_reopening(store: Store, queue: SqliteQueue):
     dispatch = Dispatch((SampleId(0, 0), SampleId(0, 1)), "host-0", 0)
     trained = BatchTrained(0, (0, 1), "abc", {"loss": 0.5, "histogram": [1, 2], "by_age": {3: 4}})
     before = time.time()
@@ -70,7 +86,7 @@ def test_rows_give_back_events_and_actions_in_order_across_a_reopening(store: St
     assert all(before <= row.wall_s <= time.time() for row in rows)
 
 
-def test_rows_are_read_in_pieces_while_others_are_written(queue: Journal):
+def test_rows_are_read_in_pieces_while_others_are_written(queue: SqliteQueue):
     queue.append([Entry(HostJoined(f"host-{i}", i)) for i in range(1500)])
     seen = 0
     for row in queue.rows():
@@ -81,13 +97,13 @@ def test_rows_are_read_in_pieces_while_others_are_written(queue: Journal):
     assert seen == 1501
 
 
-def test_numpy_numbers_in_metrics_become_plain_ones(queue: Journal):
+def test_numpy_numbers_in_metrics_become_plain_ones(queue: SqliteQueue):
     queue.append([Entry(BatchTrained(0, (np.int64(3),), "d", {"loss": np.float32(0.5)}))])
     (row,) = queue.rows()
     assert row.event == BatchTrained(0, (3,), "d", {"loss": 0.5})
 
 
-def test_an_event_and_its_payload_are_written_together_or_not_at_all(queue: Journal):
+def test_an_event_and_its_payload_are_written_together_or_not_at_all(queue: SqliteQueue):
     bad = Entry(BatchTrained(0, (0,), "d", {"array": np.zeros(3)}))
     with pytest.raises(TypeError, match="ndarray"):
         queue.append([finished(SampleId(0, 0)), bad])
@@ -96,7 +112,7 @@ def test_an_event_and_its_payload_are_written_together_or_not_at_all(queue: Jour
         queue.trajectory(SampleId(0, 0))
 
 
-def test_a_group_is_complete_or_an_error_and_gets_its_rewards_once_scored(queue: Journal):
+def test_a_group_is_complete_or_an_error_and_gets_its_rewards_once_scored(queue: SqliteQueue):
     entries = [finished(SampleId(5, member, 1), reward=None) for member in (1, 0)]
     queue.append(entries[:1])
     with pytest.raises(JournalError, match=r"members \[1\] of group 5 \(attempt 1\), not 2"):
@@ -114,14 +130,14 @@ def test_a_group_is_complete_or_an_error_and_gets_its_rewards_once_scored(queue:
         queue.group(5, 0, 2)
 
 
-def test_the_first_finish_of_a_sample_counts(queue: Journal):
+def test_the_first_finish_of_a_sample_counts(queue: SqliteQueue):
     queue.append([finished(SampleId(0, 0), length=6)])
     queue.append([finished(SampleId(0, 0), length=9)])
     assert len(queue.trajectory(SampleId(0, 0)).tokens) == 6
     assert queue.last_seq == 2
 
 
-def test_forgetting_deletes_payloads_and_keeps_events(queue: Journal):
+def test_forgetting_deletes_payloads_and_keeps_events(queue: SqliteQueue):
     queue.append([finished(SampleId(n, 0, attempt)) for n in range(3) for attempt in range(2)])
     queue.forget([0, 2])
     assert queue.last_seq == len(list(queue.rows())) == 6
@@ -131,16 +147,15 @@ def test_forgetting_deletes_payloads_and_keeps_events(queue: Journal):
             queue.trajectory(gone)
 
 
-def test_the_newest_snapshot_is_found_also_before_a_given_event(queue: Journal):
+def test_the_newest_snapshot_is_found(queue: SqliteQueue):
     assert queue.latest_snapshot() is None
     queue.snapshot(3, {"version": 1, "groups": {7: [1, 2]}})
+    assert queue.latest_snapshot() == (3, {"version": 1, "groups": {7: [1, 2]}})
     queue.snapshot(9, {"version": 2})
     assert queue.latest_snapshot() == (9, {"version": 2})
-    assert queue.latest_snapshot(before_seq=8) == (3, {"version": 1, "groups": {7: [1, 2]}})
-    assert queue.latest_snapshot(before_seq=2) is None
 
 
-def test_threads_may_append_and_read_at_once(queue: Journal):
+def test_threads_may_append_and_read_at_once(queue: SqliteQueue):
     def work(ordinal: int) -> None:
         for member in range(20):
             queue.append([finished(SampleId(ordinal, member))])
@@ -155,7 +170,7 @@ def test_threads_may_append_and_read_at_once(queue: Journal):
     assert [len(queue.group(ordinal, 0, 20)) for ordinal in range(4)] == [20] * 4
 
 
-def test_a_reader_beside_the_writer_sees_what_is_committed(store: Store, queue: Journal):
+def test_a_reader_beside_the_writer_sees_what_is_committed(store: Store, queue: SqliteQueue):
     queue.append([finished(SampleId(0, 0))])
     with store.open(readonly=True) as reader:
         assert reader.last_seq == 1
@@ -168,14 +183,12 @@ def test_a_reader_beside_the_writer_sees_what_is_committed(store: Store, queue: 
 
 WRITER = """
     import sys
-    from pathlib import Path
-    from areal_jax.trajectories import redis_part
+    from areal_jax.trajectories.sqlite import SqliteQueue
     from areal_jax.types import SampleId
-    from tests.trajectories.journals import Store, finished
+    from tests.trajectories.journals import finished
 
-    folder, url, secret, run, lease_s = sys.argv[1:]
-    redis_part.LEASE_S = float(lease_s)
-    queue = Store(Path(folder), url, secret, run).create({})
+    path, owner = sys.argv[1:]
+    queue = SqliteQueue.create(path, {}, owner or None)
     for ordinal in range(10**9):
         last = queue.append([finished(SampleId(ordinal, member)) for member in range(3)])
         if ordinal % 8 == 7:
@@ -184,11 +197,11 @@ WRITER = """
 """
 
 
-def writing(store: Store, lease_s: float) -> subprocess.Popen[str]:
-    """Another process that writes until it is killed, and says what was acknowledged."""
-    words = [store.folder, store.url, store.secret, store.run, lease_s]
+def writing(store: Store) -> subprocess.Popen[str]:
+    """Another process that writes until it is killed, and prints the seqs that were acknowledged."""
+    words = [str(store.path), store.owner or ""]
     return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(WRITER), *map(str, words)],
+        [sys.executable, "-c", textwrap.dedent(WRITER), *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -196,33 +209,49 @@ def writing(store: Store, lease_s: float) -> subprocess.Popen[str]:
     )
 
 
-def test_a_second_writer_is_refused_and_a_killed_one_loses_nothing(store: Store, monkeypatch):
-    monkeypatch.setattr(redis_part, "LEASE_S", 1.0)
-    writer = writing(store, 1.0)
+def test_a_second_writer_is_refused_and_a_killed_one_loses_nothing(store: Store):
+    writer = writing(store)
     try:
-        told = [int(writer.stdout.readline()) for _ in range(20)][-1]
+        assert writer.stdout is not None
+        seen = [int(writer.stdout.readline()) for _ in range(20)][-1]
         with pytest.raises(JournalError, match=f"is being written by process {writer.pid} "):
-            store.open()
+            SqliteQueue.open(store.path)
         with store.open(readonly=True) as reader:
-            assert reader.last_seq >= told
+            assert reader.last_seq >= seen
     finally:
         os.kill(writer.pid, signal.SIGKILL)
         rest = writer.communicate(timeout=30)[0].split()
-    told = int(rest[-1]) if rest else told
+    seen = int(rest[-1]) if rest else seen
 
     with store.open() as again:
-        assert again.last_seq >= told
+        assert again.last_seq >= seen
         assert again.last_seq % 3 == 0, "a transaction was torn"
         assert [row.seq for row in again.rows()] == list(range(1, again.last_seq + 1))
         for ordinal in range(again.last_seq // 3):
             assert len(again.group(ordinal, 0, 3)) == 3
-        seq, state = again.latest_snapshot()
-        assert seq == 3 * state["ordinal"] + 2
+        found = again.latest_snapshot()
+        assert found is not None and found[0] == 3 * found[1]["ordinal"] + 2
 
 
-def test_closing_lets_the_next_writer_in_within_one_process(store: Store, queue: Journal):
+def test_a_reader_waits_for_no_writer_and_a_writer_for_no_reader(store: Store):
+    """`audit` of a live run: rows are read in pieces while another process writes."""
+    writer = writing(store)
+    try:
+        assert writer.stdout is not None
+        for _ in range(300):
+            before = int(writer.stdout.readline())
+        with store.open(readonly=True) as reader:
+            seqs = [row.seq for row, _ in zip(reader.rows(), range(before), strict=False)]
+            assert seqs == list(range(1, before + 1))
+        assert int(writer.stdout.readline()) > 0 and writer.poll() is None
+    finally:
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.communicate(timeout=30)
+
+
+def test_closing_lets_the_next_writer_in_within_one_process(store: Store, queue: SqliteQueue):
     with pytest.raises(JournalError, match=f"process {os.getpid()} "):
-        store.open()
+        SqliteQueue.open(store.path)
     queue.close()
     queue.close()
     store.open().close()
@@ -249,7 +278,7 @@ def test_it_reads_as_a_journal_of_plain_lists_would(store: Store):
     @settings(max_examples=25)
     @given(DEEDS)
     def holds(deeds: list[tuple[str, Any]]) -> None:
-        place = dataclasses.replace(store, folder=store.folder / uuid.uuid4().hex, run=uuid.uuid4().hex)
+        place = dataclasses.replace(store, path=store.path.with_name(uuid.uuid4().hex))
         queue, events, payloads, rewards, snapshots = place.create({}), [], {}, {}, {}
         for number, (deed, value) in enumerate(deeds):
             if deed == "finish":

@@ -20,45 +20,49 @@ CAPACITY = 16
 LENGTHS = st.lists(st.integers(1, CAPACITY), max_size=60)
 
 
-def reference_bins(lengths: list[int], capacity: int, k_min: int) -> list[list[int]]:
+def alone(lengths: list[int], capacity: int) -> list[list[int]]:
+    """The bins of sequences that share no prompt."""
+    return allocate(lengths, capacity, range(len(lengths)), [0] * len(lengths))
+
+
+def reference_bins(lengths: list[int], capacity: int) -> list[list[int]]:
     """Algorithm 1, word by word."""
     bins: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         fits = [b for b in bins if sum(lengths[i] for i in b) + lengths[index] <= capacity]
-        if len(bins) < k_min or not fits:
+        if not fits:
             bins.append([index])
         else:
             min(fits, key=len).append(index)
     return bins
 
 
-@given(LENGTHS, st.integers(1, 8))
-def test_bins_are_those_of_algorithm_1(lengths: list[int], k_min: int):
-    assert allocate(lengths, CAPACITY, k_min) == reference_bins(lengths, CAPACITY, k_min)
+@given(LENGTHS)
+def test_bins_are_those_of_algorithm_1(lengths: list[int]):
+    assert alone(lengths, CAPACITY) == reference_bins(lengths, CAPACITY)
 
 
-@given(LENGTHS, st.integers(1, 8))
-def test_every_sequence_once_within_capacity_and_at_least_k_min_bins(lengths: list[int], k_min: int):
-    bins = allocate(lengths, CAPACITY, k_min)
+@given(LENGTHS)
+def test_every_sequence_once_within_capacity(lengths: list[int]):
+    bins = alone(lengths, CAPACITY)
     assert sorted(index for members in bins for index in members) == list(range(len(lengths)))
     assert all(sum(lengths[index] for index in members) <= CAPACITY for members in bins)
-    assert len(bins) >= min(k_min, len(lengths))
-    assert bins == allocate(lengths, CAPACITY, k_min)
+    assert bins == alone(lengths, CAPACITY)
 
 
 def test_a_worked_example():
-    """9 and 8 open the two bins that k_min asks for; 5 joins 9, which leaves 4 and 1 to 8."""
-    assert allocate([4, 9, 5, 8, 1], 14, 2) == [[1, 2], [3, 0, 4]]
+    """8 does not fit beside 9 and opens a bin; 5 joins 9, which leaves 4 and 1 to 8."""
+    assert alone([4, 9, 5, 8, 1], 14) == [[1, 2], [3, 0, 4]]
 
 
 def test_of_two_fitting_bins_the_one_with_fewer_sequences_is_taken():
     """After 6+3 | 7, the 2 fits both: bin 1 has one sequence, bin 0 two."""
-    assert allocate([6, 7, 3, 2], 10, 2) == [[1, 2], [0, 3]]
+    assert alone([6, 7, 3, 2], 10) == [[1, 2], [0, 3]]
 
 
 def test_a_sequence_over_capacity_is_named():
-    with pytest.raises(PackingError, match="sequence 1 has 11 tokens, more than the capacity 10"):
-        allocate([3, 11], 10, 1)
+    with pytest.raises(PackingError, match="sequence 1 has 11 tokens, more than the 10 tokens of a row"):
+        alone([3, 11], 10)
 
 
 def long_tail(count: int, cap: int, median: float, sigma: float) -> list[int]:
@@ -69,7 +73,7 @@ def long_tail(count: int, cap: int, median: float, sigma: float) -> list[int]:
 def test_long_tailed_lengths_fill_the_rows():
     """At most 0.8 of the slots that a row each takes, and the rows are at least 95 % full."""
     lengths = long_tail(512, cap=256, median=64, sigma=0.8)
-    slots = 256 * len(allocate(lengths, 256, 1))
+    slots = 256 * len(alone(lengths, 256))
     assert slots <= 0.8 * 256 * len(lengths)
     assert sum(lengths) / slots >= 0.95
 
@@ -106,7 +110,7 @@ def test_a_minibatch_owns_its_rows_and_all_have_equally_many(
     groups = [group(ordinal, lengths) for ordinal, lengths in enumerate(sizes * minibatches)]
     batch = pack(groups, rows, CAPACITY, minibatches)
     flat = [length for lengths in sizes for length in lengths]
-    needed = -(-len(allocate(flat, CAPACITY)) // rows)
+    needed = -(-len(alone(flat, CAPACITY)) // rows)
     micro_batches = next(2**n for n in range(10) if 2**n >= needed)
     assert batch.tokens.shape == (minibatches * micro_batches * rows, CAPACITY)
     own_rows = micro_batches * rows

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from areal_jax.control.events import RunStarted
-from areal_jax.trajectories.journal import FORMAT, Entry, JournalError, to_records
-from areal_jax.trajectories.sqlite import Rest, SqliteQueue
+from areal_jax.trajectories import sqlite
+from areal_jax.trajectories.journal import FORMAT, Entry, JournalError
+from areal_jax.trajectories.sqlite import SqliteQueue
 from areal_jax.types import SampleId
 from tests.trajectories.journals import finished
 
@@ -60,7 +61,7 @@ def test_another_format_is_refused_with_both_numbers(queue: SqliteQueue):
     queue.close()
     with sqlite3.connect(queue.path) as db:
         db.execute(f"PRAGMA user_version = {FORMAT + 1}")
-    with pytest.raises(JournalError, match=f"format {FORMAT + 1}, and this areal-jax reads format {FORMAT}"):
+    with pytest.raises(JournalError, match=f"format {FORMAT + 1}, but this areal-jax reads format {FORMAT}"):
         SqliteQueue.open(queue.path)
 
 
@@ -115,19 +116,23 @@ def test_a_creation_killed_at_any_statement_leaves_a_whole_journal_or_none(tmp_p
     assert not list(tmp_path.glob("*.new*"))
 
 
-def test_readers_of_an_archive_undo_what_its_killed_writer_began(tmp_path: Path):
-    """It has no write-ahead log, so half a transaction may be in the file; who reads next takes it out."""
+def test_readers_undo_the_half_transaction_of_a_killed_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Without a write-ahead log half a transaction may be in the file; the next reader takes it out."""
+    monkeypatch.setattr(sqlite, "is_local", lambda folder: False)
     path = tmp_path / "journal.sqlite"
-    with SqliteQueue.create(path, {"cores": 2}, Rest("redis://127.0.0.1/0", "r", "id", True)) as archive:
-        archive.absorb(to_records([finished(SampleId(0, 0))], 1, 1.0))
+    with SqliteQueue.create(path, {"cores": 2}, "token") as queue:
+        queue.append([finished(SampleId(0, 0))])
     waiting = SqliteQueue.open(path, readonly=True)
     script = textwrap.dedent(
         """
         import os, sys
-        from areal_jax.trajectories.sqlite import SqliteQueue
+        from areal_jax.trajectories import sqlite
 
-        archive = SqliteQueue.open(sys.argv[1], is_archive=True)
-        with archive._transaction(durable=True) as db:
+        sqlite.is_local = lambda folder: False
+        queue = sqlite.SqliteQueue.open(sys.argv[1], owner="next")
+        with queue._transaction(durable=True) as db:
             db.execute("DELETE FROM events")
             for ordinal in range(100):
                 db.execute("INSERT INTO trajectories VALUES (?, 0, 0, ?)", (ordinal + 1, bytes(1 << 17)))
@@ -140,5 +145,52 @@ def test_readers_of_an_archive_undo_what_its_killed_writer_began(tmp_path: Path)
         assert path.stat().st_size > 1 << 20, "the half was written"
         reader = journal or SqliteQueue.open(path, readonly=True)
         assert [row.seq for row in reader.rows()] == [1]
-        assert reader.payloads(1, 0) == {}
+        with pytest.raises(JournalError, match="no trajectory"):
+            reader.trajectory(SampleId(1, 0))
         reader.close()
+
+
+def test_a_controller_that_was_replaced_writes_nothing_more(tmp_path: Path):
+    path = tmp_path / "journal.sqlite"
+    stuck = SqliteQueue.create(path, {}, "first")
+    stuck.append([finished(SampleId(0, 0))])
+    with SqliteQueue.open(path, owner="second") as successor:
+        for write in (
+            lambda: stuck.append([finished(SampleId(0, 1))]),
+            lambda: stuck.snapshot(1, {}),
+            lambda: stuck.forget([0]),
+        ):
+            with pytest.raises(JournalError, match="taken over by another controller"):
+                write()
+        successor.append([finished(SampleId(1, 0))])
+        assert [row.event for row in successor.rows()] == [
+            finished(sample).event for sample in (SampleId(0, 0), SampleId(1, 0))
+        ]
+        assert successor.trajectory(SampleId(0, 0)) is not None
+    stuck.close()
+
+
+@pytest.mark.parametrize(("is_local", "mode"), [(True, "wal"), (False, "truncate")])
+def test_the_mode_follows_the_file_system_also_of_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_local: bool, mode: str
+):
+    path = tmp_path / "journal.sqlite"
+    monkeypatch.setattr(sqlite, "is_local", lambda folder: not is_local)
+    SqliteQueue.create(path, {}).close()
+    monkeypatch.setattr(sqlite, "is_local", lambda folder: is_local)
+    with SqliteQueue.open(path) as queue:
+        assert queue._one("PRAGMA journal_mode")[0] == mode
+        assert queue._one("PRAGMA locking_mode")[0] == "normal"
+
+
+@pytest.mark.parametrize(("owner", "levels"), [(None, [1, 2, 1]), ("token", [2, 2, 2])])
+def test_each_turn_of_a_cluster_is_flushed_and_of_one_process_the_durable_ones(
+    queue: SqliteQueue, owner: str | None, levels: list[int]
+):
+    path = queue.path.with_name("other.sqlite")
+    with SqliteQueue.create(path, {}, owner) as one:
+        found = []
+        for durable in (False, True, False):
+            one.append([finished(SampleId(0, len(found)))], durable=durable)
+            found.append(one._one("PRAGMA synchronous")[0])
+        assert found == levels

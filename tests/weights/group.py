@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from areal_jax.runtime.processes import joined
+from areal_jax.cluster.trainer_group import joined
 from areal_jax.types import VersionedParams
 from areal_jax.weights.digest import digest
-from areal_jax.weights.transfer import TransferStore
+from areal_jax.weights.publishing import PublisherSettings
+from areal_jax.weights.transfer.publisher import TransferStore
 from tests.weights.processes import DEADLINE_S, SECRET, tell_address, wait_for
 
 SPECS = {
@@ -44,7 +45,7 @@ def main(folder: Path, processes: int, index: int, port: int) -> None:
     with joined(f"localhost:{port}", processes, index):
         mesh = Mesh(np.array(jax.devices()), ("fsdp",))
         shardings = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
-        store = TransferStore(probe, deadline_s=DEADLINE_S, secret=SECRET)
+        store = TransferStore(PublisherSettings(probe, deadline_s=DEADLINE_S), secret=SECRET)
         assert store.addresses[index] == store.address and len(set(store.addresses)) == processes
         if index == 0:
             tell_address(folder, store)

@@ -23,10 +23,12 @@ from areal_jax.parallel.mesh import make_mesh
 from areal_jax.tasks.tokenizers import CharTokenizer
 from areal_jax.types import SampleId, Sampling, VersionedParams
 from areal_jax.weights.digest import digest
-from areal_jax.weights.orbax import OrbaxStore
+from areal_jax.weights.orbax import OrbaxReader, OrbaxStore
 from areal_jax.weights.prefetch import Prefetcher
+from areal_jax.weights.publishing import PublisherSettings
 from areal_jax.weights.store import load_newer
-from areal_jax.weights.transfer import TransferReader, TransferStore
+from areal_jax.weights.transfer.publisher import TransferStore
+from areal_jax.weights.transfer.reader import TransferReader
 
 DEADLINE_S = 120.0
 PROMPT, TOKENS = 5, 4
@@ -59,10 +61,11 @@ def wait_for(path: Path) -> None:
 
 def publish(kind: str, folder: Path, first: int, last: int, hang: int = -1) -> None:
     engine = make_engine(1)
+    settings = PublisherSettings(engine.canary, deadline_s=DEADLINE_S)
     if kind == "orbax":
-        store = OrbaxStore(folder / "weights", engine.canary, keep=2, deadline_s=DEADLINE_S)
+        store = OrbaxStore(folder / "weights", settings, keep=2)
     else:
-        store = TransferStore(engine.canary, deadline_s=DEADLINE_S, secret=SECRET)
+        store = TransferStore(settings, secret=SECRET)
         tell_address(folder, store)
     update = jax.jit(lambda p: jax.tree.map(lambda leaf: leaf * 1.01, p), donate_argnums=0)
 
@@ -88,7 +91,7 @@ def adopt(kind: str, folder: Path, last: int) -> None:
     assert jax.device_count() == 2
     engine, version = make_engine(2), -1
     if kind == "orbax":
-        reader = OrbaxStore(folder / "weights", engine.canary)
+        reader = OrbaxReader(folder / "weights", engine.canary)
     else:
         wait_for(folder / "address")
         address = (folder / "address").read_text()

@@ -15,6 +15,7 @@ from areal_jax.types import VersionedParams
 from areal_jax.weights.memory import MemoryStore
 from areal_jax.weights.orbax import OrbaxStore
 from areal_jax.weights.prefetch import Prefetcher
+from areal_jax.weights.publishing import PublisherSettings
 from areal_jax.weights.store import (
     ParamStore,
     PublisherLostError,
@@ -32,7 +33,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ParamStore
         if request.param == "memory":
             yield MemoryStore(probe)
         elif request.param == "orbax":
-            yield OrbaxStore(tmp_path / "weights", probe, keep=2, deadline_s=DEADLINE_S)
+            yield OrbaxStore(tmp_path / "weights", PublisherSettings(probe, deadline_s=DEADLINE_S), keep=2)
         else:
             yield made.enter_context(closing(Transferred(probe)))
 
@@ -116,9 +117,9 @@ def test_what_waits_is_all_there_is(store, ahead):
     publish(store, value(0))
     mine = ahead(store)
     wait_for(lambda: mine.latest() == 0)
-    with pytest.raises(VersionGoneError, match="version 1 does not wait here"):
+    with pytest.raises(VersionGoneError, match="version 1 is not prefetched"):
         mine.load(1, THERE)
-    with pytest.raises(WeightsError, match="another mesh than they are asked for"):
+    with pytest.raises(WeightsError, match="only with the shardings that it was given"):
         mine.load(0, HERE)
     mine.load(0, THERE)
     with pytest.raises(VersionGoneError):

@@ -21,11 +21,11 @@ import pytest
 from areal_jax.generation.engine import Engine
 from areal_jax.types import VersionedParams
 from areal_jax.weights.digest import digest
-from areal_jax.weights.orbax import OrbaxStore
-from areal_jax.weights.pulling import Pull
+from areal_jax.weights.orbax import OrbaxReader
 from areal_jax.weights.staged import committed
 from areal_jax.weights.store import PublisherLostError, load_newer
-from areal_jax.weights.transfer import TransferReader
+from areal_jax.weights.transfer.pulling import Pull
+from areal_jax.weights.transfer.reader import TransferReader
 from tests.weights.group import SPECS, params_of, probe
 from tests.weights.processes import DEADLINE_S, SECRET, make_engine, wait_for
 from tests.weights.values import on
@@ -93,7 +93,7 @@ def test_a_publisher_killed_between_stage_and_commit_leaves_the_version_before_i
     folder = tmp_path / "weights"
     if kind == "orbax":
         assert (folder / ".staged-2" / "manifest.json").exists()
-        assert OrbaxStore(folder, lambda params: params).latest() == 1
+        assert OrbaxReader(folder, lambda params: params).latest() == 1
     again = said(start("processes", 1, "publish", kind, tmp_path, 2, 4))
     adopted = said(host)
     assert [one["version"] for one in adopted] == [0, 1, 2, 3, 4]

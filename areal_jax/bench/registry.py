@@ -1,0 +1,181 @@
+"""The benchmarks of `areal-jax bench`: medians, most beside a limit of this machine measured in the same run.
+
+Models have random weights and, in most benchmarks, the size of SmolLM2-135M by default. `decode` uses 16
+slots and bfloat16 weights; `update` and `logprob` use a float32 batch of 8 rows of 256 tokens.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+
+from areal_jax.assembly.devices import machine
+from areal_jax.bench.decode import decode, prefill, sample
+from areal_jax.bench.hosting import room, serve, swap
+from areal_jax.bench.measure import (
+    bench_learner,
+    compile_s,
+    matrix_peak,
+    random_trajectory,
+    timed_s,
+    updates,
+)
+from areal_jax.bench.packed import packed
+from areal_jax.bench.sync import sync
+from areal_jax.config.loading import load_config
+from areal_jax.config.tree import Config
+from areal_jax.models.model import Model
+from areal_jax.models.transformer import Remat
+from areal_jax.plugin import check_settings
+from areal_jax.runtime.device_memory import reset_peak, resident_bytes
+from areal_jax.trainer.learner import Learner
+from areal_jax.trainer.state import TrainState
+from areal_jax.trajectories.packing import pack
+from areal_jax.types import ArealError, Batch, Group, Prompt, SampleId
+
+
+def bench(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Runs the benchmark `name` with the keyword arguments `settings`; returns its figures.
+
+    Raises ArealError for an unknown name or setting.
+    """
+    if name not in BENCHES:
+        raise ArealError(f"unknown benchmark {name}; choose one of: {', '.join(BENCHES)}")
+    check_settings(BENCHES[name], settings, f"bench {name}")
+    return BENCHES[name](**settings)
+
+
+def logprob(
+    *, shape: str = "smollm2-135m", rows: int = 8, length: int = 256, dtype: str = "float32", repeats: int = 5
+) -> dict[str, Any]:
+    """Measures tokens per second of the trainer's log-prob pass over `rows` rows of `length` tokens each.
+
+    The rows have no padding. In the result, `limit` is the throughput if a token costs 2 FLOPs per parameter,
+    at the FLOP/s measured for a large matrix product.
+    """
+    learner, state, batch = _trainer(shape, rows, length, dtype)
+    return _of_peak(
+        shape, dtype, 2, learner.model, batch, lambda: learner.prepare(state, batch), repeats=repeats
+    )
+
+
+def update(
+    *,
+    shape: str = "smollm2-135m",
+    rows: int = 8,
+    length: int = 256,
+    dtype: str = "float32",
+    repeats: int = 5,
+    remat: Remat = "none",
+) -> dict[str, Any]:
+    """Measures tokens per second of one update of a micro-batch of full rows, AdamW included.
+
+    In the result, `limit` is the throughput if a token costs 6 FLOPs per parameter, at the FLOP/s measured
+    for a large matrix product; what the backward pass recomputes (`remat`, as trainer.remat) is not counted.
+    `memory_forecast_bytes` is the device memory that an update is forecast to need, state and batch included;
+    `memory_grown_bytes` is how far the process's host memory grew in one update, up to its peak.
+    """
+    learner, state, batch = _trainer(shape, rows, length, dtype, remat)
+    batch = learner.prepare(state, batch)
+    forecast = learner.forecast(state, batch)
+    once, before = partial(updates(learner, state), batch), resident_bytes("VmRSS")
+    reset_peak()
+    timed_s(once)
+    grown = resident_bytes() - before
+    return _of_peak(shape, dtype, 6, learner.model, batch, once, repeats=repeats) | {
+        "memory_forecast_bytes": forecast.peak,
+        "memory_forecast_beyond_resident_bytes": forecast.peak - forecast.resident,
+        "memory_grown_bytes": grown,
+    }
+
+
+def loop(*, steps: int = 150, repeats: int = 3, median: float = 6.0, seed: int = 0) -> dict[str, Any]:
+    """Compares asynchronous with synchronous training in trained tokens per second, in alternating runs.
+
+    There are `repeats` runs of each kind, with `steps` training steps each; both have the same engine and
+    seeds. They train on the task of configs/quickstart.yaml, with a median answer length of `median` letters,
+    so that decoding takes longer than training.
+    """
+    from areal_jax.simulation.ablation import run_locally
+    from areal_jax.simulation.ablations import last_mean, per_s
+
+    arms = {
+        "async": ["control.strategy=interruptible"],
+        "sync": ["control.strategy=sync", "control.max_staleness=0"],
+    }
+    speeds: dict[str, list[float]] = {arm: [] for arm in arms}
+    rewards: dict[str, list[float]] = {arm: [] for arm in arms}
+    for repeat in range(repeats):
+        for arm, words in arms.items():
+            rows = run_locally(_decode_heavy(steps, median, seed + repeat, words))
+            speeds[arm].append(per_s("trained_tokens")(rows))
+            rewards[arm].append(last_mean("reward_mean")(rows))
+    ratios = [a / s for a, s in zip(speeds["async"], speeds["sync"], strict=True)]
+    return machine("tiny", "float32", [1 / speed for speed in speeds["async"]]) | {
+        "tokens_per_s": statistics.median(speeds["async"]),
+        "sync_tokens_per_s": statistics.median(speeds["sync"]),
+        "async_over_sync": statistics.median(ratios),
+        "async_over_sync_runs": ratios,
+        "final_reward_async": rewards["async"],
+        "final_reward_sync": rewards["sync"],
+        "steps": steps,
+        "slots": 8,
+    }
+
+
+MEASUREMENTS = decode, prefill, sample, logprob, update, packed, loop, sync, serve, room, swap
+
+BENCHES: Mapping[str, Callable[..., dict[str, Any]]] = {each.__name__: each for each in MEASUREMENTS}
+
+# --- parts --------------------------------------------------------------------------------------------------
+
+
+def _trainer(
+    shape: str, rows: int, length: int, dtype: str, remat: Remat = "none"
+) -> tuple[Learner, TrainState, Batch]:
+    """Returns a learner, its initial state, and one micro-batch: `rows` rows full of random tokens."""
+    learner, state = bench_learner(shape, rows, length, dtype, remat)
+    numbers, vocab_size = np.random.default_rng(0), learner.model.config.vocab_size
+    members = (random_trajectory(SampleId(0, i), length, numbers, vocab_size) for i in range(rows))
+    return learner, state, pack([Group(0, Prompt(tokens=[0]), tuple(members))], rows, length)
+
+
+def _decode_heavy(steps: int, median: float, seed: int, words: list[str]) -> Config:
+    return load_config(
+        str(files("areal_jax") / "configs" / "quickstart.yaml"),
+        f"run.steps={steps}",
+        f"run.seed={seed}",
+        f"tasks.countdown.median={median}",
+        "trainer.checkpoint_every=1000",
+        "observe.tensorboard=false",
+        "observe.report=false",
+        *words,
+    )
+
+
+def _of_peak(
+    shape: str,
+    dtype: str,
+    flops_a_token: int,
+    model: Model,
+    batch: Batch,
+    once: Callable[[], Any],
+    *,
+    repeats: int,
+) -> dict[str, Any]:
+    compiling = compile_s(once)
+    runs = [timed_s(once) for _ in range(repeats)]
+    seconds, tokens, peak = statistics.median(runs), batch.tokens.size, matrix_peak(dtype)
+    flops = flops_a_token * model.parameter_count * tokens
+    return machine(shape, dtype, runs) | {
+        "tokens_per_s": tokens / seconds,
+        "batch": list(batch.tokens.shape),
+        "limit": tokens * peak / flops,
+        "fraction_of_peak": flops / seconds / peak,
+        **compiling,
+    }

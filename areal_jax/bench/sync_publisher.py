@@ -1,0 +1,95 @@
+"""The trainer's side of `bench sync`: a child process that changes and publishes weights on request."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing as mp
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import jax
+
+from areal_jax.bench.measure import random_model
+from areal_jax.generation.engine import Engine
+from areal_jax.models.config import Lora
+from areal_jax.models.lora import adapters_of, base_of, with_adapters
+from areal_jax.models.model import Model
+from areal_jax.types import ArealError, VersionedParams
+from areal_jax.weights.digest import digest
+from areal_jax.weights.publishing import PublisherSettings
+from areal_jax.weights.transfer.publisher import TransferStore
+
+DEADLINE_S = 600.0
+LORA = Lora(rank=8, alpha=16.0)
+
+
+def adapted_model(shape: str) -> Model:
+    """Returns a model of the built-in size `shape`, with LoRA adapters beside every projection matrix."""
+    plain = random_model(shape, "float32")
+    return Model(dataclasses.replace(plain.config, lora=LORA), plain.tokenizer)
+
+
+class Publisher:
+    """The parent's handle to a child process that publishes weights, sent from device to device."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self.address: str = self._heard()
+
+    def publish(self, version: int, what: str) -> tuple[float, float]:
+        """Makes the child change `what` of its parameters, all or adapters, and publish them as `version`.
+
+        Returns the time when publishing began (time.time()), and for how many seconds it blocked the child.
+        """
+        self._pipe.send((version, what))
+        return self._heard()
+
+    def _heard(self) -> Any:
+        if not self._pipe.poll(DEADLINE_S):
+            raise ArealError(
+                f"the publishing process sent no message for {DEADLINE_S:g} s, so the benchmark ends; see "
+                "its last lines above"
+            )
+        try:
+            return self._pipe.recv()
+        except EOFError:
+            raise ArealError(
+                "the publishing process ended unexpectedly, so the benchmark ends; see its traceback above"
+            ) from None
+
+
+@contextmanager
+def publisher(shape: str, dtype: str) -> Iterator[Publisher]:
+    context = mp.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_publish, args=(there, shape, dtype), daemon=True)
+    process.start()
+    there.close()  # else the pipe stays open when the child ends
+    try:
+        yield Publisher(here)
+    finally:
+        process.kill()
+        process.join()
+
+
+def _publish(pipe: Connection, shape: str, dtype: str) -> None:
+    model = adapted_model(shape)
+    params = jax.block_until_ready(model.init(0))
+    probe = Engine(model, slots=1, length=32).canary
+    store = TransferStore(PublisherSettings(probe, dtype, DEADLINE_S))
+    scale = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf * 1.001 + 1e-3, tree), donate_argnums=0)
+    pipe.send(store.address)
+    while True:
+        version, what = pipe.recv()
+        if what == "all":
+            params = scale(params)
+        else:
+            params = with_adapters(base_of(params), scale(adapters_of(params)))
+        value = VersionedParams(version, params, digest(params))
+        began = time.time()
+        store.publish(value)
+        pipe.send((began, time.time() - began))
+        store.wait(DEADLINE_S)

@@ -1,0 +1,582 @@
+"""The controller of a cluster: runs the driver's loop; exchanges messages with all processes through Redis.
+
+Only the controller makes the run's decisions, in its control plane, and writes the journal. Processes may
+start and end at any time: a process registers, and the controller sends it the message Begin. A process
+without a heartbeat is declared lost, and the samples of a lost host go to other hosts. A restarted controller
+rebuilds its state from the journal and starts a new epoch: it sends Begin again to every process, which keeps
+its weights and train state. Only the tokens of half-decoded samples are lost; the same random keys draw them
+again.
+
+Everything in Redis can be restored. If Redis loses its data, the controller no longer finds its claim on the
+run there. It claims the run again and starts a new epoch, in which processes send again all events that were
+not confirmed as journaled.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from areal_jax.assembly.committed import is_dealt_with
+from areal_jax.assembly.parts import Inputs
+from areal_jax.assembly.run_folder import CHECKPOINTS
+from areal_jax.cluster import messages as m
+from areal_jax.cluster.broker import Broker, BrokerError
+from areal_jax.cluster.membership import HEARTBEAT_S, LOST_S, Member, Membership, mailbox_of
+from areal_jax.cluster.messages import CONTROL
+from areal_jax.cluster.owner import Owner
+from areal_jax.cluster.payloads import Held
+from areal_jax.cluster.remote import RemoteHosts
+from areal_jax.control import events as e
+from areal_jax.observe.waits import WaitTimeout
+from areal_jax.runtime.context import RunContext
+from areal_jax.runtime.core import Incoming
+from areal_jax.runtime.driver import Driver
+from areal_jax.runtime.recovery import Journaled, journaled_batches, journaled_groups
+from areal_jax.runtime.trainer_loop import plan_groups
+from areal_jax.trajectories.codec import decode
+from areal_jax.types import ArealError, Completion, Group, Prompt, SampleId, Trajectory
+from areal_jax.weights.staged import committed
+
+MOST = 256
+"""Maximum number of messages that the controller takes, and journals, in one turn."""
+
+RETURN_S = 120.0
+"""Seconds that the controller waits, at the end of a run, for a lost evaluation process to start again."""
+
+TRAINER = "trainer-0"
+"""The only process of the trainer's group that reports events; the others of the group only compute."""
+
+
+class Controller:
+    """Drives a run: `run()` returns when the run is complete, or raises the error that ended the run."""
+
+    def __init__(self, inputs: Inputs, context: RunContext, broker: Broker, owner: Owner) -> None:
+        """`inputs`: the run's config, tasks and model. `context`: its folder, journal and control plane.
+
+        `broker`: connects to Redis. `owner`: this controller's claim on the run; `claim` must have returned
+        before.
+        """
+        self._config, self._broker, self._view = context.config, broker, context.view
+        self._deadline_s, self._timeline = context.config.runtime.deadline_s, context.timeline
+        self._inputs, self._folder, self._journal = inputs, context.folder, context.journal
+        self._owner, self._held = owner, Held(broker, owner.token)
+        self._epochs: list[str] = []
+        """The epochs since Redis last lost its data, the newest last: no message of these epochs was lost."""
+        self._confirmed: dict[str, int] = {}
+        """Mailbox of a process -> number of the newest event of that process that is journaled."""
+        self._membership = Membership()
+        self._clock = self._timeline.clock("control", "decide")
+        self._remote = RemoteHosts(self._timeline)
+        self._driver = Driver(inputs, context, self, self._remote.hosts, self._remote.take_totals)
+        self._control = context.control
+        self._scoring: dict[tuple[int, int], tuple[str, m.Command]] = {}
+        """(ordinal, attempt) of a group to score -> mailbox of its reward process ("": none yet), command."""
+        self._weights = ""
+        self._shares_prompts = True
+        self._has_begun = False
+        self._first: m.Ready | None = None
+        self._early: list[Incoming] = []
+        """Hosts' events that mention a version for which VersionCommitted has not arrived yet."""
+        self._behind: dict[str, int] = {}
+        """Mailbox of a trainer process -> the step that it needs next to catch up with the journal."""
+        self._journaled: list[Journaled] = []
+        """Journaled batches that a restarted trainer still has to train again."""
+        self._again: tuple[Group, ...] = ()
+        """The groups of the journaled batch that is being trained again."""
+        self._news_s = time.monotonic()
+        self._heartbeat_s = 0.0
+        self._error = ""
+        self._dismissed: set[str] = set()
+        """Roles with no work left: a process of such a role that registers again gets End."""
+        self._unfinished = self._pending()
+        """Name -> role of processes with work left: live ones, lost ones and ones not registered yet."""
+        self._out: dict[str, list[Any]] = defaultdict(list)
+        """Mailbox -> the messages to post at the end of this turn."""
+        self._evaluated: dict[str, int] = {}
+        """Mailbox of an evaluation process -> number of steps that it evaluated, from its heartbeat."""
+
+    def _pending(self) -> dict[str, str]:
+        """Returns name -> role of the processes for which the end of the run waits, registered or not.
+
+        That is trainer-0 until it has written the last checkpoint, and "evaluate", if the config has
+        evaluation or exports, until that checkpoint is evaluated and exported.
+        """
+        done = committed(self._folder / CHECKPOINTS)
+        last = done[-1] if done else -1
+        is_saved = last == self._control.state.trained_version
+        pending = {} if self._is_finished and is_saved else {TRAINER: "trainer"}
+        observe = self._config.observe
+        if (observe.evaluate or observe.exports) and (
+            pending or not is_dealt_with(self._folder, last, self._config)
+        ):
+            pending["evaluate"] = "evaluate"  # the name of the process is not known yet
+        return pending
+
+    @property
+    def _is_finished(self) -> bool:
+        """Whether run.steps steps are trained; False for a finished run resumed with a larger run.steps."""
+        state = self._control.state
+        return state.is_finished and state.trained_version >= self._config.run.steps
+
+    # --- from start to end ----------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        self._start_epoch()
+        try:
+            while not self._is_finished:
+                self._turn()
+            self._dismiss("")
+        except BaseException as error:
+            if self._is_owner():
+                self._dismiss(f"the run ended: {error}")
+            raise
+
+    def _is_owner(self) -> bool:
+        """Returns whether this controller still owns the run; only the owner may send End to processes."""
+        try:
+            return self._owner.renew(self._confirmed)
+        except BrokerError:
+            return False
+
+    def _start_epoch(self) -> None:
+        """Claims the run and starts a new epoch: at the start, and after Redis lost its data.
+
+        Every live process gets the message Begin again: the trainer's processes now, the others once the
+        trainer's processes have sent Ready.
+        """
+        # This comes first: a replaced controller may find Redis empty too, and must not claim the run.
+        self._journal.require_owner()
+        self._epochs = self._owner.claim()
+        self._has_begun, self._first = False, None
+        self._out.clear()
+        self._scoring.clear()
+        self._behind.clear()
+        self._early.clear()
+        self._held.read()
+        # A trainer that is catching up waits for these payloads before it reads its mailbox again.
+        self._held.put_back(self._again, is_again=True)
+        if self._is_finished:  # an Ended may be lost with the other messages
+            self._unfinished = self._pending()
+        for member in self._membership.members.values():
+            member.is_ready = False
+            member.since_s = time.monotonic()  # its heartbeat may be lost: it has LOST_S for a new one
+            if member.hello.role == "trainer":
+                self._begin(member)
+        self._send()
+
+    @property
+    def _epoch(self) -> str:
+        return self._epochs[-1]
+
+    def _turn(self) -> None:
+        """One iteration of `run`: takes messages, acts on them, declares processes without a heartbeat lost.
+
+        Waits at most HEARTBEAT_S / 2 seconds for a message. Raises ArealError if a trainer process reported
+        an error that a restart would only repeat.
+        """
+        with self._clock.doing("wait: a message from the processes"):
+            found = self._broker.take(CONTROL, timeout_s=HEARTBEAT_S / 2, most=MOST)
+        messages = [m.from_plain(message.body) for message in found]
+        payloads = self._held.posted([one for message in messages if (one := _announced(message))])
+        # After the reads: if Redis was emptied before them, data are missing, and `renew` is False.
+        if not self._owner.renew(self._confirmed):
+            self._view.note(
+                "Redis lost its data; the run continues, and all processes send their lost messages again"
+            )
+            self._start_epoch()
+        early, self._early = self._early, []
+        events: list[Incoming] = []
+        for event, payload in early:
+            events += self._in_time(event, payload)
+        for message in messages:
+            if isinstance(message, m.Event):
+                events += self._valid(message, payloads)
+                continue
+            self._driver.handle(events)  # the journal keeps the order of the messages
+            events = []
+            self._receive(message)
+        self._driver.handle(events)
+        self._held.settle(self._control.state.groups)
+        self._confirmed |= {
+            mailbox_of(message.name, message.incarnation): message.number
+            for message in messages
+            # Events of an epoch before Redis was emptied were refused: their process has to repeat them.
+            if isinstance(message, m.Event) and message.epoch in self._epochs
+        }
+        self._send()
+        # Last: until their events are journaled, messages must reach a restarted controller again.
+        self._broker.done(CONTROL, found)
+        if self._error:
+            raise ArealError(self._error)
+        self._watch(bool(found))
+        self._send()
+
+    def _watch(self, has_news: bool) -> None:
+        """Reads the heartbeats; declares each process lost that has sent none for LOST_S seconds.
+
+        `has_news`: whether a message arrived in this turn. Raises WaitTimeout if none arrived for
+        runtime.deadline_s seconds.
+        """
+        now = time.monotonic()
+        self._news_s = now if has_news else self._news_s
+        if now - self._news_s > self._deadline_s:
+            raise WaitTimeout(
+                f"the controller ends, because no process sent it a message for {self._deadline_s:g} s "
+                f"(runtime.deadline_s). {'; '.join(self._control.waits())}. Live processes: "
+                f"{self._names()}; see in {self._folder / 'logs'} what they wait for"
+            )
+        if now - self._heartbeat_s < HEARTBEAT_S:
+            return
+        self._heartbeat_s = now
+        members = self._membership.members.values()
+        heartbeats = self._broker.heartbeats([member.mailbox for member in members])
+        self._remote.take_in(heartbeats)
+        steps = {mailbox: figures["steps"] for mailbox, figures in heartbeats.items() if "steps" in figures}
+        if steps != self._evaluated:
+            self._evaluated = steps
+            self._news_s = now if "evaluate" in self._dismissed else self._news_s
+        lost = self._membership.without_heartbeat(heartbeats.keys(), now)
+        # A Redis that was emptied just now holds no heartbeats: then no process is lost, and the next turn
+        # claims the run again.
+        for name in lost if lost and self._is_owner() else ():
+            self._lost(name, f"no heartbeat for {LOST_S:g} s")
+
+    def _dismiss(self, reason: str) -> None:
+        """Sends End to all processes. `reason`: the error that ended the run; "" if the run is complete.
+
+        If it is complete, waits until the trainer has written its last checkpoint, and only then sends End to
+        evaluation and waits for it too. Raises WaitTimeout if the trainer needs longer than
+        runtime.deadline_s.
+        """
+        if reason:
+            self._post_end(self._membership.members.values(), reason)
+            self._send()
+        else:
+            self._await_trainer()
+            self._await_evaluation()
+        self._timeline.close()
+
+    def _post_end(self, members: Iterable[Member], reason: str = "") -> None:
+        for member in members:
+            self._post(member.mailbox, m.End(self._epoch, reason))
+
+    def _end_of(self, *roles: str) -> None:
+        self._dismissed.update(roles)
+        for role in roles:
+            self._post_end(self._membership.of_role(role))
+
+    def _await_trainer(self) -> None:
+        self._end_of("trainer", "generate", "reward")
+        end_s = time.monotonic() + self._deadline_s
+        while TRAINER in self._unfinished:
+            if time.monotonic() > end_s:
+                raise WaitTimeout(
+                    f"the trainer did not end within {self._deadline_s:g} s (runtime.deadline_s) after the "
+                    "last batch; see logs/trainer-0.log, and resume the run to write the last checkpoint"
+                )
+            self._turn()
+
+    def _await_evaluation(self) -> None:
+        """Sends End to the evaluation process and waits until it has ended.
+
+        If that process is lost and none registers again within RETURN_S seconds, adds a note to the run's log
+        and returns.
+        """
+        self._end_of("evaluate")
+        end_s = time.monotonic() + RETURN_S
+        while "evaluate" in self._unfinished.values():
+            if self._membership.of_role("evaluate"):
+                end_s = time.monotonic() + RETURN_S
+            elif time.monotonic() > end_s:
+                self._view.note(
+                    "the run ends without an evaluation of the last checkpoint, because the evaluation "
+                    f"process has been gone for {RETURN_S:g} s; see its log in {self._folder / 'logs'}, "
+                    "and resume the run to evaluate it"
+                )
+                return
+            self._turn()
+
+    def _names(self) -> str:
+        return ", ".join(sorted(self._membership.members)) or "none"
+
+    # --- messages from processes ----------------------------------------------------------------------------
+
+    def _valid(self, message: m.Event, payloads: Mapping[Announced, bytes]) -> list[Incoming]:
+        """Returns [(event, trajectory or None)]; [] if the event is refused or has to wait (`_in_time`).
+
+        `payloads`: sample and mailbox -> the payload in Redis. A host's event is refused if the host was
+        declared lost or the event is of an earlier epoch: its samples may have gone to another host. The
+        trainer's events of earlier epochs are valid, unless Redis has lost its data since; the trainer then
+        sends them again, in order. Scores are always valid. Raises ArealError if Redis has no payload of a
+        finished sample.
+        """
+        event, mailbox = message.event, mailbox_of(message.name, message.incarnation)
+        if isinstance(event, e.RewardScored | e.RewardFailed):
+            self._scoring.pop((event.ordinal, event.attempt), None)
+            return [(event, None)]
+        if message.number <= self._confirmed.get(mailbox, -1):
+            return []  # duplicate delivery, within the life of this controller
+        if message.name == TRAINER:
+            return [(event, None)] if message.epoch in self._epochs else []
+        is_member = self._membership.of(message.name, message.incarnation) is not None
+        is_valid = is_member and message.epoch == self._epoch
+        if isinstance(event, e.HostAdopted) and is_valid:
+            return self._in_time(event)
+        if not isinstance(event, e.SampleFinished):
+            return [(event, None)] if is_valid else []
+        announced = event.sample, mailbox
+        if not is_valid or self._control.state.is_stale(event):
+            self._held.refuse(*announced)
+            return [(event, None)] if is_valid else []
+        if announced not in payloads:
+            raise ArealError(
+                f"Redis has no payload of {event.sample}, although {message.name} posted it: another program "
+                "deletes keys of this run. Give the run a Redis database of its own (runtime.redis), and "
+                "resume the run"
+            )
+        self._held.accept(*announced)
+        return self._in_time(event, decode(payloads[announced]))
+
+    def _in_time(self, event: e.Event, payload: Trajectory | None = None) -> list[Incoming]:
+        """Returns [(event, payload)]; [] if the event mentions a weights version that is not committed yet.
+
+        Such an event waits for a later turn: a host may read a version's files before the trainer's
+        VersionCommitted arrives here.
+        """
+        if _newest_version(event) <= self._control.state.version:
+            return [(event, payload)]
+        self._early.append((event, payload))
+        return []
+
+    def _receive(self, message: m.Message) -> None:
+        match message:
+            case m.Hello():
+                self._register(message)
+            case m.Ready(name, incarnation, epoch) if epoch == self._epoch:
+                if (member := self._membership.of(name, incarnation)) is not None:
+                    self._ready(member, message)
+            case m.Note(name, text):
+                self._view.note(f"{name}: {text}")
+            case m.Ended(name, incarnation):
+                if self._membership.of(name, incarnation) is not None:
+                    self._left(message)
+                elif not message.error:  # an earlier controller sent it End
+                    self._unfinished.pop(name, None)
+            case _:
+                pass
+
+    def _register(self, hello: m.Hello) -> None:
+        former = self._membership.members.get(hello.name)
+        is_again = former is not None and former.hello.incarnation != hello.incarnation
+        refused = self._membership.join(hello, time.monotonic())
+        if is_again and hello.role == "trainer":
+            for other in self._membership.ready("trainer"):  # the group's processes restart together
+                self._membership.leave(other.hello.name)
+        if is_again and hello.role == "generate":
+            self._handle(e.HostLost(hello.name, "its process started again"))
+        if refused is not None:
+            self._view.note(refused)
+            self._post(mailbox_of(hello.name, hello.incarnation), m.End(self._epoch, refused))
+            return
+        self._unfinished.pop(hello.role, None)
+        self._unfinished[hello.name] = hello.role
+        if former is None or is_again:
+            self._view.note(
+                f"{hello.name} joined the run from machine {hello.machine} (process id {hello.pid})"
+            )
+        member = self._membership.members[hello.name]
+        if hello.role == "trainer" or self._has_begun or hello.role in self._dismissed:
+            self._begin(member)
+
+    def _begin(self, member: Member) -> None:
+        version = self._control.state.trained_version if member.hello.role == "trainer" else -1
+        self._post(member.mailbox, m.Begin(self._epoch, version, self._weights))
+        if member.hello.role in self._dismissed and member.hello.role != "trainer":
+            self._post(member.mailbox, m.End(self._epoch))
+
+    def _ready(self, member: Member, ready: m.Ready) -> None:
+        if ready.next_step >= 0:
+            self._catch_up(member, ready.next_step)
+            return
+        member.is_ready = True
+        if member.hello.role == "generate":
+            self._remote.join(ready.name)
+            self._handle(e.HostJoined(ready.name, ready.slots))
+            if ready.digest and self._control.state.digests.get(self._control.state.version) == ready.digest:
+                self._handle(e.HostAdopted(ready.name, self._control.state.version, ready.digest))
+        elif member.hello.role == "trainer":
+            self._shares_prompts = ready.shares_prompts
+            self._first = ready if ready.name == TRAINER else self._first
+            processes = len(self._membership.ready("trainer"))
+            if self._first is not None and processes == self._config.runtime.trainer_processes:
+                self._trainer_ready(self._first)
+
+    def _catch_up(self, member: Member, step: int) -> None:
+        """Notes that trainer process `member` must train the journaled batch of `step` again.
+
+        Sends the batch once all processes of the trainer's group need it.
+        """
+        self._behind[member.mailbox] = step
+        members = self._membership.of_role("trainer")
+        steps = [self._behind.get(member.mailbox) for member in members]
+        if steps != [step] * self._config.runtime.trainer_processes:
+            return
+        if not self._journaled or self._journaled[0].train.step != step:
+            self._journaled = journaled_batches(self._journal, step, self._control.state.trained_version)
+            self._view.note(
+                f"training steps {step} to {self._control.state.trained_version - 1} again from the journal"
+            )
+        one = self._journaled.pop(0)
+        self._again = journaled_groups(self._inputs, self._journal, one.train)
+        self._held.put_back(self._again, is_again=True)
+        plan = plan_groups(self._config, self._again, self._shares_prompts)
+        payload = {"plan": plan.to_wire(), "digest": one.digest, "published": one.published}
+        for each in members:
+            self._command(each.hello.name, one.train, payload)
+
+    def _trainer_ready(self, ready: m.Ready) -> None:
+        """Starts or continues the run, once all trainer processes have sent Ready; `ready`: trainer-0's."""
+        self._first, self._again = None, ()
+        self._held.put_back((), is_again=True)
+        self._weights = ready.weights
+        if "trainer" in self._dismissed:
+            # Not earlier: an End in its mailbox would stop it before it has caught up with the journal.
+            self._post_end(self._membership.of_role("trainer"))
+        if not self._has_begun:
+            self._start(ready)
+            return
+        for host in self._membership.ready("generate"):
+            self._post(host.mailbox, m.Weights(self._epoch, ready.weights))
+        # A trainer that is back has caught up with the journal; the batch under way is commanded again.
+        self._handle(e.VersionCommitted(ready.version, ready.digest))
+        self._driver.ask_again()
+
+    def _start(self, ready: m.Ready) -> None:
+        """Starts or resumes the run, now that the trainer has published weights.
+
+        Sends Begin to the live processes of other roles; those that register later get it when they do.
+        """
+        self._has_begun = True
+        steps = self._config.run.steps
+        first: list[e.Event] = [e.RunStarted(ready.digest, steps)]
+        if self._control.state.version >= 0:
+            first = [e.RunResumed(steps), e.VersionCommitted(ready.version, ready.digest)]
+        self._handle(*first)
+        for member in self._membership.members.values():
+            if member.hello.role != "trainer":
+                self._begin(member)
+
+    def _left(self, ended: m.Ended) -> None:
+        member = self._membership.members[ended.name]
+        if not ended.error:
+            self._membership.leave(ended.name)
+            self._unfinished.pop(ended.name, None)
+            if member.hello.role == "generate":
+                self._handle(e.HostLost(ended.name, "it ended"))
+            return
+        if member.hello.role == "trainer" and ended.is_final:
+            self._error = (
+                f"{ended.name} on {member.hello.machine} ended with an error, so the run ends: {ended.error}"
+            )
+        self._lost(ended.name, ended.error)
+
+    def _lost(self, name: str, reason: str) -> None:
+        self._view.note(
+            f"{name} is lost ({reason}); its work goes to another process of its role, or waits until one "
+            "registers"
+        )
+        member = self._membership.lose(name, time.monotonic())
+        if member is not None:
+            # A process that takes its place has a new incarnation, so a new mailbox.
+            self._out.pop(member.mailbox, None)
+            self._broker.clear(member.mailbox)
+            self._held.delete_posted(member.mailbox)
+            if member.hello.role == "generate":
+                self._handle(e.HostLost(name, reason))
+
+    def _handle(self, *events: e.Event) -> None:
+        self._driver.handle([(event, None) for event in events])
+
+    # --- actions --------------------------------------------------------------------------------------------
+
+    def dispatch(self, action: e.Dispatch, prompt: tuple[int, ...]) -> None:
+        self._command(action.host, action, prompt)
+
+    def cancel(self, action: e.Cancel) -> None:
+        self._command(action.host, action)
+
+    def score(self, action: e.Score, prompt: Prompt, completions: Sequence[Completion]) -> None:
+        command = m.Command(self._epoch, action, tuple(completions))
+        self._scoring[action.ordinal, action.attempt] = "", command
+
+    def _assign(self) -> None:
+        """Sends each group that has no reward process yet to the one with the fewest groups to score.
+
+        A process gets at most 2 * runtime.reward_workers groups; other groups wait for a later call. If a
+        process was lost, its groups are sent to another one.
+        """
+        load = {member.mailbox: 0 for member in self._membership.ready("reward")}
+        for mailbox, _ in self._scoring.values():
+            if mailbox in load:
+                load[mailbox] += 1
+        for group, (mailbox, command) in self._scoring.items():
+            if mailbox in load:
+                continue
+            free = min(load, key=lambda each: load[each], default=None)
+            if free is None or load[free] >= 2 * self._config.runtime.reward_workers:
+                return
+            load[free] += 1
+            self._scoring[group] = free, command
+            self._post(free, command)
+
+    def train(self, action: e.Train, groups: tuple[Group, ...]) -> None:
+        """Sends the batch `action`, made of `groups` of samples, to all trainer processes that are ready.
+
+        If none is ready, does nothing: the batch is sent again once a restarted trainer is ready
+        (`Driver.ask_again`).
+        """
+        if not (trainers := self._membership.ready("trainer")):
+            return
+        self._held.put_back(groups)
+        plan = plan_groups(self._config, groups, self._shares_prompts)
+        for member in trainers:
+            self._command(member.hello.name, action, {"plan": plan.to_wire()})
+
+    def _command(self, name: str, action: e.Dispatch | e.Cancel | e.Train, payload: Any = None) -> None:
+        """Sends the action and its payload (see `messages.Command`) to the process `name`.
+
+        Does nothing if that process was lost: the event HostLost informs the control plane of it.
+        """
+        if (member := self._membership.members.get(name)) is not None:
+            self._post(member.mailbox, m.Command(self._epoch, action, payload))
+
+    def _post(self, mailbox: str, message: m.Message) -> None:
+        """Queues a message for `mailbox`; `_send` posts the messages of one turn together."""
+        self._out[mailbox].append(m.to_plain(message))
+
+    def _send(self) -> None:
+        self._assign()
+        out, self._out = self._out, defaultdict(list)
+        for mailbox, messages in out.items():
+            self._broker.post(mailbox, *messages)
+
+
+Announced = tuple[SampleId, str]
+"""A sample and the mailbox of the host that finished it, which together identify a posted payload."""
+
+
+def _newest_version(event: e.Event) -> int:
+    """Returns the newest policy version that a host's event mentions; -1 if the event mentions none."""
+    if isinstance(event, e.HostAdopted):
+        return event.version
+    spans = event.spans if isinstance(event, e.SampleFinished) else ()
+    return max((span.version for span in spans), default=-1)
+
+
+def _announced(message: m.Message) -> Announced | None:
+    if isinstance(message, m.Event) and isinstance(message.event, e.SampleFinished):
+        return message.event.sample, mailbox_of(message.name, message.incarnation)
+    return None

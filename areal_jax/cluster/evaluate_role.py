@@ -1,0 +1,42 @@
+"""The evaluate role: a process that evaluates a run's checkpoints on held-out prompts, and exports them."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+from areal_jax.assembly.devices import host_mesh, use_compilation_cache
+from areal_jax.assembly.parts import open_inputs
+from areal_jax.cluster.meeting import connect
+from areal_jax.cluster.member import ControllerLink
+from areal_jax.cluster.messages import Begin, Ready
+from areal_jax.config.tree import Config
+from areal_jax.evaluation.follower import Follower
+
+
+def evaluate(config: Config, folder: Path, name: str) -> None:
+    """Runs evaluation process `name` until the controller sends End.
+
+    It evaluates checkpoints (if observe.evaluate is set) and exports them in Hugging Face format (if
+    observe.exports is set) while the run trains; after End it completes this for the last checkpoint. Raises
+    ArealError if evaluation fails, if End contains an error, or if the controller has had no heartbeat for
+    runtime.deadline_s.
+    """
+    use_compilation_cache()
+    inputs, deadline_s, mesh = open_inputs(config), config.runtime.deadline_s, None
+    if config.observe.evaluate:
+        mesh = host_mesh(config, name)
+    work: Follower | None = None
+    figures = lambda: {"steps": work.steps if work is not None else 0}  # noqa: E731
+    with (
+        connect(config) as broker,
+        ControllerLink(broker, "evaluate", name, deadline_s, figures) as link,
+        ExitStack() as running,
+    ):
+        work = Follower(inputs, folder, mesh, link.note, link.fail)
+        running.callback(work.stop, deadline_s)
+        for message in link.commands():
+            if isinstance(message, Begin):
+                work.start()
+                link.send(Ready(name, link.incarnation, link.epoch))
+        work.finish(deadline_s)

@@ -1,0 +1,200 @@
+"""A process's connection to the controller.
+
+It sends messages in order, receives commands and posts heartbeats; every wait has a deadline.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from areal_jax.cluster import messages as m
+from areal_jax.cluster.broker import Broker
+from areal_jax.cluster.membership import HEARTBEAT_S, LOST_S, mailbox_of
+from areal_jax.cluster.owner import look
+from areal_jax.cluster.payloads import Payloads
+from areal_jax.control.events import Event
+from areal_jax.observe.waits import WaitTimeout
+from areal_jax.trajectories.codec import encode
+from areal_jax.types import ArealError, Trajectory
+
+MOST = 64
+"""Maximum number of messages that a process takes, or posts, in one request to Redis."""
+POLL_S = 0.2
+
+
+class ControllerLink:
+    """The connection of process `name` to the controller. A `with` block registers the process in `role`.
+
+    One thread posts the queued messages, another one posts heartbeats, which contain the result of
+    `figures()`. If a thread fails, `commands` raises its error. `deadline_s`: seconds without a live
+    controller after which `commands` raises WaitTimeout.
+    """
+
+    def __init__(
+        self, broker: Broker, role: str, name: str, deadline_s: float, figures: Callable[[], dict[str, Any]]
+    ) -> None:
+        self.name, self.incarnation = name, secrets.token_hex(4)
+        self.epoch = ""
+        self._broker, self._role, self._deadline_s, self._figures = broker, role, deadline_s, figures
+        self._mailbox = mailbox_of(name, self.incarnation)
+        self._payloads = Payloads(broker)
+        self._out: queue.Queue[tuple[m.Message, Trajectory | None] | None] = queue.Queue()
+        self._numbers = itertools.count()
+        self._unconfirmed: deque[m.Event] = deque()
+        """Events without a payload that are not yet confirmed as journaled; sent again in a new epoch."""
+        self._guard = threading.Lock()
+        self._controller = ("", time.monotonic())
+        """The epoch of the live controller when it was last seen in Redis, and the time of that reading."""
+        self._error: BaseException | None = None
+        self._is_closed = threading.Event()
+        self._threads = [
+            threading.Thread(target=guarded(body, self.fail), name=f"{name}: {what}", daemon=True)
+            for what, body in (("messages", self._post_all), ("heartbeat", self._keep_alive))
+        ]
+
+    def __enter__(self) -> ControllerLink:
+        for thread in self._threads:
+            thread.start()
+        self._register()
+        return self
+
+    def _register(self) -> None:
+        self.send(m.Hello(self._role, self.name, self.incarnation, socket.gethostname(), os.getpid()))
+
+    def __exit__(self, kind: Any, error: BaseException | None, *_: Any) -> None:
+        """Queues the message Ended, with `error` if there is one, and waits until all messages are posted.
+
+        Waits at most `deadline_s` seconds.
+        """
+        text = "" if error is None else f"{type(error).__name__}: {error}"
+        self.send(m.Ended(self.name, self.incarnation, text, isinstance(error, ArealError)))
+        self._out.put(None)
+        self._threads[0].join(self._deadline_s)
+        self._is_closed.set()
+
+    def send(self, message: m.Message) -> None:
+        """Queues a message to the controller and returns at once."""
+        self._out.put((message, None))
+
+    def report(self, event: Event, trajectory: Trajectory | None = None) -> None:
+        """Queues an event for the control plane. `trajectory`: a SampleFinished's payload, else None.
+
+        If a new epoch starts before an event without a payload is journaled, the event is sent again. A
+        finished sample is not: in a new epoch the same random keys draw it again.
+        """
+        # Numbers go out in order: the controller ignores an event with a number below the newest.
+        with self._guard:
+            number = next(self._numbers)
+            message = m.Event(self.name, self.incarnation, self.epoch, number, event)
+            if trajectory is None:
+                self._unconfirmed.append(message)
+            self._out.put((message, trajectory))
+
+    def note(self, text: str) -> None:
+        self.send(m.Note(self.name, text))
+
+    def fail(self, error: BaseException) -> None:
+        """Makes `commands` raise this error at its next poll of the mailbox."""
+        self._error = error
+
+    def commands(self) -> Iterator[m.Message]:
+        """Yields each Begin, Weights and Command of the newest epoch; returns at an End without a reason.
+
+        A message is marked done in the mailbox when the caller asks for the next one. Raises the error given
+        to `fail`, ArealError at an End with a reason, and WaitTimeout after `deadline_s` seconds without a
+        live controller.
+        """
+        registered_s = time.monotonic()
+        while True:
+            for message in self._broker.take(self._mailbox, POLL_S, MOST):
+                command = m.from_plain(message.body)
+                if isinstance(command, m.Begin):
+                    self._enter(command.epoch)
+                if isinstance(command, m.End):
+                    self._broker.done(self._mailbox, [message])
+                    if command.reason:
+                        raise ArealError(command.reason)
+                    return
+                if command.epoch == self.epoch:  # type: ignore[union-attr]
+                    yield command
+                self._broker.done(self._mailbox, [message])
+            if self._error is not None:
+                raise self._error
+            registered_s = self._require_controller(registered_s)
+
+    def _enter(self, epoch: str) -> None:
+        """If `epoch` is new, queues again, in order, all events that are not confirmed as journaled."""
+        with self._guard:
+            if epoch != self.epoch:
+                self.epoch = epoch
+                self._unconfirmed = deque(replace(message, epoch=epoch) for message in self._unconfirmed)
+                for message in self._unconfirmed:
+                    self._out.put((message, None))
+
+    def _require_controller(self, registered_s: float) -> float:
+        """Registers again if the controller has started a newer epoch and no Begin of it has arrived.
+
+        Does so at most every LOST_S / 2 seconds; `registered_s`: the time of the last registration. Returns
+        the time of the newest one. Raises WaitTimeout after `deadline_s` seconds without a live controller.
+        """
+        now = time.monotonic()
+        epoch, seen_s = self._controller
+        if now - seen_s > self._deadline_s:
+            raise WaitTimeout(
+                f"{self.name} ends, because it has seen no heartbeat of the controller for "
+                f"{self._deadline_s:g} s (runtime.deadline_s); see logs/controller.log in the run's "
+                "folder, or start the controller with `areal-jax role controller`"
+            )
+        if epoch in ("", self.epoch) or now - registered_s < LOST_S / 2:
+            return registered_s
+        self._register()
+        return now
+
+    # --- threads --------------------------------------------------------------------------------------------
+
+    def _post_all(self) -> None:
+        """Runs in a thread: posts queued messages until the link closes, up to MOST in one request."""
+        is_open = True
+        while is_open:
+            queued = [self._out.get()]
+            while len(queued) < MOST and not self._out.empty():
+                queued.append(self._out.get())
+            sent = [one for one in queued if one is not None]
+            is_open = len(sent) == len(queued)  # `__exit__` queues None, after all messages
+            # Payloads go before the events that announce them, so that the controller finds them.
+            self._payloads.post(self._mailbox, {t.sample: encode(t) for _, t in sent if t is not None})
+            self._broker.post(m.CONTROL, *(m.to_plain(message) for message, _ in sent))
+
+    def _keep_alive(self) -> None:
+        while not self._is_closed.is_set():
+            self._broker.heartbeat(self._mailbox, self._figures(), LOST_S)
+            if (controller := look(self._broker)) is not None:
+                self._controller = (controller.epoch, time.monotonic())
+                newest = controller.confirmed.get(self._mailbox, -1)
+                # Events are in the order of their numbers, so the journaled ones are at the front.
+                with self._guard:
+                    while self._unconfirmed and self._unconfirmed[0].number <= newest:
+                        self._unconfirmed.popleft()
+            self._is_closed.wait(HEARTBEAT_S)
+
+
+def guarded(body: Callable[[], Any], fail: Callable[[BaseException], None]) -> Callable[[], None]:
+    """Returns a thread's target that runs `body` and, if it raises, calls `fail` with the exception."""
+
+    def run() -> None:
+        try:
+            body()
+        except Exception as error:  # noqa: BLE001 - handed to the main thread, which raises it
+            fail(error)
+
+    return run

@@ -1,0 +1,196 @@
+"""Messages between the processes of a cluster: records that `to_plain` converts to lists for msgpack.
+
+Every process sends to the controller's mailbox; the controller sends to each process's own mailbox. The
+controller's commands are the control plane's actions, in an envelope (`Command`). Delivery is at least once,
+so handling a message twice must have the effect of handling it once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from areal_jax.control import events as e
+from areal_jax.types import ArealError, Completion
+
+CONTROL = "control"
+"""The controller's mailbox."""
+
+# --- to the controller --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Hello:
+    """Registers a process, which then waits for the answer, Begin, in its mailbox `name.incarnation`.
+
+    `incarnation`: a random string, new at each start of the process. `machine`: its machine's host name;
+    `pid`: its process id. Both are only for messages to the user.
+    """
+
+    role: str
+    name: str
+    incarnation: str
+    machine: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Answers Begin: the process is ready for commands, unless it is a trainer with `next_step` >= 0.
+
+    Such a trainer must first train journaled batches again, from that step on. `epoch`: that of the Begin.
+    `slots`: how many rollouts a host can decode at once. `version`, `digest`: of the weights that a trainer
+    published last, or that a host adopted last; -1 and "" if there are none.
+    """
+
+    name: str
+    incarnation: str
+    epoch: str
+    slots: int = 0
+    next_step: int = -1
+    """The step of the journaled batch that a trainer needs next to catch up; -1: it has caught up."""
+    version: int = -1
+    digest: str = ""
+    weights: str = ""
+    """The address from which hosts pull weights; empty: hosts read weights from the run's folder."""
+    shares_prompts: bool = True
+    """Whether the trainer can process a prompt once for all samples of its group."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """An event for the control plane, sent in `epoch` by the process `name` that started as `incarnation`.
+
+    A SampleFinished announces its trajectory, which is already in Redis (`cluster.payloads`).
+    """
+
+    name: str
+    incarnation: str
+    epoch: str
+    number: int
+    """The event's number among all events of its process; by this number the controller confirms events."""
+    event: e.Event
+
+
+@dataclass(frozen=True)
+class Note:
+    """A line of text that the controller shows in the run's log."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Reports that a process ends: because of `error` or, if `error` is empty, because it received End."""
+
+    name: str
+    incarnation: str
+    error: str = ""
+    is_final: bool = False
+    """Whether a restart would fail with the same error, so that a user has to correct the cause first."""
+
+
+# --- from the controller ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Begin:
+    """Starts an epoch for a process, which forgets the commands of earlier epochs and answers Ready.
+
+    `epoch`: a random string. `version`: the newest weights version that the journal records as trained; a
+    trainer that is behind it must first catch up; -1 for other roles. `weights`: the address from which a
+    host pulls weights; "": it reads them from the run's folder.
+    """
+
+    epoch: str
+    version: int = -1
+    weights: str = ""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Sent to hosts after a trainer restart: from now on, hosts pull weights from `address`."""
+
+    epoch: str
+    address: str
+
+
+@dataclass(frozen=True)
+class Command:
+    """An action of the control plane, with the data that the receiver needs to carry it out.
+
+    `payload`: the prompt's tokens for Dispatch, the completions for Score, None for Cancel. For Train, a dict
+    with the batch's `plan` as `BatchPlan.to_wire` returns it; if a journaled batch is trained again, also
+    with the journaled digests `digest` and `published` (as in `recovery.Journaled`).
+    """
+
+    epoch: str
+    action: e.Dispatch | e.Cancel | e.Score | e.Train
+    payload: Any = None
+
+
+@dataclass(frozen=True)
+class End:
+    """Commands a process to end.
+
+    `reason`: why the run failed, or why the process is refused; "": the process has no work left.
+    """
+
+    epoch: str
+    reason: str = ""
+
+
+Message = Hello | Ready | Event | Note | Ended | Begin | Weights | Command | End
+
+KINDS: dict[str, type] = {kind.__name__: kind for kind in Message.__args__}
+
+
+class MessageError(ArealError):
+    """Raised if a message cannot be decoded, as when another version of areal-jax sent it."""
+
+
+def to_plain(message: Message) -> list[Any]:
+    """Returns [name of the message's class, values of its fields in order], for msgpack."""
+    return [type(message).__name__, [_plain(getattr(message, f.name)) for f in fields(message)]]
+
+
+def from_plain(body: Any) -> Message:
+    """Returns the message that `to_plain` converted to `body`. Raises MessageError for any other `body`."""
+    try:
+        name, values = body
+        kind = KINDS[name]
+        named = dict(zip([f.name for f in fields(kind)], values, strict=True))
+        if kind is Event:
+            named["event"] = e.from_wire(named["event"][0], named["event"][1], e.EVENTS)
+        elif kind is Command:
+            named["action"] = action = e.from_wire(named["action"][0], named["action"][1], e.ACTIONS)
+            named["payload"] = _PAYLOADS[type(action)](named["payload"])
+        return kind(**named)
+    except (KeyError, TypeError, ValueError) as error:
+        raise MessageError(
+            f"a process sent a message that this process cannot decode ({error!r}); install the same version "
+            "of areal-jax on every machine"
+        ) from error
+
+
+def _plain(value: Any) -> Any:
+    if type(value).__name__ in e.EVENTS | e.ACTIONS:
+        return e.to_wire(value)
+    if isinstance(value, Completion):
+        return [value.text, value.tokens, value.stop_reason]
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _completions(plain: Any) -> tuple[Completion, ...]:
+    return tuple(Completion(text, tuple(ids), why) for text, ids, why in plain)
+
+
+_PAYLOADS: Mapping[type, Any] = {
+    e.Dispatch: tuple,
+    e.Cancel: lambda plain: plain,
+    e.Score: _completions,
+    e.Train: dict,
+}
+"""Action -> function that restores its payload from msgpack. Actions that are missing here are never sent."""

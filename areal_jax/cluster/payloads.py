@@ -1,0 +1,232 @@
+"""Payloads in Redis: encoded trajectories by sample, from the host's post until their batch is trained.
+
+A host posts a payload before the event that announces it, under a key that names sample and host: two hosts
+may finish the same sample if one of them was declared lost. When the event is journaled, the controller
+renames the key of the accepted payload to the sample's key, from which the trainer's processes fetch it. Once
+the batch is journaled as trained, the controller deletes the payload. SQLite stores every payload too, so
+Redis may lose payloads: the controller puts back those that a batch needs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from areal_jax.cluster.broker import Broker, BrokerError
+from areal_jax.trajectories.codec import encode
+from areal_jax.types import Group, SampleId
+
+CHUNK_BYTES = 16 * 2**20
+"""Maximum size of one request or answer, in bytes; a larger payload is sent alone."""
+
+POLL_S = 0.05
+
+K = TypeVar("K", bound=Hashable)
+
+# Values: the owner's token, the number of accepted payloads, their keys as pairs (posted, sample's), then the
+# keys to delete. A controller that was replaced changes nothing.
+_SETTLE = """
+if redis.call('HGET', KEYS[1], 'token') ~= ARGV[1] then return end
+local last = 2 + 2 * tonumber(ARGV[2])
+for at = 3, last, 2 do
+  if redis.call('EXISTS', ARGV[at]) == 1 then redis.call('RENAME', ARGV[at], ARGV[at + 1]) end
+end
+for at = last + 1, #ARGV do redis.call('UNLINK', ARGV[at]) end
+"""
+
+
+class Payloads:
+    """Access to a run's payloads (encoded trajectories) in Redis; threads may share it.
+
+    Operations raise BrokerError if Redis cannot be used.
+    """
+
+    def __init__(self, broker: Broker, token: str = "") -> None:
+        """`token`: the token of the run's owner (`Owner.token`); "" in all processes but the controller."""
+        self._broker, self._token = broker, token
+
+    # --- hosts ----------------------------------------------------------------------------------------------
+
+    def post(self, mailbox: str, blobs: Mapping[SampleId, bytes]) -> None:
+        """Stores encoded trajectories of the host with mailbox `mailbox`.
+
+        The host must send the events that announce them only afterwards.
+        """
+        self._set({self._posted(sample, mailbox): blob for sample, blob in blobs.items()})
+
+    # --- trainers -------------------------------------------------------------------------------------------
+
+    def wait_for(self, samples: Sequence[SampleId]) -> dict[SampleId, bytes]:
+        """Returns the payloads of these samples; waits until the controller has put back missing ones.
+
+        Raises BrokerError if some are still missing after the broker's `deadline_s`.
+        """
+        found: dict[SampleId, bytes] = {}
+        end_s = time.monotonic() + self._broker.deadline_s
+        while missing := [sample for sample in samples if sample not in found]:
+            before = len(found)
+            found |= self._fetch(missing, self._named)
+            if len(found) == before and time.monotonic() > end_s:
+                raise BrokerError(
+                    f"the payloads of {missing[0]} and {len(missing) - 1} other samples are missing in "
+                    "Redis, and the controller did not put them back within "
+                    f"{self._broker.deadline_s:g} s; see logs/controller.log in the run's folder"
+                )
+            if len(found) < len(samples):
+                time.sleep(POLL_S)
+        return found
+
+    # --- the controller -------------------------------------------------------------------------------------
+
+    def posted(self, announced: Sequence[tuple[SampleId, str]]) -> dict[tuple[SampleId, str], bytes]:
+        """Returns the payloads that hosts posted for these (sample, host's mailbox); omits missing ones."""
+        return self._fetch(announced, lambda one: self._posted(*one))
+
+    def _settle(
+        self,
+        accepted: Iterable[tuple[SampleId, str]],
+        void: Iterable[tuple[SampleId, str]],
+        unneeded: Iterable[SampleId],
+    ) -> None:
+        """Moves accepted payloads to their samples' keys; deletes void and unneeded ones.
+
+        `accepted`, `void` (refused): payloads as hosts posted them, named by sample and host's mailbox.
+        `unneeded`: samples with an accepted payload. Does nothing if another controller owns the run.
+        """
+        pairs = [(self._posted(*one), self._named(one[0])) for one in accepted]
+        deleted = [*(self._posted(*one) for one in void), *map(self._named, unneeded)]
+        if pairs or deleted:
+            values = [self._token, len(pairs), *(key for pair in pairs for key in pair), *deleted]
+            self._broker.link.script(_SETTLE, [self._broker.key_of("owner")], values)
+
+    def put(self, blobs: Mapping[SampleId, bytes]) -> None:
+        """Stores payloads of accepted samples, under the keys from which trainer processes fetch them."""
+        self._set({self._named(sample): blob for sample, blob in blobs.items()})
+
+    def names(self) -> set[SampleId]:
+        """Returns the samples with an accepted payload in Redis, which trainer processes can fetch."""
+        return {_sample(key.rpartition(":")[2]) for key in self._broker.keys("payload:")}
+
+    def delete_posted(self, mailbox: str = "") -> None:
+        """Deletes posted payloads that were not accepted: of the host with this mailbox; "": of all hosts."""
+        keys = self._broker.keys("posted:")
+        self._broker.delete([key for key in keys if not mailbox or key.endswith(f"@{mailbox}")])
+
+    # --- inside ---------------------------------------------------------------------------------------------
+
+    def _posted(self, sample: SampleId, mailbox: str) -> str:
+        return self._broker.key_of(f"posted:{_name(sample)}@{mailbox}")
+
+    def _named(self, sample: SampleId) -> str:
+        return self._broker.key_of(f"payload:{_name(sample)}")
+
+    def _set(self, blobs: Mapping[str, bytes]) -> None:
+        for chunk in chunks(list(blobs), [len(blob) for blob in blobs.values()]):
+            values = {key: blobs[key] for key in chunk}
+            self._broker.link.run(lambda client, values=values: client.mset(values))
+
+    def _fetch(self, names: Sequence[K], key_of: Callable[[K], str]) -> dict[K, bytes]:
+        """Returns name -> payload; omits names without one in Redis. `key_of(name)`: its payload's key."""
+        keys = {name: key_of(name) for name in names}
+        found: dict[K, bytes] = {}
+
+        def sizes(client: Any) -> list[int]:
+            pipeline = client.pipeline(transaction=False)
+            for key in keys.values():
+                pipeline.strlen(key)
+            return pipeline.execute()
+
+        for chunk in chunks(list(keys), self._broker.link.run(sizes) if keys else []):
+            # None for a payload that was deleted since its size was read.
+            blobs = self._broker.link.run(
+                lambda client, chunk=chunk: client.mget([keys[name] for name in chunk])
+            )
+            found |= {name: blob for name, blob in zip(chunk, blobs, strict=True) if blob is not None}
+        return found
+
+
+def chunks(names: Sequence[K], sizes: Sequence[int]) -> Iterator[list[K]]:
+    """Yields the names in order, in lists with at most CHUNK_BYTES of payload each.
+
+    A larger payload's name is alone in its list. `sizes`: the size of each name's payload, in bytes.
+    """
+    piece: list[K] = []
+    total = 0
+    for name, size in zip(names, sizes, strict=True):
+        if piece and total + size > CHUNK_BYTES:
+            yield piece
+            piece, total = [], 0
+        piece.append(name)
+        total += size
+    if piece:
+        yield piece
+
+
+def _name(sample: SampleId) -> str:
+    return "/".join(str(int(number)) for number in (sample.ordinal, sample.attempt, sample.member))
+
+
+def _sample(name: str) -> SampleId:
+    ordinal, attempt, member = map(int, name.split("/"))
+    return SampleId(ordinal, member, attempt)
+
+
+class Held(Payloads):
+    """The controller's access to the payloads in Redis; records which exist and which can be deleted."""
+
+    def __init__(self, broker: Broker, token: str) -> None:
+        super().__init__(broker, token)
+        self._names: set[SampleId] = set()
+        self._again: set[SampleId] = set()
+        """Samples whose payload was put back for a journaled batch that is trained again; not in flight."""
+        self._accepted: list[tuple[SampleId, str]] = []
+        self._void: list[tuple[SampleId, str]] = []
+
+    def read(self) -> None:
+        """Deletes posted payloads that were not accepted, and records anew which payloads Redis has."""
+        self.delete_posted()
+        self._names, self._again = self.names(), set()
+        self._accepted, self._void = [], []
+
+    def accept(self, sample: SampleId, mailbox: str) -> None:
+        """Records that the event with this payload is accepted.
+
+        Once the event is journaled, the next `settle` moves the payload to the sample's key, from which
+        trainer processes fetch it.
+        """
+        self._accepted.append((sample, mailbox))
+        self._names.add(sample)
+
+    def refuse(self, sample: SampleId, mailbox: str) -> None:
+        """Records that the payload is not needed; the next `settle` deletes it.
+
+        Its sample went to another host, or is finished already.
+        """
+        self._void.append((sample, mailbox))
+
+    def put_back(self, groups: Iterable[Group], is_again: bool = False) -> None:
+        """Stores in Redis those trajectories of these groups that have no payload there.
+
+        `is_again`: the groups are of a journaled batch that is trained again; payloads that were put back for
+        the previous such batch are deleted.
+        """
+        missing = {t.sample: t for group in groups for t in group.trajectories if t.sample not in self._names}
+        self.put({sample: encode(trajectory) for sample, trajectory in missing.items()})
+        self._names |= missing.keys()
+        if is_again:
+            self._settle((), (), self._again)
+            self._names -= self._again
+            self._again = set(missing)
+
+    def settle(self, in_flight: Collection[int]) -> None:
+        """Moves accepted payloads to their samples' keys; deletes refused and unneeded ones.
+
+        Called after the events of a turn are journaled. `in_flight`: ordinals of the groups that are neither
+        trained nor dropped; the payloads of other groups are unneeded.
+        """
+        needed = set(in_flight)
+        done = {one for one in self._names - self._again if one.ordinal not in needed}
+        self._settle(self._accepted, self._void, done)
+        self._names -= done
+        self._accepted, self._void = [], []

@@ -1,0 +1,384 @@
+"""The generate and trainer roles. A process of either role starts to work when the controller sends Begin.
+
+The controller sends Begin again at each new epoch: after its own restart, and after Redis lost its data. The
+process then forgets the commands of earlier epochs, but keeps its weights, its compiled programs and its
+train state.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from areal_jax.assembly.devices import (
+    Devices,
+    host_mesh,
+    params_bytes,
+    use_compilation_cache,
+    use_virtual_cpus,
+)
+from areal_jax.assembly.parts import Parts, assemble_on, make_engine, open_inputs
+from areal_jax.cluster.meeting import connect, own_address, secret
+from areal_jax.cluster.member import ControllerLink, guarded
+from areal_jax.cluster.messages import Begin, Command, Ready, Weights
+from areal_jax.cluster.payloads import Payloads
+from areal_jax.cluster.remote import COUNTS
+from areal_jax.cluster.trainer_group import joined
+from areal_jax.config.tree import Config
+from areal_jax.control.events import (
+    Cancel,
+    Dispatch,
+    Event,
+    HostAdopted,
+    SampleFailed,
+    SampleFinished,
+    Train,
+)
+from areal_jax.generation.canary import canary
+from areal_jax.generation.commands import Start, Stop
+from areal_jax.generation.engine import Engine
+from areal_jax.observe.waits import Timeline, process_timeline
+from areal_jax.parallel.agreement import leads
+from areal_jax.parallel.mesh import make_mesh
+from areal_jax.runtime.recovery import require_one_run, retrain, start_state
+from areal_jax.runtime.talking import training_host
+from areal_jax.runtime.trainer_loop import TrainBatch, Trainer
+from areal_jax.runtime.turns import OwnDevices
+from areal_jax.trainer.checkpoint import Checkpointer
+from areal_jax.trajectories.codec import decode
+from areal_jax.trajectories.plan import BatchPlan
+from areal_jax.types import ArealError, SampleId, Trajectory, VersionedParams
+from areal_jax.weights.folder import weights_folder
+from areal_jax.weights.orbax import OrbaxReader, OrbaxStore
+from areal_jax.weights.prefetch import Prefetcher
+from areal_jax.weights.publishing import PublisherSettings
+from areal_jax.weights.store import ParamPublisher, ParamReader
+from areal_jax.weights.transfer.publisher import TransferStore
+from areal_jax.weights.transfer.reader import TransferReader
+
+GAPS = 1000
+"""Maximum number of decode gaps (times between two decode calls) that one heartbeat reports."""
+
+
+# --- generate -----------------------------------------------------------------------------------------------
+
+
+def generate(config: Config, folder: Path, name: str) -> None:
+    """Runs the generation host `name` (generate-INDEX) until the controller sends End.
+
+    Raises ArealError if the host fails, if End contains an error as its reason, or if the controller has had
+    no heartbeat for runtime.deadline_s.
+    """
+    use_compilation_cache()
+    inputs = open_inputs(config)
+    mesh = host_mesh(config, name)
+    g = config.generation
+    engine = make_engine(g, inputs.model, mesh, reserved_slots=g.reserved_slots, seed=config.run.seed)
+    timeline = process_timeline(folder, name)
+    spent = _Spent(name, timeline)
+    work: _Hosting | None = None
+    figures = lambda: spent() | (work.figures() if work is not None else {})  # noqa: E731
+    with (
+        closing(timeline),
+        connect(config) as broker,
+        ControllerLink(broker, "generate", name, config.runtime.deadline_s, figures) as link,
+        ExitStack() as running,
+    ):
+        for message in link.commands():
+            match message:
+                case Begin(_, _, weights):
+                    if work is None:
+                        work = _Hosting(config, folder, engine, weights, timeline, link)
+                        running.callback(work.end)
+                    work.begin(weights)
+                case Weights(_, address) if work is not None:
+                    work.find_weights(address)
+                case Command(_, Dispatch(samples, _, min_version), prompt) if work is not None:
+                    work.start(Start(samples, prompt, min_version))
+                case Command(_, Cancel(samples)) if work is not None:
+                    work.stop(samples)
+
+
+class _Hosting:
+    """A host's thread and the samples that it has to decode.
+
+    The constructor compiles all of the host's programs and starts the thread.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        engine: Engine,
+        weights: str,
+        timeline: Timeline,
+        link: ControllerLink,
+    ) -> None:
+        c, self._link, self._slots = config, link, config.generation.rollout_slots
+        self._reader = _reader(config, folder, weights, engine)
+        engine.warm(engine.load_params(engine.blank(config.weights.wire_dtype)))
+        self._store = Prefetcher(self._reader, engine.param_shardings, engine.load_params)
+        self._unfinished: dict[SampleId, None] = {}
+        self._adopted = HostAdopted(link.name, -1, "")
+        self._heartbeats = itertools.count()
+        own = (c, _index(link.name), engine, self._store, self._report)
+        clock = timeline.clock(link.name)
+        self._host, endpoint = training_host(*own, name=link.name, clock=clock, turns=OwnDevices())
+        self._deadline_s = c.runtime.deadline_s
+        run = lambda: self._host.run(is_idle_bounded=False)  # noqa: E731
+        if endpoint is not None:
+            run = endpoint.around(run)
+        self._thread = threading.Thread(target=guarded(run, link.fail), name=link.name, daemon=True)
+        self._thread.start()
+
+    def begin(self, weights: str) -> None:
+        # The controller dispatches these again in its new epoch, to this host or to another.
+        self.stop(tuple(self._unfinished))
+        self.find_weights(weights)
+        link = self._link
+        # The host reports a version once, when it adopts it; a new epoch has to hear of it again.
+        held = {"version": self._adopted.version, "digest": self._adopted.digest}
+        link.send(Ready(link.name, link.incarnation, link.epoch, slots=self._slots, **held))
+
+    def find_weights(self, address: str) -> None:
+        if isinstance(self._reader, TransferReader) and address != self._reader.address:
+            self._reader.address = address
+            self._store.forget()
+
+    def start(self, command: Start) -> None:
+        self._unfinished |= dict.fromkeys(command.samples)
+        self._host.inbox.put(command)
+
+    def stop(self, samples: tuple[SampleId, ...]) -> None:
+        for sample in samples:
+            self._unfinished.pop(sample, None)
+        if samples:  # Stop without samples would end the host
+            self._host.inbox.put(Stop(samples))
+
+    def end(self) -> None:
+        """Stops the host and waits for its thread.
+
+        Otherwise the process would be aborted, as it is if it exits while a thread computes.
+        """
+        self._host.inbox.put(Stop())
+        self._thread.join(self._deadline_s)
+        self._store.close(self._deadline_s)
+
+    def figures(self) -> dict[str, Any]:
+        """Returns the body of a heartbeat: the host's counts since its start, and its decode gaps.
+
+        A decode gap is the time between two decode calls, in seconds; each gap is reported once.
+        """
+        gaps, statistics = self._host.gaps_s, self._host.statistics()
+        return {
+            "number": next(self._heartbeats),
+            "at_s": time.monotonic(),
+            "gaps_s": [gaps.popleft() for _ in range(min(len(gaps), GAPS))],
+            "statistics": {count: getattr(statistics, count) for count in COUNTS},
+        }
+
+    def _report(self, event: Event, trajectory: Trajectory | None) -> None:
+        if isinstance(event, SampleFinished | SampleFailed):
+            self._unfinished.pop(event.sample, None)
+        if isinstance(event, HostAdopted):
+            self._adopted = event
+        self._link.report(event, trajectory)
+
+
+def _reader(config: Config, folder: Path, address: str, engine: Engine) -> ParamReader:
+    c, deadline_s = config, config.runtime.deadline_s
+    if c.weights_backend == "transfer":
+        return TransferReader(address, engine.canary, deadline_s, secret())
+    return OrbaxReader(weights_folder(config, folder), engine.canary)
+
+
+# --- train --------------------------------------------------------------------------------------------------
+
+
+def train(config: Config, folder: Path, name: str, coordinator: str, beat: Callable[[str], None]) -> None:
+    """Runs trainer process `name` (trainer-INDEX) until the controller sends End, then writes a checkpoint.
+
+    `coordinator`: host:port of process 0; needed if runtime.trainer_processes > 1. `beat` is called with the
+    name of each activity that begins. Raises ArealError if training fails, if the other processes do not
+    join, if End contains an error as its reason, or if the controller has had no heartbeat for
+    runtime.deadline_s.
+    """
+    use_compilation_cache()
+    processes = config.runtime.trainer_processes
+    use_virtual_cpus(-(-config.trainer.mesh.devices // processes))
+    with joined(coordinator, processes, _index(name)):
+        _train(config, folder, name, beat)
+
+
+def _train(config: Config, folder: Path, name: str, beat: Callable[[str], None]) -> None:
+    mesh = make_mesh(config.trainer.mesh.shape, jax.devices(), "the trainer")
+    parts = assemble_on(Devices("split", mesh, ()), open_inputs(config))
+    deadline_s = config.runtime.deadline_s
+    timeline = process_timeline(folder, name)
+    timeline.clock("trainer").follow(beat)
+    spent, work = _Spent("trainer", timeline), None
+    with (
+        closing(timeline),
+        connect(config) as broker,
+        ControllerLink(broker, "trainer", name, deadline_s, spent) as link,
+        ExitStack() as running,
+    ):
+        for message in link.commands():
+            match message:
+                case Begin(_, version):
+                    if work is None:
+                        work = _Training(parts, folder, version, timeline, link, Payloads(broker))
+                        running.callback(work.end)
+                    work.begin(version)
+                case Command(_, Train() as action, payload) if work is not None:
+                    work.take(action, payload)
+
+
+class _Training:
+    """The trainer's thread and train state, created at the first Begin."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        folder: Path,
+        version: int,
+        timeline: Timeline,
+        link: ControllerLink,
+        payloads: Payloads,
+    ) -> None:
+        c = parts.config
+        self._parts, self._link, self._payloads = parts, link, payloads
+        self._deadline_s = c.runtime.deadline_s
+        state, restored = start_state(parts, folder, version, link.note)
+        self._store = _publisher(parts, folder, link.fail)
+        checkpointer = Checkpointer(folder / "checkpoints", restored, link.fail)
+        clock = timeline.clock("trainer")
+        own = (parts, state, self._store, checkpointer, link.report)
+        self._trainer = Trainer(*own, turns=OwnDevices(), clock=clock, note=link.note)
+        self._thread = threading.Thread(
+            target=guarded(self._trainer.run, link.fail), name="trainer", daemon=True
+        )
+        self._caught_up = False  # until then, no batch is queued for the thread
+        self._newest = int(state.version) - 1  # step of the newest batch that was commanded
+        self._goal = 0
+        self._wire: VersionedParams | None = None
+
+    def begin(self, version: int) -> None:
+        """Trains the journaled batches again up to `version`, the newest one in the journal.
+
+        Then starts the trainer's thread and sends Ready. If that was done in an earlier epoch, only sends
+        Ready.
+        """
+        self._goal = max(version, 0)
+        if self._caught_up:
+            self._send_ready()
+        else:
+            require_one_run(int(self._trainer.state.version), self._goal)
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Requests the next journaled batch to train again, by sending Ready with its step.
+
+        If there is none left, publishes the weights, starts the trainer's thread and sends Ready without a
+        step.
+        """
+        version = int(self._trainer.state.version)
+        if version < self._goal:
+            self._send_ready(next_step=version)
+            return
+        self._wire = self._store.publish(self._parts.learner.versioned(self._trainer.state))
+        self._store.wait(self._deadline_s)
+        self._caught_up = True
+        self._thread.start()
+        self._send_ready()
+
+    def _send_ready(self, next_step: int = -1) -> None:
+        link, wire = self._link, self._wire
+        self._link.send(
+            Ready(
+                link.name,
+                link.incarnation,
+                link.epoch,
+                next_step=next_step,
+                version=-1 if wire is None else wire.version,
+                digest="" if wire is None else wire.digest,
+                weights=getattr(self._store, "address", ""),
+                shares_prompts=self._parts.learner.takes_shared_prompts,
+            )
+        )
+
+    def take(self, action: Train, payload: Mapping[str, Any]) -> None:
+        """Queues a new batch for the trainer's thread; while catching up with the journal, trains it at once.
+
+        `payload`: as in `messages.Command`. Ignores a batch that is trained or queued already: in a new epoch
+        the controller sends the current batch again.
+        """
+        plan = BatchPlan.from_wire(payload["plan"])
+        batch = TrainBatch(action.step, action.ordinals, plan, self._fetch)
+        if self._caught_up:
+            if action.step > self._newest:
+                self._newest = action.step
+                self._trainer.inbox.put(batch)
+        elif action.step == int(self._trainer.state.version):
+            digest, published = payload["digest"], payload["published"]
+            dtype = self._parts.config.weights.wire_dtype
+            reissued = retrain(self._trainer, batch, digest, published, dtype, self._link.note)
+            # All processes of the group trained the batch; one reports the new digest.
+            if reissued is not None and leads():
+                self._link.report(reissued)
+            self._newest = action.step
+            self._catch_up()
+
+    def _fetch(self, places: Mapping[int, SampleId]) -> dict[int, Trajectory]:
+        """Returns the trajectories of the samples in `places`, under the same keys.
+
+        Waits until Redis has them. The keys are the samples' indices in the batch's plan.
+        """
+        found = self._payloads.wait_for(list(places.values()))
+        return {place: decode(found[sample]) for place, sample in places.items()}
+
+    def end(self) -> None:
+        """Waits until the trainer's thread has trained the queued batches and written a checkpoint."""
+        self._trainer.inbox.put(None)
+        if self._thread.is_alive():
+            self._thread.join(self._deadline_s)
+
+
+def _publisher(parts: Parts, folder: Path, fail: Callable[[BaseException], None]) -> ParamPublisher:
+    c = parts.config
+    dtype = c.weights.wire_dtype
+    settings = PublisherSettings(canary(parts.model), dtype, c.runtime.deadline_s, fail)
+    if c.weights_backend == "transfer":
+        return TransferStore(settings, f"{own_address(c)}:0", secret())
+    return OrbaxStore.of_run(c, folder, settings, params_bytes(parts.model, dtype))
+
+
+def _index(name: str) -> int:
+    """Returns the number after the last "-" of a process's name. Raises ArealError if there is none."""
+    index = name.rpartition("-")[2]
+    if not index.isdecimal():
+        raise ArealError(
+            f"--name={name} does not end with an index; use a name such as trainer-0 or generate-0"
+        )
+    return int(index)
+
+
+class _Spent:
+    """Makes a heartbeat's part `totals`: activity -> seconds that `component` has spent on it so far."""
+
+    def __init__(self, component: str, timeline: Timeline) -> None:
+        self._component, self._timeline = component, timeline
+        self._totals: dict[str, float] = {}
+
+    def __call__(self) -> dict[str, Any]:
+        for activity, seconds in self._timeline.take_totals().get(self._component, {}).items():
+            self._totals[activity] = self._totals.get(activity, 0.0) + seconds
+        self._timeline.flush()
+        return {"totals": dict(self._totals)}

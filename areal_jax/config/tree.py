@@ -1,0 +1,178 @@
+"""The config tree: one frozen pydantic model for each section, with the same keys as the YAML file.
+
+A combination of keys that cannot work is refused when the config is made, before anything starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from areal_jax.config.launch_section import LaunchConfig
+from areal_jax.config.presets import preset_settings
+from areal_jax.config.refusals import (
+    FIXED_STALENESS,
+    ON_UPDATE,
+    control_refusals,
+    exact_refusals,
+    refusals,
+)
+from areal_jax.config.sections import (
+    ADAPTERS,
+    AlgorithmConfig,
+    ControlConfig,
+    GenerationConfig,
+    ModelSettings,
+    ObserveConfig,
+    RunConfig,
+    RuntimeConfig,
+    Section,
+    TrainerConfig,
+    WeightsConfig,
+)
+
+
+class Config(Section):
+    run: RunConfig = RunConfig()
+    tasks: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Tasks to train on: name or module:Name -> settings. With several tasks, `weight` sets a task's fraction
+    of the prompts.
+    """
+    model: ModelSettings = ModelSettings()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    generation: GenerationConfig = GenerationConfig()
+    control: ControlConfig = ControlConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    weights: WeightsConfig = WeightsConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+    observe: ObserveConfig = ObserveConfig()
+    launch: LaunchConfig = LaunchConfig()
+
+    @property
+    def max_staleness(self) -> int | None:
+        """Bound on staleness (η) in versions: the key's value, else control.strategy's; None: unbounded."""
+        if self.control.max_staleness is None:
+            return FIXED_STALENESS.get(self.control.strategy, 2)
+        return None if self.control.max_staleness == "unbounded" else self.control.max_staleness
+
+    @property
+    def on_update(self) -> str:
+        return self.generation.on_update or ON_UPDATE[self.control.strategy][0]
+
+    @property
+    def parameter_sets(self) -> int:
+        """Maximum number of versions of the parameters on a host: 2, the current one and the next one.
+
+        With on_update=pinned: max_staleness + 1, at least 2, because live samples keep their versions.
+        """
+        return max(2, 1 + (self.max_staleness or 0)) if self.on_update == "pinned" else 2
+
+    @property
+    def weights_backend(self) -> str:
+        if self.weights.backend != "auto":
+            return self.weights.backend
+        return "orbax" if self.runtime.redis else "memory"
+
+    @property
+    def row_length(self) -> int:
+        return self.trainer.length or self.generation.length
+
+    @property
+    def trainable(self) -> str | None:
+        """Regular expression that the path of a trained parameter must match; None: all are trained."""
+        return self.trainer.trainable or (ADAPTERS if self.model.lora.rank else None)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_preset(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        given = data.get("algorithm") or {}
+        if not isinstance(given, Mapping):
+            return data
+        return {**data, "algorithm": preset_settings(given)}
+
+    @model_validator(mode="after")
+    def _can_work(self) -> Config:
+        for problem in _impossible(self):
+            raise ValueError(problem)
+        return self
+
+
+def _impossible(c: Config) -> Iterator[str]:
+    """Yields a message with a remedy for each combination of values that are valid alone but cannot work."""
+    g, a, t = c.generation, c.algorithm, c.trainer
+    yield from _impossible_control(c)
+    if c.weights.backend == "memory" and c.runtime.redis:
+        yield (
+            f"weights.backend=memory with runtime.redis={c.runtime.redis}: no other "
+            "process can read one process's memory; set weights.backend=auto, or orbax"
+        )
+    if c.weights.dir is not None:
+        if c.weights.backend in ("memory", "transfer"):
+            yield (
+                f"weights.dir={c.weights.dir} with weights.backend={c.weights.backend}: only orbax writes "
+                "versions to files; set weights.backend=orbax, or do not set weights.dir"
+            )
+        if not c.weights.dir.startswith("/"):
+            yield (
+                f"weights.dir={c.weights.dir} is a relative path, which each process would resolve against "
+                "its own working directory; give an absolute path"
+            )
+    yield from refusals(a, g.max_tokens)
+    if t.numerics == "exact":
+        yield from exact_refusals(t.mesh.shape, c.runtime.host_tensor, c.on_update)
+    if t.batch_size % a.minibatches:
+        yield (
+            f"algorithm.minibatches={a.minibatches} does not divide trainer.batch_size={t.batch_size} "
+            "groups; choose a divisor of it"
+        )
+    if g.max_tokens >= g.length:
+        yield (
+            f"generation.max_tokens={g.max_tokens} leaves no room for a prompt in "
+            f"generation.length={g.length}; raise generation.length or lower generation.max_tokens"
+        )
+    if c.row_length < g.length:
+        yield (
+            f"trainer.length={t.length} is shorter than generation.length={g.length}, so the longest "
+            f"trajectory would not fit into a packed row; raise trainer.length to at least {g.length}"
+        )
+    if g.rollout_slots < 1:
+        yield (
+            f"generation.serve_slots={g.serve_slots} leaves no slot for rollouts, because "
+            f"generation.slots={g.slots}; raise generation.slots or lower generation.serve_slots"
+        )
+    if g.serve_port is not None and a.samples == "reference":
+        yield "algorithm.samples=reference decodes nothing, also no requests; leave generation.serve_port out"
+    if g.kv_tokens is not None and g.kv_tokens < g.length * (1 + g.reserved_slots):
+        yield (
+            f"generation.kv_tokens={g.kv_tokens} is too small for one rollout of "
+            f"generation.length={g.length}{' and serve_slots' * bool(g.reserved_slots)}; set "
+            f"generation.kv_tokens to at least {g.length * (1 + g.reserved_slots)}"
+        )
+    if g.page_tokens is not None and g.length % g.page_tokens:
+        yield f"generation.page_tokens={g.page_tokens} must divide generation.length={g.length}; change one"
+    if g.sampling.is_truncated and not 1 <= g.top_k <= g.support_size:
+        yield (
+            "top_k, top_p and min_p need 1 <= generation.top_k <= generation.support_size: the trainer reads "
+            f"all kept ids; got top_k={g.top_k}, support_size={g.support_size}, top_p={g.top_p}, "
+            f"min_p={g.min_p}. Set generation.top_k=256 generation.support_size=256, or top_p=1 min_p=0"
+        )
+
+
+def _impossible_control(c: Config) -> Iterator[str]:
+    eta, control, slots = c.max_staleness, c.control, c.generation.rollout_slots
+    named = f"control.max_staleness={'unbounded' if eta is None else eta}"
+    yield from control_refusals(control, eta, c.on_update)
+    if eta is None and control.max_concurrent is None:
+        yield (
+            f"{named} needs a bound on the groups in flight; set control.max_concurrent="
+            f"{max(1, 2 * c.runtime.hosts * slots // c.algorithm.group_size)}, or another number"
+        )
+    if control.max_token_age is not None and (eta is None or control.max_token_age < eta):
+        yield (
+            f"control.max_token_age={control.max_token_age} is below {named}: groups as old as "
+            "max_staleness allows would be discarded and generated again; raise control.max_token_age"
+        )

@@ -1,0 +1,69 @@
+"""Evaluates versions of a model on held-out tasks; one compiled generation engine decodes all versions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from areal_jax.assembly.parts import make_engine
+from areal_jax.config.tree import Config
+from areal_jax.evaluation.result import RIGHT, TaskResult, overall, task_figures
+from areal_jax.evaluation.run import EvalSettings, Progress, evaluate
+from areal_jax.models.model import Model
+from areal_jax.tasks.held_out import HeldOut
+from areal_jax.types import VersionedParams
+from areal_jax.weights.digest import digest
+from areal_jax.weights.store import dtype_in, wire_copy
+
+
+class Evaluator:
+    """Evaluates versions of one model on held-out tasks, on one mesh of devices."""
+
+    def __init__(self, model: Model, asked: HeldOut, settings: EvalSettings, mesh: Mesh) -> None:
+        self._asked, self._settings = asked, settings
+        self._engine = make_engine(settings.config.generation, model, mesh)
+        self.shardings = self._engine.param_shardings
+
+    def figures(self, value: VersionedParams, progress: Progress = lambda *_: None) -> dict[str, Any]:
+        """Evaluates one version and returns its figures as plain values.
+
+        `progress(task, "greedy" or "sampled", prompts, prompts done)` is called at the start and as rewards
+        arrive; an exception that it raises ends the evaluation. Raises ArealError if the evaluation fails.
+        """
+        settings = self._settings
+        value = as_served(value, settings.config)
+        result = evaluate(self._engine, value, self._asked.tasks, settings, progress)
+        return {
+            "version": value.version,
+            "digest": value.digest,
+            "limit": settings.limit,
+            "samples": settings.samples,
+            "threshold": RIGHT,
+            "seed": settings.config.run.seed,
+            "max_tokens": settings.config.generation.max_tokens,
+            "evaluated_s": time.time(),
+        } | _tables(result, self._asked.splits)
+
+
+def as_served(value: VersionedParams, config: Config) -> VersionedParams:
+    """Returns `value` as generation hosts get it: parameters in weights.wire_dtype, and their digest."""
+    dtype = config.weights.wire_dtype
+    if any(leaf.dtype != dtype_in(leaf.dtype, dtype) for leaf in jax.tree.leaves(value.params)):
+        return wire_copy(value, dtype)
+    return value._replace(digest=value.digest or digest(value.params))
+
+
+def _tables(result: Mapping[str, TaskResult], splits: Mapping[str, str | None]) -> dict[str, Any]:
+    together = task_figures(overall(result))
+    passes = [together[way] for way in ("greedy", "sampled") if way in together]
+    seconds = sum(one["seconds"] for one in passes)
+    return {
+        "tasks": {name: {"split": splits[name]} | task_figures(one) for name, one in result.items()},
+        "overall": together,
+        "seconds": seconds,
+        "tokens_per_s": sum(one["tokens"] for one in passes) / seconds,
+    }

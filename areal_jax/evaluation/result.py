@@ -1,0 +1,127 @@
+"""Results of an evaluation, prompt by prompt, and the figures computed from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from areal_jax.observe.estimates import mean_estimate, pass_at_k, powers_of_two, share_estimate
+
+RIGHT = 1.0
+"""A completion counts as right if its reward is at least this."""
+
+NAMED = 20
+"""A result lists at most this many prompts that are too long, and at most this many failures."""
+
+
+class ScoredPrompt(NamedTuple):
+    """One prompt's samples: for each its reward, token count, and whether the length limit ended it."""
+
+    rewards: tuple[float, ...]
+    lengths: tuple[int, ...]
+    truncated: tuple[bool, ...]
+
+    @property
+    def right(self) -> int:
+        return sum(reward >= RIGHT for reward in self.rewards)
+
+
+class Failure(NamedTuple):
+    """A prompt that could not be scored; its samples count neither as right nor as wrong."""
+
+    prompt: str
+    """task/index"""
+    outcome: str  # failed | timed_out
+    message: str
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """Results of prompts decoded in one way, greedily or at one temperature; each task's in index order."""
+
+    samples: int
+    temperature: float
+    prompts: tuple[ScoredPrompt, ...] = ()
+    failures: tuple[Failure, ...] = ()
+    tokens: int = 0
+    """Number of sampled tokens, those of prompts with a failed reward included."""
+    seconds: float = 0.0
+
+    def __add__(self, other: PassResult) -> PassResult:
+        return _added(self, other, ("prompts", "failures", "tokens", "seconds"))
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    prompts: int
+    too_long: tuple[str, ...]
+    """task/index of prompts that are not evaluated, because they leave no token of generation.length."""
+    cramped: int
+    """Number of evaluated prompts after which fewer than generation.max_tokens fit into generation.length."""
+    greedy: PassResult
+    sampled: PassResult | None
+
+    def __add__(self, other: TaskResult) -> TaskResult:
+        sampled = ("sampled",) if self.sampled is not None else ()
+        return _added(self, other, ("prompts", "too_long", "cramped", "greedy", *sampled))
+
+
+def _added(one: Any, other: Any, names: Sequence[str]) -> Any:
+    """Returns a copy of `one` in which each field in `names` has the field of `other` added to it."""
+    return replace(one, **{name: getattr(one, name) + getattr(other, name) for name in names})
+
+
+def overall(tasks: Mapping[str, TaskResult]) -> TaskResult:
+    """Returns the sum of the tasks' results: the result of all their prompts, as if they were one task's."""
+    first, *rest = tasks.values()
+    return sum(rest, first)
+
+
+def task_figures(result: TaskResult) -> dict[str, Any]:
+    """Returns a result's figures as plain values: numbers of prompts, the greedy and any sampled figures."""
+    figures: dict[str, Any] = {
+        "prompts": result.prompts,
+        "too_long": len(result.too_long),
+        "too_long_prompts": list(result.too_long[:NAMED]),
+        "cramped": result.cramped,
+        "greedy": _pass_figures(result.greedy),
+    }
+    if result.sampled is not None:
+        figures["sampled"] = _pass_figures(result.sampled)
+    return figures
+
+
+def _pass_figures(result: PassResult) -> dict[str, Any]:
+    prompts = result.prompts
+    outcomes = [failure.outcome for failure in result.failures]
+    lengths = [length for prompt in prompts for length in prompt.lengths]
+    truncated = [is_cut for prompt in prompts for is_cut in prompt.truncated]
+    return {
+        "samples": result.samples,
+        "temperature": result.temperature,
+        "scored": len(prompts),
+        "failed": outcomes.count("failed"),
+        "timed_out": outcomes.count("timed_out"),
+        **_right_figures(result),
+        "reward_mean": mean_estimate([fmean(prompt.rewards) for prompt in prompts])._asdict(),
+        "completion_tokens_mean": fmean(lengths) if lengths else None,
+        "truncated_share": fmean(truncated) if truncated else None,
+        "tokens": result.tokens,
+        "seconds": result.seconds,
+        "tokens_per_s": result.tokens / result.seconds if result.seconds else None,
+        "failures": [failure._asdict() for failure in result.failures[:NAMED]],
+    }
+
+
+def _right_figures(result: PassResult) -> dict[str, Any]:
+    """Returns a greedy pass's accuracy, or a sampled pass's pass@k for each power of two k <= samples."""
+    rights = [prompt.right for prompt in result.prompts]
+    if result.temperature == 0:
+        return {"accuracy": share_estimate(rights)._asdict()}
+    n = result.samples
+    return {
+        f"pass@{k}": share_estimate([pass_at_k(n, right, k) for right in rights])._asdict()
+        for k in powers_of_two(n)
+    }

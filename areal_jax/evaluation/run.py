@@ -1,0 +1,240 @@
+"""Evaluation: decodes each prompt greedily, then several times with sampling, and scores the completions.
+
+It uses the same generation engine, host and reward pool as a run; decoding and scoring overlap. A sample's
+PRNG key depends only on run.seed, the prompt's index in its task, and the sample's number within the prompt.
+So the figures depend neither on the number of decode slots, nor on other tasks, nor on when a reward arrives.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from areal_jax.config.tree import Config
+from areal_jax.control.events import Event, RewardFailed
+from areal_jax.evaluation.result import Failure, PassResult, ScoredPrompt, TaskResult
+from areal_jax.generation.engine import Engine
+from areal_jax.generation.host import Host, Start
+from areal_jax.generation.rollout import completion_of
+from areal_jax.observe.waits import get
+from areal_jax.tasks.pool import RewardPool
+from areal_jax.tasks.scoring import Outcome
+from areal_jax.tasks.source import WeightedTask
+from areal_jax.tasks.task import Task
+from areal_jax.types import ArealError, Prompt, SampleId, Sampling, Trajectory, VersionedParams
+
+
+@dataclass(frozen=True)
+class EvalSettings:
+    config: Config
+    limit: int | None = None
+    """Number of each task's prompts to evaluate, from the first on; None = all."""
+    samples: int = 4
+    """Completions sampled per prompt at generation.temperature, besides the greedy one; 0 = greedy only."""
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and self.limit < 1:
+            raise ArealError(f"limit={self.limit} leaves no prompt; give 1 or more, or leave it out")
+        if self.samples < 0:
+            raise ArealError(f"samples={self.samples} is negative; give 0 (greedy only) or more")
+
+
+Progress = Callable[[str, str, int, int], None]
+"""Called as `progress(task, "greedy" | "sampled", number of prompts, number of prompts done)`."""
+
+
+def evaluate(
+    engine: Engine,
+    params: VersionedParams,
+    tasks: Mapping[str, WeightedTask],
+    settings: EvalSettings,
+    progress: Progress = lambda *_: None,
+) -> dict[str, TaskResult]:
+    """Evaluates `params` on each task's first `settings.limit` prompts (None: all); returns task -> result.
+
+    The tasks' weights are ignored. `progress(task, "greedy" or "sampled", prompts, prompts done)` is called
+    as rewards arrive. Raises ArealError for a task without prompts or a prompt without tokens, WaitTimeout if
+    no reward arrives for runtime.deadline_s seconds.
+    """
+    g, r = settings.config.generation, settings.config.runtime
+    ways = [("greedy", 1, Sampling(temperature=0.0, max_tokens=g.max_tokens))]
+    if settings.samples:
+        ways.append(("sampled", settings.samples, g.sampling))
+    by_name = {name: weighted.task for name, weighted in tasks.items()}
+    results = {}
+    with RewardPool(by_name, r.reward_workers, r.reward_timeout_s) as pool:
+        for name, task in by_name.items():
+            count = min(len(task), settings.limit or len(task))
+            if not count:
+                raise ArealError(f"tasks.{name} has no prompts; check its settings, or leave it out")
+            passes, prompts = [], _Prompts(name, task, count, engine, g.max_tokens)
+            for way, samples, sampling in ways:
+                tell = partial(progress, name, way, count)
+                asked = _Pass(engine, params, pool, prompts, samples, sampling, settings=settings)
+                passes.append(asked.run(tell))
+                del asked  # frees its pages before the next pass allocates its own
+            greedy, sampled = passes[0], passes[1] if settings.samples else None
+            results[name] = TaskResult(count, tuple(prompts.too_long), len(prompts.cramped), greedy, sampled)
+    return results
+
+
+class _Prompts:
+    """A task's first `count` prompts: yields those shorter than generation.length and lists the others."""
+
+    def __init__(self, name: str, task: Task, count: int, engine: Engine, max_tokens: int) -> None:
+        self.name, self.count = name, count
+        self.too_long: dict[str, None] = {}
+        self.cramped: set[int] = set()
+        self._task, self._engine, self._max_tokens = task, engine, max_tokens
+
+    def fitting(self) -> Iterator[tuple[int, Prompt, tuple[int, ...]]]:
+        """Yields (index, prompt, its token ids) for each prompt shorter than generation.length.
+
+        The others are added to `too_long` as task/index. Raises ArealError for a prompt without tokens.
+        """
+        tokenizer, length = self._engine.tokenizer, self._engine.length
+        for index in range(self.count):
+            prompt = replace(self._task[index], task=self.name)
+            tokens = tuple(tokenizer.render(prompt))
+            if not tokens:
+                raise ArealError(
+                    f"prompt {index} of task {self.name} has no tokens; leave it out of the task"
+                )
+            if len(tokens) >= length:
+                self.too_long[f"{self.name}/{index}"] = None
+                continue
+            if len(tokens) + self._max_tokens > length:
+                self.cramped.add(index)
+            yield index, prompt, tokens
+
+
+class _Pass:
+    """One pass over one task's prompts: decodes `samples` completions of each, and scores them meanwhile."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        params: VersionedParams,
+        pool: RewardPool,
+        prompts: _Prompts,
+        samples: int,
+        sampling: Sampling,
+        *,
+        settings: EvalSettings,
+    ) -> None:
+        self._engine, self._pool, self._prompts = engine, pool, prompts
+        self._samples, self._sampling, self._version = samples, sampling, params.version
+        self._deadline_s = settings.config.runtime.deadline_s
+        self._host = Host(
+            "the evaluation",
+            engine,
+            _OneVersion(params),
+            self._collect,
+            seed=settings.config.run.seed,
+            sampling=sampling,
+            deadline_s=self._deadline_s,
+        )
+        self._open = 0  # samples started and not ended
+        self._asked: dict[int, Prompt] = {}
+        self._members: dict[int, dict[int, Trajectory]] = {}
+        self._scoring: dict[int, tuple[Trajectory, ...]] = {}
+        self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._scored: dict[int, ScoredPrompt] = {}
+        self._failures: dict[int, Failure] = {}
+
+    def run(self, progress: Callable[[int], None]) -> PassResult:
+        """Runs the pass; calls `progress` with the number of prompts scored, failed or too long so far."""
+        start_s = time.perf_counter()
+        progress(0)
+        for index, prompt, tokens in self._prompts.fitting():
+            self._asked[index], self._members[index] = prompt, {}
+            samples = tuple(SampleId(index, member) for member in range(self._samples))
+            self._host.inbox.put(Start(samples, tokens, self._version))
+            self._host.take_commands()
+            self._open += len(samples)
+            # Enough samples wait to fill every slot that becomes free; the other prompts are rendered later.
+            while self._open > 2 * self._engine.slots:
+                self._step(progress)
+        while self._host.has_work:
+            self._step(progress)
+        while self._scoring:
+            outcome = get(
+                self._outcomes,  # type: ignore[arg-type]
+                waiter="the evaluation",
+                what="rewards from the reward pool",
+                deadline_s=self._deadline_s,
+            )
+            self._settle(outcome)
+            progress(self._settled)
+        return PassResult(
+            self._samples,
+            self._sampling.temperature,
+            tuple(self._scored[index] for index in sorted(self._scored)),
+            tuple(self._failures[index] for index in sorted(self._failures)),
+            self._host.generated_tokens,
+            time.perf_counter() - start_s,
+        )
+
+    @property
+    def _settled(self) -> int:
+        return len(self._scored) + len(self._failures) + len(self._prompts.too_long)
+
+    def _step(self, progress: Callable[[int], None]) -> None:
+        """Makes one decode call; stores the rewards that have arrived and, if any, calls `progress`."""
+        self._host.step()
+        before = self._settled
+        with suppress(queue.Empty):
+            while True:
+                self._settle(self._outcomes.get_nowait())
+        if self._settled > before:
+            progress(self._settled)
+
+    def _collect(self, _: Event, trajectory: Trajectory | None) -> None:
+        """Stores a finished sample; once a prompt's samples are complete, submits them to the reward pool.
+
+        `trajectory` is None for events that finish no sample; they are ignored.
+        """
+        if trajectory is None:
+            return
+        self._open -= 1
+        index = trajectory.sample.ordinal
+        members = self._members[index]
+        members[trajectory.sample.member] = trajectory
+        if len(members) < self._samples:
+            return
+        del self._members[index]
+        self._scoring[index] = tuple(members[member] for member in range(self._samples))
+        tokenizer = self._engine.tokenizer
+        completions = [completion_of(member, tokenizer) for member in self._scoring[index]]
+        self._pool.submit(index, 0, self._asked.pop(index), completions, self._outcomes.put)
+
+    def _settle(self, outcome: Outcome) -> None:
+        index = outcome.ordinal
+        members = self._scoring.pop(index)
+        if isinstance(outcome, RewardFailed):
+            name = f"{self._prompts.name}/{index}"
+            self._failures[index] = Failure(name, outcome.outcome, outcome.message)
+            return
+        self._scored[index] = ScoredPrompt(
+            outcome.rewards,
+            tuple(member.completion_tokens for member in members),
+            tuple(member.truncated for member in members),
+        )
+
+
+class _OneVersion:
+    """A weight store with a single version, for a generation host; the engine shards what `load` returns."""
+
+    def __init__(self, value: VersionedParams) -> None:
+        self._value = value
+
+    def latest(self) -> int:
+        return self._value.version
+
+    def load(self, version: int, shardings: Any) -> VersionedParams:
+        return self._value

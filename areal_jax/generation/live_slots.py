@@ -1,0 +1,240 @@
+"""The samples in an engine's slots: decode state on the device, and their tokens in host memory.
+
+A step of a host calls `LiveSlots.decode`, then `LiveSlots.collect`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from areal_jax.generation.commands import SoFar, Tokens, Work
+from areal_jax.generation.engine import Engine
+from areal_jax.generation.slots import DecodeState, Prefix, ResultTokens
+from areal_jax.observe.waits import Clock
+from areal_jax.types import NOT_SAMPLED, PolicyVersion, Trajectory, VersionedParams
+
+
+class Progress(NamedTuple):
+    """The result of a decode call for one sample.
+
+    `stop_reason`: "stop" (a stop token or text) or "length" if the sample ended, so its slot is free; empty
+    if it continues.
+    """
+
+    slot: int
+    work: Work
+    before: int
+    """Number of the sample's tokens before the call, prompt included."""
+    stop_reason: str
+
+
+class LiveSlots:
+    """The live samples: `works` maps each occupied slot to its sample.
+
+    Slots below `engine.reserved_slots` serve clients' requests.
+    """
+
+    def __init__(self, engine: Engine, clock: Clock) -> None:
+        self.engine, self._clock = engine, clock
+        self.works: dict[int, Work] = {}
+        self.records = Records(engine.slots, engine.length, engine.support_size)
+        self.free_pages = engine.shared_pages
+        self.state: DecodeState = engine.init_decode_state()
+        self._places = 0
+
+    def has_begun(self, slot: int) -> bool:
+        """Whether the slot's sample has sampled a token."""
+        return self.records.filled[slot] > len(self.works[slot].start.prompt)
+
+    @property
+    def evictable(self) -> int | None:
+        """The unreserved slot that got its sample last; None if fewer than two unreserved ones are used."""
+        # Reserved slots have pages of their own: evicting one would free none for the others.
+        shared = [slot for slot in self.works if slot >= self.engine.reserved_slots]
+        return max(shared, key=lambda slot: self.works[slot].place) if len(shared) > 1 else None
+
+    # --- in ------------------------------------------------------------------------------------------------
+
+    def insert(self, slot: int, work: Work, prefix: Prefix, sibling: int | None = None) -> None:
+        with self._clock.doing("prefill"):
+            engine, count = self.engine, int(prefix.true_length)
+            request = engine.request(
+                work.key, work.seed, work.sampling, len(work.start.prompt), work.stops, work.start.penalties
+            )
+            self.state = engine.insert(prefix, self.state, slot, request=request, sibling=sibling)
+        # Reserved slots take pages that were never counted as free.
+        if slot >= engine.reserved_slots:
+            self.free_pages -= engine.pages_for(count, sibling is not None)
+        self._places += 1
+        work.place = self._places
+        self.records.begin(slot, work)
+        self.works[slot] = work
+
+    def resume(self, slot: int, work: Work) -> None:
+        """Put a half-decoded sample, with its tokens and KV, into the free slot.
+
+        If its KV is of an older version (`work.is_stale`), call `rebuild` before the next decode call.
+        """
+        assert work.so_far is not None
+        self.insert(slot, work, work.so_far.kv)
+        # Its pages may differ from the prefilled prompt's, so no sibling may share them.
+        work.so_far, work.epoch = None, -1
+
+    # --- out -----------------------------------------------------------------------------------------------
+
+    def free(self, slot: int) -> Work:
+        """Free the slot and return its sample; drops the tokens sampled in the slot."""
+        self.state = self.engine.free_resource(slot, self.state)
+        return self.works.pop(slot)
+
+    def evict(self, slot: int) -> Work:
+        """Free the slot and return its sample; its `so_far` has the tokens, and the KV in host memory.
+
+        If it has no sampled token yet, `so_far` stays None: it starts again from its prompt.
+        """
+        work, filled = self.works[slot], int(self.records.filled[slot])
+        # A sample without a sampled token has only its prompt's KV, and the prompt is prefilled again.
+        if self.has_begun(slot):
+            kv = self.engine.extract(slot, self.state, filled)
+            work.so_far = SoFar(self.records.of(slot).copy(), jax.device_get(kv))
+        return self.free(slot)
+
+    # --- a step --------------------------------------------------------------------------------------------
+
+    def rebuild(self, params: VersionedParams) -> int:
+        """Rebuild, under `params`, the KV of live samples that is of an older version (`is_stale`).
+
+        Returns the number of tokens rebuilt.
+        """
+        stale = [slot for slot, work in self.works.items() if work.is_stale]
+        if not stale:
+            return 0
+        only = np.isin(np.arange(self.engine.slots), stale)
+        self.state = jax.block_until_ready(self.engine.recompute(params, self.state, only))
+        for slot in stale:
+            self.works[slot].is_stale = False
+        return int((self.records.filled[stale] - 1).sum())
+
+    def decode(self, params: Mapping[PolicyVersion, VersionedParams]) -> list[ResultTokens]:
+        """Make one decode call for each version that live samples have; it steps only these samples' slots.
+
+        `params`: the parameters by version. Returns each call's results, in ascending order of versions.
+        """
+        slots, results = np.arange(self.engine.slots), []
+        for version in sorted({work.version for work in self.works.values()}):
+            # Calls of other versions do not change these slots, so the order of versions changes no bit.
+            own = [slot for slot, work in self.works.items() if work.version == version]
+            self.state, sampled = self.engine.generate(params[version], self.state, np.isin(slots, own))
+            results.append(sampled.convert_to_numpy())
+        return results
+
+    def collect(self, results: list[ResultTokens]) -> list[Progress]:
+        """Record `decode`'s results, free the slots of ended samples; returns each sample's Progress."""
+        before = self.records.filled.copy()
+        for sampled in results:
+            self.records.add(sampled)
+        # Every call returns the state of all slots, so the last one has the final state of each.
+        is_live, self.free_pages = results[-1].is_live, results[-1].free_pages
+        return [self._advance(slot, int(before[slot]), bool(is_live[slot])) for slot in list(self.works)]
+
+    def _advance(self, slot: int, before: int, is_live: bool) -> Progress:
+        work = self.works[slot]
+        is_stopped = self._end_at_text(slot, before)
+        if is_live and is_stopped:  # only the host matches stop texts
+            self.free(slot)
+        elif not is_live:
+            del self.works[slot]  # `generate` has released its pages
+            is_stopped |= int(self.records.of(slot)["tokens"][-1]) in work.stops
+        reason = "stop" if is_stopped else "" if is_live else "length"
+        return Progress(slot, work, before, reason)
+
+    def _end_at_text(self, slot: int, before: int) -> bool:
+        """Cut the slot's record after the first token that completes a stop text; returns whether one did.
+
+        Tokens from position `before` on are of the last decode call. A stop text may begin in earlier tokens:
+        as many of these are therefore searched too as the longest stop text has bytes, and 8 more for tokens
+        without text.
+        """
+        work, end = self.works[slot], int(self.records.filled[slot])
+        texts = work.sampling.stop
+        if not texts or end == before:
+            return False
+        reach = max(len(text.encode()) for text in texts) + 8  # bytes, and room for tokens without text
+        decode, own = self.engine.tokenizer.decode, self.records.of(slot)["tokens"]
+        for now in range(before + 1, end + 1):
+            said = decode(own[max(len(work.start.prompt), now - reach) : now].tolist())
+            if any(text in said for text in texts):
+                self.records.filled[slot] = now
+                return True
+        return False
+
+
+class Records:
+    """The tokens of the sample in each slot, with log-probs, versions and supports, in host memory.
+
+    A token's support is the ids that truncation left to draw from. `rows` is (slots, length), a structured
+    array with an entry per token; slot i uses the first `filled[i]` of its entries, prompt included.
+    """
+
+    def __init__(self, slots: int, length: int, support_size: int) -> None:
+        ids = (support_size,)
+        columns = [("tokens", "i4"), ("logp", "f4"), ("versions", "i4"), ("support", "i4", ids)]
+        # What is not sampled, such as the prompt, has no version, log-prob or support.
+        self._blank = np.array((0, 0.0, NOT_SAMPLED, np.full(ids, -1)), columns)
+        self.rows = np.full((slots, length), self._blank)
+        self.filled = np.ones(slots, np.int64)
+
+    def begin(self, slot: int, work: Work) -> None:
+        """Start the slot's record with the prompt, or with the tokens of a half-decoded sample."""
+        self.filled[slot] = count = len(work.start.prompt if work.so_far is None else work.so_far.rows)
+        self.rows[slot] = self._blank
+        if work.so_far is None:
+            self.rows["tokens"][slot, :count] = work.start.prompt
+        else:
+            self.rows[slot, :count] = work.so_far.rows
+
+    def add(self, results: ResultTokens) -> None:
+        """Append the valid tokens of a decode call to the slots' records.
+
+        In each slot, valid tokens come before invalid ones.
+        """
+        valid = results.valid
+        slots, steps = np.nonzero(valid)
+        at = self.filled[slots] + steps
+        self.rows["tokens"][slots, at] = results.tokens[slots, steps]
+        self.rows["logp"][slots, at] = results.logp[slots, steps]
+        self.rows["versions"][slots, at] = results.version[slots]
+        self.rows["support"][slots, at] = results.support[slots, steps]
+        self.filled += valid.sum(axis=1)
+
+    def of(self, slot: int, start: int = 0) -> np.ndarray:
+        """Returns a view of the slot's entries of `rows` that are in use, from token `start` on."""
+        return self.rows[slot, start : self.filled[slot]]
+
+    def since(self, slot: int, start: int) -> Tokens:
+        """Returns the slot's tokens from position `start` on; they must be of one decode call."""
+        own = self.of(slot, start)
+        tokens, logp = own["tokens"].tolist(), own["logp"].tolist()
+        return Tokens(tuple(tokens), tuple(logp), int(own["versions"][0]))
+
+    def trajectory(self, slot: int, work: Work, stop_reason: str, on_update: str) -> Trajectory:
+        own = self.of(slot)
+        # The prompt was not sampled: it has no turn, and no loss.
+        loss_mask = np.arange(len(own)) >= len(work.start.prompt)
+        return Trajectory(
+            sample=work.sample,
+            tokens=own["tokens"].copy(),
+            loss_mask=loss_mask,
+            behavior_logp=own["logp"].copy(),
+            versions=own["versions"].copy(),
+            turn_ids=np.where(loss_mask, 0, -1).astype(np.int32),
+            sampling=work.sampling,
+            stop_reason=stop_reason,
+            support=own["support"].copy() if own["support"].size else None,
+            interruptions=work.interruptions,
+            on_update=on_update,
+        )

@@ -1,0 +1,87 @@
+"""Adapters in the file layout of Hugging Face's peft: `adapter_config.json`, `adapter_model.safetensors`.
+
+For a layer's matrix W of O outputs and I inputs the files store lora_A (r, I) and lora_B (O, r), with rank r:
+the adapted matrix is W + (alpha / r) B A.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from areal_jax.models.config import ModelConfig
+from areal_jax.models.io.families import Tensor, axis_sizes, tensors_of
+from areal_jax.models.io.safetensors_folder import Entry, require_dtype, save_tensors, staged, write_json
+from areal_jax.models.lora import SUFFIX
+from areal_jax.models.model import Params
+from areal_jax.types import ArealError
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def export_adapter(
+    folder: Path, config: ModelConfig, params: Params, base: str, dtype: str = "float32"
+) -> None:
+    """Write the adapters in `params` as a folder for peft; `base`: name or folder of the model they change.
+
+    Raises ArealError if the model has no adapters, `dtype` cannot be exported, or the folder exists.
+    """
+    lora = config.lora
+    if lora is None:
+        raise ArealError(
+            "this model has no adapters to write (model.lora.rank=0); export the whole model with --as merged"
+        )
+    require_dtype(dtype)
+    matrices = [tensor for tensor in tensors_of(config) if tensor.is_stacked and _name(tensor) in lora.names]
+    about = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": [tensor.name.split(".")[-2] for tensor in matrices],
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "modules_to_save": None,
+        "inference_mode": True,
+    }
+    sizes = axis_sizes(config)
+    entries = [entry for tensor in matrices for entry in _entries(tensor, params, config.layers, sizes)]
+    with staged(folder) as stage:
+        save_tensors(stage / TENSORS, entries, dtype)
+        write_json(stage / CONFIG, about)
+
+
+def _name(tensor: Tensor) -> str:
+    return tensor.path.rpartition(".")[2]
+
+
+def _entries(tensor: Tensor, params: Params, layers: int, sizes: Mapping[str, int]) -> Iterator[Entry]:
+    outputs, inputs = tensor.shape(sizes)
+    adapter = _at(params, tensor.path + SUFFIX)
+    rank = adapter["b"].shape[1]
+    shapes = {"A": (rank, inputs), "B": (outputs, rank)}
+    for layer, name in enumerate(tensor.names(layers)):
+        beside = f"base_model.model.{name.removesuffix('.weight')}"
+        for letter, shape in shapes.items():
+            value = partial(_factor, adapter[letter.lower()], layer, (shape[1], shape[0]))
+            yield Entry(f"{beside}.lora_{letter}.weight", shape, value)
+
+
+def _factor(leaf: jax.Array, layer: int, shape: tuple[int, int]) -> np.ndarray:
+    """Returns one layer of an adapter's factor as `shape`, then transposed: peft multiplies W x, not x W."""
+    return np.asarray(leaf[layer]).reshape(shape).T
+
+
+def _at(params: Params, path: str) -> Any:
+    for name in path.split("."):
+        params = params[name]
+    return params

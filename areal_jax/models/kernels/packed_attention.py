@@ -1,0 +1,220 @@
+"""CUDA attention kernels for packed rows, and the self-test that decides which of them is used.
+
+No kernel is trusted untested: in other systems fused attention over packed rows has attended across segments.
+The first kernel that passes `self_test` on this device is used. If none does, attention is computed by the
+pairs of blocks of `models.blockwise`, which run on every device. Shapes: B rows, T tokens, H query heads, K
+kv heads, h head dimension, M segments of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from areal_jax.models.blockwise import blockwise_attention
+from areal_jax.parallel.mesh import ROWS
+
+Kernel = Callable[[Array, Array, Array, Array], Array]
+"""`kernel(q (B, T, H, h), k (B, T, K, h), v, segment_ids (B, T))` returns (B, T, H, h): attention that is
+causal within each segment.
+"""
+
+BLOCKS = "blocks"
+"""Name of the path without a kernel, pairs of blocks in JAX code: it runs on every device."""
+SEGMENTS = 128
+"""Maximum number of segments per row (M) for cuDNN; a batch with more in a row is computed by blocks."""
+TRITON_BLOCK = 128
+"""Rows longer than this are padded to a multiple of it for the Triton kernel."""
+
+HALF_TOLERANCE = 3e-2
+"""Largest accepted error of a kernel's output or gradient, relative to its largest value in float32."""
+
+
+class Choice(NamedTuple):
+    """The selected attention path, and the kernels that failed before it."""
+
+    path: str
+    """blocks | cudnn | triton"""
+    rejected: Mapping[str, str]
+    """Name of each kernel tried before -> the reason why it is not used."""
+
+
+def cudnn(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
+    """Returns causal attention within segments by cuDNN, from each segment's length and offset.
+
+    Requires a Hopper GPU or newer, and bfloat16 or float16. If a row has more than SEGMENTS (128) segments,
+    JAX code computes the result (`blocks`).
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    def packed(q: Array, k: Array, v: Array) -> Array:
+        sizes, offsets = segment_bounds(segment_ids, SEGMENTS)
+        is_token = (segment_ids > 0)[..., None, None]  # cuDNN writes no output outside segments
+        q, k, v = (jnp.where(is_token, x, 0) for x in (q, k, v))
+        attend: Any = fused.dot_product_attention
+        out = attend(
+            q, k, v, q_seqlen=sizes, kv_seqlen=sizes, q_offsets=offsets, kv_offsets=offsets,
+            scale=q.shape[-1] ** -0.5, mask_type=fused.MaskType.PADDING_CAUSAL,
+        )  # fmt: skip
+        return jnp.where(is_token, out, 0)
+
+    fits = segment_starts(segment_ids).sum(1).max() <= SEGMENTS
+    return jax.lax.cond(fits, packed, lambda q, k, v: blocks(q, k, v, segment_ids).astype(q.dtype), q, k, v)
+
+
+def triton(q: Array, k: Array, v: Array, segment_ids: Array, interpret: bool = False) -> Array:
+    """Returns causal attention within segments by jax's Triton kernel; repeats k and v for every query head.
+
+    `interpret`: run on a CPU, for tests.
+    """
+    from jax.experimental.pallas.ops.gpu.attention import mha
+
+    _, length, heads, head_dim = q.shape
+    padding = -length % TRITON_BLOCK if length > TRITON_BLOCK else 0
+    k, v = (jnp.repeat(x, heads // k.shape[2], axis=2) for x in (k, v))
+    q, k, v = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in (q, k, v))
+    ids = jnp.pad(segment_ids, ((0, 0), (0, padding)))
+    attend: Any = mha
+    return attend(q, k, v, ids, head_dim**-0.5, True, interpret=interpret)[:, :length]
+
+
+def blocks(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
+    """Returns causal attention within segments by JAX code: used if no kernel works, and to test kernels."""
+    return blockwise_attention(q, k, v, segment_ids, block=TRITON_BLOCK)
+
+
+KERNELS: Mapping[str, Kernel] = {"cudnn": cudnn, "triton": triton}
+"""The kernels, in the order in which `choose` tries them."""
+
+
+def segment_starts(segment_ids: Int[Array, "B T"]) -> Array:
+    """Returns (B, T) bool: whether a token is the first of its segment; False for padding."""
+    before = jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)))
+    return (segment_ids != before) & (segment_ids > 0)
+
+
+def segment_bounds(segment_ids: Int[Array, "B T"], most: int) -> tuple[Int[Array, "B M"], Int[Array, "B M1"]]:
+    """Returns the sizes (B, most) and offsets (B, most + 1) of each row's segments, padded with -1.
+
+    Both are in tokens, for at most `most` segments a row. The entry after a row's last offset is the column
+    at which its last segment ends.
+    """
+    rows, length = segment_ids.shape
+    starts = segment_starts(segment_ids)
+    place = jnp.where(segment_ids > 0, jnp.cumsum(starts, axis=1) - 1, most)
+    row = jnp.broadcast_to(jnp.arange(rows)[:, None], place.shape)
+    sizes = jnp.zeros((rows, most + 1), jnp.int32).at[row, place].add(1, mode="drop")[:, :most]
+    count = starts.sum(1)
+    offsets = jnp.full((rows, most + 1), -1, jnp.int32)
+    columns = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], place.shape)
+    offsets = offsets.at[row, jnp.where(starts, place, most + 1)].set(columns, mode="drop")
+    end = (segment_ids > 0).sum(1).astype(jnp.int32)  # segments lie side by side from column 0 on
+    offsets = offsets.at[jnp.arange(rows), count].set(jnp.where(count > 0, end, -1), mode="drop")
+    return jnp.where(jnp.arange(most)[None] < count[:, None], sizes, -1), offsets
+
+
+@lru_cache
+def choose(platform: str, heads: int, kv_heads: int, head_dim: int, dtype: str) -> Choice:
+    """Returns the choice of the first kernel that passes `self_test` on this device, or BLOCKS (JAX code).
+
+    On other devices than GPUs, and unless `dtype` is bfloat16, the choice is BLOCKS without a test.
+    """
+    if platform not in ("gpu", "cuda"):
+        return Choice(BLOCKS, dict.fromkeys(KERNELS, f"needs CUDA; this device is {platform}"))
+    if dtype != "bfloat16":
+        return Choice(BLOCKS, dict.fromkeys(KERNELS, f"needs model.dtype=bfloat16; it is {dtype}"))
+    return first_passing(KERNELS, lambda kernel: self_test(kernel, heads, kv_heads, head_dim, dtype))
+
+
+def first_passing(kernels: Mapping[str, Callable], test: Callable[[Any], str | None]) -> Choice:
+    """Returns the choice of the first kernel for which `test` finds no fault (None), or BLOCKS (JAX code)."""
+    rejected: dict[str, str] = {}
+    for name, kernel in kernels.items():
+        if (problem := test(kernel)) is None:
+            return Choice(name, rejected)
+        rejected[name] = problem
+    return Choice(BLOCKS, rejected)
+
+
+def failure(error: Exception) -> str:
+    """Returns why a kernel cannot run on this device: the exception that it raised, in one line."""
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error) else ''}"
+
+
+def self_test(
+    kernel: Kernel, heads: int, kv_heads: int, head_dim: int, dtype: str, length: int = 256
+) -> str | None:
+    """Returns the first fault found in the kernel on this device; None if it passes.
+
+    The test row has three segments and padding, `length` tokens. Outputs and gradients are compared with
+    those of `blocks` (JAX code) in float32; changing the content of the first segment must not change a bit
+    of the second.
+    """
+    ids = jnp.asarray(np.repeat([1, 2, 3, 0], [length // 4, length // 2, length // 8, length // 8])[None])
+    ids = ids.astype(jnp.int32)
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = [(1, length, n, head_dim) for n in (heads, kv_heads, kv_heads, heads)]
+    q, k, v, slope = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+    is_token = (ids > 0)[..., None, None]
+
+    def value(attend: Kernel, inputs: tuple[Array, ...]) -> tuple[Float[Array, ""], Array]:
+        queries, keys, values = inputs
+        out = jnp.where(is_token, attend(queries, keys, values, ids).astype(jnp.float32), 0)
+        return (out * slope).sum(), out
+
+    def both(attend: Kernel, kind: str, *inputs: Array) -> list[np.ndarray]:
+        read = tuple(x.astype(kind) for x in inputs)
+        of = jax.jit(jax.value_and_grad(lambda x: value(attend, x), has_aux=True))
+        (_, out), slopes = of(read)
+        return [np.asarray(x, np.float32) for x in (out, *slopes)]
+
+    try:
+        got = both(kernel, dtype, q, k, v)
+        moved = both(kernel, dtype, *(x.at[:, : length // 4].multiply(-3.0) for x in (q, k, v)))
+    except Exception as error:  # noqa: BLE001 - a kernel that cannot run here may raise anything
+        return failure(error)
+    want = both(blocks, "float32", *(x.astype(dtype).astype(jnp.float32) for x in (q, k, v)))
+    for name, one, other in zip(("output", "dq", "dk", "dv"), got, want, strict=True):
+        gap = float(np.abs(one - other).max() / np.abs(other).max())
+        if not gap <= HALF_TOLERANCE:
+            return (
+                f"its {name} differs from float32 by {gap:.2g} of the largest value, more than the "
+                f"tolerance {HALF_TOLERANCE:g}"
+            )
+    second = np.asarray(ids[0] == 2)
+    for name, one, other in zip(("output", "dq", "dk", "dv"), got, moved, strict=True):
+        if one[0, second].tobytes() != other[0, second].tobytes():
+            return f"its {name} of one segment depends on another segment's content"
+    return None
+
+
+def on_mesh(choice: Choice, mesh: Mesh, kv_heads: int) -> Kernel | None:
+    """Returns the chosen kernel, split over a trainer's mesh; None if the choice is BLOCKS."""
+    return None if choice.path == BLOCKS else over_mesh(KERNELS[choice.path], mesh, kv_heads)
+
+
+def over_mesh(attend: Callable[..., Array], mesh: Mesh, kv_heads: int, ids: int = 1) -> Callable[..., Array]:
+    """Returns the function `attend(q, k, v, *id_arrays)`, split so that each device computes its part.
+
+    That is its rows and its heads; heads are split only if the mesh's tensor axis divides `kv_heads`. q, k
+    and v are (B, T, heads, h); `ids` is the number of (B, T) arrays of ids that follow them.
+    """
+    if mesh.size == 1:
+        return attend
+    heads = "tensor" if kv_heads % mesh.shape["tensor"] == 0 else None
+    row = ROWS[0]
+    each = PartitionSpec(row, None, heads)
+    specs = (each, each, each, *[ROWS] * ids)
+    return jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=each, check_vma=False)
+
+
+def describe(choice: Choice) -> dict[str, Any]:
+    """Returns the choice as a dict of plain values, for reports and JSON."""
+    return {"path": choice.path, "not_used": dict(choice.rejected)}

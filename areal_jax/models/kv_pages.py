@@ -1,0 +1,92 @@
+"""Pages of keys and values as a pytree, with functions to write and read them.
+
+Shapes: L layers, P pages, N slots, C tokens of a slot in one call, M entries of a slot's page table, H query
+heads, K kv heads, h head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+LARGEST = 3e38
+"""Values of at least this magnitude count as not finite. It is slightly below bfloat16's largest number."""
+
+
+class KVPages(struct.PyTreeNode):
+    """The keys and values of all layers, in pages. Page 0 is scratch: padding tokens are written there.
+
+    On a CPU bfloat16 is stored as its bits, which are copied without a cast. int8 codes have one scale per
+    token and kv head. A token with a non-finite value vector is stored with value 0 and key NaN: the output
+    of a query that sees the token is NaN; to a query that masks it the token adds weight 0 times value 0.
+    """
+
+    k: Array
+    """(L, P, K, page, h): float32, bfloat16 (on a CPU uint16, its bits) or int8."""
+    v: Array
+    k_scale: Float[Array, "L P K page 1"] | None = None
+    v_scale: Float[Array, "L P K page 1"] | None = None
+
+    @classmethod
+    def zeros(
+        cls, layers: int, pages: int, page_tokens: int, kv_heads: int, head_dim: int, dtype: str
+    ) -> KVPages:
+        """Returns `pages` pages of zeros, and the scratch page 0; `dtype` is float32, bfloat16 or int8."""
+        shape = (layers, pages + 1, kv_heads, page_tokens, head_dim)
+        held = jnp.uint16 if dtype == "bfloat16" and jax.default_backend() == "cpu" else dtype
+        scales = [jnp.zeros((*shape[:-1], 1)) for _ in range(2)] if dtype == "int8" else [None, None]
+        return cls(jnp.zeros(shape, held), jnp.zeros(shape, held), *scales)
+
+    @property
+    def page_tokens(self) -> int:
+        return self.k.shape[3]
+
+    def written(
+        self, layer: Any, page: Int[Array, "N C"], place: Int[Array, "N C"], k: Any, v: Any
+    ) -> KVPages:
+        """Returns the pages after writing each token's k and v, (N, C, K, h), to a layer.
+
+        A token goes to entry `place` of page number `page`.
+        """
+        # All leading axes are indexed: with heads as a slice between them, XLA:GPU may transpose the whole
+        # pool to move them to the front.
+        at = (layer, page[..., None], jnp.arange(self.k.shape[2]), place[..., None])
+        is_finite = (jnp.abs(v) < LARGEST).all(-1, keepdims=True)
+        k, v = jnp.where(is_finite, k, jnp.nan), jnp.where(is_finite, v, 0)
+        (k, k_scale), (v, v_scale) = (_held(x, self.k.dtype) for x in (k, v))
+        return jax.tree.map(lambda pages, x: pages.at[at].set(x), self, KVPages(k, v, k_scale, v_scale))
+
+    def read(self, *at: Any) -> tuple[Array, Array]:
+        """Returns keys and values as floats; `at` indexes layers, pages, kv heads and tokens of a page."""
+        held = jax.tree.map(lambda pages: pages[at], self)
+        return _floats(held.k, held.k_scale), _floats(held.v, held.v_scale)
+
+
+def _held(x: Float[Array, "... h"], dtype: Any) -> tuple[Array, Array | None]:
+    """Returns `x` in the form that pages of `dtype` store, and the scale of int8 codes, else None."""
+    if dtype == jnp.uint16:
+        return jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16), None
+    if dtype != jnp.int8:
+        return x.astype(dtype), None
+    x = x.astype(jnp.float32)
+    scale = jnp.abs(x).max(-1, keepdims=True) / 127
+    return jnp.round(x / jnp.where(scale > 0, scale, 1.0)).astype(jnp.int8), scale
+
+
+def _floats(held: Array, scale: Array | None) -> Array:
+    """Returns the stored numbers as floats: int8 codes times `scale`; bfloat16 bits as float32 on a CPU."""
+    if held.dtype == jnp.uint16:
+        floats = jax.lax.bitcast_convert_type(held, jnp.bfloat16)
+        return floats.astype(jnp.float32) if jax.default_backend() == "cpu" else floats
+    return held if scale is None else held.astype(jnp.float32) * scale
+
+
+PagedKernel = Callable[[Array, KVPages, Array, Array, Array], Array]
+"""`kernel(q (N, H, h), cache, layer, table (N, M), lengths (N,))` returns (N, H, h) float32: the attention of
+each slot's query over the first `lengths` tokens of the slot's pages; undefined for a slot of length 0.
+"""

@@ -1,0 +1,100 @@
+"""Opens a run's files and state before it starts, and returns its result at its end.
+
+These functions serve new and resumed runs, in one process and on a cluster.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from areal_jax.assembly.devices import header
+from areal_jax.assembly.parts import Inputs
+from areal_jax.config.loading import to_yaml
+from areal_jax.config.tree import Config
+from areal_jax.control.events import BatchTrained
+from areal_jax.control.machine import ControlPlane
+from areal_jax.observe.live import View, make_view
+from areal_jax.observe.metrics import MetricsWriter, read_rows, rewrite
+from areal_jax.observe.waits import Timeline
+from areal_jax.runtime.reading import write_report
+from areal_jax.trajectories.sqlite import SqliteQueue
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """One open run: its config, files and state.
+
+    `view` shows progress to the user, and `timeline` records when each component works or waits.
+    """
+
+    config: Config
+    folder: Path
+    journal: SqliteQueue
+    control: ControlPlane
+    """The control plane, folded from the journal's events; its version is -1 for a new run."""
+    view: View
+    metrics: MetricsWriter
+    timeline: Timeline
+    history: Sequence[BatchTrained]
+    """The batches that the run trained before this process started, in order, each with its metrics row."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    folder: Path
+    metrics: list[dict[str, Any]]
+    """One row for each training step, as in metrics.jsonl."""
+    report: Path | None
+
+
+def make_folder(config: Config, folder: Path) -> None:
+    """Create the run's folder with logs/ and config.yaml; an existing config.yaml is kept."""
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    if not (folder / "config.yaml").exists():
+        (folder / "config.yaml").write_text(to_yaml(config))
+
+
+@contextmanager
+def open_context(
+    config: Config, folder: Path, journal: SqliteQueue, timeline: Timeline, stream: TextIO | None = None
+) -> Iterator[RunContext]:
+    """Rebuild the control plane from the journal's events, and open the view and the metrics writer.
+
+    First rewrites metrics.jsonl from the journal. The view writes progress to `stream`; None = stdout. If a
+    resumed run has another device, number of cores, jaxlib or XLA flags than the journal's header, the view
+    shows each difference.
+    """
+    seq, snapshot = journal.latest_snapshot() or (0, None)
+    control = ControlPlane.fold(config, (row.event for row in journal.rows(seq)), snapshot)
+    history = [row.event for row in journal.rows() if isinstance(row.event, BatchTrained)]
+    rows = [batch.metrics for batch in history]
+    rewrite(folder, rows)
+    view = make_view(stream or sys.stdout, config.observe.live, config.run.steps, rows)
+    wandb = {"project": "areal-jax", "name": config.run.name} if config.observe.wandb else None
+    with (
+        closing(view),
+        closing(MetricsWriter(folder, config.observe.tensorboard, wandb)) as metrics,
+    ):
+        if control.state.version >= 0:
+            for key, value in header(config).items():
+                if (then := journal.header.get(key)) != value:
+                    view.note(
+                        f"this machine differs from the run's first: {key} was {then!r}, now {value!r}; the "
+                        "run continues, but steps that are trained again may give different parameters"
+                    )
+        yield RunContext(config, folder, journal, control, view, metrics, timeline, history)
+
+
+def write_result(folder: Path, inputs: Inputs) -> RunResult:
+    """Write the report of the run in `folder` if observe.report is set; return the run's result.
+
+    `inputs`: the run's config and tasks.
+    """
+    tasks = [weighted.task for weighted in inputs.tasks.values()]
+    report = write_report(folder, inputs.config, tasks) if inputs.config.observe.report else None
+    return RunResult(folder, read_rows(folder), report)

@@ -1,0 +1,186 @@
+"""The core of every driver (the loop around the control plane): decide on events, record, send actions.
+
+It touches no file, thread, clock or device itself. The control plane answers each event with actions. Events,
+actions and finished trajectories go into the journal in one transaction; only then are the actions sent to
+trainer, hosts and reward pool. The local run, the controller of a cluster and the simulator share this code;
+they differ in where events come from and where actions go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from areal_jax.config.tree import Config
+from areal_jax.control import events as e
+from areal_jax.control.events import Action, Event
+from areal_jax.control.machine import ControlPlane
+from areal_jax.trajectories.journal import Entry, with_rewards
+from areal_jax.types import ArealError, Completion, Group, Prompt, Trajectory
+
+MOST_DROPS = 50
+"""The run stops with an error if, between two trained batches, more groups are dropped than this many
+batches have.
+"""
+
+DURABLE = (e.CheckpointCommitted, e.VersionCommitted)
+"""Events that the journal syncs to disk, so that they survive a power failure."""
+
+Incoming = tuple[Event, Trajectory | None]
+"""An event and its payload: the trajectory for a SampleFinished, None for other events."""
+
+
+class Endpoints(Protocol):
+    """Interface that sends actions to hosts, reward pool and trainer.
+
+    No call waits: the result arrives later as an event.
+    """
+
+    def dispatch(self, action: e.Dispatch, prompt: tuple[int, ...]) -> None: ...
+
+    def cancel(self, action: e.Cancel) -> None: ...
+
+    def score(self, action: e.Score, prompt: Prompt, completions: Sequence[Completion]) -> None: ...
+
+    def train(self, action: e.Train, groups: tuple[Group, ...]) -> None: ...
+
+
+class Prompts(Protocol):
+    """Looks up prompts by ordinal (place in the run's order); makes the completions that tasks score."""
+
+    def prompt(self, ordinal: int) -> Prompt: ...
+
+    def prompt_tokens(self, ordinal: int) -> tuple[int, ...]: ...
+
+    def completion(self, trajectory: Trajectory) -> Completion: ...
+
+
+class Rows(Protocol):
+    """Makes the metrics row of each step from the events since the last row."""
+
+    def see(self, event: Event, actions: Iterable[Action]) -> None:
+        """Count an event and the actions that the control plane returned for it, for the next row."""
+        ...
+
+    def make(
+        self, step: int, groups: Sequence[Group], trained: dict[str, float], digest: str
+    ) -> Mapping[str, Any]:
+        """Return the metrics row of step `step`, in which `groups` were trained.
+
+        `trained`: the metrics that the trainer reported; `digest`: a hash of the new parameters.
+        """
+        ...
+
+
+class EventLog(Protocol):
+    """The journal's methods that `DriverCore` uses; `trajectories.sqlite.SqliteQueue` documents them."""
+
+    def append(self, entries: Sequence[Entry], durable: bool = False) -> int: ...
+
+    def group(self, ordinal: int, attempt: int, size: int) -> tuple[Trajectory, ...]: ...
+
+
+class DriverCore:
+    """Lets the control plane decide on events, records the decisions, and sends the actions.
+
+    Only one thread may use it. Even after an error, the journal contains every event that changed the control
+    plane.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        control: ControlPlane,
+        journal: EventLog,
+        prompts: Prompts,
+        rows: Rows,
+        endpoints: Endpoints,
+    ) -> None:
+        self._config, self.control, self._journal = config, control, journal
+        self._prompts, self._rows, self._endpoints = prompts, rows, endpoints
+        # Payloads in flight: ordinal -> member -> trajectory of the group's newest attempt, with its reward
+        # once scored. This is a cache: the journal has what is missing here after a restart.
+        self._members: dict[int, dict[int, Trajectory]] = {}
+        self._drops = 0
+
+    def record(self, incoming: Iterable[Incoming]) -> list[Entry]:
+        """Let the control plane decide on each event; journal the events with their actions, and return them.
+
+        `incoming`: each event with its trajectory or None. Raises ControlError for an event that the control
+        plane refuses. The events before it are written all the same, so that state and journal always agree.
+        """
+        entries: list[Entry] = []
+        try:
+            for event, trajectory in incoming:
+                # The trainer delivers a BatchTrained again if the controller died after journaling it and
+                # before acknowledging it. Its groups are gone from the state, so no row can be made.
+                if not (isinstance(event, e.BatchTrained) and self.control.state.is_stale(event)):
+                    entries.append(self._decide(event, trajectory))
+        finally:
+            if entries:
+                is_durable = any(isinstance(entry.event, DURABLE) for entry in entries)
+                self._journal.append(entries, durable=is_durable)
+        return entries
+
+    def act(self, actions: Iterable[Action]) -> None:
+        """Send the actions to the endpoints.
+
+        Raises ArealError if more groups than fill MOST_DROPS batches were dropped since the last trained
+        batch.
+        """
+        for action in actions:
+            match action:
+                case e.Dispatch(samples):
+                    self._endpoints.dispatch(action, self._prompts.prompt_tokens(samples[0].ordinal))
+                case e.Cancel():
+                    self._endpoints.cancel(action)
+                case e.Score(ordinal, attempt):
+                    completions = [self._prompts.completion(t) for t in self._trajectories(ordinal, attempt)]
+                    self._endpoints.score(action, self._prompts.prompt(ordinal), completions)
+                case e.Train():
+                    self._endpoints.train(action, self._groups(action))
+                case e.Drop(ordinal) | e.Reissue(ordinal):
+                    self._members.pop(ordinal, None)
+        if self._drops > MOST_DROPS * self._config.trainer.batch_size:
+            reasons = ", ".join(f"{n} {reason}" for reason, n in self.control.state.dropped.items())
+            raise ArealError(
+                f"the run ends, because {self._drops} groups were dropped since the last trained batch, so "
+                f"that no batch can be formed (drops of the whole run: {reasons}). Look at samples with "
+                "`areal-jax inspect RUN_FOLDER ORDINAL/MEMBER`. For drops by no_signal use an easier task or "
+                "algorithm.group_filter=none; for failed_reward correct the task's score"
+            )
+
+    def _decide(self, event: Event, trajectory: Trajectory | None) -> Entry:
+        if self.control.state.is_stale(event):
+            trajectory = None  # too late: it must not replace the payload that counts
+        elif trajectory is not None:
+            sample = trajectory.sample
+            self._members.setdefault(sample.ordinal, {})[sample.member] = trajectory
+        elif isinstance(event, e.RewardScored):
+            members = self._trajectories(event.ordinal, event.attempt)
+            self._members[event.ordinal] = dict(enumerate(with_rewards(members, event)))
+        elif isinstance(event, e.BatchTrained) and (batch := self.control.state.training) is not None:
+            row = self._rows.make(event.step, self._groups(batch), event.metrics, event.digest)
+            event = replace(event, metrics=row)
+        actions = self.control.handle(event)
+        self._rows.see(event, actions)
+        if isinstance(event, e.BatchTrained):
+            self._drops = 0
+            for ordinal in event.ordinals:
+                del self._members[ordinal]
+        self._drops += sum(isinstance(action, e.Drop) for action in actions)
+        return Entry(event, actions, trajectory)
+
+    def _groups(self, batch: e.Train) -> tuple[Group, ...]:
+        return tuple(
+            Group(ordinal, self._prompts.prompt(ordinal), self._trajectories(ordinal, attempt))
+            for ordinal, attempt in zip(batch.ordinals, batch.attempts, strict=True)
+        )
+
+    def _trajectories(self, ordinal: int, attempt: int) -> tuple[Trajectory, ...]:
+        """Returns the trajectories of a group, from memory or, after a restart, from the journal."""
+        size = self._config.algorithm.group_size
+        if len(self._members.get(ordinal, {})) < size:
+            self._members[ordinal] = dict(enumerate(self._journal.group(ordinal, attempt, size)))
+        return tuple(self._members[ordinal][member] for member in range(size))

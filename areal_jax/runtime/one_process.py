@@ -1,0 +1,265 @@
+"""The local driver: trainer, generation hosts and reward pool as threads and processes of one command.
+
+The main thread owns the driver. Every other thread puts its events into the main thread's inbox and reads
+commands from its own inbox.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from areal_jax.assembly.devices import overwrites_serving, params_bytes
+from areal_jax.assembly.parts import Parts
+from areal_jax.control import events as e
+from areal_jax.control.events import Event
+from areal_jax.evaluation.follower import Follower
+from areal_jax.generation.engine import Engine
+from areal_jax.generation.host import Host, Start, Stop
+from areal_jax.generation.reference_host import ReferenceHost
+from areal_jax.observe.waits import WaitTimeout, get
+from areal_jax.runtime.context import RunContext
+from areal_jax.runtime.core import Incoming
+from areal_jax.runtime.driver import Driver
+from areal_jax.runtime.interrupts import kept_interrupts
+from areal_jax.runtime.talking import training_host
+from areal_jax.runtime.trainer_loop import Trainer, held_batch
+from areal_jax.runtime.turns import OneDevice, OwnDevices
+from areal_jax.tasks.pool import RewardPool
+from areal_jax.trainer.checkpoint import Checkpointer
+from areal_jax.trainer.state import TrainState
+from areal_jax.types import ArealError, Completion, Group, PolicyVersion, Prompt, Trajectory
+from areal_jax.weights.memory import MemoryStore
+from areal_jax.weights.orbax import OrbaxStore
+from areal_jax.weights.publishing import PublisherSettings
+from areal_jax.weights.store import ParamStore
+
+if TYPE_CHECKING:
+    from areal_jax.serving.endpoint import TrainingEndpoint
+
+STOP_S = 60.0
+"""Seconds that the main thread waits for a thread to end after its stop command."""
+
+
+@dataclass(frozen=True)
+class ThreadError:
+    """A thread failed with this error, which the main thread raises to end the run."""
+
+    thread: str
+    error: BaseException
+
+
+Message = Incoming | ThreadError
+
+
+class LocalRun:
+    """One run in this process, new or resumed; its training starts from the given state.
+
+    `run()` returns when the run is complete. If an error ends it earlier, `run()` raises that error, and
+    `resume` can continue the run from its journal.
+    """
+
+    def __init__(
+        self, parts: Parts, state: TrainState, context: RunContext, restored: PolicyVersion | None = None
+    ) -> None:
+        """`restored`: version of the checkpoint from which `state` was loaded; None without a checkpoint."""
+        c, folder, view, timeline = parts.config, context.folder, context.view, context.timeline
+        self._parts, self._view, self._timeline = parts, view, timeline
+        self._inbox: queue.Queue[Message] = queue.Queue()
+        self._deadline_s = c.runtime.deadline_s
+        is_shared = parts.devices.placement == "shared"
+        is_decoding = lambda: any(host.has_work for host in self._hosts)  # noqa: E731
+        turns = (
+            OneDevice(c.runtime.decode_calls_per_micro_batch, is_decoding, self._deadline_s)
+            if is_shared
+            else OwnDevices()
+        )
+        engines = [parts.engine(i) for i in range(c.runtime.hosts)]
+        self._store = self._make_store(engines[0], folder)
+        self._endpoints: dict[str, TrainingEndpoint] = {}
+        self._hosts = [self._make_host(i, engine, turns) for i, engine in enumerate(engines)]
+        self._by_name = {host.name: host for host in self._hosts}
+        checkpointer = Checkpointer(folder / "checkpoints", restored, self._fails("the checkpoints"))
+        clock = timeline.clock("trainer")
+        own = (parts, state, self._store, checkpointer, self._deliver)
+        self.trainer = Trainer(*own, turns=turns, clock=clock, note=view.note)
+        self._pool = RewardPool(
+            {name: weighted.task for name, weighted in parts.tasks.items()},
+            c.runtime.reward_workers,
+            c.runtime.reward_timeout_s,
+        )
+        self._driver = Driver(parts, context, self, self._hosts, timeline.take_totals)
+        self._follower = None
+        if c.observe.evaluate or c.observe.exports:
+            on, fail = parts.devices.evaluation, self._fails("the evaluation")
+            self._follower = Follower(parts, folder, on, view.note, fail)
+        self._threads: list[threading.Thread] = []
+
+    def _make_host(self, index: int, engine: Engine, turns: OwnDevices) -> Host | ReferenceHost:
+        """Make host number `index`; `turns` decides when it may use a device that it shares with the trainer.
+
+        With algorithm.samples=reference it does not decode: it returns the tasks' reference answers.
+        """
+        c, name = self._parts.config, f"host-{index}"
+        clock = self._timeline.clock(name)
+        if c.algorithm.samples == "reference":
+            return ReferenceHost(
+                name,
+                self._parts.reference,
+                self._deliver,
+                length=c.generation.length,
+                clock=clock,
+                deadline_s=self._deadline_s,
+            )
+        own = (c, index, engine, self._store, self._deliver)
+        host, endpoint = training_host(*own, name=name, clock=clock, turns=turns)
+        if endpoint is not None:
+            self._endpoints[name] = endpoint
+        return host
+
+    def _make_store(self, engine: Engine, folder: Path) -> ParamStore:
+        c = self._parts.config
+        dtype = c.weights.wire_dtype
+        if c.weights_backend == "memory":
+            return MemoryStore(engine.canary, dtype, overwrites_serving(c, self._parts.devices.placement))
+        settings = PublisherSettings(engine.canary, dtype, self._deadline_s, self._fails("the weights"))
+        return OrbaxStore.of_run(c, folder, settings, params_bytes(self._parts.model, dtype))
+
+    # --- from start to end ----------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        with kept_interrupts() as is_interrupted:
+            try:
+                self._begin()
+                while not self._driver.control.state.is_finished:
+                    self._driver.handle(self._messages())
+                    if is_interrupted():
+                        raise KeyboardInterrupt
+            except BaseException:
+                self._end()
+                raise
+        if crashed := self._end(is_complete=True):
+            raise crashed[0].error
+
+    def _begin(self) -> None:
+        """Publish the trainer's weights, record that the run started or resumed, and start all threads."""
+        c = self._parts.config
+        wire = self._store.publish(self._parts.learner.versioned(self.trainer.state))
+        self._store.wait(
+            self._deadline_s
+        )  # its event may only follow once the version is complete; no host runs yet
+        if self._driver.control.state.version < 0:
+            first: list[Event] = [e.RunStarted(wire.digest, c.run.steps)]
+        else:
+            first = [e.RunResumed(c.run.steps), e.VersionCommitted(wire.version, wire.digest)]
+        joined = [e.HostJoined(host.name, c.generation.rollout_slots) for host in self._hosts]
+        self._driver.handle([(event, None) for event in [*first, *joined]])
+        bodies: dict[str, Callable[[], None]] = {"trainer": self.trainer.run}
+        for host in self._hosts:
+            endpoint = self._endpoints.get(host.name)
+            bodies[host.name] = endpoint.around(host.run) if endpoint else host.run
+        for name, body in bodies.items():
+            thread = threading.Thread(target=self._guarded(name, body), name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        if self._follower is not None:
+            self._follower.start()
+
+    def _end(self, is_complete: bool = False) -> list[ThreadError]:
+        """Stop all threads, record their last events and close the files.
+
+        If the run `is_complete`, also finish the evaluation of the last checkpoint. Return the errors of
+        threads that failed while stopping.
+        """
+        for host in self._hosts:
+            host.inbox.put(Stop())
+        self.trainer.inbox.put(None)
+        self._pool.close()
+        for thread in self._threads:
+            thread.join(STOP_S + (self._deadline_s if thread.name == "trainer" else 0))
+            if thread.is_alive():
+                self._view.note(
+                    f"{thread.name} is still running {STOP_S:g} s after its stop command; the run ends "
+                    "without it"
+                )
+        rest = self._waiting()
+        crashed = [message for message in rest if isinstance(message, ThreadError)]
+        try:
+            self._driver.record([message for message in rest if not isinstance(message, ThreadError)])
+        except ArealError as error:
+            crashed.append(ThreadError("control", error))
+        self._timeline.close()
+        if self._follower is not None:
+            try:
+                if is_complete and not crashed:
+                    self._follower.finish(self._deadline_s)
+            finally:
+                self._follower.stop(STOP_S)
+        return crashed + [message for message in self._waiting() if isinstance(message, ThreadError)]
+
+    def _waiting(self) -> list[Message]:
+        found: list[Message] = []
+        with suppress(queue.Empty):
+            while True:
+                found.append(self._inbox.get_nowait())
+        return found
+
+    def _fails(self, thread: str) -> Callable[[BaseException], None]:
+        """Return a callback that passes an error of `thread` to the main thread, which then raises it."""
+        return lambda error: self._inbox.put(ThreadError(thread, error))
+
+    def _guarded(self, thread: str, body: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            try:
+                body()
+            except BaseException as error:  # noqa: BLE001 - handed to the control thread, which raises it
+                self._inbox.put(ThreadError(thread, error))
+
+        return run
+
+    # --- events ---------------------------------------------------------------------------------------------
+
+    def _deliver(self, event: Event, trajectory: Trajectory | None = None) -> None:
+        self._inbox.put((event, trajectory))
+
+    def _messages(self) -> list[Incoming]:
+        """Wait for an event, then return all events in the inbox.
+
+        Raises the error of a thread that failed, or WaitTimeout if no event arrives within
+        runtime.deadline_s.
+        """
+        try:
+            first = get(
+                self._inbox,
+                waiter="the control plane",
+                what="an event from the trainer, a host or the reward pool",
+                deadline_s=self._deadline_s,
+                clock=self._timeline.clock("control", "decide"),
+            )
+        except WaitTimeout as error:
+            raise WaitTimeout(f"{error}. {'; '.join(self._driver.control.waits())}") from None
+        messages = [first, *self._waiting()]
+        for message in messages:
+            if isinstance(message, ThreadError):
+                self._driver.record([m for m in messages if not isinstance(m, ThreadError)])
+                raise message.error
+        return messages  # type: ignore[return-value]
+
+    # --- actions --------------------------------------------------------------------------------------------
+
+    def dispatch(self, action: e.Dispatch, prompt: tuple[int, ...]) -> None:
+        self._by_name[action.host].inbox.put(Start(action.samples, prompt, action.min_version))
+
+    def cancel(self, action: e.Cancel) -> None:
+        self._by_name[action.host].inbox.put(Stop(action.samples))
+
+    def score(self, action: e.Score, prompt: Prompt, completions: Sequence[Completion]) -> None:
+        self._pool.submit(action.ordinal, action.attempt, prompt, completions, self._deliver)
+
+    def train(self, action: e.Train, groups: tuple[Group, ...]) -> None:
+        self.trainer.inbox.put(held_batch(self._parts, action.step, groups))

@@ -1,0 +1,191 @@
+"""The trainer's loop: trains batches and publishes the new versions of the weights.
+
+It runs in a thread, or in each process of one jax.distributed world. A batch arrives with a plan that gives
+the row and column of each token. Every process reads only the trajectories of its own rows, from memory or
+from a journal. Only the first process reports events.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from areal_jax.assembly.parts import Parts
+from areal_jax.config.tree import Config
+from areal_jax.control.events import BatchTrained, CheckpointCommitted, Event, VersionCommitted
+from areal_jax.observe.waits import Clock, get
+from areal_jax.parallel.agreement import leads
+from areal_jax.runtime.device_memory import MemoryWatch
+from areal_jax.runtime.turns import OwnDevices
+from areal_jax.trainer.checkpoint import Checkpointer
+from areal_jax.trainer.state import TrainState
+from areal_jax.trajectories.packing import plan_batch
+from areal_jax.trajectories.plan import BatchPlan, fill
+from areal_jax.types import ArealError, Group, SampleId, Trajectory, VersionedParams
+from areal_jax.weights.store import ParamPublisher
+
+Source = Callable[[Mapping[int, SampleId]], Mapping[int, Trajectory]]
+"""`source(samples)` returns the scored trajectories of at least these samples. Argument and result have one
+key: the trajectory's index in the batch's plan.
+"""
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """Command to the trainer: train step `step` on the groups `ordinals` (their places in the run's order).
+
+    `plan` gives the row and column of each token in the batch; `source` returns the trajectories.
+    """
+
+    step: int
+    ordinals: tuple[int, ...]
+    plan: BatchPlan
+    source: Source
+
+
+def plan_groups(config: Config, groups: Sequence[Group], takes_shared_prompts: bool) -> BatchPlan:
+    """Plan the row and column of each token of the groups in a batch.
+
+    `takes_shared_prompts`: whether the learner can process a prompt once for all samples of its group. Raises
+    PackingError if a sample is longer than a row.
+    """
+    c = config
+    prompts = c.trainer.prompts if takes_shared_prompts else "repeated"
+    return plan_batch(groups, c.trainer.rows, c.row_length, c.algorithm.minibatches, prompts)
+
+
+def held_batch(parts: Parts, step: int, groups: Sequence[Group]) -> TrainBatch:
+    """Make the command to train `groups`, which are in this process's memory, as step `step`.
+
+    Raises PackingError if a sample is longer than a row of the batch.
+    """
+    groups = sorted(groups, key=lambda group: group.ordinal)
+    held = dict(enumerate(one for group in groups for one in group.trajectories))
+    ordinals = tuple(group.ordinal for group in groups)
+    plan = plan_groups(parts.config, groups, parts.learner.takes_shared_prompts)
+    return TrainBatch(step, ordinals, plan, lambda places: held)
+
+
+def train_batch(
+    parts: Parts,
+    state: TrainState,
+    batch: TrainBatch,
+    clock: Clock,
+    between: Callable | None = None,
+    memory: MemoryWatch | None = None,
+) -> tuple[TrainState, VersionedParams, dict[str, float]]:
+    """Do one update; return the next state, its version, parameters and digest, and the metrics.
+
+    The parameters are the arrays of the state, not copies. The old `state` is donated: it must not be used
+    afterwards. `between(array)`, if given, is called after each micro-batch, so that hosts may use the device
+    (see `Learner.update`). `memory`, if given, adds memory use to the metrics. Raises ArealError if the
+    gradient's norm is not finite.
+    """
+    learner, plan = parts.learner, batch.plan
+    with clock.doing("pack"):
+        rows = learner.own_rows(plan.rows)
+        packed = fill(plan, rows, batch.source(plan.sources(rows)))
+    with clock.doing("update"):
+        prepared = learner.prepare(state, packed, between)
+        if memory is not None:
+            memory.before(state, prepared, between is None)
+        state, metrics = learner.update(state, prepared, between)
+        metrics |= {} if memory is None else memory.after()
+        value = learner.versioned(state)
+    norms = {name: value for name, value in metrics.items() if name.endswith("grad_norm")}
+    if not all(map(math.isfinite, norms.values())):
+        raise ArealError(
+            f"the run ends at step {batch.step}, because the gradient's norm is not finite ({norms}). Look "
+            f"at its samples with `areal-jax inspect RUN_FOLDER {batch.ordinals[0]}/0`; start a new run with "
+            "a lower trainer.learning_rate, or from the last checkpoint by model.source=RUN_FOLDER"
+        )
+    return state, value, metrics
+
+
+class Trainer:
+    """Trains the batches in its inbox; `tell(event)` reports each batch, version and checkpoint.
+
+    If several processes train together, each has a Trainer, and all get the same batches in the same order,
+    each with its own `TrainBatch.source`. Only the first process calls `tell` and `note`.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        state: TrainState,
+        store: ParamPublisher,
+        checkpointer: Checkpointer,
+        tell: Callable[[Event], None],
+        *,
+        turns: OwnDevices,
+        clock: Clock,
+        note: Callable[[str], None],
+    ) -> None:
+        """`turns` decides when the trainer may use a device that it shares with hosts.
+
+        `note(text)` is called with each memory forecast, and with each program that is compiled after the
+        first step.
+        """
+        self.inbox: queue.Queue[TrainBatch | None] = queue.Queue()
+        self.state = state
+        self._parts, self._store, self._checkpointer = parts, store, checkpointer
+        self._tell, self._turns, self._clock = tell if leads() else _ignore, turns, clock
+        self._deadline_s = parts.config.runtime.deadline_s
+        self._memory = MemoryWatch(parts.learner, note if leads() else _ignore)
+
+    def run(self) -> None:
+        """Train batches until None arrives in the inbox; then write a checkpoint and wait for all writes.
+
+        Raises WaitTimeout if no batch arrives within runtime.deadline_s.
+        """
+        while True:
+            batch = get(
+                self.inbox,
+                waiter="the trainer",
+                what="a batch from the control plane",
+                deadline_s=self._deadline_s,
+                clock=self._clock,
+            )
+            if batch is None:
+                break
+            self._take(batch)
+        self._checkpoint()
+        self._store.close(self._deadline_s)
+        self._checkpointer.close(self._deadline_s)
+
+    def _take(self, batch: TrainBatch) -> None:
+        with self._turns.turn("trainer", self._clock):
+            between = partial(self._turns.between, self._clock) if self._turns.are_taken else None
+            value, metrics = self.train(batch, between)
+            self._tell(BatchTrained(batch.step, batch.ordinals, value.digest, metrics))
+            with self._clock.doing("publish"):
+                self._store.publish(
+                    value, lambda wire: self._tell(VersionCommitted(wire.version, wire.digest))
+                )
+        if value.version % self._parts.config.trainer.checkpoint_every == 0:
+            self._checkpoint()
+
+    def train(
+        self, batch: TrainBatch, between: Callable | None = None
+    ) -> tuple[VersionedParams, dict[str, float]]:
+        """Train one batch without reporting it; return the new version's parameters and the metrics.
+
+        The parameters are the arrays of `self.state`, not copies. `between`: as in `train_batch`.
+        """
+        self.state, value, metrics = train_batch(
+            self._parts, self.state, batch, self._clock, between, self._memory
+        )
+        return value, metrics
+
+    def _checkpoint(self) -> None:
+        with self._clock.doing("checkpoint"):
+            self._checkpointer.save(
+                self.state, lambda version: self._tell(CheckpointCommitted(version)), self._deadline_s
+            )
+
+
+def _ignore(said: object) -> None:
+    """Takes the place of `tell` and `note` in processes that do not report."""

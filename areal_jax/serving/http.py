@@ -1,0 +1,108 @@
+"""The HTTP endpoints of a server: /metrics for Prometheus; /health, with JSON, for probes and users."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from areal_jax.generation.commands import Statistics
+from areal_jax.serving.secret import Secret
+
+GAUGES = {
+    "version": "Policy version of the parameters in use",
+    "slots": "Number of slots, which is the largest number of samples decoded at once",
+    "live": "Slots that hold a sample",
+    "waiting": "Samples without a slot",
+    "is_paused": "1 while decoding is paused by a Pause request, else 0",
+    "pages": "KV pages",
+    "free_pages": "KV pages that no sample uses",
+}
+COUNTERS = {
+    "generated_tokens": "Tokens sampled",
+    "interruptions": "Version changes during a sample, one for each sample affected",
+    "recomputed_tokens": "Tokens with KV rebuilt under a newer version",
+    "swaps": "Versions adopted",
+    "swap_s": "Seconds spent adopting versions",
+    "evictions": "Samples evicted from their slots because KV pages ran out",
+    "prefills": "Prompts computed",
+}
+SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
+
+
+class Metrics:
+    """Prometheus metrics of one server: counts of requests; the host's statistics, read at each scrape."""
+
+    def __init__(self, statistics: Callable[[], Statistics]) -> None:
+        self._statistics = statistics
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "areal_jax_requests",
+            "Calls by method and gRPC status",
+            ["method", "status"],
+            registry=self.registry,
+        )
+        self.first_token = Histogram(
+            "areal_jax_first_token_seconds",
+            "Seconds from the arrival of a Decode or Generate request to its first tokens",
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self.registry.register(self)  # type: ignore[arg-type]
+
+    def collect(self) -> Iterator[Metric]:
+        now = self._statistics()
+        for name, doc in GAUGES.items():
+            yield GaugeMetricFamily(f"areal_jax_{name}", doc, float(getattr(now, name)))
+        for name, doc in COUNTERS.items():
+            yield CounterMetricFamily(f"areal_jax_{name}", doc, float(getattr(now, name)))
+
+    def describe(self) -> list[Metric]:
+        """Returns no metric; without this method, the registry would call `collect` at registration."""
+        return []
+
+
+def http_app(
+    model: str,
+    is_live: Callable[[], bool],
+    statistics: Callable[[], Statistics],
+    metrics: Metrics,
+    secret: Secret | None,
+) -> Any:
+    """Returns an ASGI application with /health and /metrics; if `secret` is given, both require it.
+
+    `model`: the name in /health's answer. `is_live()`: whether the decode loop runs. `statistics()`: the
+    host's present statistics. `metrics`: what /metrics shows.
+    """
+
+    async def health(_: Request) -> Response:
+        now, live = statistics(), is_live()
+        figures = {name: getattr(now, name) for name in ("version", "digest", *GAUGES)}
+        return JSONResponse(
+            {"status": "ok" if live else "ended", "model": model, **figures}, 200 if live else 503
+        )
+
+    async def exposition(_: Request) -> Response:
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    app = Starlette(routes=[Route("/health", health), Route("/metrics", exposition)])
+    return app if secret is None else _guarded(app, secret)
+
+
+def _guarded(app: Any, secret: Secret) -> Any:
+    async def guarded(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            given = dict(scope["headers"]).get(b"authorization")
+            if not secret.is_in(given):
+                await PlainTextResponse(f"{Secret.REFUSAL}\n", 401)(scope, receive, send)
+                return
+        await app(scope, receive, send)
+
+    return guarded

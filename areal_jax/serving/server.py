@@ -1,0 +1,294 @@
+"""`areal-jax serve`: one generation host behind gRPC and HTTP.
+
+Three threads: the caller's, which waits; the decode loop's; and the event loop's, which owns every socket.
+The server opens its ports only after it has compiled every program.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import uvicorn
+
+from areal_jax.assembly.devices import host_mesh, use_compilation_cache
+from areal_jax.assembly.parts import make_engine
+from areal_jax.assembly.sources import MODEL_CONFIG, open_source
+from areal_jax.config.loading import load_config
+from areal_jax.evaluation.command import DEFAULTS, model_section
+from areal_jax.evaluation.evaluator import as_served
+from areal_jax.generation.commands import Stop
+from areal_jax.generation.engine import Engine
+from areal_jax.generation.host import Host
+from areal_jax.models.io.huggingface import open_folder
+from areal_jax.models.model import Model
+from areal_jax.serving.endpoint import PORT_REMEDY, START_S, STOP_S, UNREAD, Endpoint
+from areal_jax.serving.http import http_app
+from areal_jax.serving.requests import RequestError, Served, invalid
+from areal_jax.serving.secret import VARIABLE, Secret, require_secret
+from areal_jax.types import ArealError, Sampling, VersionedParams
+from areal_jax.weights.digest import digest
+from areal_jax.weights.memory import MemoryStore
+from areal_jax.weights.orbax import OrbaxReader
+from areal_jax.weights.staged import committed
+from areal_jax.weights.store import load_newer
+
+WATCH_S = 0.2
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    host: str = "127.0.0.1"
+    port: int = 9000
+    """gRPC port; 0 selects a free one."""
+    http_port: int = 9001
+    queue: int = 1024
+    """Maximum number of samples that wait for a slot."""
+    unread: int = UNREAD
+    """Maximum number of tokens of one request that its client has not read yet."""
+    is_sampled: bool = False
+    """If true, JetStream's Decode samples by the config's generation.*; otherwise it is greedy."""
+    weights: tuple[Path, ...] = ()
+    """Folders from which Swap may load weights, their subfolders included; empty: Swap is refused."""
+    secret: Secret | None = None
+
+
+def read_secret(file: Path | None) -> Secret | None:
+    """Returns the secret in `file`; if `file` is None, that in AREAL_JAX_SECRET, or None if this is unset.
+
+    Raises ArealError if the file cannot be read, or the secret is too short or not printable ASCII.
+    """
+    if file is None:
+        text = os.environ.get(VARIABLE)
+        return None if text is None else Secret(text)
+    try:
+        return Secret(file.read_text("utf-8").strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArealError(
+            f"--secret-file {file} cannot be read: {error}; give a text file with the secret"
+        ) from None
+
+
+class Server:
+    """One host's gRPC services and HTTP endpoints; both answer once `start` has returned, until `stop`."""
+
+    def __init__(
+        self,
+        name: str,
+        engine: Engine,
+        params: VersionedParams,
+        settings: ServeSettings,
+        sampling: Sampling,
+        on_update: str = "recompute",
+    ) -> None:
+        """`engine` must be made with has_penalties=True, because requests may have penalties.
+
+        `name`: the model's name in requests and in /health; `params`: the first weights; `sampling`: the
+        defaults of requests; `on_update`: as generation.on_update. Raises ArealError if other machines can
+        reach settings.host and settings.secret is None.
+        """
+        require_secret(settings.host, settings.secret)
+        self._settings, self._engine = settings, engine
+        self._store = MemoryStore(engine.canary)
+        self._store.publish(params)
+        served = Served(
+            name,
+            engine.tokenizer,
+            length=engine.length,
+            max_samples=engine.slots + settings.queue,
+            sampling=sampling,
+            decode_sampling=sampling
+            if settings.is_sampled
+            else Sampling(temperature=0.0, max_tokens=sampling.max_tokens),
+        )
+        self._endpoint = Endpoint(served, engine.slots, settings.queue, settings.unread, self._publish)
+        self.served, self.streams = served, self._endpoint.streams
+        self.host = Host(
+            "the server",
+            engine,
+            self._store,
+            self.streams.emit,
+            seed=secrets.randbits(31),
+            sampling=sampling,
+            on_update=on_update,
+            on_tokens=self.streams.on_tokens,
+        )
+        self._endpoint.attach(self.host)
+        self._decoding = threading.Thread(target=self._decode, name="decode", daemon=True)
+        self._failure: BaseException | None = None
+        self.port = self.http_port = 0
+
+    def start(self) -> None:
+        """Opens the ports and starts decoding. Raises ArealError if a port cannot be opened."""
+        self.host.step()  # adopt the first version before any request arrives
+        s = self._settings
+        self._endpoint.start(s.host, s.port, s.secret, "--port")
+        self.port = self._endpoint.port
+        try:
+            self._endpoint.in_loop(self._open_http(), START_S)
+        except BaseException:
+            self._endpoint.stop()
+            raise
+        self._decoding.start()
+
+    def wait(self) -> None:
+        """Blocks until the decode loop ends; if an exception ended it, raises that."""
+        while self._decoding.is_alive():
+            self._decoding.join(WATCH_S)
+        if self._failure is not None:
+            raise self._failure
+
+    def stop(self) -> None:
+        """Ends requests in progress with gRPC status UNAVAILABLE, closes the ports and joins the threads."""
+        self.streams.tell(Stop())
+        self._decoding.join(STOP_S)
+        try:
+            self._endpoint.in_loop(self._close_http(), STOP_S)
+        finally:
+            self._endpoint.stop()
+
+    def _decode(self) -> None:
+        try:
+            self.streams.run()
+        except BaseException as error:  # noqa: BLE001 - `wait` raises it in the caller's thread
+            self._failure = error
+
+    # --- in the event loop ----------------------------------------------------------------------------------
+
+    async def _open_http(self) -> None:
+        s = self._settings
+        listening = _listening(s.host, s.http_port)
+        self.http_port = listening.getsockname()[1]
+        app = http_app(
+            self.served.name,
+            lambda: self.streams.is_live,
+            self.host.statistics,
+            self._endpoint.metrics,
+            s.secret,
+        )
+        self._http = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", access_log=False))
+        self._http_task = asyncio.create_task(self._http.serve(sockets=[listening]))
+        while not self._http.started and not self._http_task.done():
+            await asyncio.sleep(0.01)
+
+    async def _close_http(self) -> None:
+        self._http.should_exit = True
+        await self._http_task
+
+    # --- weights --------------------------------------------------------------------------------------------
+
+    def _publish(self, path: str, version: int) -> VersionedParams:
+        """Loads weights from folder `path`, publishes them to the host and returns them with their version.
+
+        `version` is the version that the host has now. Of a folder with versions the newest is loaded; a
+        Hugging Face model gets the number `version` + 1. Raises RequestError if the folder is not below one
+        of settings.weights, or has neither a model nor a version above `version`.
+        """
+        folder = self._allowed(path)
+        if committed(folder):
+            return self._store.publish(self._newest_in(folder, version))
+        if not (folder / MODEL_CONFIG).exists():
+            raise invalid(
+                f"path={path}: the folder has neither versions nor a Hugging Face model; give a run's "
+                f"weights folder, or a folder with {MODEL_CONFIG}"
+            )
+        params = self._of_model(folder)
+        return self._store.publish(VersionedParams(version + 1, params, digest(params)))
+
+    def _allowed(self, path: str) -> Path:
+        try:
+            folder = Path(path).resolve()
+        except (OSError, RuntimeError, ValueError) as error:  # too long, a cycle of links, or a zero byte
+            raise invalid(f"path={path!r:.200} is not a path ({error}); give the path of a folder") from None
+        if not any(folder.is_relative_to(root.resolve()) for root in self._settings.weights):
+            raise RequestError(
+                "PERMISSION_DENIED",
+                f"path={path!r:.200} is in no folder that this server may read; start the server with "
+                "--weights FOLDER",
+            )
+        return folder
+
+    def _newest_in(self, folder: Path, version: int) -> VersionedParams:
+        found = load_newer(OrbaxReader(folder, self._engine.canary), self._engine.param_shardings, version)
+        if found is None:
+            raise RequestError(
+                "FAILED_PRECONDITION",
+                f"{folder} contains versions up to {committed(folder)[-1]}, but version {version} is served "
+                "already; give a folder with a newer version",
+            )
+        return found
+
+    def _of_model(self, folder: Path) -> Any:
+        """Returns the parameters in a Hugging Face folder, on the engine's mesh.
+
+        Raises ArealError if they have other shapes than the served model's.
+        """
+        model, theirs = self._engine.model, open_folder(folder)
+        shapes = [
+            jax.tree.map(lambda leaf: leaf.shape, tree)
+            for tree in (model.abstract_params, Model(theirs.config, model.tokenizer).abstract_params)
+        ]
+        if shapes[0] != shapes[1]:
+            raise ArealError(
+                f"the parameters in {folder} have other shapes than those of {self.served.name}, for "
+                "which this server compiled its programs; start another server with this folder as MODEL"
+            )
+        return theirs.load(model.abstract_params, self._engine.param_shardings)
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host.strip("[]"), port), family=family)
+    except OSError as error:
+        raise ArealError(
+            f"--http-port {port} on {host} cannot be bound ({error.strerror}); {PORT_REMEDY}"
+        ) from None
+
+
+# --- from a model's name ------------------------------------------------------------------------------------
+
+
+def make_server(name: str, words: Sequence[str], settings: ServeSettings) -> Server:
+    """Returns a server for the model `name`, with every program compiled and no port open yet.
+
+    `name` and `words` (YAML files and section.key=value) are the arguments of `areal-jax serve`.
+    """
+    require_secret(settings.host, settings.secret)
+    config = load_config(DEFAULTS, *words, {"model": model_section(name)})
+    use_compilation_cache()
+    source = open_source(config, {})
+    model = source.model.base
+    mesh = host_mesh(config, "the server")
+    engine = make_engine(config.generation, model, mesh, has_penalties=True)
+    params = as_served(VersionedParams(0, source.load(engine.param_shardings), ""), config)
+    engine.warm(engine.load_params(params))
+    on_update = config.generation.on_update or "recompute"
+    return Server(name, engine, params, settings, config.generation.sampling, on_update)
+
+
+def serve(name: str, words: Sequence[str], settings: ServeSettings, say: Callable[[str], None]) -> None:
+    """Serves the model `name` until Ctrl-C, which raises KeyboardInterrupt.
+
+    `name` and `words` (YAML files and section.key=value) are the arguments of `areal-jax serve`; `say` is
+    called with a line to print, which has the addresses. Raises ArealError if the server cannot start, or the
+    exception that ended the decode loop.
+    """
+    server = make_server(name, words, settings)
+    server.start()
+    say(
+        f"{name} is served: gRPC on {settings.host}:{server.port}, HTTP on {settings.host}:"
+        f"{server.http_port} (/health, /metrics)"
+    )
+    try:
+        server.wait()
+    finally:
+        server.stop()

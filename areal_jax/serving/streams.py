@@ -1,0 +1,285 @@
+"""Connects the decode loop's thread with the clients' event loop: requests in, tokens out.
+
+`Streams` runs the host's decode loop in a thread of its own (`run`), or receives the events of a host in a
+training run's loop (`beside`); requests are submitted and cancelled in the event loop. No client can make the
+host wait: a stream buffers a limited number of unread tokens, and ends with an error when the buffer is full.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from areal_jax.control.events import Event, SampleFailed, SampleFinished
+from areal_jax.generation.commands import Command, Start, Stop, Tokens
+from areal_jax.generation.host import Emit, Host
+from areal_jax.serving.requests import Ask, RequestError, invalid
+from areal_jax.types import SampleId, Trajectory
+
+IDLE_S = 0.5
+"""Maximum time, in seconds, that an idle host sleeps before it checks for commands and a newer version."""
+
+ORDINALS = 2**31
+
+ENDED = "the generation host has ended (its log has the reason); retry once it is restarted"
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The tokens that one decode call added to completion number `member` of a request, counted from 0."""
+
+    member: int
+    tokens: Tokens
+
+
+@dataclass(frozen=True)
+class Finished:
+    member: int
+    stop_reason: str
+    interruptions: int
+    is_reproducible: bool
+
+
+Item = Sampled | Finished
+
+
+class Stream:
+    """The output of one request: `Sampled` items with the tokens, and a `Finished` per completion.
+
+    `samples`: the ids of the request's completions; `room_tokens`: maximum number of tokens that the client
+    has not read yet.
+    """
+
+    def __init__(self, samples: tuple[SampleId, ...], room_tokens: int) -> None:
+        self.unfinished = set(samples)
+        self._room_tokens, self._unread_tokens = room_tokens, 0
+        self._items: deque[Item] = deque()
+        self._error: RequestError | None = None
+        self._news = asyncio.Event()
+
+    async def items(self) -> AsyncIterator[Item]:
+        """Yields items until every completion has ended. Raises RequestError once the request has failed."""
+        while True:
+            if self._error is not None:
+                raise self._error
+            if self._items:
+                item = self._items.popleft()
+                if isinstance(item, Sampled):
+                    self._unread_tokens -= len(item.tokens.tokens)
+                yield item
+            elif not self.unfinished:
+                return
+            else:
+                self._news.clear()
+                await self._news.wait()
+
+    def has_room(self, item: Sampled) -> bool:
+        return self._unread_tokens + len(item.tokens.tokens) <= self._room_tokens
+
+    def push(self, item: Item) -> None:
+        if isinstance(item, Sampled):
+            self._unread_tokens += len(item.tokens.tokens)
+        self._items.append(item)
+        self._news.set()
+
+    def fail(self, code: str, message: str) -> None:
+        """Drops unread items and makes the next read raise RequestError; the first call's error is kept."""
+        self._error = self._error or RequestError(code, message)
+        self._items.clear()
+        self._news.set()
+
+
+class Streams:
+    """The streams of all open requests to one generation host.
+
+    `loop`: the clients' event loop; `slots`: the host's number of slots for requests; `queue`: maximum number
+    of samples that wait for a slot; `room_tokens`: maximum number of unread tokens of a request. Construct
+    the host with the callbacks `emit` and `on_tokens` of this object, then assign it to `host`.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, slots: int, queue: int, room_tokens: int) -> None:
+        self._loop, self._slots, self._queue, self._room_tokens = loop, slots, queue, room_tokens
+        self._ordinals = itertools.count()
+        self._streams: dict[SampleId, Stream] = {}
+        self._named: dict[str, Stream] = {}
+        self._heard: list[tuple[SampleId, Item | str]] = []
+        self._wake = threading.Event()
+        self.host: Host
+        self._is_driver = False
+        self.is_live = True
+
+    # --- in the host's thread -------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Runs the host's decode loop until it fails or gets a Stop without samples; then calls `end`."""
+        self._is_driver = True
+        try:
+            while self.host.take_commands():
+                self.host.step()
+                self._cross()
+                if not self.host.has_work:
+                    self._wake.wait(IDLE_S)
+                    self._wake.clear()
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """Ends every request in progress with gRPC status UNAVAILABLE, and refuses new ones."""
+        self.is_live = False
+        self._loop.call_soon_threadsafe(self._end_all)
+
+    def beside(self, emit: Emit) -> Emit:
+        """Returns the event callback for the host of a training run that also serves clients.
+
+        It passes events of clients' samples to this object, and all others to `emit`, the run's callback.
+        """
+
+        def emit_both(event: Event, trajectory: Trajectory | None) -> None:
+            sample = getattr(event, "sample", None)
+            is_request = sample is not None and sample.ordinal < 0
+            (self.emit if is_request else emit)(event, trajectory)
+
+        return emit_both
+
+    def on_tokens(self, sample: SampleId, tokens: Tokens) -> None:
+        self._hear(sample, Sampled(sample.member, tokens))
+
+    def emit(self, event: Event, trajectory: Trajectory | None) -> None:
+        if isinstance(event, SampleFailed):
+            self._hear(event.sample, event.reason)
+        elif isinstance(event, SampleFinished) and trajectory is not None:
+            t = trajectory
+            end = Finished(t.sample.member, t.stop_reason, t.interruptions, t.is_reproducible)
+            self._hear(t.sample, end)
+
+    def _hear(self, sample: SampleId, item: Item | str) -> None:
+        self._heard.append((sample, item))
+        if not self._is_driver:  # the run's loop drives the host and never calls _cross
+            self._cross()
+
+    def _cross(self) -> None:
+        if self._heard:
+            heard, self._heard = self._heard, []
+            self._loop.call_soon_threadsafe(self._deliver, heard)
+
+    # --- in the event loop ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def submitted(self, ask: Ask) -> Iterator[Stream]:
+        """Context manager: submits the request and yields its stream; its exit stops unfinished samples.
+
+        Raises RequestError if the queue has too little space, the host has ended, the request_id is in use,
+        or the request's min_version is newer than the served version.
+        """
+        self._require_room(ask)
+        ordinal = -1 - next(self._ordinals) % ORDINALS  # negative: a run's prompts count from 0
+        samples = tuple(SampleId(ordinal, member) for member in range(ask.n))
+        stream = Stream(samples, self._room_tokens)
+        self._streams.update(dict.fromkeys(samples, stream))
+        if ask.request_id:
+            self._named[ask.request_id] = stream
+        self.tell(
+            Start(
+                samples,
+                ask.prompt,
+                ask.min_version,
+                sampling=ask.sampling,
+                penalties=ask.penalties,
+                seed=ask.seed,
+                stop_tokens=ask.stop_tokens,
+                drawn_as=None if ask.seed is None else 0,
+                is_request=True,
+            )
+        )
+        try:
+            yield stream
+        finally:
+            self._release(stream)
+            if ask.request_id:
+                del self._named[ask.request_id]
+
+    def cancel(self, request_id: str) -> bool:
+        """Ends the open request `request_id` with gRPC status CANCELLED; returns False if there is none."""
+        stream = self._named.get(request_id)
+        if stream is None:
+            return False
+        self._fail(stream, "CANCELLED", f"request_id={request_id!r} was cancelled by a Cancel request")
+        return True
+
+    def tell(self, command: Command) -> None:
+        self.host.inbox.put(command)
+        self.wake()
+
+    def wake(self) -> None:
+        """Makes an idle host check for work at once."""
+        self._wake.set()
+
+    @property
+    def open_samples(self) -> int:
+        """Number of requested samples that have neither ended nor been cancelled."""
+        return len(self._streams)
+
+    def _require_room(self, ask: Ask) -> None:
+        if not self.is_live:
+            raise RequestError("UNAVAILABLE", ENDED)
+        if ask.request_id in self._named:
+            raise invalid(f"request_id={ask.request_id!r} is in use; give each request its own id, or none")
+        room = self._slots + self._queue - self.open_samples
+        if ask.n > room:
+            raise RequestError(
+                "RESOURCE_EXHAUSTED",
+                f"{self.open_samples} samples fill {self._slots} slots and a queue of {self._queue}, which "
+                f"leaves space for {room}, but {ask.n} were requested; retry later",
+            )
+        latest = self.host.statistics().version
+        # Before the host has its first version a request waits for it, as rollouts do.
+        if ask.min_version > max(latest, 0):
+            raise RequestError(
+                "FAILED_PRECONDITION",
+                f"min_version={ask.min_version} is not served yet, because the host has version {latest}; "
+                "retry once it has the newer version",
+            )
+
+    def _deliver(self, heard: list[tuple[SampleId, Item | str]]) -> None:
+        for sample, item in heard:
+            stream = self._streams.get(sample)
+            if stream is None:  # its request has already ended
+                continue
+            if isinstance(item, str):
+                self._fail(stream, "RESOURCE_EXHAUSTED", item)
+            elif isinstance(item, Finished):
+                del self._streams[sample]
+                stream.unfinished.discard(sample)
+                stream.push(item)
+            elif stream.has_room(item):
+                stream.push(item)
+            else:
+                self._fail(
+                    stream,
+                    "RESOURCE_EXHAUSTED",
+                    f"the request ends, because more than {self._room_tokens} of its tokens were unread; "
+                    "read the stream faster, or request fewer completions at once",
+                )
+
+    def _fail(self, stream: Stream, code: str, message: str) -> None:
+        """Ends the request with gRPC status `code`; frees its slots before the client can read the error."""
+        stream.fail(code, message)
+        self._release(stream)
+
+    def _release(self, stream: Stream) -> None:
+        """Makes the host stop decoding the request's unfinished samples."""
+        if stream.unfinished:
+            for sample in stream.unfinished:
+                self._streams.pop(sample, None)
+            if self.is_live:
+                self.tell(Stop(tuple(stream.unfinished)))
+            stream.unfinished.clear()
+
+    def _end_all(self) -> None:
+        for stream in set(self._streams.values()):
+            self._fail(stream, "UNAVAILABLE", ENDED)

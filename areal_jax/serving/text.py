@@ -1,0 +1,51 @@
+"""Streaming detokenisation: the text that new tokens add to a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from areal_jax.tasks.tokenizers import REPLACEMENT, Tokenizer
+
+CONTEXT_TOKENS = 8
+"""Number of earlier tokens that are decoded together with new ones: the text of a token may depend on the
+tokens before it, as a decoder may join neighbours or drop the space before the first word.
+"""
+
+UNFINISHED_TOKENS = 3
+"""Maximum number of tokens held back until a character is complete: UTF-8 has at most 4 bytes for one."""
+
+
+class TextStream:
+    """Decodes one sample's tokens as they arrive: `push(tokens)` returns the text that these tokens add.
+
+    The results of all pushes and of `finish`, joined, are the sample's text. If a character's bytes are
+    spread over several tokens, the push with the last of them returns it. Bytes that are not valid UTF-8
+    become replacement characters.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._context: list[int] = []
+        self._pending: list[int] = []
+
+    def push(self, tokens: Sequence[int]) -> str:
+        self._pending.extend(tokens)
+        for held in range(min(UNFINISHED_TOKENS, len(self._pending)) + 1):
+            ready = self._pending[: len(self._pending) - held]
+            text = self._added(ready)
+            if not text.endswith(REPLACEMENT):
+                return self._take(ready, text)
+        return self.finish()
+
+    def finish(self) -> str:
+        """Returns the rest of the text after the last token; an incomplete character becomes U+FFFD."""
+        return self._take(self._pending, self._added(self._pending))
+
+    def _added(self, tokens: Sequence[int]) -> str:
+        before = self._tokenizer.decode(self._context)
+        return self._tokenizer.decode([*self._context, *tokens])[len(before) :]
+
+    def _take(self, tokens: Sequence[int], text: str) -> str:
+        self._context = [*self._context, *tokens][-CONTEXT_TOKENS:]
+        self._pending = self._pending[len(tokens) :]
+        return text

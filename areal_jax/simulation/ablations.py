@@ -1,0 +1,192 @@
+"""The named ablations. To add one, add an entry here, and a recipe in `configs` if none fits."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+
+from areal_jax.plugin import did_you_mean
+from areal_jax.simulation.ablation import Ablation, Row, Table
+from areal_jax.types import ArealError
+
+UNBOUNDED = "unbounded"
+STALENESS = (0, 1, 2, 4, 8, 16, UNBOUNDED)
+
+ORACLE_MARGIN = 0.03
+"""Largest accepted difference in mean reward between runs of arm decoupled at max_staleness 1, 2 or 4 and
+those at 0.
+"""
+
+LATE = 4
+"""Final figures are means over the last 1 / LATE of the steps."""
+
+WARM_UP = 5
+"""Rates and speeds leave out the first 1 / WARM_UP of the steps, in which programs are compiled."""
+
+INTERRUPTION_GAIN = 1.10
+CONSTANT_GAIN = 1.05
+"""Largest accepted ratio of trained tokens/s with interruption to that without, if all completions are
+equally long.
+"""
+
+
+def _mean(figure: str) -> Callable[[Sequence[Row]], float]:
+    return lambda rows: statistics.fmean(row[figure] for row in rows)
+
+
+def last_mean(figure: str) -> Callable[[Sequence[Row]], float]:
+    """Return a function of a run's metrics rows: the mean of `figure` over the last 1 / LATE of the rows."""
+    return lambda rows: _mean(figure)(rows[-max(1, len(rows) // LATE) :])
+
+
+def _warm(figure: str) -> Callable[[Sequence[Row]], float]:
+    return lambda rows: _mean(figure)(rows[len(rows) // WARM_UP :])
+
+
+def per_s(figure: str) -> Callable[[Sequence[Row]], float]:
+    """Return a function of a run's metrics rows: the sum of the field `figure` per second of wall time.
+
+    The first 1 / WARM_UP of the rows, at least one, are left out.
+    """
+
+    def rate(rows: Sequence[Row]) -> float:
+        first = max(1, len(rows) // WARM_UP)
+        counted = sum(row[figure] for row in rows[first:])
+        return counted / (rows[-1]["wall_s"] - rows[first - 1]["wall_s"])
+
+    return rate
+
+
+# --- staleness ----------------------------------------------------------------------------------------------
+
+
+def _decoupled_holds(table: Table) -> bool:
+    oracle = table.mean(0, "decoupled", "reward")
+    return all(abs(table.mean(eta, "decoupled", "reward") - oracle) <= ORACLE_MARGIN for eta in (1, 2, 4))
+
+
+def _naive_earns_less(table: Table) -> bool:
+    """Whether, at each max_staleness of at least 4, every run of arm naive has a lower reward than every run
+    of arm decoupled.
+    """
+    return all(
+        max(table.by_seed(eta, "naive", "reward")) < min(table.by_seed(eta, "decoupled", "reward"))
+        for eta in STALENESS[3:]
+    )
+
+
+def _naive_clips_more(table: Table) -> bool:
+    return all(
+        table.mean(eta, "naive", "clip_share") > table.mean(eta, "decoupled", "clip_share")
+        for eta in STALENESS[1:]
+    )
+
+
+def _unbounded_costs(table: Table) -> bool:
+    return table.mean(UNBOUNDED, "decoupled", "reward") <= table.mean(4, "decoupled", "reward")
+
+
+# --- interruption -------------------------------------------------------------------------------------------
+
+
+def _swap_ms(rows: Sequence[Row]) -> float:
+    """Return the mean milliseconds that a host needs to adopt a version, recomputing of KV included.
+
+    The first 1 / WARM_UP of the rows are left out; 0 if no version was adopted in the others.
+    """
+    late = rows[len(rows) // WARM_UP :]
+    return 1e3 * sum(row["swap_s"] for row in late) / max(1, sum(row["swaps"] for row in late))
+
+
+def _recomputed_share(rows: Sequence[Row]) -> float:
+    """Return recomputed tokens per generated token; the first 1 / WARM_UP of the rows are left out."""
+    late = rows[len(rows) // WARM_UP :]
+    return sum(row["recomputed_tokens"] for row in late) / sum(row["generated_tokens"] for row in late)
+
+
+def _gain(table: Table, sigma: float) -> float:
+    """Return the trained tokens/s in arm recompute divided by those in arm drain, as the median over seeds.
+
+    `sigma`: standard deviation of the logarithm of answer lengths; 0 = all answers are equally long.
+    """
+    pairs = (table.by_seed(sigma, arm, "trained_tokens_per_s") for arm in ("recompute", "drain"))
+    return statistics.median(ours / theirs for ours, theirs in zip(*pairs, strict=True))
+
+
+def _interrupting_gains(table: Table) -> bool:
+    return _gain(table, 1.0) >= INTERRUPTION_GAIN
+
+
+def _skew_makes_the_gain(table: Table) -> bool:
+    return _gain(table, 0.0) <= CONSTANT_GAIN
+
+
+ABLATIONS: Mapping[str, Ablation] = {
+    "staleness": Ablation(
+        doc="the cost of staleness with the trust region around the behavior policy (naive) or around "
+        "the proximal one (decoupled); a small version of AReaL's table 2 (arXiv:2505.24298)",
+        recipe="configs/staleness.yaml",
+        key="control.max_staleness",
+        values=STALENESS,
+        arms={
+            "naive": ("algorithm.proximal=none", "algorithm.off_policy=none"),
+            "decoupled": ("algorithm.proximal=recompute",),
+        },
+        seeds=3,
+        speed=0.6,
+        figures={
+            "reward": last_mean("reward_mean"),
+            "clip_share": _mean("clip_share"),
+            "off_policy_weight": _mean("off_policy_weight_mean"),
+            "head_age": last_mean("head_age_mean"),
+            "token_age": last_mean("token_age_mean"),
+        },
+        claims={
+            f"at staleness 1, 2 and 4 the reward of decoupled is within {ORACLE_MARGIN} of that at "
+            "staleness 0": _decoupled_holds,
+            "from staleness 4 on, every naive seed has less reward than every decoupled": _naive_earns_less,
+            "from staleness 1 on, naive clips more tokens than decoupled": _naive_clips_more,
+            "decoupled has no higher reward with unbounded staleness than at staleness 4": _unbounded_costs,
+        },
+    ),
+    "interruption": Ablation(
+        doc="the gain of hosts that change weights in mid-sample (recompute, keep, pinned) over hosts that "
+        "wait for their longest sample (drain), with answers of skewed and of constant lengths, under the "
+        "wall clock; a small version of AReaL's interruptible generation (arXiv:2505.24298)",
+        recipe="configs/interruption.yaml",
+        key="tasks.countdown.sigma",
+        values=(1.0, 0.0),
+        arms={
+            "recompute": ("control.strategy=interruptible", "generation.on_update=recompute"),
+            "keep": ("control.strategy=keep", "generation.on_update=keep"),
+            "pinned": ("control.strategy=pinned", "generation.on_update=pinned"),
+            "drain": ("control.strategy=interruptible", "generation.on_update=drain"),
+        },
+        seeds=3,
+        speed=None,
+        figures={
+            "trained_tokens_per_s": per_s("trained_tokens"),
+            "generated_tokens_per_s": per_s("generated_tokens"),
+            "swap_ms": _swap_ms,
+            "recomputed_share": _recomputed_share,
+            "interruptions": _warm("interruptions"),
+            "generator_idle_share": _warm("generator_idle_share"),
+            "trainer_wait_share": _warm("trainer_wait_share"),
+            "token_age": _warm("token_age_mean"),
+            "completion_tokens": _warm("completion_tokens_mean"),
+            "reward": last_mean("reward_mean"),
+        },
+        claims={
+            f"skewed: recompute trains >= {INTERRUPTION_GAIN:.2f} x drain's tokens": _interrupting_gains,
+            f"constant: recompute trains <= {CONSTANT_GAIN:.2f} x drain's tokens": _skew_makes_the_gain,
+        },
+    ),
+}
+
+
+def find(name: str) -> Ablation:
+    """Return the ablation with that name. Raises ArealError if there is none."""
+    if name not in ABLATIONS:
+        hint = did_you_mean(name, ABLATIONS, f"choose from: {', '.join(ABLATIONS)}")
+        raise ArealError(f"there is no ablation {name}; {hint}")
+    return ABLATIONS[name]

@@ -1,0 +1,187 @@
+"""Decoders of simulated hosts: the `Decoder` interface, and one that draws completion lengths at random.
+
+`simulation.real_machines.EngineDecoder` implements the same interface with the real engine.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from areal_jax.config.tree import Config
+from areal_jax.control import events as e
+from areal_jax.runtime.core import Incoming
+from areal_jax.types import PolicyVersion, SampleId, Sampling, Trajectory, VersionSpan
+
+SAMPLING = Sampling()
+
+
+@dataclass(frozen=True)
+class Call:
+    """The result of one step of a decoder."""
+
+    adopted: e.HostAdopted | None
+    """The version that the host adopted at the start of the step; None if it adopted none."""
+    prefills: int
+    """Number of samples that got a slot."""
+    live: int
+    """Number of slots that decoded; 0 if there was nothing to decode."""
+    tokens: int
+    ended: tuple[Incoming, ...]
+    """Samples that ended, with their trajectories; the host reports them after the step's virtual time has
+    passed.
+    """
+    recomputed: int = 0
+    """Number of tokens whose KV was recomputed under the adopted version."""
+    passes: int = 1
+    """Number of different versions under which live slots decoded; each takes one pass over its
+    parameters.
+    """
+    held: int = 1
+    """Number of versions whose parameters the host had to keep."""
+
+
+class Decoder(Protocol):
+    def take(self, dispatch: e.Dispatch, prompt: tuple[int, ...]) -> None: ...
+
+    def cancel(self, samples: Iterable[SampleId]) -> None: ...
+
+    def step(self) -> Call:
+        """Adopt the newest committed version, fill free slots with waiting samples, and decode once."""
+        ...
+
+
+@dataclass
+class Work:
+    """A sample of a `DrawnDecoder`, waiting or decoding. `fails`: whether it ends in a SampleFailed event."""
+
+    sample: SampleId
+    length: int
+    """Number of tokens that the completion will have."""
+    fails: bool = False
+    min_version: PolicyVersion = 0
+    """The oldest version under which the sample's dispatch allows it to start."""
+    version: PolicyVersion = -1
+    """The version under which the sample decodes; -1 before it has a slot."""
+    tokens: int = 0
+    spans: list[VersionSpan] = field(default_factory=list)
+    interruptions: int = 0
+
+    def grow(self, tokens: int) -> int:
+        """Decode `tokens` tokens, or fewer if the sample ends before; return the number decoded."""
+        start, self.tokens = self.tokens, min(self.tokens + tokens, self.length)
+        if self.spans and self.spans[-1].version == self.version:
+            self.spans[-1] = self.spans[-1]._replace(end=self.tokens)
+        else:
+            self.spans.append(VersionSpan(self.version, start, self.tokens))
+        return self.tokens - start
+
+    def trajectory(self, stop_reason: str) -> Trajectory:
+        """Return the ended sample as a trajectory with the true versions of its tokens.
+
+        Token ids and log-probs are zeros.
+        """
+        versions = np.empty(self.tokens, np.int32)
+        for version, start, end in self.spans:
+            versions[start:end] = version
+        zeros = np.zeros(self.tokens, np.int32)
+        sampled = np.ones(self.tokens, bool)
+        return Trajectory(
+            self.sample,
+            zeros,
+            sampled,
+            zeros,
+            versions,
+            zeros,
+            SAMPLING,
+            stop_reason,
+            interruptions=self.interruptions,
+        )
+
+
+class DrawnDecoder:
+    """Decodes, as the host `name`, completions of random lengths in a fixed number of slots.
+
+    `work(sample)` draws the length; `latest()` returns the newest committed version and its digest, which the
+    next step adopts. With on_update=drain it is adopted only when no slot is in use, and the next waiting
+    sample, if any, requires a newer version than the current one: so all samples of a group have the same
+    version.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: Config,
+        work: Callable[[SampleId], Work],
+        latest: Callable[[], tuple[PolicyVersion, str]],
+    ) -> None:
+        self.name = name
+        self._work, self._latest = work, latest
+        self._slots, self._steps = config.generation.rollout_slots, config.generation.decode_steps
+        self._limit, self._on_update = config.generation.max_tokens, config.on_update
+        self._version: PolicyVersion = -1
+        self._queue: deque[Work] = deque()
+        self._live: list[Work] = []
+
+    def take(self, dispatch: e.Dispatch, prompt: tuple[int, ...]) -> None:
+        for sample in dispatch.samples:
+            self._queue.append(work := self._work(sample))
+            work.min_version = dispatch.min_version
+
+    def cancel(self, samples: Iterable[SampleId]) -> None:
+        gone = set(samples)
+        self._queue = deque(work for work in self._queue if work.sample not in gone)
+        self._live = [work for work in self._live if work.sample not in gone]
+
+    def step(self) -> Call:
+        adopted, recomputed = self._adopt()
+        prefills = self._refill()
+        versions = {work.version for work in self._live}
+        live = len(self._live)
+        tokens = sum(work.grow(self._steps) for work in self._live)
+        ended = tuple(self._end(work) for work in self._live if work.tokens >= work.length)
+        self._live = [work for work in self._live if work.tokens < work.length]
+        held = len(versions | {self._version})
+        return Call(adopted, prefills, live, tokens, ended, recomputed, len(versions), held)
+
+    def _adopt(self) -> tuple[e.HostAdopted | None, int]:
+        """Adopt the newest version; return the event (None if nothing is adopted) and the tokens recomputed.
+
+        Nothing is adopted if the host has this version or, with on_update=drain, still has samples for its
+        current one.
+        """
+        version, digest = self._latest()
+        if version <= self._version or (self._on_update == "drain" and (self._live or self._is_due())):
+            return None, 0
+        self._version = version
+        interrupted = [work for work in self._live if work.tokens]
+        if self._on_update == "pinned":  # live samples keep the version that they started under
+            interrupted = []
+        for work in interrupted:
+            work.version = version
+            work.interruptions += 1
+        rebuilt = sum(work.tokens for work in interrupted) if self._on_update == "recompute" else 0
+        return e.HostAdopted(self.name, version, digest, len(interrupted)), rebuilt
+
+    def _is_due(self) -> bool:
+        """Whether samples wait for a slot, and the first of them may start under the current version."""
+        return bool(self._queue) and self._queue[0].min_version <= self._version
+
+    def _refill(self) -> int:
+        started = 0
+        while self._is_due() and len(self._live) < self._slots:
+            self._live.append(work := self._queue.popleft())
+            work.version = self._version
+            started += 1
+        return started
+
+    def _end(self, work: Work) -> Incoming:
+        if work.fails:
+            return e.SampleFailed(work.sample, self.name, "simulated"), None
+        reason = "length" if work.length == self._limit else "stop"
+        event = e.SampleFinished(work.sample, self.name, tuple(work.spans), reason, work.interruptions)
+        return event, work.trajectory(reason)

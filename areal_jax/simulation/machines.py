@@ -1,0 +1,102 @@
+"""The decoders, reward pool and trainer of a simulated run: an interface, and ones with random results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from areal_jax.config.tree import Config
+from areal_jax.control import events as e
+from areal_jax.runtime.core import Prompts
+from areal_jax.simulation.decoders import Decoder, DrawnDecoder, Work
+from areal_jax.simulation.schedule import Schedule
+from areal_jax.types import Completion, Group, PolicyVersion, Prompt, SampleId, Trajectory
+
+
+class Machines(Protocol):
+    """Interface of the decoders, reward pool and trainer of a simulated run.
+
+    The simulation calls them one at a time, in the order of virtual time; none has a clock of its own.
+    """
+
+    @property
+    def prompts(self) -> Prompts: ...
+
+    def decoder(self, name: str, latest: Callable[[], PolicyVersion]) -> Decoder:
+        """Return the decoder of the host `name`; `latest()` returns the newest committed version."""
+        ...
+
+    def score(
+        self, action: e.Score, prompt: Prompt, completions: Sequence[Completion]
+    ) -> e.RewardScored | e.RewardFailed: ...
+
+    def train(self, action: e.Train, groups: tuple[Group, ...]) -> tuple[str, dict[str, Any]]:
+        """Train one batch; return the new version's digest and the step's metrics."""
+        ...
+
+    def publish(self, version: PolicyVersion) -> str:
+        """Make a trained version available for hosts to adopt; return its digest."""
+        ...
+
+
+class EmptyPrompts:
+    """Prompts and completions without content, for `DrawnMachines`, which read neither."""
+
+    _prompt, _completion = Prompt(""), Completion("", (), "")
+
+    def prompt(self, ordinal: int) -> Prompt:
+        return self._prompt
+
+    def prompt_tokens(self, ordinal: int) -> tuple[int, ...]:
+        return ()
+
+    def completion(self, trajectory: Trajectory) -> Completion:
+        return self._completion
+
+
+class DrawnMachines:
+    """Machines with random results, drawn from the schedule's seed.
+
+    A result depends only on the seed and on the sample, group or version that it belongs to.
+    """
+
+    def __init__(self, config: Config, schedule: Schedule) -> None:
+        self.prompts = EmptyPrompts()
+        self._config, self._schedule = config, schedule
+
+    def decoder(self, name: str, latest: Callable[[], PolicyVersion]) -> Decoder:
+        def committed() -> tuple[PolicyVersion, str]:
+            version = latest()
+            return version, self.publish(version)
+
+        return DrawnDecoder(name, self._config, self._work, committed)
+
+    def score(
+        self, action: e.Score, prompt: Prompt, completions: Sequence[Completion]
+    ) -> e.RewardScored | e.RewardFailed:
+        schedule, size = self._schedule, len(completions)
+        rng = np.random.default_rng([schedule.seed, 4, action.ordinal, action.attempt])
+        if rng.random() < schedule.failed_rewards:
+            return e.RewardFailed(
+                action.ordinal, action.attempt, int(rng.integers(size)), "timed_out", "simulated"
+            )
+        is_equal = rng.random() < schedule.equal_rewards
+        rewards = [0.0] * size if is_equal else rng.random(size).round(3).tolist()
+        return e.RewardScored(action.ordinal, action.attempt, tuple(rewards))
+
+    def train(self, action: e.Train, groups: tuple[Group, ...]) -> tuple[str, dict[str, Any]]:
+        return self.publish(action.step + 1), {}
+
+    def publish(self, version: PolicyVersion) -> str:
+        """Return the version's digest, a text made from its number: training it again gives the same one."""
+        return f"digest-{version}"
+
+    def _work(self, sample: SampleId) -> Work:
+        """Draw a sample's length and whether it fails, from the schedule's seed and the sample's id alone."""
+        schedule = self._schedule
+        rng = np.random.default_rng([schedule.seed, 3, *sample])
+        tokens = schedule.median_tokens * np.exp(schedule.sigma_tokens * rng.standard_normal())
+        length = min(max(round(tokens), 1), self._config.generation.max_tokens)
+        return Work(sample, length, fails=bool(rng.random() < schedule.failed_samples))

@@ -1,0 +1,42 @@
+"""The journal of a simulated run, in memory. Nothing else survives a simulated crash."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from areal_jax.control.audit import Row
+from areal_jax.control.events import RewardScored
+from areal_jax.trajectories.journal import Entry, with_rewards
+from areal_jax.types import SampleId, Trajectory
+
+
+class MemoryJournal:
+    """In-memory counterpart of `SqliteQueue`, with the methods that the driver's core and the audit use."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self._payloads: dict[SampleId, Trajectory] = {}
+
+    def append(self, entries: Sequence[Entry], durable: bool = False) -> int:
+        for entry in entries:
+            event, trajectory = entry.event, entry.trajectory
+            self.rows.append((len(self.rows), event, entry.actions))
+            if trajectory is not None:
+                self._payloads.setdefault(trajectory.sample, trajectory)
+        return len(self.rows)
+
+    def group(self, ordinal: int, attempt: int, size: int) -> tuple[Trajectory, ...]:
+        """Return the `size` trajectories of a group's attempt in member order, with rewards if it was scored.
+
+        Raises KeyError if a trajectory is missing.
+        """
+        members = tuple(self._payloads[SampleId(ordinal, member, attempt)] for member in range(size))
+        for _, event, _ in self.rows:  # seldom: the core asks only after a simulated crash
+            if isinstance(event, RewardScored) and (event.ordinal, event.attempt) == (ordinal, attempt):
+                return with_rewards(members, event)
+        return members
+
+    def forget(self, ordinals: Sequence[int]) -> None:
+        """Delete the trajectories of all attempts at these groups."""
+        gone = set(ordinals)
+        self._payloads = {s: payload for s, payload in self._payloads.items() if s.ordinal not in gone}

@@ -1,0 +1,129 @@
+"""Real machines under the virtual clock: a run's engines, reward functions and learner, without threads.
+
+A schedule of virtual times determines the order of events. So the same seed reproduces a run bit for bit, and
+the staleness of trained samples is chosen, not measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from areal_jax.assembly.parts import Parts
+from areal_jax.control import events as e
+from areal_jax.generation.engine import Engine
+from areal_jax.generation.host import Host, Start, Stop
+from areal_jax.observe.waits import Timeline
+from areal_jax.runtime.core import Incoming
+from areal_jax.runtime.rows import batch_figures
+from areal_jax.runtime.trainer_loop import held_batch, train_batch
+from areal_jax.simulation.decoders import Call
+from areal_jax.tasks.scoring import score_group
+from areal_jax.trainer.state import TrainState
+from areal_jax.types import (
+    ArealError,
+    Completion,
+    Group,
+    PolicyVersion,
+    Prompt,
+    SampleId,
+    VersionedParams,
+)
+from areal_jax.weights.memory import MemoryStore
+from areal_jax.weights.store import wire_copy
+
+
+class EngineDecoder:
+    """A decoder that runs a real generation host; the simulation, not a thread, calls its steps."""
+
+    def __init__(self, name: str, parts: Parts, engine: Engine, store: MemoryStore) -> None:
+        c = parts.config
+        self._host = Host(
+            name,
+            engine,
+            store,
+            lambda event, trajectory: self._incoming.append((event, trajectory)),
+            seed=c.run.seed,
+            sampling=c.generation.sampling,
+            on_update=c.on_update,
+            versions=c.parameter_sets,
+            on_tokens=lambda sample, tokens: self._decoded_under.add(tokens.version),
+        )
+        self._incoming: list[Incoming] = []
+        self._decoded_under: set[PolicyVersion] = set()
+
+    def take(self, dispatch: e.Dispatch, prompt: tuple[int, ...]) -> None:
+        self._host.inbox.put(Start(dispatch.samples, prompt, dispatch.min_version))
+
+    def cancel(self, samples: Iterable[SampleId]) -> None:
+        if gone := tuple(samples):
+            self._host.inbox.put(Stop(gone))
+
+    def step(self) -> Call:
+        host = self._host
+        host.take_commands()
+        before = host.statistics()
+        self._decoded_under.clear()
+        host.step()
+        now = host.statistics()
+        incoming, self._incoming = self._incoming, []
+        ended = tuple(one for one in incoming if isinstance(one[0], e.SampleFinished | e.SampleFailed))
+        adopted = next((event for event, _ in incoming if isinstance(event, e.HostAdopted)), None)
+        live = now.live + len(ended)
+        return Call(
+            adopted,
+            prefills=live - before.live,
+            live=live,
+            tokens=now.generated_tokens - before.generated_tokens,
+            ended=ended,
+            recomputed=now.recomputed_tokens - before.recomputed_tokens,
+            passes=len(self._decoded_under),
+            held=len(now.held_versions),
+        )
+
+
+class RealMachines:
+    """The machines of one run: `engines`, one for each host, and the learner in `parts`.
+
+    The learner trains from `state` on and donates its buffers. It cannot train a batch twice, so the schedule
+    must not contain faults. Raises ArealError unless algorithm.samples is policy.
+    """
+
+    def __init__(self, parts: Parts, state: TrainState, engines: Sequence[Engine]) -> None:
+        if parts.config.algorithm.samples != "policy":
+            raise ArealError(
+                f"algorithm.samples={parts.config.algorithm.samples}: the virtual clock counts "
+                "decode calls, and reference answers need none; use algorithm.samples=policy"
+            )
+        self.state, self.prompts = state, parts
+        self._parts, self._engines = parts, list(engines)
+        self._store = MemoryStore(engines[0].canary, parts.config.weights.wire_dtype)
+        self._clock = Timeline(None).clock("trainer")
+        self._trained: dict[PolicyVersion, VersionedParams] = {0: parts.learner.publish(state)}
+
+    def decoder(self, name: str, latest: Callable[[], PolicyVersion]) -> EngineDecoder:
+        """Return a decoder on the next unused engine; it adopts the newest published version.
+
+        It reads that from the weight store and does not call `latest`.
+        """
+        return EngineDecoder(name, self._parts, self._engines.pop(0), self._store)
+
+    def score(
+        self, action: e.Score, prompt: Prompt, completions: Sequence[Completion]
+    ) -> e.RewardScored | e.RewardFailed:
+        """Score the completions with the prompt's task, in the calling thread."""
+        task = self._parts.tasks[prompt.task].task
+        return score_group(task, prompt, completions, action.ordinal, action.attempt)
+
+    def train(self, action: e.Train, groups: tuple[Group, ...]) -> tuple[str, dict[str, Any]]:
+        """Do one update on the groups; return the new version's digest and the metrics.
+
+        Decoders get the new version only after `publish`.
+        """
+        batch = held_batch(self._parts, action.step, groups)
+        self.state, value, metrics = train_batch(self._parts, self.state, batch, self._clock)
+        self._trained[value.version] = wire_copy(value, self._parts.config.weights.wire_dtype)
+        return value.digest, batch_figures(action.step, groups) | metrics
+
+    def publish(self, version: PolicyVersion) -> str:
+        return self._store.publish(self._trained.pop(version)).digest

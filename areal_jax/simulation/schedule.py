@@ -1,0 +1,119 @@
+"""Schedules of simulated runs: how long the machines' work takes, and which faults occur."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from areal_jax.config.loading import make_config
+from areal_jax.config.refusals import FIXED_STALENESS, ON_UPDATE
+from areal_jax.config.tree import Config
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault that occurs once the journal has row `at_row`.
+
+    A driver_crash occurs before that row's actions are carried out, any other fault after them. `down_s`:
+    virtual seconds until the process is back.
+    """
+
+    kind: str
+    """host_death | driver_crash | trainer_crash"""
+    at_row: int
+    host: int = 0
+    """Index of the host that dies, among the hosts alive at that time."""
+    down_s: float = 1.0
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Times (virtual seconds), lengths (tokens) and failures of one simulated run.
+
+    Each time is multiplied by a random lognormal factor; its logarithm has the standard deviation `jitter`.
+    """
+
+    seed: int = 0
+    median_tokens: float = 12.0
+    """Median length of a completion; lengths are lognormal, clipped at generation.max_tokens."""
+    sigma_tokens: float = 0.8
+    token_s: float = 0.01
+    """Seconds of one decode step of an almost empty host, in which it reads the parameters of one version."""
+    crowd_slots: float = 16.0
+    """Number of live slots at which a decode step takes twice `token_s`."""
+    prefill_s: float = 0.02
+    swap_s: float = 0.05
+    """Seconds that a host needs to adopt a version, without recomputing KV."""
+    recompute_token_s: float = 1e-4
+    """Seconds to recompute the KV of one token under the adopted version; only with on_update=recompute."""
+    train_s: float = 1.0
+    publish_s: float = 0.1
+    reward_s: float = 0.05
+    jitter: float = 0.2
+    equal_rewards: float = 0.0
+    """Fraction of groups without a signal: all rewards are equal."""
+    failed_rewards: float = 0.0
+    failed_samples: float = 0.0
+    delayed: float = 0.0
+    """Fraction of ended samples whose event arrives up to `delay_s` late."""
+    duplicated: float = 0.0
+    """Fraction of ended samples whose event arrives a second time."""
+    delay_s: float = 2.0
+    faults: tuple[Fault, ...] = ()
+    max_virtual_s: float = 1e6
+    max_rows: int = 1_000_000
+
+
+def random_schedule(seed: int) -> tuple[Config, Schedule]:
+    """Return the config and schedule, drawn from `seed`, of a small run for finding bugs.
+
+    It has 2 or 3 hosts, and at least 50 groups, 5 versions and 3 faults.
+    """
+    rng = np.random.default_rng([seed, 1])
+    size = int(rng.integers(4, 9))
+    hosts = int(rng.integers(2, 4))
+    pairs = [(strategy, on_update) for strategy, allowed in ON_UPDATE.items() for on_update in allowed]
+    strategy, on_update = pairs[int(rng.integers(len(pairs)))]
+    staleness = FIXED_STALENESS.get(strategy, int(rng.choice([0, 1, 2, 4, 8])))
+    config = make_config(
+        {
+            "run": {"seed": seed, "steps": -(-int(rng.integers(50, 65)) // size)},
+            "algorithm": {
+                "group_size": int(rng.integers(2, 5)),
+                "group_filter": str(rng.choice(["none", "signal"])),
+            },
+            "generation": {
+                "slots": int(rng.integers(3, 9)),
+                "length": 136,
+                "max_tokens": 128,
+                "on_update": on_update,
+            },
+            "control": {
+                "strategy": strategy,
+                "max_staleness": staleness,
+                "max_token_age": staleness + int(rng.integers(0, 2)) if rng.random() < 0.5 else None,
+                "max_concurrent": int(rng.integers(2, 20)) if rng.random() < 0.5 else None,
+            },
+            "trainer": {"batch_size": size, "checkpoint_every": int(rng.integers(1, 5))},
+            "runtime": {"hosts": hosts},
+        }
+    )
+    kinds = ["host_death", "driver_crash", "trainer_crash"]
+    faults = [
+        Fault(str(rng.choice(kinds)), int(row), int(rng.integers(hosts)), float(rng.uniform(0.1, 5.0)))
+        for row in rng.choice(np.arange(1, 140), size=int(rng.integers(3, 7)), replace=False)
+    ]
+    return config, Schedule(
+        seed=seed,
+        train_s=float(rng.uniform(0.02, 1.0)),
+        publish_s=float(rng.uniform(0.01, 1.0)),
+        reward_s=float(rng.uniform(0.01, 1.0)),
+        sigma_tokens=float(rng.uniform(0.0, 1.5)),
+        equal_rewards=float(rng.choice([0.0, 0.5])),
+        failed_rewards=float(rng.choice([0.0, 0.1])),
+        failed_samples=float(rng.choice([0.0, 0.03])),
+        delayed=float(rng.choice([0.0, 0.2])),
+        duplicated=float(rng.choice([0.0, 0.2])),
+        faults=tuple(sorted(faults, key=lambda fault: fault.at_row)),
+    )

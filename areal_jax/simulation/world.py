@@ -1,0 +1,392 @@
+"""Simulates a run under a virtual clock, with the driver's core of a real run and random latencies.
+
+`simulate(config, schedule)` takes sizes and rules from the config. The times that hosts, trainer and reward
+pool take are drawn at random from the schedule's seed. So are their results, unless machines are given that
+compute them (those of `simulation.real_machines` decode and train). Equal arguments give equal rows. If a run
+hangs or becomes inconsistent, the error names the seed and what each part waits for.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
+
+import numpy as np
+
+from areal_jax.config.tree import Config
+from areal_jax.control import events as e
+from areal_jax.control.audit import AuditResult, Row, audit
+from areal_jax.control.events import Action, Event
+from areal_jax.control.machine import ControlPlane
+from areal_jax.runtime.core import DriverCore
+from areal_jax.simulation.decoders import Call, Decoder
+from areal_jax.simulation.machines import DrawnMachines, Machines
+from areal_jax.simulation.memory_journal import MemoryJournal
+from areal_jax.simulation.schedule import Fault, Schedule
+from areal_jax.types import ArealError, Completion, Group, Prompt, Trajectory
+
+
+class SimulationError(ArealError):
+    """A simulated run hung, became inconsistent or has an invalid schedule.
+
+    The message names the seed or the remedy.
+    """
+
+
+@dataclass
+class Meters:
+    """Counts the events and trained groups of a simulated run, which the driver passes to it."""
+
+    head_ages: Counter[int] = field(default_factory=Counter)
+    """Number of trained samples by age: trained version - version of the first token."""
+    token_ages: Counter[int] = field(default_factory=Counter)
+    """Number of trained tokens by age: trained version - version of the token."""
+    faults: Counter[str] = field(default_factory=Counter)
+    """Number of faults that occurred, by kind."""
+    interruptions: int = 0
+    swaps: int = 0
+    """Number of version changes on hosts; adopting version 0 is not counted."""
+    recomputed_tokens: int = 0
+    """Number of tokens whose KV was recomputed at version changes."""
+    held: Counter[int] = field(default_factory=Counter)
+    """Number of decode calls by the number of versions whose parameters the host had in memory."""
+    tokens: int = 0
+    """Number of tokens decoded, including those of samples that were lost with their host."""
+    host_busy_s: float = 0.0
+    """Virtual seconds that hosts spent working, summed over hosts."""
+
+    def see(self, event: Event, actions: Iterable[Action]) -> None:
+        if isinstance(event, e.HostAdopted):
+            self.swaps += event.version > 0
+            self.interruptions += event.interrupted
+
+    def make(
+        self, step: int, groups: Sequence[Group], trained: dict[str, float], digest: str
+    ) -> dict[str, float]:
+        """Count the token ages in a trained batch; return `trained`, the trainer's metrics, as it is.
+
+        An age is `step`, the version at the start of the update, minus the token's version.
+        """
+        for trajectory in (t for group in groups for t in group.trajectories):
+            spans = trajectory.spans
+            self.head_ages[step - spans[0].version] += 1
+            for version, start, end in spans:
+                self.token_ages[step - version] += end - start
+        return trained
+
+
+@dataclass(kw_only=True)
+class SimResult(Meters):
+    """The result of a simulated run: the journal's rows (events with actions), their audit, and counts."""
+
+    rows: list[Row]
+    audit: AuditResult
+    virtual_s: float
+    """Virtual seconds until the last batch was trained."""
+    versions: int
+    """Number of versions committed, without the initial one."""
+
+
+def simulate(config: Config, schedule: Schedule, machines: Machines | None = None) -> SimResult:
+    """Simulate a run to its end and audit it. `machines` decode, score and train; None = random results.
+
+    Raises SimulationError if the run hangs or becomes inconsistent, or if `machines` are given and the
+    schedule has faults: they cannot train a batch again after a crash. Violations that the audit finds do not
+    raise; they are in the result.
+    """
+    if machines is not None and schedule.faults:
+        raise SimulationError(
+            f"Schedule.faults has {len(schedule.faults)} faults, but the given machines cannot train a batch "
+            "twice; leave Schedule.faults empty, or pass no machines"
+        )
+    return World(config, schedule, machines or DrawnMachines(config, schedule)).run()
+
+
+class Host:
+    """A simulated host, which steps its decoder while there is work.
+
+    It reports the results of a step once the virtual time that the step takes has passed.
+    """
+
+    def __init__(self, name: str, decoder: Decoder, world: World) -> None:
+        self.name, self.decoder, self.world = name, decoder, world
+        self.is_alive = True
+        self._is_busy = False
+
+    def wake(self) -> None:
+        """Begin the next step, unless a step is under way or the host is dead."""
+        if self.is_alive and not self._is_busy:
+            self._is_busy = True
+            self.world.later(0.0, self._step)
+
+    def _step(self) -> None:
+        """Begin a decode call and schedule its end; first the host may adopt the newest committed version."""
+        if not self.is_alive:
+            return
+        world, schedule = self.world, self.world.schedule
+        call = self.decoder.step()
+        seconds = 0.0
+        if call.adopted is not None:
+            world.meters.recomputed_tokens += call.recomputed
+            seconds = world.latency(schedule.swap_s + call.recomputed * schedule.recompute_token_s)
+            world.deliver(call.adopted)
+            if not self.is_alive:  # a fault struck as the adoption was delivered
+                return
+        if call.live:
+            steps = world.config.generation.decode_steps
+            load = call.passes + call.live / schedule.crowd_slots
+            seconds += call.prefills * schedule.prefill_s + world.latency(schedule.token_s) * steps * load
+            world.meters.held[call.held] += 1
+        elif call.adopted is None:
+            self._is_busy = False
+            return
+        world.meters.host_busy_s += seconds
+        world.later(seconds, self._decoded, call)
+
+    def _decoded(self, call: Call) -> None:
+        if self.is_alive:
+            self.world.meters.tokens += call.tokens
+        for event, trajectory in call.ended:
+            if self.is_alive:  # a fault may strike as each of them is delivered
+                self.world.sample_ended(event, trajectory)
+        if self.is_alive:
+            self._step()
+
+
+class World:
+    """A simulation's virtual clock and journal, and the endpoints to which the driver's core sends actions.
+
+    Scheduled callbacks of a process that has died do nothing.
+    """
+
+    def __init__(self, config: Config, schedule: Schedule, machines: Machines) -> None:
+        self.config, self.schedule, self.machines = config, schedule, machines
+        self.meters = Meters()
+        self.now_s = 0.0
+        self._journal = MemoryJournal()
+        self._core = self._driver(ControlPlane(config))
+        self._pending: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._calls = 0
+        self._noise = np.random.default_rng([schedule.seed, 2])
+        self._faults = list(schedule.faults)
+        self._hosts: dict[str, Host] = {}
+        self._trainer = 0
+        """Number of the current trainer process, one higher after each crash; results of earlier ones are
+        lost.
+        """
+        self._is_trainer_up = True
+        self._published_s = 0.0
+        self._checkpoint = 0
+        self._finished_s = 0.0
+
+    def _driver(self, control: ControlPlane) -> DriverCore:
+        return DriverCore(self.config, control, self._journal, self.machines.prompts, self.meters, self)
+
+    @property
+    def control(self) -> ControlPlane:
+        return self._core.control
+
+    def run(self) -> SimResult:
+        self.later(0.0, self.deliver, e.RunStarted(self.machines.publish(0), self.config.run.steps))
+        self._join_all()
+        rows = self._journal.rows
+        while self._pending:
+            self.now_s, _, call, arguments = heapq.heappop(self._pending)
+            call(*arguments)
+            if self.now_s > self.schedule.max_virtual_s or len(rows) > self.schedule.max_rows:
+                self._give_up(
+                    f"the run did not finish within {self.now_s:.0f} s of virtual time and {len(rows)} "
+                    "journal rows"
+                )
+        if not self.control.state.is_finished:
+            self._give_up("the run did not finish, but no event is scheduled")
+        result = audit(self.config, rows)
+        return SimResult(
+            rows=rows,
+            audit=result,
+            virtual_s=self._finished_s,
+            versions=self.control.state.version,
+            **vars(self.meters),
+        )
+
+    # --- clock and events -----------------------------------------------------------------------------------
+
+    def later(self, seconds: float, call: Callable[..., None], *arguments: Any) -> None:
+        self._calls += 1  # calls at equal times run in the order in which they were scheduled
+        heapq.heappush(self._pending, (self.now_s + seconds, self._calls, call, arguments))
+
+    def latency(self, seconds: float) -> float:
+        return seconds * float(np.exp(self.schedule.jitter * self._noise.standard_normal()))
+
+    def deliver(self, event: Event, trajectory: Trajectory | None = None) -> None:
+        """Record the event and the control plane's decisions, carry out the actions, then let faults occur.
+
+        These are the faults scheduled for this journal row; before a driver_crash the actions are not carried
+        out.
+        """
+        state = self.control.state
+        before = state.version
+        entries = self._core.record([(event, trajectory)])
+        trained = state.trained_version * self.config.trainer.batch_size
+        known = trained + state.refunds + len(state.groups)
+        if state.version < before or known != state.admitted:
+            self._give_up(
+                f"after {event} the version fell, or trained, dropped and open groups do not add up"
+            )
+        row = len(self._journal.rows)
+        due = [fault for fault in self._faults if fault.at_row < row]
+        if due:
+            self._faults = [fault for fault in self._faults if fault.at_row >= row]
+        if not any(fault.kind == "driver_crash" for fault in due):
+            self._core.act(action for entry in entries for action in entry.actions)
+            self._follow(event)
+        for fault in due:
+            self._strike(fault)
+
+    def _follow(self, event: Event) -> None:
+        """Do what follows a journaled event without an action of the control plane.
+
+        A trained version is published and, every trainer.checkpoint_every versions, checkpointed; hosts may
+        adopt a committed one.
+        """
+        if isinstance(event, e.BatchTrained):
+            self._journal.forget(event.ordinals)
+            version = event.step + 1
+            self._publish(version)
+            if version % self.config.trainer.checkpoint_every == 0:
+                seconds = self.latency(self.schedule.publish_s)
+                self.later(seconds, self._checkpointed, self._trainer, version)
+        elif isinstance(event, e.VersionCommitted):
+            for host in self._hosts.values():
+                host.wake()
+        if self.control.state.is_finished and not self._finished_s:
+            self._finished_s = self.now_s
+
+    # --- the endpoints of the driver's core -----------------------------------------------------------------
+
+    def dispatch(self, action: e.Dispatch, prompt: tuple[int, ...]) -> None:
+        if (host := self._hosts.get(action.host)) is not None:
+            host.decoder.take(action, prompt)
+            host.wake()
+
+    def cancel(self, action: e.Cancel) -> None:
+        if (host := self._hosts.get(action.host)) is not None:
+            host.decoder.cancel(action.samples)
+
+    def score(self, action: e.Score, prompt: Prompt, completions: Sequence[Completion]) -> None:
+        seconds = self.latency(self.schedule.reward_s)
+        self.later(seconds, self.deliver, self.machines.score(action, prompt, completions))
+
+    def train(self, action: e.Train, groups: tuple[Group, ...]) -> None:
+        if self._is_trainer_up:  # otherwise it gets the batch after its restart
+            self.later(self.latency(self.schedule.train_s), self._trained, self._trainer, action, groups)
+
+    # --- faults ---------------------------------------------------------------------------------------------
+
+    def _strike(self, fault: Fault) -> None:
+        if fault.kind == "host_death" and not self._hosts:  # no host to kill: try again after the next row
+            self._faults.append(replace(fault, at_row=len(self._journal.rows)))
+            return
+        self.meters.faults[fault.kind] += 1
+        if fault.kind == "driver_crash":
+            self._crash(fault.down_s)
+        elif fault.kind == "trainer_crash":
+            self._trainer += 1
+            self._is_trainer_up = False
+            self.later(fault.down_s, self._restart_trainer, self._trainer)
+        elif fault.kind == "host_death":
+            name = sorted(self._hosts)[fault.host % len(self._hosts)]
+            self._hosts.pop(name).is_alive = False
+            self.later(0.01, self.deliver, e.HostLost(name, "simulated death"))
+            self.later(fault.down_s + 0.02, self._join, name)
+        else:
+            raise SimulationError(
+                f"Schedule.faults: unknown kind {fault.kind}; use host_death, driver_crash or trainer_crash"
+            )
+
+    def _crash(self, down_s: float) -> None:
+        """Simulate a crash of the driver: lose all but the journal, work in progress too; resume later.
+
+        `down_s`: virtual seconds until then. Fails the simulation if the control plane rebuilt from the
+        journal has another state than before.
+        """
+        self._pending.clear()
+        for host in self._hosts.values():
+            host.is_alive = False
+        self._hosts.clear()
+        self._trainer += 1
+        live = self.control.snapshot()
+        self._core = self._driver(
+            ControlPlane.fold(self.config, (event for _, event, _ in self._journal.rows))
+        )
+        if self.control.snapshot() != live:
+            self._give_up("the state folded from the journal differs from the live one")
+        self.later(down_s, self._resume)
+
+    def _resume(self) -> None:
+        self._join_all()
+        self._republish()
+        self.deliver(e.RunResumed(self.config.run.steps))
+
+    def _restart_trainer(self, trainer: int) -> None:
+        if trainer != self._trainer:
+            return
+        self._republish()
+        if (batch := self.control.state.training) is not None:
+            self._core.act([batch])
+
+    def _give_up(self, reason: str) -> NoReturn:
+        waits, row = "; ".join(self.control.waits()), len(self._journal.rows)
+        raise SimulationError(f"seed {self.schedule.seed}, journal row {row}: {reason}: {waits}")
+
+    # --- machines -------------------------------------------------------------------------------------------
+
+    def _join_all(self) -> None:
+        for index in range(self.config.runtime.hosts):
+            self.later(0.001 * index, self._join, f"host{index}")
+
+    def _join(self, name: str) -> None:
+        self._hosts[name] = Host(name, self.machines.decoder(name, lambda: self.control.state.version), self)
+        self.deliver(e.HostJoined(name, self.config.generation.rollout_slots))
+
+    def sample_ended(self, event: Event, trajectory: Trajectory | None) -> None:
+        """Deliver the event of an ended sample at once or late, once or twice, at random by the schedule."""
+        schedule = self.schedule
+        delay, again = self._noise.random(2)
+        late_s = schedule.delay_s * float(self._noise.random())
+        if again < schedule.duplicated:
+            self.later(late_s + 0.01, self.deliver, event, trajectory)
+        if delay < schedule.delayed:
+            self.later(late_s, self.deliver, event, trajectory)
+        else:
+            self.deliver(event, trajectory)
+
+    def _trained(self, trainer: int, batch: e.Train, groups: tuple[Group, ...]) -> None:
+        if trainer == self._trainer:
+            digest, metrics = self.machines.train(batch, groups)
+            self.deliver(e.BatchTrained(batch.step, batch.ordinals, digest, metrics))
+
+    def _publish(self, version: int) -> None:
+        """Schedule the time from which hosts can load a version; versions are published one after another."""
+        self._published_s = max(self._published_s, self.now_s) + self.latency(self.schedule.publish_s)
+        self.later(self._published_s - self.now_s, self._committed, self._trainer, version)
+
+    def _republish(self) -> None:
+        """Start a new trainer process: it loads the last checkpoint and publishes the later versions anew."""
+        self._published_s, self._is_trainer_up = self.now_s, True
+        state = self.control.state
+        is_checkpoint_published = state.version >= self._checkpoint
+        for version in range(self._checkpoint + is_checkpoint_published, state.trained_version + 1):
+            self._publish(version)
+
+    def _committed(self, trainer: int, version: int) -> None:
+        if trainer == self._trainer:
+            self.deliver(e.VersionCommitted(version, self.machines.publish(version)))
+
+    def _checkpointed(self, trainer: int, version: int) -> None:
+        if trainer == self._trainer and version > self._checkpoint:
+            self._checkpoint = version
+            self.deliver(e.CheckpointCommitted(version))

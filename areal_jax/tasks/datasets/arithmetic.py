@@ -1,0 +1,159 @@
+"""Arithmetic problems of chosen difficulty, made without files; a completion's last number is its answer."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Sequence
+from decimal import Decimal
+
+import numpy as np
+
+from areal_jax.tasks.chat import Chat, check_split
+from areal_jax.tasks.datasets.verify import last_boxed
+from areal_jax.tasks.errors import TaskError
+from areal_jax.tasks.task import Task
+from areal_jax.types import Completion, Prompt, Reward
+
+OPERATIONS = "+-*"
+
+_TEST_ONE_IN = 10
+_MAX_DIGITS = 12
+_MAX_TERMS = 16
+_TAIL_CHARS = 2_000
+"""Number of characters at a completion's end in which the answer is searched."""
+
+# A minus right after a digit, a letter or a closing bracket is subtraction, not a sign: "3-5" ends in 5.
+_NUMBER = re.compile(r"(?:(?<![\w)\]])[-−])?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
+
+
+class Arithmetic(Task):
+    """Asks for the value of a problem such as "3 + 5"; the reward is 1 for the right value, else 0.
+
+    Prompt i depends on i and the settings alone. If `size` exceeds the number of distinct problems (only 100
+    for sums of two one-digit numbers), prompts repeat. Problems with the same numbers, in any order, are in
+    the same split, so that no test problem is ever trained on; about one in ten sets of numbers is in the
+    test split.
+    """
+
+    def __init__(
+        self,
+        *,
+        digits: int = 1,
+        min_digits: int = 1,
+        terms: int = 2,
+        operations: str | Sequence[str] = "+",
+        split: str = "train",
+        size: int = 100_000,
+        question: str = "What is {problem}?",
+        system: str | None = "Answer with a number.",
+    ) -> None:
+        """All numbers of a problem have the same number of digits, drawn uniformly from min_digits..digits.
+
+        `terms` numbers are joined by operations that are drawn independently from `operations`, with the
+        usual precedence. `split`: train or test; `size`: number of prompts. `question` is the user's message
+        and must contain {problem}; `system` is the system message, null for none.
+        """
+        if not 1 <= min_digits <= digits <= _MAX_DIGITS:
+            raise TaskError(
+                f"min_digits={min_digits} and digits={digits} violate 1 <= min_digits <= digits <= "
+                f"{_MAX_DIGITS}"
+            )
+        if not 2 <= terms <= _MAX_TERMS:
+            raise TaskError(f"terms={terms} is out of range; give 2 to {_MAX_TERMS}")
+        if not operations or any(operation not in tuple(OPERATIONS) for operation in operations):
+            raise TaskError(
+                f"operations={operations!r}: give one or more of {OPERATIONS}, in quotes as in '\"+-\"'"
+            )
+        check_split(split)
+        if size < 1:
+            raise TaskError(f"size={size} is not positive; give at least 1")
+        self._grades = range(min_digits, digits + 1)
+        self._terms = terms
+        self._operations = tuple(operations)
+        self._is_test = split == "test"
+        self._size = size
+        self._chat = Chat(question, system)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, i: int) -> Prompt:
+        if not 0 <= i < self._size:
+            raise IndexError(f"there is no prompt {i}: the task has {self._size}")
+        numbers, operations = self._draw(i)
+        problem = str(numbers[0])
+        for operation, number in zip(operations, numbers[1:], strict=True):
+            problem += f" {operation} {number}"
+        return self._chat.prompt(problem, {"problem": problem, "answer": _value(numbers, operations)})
+
+    def score(self, prompt: Prompt, completion: Completion) -> Reward:
+        r"""Returns 1 if the completion's last number is the answer, else 0.
+
+        If the completion has a \boxed{}, the last number in the last \boxed{} counts. Only one number counts,
+        so that listing many gains nothing.
+        """
+        found = last_number(completion.text)
+        wanted = prompt.info["answer"]
+        correct = float(found is not None and found == wanted)
+        says = "no number" if found is None else f"{found:.40}"
+        return Reward(correct, {"correct": correct}, f"found {says}, wanted {wanted}")
+
+    def reference(self, prompt: Prompt) -> str:
+        return str(prompt.info["answer"])
+
+    def _draw(self, i: int) -> tuple[list[int], list[str]]:
+        """Returns (numbers, operations) of prompt i.
+
+        Draws problems from a random stream that depends on i alone, until one is in this task's split.
+        """
+        stream = np.random.Philox(key=i)
+        while True:
+            grade, *bits = (int(raw) for raw in stream.random_raw(2 * self._terms))
+            digits = self._grades[_below(grade, len(self._grades))]
+            least = 10 ** (digits - 1) if digits > 1 else 0
+            numbers = [least + _below(raw, 10**digits - least) for raw in bits[: self._terms]]
+            if _is_test(numbers) == self._is_test:
+                operations = [
+                    self._operations[_below(raw, len(self._operations))] for raw in bits[self._terms :]
+                ]
+                return numbers, operations
+
+
+def last_number(text: str) -> Decimal | None:
+    r"""Returns the last number of the last \boxed{} or, without one, of the text; None if it has no number.
+
+    Only the last _TAIL_CHARS characters of the text count. "1,234" is one number; a minus sign belongs to the
+    number unless it directly follows a digit, letter or closing bracket.
+    """
+    tail = text[-_TAIL_CHARS:]
+    boxed = last_boxed(tail)
+    numbers = _NUMBER.findall(tail if boxed is None else boxed)
+    return Decimal(numbers[-1].replace(",", "").replace("−", "-")) if numbers else None
+
+
+def _below(raw: int, bound: int) -> int:
+    """Returns a number in 0..bound-1, made of `raw`, 64 random bits; all numbers are equally likely."""
+    # Scales instead of taking a remainder: each number's probability is exact to 2**-64.
+    return raw * bound >> 64
+
+
+def _is_test(numbers: Sequence[int]) -> bool:
+    """Returns whether the problems with these numbers, in any order, are in the test split."""
+    name = ",".join(map(str, sorted(numbers)))
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % _TEST_ONE_IN == 0
+
+
+def _value(numbers: Sequence[int], operations: Sequence[str]) -> int:
+    """Returns the value of `numbers` joined by `operations`: products first, then sums and differences."""
+    signs = [1]
+    products = [[numbers[0]]]
+    for operation, number in zip(operations, numbers[1:], strict=True):
+        if operation == "*":
+            products[-1].append(number)
+        else:
+            products.append([number])
+            signs.append(-1 if operation == "-" else 1)
+    return sum(sign * math.prod(product) for sign, product in zip(signs, products, strict=True))

@@ -1,0 +1,80 @@
+"""The quickstart's task: count down from a letter. Answers vary in length, and a tiny model learns it."""
+
+from __future__ import annotations
+
+import math
+from statistics import NormalDist
+from string import ascii_lowercase, ascii_uppercase
+
+import numpy as np
+
+from areal_jax.tasks.errors import TaskError
+from areal_jax.tasks.task import Task
+from areal_jax.tasks.tokenizers import CharTokenizer
+from areal_jax.types import Completion, Prompt, Reward
+
+LETTERS = ascii_lowercase + ascii_uppercase + "".join(map(chr, range(0x100, 0x180)))
+"""The Latin alphabet, then Unicode's Latin Extended-A: enough for answers of up to 179 letters."""
+ASK = ">"
+"""The last character of a prompt."""
+
+
+class Countdown(Task):
+    """Asks for all letters before a given one, from the last to the first: "f>" -> "edcba".
+
+    The answers' lengths are lognormal, so that a few answers take much longer than most. Prompt i depends on
+    i and the settings alone.
+    """
+
+    def __init__(
+        self, *, size: int = 100_000, letters: int = 16, median: float = 4.0, sigma: float = 0.8
+    ) -> None:
+        """Makes `size` prompts over an alphabet of `letters` letters.
+
+        The answers' lengths in letters are lognormal: `median` is their median, `sigma` the standard
+        deviation of their natural logarithm.
+        """
+        if not 2 <= letters <= len(LETTERS):
+            raise TaskError(f"letters={letters} is out of range; give 2 to {len(LETTERS)}")
+        if size < 1 or median <= 0 or sigma < 0:
+            raise TaskError(
+                f"size={size} and median={median} must be positive, and sigma={sigma} must not be negative"
+            )
+        self._size = size
+        self._letters = letters
+        self._median = median
+        self._sigma = sigma
+        self.tokenizer = self._chars = CharTokenizer(LETTERS[:letters] + ASK)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, i: int) -> Prompt:
+        if not 0 <= i < self._size:
+            raise IndexError(f"there is no prompt {i}: the task has {self._size}")
+        below = self._below(i)
+        return Prompt(LETTERS[below] + ASK, info={"answer": LETTERS[:below][::-1]})
+
+    def score(self, prompt: Prompt, completion: Completion) -> Reward:
+        """Returns (length of the completion's correct prefix) / max(completion's length, answer's length).
+
+        Lengths are in tokens, EOS included. Dividing by the longer of the two teaches the policy to stop.
+        """
+        right = [*self._chars.encode(prompt.info["answer"]), self._chars.eos_id]
+        agree = [one == other for one, other in zip(right, completion.tokens, strict=False)]
+        prefix = agree.index(False) if False in agree else len(agree)
+        return Reward(prefix / max(len(right), len(completion.tokens)))
+
+    def reference(self, prompt: Prompt) -> str:
+        return prompt.info["answer"]
+
+    def _below(self, i: int) -> int:
+        """Returns the length of prompt i's answer: a lognormal number, rounded and clipped to 1..letters-1.
+
+        It is computed from raw random bits, which are the same in every release of numpy.
+        """
+        bits = int(np.random.Philox(key=i).random_raw())
+        # 53 bits choose the middle of one of 2**53 intervals: `inv_cdf` accepts neither 0 nor 1.
+        normal = NormalDist().inv_cdf(((bits >> 11) + 0.5) * 2.0**-53)
+        drawn = self._median * math.exp(self._sigma * normal)
+        return min(max(round(drawn), 1), self._letters - 1)

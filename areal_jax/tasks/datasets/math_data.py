@@ -1,0 +1,139 @@
+"""GSM8K and MATH: word problems and competition problems, with answers compared by math-verify."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from areal_jax.tasks.chat import SPLITS, Chat, check_split
+from areal_jax.tasks.datasets.problems import from_folder, from_web
+from areal_jax.tasks.datasets.verify import last_boxed, verify_math
+from areal_jax.tasks.errors import TaskError
+from areal_jax.tasks.task import Task, column_of
+from areal_jax.types import Completion, Prompt, Reward
+
+_CALCULATOR = re.compile(r"<<[^<>]*>>")
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?|-?\.\d+")
+
+
+class ProblemSet(Task, ABC):
+    """Problems with worked solutions; the reward is 1 for the right final answer, else 0.
+
+    Prompt i is the non-blank line i, counted from 0, of the split's files. `tasks.datasets.verify` finds the
+    answer in a completion and compares it.
+    """
+
+    name: ClassVar[str]
+    url: ClassVar[str]
+    """The URL to download a split from if no data_dir is given; {split} stands for its name."""
+    question: ClassVar[str]
+    """The user's message if the setting `question` is not given."""
+
+    def __init__(
+        self,
+        *,
+        data_dir: str | None = None,
+        split: str = "train",
+        question: str | None = None,
+        system: str | None = None,
+    ) -> None:
+        """`data_dir` is a folder with <split>*.jsonl; without it the problems are downloaded.
+
+        `split`: train or test. `question` is the user's message and must contain {problem}; None: that of the
+        data set. `system` is the system message, null for none. Converts the problems to array_record now,
+        and opens them at the first prompt. Raises TaskError if they cannot be converted.
+        """
+        check_split(split)
+        self._chat = Chat(self.question if question is None else question, system)
+        if data_dir is None:
+            urls = {name: self.url.format(split=name) for name in SPLITS}
+            self._problems = from_web(self.name, urls, split, self.parse)
+        else:
+            self._problems = from_folder(self.name, data_dir, split, self.parse)
+
+    def __len__(self) -> int:
+        return len(self._problems)
+
+    def __getitem__(self, i: int) -> Prompt:
+        row = self._problems[i]
+        return self._chat.prompt(row["problem"], {"answer": row["answer"], "solution": row["solution"]})
+
+    def score(self, prompt: Prompt, completion: Completion) -> Reward:
+        is_right, note = verify_math(completion.text, prompt.info["answer"])
+        return Reward(float(is_right), {"correct": float(is_right)}, note)
+
+    def reference(self, prompt: Prompt) -> str:
+        return prompt.info["solution"]
+
+    @staticmethod
+    @abstractmethod
+    def parse(row: Mapping[str, Any], where: str) -> dict[str, str]:
+        """Returns the problem, solution and answer of `row`; in the solution `score` finds this answer.
+
+        If a column is missing or has no usable text, raises a TaskError that begins with `where`.
+        """
+
+
+class Gsm8k(ProblemSet):
+    """Grade-school word problems: Cobbe et al. 2021, "Training verifiers to solve math word problems".
+
+    A line is an object with `question` and `answer`; `answer` is a worked solution that ends like "#### 18".
+    """
+
+    name = "gsm8k"
+    url = (
+        "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/"
+        "{split}.jsonl"
+    )
+    question = "{problem}\nThink step by step, then give the answer as a number after ####."
+
+    @staticmethod
+    def parse(row: Mapping[str, Any], where: str) -> dict[str, str]:
+        solution = _CALCULATOR.sub("", _text(row, "answer", where))
+        before, mark, answer = solution.rpartition("####")
+        answer = answer.strip().replace(",", "")
+        if not mark or not _NUMBER.fullmatch(answer):
+            raise TaskError(
+                f"{where}: the answer ends in {solution[-40:]!r}; it must end in #### and a number, "
+                f"as in #### 18"
+            )
+        solution = f"{before.rstrip()}\n#### {answer}"
+        return {"problem": _text(row, "question", where), "solution": solution, "answer": answer}
+
+
+class Math(ProblemSet):
+    r"""Competition problems: Hendrycks et al. 2021 (MATH), in the split of Lightman et al. 2023 (MATH-500).
+
+    A line is an object with `problem`, `solution` and `answer`; without `answer`, the content of the
+    solution's last \boxed{} is the answer.
+    """
+
+    name = "math"
+    url = "https://media.githubusercontent.com/media/openai/prm800k/main/prm800k/math_splits/{split}.jsonl"
+    question = "{problem}\nThink step by step, then give the answer in \\boxed{}."
+
+    @staticmethod
+    def parse(row: Mapping[str, Any], where: str) -> dict[str, str]:
+        solution = _text(row, "solution", where)
+        boxed = last_boxed(solution)
+        answer = boxed if row.get("answer") is None else _text(row, "answer", where)
+        if not answer:
+            raise TaskError(
+                f"{where} has no answer: neither a column 'answer' nor a \\boxed{{}} in its solution; add one"
+            )
+        if boxed != answer:
+            solution = f"{solution.rstrip()}\nThe answer is \\boxed{{{answer}}}."
+        return {"problem": _text(row, "problem", where), "solution": solution, "answer": answer}
+
+
+def _text(row: Mapping[str, Any], column: str, where: str) -> str:
+    """Returns a row's value in `column`, text or a number, as text without surrounding whitespace.
+
+    If the column is missing, blank or of another type, raises a TaskError that begins with `where`.
+    """
+    value = column_of(row, column, where)
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)) or not str(value).strip():
+        raise TaskError(f"{where}: column {column!r} is {value!r:.60}, but must be text")
+    return str(value).strip()

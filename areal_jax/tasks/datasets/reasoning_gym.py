@@ -1,0 +1,122 @@
+"""The procedural data sets of reasoning-gym (Stojanovski et al. 2025), by name, with their own scores."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from areal_jax.plugin import check_settings, did_you_mean
+from areal_jax.tasks.chat import Chat, check_split
+from areal_jax.tasks.errors import TaskError, import_extra
+from areal_jax.tasks.task import Task
+from areal_jax.types import Completion, Prompt, Reward
+
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_TEST_SEEDS = 2**30
+"""The first seed of the test split's items."""
+
+_NOTE_CHARS = 60
+
+
+class ReasoningGym(Task):
+    """One data set of reasoning-gym; the reward is that data set's own score of the answer, from 0 to 1.
+
+    The answer is the content of the completion's last <answer>...</answer>, or its last line if it has no
+    such tag. Item i is generated with the seed `seed` + i; the test split uses other seeds than the training
+    split. A data set with few distinct problems may still have the same problem in both splits.
+    """
+
+    def __init__(
+        self,
+        *,
+        dataset: str,
+        settings: Mapping[str, Any] | None = None,
+        size: int = 10_000,
+        seed: int = 0,
+        split: str = "train",
+        question: str = "{problem}",
+        system: str | None = "Give the final answer between <answer> and </answer>.",
+    ) -> None:
+        """`dataset`: name in reasoning-gym; `settings`: that data set's settings; `size`: number of prompts.
+
+        `seed`: the first training prompt's seed; `split`: train or test. `question` is the user's message and
+        must contain {problem}; `system` is the system message, null for none. Raises ArealError for an
+        unknown data set or setting, and for a data set that generates different items each time it is made.
+        """
+        check_split(split)
+        if not 1 <= size <= _TEST_SEEDS - seed or seed < 0:
+            raise TaskError(f"size={size} and seed={seed} violate 1 <= size, 0 <= seed, size + seed <= 2**30")
+        self._chat = Chat(question, system)
+        self._name = dataset
+        self._size = size
+        self._settings = dict(settings or {})
+        self._seeds = {"seed": seed if split == "train" else _TEST_SEEDS + seed, "size": size}
+        self._data = self._make()
+        # A resumed run and the reward workers make the data set again and need equal items.
+        if self._data[0] != self._make()[0]:
+            raise TaskError(
+                f"dataset={dataset} generates different items at every start, so a resumed run could not "
+                "repeat its prompts; choose another dataset"
+            )
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, i: int) -> Prompt:
+        if not 0 <= i < self._size:
+            raise IndexError(f"there is no prompt {i}: the task has {self._size}")
+        entry = self._dataset()[i]
+        return self._chat.prompt(entry["question"], entry)
+
+    def score(self, prompt: Prompt, completion: Completion) -> Reward:
+        """Returns the data set's score of the answer, 0 to 1; 0 if the completion has no answer.
+
+        An exception of the data set's `score_answer` is not caught: the group then gets no reward.
+        """
+        answer = find_answer(completion.text)
+        if not answer:
+            return Reward(0.0, note="found no answer")
+        value = self._dataset().score_answer(answer, dict(prompt.info))
+        wanted = prompt.info["answer"]
+        says = "" if wanted is None else f", wanted {wanted!s:.{_NOTE_CHARS}}"
+        return Reward(float(value), note=f"found {answer:.{_NOTE_CHARS}}{says}")
+
+    def reference(self, prompt: Prompt) -> str:
+        answer = prompt.info["answer"]
+        if not isinstance(answer, str):
+            raise TaskError(f"dataset={self._name} has no reference answers; set trainer.supervised_steps=0")
+        return f"<answer>{answer}</answer>"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_data": None}
+
+    def _dataset(self) -> Any:
+        """Returns reasoning-gym's data set, which an unpickled task makes again at the first call."""
+        if self._data is None:
+            self._data = self._make()
+        return self._data
+
+    def _make(self) -> Any:
+        library = import_extra("reasoning_gym", "the task reasoning_gym needs reasoning-gym", "reasoning-gym")
+        known = library.factory.DATASETS
+        if self._name not in known:
+            hint = did_you_mean(self._name, known, f"choose one of {', '.join(sorted(known))}")
+            raise TaskError(f"reasoning-gym has no dataset={self._name!r}; {hint}")
+        for name in self._seeds:
+            if name in self._settings:
+                raise TaskError(f"settings.{name} is not allowed; set tasks.reasoning_gym.{name} instead")
+        check_settings(known[self._name][1], self._settings, "tasks.reasoning_gym.settings")
+        try:
+            return library.create_dataset(self._name, **self._settings, **self._seeds)
+        except (AssertionError, TypeError, ValueError) as error:
+            raise TaskError(f"dataset={self._name} cannot be made with {self._settings}: {error}") from error
+
+
+def find_answer(text: str) -> str:
+    """Returns the stripped content of the last <answer>...</answer>, else the last non-blank line, or ""."""
+    tagged = _ANSWER.findall(text)
+    if tagged:
+        return tagged[-1].strip()
+    lines = text.strip().splitlines()
+    return lines[-1].strip() if lines else ""

@@ -1,0 +1,26 @@
+"""The error of tasks, tokenizers and data sets, and the import of their optional packages."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from areal_jax.types import ArealError
+
+
+class TaskError(ArealError):
+    """A task, tokenizer or data set cannot be made or read; the message names the file, line or setting."""
+
+
+def import_extra(module: str, what: str, extra: str) -> Any:
+    """Imports and returns `module`, which needs an optional package.
+
+    Raises TaskError if the package is not installed. Its message begins with `what`, the feature that needs
+    the package, and names `extra`, the extra of areal-jax (as in areal-jax[extra]) that installs it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        from areal_jax.plugin import install_extra  # imports pydantic, which reward workers do without
+
+        raise TaskError(f"{what}, which is not installed ({error.name}): {install_extra(extra)}") from error

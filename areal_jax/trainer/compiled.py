@@ -1,0 +1,104 @@
+"""A learner's jitted programs: the shapes for which each was compiled, and the memory that each needs.
+
+A run needs few shapes, all known before its first step. A program that is called with another shape reports
+it, because each compilation takes seconds during which nothing is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Sharding
+
+
+class Compiled(NamedTuple):
+    """Reported when a program is called with shapes for which it has not been compiled yet."""
+
+    program: str
+    shapes: tuple[str, ...]
+    """The new shapes, each in the form "micro.tokens int32[8,256]"."""
+
+
+class Forecast(NamedTuple):
+    """Forecast of the memory that a training step needs on one device, in bytes."""
+
+    resident: int
+    """Bytes of the arrays that stay in memory during all programs of the step."""
+    needs: Mapping[str, int]
+    """Bytes that each program, by name, needs in addition to `resident`."""
+
+    @property
+    def largest(self) -> str:
+        """Name of the program that needs the most bytes."""
+        return max(self.needs, key=lambda program: self.needs[program])
+
+    @property
+    def peak(self) -> int:
+        return self.resident + self.needs[self.largest]
+
+
+class Program:
+    """`jax.jit(function, **options)`, which calls `report` at each call with argument shapes new to it.
+
+    A program is called like `function`; `options` (donation, shardings) are those of jax.jit. `name`
+    identifies it in reports.
+    """
+
+    def __init__(
+        self, name: str, function: Callable[..., Any], report: Callable[[Compiled], None], **options: Any
+    ) -> None:
+        self.name = name
+        self._jitted = jax.jit(function, **options)
+        self._report = report
+        self._seen: set[tuple[Any, ...]] = set()
+        self._parts: set[str] = set()
+
+    def __call__(self, *args: Any) -> Any:
+        leaves, structure = jax.tree.flatten(args)
+        key = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
+        if key not in self._seen:
+            self._seen.add(key)
+            self._report_new(args)
+        return self._jitted(*args)
+
+    def lower(self, *args: Any) -> Any:
+        """Returns the jitted function lowered (jax.stages.Lowered) for arrays or jax.ShapeDtypeStruct."""
+        return self._jitted.lower(*args)
+
+    def beyond_arguments(self, *args: Any) -> int:
+        """Compiles the program for `args`; returns the bytes it needs on one device besides its arguments.
+
+        `args` are arrays or jax.ShapeDtypeStruct. Returns 0 if the backend does not report memory.
+        """
+        memory = self.lower(*args).compile().memory_analysis()
+        if memory is None:
+            return 0
+        # Outputs that lie in donated arguments need no bytes of their own.
+        return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+
+    def _report_new(self, args: Sequence[Any]) -> None:
+        parts = {
+            f"{jax.tree_util.keystr(path)} {leaf.dtype.name}{list(leaf.shape)}"
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tuple(args))
+        }
+        new, self._parts = tuple(sorted(parts - self._parts)), self._parts | parts
+        self._report(Compiled(self.name, new))
+
+
+def bytes_on_one_device(tree: Any) -> int:
+    """Returns the bytes that a tree of arrays or jax.ShapeDtypeStruct occupies on one device.
+
+    This is the sum over the leaves of the size of one shard.
+    """
+
+    def of_leaf(leaf: Any) -> int:
+        sharding: Sharding | None = getattr(leaf, "sharding", None)
+        shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
+        size = leaf.dtype.itemsize
+        for extent in shape:
+            size *= extent
+        return size
+
+    return sum(of_leaf(leaf) for leaf in jax.tree.leaves(tree))

@@ -1,0 +1,107 @@
+"""A model's forward pass over packed rows: hidden states, and log-prob and entropy of each loss token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float
+
+from areal_jax.algorithms import masked
+from areal_jax.algorithms.logprobs import PackedTokens, TokenStats, packed_stats, token_stats
+from areal_jax.algorithms.shapes import check_batch
+from areal_jax.models.exact import packed_attention
+from areal_jax.models.kernels.packed_attention import Kernel, choose, on_mesh
+from areal_jax.models.model import Model, Params
+from areal_jax.models.transformer import PLAIN, Execution, Remat
+from areal_jax.parallel.mesh import ROWS, rows_over
+from areal_jax.types import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forward:
+    """A model's forward pass over micro-batches of packed rows, as a function of parameters."""
+
+    model: Model
+    chunk: int
+    """Number of tokens, over all devices, for which logits are in memory at once."""
+    has_entropy_gradient: bool = False
+    execution: Execution = PLAIN
+    kernel: Kernel | None = None
+    """Attention kernel for packed rows; None: plain JAX code, which computes attention by pairs of blocks."""
+
+    @classmethod
+    def on_mesh(
+        cls, model: Model, mesh: Mesh, *, chunk: int, remat: Remat, has_entropy_gradient: bool = False
+    ) -> Forward:
+        """Returns the forward pass on a mesh, with the first attention kernel that passes its self-test.
+
+        `chunk`: number of tokens with logits in memory at once. `remat`: what the backward pass recomputes.
+        `has_entropy_gradient`: whether gradients also flow through the tokens' entropies.
+        """
+        c = model.config
+        choice = choose(mesh.devices.flat[0].platform, c.heads, c.kv_heads, c.head_dim, c.dtype)
+        return cls(
+            model=model,
+            chunk=chunk,
+            has_entropy_gradient=has_entropy_gradient,
+            execution=Execution(remat, rows_over(mesh)),
+            kernel=on_mesh(choice, mesh, c.kv_heads),
+        )
+
+    @property
+    def mesh(self) -> Mesh | None:
+        rows = self.execution.rows
+        return None if rows is None else cast(Mesh, rows.mesh)
+
+    def logp(self, params: Params, micro: Batch) -> Float[Array, "R T"]:
+        """Returns the log-probs of the loss tokens under `params`; 0 elsewhere."""
+        stats = self.stats(params, self.hidden(params, micro), micro)
+        return masked.keep(stats.logp, micro.loss_mask)
+
+    def hidden(self, params: Params, micro: Batch) -> Float[Array, "R T D"]:
+        """Returns the model's hidden state at each token, after the last norm."""
+        check_batch(micro)
+        attend = packed_attention(self.model.config, micro, self.kernel, self.mesh)
+        return self.model.hidden(params, micro.tokens, micro.positions, attend, None, self.execution)[0]
+
+    def stats(self, params: Params, hidden: Float[Array, "R T D"], micro: Batch) -> TokenStats:
+        """Returns each loss token's log-prob and entropy (`TokenStats`), and 0 at other tokens.
+
+        `hidden` is the result of the method `hidden`. Each device computes the statistics of its rows.
+        """
+        mesh, model = self.mesh, self.model
+        shards = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+        of_rows: Callable[..., TokenStats] = partial(
+            packed_stats,
+            model.head,
+            chunk=max(1, self.chunk // shards),
+            has_entropy_gradient=self.has_entropy_gradient,
+            values=None if model.config.numerics == "bounded" else self._values,
+        )
+        if shards > 1:  # sums the head's gradient over the devices once, not chunk by chunk
+            of_rows = jax.shard_map(
+                of_rows,
+                mesh=mesh,
+                in_specs=(PartitionSpec(), ROWS, ROWS),
+                out_specs=ROWS,
+                axis_names=set(ROWS[0]),
+                check_vma=False,
+            )
+        temperature = masked.per_token(micro.temperature, micro.segment_ids)
+        asked = PackedTokens(micro.tokens, micro.previous, micro.loss_mask, temperature, micro.support)
+        return of_rows(model.head_weight(params), hidden, asked)
+
+    def _values(
+        self, weight: Array, hidden: Array, tokens: Array, temperature: Array, support: Array | None
+    ) -> TokenStats:
+        """Returns the statistics of n tokens, computed in tiles as in the generator, for equal bits.
+
+        `weight` is the LM head's, `hidden` (n, D).
+        """
+        logits = self.model.head_by_rows(weight, hidden)
+        return self.model.in_rows(token_stats)(logits, tokens, temperature, support)

@@ -1,0 +1,135 @@
+"""The compiled programs that a learner calls in its loops: pure functions of state and (micro-)batch.
+
+Shapes: R rows of T tokens a micro-batch, S sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from areal_jax.algorithms.shapes import PER_SEQUENCE
+from areal_jax.parallel.mesh import abstract_on, replicated, rows_over
+from areal_jax.trainer.compiled import Compiled, Program
+from areal_jax.trainer.optimization import Optimization
+from areal_jax.trainer.state import KLControl, TrainState
+from areal_jax.trainer.update import Objective
+from areal_jax.trainer.update_metrics import add_metrics
+from areal_jax.types import Batch
+
+GradientSums = Any
+"""((gradient of the policy, of the critic or None), metric sums), each a sum over micro-batches."""
+
+
+class LearnerPrograms:
+    """The compiled programs for micro-batches of `rows` x `length` tokens.
+
+    A program calls `report` when it is called with new shapes. `accumulate` donates its argument `sums`,
+    `apply` and `step` donate `state`.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        optimization: Optimization,
+        mesh: Mesh,
+        rows: int,
+        length: int,
+        report: Callable[[Compiled], None],
+    ) -> None:
+        self._objective, self._optimization = objective, optimization
+        self._rows, self._length = rows, length
+        self._by_row, whole = rows_over(mesh), replicated(mesh)
+        self.state_shardings = optimization.shardings(mesh)
+        trained = optimization.trainable.of(self.state_shardings.params)
+        self._sums_shardings = sums = ((trained, self.state_shardings.critic), whole)
+        after = (self.state_shardings, whole)
+        self.program = program = partial(Program, report=report)
+
+        self.arrive = program("arrive", objective.arrive)
+        self.score = program("score", objective.forward.logp)
+        self.finish = program("finish", self._finish)
+        self.split = program("split", self._split)
+        self.zero_sums = program("zero_sums", self._zero_sums, out_shardings=sums)
+        self.begin = program("begin", self._begin, out_shardings=sums)
+        self.accumulate = program("accumulate", self._accumulate, donate_argnums=1, out_shardings=sums)
+        self.apply = program("apply", optimization.apply, donate_argnums=0, out_shardings=after)
+        self.step = program("step", self._step, donate_argnums=0, out_shardings=after)
+
+        # Not reported: their shapes follow from those of the programs above.
+        self.has_tokens = jax.jit(self._has_tokens, out_shardings=whole)
+        self.joined = jax.jit(jnp.concatenate, out_shardings=self._by_row)
+        nothing = partial(jnp.zeros, (rows, length), jnp.float32)
+        self.zero_rows = jax.jit(nothing, out_shardings=self._by_row)
+
+    def _finish(
+        self, batch: Batch, version: Array, control: KLControl | None, scores: dict[str, Array]
+    ) -> Batch:
+        return self._objective.finish(batch, version, self._optimization.kl_coef(control), scores)
+
+    def _has_tokens(self, mask: Array) -> Array:
+        """Returns for each micro-batch of a batch whether `mask`, (B, T), is True at any of its tokens."""
+        return mask.any(1).reshape(-1, self._rows).any(1)
+
+    def _split(self, batch: Batch) -> tuple[Batch, ...]:
+        """Returns the batch's micro-batches, `rows` successive rows each; per-sequence arrays stay whole."""
+
+        def part(name: str, x: Any, start: int) -> Any:
+            if x is None or name in PER_SEQUENCE:
+                return x
+            return jax.lax.with_sharding_constraint(x[start : start + self._rows], self._by_row)
+
+        named = list(zip(Batch._fields, batch, strict=True))
+        starts = range(0, batch.tokens.shape[0], self._rows)
+        return tuple(Batch(*(part(name, x, start) for name, x in named)) for start in starts)
+
+    def abstract_sums(self) -> GradientSums:
+        """Returns the shapes, dtypes and shardings of GradientSums, as jax.ShapeDtypeStruct."""
+        return abstract_on(self._sums_shardings, jax.eval_shape(self._zero_sums))
+
+    def _zero_sums(self) -> GradientSums:
+        state = self._optimization.abstract()
+        trained = self._optimization.trainable.of(state.params), state.critic
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), trained)
+        return zeros, self._objective.no_metrics(self._rows, self._length)
+
+    def _begin(self, state: TrainState, micro: Batch) -> GradientSums:
+        """Returns the gradient and the metric sums of one micro-batch.
+
+        If a minibatch has only one, they are its sums: this saves adding them to zeros.
+        """
+        kl_coef = self._optimization.kl_coef(state.kl_control)
+        return self._objective.gradient(state.params, state.critic, micro, kl_coef)
+
+    def _accumulate(self, state: TrainState, sums: GradientSums, micro: Batch) -> GradientSums:
+        grads, metrics = self._begin(state, micro)
+        return jax.tree.map(jnp.add, sums[0], grads), add_metrics(sums[1], metrics)
+
+    def _step(
+        self, state: TrainState, micros: Sequence[Batch], count: Array, is_last: Array
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """Returns the state after an optimiser step on the first `count` of `micros`, and the metric sums.
+
+        This one program accumulates and applies the gradients. `is_last`: whether `micros` are the batch's
+        last minibatch.
+        """
+        named = zip(Batch._fields, zip(*micros, strict=True), strict=True)
+        # Arrays per sequence are the whole batch's in every micro-batch: they are not stacked.
+        stacked = {
+            name: jnp.stack(parts)
+            for name, parts in named
+            if name not in PER_SEQUENCE and parts[0] is not None
+        }
+
+        def add(i: Array, sums: GradientSums) -> GradientSums:
+            micro = micros[0]._replace(**{name: x[i] for name, x in stacked.items()})
+            return self._accumulate(state, sums, micro)
+
+        sums = jax.lax.fori_loop(0, count, add, self._zero_sums())
+        return self._optimization.apply(state, sums, is_last)

@@ -1,0 +1,108 @@
+"""An update's metrics: sums over the loss tokens of micro-batches, and the means computed from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from areal_jax.algorithms import masked
+from areal_jax.algorithms.logprobs import TokenStats
+from areal_jax.trainer.gaps import Gaps, gap_figures, gap_sums
+from areal_jax.types import Batch
+
+Sums = dict[str, Any]
+"""Scalar sums by name; but `gaps` is a Gaps, and `values`, which exists with a critic, a ValueSums."""
+
+OF_MINIBATCHES = ("grad_norm", "critic_grad_norm", "kl_coef")
+"""Names of metrics that are one number per minibatch instead of a sum over tokens."""
+
+
+class ValueSums(NamedTuple):
+    """Sums of the critic's metrics over loss tokens, a scalar each; `errors` sums return - value."""
+
+    loss: Any
+    is_clipped: Any
+    returns: Any
+    returns_squared: Any
+    errors: Any
+    errors_squared: Any
+
+
+def token_sums(micro: Batch, stats: TokenStats, own: dict[str, Array]) -> Sums:
+    """Returns metrics summed over the loss mask: the framework's, and those that the loss returned, `own`.
+
+    If both have a metric of the same name, the framework's is returned.
+    """
+    mask = micro.loss_mask
+    sums = {
+        **own,
+        "tokens": mask.astype(jnp.float32),
+        "entropy": stats.entropy,
+        "support_mass_outside": stats.outside,
+        "off_policy_weight_mean": micro.off_policy_weight,
+        "off_policy_capped_share": micro.off_policy_cut.astype(jnp.float32),
+    }
+    gaps = gap_sums(micro.proximal_logp, micro.behavior_logp, micro.ages, mask)
+    return {name: masked.total(values, mask) for name, values in sums.items()} | {"gaps": gaps}
+
+
+def value_sums(
+    loss: Float[Array, "B T"],
+    is_clipped: Bool[Array, "B T"],
+    values: Float[Array, "B T"],
+    returns: Float[Array, "B T"],
+    mask: Bool[Array, "B T"],
+) -> ValueSums:
+    """Returns the sums over the tokens with `mask` True; `values` are the critic's before the update.
+
+    `loss` and `is_clipped` are the results of `value_loss`.
+    """
+    errors = returns - values
+    each = (loss, is_clipped.astype(jnp.float32), returns, returns**2, errors, errors**2)
+    return ValueSums(*(masked.total(x, mask) for x in each))
+
+
+def add_metrics(left: Sums, right: Sums) -> Sums:
+    """Returns the metric sums over the tokens of `left` and `right` together."""
+
+    def added(one: Any, other: Any) -> Any:
+        return one.joined(other) if isinstance(one, Gaps) else jax.tree.map(jnp.add, one, other)
+
+    return {name: added(value, right[name]) for name, value in left.items()}
+
+
+def to_floats(minibatches: Sequence[Sums]) -> dict[str, float]:
+    """Returns each metric's mean over loss tokens; gradient norms and KL coefficient: over minibatches."""
+    tokens = sum(float(m["tokens"]) for m in minibatches)
+    out = {"trained_tokens": tokens}
+    for name, first in minibatches[0].items():
+        values = [m[name] for m in minibatches]
+        if isinstance(first, Gaps):
+            out |= gap_figures(reduce(Gaps.joined, values))
+        elif isinstance(first, ValueSums):
+            out |= _value_figures(ValueSums(*map(float, map(sum, zip(*values, strict=True)))), tokens)
+        elif name in OF_MINIBATCHES:
+            out[name] = sum(map(float, values)) / len(values)
+        elif name != "tokens":
+            out[name] = sum(map(float, values)) / max(tokens, 1.0)
+    return out
+
+
+def _value_figures(sums: ValueSums, tokens: float) -> dict[str, float]:
+    """Returns the critic's metrics, means over `tokens` tokens.
+
+    explained_variance is 1 - var(return - value) / var(return), or 0 if var(return) is 0.
+    """
+    n = max(tokens, 1.0)
+    of_returns = sums.returns_squared / n - (sums.returns / n) ** 2
+    of_errors = sums.errors_squared / n - (sums.errors / n) ** 2
+    return {
+        "value_loss": sums.loss / n,
+        "value_clip_share": sums.is_clipped / n,
+        "explained_variance": 1 - of_errors / of_returns if of_returns > 0 else 0.0,
+    }

@@ -1,0 +1,237 @@
+"""The ParamStore between processes: from device to device, without files.
+
+A publisher copies a version on its devices and serves that copy until a newer one is committed; readers in
+any process and on any mesh pull the leaves that changed. Parameters go through `jax.experimental.transfer`.
+By TCP the publisher reports its versions, and sends a reader the random number that a pull requires.
+
+Several processes of one mesh publish together, each its own pieces: every process makes the store and
+publishes, only the first one calls `before_commit`, and either all commit a version or none does. Readers are
+given the address of the first process, which sends them the addresses of the others.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections import Counter
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from areal_jax.parallel.agreement import together
+from areal_jax.types import PolicyVersion
+from areal_jax.weights.publishing import Outgoing, Publisher, PublisherSettings
+from areal_jax.weights.staged import to_plain
+from areal_jax.weights.transfer.channel import ChannelError, Listener
+from areal_jax.weights.transfer.pieces import own_pieces
+from areal_jax.weights.transfer.pulling import start_server, until
+
+LONGEST_WAIT_S = 30.0
+"""Longest time, in seconds, that the publisher waits for a version before it answers a reader's request."""
+
+
+class _Version(NamedTuple):
+    digest: str
+    leaves: dict[str, str]
+    """Digests by leaf name, as `digest.leaf_digests` returns them."""
+    arrays: dict[str, jax.Array]
+    canary: jax.Array
+    """The log-probs of the canary. The devices may still be computing them, so readers request them last."""
+
+
+class TransferStore(Publisher):
+    """The ParamPublisher that TransferReaders load from.
+
+    It holds one copy of the parameters, the latest version; a second copy exists from a publish until its
+    commit, and while readers still pull the previous version. Readers can pull at most `keep` versions, the
+    latest included. With `keep=1` each commit drops the previous version, and a reader that is pulling the
+    dropped version gets VersionGoneError.
+    """
+
+    def __init__(
+        self,
+        settings: PublisherSettings,
+        address: str = "127.0.0.1:0",
+        secret: str | None = None,
+        *,
+        keep: int = 2,
+    ) -> None:
+        """`address`: host:port to listen at; port 0 = any free one. Any host but loopback requires `secret`.
+
+        `keep`: most versions that readers can pull at a time. Raises ChannelError if the secret is missing,
+        or this process cannot listen at the address.
+        """
+        super().__init__("committing versions for readers", settings)
+        self._deadline_s, self._keep = settings.deadline_s, keep
+        self._versions: dict[PolicyVersion, _Version] = {}
+        self._readers: Counter[PolicyVersion] = Counter()
+        self._changed = threading.Condition()
+        self._listener = Listener(address, secret, lambda: _Session(self), self._deadline_s)
+        self.server = start_server(self._listener.host)
+        self.addresses = _gathered(self.address)
+        """Addresses of all processes that publish together, in process order."""
+        self._nothing = jnp.zeros(1, jnp.int8)
+
+    @property
+    def address(self) -> str:
+        """The host:port that readers connect to."""
+        return self._listener.address
+
+    def latest(self) -> PolicyVersion | None:
+        with self._changed:
+            return max(self._versions, default=None)
+
+    def close(self, deadline_s: float) -> None:
+        """Wait as `wait` does, then disconnect readers; their hosts keep the versions they adopted."""
+        super().close(deadline_s)
+        self._listener.close()
+
+    def _commit(self, version: Outgoing) -> None:
+        wire = version.wire
+        # Readers pull shards from every process: none may serve a version that another failed to commit.
+        with together(f"version {wire.version} of the weights is committed", self._deadline_s):
+            leaves = version.leaves()
+            version.announce()
+        arrays = {name: leaf for name, leaf in to_plain(wire.params).items() if leaf.size}
+        with self._changed:
+            self._versions[wire.version] = _Version(wire.digest, leaves, arrays, version.canary)
+            self._prune()
+            self._changed.notify_all()
+
+    def _prune(self) -> None:
+        """Drop all versions but the latest and, of those that readers are pulling, the oldest `keep` - 1."""
+        *older, _ = sorted(self._versions)
+        stays = [version for version in older if self._readers[version]][: self._keep - 1]
+        for version in set(older) - set(stays):
+            del self._versions[version]
+
+    # --- called by sessions -------------------------------------------------------------------------------
+
+    def newer_than(self, known: PolicyVersion, wait_s: float) -> PolicyVersion | None:
+        """Returns the latest version once it is not `known`; after min(wait_s, LONGEST_WAIT_S) in any case.
+
+        It is then still `known`, or None if no version is committed yet.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self.latest() not in (None, known), min(wait_s, LONGEST_WAIT_S))
+            return self.latest()
+
+    def begin_reading(self, version: PolicyVersion, wait_s: float) -> _Version | None:
+        """Returns the version and counts one more reader of it, until `end_reading`.
+
+        If this process has not committed the version yet, waits for that up to min(wait_s, LONGEST_WAIT_S).
+        Returns None if the version was dropped or is still not committed.
+        """
+        with self._changed:
+            has_come = lambda: max(self._versions, default=-1) >= version  # noqa: E731
+            self._changed.wait_for(has_come, min(wait_s, LONGEST_WAIT_S))
+            found = self._versions.get(version)
+            # `_prune` keeps the version of a pull that is counted here until `end_reading`.
+            self._readers[version] += found is not None
+            return found
+
+    def end_reading(self, version: PolicyVersion) -> None:
+        with self._changed:
+            self._readers[version] -= 1
+            self._prune()
+
+    def find(self, version: PolicyVersion | None) -> _Version | None:
+        return self._versions.get(version) if version is not None else None
+
+    def offer(self, arrays: list[jax.Array]) -> int:
+        """Offer the arrays for one pull; returns the random number that a reader needs to pull them."""
+        # Random and long: the number alone permits the pull, which needs no secret.
+        number = secrets.randbits(63)
+        self.server.await_pull(number, arrays, until(time.monotonic() + self._deadline_s))
+        return number
+
+    def withdraw(self, number: int, count: int) -> None:
+        """Release the `count` arrays of an offer that was not pulled; a later pull of it fails."""
+        # The runtime has no way to cancel an offer; one under the same number replaces it.
+        self.server.await_pull(number, [self._nothing] * count)
+
+
+class _Session:
+    """Answers the requests of one reader: dicts; `ask` is latest, describe, pull, canary or done."""
+
+    def __init__(self, store: TransferStore) -> None:
+        self._store = store
+        self._version: PolicyVersion | None = None
+        """The version that the reader is pulling, if any; the store may have dropped it."""
+        self._offers: dict[int, int] = {}
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            match request["ask"]:
+                case "latest":
+                    return {"version": self._store.newer_than(request["known"], request["wait_s"])}
+                case "describe":
+                    return self._describe(request["version"], request["wait_s"])
+                case "pull" | "canary":
+                    return self._read(request)
+                case "done":
+                    self._offers.pop(request["number"], None)
+                    return {}
+                case other:
+                    raise ChannelError(
+                        f"a reader sent the unknown request {other!r}; run the same version of areal-jax "
+                        "everywhere"
+                    )
+        except (KeyError, TypeError) as error:
+            raise ChannelError(
+                f"a host requested weights with the fields {sorted(request)}, but {error} is missing or "
+                "wrong; run the same version of areal-jax everywhere"
+            ) from None
+
+    def _describe(self, version: PolicyVersion, wait_s: float) -> dict[str, Any]:
+        self._end_reading()
+        reading = self._store.begin_reading(version, wait_s)
+        if reading is None:
+            return {"gone": self._store.latest()}
+        self._version = version
+        pieces = {name: [box for box, _ in own_pieces(leaf)] for name, leaf in reading.arrays.items()}
+        return {
+            "digest": reading.digest,
+            "leaves": reading.leaves,
+            "pieces": pieces,
+            "transfer": self._store.server.address(),
+            "addresses": self._store.addresses,
+            "address": self._store.address,
+        }
+
+    def _read(self, request: dict[str, Any]) -> dict[str, Any]:
+        reading = self._store.find(self._version)
+        if reading is None:
+            return {"gone": self._store.latest()}
+        if request["ask"] == "canary":
+            return {"canary": np.asarray(reading.canary, np.float64).tolist()}
+        arrays = [piece for name in request["leaves"] for _, piece in own_pieces(reading.arrays[name])]
+        number = self._store.offer(arrays)
+        self._offers[number] = len(arrays)
+        return {"number": number}
+
+    def close(self) -> None:
+        for number, count in self._offers.items():
+            self._store.withdraw(number, count)
+        self._end_reading()
+
+    def _end_reading(self) -> None:
+        version, self._version = self._version, None
+        if version is not None:
+            self._store.end_reading(version)
+
+
+def _gathered(address: str) -> list[str]:
+    """Returns the addresses of all processes of the jax.distributed world, in process order. Every process
+    must call this with its own address.
+    """
+    if jax.process_count() == 1:
+        return [address]
+    from jax.experimental import multihost_utils
+
+    # A collective takes arrays of one shape, so every address is padded to the same length.
+    padded = np.frombuffer(address.encode().ljust(256), np.uint8)
+    return [bytes(one).decode().strip() for one in np.asarray(multihost_utils.process_allgather(padded))]

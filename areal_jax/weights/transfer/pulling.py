@@ -1,0 +1,261 @@
+"""One reader's pull of one version: leaf by leaf, from every process that publishes it, onto its own mesh.
+
+Leaves are pulled in portions, one portion while the previous one is assembled, so that few bytes are on a
+device twice. The runtime's own timeouts do not end a pull on every platform, so every wait here polls.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import transfer
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from areal_jax.types import PolicyVersion
+from areal_jax.weights.staged import described
+from areal_jax.weights.store import PublisherLostError, VersionDamagedError, VersionGoneError
+from areal_jax.weights.transfer.channel import Channel, ChannelError, join
+from areal_jax.weights.transfer.pieces import Box, are_whole, assemble, landing, places
+
+PORTION_BYTES = 128 << 20
+"""Size in bytes up to which leaves are pulled together; a larger leaf is pulled alone."""
+SOCKETS = 2
+"""Number of connections over which a transfer is spread; docs/performance.md compares one to four."""
+CHUNK_BYTES = 4 << 20
+CHUNKS = 4
+"""Staging buffers, of CHUNK_BYTES each, that the runtime allocates per direction in either process."""
+POLL_S = 0.0005
+
+
+def start_server(host: str) -> Any:
+    """Starts and returns a server of transfers between devices, listening at `host`, a numeric address."""
+    client = jax.local_devices()[0].client
+    here = join(host, 0)
+    return transfer.start_transfer_server(
+        client, here, [here] * SOCKETS, max_num_parallel_copies=CHUNKS, transfer_size=CHUNK_BYTES
+    )
+
+
+def until(end_s: float) -> datetime:
+    """Returns the deadline `end_s`, a time of time.monotonic(), as the datetime that the transfer needs."""
+    return datetime.now(UTC) + timedelta(seconds=end_s - time.monotonic())
+
+
+class Links:
+    """A reader's transfer servers and connections, which are opened by `connect` and used again
+    until `cut`.
+    """
+
+    def __init__(self) -> None:
+        self._servers: dict[str, Any] = {}
+        self._connections: dict[tuple[str, str], Any] = {}
+
+    def connect(self, own_host: str, address: str) -> Any:
+        if own_host not in self._servers:
+            self._servers[own_host] = start_server(own_host)
+        key = (own_host, address)
+        if key not in self._connections:
+            self._connections[key] = self._servers[own_host].connect(address)
+        return self._connections[key]
+
+    def cut(self) -> None:
+        """Close all connections: pulls in progress fail, and their arrays free their memory. The next
+        `connect` opens a new one.
+        """
+        # Private, but the only way to end a pull whose other side hangs: the runtime's deadline does not.
+        for connection in self._connections.values():
+            connection._poison_connection()
+        self._connections.clear()
+
+
+class _Source(NamedTuple):
+    """One publishing process. `pieces`: leaf name -> the boxes of the pieces that this process owns."""
+
+    channel: Channel
+    connection: Any
+    pieces: dict[str, list[Box]]
+
+
+class _Portion(NamedTuple):
+    """Leaves that are pulled together. `pieces`: leaf name -> (box, data) of each piece; `offers`: for each
+    process that is pulled from, the channel to it and the number that permits the pull.
+    """
+
+    names: list[str]
+    pieces: dict[str, list[tuple[Box, jax.Array]]]
+    offers: list[tuple[Channel, int]]
+
+
+class Pull:
+    """One reader's pull of one version, of which `take` pulls leaves. The caller must call `close`."""
+
+    def __init__(
+        self, links: Links, address: str, secret: str | None, version: PolicyVersion, deadline_s: float
+    ) -> None:
+        """Connects to all processes that publish `version`; `address`: host:port of the first of them.
+
+        `links`: connections, kept for later pulls. `deadline_s`: most seconds for the whole pull. Raises
+        VersionGoneError if the publisher no longer has the version, PublisherLostError if one of the
+        processes does not answer in time.
+        """
+        self.version, self._links = version, links
+        self._address, self._secret, self._deadline_s = address, secret, deadline_s
+        self._end_s = time.monotonic() + deadline_s
+        self._sources: list[_Source] = []
+        self.pulled_bytes = 0
+        try:
+            with self._translated():
+                first = self._describe(address, wait_s=0.0)
+                for other in first["addresses"]:
+                    if other != first["address"]:
+                        # It may commit the version a little later than the first process.
+                        self._describe(other, wait_s=deadline_s)
+        except BaseException:
+            self.close()
+            raise
+        self.digest: str = first["digest"]
+        self.leaves: dict[str, str] = first["leaves"]
+        """Digests by leaf name, as `digest.leaf_digests` returns them."""
+
+    def close(self) -> None:
+        for source in self._sources:
+            source.channel.close()
+
+    def take(self, wanted: Mapping[str, Sharding]) -> Iterator[dict[str, jax.Array]]:
+        """Yields the `wanted` leaves by name, a portion at a time, each complete and laid out as wanted.
+
+        Does not check the leaves' bits. Raises VersionGoneError if the publisher dropped this version during
+        the pull, PublisherLostError if the publisher fails or the deadline passes, and VersionDamagedError if
+        the pieces of a leaf do not cover it.
+        """
+        # One portion is pulled while the previous one is assembled, and never more: pieces take device memory
+        # besides the leaves that are made of them.
+        under_way: deque[_Portion] = deque()
+        with self._translated():
+            for names in self._portions(wanted):
+                under_way.append(self._start(names, wanted))
+                if len(under_way) > 1:
+                    yield self._end(under_way.popleft(), wanted)
+            while under_way:
+                yield self._end(under_way.popleft(), wanted)
+
+    def canary(self) -> np.ndarray:
+        """Returns the publisher's log-probs of a fixed sequence. Call it last: they may not be computed yet.
+
+        Raises as `take` does.
+        """
+        with self._translated():
+            return np.asarray(self._ask(self._sources[0].channel, ask="canary")["canary"])
+
+    def _describe(self, address: str, wait_s: float) -> dict[str, Any]:
+        channel = Channel(address, self._secret, self._left_s())
+        try:
+            said = self._ask(channel, ask="describe", version=self.version, wait_s=wait_s)
+        except BaseException:
+            channel.close()
+            raise
+        connection = self._links.connect(channel.own_host, said["transfer"])
+        pieces = {
+            name: [tuple((start, stop) for start, stop in box) for box in boxes]
+            for name, boxes in said["pieces"].items()
+        }
+        self._sources.append(_Source(channel, connection, pieces))
+        return said
+
+    def _ask(self, channel: Channel, **request: Any) -> dict[str, Any]:
+        said = channel.ask(request, self._end_s)
+        if "gone" in said:
+            raise VersionGoneError(
+                f"version {self.version} is not in the store; the newest there is {said['gone']}: load the "
+                "one that latest() returns"
+            )
+        return said
+
+    # --- portions -------------------------------------------------------------------------------------------
+
+    def _portions(self, names: Iterable[str]) -> Iterator[list[str]]:
+        portion, size = [], 0
+        for name in names:
+            like = described(self.leaves[name])
+            own = like.size * like.dtype.itemsize
+            if portion and size + own > PORTION_BYTES:
+                yield portion
+                portion, size = [], 0
+            portion.append(name)
+            size += own
+        if portion:
+            yield portion
+
+    def _start(self, names: list[str], wanted: Mapping[str, Sharding]) -> _Portion:
+        portion = _Portion(names, {name: [] for name in names}, [])
+        for source in self._sources:
+            held = [name for name in names if source.pieces.get(name)]
+            if not held:
+                continue
+            number = self._ask(source.channel, ask="pull", leaves=held)["number"]
+            portion.offers.append((source.channel, number))
+            places_of = [(name, box) for name in held for box in source.pieces[name]]
+            specs = [self._spec(name, box, wanted[name]) for name, box in places_of]
+            arrays = source.connection.pull(number, specs, until(self._end_s))
+            for (name, box), array in zip(places_of, arrays, strict=True):
+                portion.pieces[name].append((box, array))
+                self.pulled_bytes += array.nbytes
+        return portion
+
+    def _spec(self, name: str, box: Box, sharding: Sharding) -> jax.ShapeDtypeStruct:
+        like = described(self.leaves[name])
+        device = landing(box, places(sharding, like.shape))
+        shape = tuple(stop - start for start, stop in box)
+        return jax.ShapeDtypeStruct(shape, like.dtype, sharding=SingleDeviceSharding(device))
+
+    def _end(self, portion: _Portion, wanted: Mapping[str, Sharding]) -> dict[str, jax.Array]:
+        for pieces in portion.pieces.values():
+            for _, piece in pieces:
+                self._wait_for(piece)
+        for channel, number in portion.offers:
+            self._ask(channel, ask="done", number=number)
+        return {name: self._whole(name, portion.pieces[name], wanted[name]) for name in portion.names}
+
+    def _wait_for(self, piece: Any) -> None:
+        # Polled, since `block_until_ready` would wait without a deadline.
+        while not piece.is_ready():
+            if time.monotonic() > self._end_s:
+                raise TimeoutError("timed out")
+            time.sleep(POLL_S)
+        piece.block_until_ready()  # raises the error of a failed pull
+
+    def _whole(self, name: str, pieces: list[tuple[Box, jax.Array]], sharding: Sharding) -> jax.Array:
+        like = described(self.leaves[name])
+        if not are_whole([box for box, _ in pieces], like.shape):
+            raise VersionDamagedError(
+                f"version {self.version}: leaf {name} of shape {like.shape} arrived in pieces that do not "
+                f"cover it: {[box for box, _ in pieces]}; check that all trainer processes publish"
+            )
+        return assemble(like.shape, like.dtype, sharding, pieces)
+
+    # --- deadlines ------------------------------------------------------------------------------------------
+
+    def _left_s(self) -> float:
+        return max(0.0, self._end_s - time.monotonic())
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        """Raise errors of the network or the publisher in the block as PublisherLostError, after closing all
+        connections.
+        """
+        try:
+            yield
+        except (ChannelError, TimeoutError, jax.errors.JaxRuntimeError) as error:
+            self._links.cut()
+            raise PublisherLostError(
+                f"version {self.version} could not be pulled from {self._address} within "
+                f"{self._deadline_s:g} s: {(str(error) or 'no answer').splitlines()[0][:200]}; the "
+                "host keeps its current version until the publisher is back"
+            ) from error

@@ -1,0 +1,195 @@
+"""The reader of a TransferStore: a thread learns of each commit, and `load` pulls the leaves that changed.
+
+If the publisher is lost, the host keeps the version that it adopted last.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from contextlib import closing
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from areal_jax.types import PolicyVersion, VersionedParams
+from areal_jax.weights.digest import leaf_sums, name_sums
+from areal_jax.weights.staged import described, to_plain
+from areal_jax.weights.store import Probe, VersionDamagedError, require_canary
+from areal_jax.weights.transfer.channel import Channel, ChannelError
+from areal_jax.weights.transfer.pulling import Links, Pull
+
+WATCH_S = 2.0
+"""Seconds that the publisher may wait for a newer version before it answers the reader's query."""
+ANSWER_S = 10.0
+"""Seconds after WATCH_S at which a missing answer counts as an error."""
+AGAIN_S = 0.2
+"""Seconds to wait before connecting again to a publisher that could not be reached."""
+
+
+class TransferReader:
+    """A host's ParamReader of the TransferStore at `address` (host:port), in any process and on any mesh.
+
+    Only one thread may call `load`. A leaf that did not change since the previous load is not pulled: the
+    array that `load` returned then is used again if it is still alive, so the caller must not donate it. This
+    object itself keeps alive only leaves that were equal in the last two loads.
+    """
+
+    def __init__(
+        self, address: str, probe: Probe, deadline_s: float = 600.0, secret: str | None = None
+    ) -> None:
+        """`probe(params)`: log-probs of a fixed sequence, a check of each load. `deadline_s`: seconds of a
+        load at most. `secret`: that of the publisher; None: it has none.
+        """
+        self._address, self._probe = address, probe
+        self._deadline_s, self._secret = deadline_s, secret
+        self._links = Links()
+        self._newest: tuple[str, PolicyVersion | None] = (address, None)
+        """A publisher's address and newest version; replaced in one assignment, so `latest` needs no lock."""
+        self._refused: set[PolicyVersion] = set()
+        self._held: dict[str, tuple[str, weakref.ref[jax.Array]]] = {}
+        self._steady: dict[str, jax.Array] = {}
+        self._watching: Channel | None = None
+        self._closed = threading.Event()
+        self.pulled_bytes = 0
+        """Bytes of parameters pulled from publishers so far."""
+        self.trouble: str | None = None
+        """Why the publisher cannot be reached at the moment; None while it can."""
+        threading.Thread(target=self._watch, name="hearing of weights", daemon=True).start()
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    @address.setter
+    def address(self, address: str) -> None:
+        """Switch to the publisher at another address; the former publisher's versions are forgotten."""
+        if address != self._address:
+            self._address = address
+            self._refused.clear()
+            self._interrupt()
+
+    def latest(self) -> PolicyVersion | None:
+        """Returns the publisher's newest version.
+
+        Returns None if the publisher cannot be reached or has none, or if that version arrived damaged.
+        """
+        address, version = self._newest
+        return version if address == self._address and version not in self._refused else None
+
+    def close(self) -> None:
+        self._closed.set()
+        self._interrupt()
+
+    def _interrupt(self) -> None:
+        """End a wait of `_listen` for the publisher's answer, by closing its channel; it then returns.
+
+        Without a channel it returns by itself: it checks `_closed` and the address before each request.
+        """
+        if self._watching is not None:
+            self._watching.close()
+
+    # --- one version ----------------------------------------------------------------------------------------
+
+    def load(self, version: PolicyVersion, shardings: Any) -> VersionedParams:
+        """Returns the parameters of `version`, after checks of each leaf's digest and of the canary.
+
+        The canary: log-probs of a fixed sequence. Raises VersionGoneError if the publisher no longer holds
+        the version; PublisherLostError if the publisher fails or the deadline passes; VersionDamagedError,
+        naming the leaf, if the bits pulled are not those published or the tree is not that of `shardings`;
+        WeightsError if the canaries of reader and publisher differ.
+        """
+        pull = Pull(self._links, self._address, self._secret, version, self._deadline_s)
+        try:
+            wanted = to_plain(shardings)
+            if missing := wanted.keys() ^ pull.leaves.keys():
+                raise VersionDamagedError(
+                    f"version {version} contains other parameters than this reader's model: "
+                    f"{', '.join(sorted(missing)[:4])} are in only one of them; give trainer and hosts the "
+                    "same model"
+                )
+            leaves = self._proved(pull, wanted)
+            params = jax.tree.unflatten(jax.tree.structure(shardings), [leaves[name] for name in wanted])
+            own = self._probe(params)
+            require_canary(version, pull.canary(), np.asarray(own))
+        except VersionDamagedError:
+            self._refused.add(version)
+            raise
+        finally:
+            pull.close()
+        self._remember(pull.leaves, leaves)
+        return VersionedParams(version, params, pull.digest)
+
+    def _at_hand(self, name: str, digest: str, sharding: Any) -> jax.Array | None:
+        """Returns the leaf `name` if it need not be pulled, since it has no elements or the array loaded
+        before has this digest and is still alive; otherwise None.
+        """
+        like = described(digest)
+        if not like.size:
+            return jnp.zeros(like.shape, like.dtype, device=sharding)
+        # Weak references: this reader must not keep a second copy of leaves that change with every version.
+        known, reference = self._held.get(name, ("", lambda: None))
+        leaf = reference() if known == digest else None
+        return None if leaf is None or leaf.is_deleted() else jax.device_put(leaf, sharding)
+
+    def _proved(self, pull: Pull, wanted: dict[str, Any]) -> dict[str, jax.Array]:
+        """Returns the `wanted` leaves (name -> sharding) by name; only those that are not at hand are pulled.
+
+        Raises VersionDamagedError if a leaf's digest is not the published one. The digests of one portion
+        (leaves pulled together) are computed while the next portion is pulled.
+        """
+        found = {name: self._at_hand(name, pull.leaves[name], wanted[name]) for name in wanted}
+        held = {name: leaf for name, leaf in found.items() if leaf is not None}
+        portions = [(held, leaf_sums(held))] if held else []
+        for portion in pull.take({name: wanted[name] for name in wanted if name not in held}):
+            portions.append((portion, leaf_sums(portion)))
+        self.pulled_bytes += pull.pulled_bytes
+        leaves: dict[str, jax.Array] = {}
+        for portion, sums in portions:
+            for name, digest in name_sums(portion, sums).items():
+                if digest != pull.leaves[name]:
+                    raise VersionDamagedError(
+                        f"version {pull.version} was damaged on its way from {self._address}: leaf {name} "
+                        f"has digest {digest}, but was published with {pull.leaves[name]}; the host waits "
+                        "for the next version"
+                    )
+            leaves |= portion
+        return leaves
+
+    def _remember(self, digests: dict[str, str], leaves: dict[str, jax.Array]) -> None:
+        same = {name for name, (known, _) in self._held.items() if known == digests.get(name)}
+        # A host that converts the layout drops what it loaded, so frozen leaves would be pulled every time.
+        self._steady = {name: leaves[name] for name in same}
+        self._held = {name: (digests[name], weakref.ref(leaf)) for name, leaf in leaves.items()}
+
+    # --- threads --------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Keep the answer of `latest` up to date until `close`; the body of a thread."""
+        while not self._closed.is_set():
+            address = self._address
+            try:
+                self._listen(address)
+            except ChannelError as error:
+                if address == self._address and not self._closed.is_set():
+                    if self.trouble is None:
+                        logging.getLogger(__name__).warning(
+                            "this host cannot read weights at the moment; it keeps its version and retries: "
+                            "%s",
+                            error,
+                        )
+                    self._newest, self.trouble = (address, None), str(error)
+                    self._closed.wait(AGAIN_S)
+
+    def _listen(self, address: str) -> None:
+        self._watching = channel = Channel(address, self._secret, ANSWER_S)
+        with closing(channel):
+            known: PolicyVersion | None = None
+            while not self._closed.is_set() and address == self._address:
+                request = {"ask": "latest", "known": known, "wait_s": WATCH_S}
+                known = channel.ask(request, time.monotonic() + WATCH_S + ANSWER_S)["version"]
+                self._newest, self.trouble = (address, known), None

@@ -1,0 +1,71 @@
+"""How a config is composed from files and words."""
+
+from __future__ import annotations
+
+import pytest
+
+from areal_jax.config.loading import ConfigError, load_config, make_config, resolved
+from areal_jax.control.rules import Rules
+
+RECIPE = {"algorithm": {"preset": "grpo", "group_size": 4, "loss_settings": {"low": 0.1, "high": 0.3}}}
+
+
+def test_another_preset_starts_the_section_anew():
+    a = load_config(RECIPE, "algorithm.preset=sft").algorithm
+    assert (a.loss, a.loss_settings, a.group_size, a.samples) == ("policy_gradient", {}, 1, "reference")
+    unnamed = {"algorithm": {"loss_settings": {"low": 0.1}}}  # the default preset's settings
+    assert load_config(unnamed, {"algorithm": {"preset": "sft"}}).algorithm.loss_settings == {}
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_words_beside_a_preset_hold_whatever_their_order(order):
+    words = ["algorithm.preset=dr_grpo", "algorithm.group_size=6"][::order]
+    a = load_config(RECIPE, *words).algorithm
+    assert (a.group_size, a.reduction, a.loss_settings) == (6, "constant", {"low": 0.2, "high": 0.2})
+
+
+def test_the_same_preset_keeps_what_was_said_before():
+    a = load_config(RECIPE, "algorithm.preset=grpo").algorithm
+    assert (a.group_size, a.loss_settings) == (4, {"low": 0.1, "high": 0.3})
+
+
+def test_words_reach_into_a_tasks_nested_settings():
+    words = ["tasks=reasoning_gym", "tasks.reasoning_gym.settings.min_digits=2"]
+    assert load_config(*words).tasks == {"reasoning_gym": {"settings": {"min_digits": 2}}}
+    own = ["tasks=[pkg.sums:Sums]", "tasks.pkg.sums:Sums.table.size=3", "tasks.pkg.sums:Sums.largest=9"]
+    assert load_config(*own).tasks == {"pkg.sums:Sums": {"table": {"size": 3}, "largest": 9}}
+
+
+def test_a_word_that_is_no_yaml_is_named():
+    with pytest.raises(ConfigError, match=r"tasks.gsm8k.data_dir=\[: the value is not YAML"):
+        load_config("tasks.gsm8k.data_dir=[")
+
+
+def test_unbounded_staleness_needs_a_bound_on_what_is_in_flight_and_survives_the_runs_own_config():
+    words = ("control.max_staleness=unbounded", "control.max_concurrent=6")
+    config = load_config(*words)
+    assert config.max_staleness is None
+    assert Rules.of(config).max_staleness is None
+    assert make_config(resolved(config)) == make_config(resolved(load_config(*words)))
+    assert make_config(resolved(config)).max_staleness is None
+    with pytest.raises(ConfigError, match=r"set control\.max_concurrent=6, or another"):
+        load_config(words[0], "generation.slots=24")
+    with pytest.raises(ConfigError, match=r"max_token_age=3 is below control\.max_staleness=unbounded"):
+        load_config(*words, "control.max_token_age=3")
+
+
+@pytest.mark.parametrize(
+    ("length", "tokens"), [(1024, 64), (384, 64), (300, 60), (136, 34), (32, 32), (509, 509)]
+)
+def test_a_page_is_the_largest_divisor_of_the_length_that_attention_visits_at_once(length: int, tokens: int):
+    words = (f"generation.length={length}", "generation.max_tokens=8", f"trainer.length={length}")
+    assert resolved(load_config(*words))["generation"]["page_tokens"] == tokens
+    assert load_config(*words, f"generation.page_tokens={length}").generation.tokens_per_page == length
+
+
+def test_the_longest_completion_follows_from_the_length_unless_it_is_given():
+    assert load_config("generation.length=48", "trainer.length=64").generation.max_tokens == 24
+    assert load_config("generation.length=48", "generation.max_tokens=7").generation.max_tokens == 7
+    defaults = {"generation": {"length": 1024}}
+    assert load_config(defaults, "trainer.length=1024").generation.max_tokens == 512
+    assert load_config(defaults, "generation.length=256", "trainer.length=256").generation.max_tokens == 128

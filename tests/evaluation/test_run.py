@@ -1,0 +1,229 @@
+"""Evaluation: the first prompts in their order, every figure from the rewards that came, failures apart."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from areal_jax.assembly.parts import make_engine
+from areal_jax.config.sections import GenerationConfig, RunConfig, RuntimeConfig
+from areal_jax.config.tree import Config
+from areal_jax.evaluation.result import (
+    Failure,
+    PassResult,
+    ScoredPrompt,
+    TaskResult,
+    overall,
+    task_figures,
+)
+from areal_jax.evaluation.run import EvalSettings, evaluate
+from areal_jax.generation.engine import Engine
+from areal_jax.models.attention import PackedAttention
+from areal_jax.models.config import model_config
+from areal_jax.models.model import Model
+from areal_jax.tasks.source import WeightedTask
+from areal_jax.tasks.task import Task
+from areal_jax.tasks.tokenizers import CharTokenizer
+from areal_jax.types import ArealError, Completion, Prompt, VersionedParams
+
+LETTERS, LENGTH, MAX_TOKENS = "abcdefghijklmnop", 24, 8
+
+GENERATION = GenerationConfig(slots=4, length=LENGTH, max_tokens=MAX_TOKENS, decode_steps=2, prefill_chunk=8)
+CONFIG = Config(
+    run=RunConfig(seed=3),
+    generation=GENERATION,
+    runtime=RuntimeConfig(reward_timeout_s=1.0, deadline_s=60),
+)
+SETTINGS = EvalSettings(CONFIG, limit=10, samples=4)
+
+
+class Indexed(Task):
+    """Prompt i says its index in the letters a to j; every second prompt is answered right."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, i: int) -> Prompt:
+        return Prompt("k" + "".join(LETTERS[int(digit)] for digit in f"{i:02}"), info={"i": i})
+
+    def score(self, prompt: Prompt, completion: Completion) -> float:
+        return 1.0 if prompt.info["i"] % 2 else 0.01 * prompt.info["i"]
+
+
+class FirstOnly(Indexed):
+    """Of a prompt's samples the first is right."""
+
+    def score_group(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
+        return [1.5] + [0.0] * (len(completions) - 1)
+
+
+class Fragile(Indexed):
+    """Prompt 3 cannot be scored, 5 hangs, 4 fits nowhere, 6 leaves two tokens of room."""
+
+    def __getitem__(self, i: int) -> Prompt:
+        prompt = super().__getitem__(i)
+        long = {4: LENGTH, 6: LENGTH - 2}.get(i)
+        return replace(prompt, text="a" * long) if long else prompt
+
+    def score(self, prompt: Prompt, completion: Completion) -> float:
+        if prompt.info["i"] == 3:
+            raise RuntimeError("no judge for three")
+        if prompt.info["i"] == 5:
+            time.sleep(60)
+        return super().score(prompt, completion)
+
+
+class Spoken(Indexed):
+    """The reward is a number made of the sampled tokens, so that the tokens show in the figures."""
+
+    def score(self, prompt: Prompt, completion: Completion) -> float:
+        return sum(token * 19**place for place, token in enumerate(completion.tokens))
+
+
+TASKS = {"indexed": Indexed(), "first": FirstOnly(), "fragile": Fragile(), "spoken": Spoken()}
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    tokenizer = CharTokenizer(LETTERS)
+    sizes = dict(width=16, heads=2, kv_heads=2, head_dim=8, mlp_width=32)
+    return Model(model_config("tiny", tokenizer.vocab_size, **sizes), tokenizer)
+
+
+@pytest.fixture(scope="module")
+def params(model: Model) -> VersionedParams:
+    return VersionedParams(7, model.init(1), "d" * 16)
+
+
+@pytest.fixture(scope="module")
+def engine(model: Model) -> Engine:
+    return make_engine(GENERATION, model)
+
+
+@pytest.fixture(scope="module")
+def heard() -> list[tuple]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def result(engine: Engine, params: VersionedParams, heard: list[tuple]) -> dict[str, TaskResult]:
+    tasks = {name: WeightedTask(task) for name, task in TASKS.items()}
+    return evaluate(engine, params, tasks, SETTINGS, progress=lambda *words: heard.append(words))
+
+
+def figures(result: dict[str, TaskResult], task: str) -> dict[str, Any]:
+    return task_figures(result[task])
+
+
+def test_the_first_prompts_are_asked_in_their_order(result: dict[str, TaskResult]):
+    expected = [1.0 if i % 2 else 0.01 * i for i in range(10)]
+    found = result["indexed"]
+    assert found.prompts == 10
+    assert [prompt.rewards for prompt in found.greedy.prompts] == [(reward,) for reward in expected]
+    assert found.sampled is not None
+    assert [prompt.rewards for prompt in found.sampled.prompts] == [(reward,) * 4 for reward in expected]
+    shown = figures(result, "indexed")
+    assert shown["greedy"]["accuracy"]["value"] == 0.5
+    assert shown["greedy"]["reward_mean"]["value"] == pytest.approx(np.mean(expected))
+    assert {k: shown["sampled"][f"pass@{k}"]["value"] for k in (1, 2, 4)} == {1: 0.5, 2: 0.5, 4: 0.5}
+
+
+def test_one_right_sample_in_four(result: dict[str, TaskResult]):
+    shown = figures(result, "first")["sampled"]
+    assert [shown[f"pass@{k}"]["value"] for k in (1, 2, 4)] == [0.25, 0.5, 1.0]
+    assert shown["reward_mean"]["value"] == 1.5 / 4
+    assert figures(result, "first")["greedy"]["accuracy"]["value"] == 1.0
+
+
+def test_a_failed_reward_is_no_wrong_answer_and_what_does_not_fit_is_named(result: dict[str, TaskResult]):
+    shown = figures(result, "fragile")
+    assert (shown["prompts"], shown["too_long"], shown["too_long_prompts"]) == (10, 1, ["fragile/4"])
+    assert shown["cramped"] == 1
+    right, left = {1, 7, 9}, {0, 1, 2, 6, 7, 8, 9}
+    for way in ("greedy", "sampled"):
+        one = shown[way]
+        assert (one["scored"], one["failed"], one["timed_out"]) == (len(left), 1, 1)
+        first, second = one["failures"]
+        assert (first["prompt"], first["outcome"]) == ("fragile/3", "failed")
+        assert "no judge for three" in first["message"]
+        assert (second["prompt"], second["outcome"]) == ("fragile/5", "timed_out")
+    assert shown["greedy"]["accuracy"]["value"] == pytest.approx(len(right) / len(left))
+
+
+def test_overall_counts_every_prompt_once(result: dict[str, TaskResult]):
+    shown = task_figures(overall(result))
+    assert (shown["prompts"], shown["too_long"], shown["cramped"]) == (40, 1, 1)
+    assert shown["greedy"]["scored"] == 37 and shown["greedy"]["failed"] == 1
+    tokens = [figures(result, name)["sampled"]["tokens"] for name in TASKS]
+    assert shown["sampled"]["tokens"] == sum(tokens)
+
+
+def test_greedy_answers_are_the_likeliest_tokens(
+    model: Model, params: VersionedParams, result: dict[str, TaskResult]
+):
+    """Token by token against dense forwards."""
+
+    @jax.jit
+    def likeliest(row: jax.Array, last: jax.Array) -> jax.Array:
+        positions = jnp.arange(LENGTH)[None]
+        hidden, _ = model.hidden(
+            params.params, row[None], positions, PackedAttention(jnp.ones_like(row[None]))
+        )
+        return model.logits(params.params, hidden[0, last][None]).argmax()
+
+    for index, prompt in list(enumerate(result["spoken"].greedy.prompts))[:3]:
+        tokens, said = model.tokenizer.encode(Spoken()[index].text), []
+        while len(said) < MAX_TOKENS and model.tokenizer.eos_id not in said:
+            row = np.zeros(LENGTH, np.int32)
+            row[: len(tokens) + len(said)] = [*tokens, *said]
+            said.append(int(likeliest(row, len(tokens) + len(said) - 1)))
+        assert prompt.rewards == (float(Spoken().score(Spoken()[index], Completion("", tuple(said), ""))),)
+        assert prompt.lengths == (len(said),)
+        assert prompt.truncated == (model.tokenizer.eos_id not in said,)
+
+
+def test_samples_of_a_prompt_differ_and_the_same_evaluation_gives_them_again(
+    engine: Engine, params: VersionedParams, result: dict[str, TaskResult]
+):
+    """Alone, of fewer prompts, the task's samples are those that it had among the others."""
+    spoken = result["spoken"].sampled
+    assert spoken is not None
+    assert all(len(set(prompt.rewards)) > 1 for prompt in spoken.prompts)
+    again = evaluate(engine, params, {"spoken": WeightedTask(Spoken())}, replace(SETTINGS, limit=5))
+    assert again["spoken"].sampled is not None
+    assert again["spoken"].sampled.prompts == spoken.prompts[:5]
+    assert again["spoken"].greedy.prompts == result["spoken"].greedy.prompts[:5]
+
+
+def test_progress_counts_every_prompt(heard: list[tuple], result: dict[str, TaskResult]):
+    for name in TASKS:
+        for way in ("greedy", "sampled"):
+            done = [words[3] for words in heard if words[:3] == (name, way, 10)]
+            assert done[0] in (0, 1) and done[-1] == 10 and done == sorted(done)
+
+
+@pytest.mark.parametrize(("changes", "says"), [({"limit": 0}, "limit=0"), ({"samples": -1}, "samples=-1")])
+def test_settings_that_ask_nothing(changes, says):
+    with pytest.raises(ArealError, match=says):
+        replace(SETTINGS, **changes)
+
+
+def test_figures_of_nothing_scored():
+    """All rewards failed: no figure claims to be 0."""
+    lost = PassResult(1, 0.0, failures=(Failure("x/0", "failed", "boom"),), tokens=3, seconds=1.0)
+    shown = task_figures(TaskResult(1, (), 0, lost, None))
+    assert "sampled" not in shown
+    assert shown["greedy"]["accuracy"] == {"value": None, "low": None, "high": None}
+    assert shown["greedy"]["reward_mean"]["value"] is None
+    assert shown["greedy"]["completion_tokens_mean"] is shown["greedy"]["truncated_share"] is None
+
+
+def test_right_is_a_reward_of_one_or_more():
+    assert ScoredPrompt((0.999, 1.0, 2.5), (1, 1, 1), (False,) * 3).right == 2

@@ -1,3 +1,0 @@
-#!/usr/bin/env bash
-set -euo pipefail
-sbatch /shared/runs/qwen/launch/run.sh

@@ -1,0 +1,167 @@
+"""The core of every driver: what it records, which payload counts, and where groups come from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from areal_jax.config.loading import make_config
+from areal_jax.control import events as e
+from areal_jax.control.machine import ControlError, ControlPlane
+from areal_jax.runtime.core import DriverCore, Incoming
+from areal_jax.simulation.machines import EmptyPrompts
+from areal_jax.simulation.memory_journal import MemoryJournal
+from areal_jax.types import Completion, Group, Prompt, SampleId, Sampling, Trajectory, VersionSpan
+
+CONFIG = make_config(
+    {
+        "run": {"steps": 2},
+        "algorithm": {"group_size": 2},
+        "trainer": {"batch_size": 1},
+        "control": {"max_staleness": 1},
+    }
+)
+
+
+def trajectory(sample: SampleId, token: int) -> Trajectory:
+    """One token: it tells payloads apart."""
+    ones, zeros = np.ones(1, bool), np.zeros(1, np.int32)
+    tokens = np.full(1, token, np.int32)
+    return Trajectory(sample, tokens, ones, zeros, zeros, zeros, Sampling(), "stop")
+
+
+def finished(member: int, token: int, host: str = "a") -> Incoming:
+    sample = SampleId(0, member)
+    return e.SampleFinished(sample, host, (VersionSpan(0, 0, 1),), "stop"), trajectory(sample, token)
+
+
+class Recorder:
+    """Endpoints and rows that keep what they get."""
+
+    def __init__(self) -> None:
+        self.dispatched: list[e.Dispatch] = []
+        self.scored: list[e.Score] = []
+        self.trained: list[tuple[Group, ...]] = []
+        self.rows: list[tuple[int, list[int]]] = []
+        self.seen: list[e.Event] = []
+
+    def dispatch(self, action: e.Dispatch, prompt: tuple[int, ...]) -> None:
+        self.dispatched.append(action)
+
+    def cancel(self, action: e.Cancel) -> None: ...
+
+    def score(self, action: e.Score, prompt: Prompt, completions: Sequence[Completion]) -> None:
+        self.scored.append(action)
+
+    def train(self, action: e.Train, groups: tuple[Group, ...]) -> None:
+        self.trained.append(groups)
+
+    def see(self, event, actions) -> None:
+        self.seen.append(event)
+
+    def make(self, step, groups, trained, digest) -> dict[str, float]:
+        self.rows.append((step, [group.ordinal for group in groups]))
+        return trained | {"step": step}
+
+
+class Started:
+    """A core with one host of two slots, a member of the first group already finished."""
+
+    def __init__(self) -> None:
+        self.journal, self.out = MemoryJournal(), Recorder()
+        self.core = self.make(ControlPlane(CONFIG))
+        self.deliver((e.RunStarted("d0", 2), None), (e.HostJoined("a", 2), None))
+        self.deliver((e.HostAdopted("a", 0, "d0"), None))
+        assert self.out.dispatched[0].samples == (SampleId(0, 0), SampleId(0, 1))
+        self.deliver(finished(0, token=10))
+
+    def make(self, control: ControlPlane) -> DriverCore:
+        return DriverCore(CONFIG, control, self.journal, EmptyPrompts(), self.out, self.out)
+
+    def deliver(self, *incoming: Incoming) -> None:
+        entries = self.core.record(incoming)
+        self.core.act(action for entry in entries for action in entry.actions)
+
+    def restart(self) -> None:
+        """A new process: the journal is all that is left."""
+        self.core = self.make(ControlPlane.fold(CONFIG, [event for _, event, _ in self.journal.rows]))
+
+    def kinds(self) -> list[str]:
+        return [type(event).__name__ for _, event, _ in self.journal.rows]
+
+    def tokens(self) -> list[list[tuple[int, float | None]]]:
+        """(token, reward) of every sample of every batch that the trainer was asked for."""
+        return [
+            [(int(t.tokens[0]), t.reward) for group in groups for t in group.trajectories]
+            for groups in self.out.trained
+        ]
+
+
+SCORED = (e.RewardScored(0, 0, (1.0, 0.5)), None)
+TRAINED = (e.BatchTrained(0, (0,), "d1", {"loss": 2.0}), None)
+
+
+def test_the_first_payload_of_a_sample_counts_and_a_late_one_is_not_recorded():
+    run = Started()
+    run.deliver(finished(0, token=99))
+    run.deliver(finished(1, token=11), finished(1, token=98))
+    run.deliver(SCORED)
+    assert run.tokens() == [[(10, 1.0), (11, 0.5)]]
+    assert [int(t.tokens[0]) for t in run.journal.group(0, 0, 2)] == [10, 11]
+
+
+def test_a_payload_of_a_lost_host_does_not_replace_that_of_the_host_that_took_over():
+    run = Started()
+    run.deliver((e.HostLost("a", "silent"), None), (e.HostJoined("b", 2), None), finished(1, 97, "a"))
+    run.deliver(finished(1, token=11, host="b"), SCORED)
+    assert run.tokens() == [[(10, 1.0), (11, 0.5)]]
+
+
+@pytest.mark.parametrize("moment", ["before the last sample", "before the rewards", "while it trains"])
+def test_after_a_restart_the_groups_come_from_the_journal(moment: str):
+    run = Started()
+    moments = {
+        "before the last sample": [finished(1, 11)],
+        "before the rewards": [SCORED],
+        "while it trains": [],
+    }
+    for name, incoming in moments.items():
+        if name == moment:
+            run.restart()
+            run.out.trained.clear()
+            run.deliver((e.RunResumed(2), None), (e.HostJoined("a", 2), None))
+        run.deliver(*incoming)
+    assert run.tokens() == [[(10, 1.0), (11, 0.5)]]
+
+
+def test_a_batch_that_is_delivered_again_leaves_no_second_row():
+    run = Started()
+    run.deliver(finished(1, 11), SCORED)
+    run.deliver(TRAINED, TRAINED)
+    run.deliver(TRAINED)
+    run.restart()
+    run.deliver(TRAINED)
+    assert run.out.rows == [(0, [0])]
+    assert run.kinds().count("BatchTrained") == 1
+    (row,) = [event for _, event, _ in run.journal.rows if isinstance(event, e.BatchTrained)]
+    assert row.metrics == {"loss": 2.0, "step": 0}
+
+
+def test_events_before_a_refused_one_are_in_the_journal_and_it_is_not():
+    run, refused = Started(), (e.VersionCommitted(7, "d7"), None)
+    with pytest.raises(ControlError, match="version 7 was committed"):
+        run.core.record([finished(1, 11), refused, SCORED])
+    assert run.kinds()[-1] == "SampleFinished"
+    run.restart()
+    assert not run.core.control.state.is_stale(SCORED[0])
+
+
+def test_nothing_is_acted_on_before_it_is_recorded():
+    run = Started()
+    rows = len(run.journal.rows)
+    entries = run.core.record([finished(1, 11)])
+    assert (len(run.journal.rows), run.out.scored) == (rows + 1, [])
+    run.core.act(action for entry in entries for action in entry.actions)
+    assert run.out.scored == [e.Score(0, 0)]

@@ -1,0 +1,31 @@
+"""What a trainer says of its programs once it is under way."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+
+from areal_jax.runtime.device_memory import MemoryWatch
+from areal_jax.trainer.compiled import Compiled
+
+
+def test_programs_compiled_late_are_told_in_a_line_however_many_arguments_they_have():
+    learner: Any = SimpleNamespace(compiled=[], mesh=SimpleNamespace(local_devices=jax.devices()))
+    said: list[str] = []
+    watch = MemoryWatch(learner, said.append)
+    watch._forecasts["any"] = 1
+    learner.compiled = [Compiled("step", ("a int32[2]",))]
+    assert watch.after()["compiled_programs"] == 1 and said == [], "the first step compiles"
+    shapes = tuple(f"{name} int32[2]" for name in "abcde")
+    learner.compiled = [Compiled("step", shapes), Compiled("split", shapes[:3]), Compiled("finish", ())]
+    assert watch.after()["compiled_programs"] == 3
+    assert said == [
+        "the program step was compiled again after the first step (new shapes: a int32[2], b int32[2], c "
+        "int32[2] and 2 more); the run continues, but this took time",
+        "the program split was compiled again after the first step (new shapes: a int32[2], b int32[2], c "
+        "int32[2]); the run continues, but this took time",
+        "the program finish was compiled again after the first step (new shapes: a new combination of known "
+        "shapes); the run continues, but this took time",
+    ]

@@ -1,0 +1,20 @@
+"""Every strategy keeps its promise in one process, with fewer slots than a batch has samples."""
+
+from __future__ import annotations
+
+import io
+
+from areal_jax.runtime.jobs import run
+from areal_jax.runtime.reading import audit_run, open_journal
+from tests.promises import GROUPS, STEPS, check, each_promise, scarce
+from tests.small_run import small
+
+
+@each_promise
+def test_a_strategy_keeps_its_promise_with_scarce_slots(tmp_path, strategy, on_update):
+    config = small(tmp_path / "run", *scarce(strategy, on_update))
+    run(config, stream=io.StringIO())
+    with open_journal(tmp_path / "run") as journal:
+        check(config, (row.event for row in journal.rows()))
+    audit = audit_run(tmp_path / "run")
+    assert (audit.violations, audit.trained, audit.dropped) == ([], STEPS * GROUPS, {})

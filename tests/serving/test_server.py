@@ -1,0 +1,623 @@
+"""The server over real sockets: JetStream's own stub unmodified, our service, HTTP, and hostile clients."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from google.protobuf.json_format import MessageToDict
+
+from areal_jax.generation.commands import Pause, Unpause
+from areal_jax.serving import server as serve
+from areal_jax.serving.proto import rollout_pb2 as messages
+from areal_jax.serving.proto.rollout_pb2_grpc import RolloutStub
+from areal_jax.serving.secret import Secret, require_secret
+from areal_jax.serving.server import Server, ServeSettings, read_secret
+from areal_jax.serving.services import protocol
+from areal_jax.types import ArealError, Sampling
+from areal_jax.weights.orbax import OrbaxStore
+from areal_jax.weights.publishing import PublisherSettings
+from tests.serving.served import PROMPT, SLOTS, alone, tiny_engine, tiny_params, wait_until
+
+from jetstream.core.proto.jetstream_pb2_grpc import OrchestratorStub  # isort: skip - as a client has it
+
+QUEUE = 1024
+DEADLINE_S = 60
+SECRET = "correct-horse-battery-staple"
+TEXT = "what is 2 + 2?"
+
+
+def make(**settings) -> Server:
+    settings = {"port": 0, "http_port": 0, "queue": QUEUE, **settings}
+    sampling = Sampling(max_tokens=20)
+    server = Server("tiny", tiny_engine(), tiny_params(0), ServeSettings(**settings), sampling)
+    server.start()
+    return server
+
+
+@contextmanager
+def running(**settings) -> Iterator[Server]:
+    server = make(**settings)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with running() as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_over(request) -> Iterator[None]:
+    """Whatever a test's clients did: no slot is taken, nobody waits, and a sound request is answered."""
+    yield
+    if "server" in request.fixturenames:
+        server = request.getfixturevalue("server")
+        server.streams.tell(Unpause())
+        wait_until(lambda: is_idle(server), "slots free")
+        assert decoded(server, by_tokens(PROMPT)) == (list(alone(PROMPT)[0]), "")
+
+
+@contextmanager
+def channel(server: Server, *options) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(f"127.0.0.1:{server.port}", options) as opened:
+        yield opened
+
+
+def is_idle(server: Server) -> bool:
+    now = server.host.statistics()
+    return (now.live, now.waiting, server.streams.open_samples) == (0, 0, 0)
+
+
+def by_tokens(ids, **fields):
+    content = protocol.DecodeRequest.TokenContent(token_ids=ids)
+    return protocol.DecodeRequest(token_content=content, **fields)
+
+
+def by_text(text: str, **fields):
+    return protocol.DecodeRequest(text_content=protocol.DecodeRequest.TextContent(text=text), **fields)
+
+
+def generate(server: Server, **fields) -> list:
+    fields = {"tokens": messages.TokenIds(ids=PROMPT), **fields}
+    with channel(server) as opened:
+        return list(RolloutStub(opened).Generate(messages.GenerateRequest(**fields), timeout=DEADLINE_S))
+
+
+def decoded(server: Server, request) -> tuple[list[int], str]:
+    with channel(server) as opened:
+        stream = OrchestratorStub(opened).Decode(request, timeout=DEADLINE_S)
+        samples = [sample for response in stream for sample in response.stream_content.samples]
+    ids = [token for sample in samples for token in sample.token_ids]
+    return ids, "".join(sample.text for sample in samples)
+
+
+@contextmanager
+def refused(code: grpc.StatusCode, says: str):
+    with pytest.raises(grpc.RpcError) as caught:
+        yield
+    assert caught.value.code() is code
+    assert says in caught.value.details()
+
+
+def get(server: Server, path: str, **headers: str) -> tuple[int, str]:
+    request = urllib.request.Request(f"http://127.0.0.1:{server.http_port}{path}", headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=DEADLINE_S) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def pause(server: Server) -> None:
+    server.streams.tell(Pause())
+    wait_until(lambda: server.host.statistics().is_paused, "paused")
+
+
+# --- JetStream's service, by its own stub -------------------------------------------------------------------
+
+
+def test_tokens_are_answered_with_tokens(server):
+    assert decoded(server, by_tokens(PROMPT)) == (list(alone(PROMPT)[0]), "")
+
+
+def test_text_is_answered_with_text_and_tokens_and_begins_with_one_bos(server):
+    tokenizer = tiny_engine().tokenizer
+    expected, _ = alone((tokenizer.bos_id, *TEXT.encode()))
+    assert decoded(server, by_text(TEXT)) == (list(expected), tokenizer.decode(expected))
+
+
+def test_the_time_to_the_first_token_counts_jetstreams_requests_too(server):
+    def count() -> float:
+        lines = get(server, "/metrics")[1].splitlines()
+        return next(
+            float(line.split()[1]) for line in lines if line.startswith("areal_jax_first_token_seconds_c")
+        )
+
+    before = count()
+    decoded(server, by_tokens(PROMPT))
+    assert count() == before + 1
+    with channel(server) as opened:
+        list(RolloutStub(opened).Generate(messages.GenerateRequest(text=TEXT), timeout=DEADLINE_S))
+    assert count() == before + 2
+
+
+def test_max_tokens_is_honoured(server):
+    expected, _ = alone(PROMPT)
+    for count in (1, 2, 3, 11):
+        assert decoded(server, by_tokens(PROMPT, max_tokens=count))[0] == list(expected[:count])
+
+
+def test_tokens_are_streamed_as_they_are_sampled(server):
+    with channel(server) as opened:
+        responses = list(OrchestratorStub(opened).Decode(by_tokens(PROMPT), timeout=DEADLINE_S))
+    assert len(responses) == 10  # 20 tokens, two a call
+
+
+def test_eos_is_delivered_and_ends_the_answer(server, monkeypatch):
+    expected, _ = alone(PROMPT)
+    monkeypatch.setattr(server.host, "_stops", (expected[4],))
+    upto = list(expected[: expected.index(expected[4]) + 1])
+    assert decoded(server, by_tokens(PROMPT))[0] == upto
+
+
+def test_health_stays_true_while_paused_and_statistics_say_so(server):
+    with channel(server) as opened:
+        health, ours = OrchestratorStub(opened).HealthCheck, RolloutStub(opened)
+        assert health(protocol.HealthCheckRequest(), timeout=DEADLINE_S).is_live
+        assert ours.Pause(messages.PauseRequest(), timeout=DEADLINE_S).is_paused
+        assert health(protocol.HealthCheckRequest(), timeout=DEADLINE_S).is_live
+        assert '"is_paused":true' in get(server, "/health")[1]
+        assert not ours.Resume(messages.ResumeRequest(), timeout=DEADLINE_S).is_paused
+        now = MessageToDict(ours.Statistics(messages.StatisticsRequest(), timeout=DEADLINE_S))
+    assert (now["model"], now["slots"]) == ("tiny", SLOTS)
+    assert int(now["generatedTokens"]) > 0
+
+
+@pytest.mark.parametrize(
+    "request_, says",
+    [
+        (by_tokens(PROMPT, session_cache="x"), "session_cache='x'"),
+        (by_tokens(()), "the prompt is empty"),
+        (by_tokens((5, 999)), "token_ids has the id 999"),
+        (by_tokens((5,) * 64), "the prompt has 64 tokens"),
+        (by_tokens(PROMPT, max_tokens=-1), "max_tokens=-1"),
+    ],
+)
+def test_wrong_requests_are_errors_of_their_own(server, request_, says):
+    with refused(grpc.StatusCode.INVALID_ARGUMENT, says):
+        decoded(server, request_)
+
+
+# --- our service --------------------------------------------------------------------------------------------
+
+
+def test_generate_streams_prompt_tokens_log_probs_versions_and_ends(server):
+    tokens, logp = alone(PROMPT)
+    prompt, *sampled, end = generate(server, temperature=0)
+    assert tuple(prompt.prompt.token_ids) == PROMPT
+    assert tuple(token for one in sampled for token in one.sampled.token_ids) == tokens
+    assert tuple(value for one in sampled for value in one.sampled.logp) == logp  # float32 throughout
+    assert {one.sampled.version for one in sampled} == {0}
+    text = "".join(one.sampled.text for one in sampled) + end.finished.text
+    assert text == tiny_engine().tokenizer.decode(tokens)
+    assert (end.finished.stop_reason, end.finished.is_reproducible) == ("length", True)
+
+
+def test_chat_is_rendered_by_the_tokenizers_template(server):
+    chat = messages.Chat(messages=[messages.Message(role="user", content="hi")])
+    with channel(server) as opened:
+        request = messages.GenerateRequest(chat=chat, temperature=0, max_tokens=2)
+        prompt = next(iter(RolloutStub(opened).Generate(request, timeout=DEADLINE_S)))
+    assert bytes(prompt.prompt.token_ids[1:]) == b"user: hi\nassistant: "
+
+
+def test_a_seed_makes_samples_repeatable_and_members_differ(server):
+    def sampled() -> dict[int, list[int]]:
+        members: dict[int, list[int]] = {0: [], 1: [], 2: []}
+        for response in generate(server, temperature=1, n=3, seed=11, max_tokens=8):
+            if response.HasField("sampled"):
+                members[response.sampled.member] += response.sampled.token_ids
+        return members
+
+    first = sampled()
+    drawn = Sampling(temperature=1.0, max_tokens=8)
+    assert first == sampled() == {m: list(alone(PROMPT, 0, drawn, m, 11)[0]) for m in range(3)}
+
+
+def test_biases_and_stop_texts_are_obeyed(server):
+    responses = generate(server, logit_bias={ord("!"): 100}, stop=["!!!"])
+    assert "".join(response.sampled.text for response in responses) == "!!!"
+    assert responses[-1].finished.stop_reason == "stop"
+
+
+def test_a_wrong_generate_is_named(server):
+    with refused(grpc.StatusCode.INVALID_ARGUMENT, "temperature=nan"):
+        generate(server, temperature=float("nan"))
+    with refused(grpc.StatusCode.INVALID_ARGUMENT, "model='gpt' is not served here; give 'tiny'"):
+        generate(server, model="gpt")
+
+
+def test_cancel_by_name_ends_the_stream(server):
+    pause(server)
+    with channel(server) as opened:
+        stub = RolloutStub(opened)
+        request = messages.GenerateRequest(tokens=messages.TokenIds(ids=PROMPT), request_id="mine", n=2)
+        stream = stub.Generate(request, timeout=DEADLINE_S)
+        assert tuple(next(stream).prompt.token_ids) == PROMPT
+        assert not stub.Cancel(messages.CancelRequest(request_id="yours"), timeout=DEADLINE_S).was_found
+        assert stub.Cancel(messages.CancelRequest(request_id="mine"), timeout=DEADLINE_S).was_found
+        with refused(grpc.StatusCode.CANCELLED, "'mine' was cancelled"):
+            next(stream)
+
+
+def test_swapped_parameters_are_served_and_stamped(tmp_path):
+    """The stock Driver keeps serving the list entry that it read at its start."""
+    folder = tmp_path / "runs" / "weights"
+    store = OrbaxStore(folder, PublisherSettings(tiny_engine().canary))
+    with running(weights=(tmp_path / "runs",)) as server, channel(server) as opened:
+        stub = RolloutStub(opened)
+        request = messages.SwapRequest(path=str(folder))
+        with refused(grpc.StatusCode.INVALID_ARGUMENT, "neither versions nor a Hugging Face model"):
+            stub.Swap(request, timeout=DEADLINE_S)
+        store.publish(tiny_params(7))
+        store.wait(DEADLINE_S)
+        answer = stub.Swap(request, timeout=DEADLINE_S)
+        assert (answer.version, answer.digest) == (7, tiny_params(7).digest)
+        assert decoded(server, by_tokens(PROMPT))[0] == list(alone(PROMPT, 7)[0])
+        assert generate(server, temperature=0, min_version=7)[1].sampled.version == 7
+        says = "versions up to 7, but version 7 is served already"
+        with refused(grpc.StatusCode.FAILED_PRECONDITION, says):
+            stub.Swap(request, timeout=DEADLINE_S)
+        for path in (str(tmp_path), f"{folder}/../../..", "/etc", ""):
+            with refused(grpc.StatusCode.PERMISSION_DENIED, "in no folder that this server may read"):
+                stub.Swap(messages.SwapRequest(path=path), timeout=DEADLINE_S)
+        with refused(grpc.StatusCode.INVALID_ARGUMENT, "is not a path (embedded null byte)"):
+            stub.Swap(messages.SwapRequest(path="a\0b"), timeout=DEADLINE_S)
+        store.close(DEADLINE_S)
+
+
+def test_a_swap_while_paused_is_in_force_at_once_and_live_samples_go_on_under_it(tmp_path):
+    with running(weights=(tmp_path,)) as server, channel(server) as opened:
+        stub = RolloutStub(opened)
+        request = messages.GenerateRequest(tokens=messages.TokenIds(ids=PROMPT), temperature=0, max_tokens=60)
+        pause(server)
+        stream = stub.Generate(request, timeout=DEADLINE_S)
+        next(stream)
+        store = OrbaxStore(tmp_path, PublisherSettings(tiny_engine().canary))
+        store.publish(tiny_params(1))
+        store.close(DEADLINE_S)
+        assert stub.Swap(messages.SwapRequest(path=str(tmp_path)), timeout=DEADLINE_S).version == 1
+        stub.Resume(messages.ResumeRequest(), timeout=DEADLINE_S)
+        assert {one.sampled.version for one in stream if one.HasField("sampled")} == {1}
+
+
+# --- HTTP ---------------------------------------------------------------------------------------------------
+
+
+def test_health_and_metrics(server):
+    decoded(server, by_tokens(PROMPT))
+    status, health = get(server, "/health")
+    assert status == 200
+    for part in ('"status":"ok"', '"model":"tiny"', '"version":0', f'"slots":{SLOTS}', '"is_paused":false'):
+        assert part in health
+    status, metrics = get(server, "/metrics")
+    assert status == 200
+    assert f"areal_jax_slots {SLOTS}.0" in metrics
+    assert 'areal_jax_requests_total{method="Decode",status="OK"}' in metrics
+    assert get(server, "/other")[0] == 404
+
+
+# --- clients that misbehave ---------------------------------------------------------------------------------
+
+
+def test_a_client_that_goes_frees_its_slot_at_once(server):
+    pause(server)  # its sample can never end by itself
+    with channel(server) as opened:
+        streams = [OrchestratorStub(opened).Decode(by_tokens(PROMPT)) for _ in range(SLOTS + 3)]
+        wait_until(lambda: server.streams.open_samples == SLOTS + 3, "asked for")
+        for stream in streams:
+            stream.cancel()
+        wait_until(lambda: is_idle(server), "slots free while paused")
+
+
+def test_clients_whose_connection_breaks_free_their_slots(server):
+    pause(server)
+    opened = grpc.insecure_channel(f"127.0.0.1:{server.port}")
+    stream = OrchestratorStub(opened).Decode(by_tokens(PROMPT))
+    wait_until(lambda: server.streams.open_samples == 1, "asked for")
+    opened.close()
+    wait_until(lambda: is_idle(server), "slots free while paused")
+    assert stream.done()
+
+
+def test_a_deadline_ends_the_request_and_frees_its_slot(server):
+    pause(server)
+    with channel(server) as opened, refused(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline"):
+        list(OrchestratorStub(opened).Decode(by_tokens(PROMPT), timeout=0.3))
+    wait_until(lambda: is_idle(server), "slots free while paused")
+
+
+def test_a_full_queue_is_said_at_once():
+    with running(queue=1) as server, channel(server) as opened:
+        pause(server)
+        stub = OrchestratorStub(opened)
+        streams = [stub.Decode(by_tokens(PROMPT), timeout=DEADLINE_S) for _ in range(SLOTS + 1)]
+        wait_until(lambda: server.streams.open_samples == SLOTS + 1, "asked for")
+        with refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "a queue of 1, which leaves space for 0"):
+            list(stub.Decode(by_tokens(PROMPT), timeout=DEADLINE_S))
+        server.streams.tell(Unpause())
+        assert [len(list(stream)) for stream in streams] == [10] * (SLOTS + 1)
+
+
+def test_a_reader_that_stands_still_is_cut_off_and_others_are_answered():
+    """Flow control lets the server send what the client's window holds; the rest waits, up to `unread`."""
+    with running(unread=8) as server, channel(server, ("grpc.http2.lookahead_bytes", 1)) as opened:
+        request = messages.GenerateRequest(
+            tokens=messages.TokenIds(ids=PROMPT), temperature=0, max_tokens=60, n=900
+        )
+        slow = RolloutStub(opened).Generate(request, timeout=DEADLINE_S)
+        wait_until(lambda: is_idle(server) and server.host.statistics().prefills > 0, "cut off", DEADLINE_S)
+        assert decoded(server, by_tokens(PROMPT))[0] == list(alone(PROMPT)[0])
+        with refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "more than 8 of its tokens were unread"):
+            list(slow)
+
+
+SOUND = [
+    by_tokens(PROMPT, max_tokens=1).SerializeToString(),
+    by_text("hello", max_tokens=1, priority=3).SerializeToString(),
+    messages.GenerateRequest(tokens=messages.TokenIds(ids=PROMPT), max_tokens=1, n=2).SerializeToString(),
+    messages.SwapRequest(path="x").SerializeToString(),
+]
+METHODS = {
+    "/jetstream_proto.Orchestrator/Decode": True,
+    "/jetstream_proto.Orchestrator/HealthCheck": False,
+    "/areal_jax.rollout.Rollout/Generate": True,
+    "/areal_jax.rollout.Rollout/Cancel": False,
+    "/areal_jax.rollout.Rollout/Swap": False,
+    "/areal_jax.rollout.Rollout/Statistics": False,
+    "/areal_jax.rollout.Rollout/NoSuchMethod": False,
+}
+EXPECTED = {
+    grpc.StatusCode.OK,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.UNIMPLEMENTED,
+}
+
+
+def odd_bytes(random_: random.Random) -> bytes:
+    """Noise, or a sound message cut, spliced and overwritten."""
+    if random_.random() < 0.3:
+        return random_.randbytes(random_.randrange(80))
+    data = bytearray(random_.choice(SOUND))
+    for _ in range(random_.randrange(5)):
+        place = random_.randrange(len(data) + 1)
+        data[place : place + random_.randrange(4)] = random_.randbytes(random_.randrange(4))
+    return bytes(data)
+
+
+async def fuzz(port: int, count: int, seed: int) -> dict[grpc.StatusCode, int]:
+    """How `count` odd calls ended, at most 64 at once."""
+    random_, ended = random.Random(seed), {}
+    room = asyncio.Semaphore(64)
+
+    async def one(opened: grpc.aio.Channel, path: str, data: bytes) -> None:
+        async with room:
+            try:
+                if METHODS[path]:
+                    async for _ in opened.unary_stream(path)(data, timeout=DEADLINE_S):
+                        pass
+                else:
+                    await opened.unary_unary(path)(data, timeout=DEADLINE_S)
+                code = grpc.StatusCode.OK
+            except grpc.aio.AioRpcError as error:
+                code = error.code()
+            ended[code] = ended.get(code, 0) + 1
+
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as opened:
+        calls = [(random_.choice(list(METHODS)), odd_bytes(random_)) for _ in range(count)]
+        await asyncio.gather(*(one(opened, path, data) for path, data in calls))
+    return ended
+
+
+@pytest.mark.parametrize(
+    "count", [200, pytest.param(10_000, marks=pytest.mark.slow)], ids=["few", "ten thousand"]
+)
+def test_odd_bytes_are_errors_of_their_request(server, count):
+    ended = asyncio.run(fuzz(server.port, count, seed=count))
+    assert sum(ended.values()) == count
+    assert set(ended) <= EXPECTED, ended
+    assert ended[grpc.StatusCode.INVALID_ARGUMENT] > count // 5
+    assert ended[grpc.StatusCode.OK] > count // 20
+
+
+async def ask_and_vanish(port: int, seed: int) -> None:
+    """Calls that are cancelled at every moment of their lives."""
+    random_ = random.Random(seed)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as opened:
+        decode = opened.unary_stream("/jetstream_proto.Orchestrator/Decode")
+        for _ in range(40):
+            call = decode(by_tokens(PROMPT, max_tokens=40).SerializeToString())
+            for _ in range(random_.randrange(4)):
+                await call.read()
+            await asyncio.sleep(random_.random() * 0.01)
+            call.cancel()
+
+
+def test_clients_that_vanish_mid_stream_disturb_nobody(server):
+    expected = list(alone(PROMPT)[0])
+    with ThreadPoolExecutor(4) as pool:
+        gone = [pool.submit(asyncio.run, ask_and_vanish(server.port, seed)) for seed in range(3)]
+        while not all(one.done() for one in gone):
+            assert decoded(server, by_tokens(PROMPT))[0] == expected
+        assert [one.result() for one in gone] == [None] * 3
+
+
+@pytest.mark.slow
+def test_a_thousand_clients_at_once_are_all_answered_alike(server):
+    async def all_at_once() -> list[list[int]]:
+        async def one(prompt: tuple[int, ...]) -> list[int]:
+            # a connection each: channels of equal arguments share one otherwise
+            options = [("grpc.use_local_subchannel_pool", 1)]
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}", options) as opened:
+                stream = OrchestratorStub(opened).Decode(by_tokens(prompt), timeout=300)
+                return [t async for r in stream for s in r.stream_content.samples for t in s.token_ids]
+
+        return await asyncio.gather(*(one(prompt) for prompt in prompts))
+
+    prompts = [(1 + i % 50, 90, 41) for i in range(1000)]
+    found = asyncio.run(all_at_once())
+    assert found == [list(alone(prompt)[0]) for prompt in prompts]
+
+
+# --- the secret ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("header", [None, "", SECRET, f"Bearer {SECRET}x", f"bearer {SECRET}", "Bearer "])
+def test_without_the_secret_nothing_is_answered(header):
+    with running(secret=Secret(SECRET)) as server, channel(server) as opened:
+        metadata = () if header is None else (("authorization", header),)
+        calls = [
+            OrchestratorStub(opened).Decode(by_tokens(PROMPT), metadata=metadata, timeout=DEADLINE_S),
+            RolloutStub(opened).Generate(messages.GenerateRequest(), metadata=metadata, timeout=DEADLINE_S),
+        ]
+        for call in calls:
+            with refused(grpc.StatusCode.UNAUTHENTICATED, "authorization: Bearer"):
+                list(call)
+        with refused(grpc.StatusCode.UNAUTHENTICATED, "authorization: Bearer"):
+            OrchestratorStub(opened).HealthCheck(protocol.HealthCheckRequest(), metadata=metadata)
+        headers = {} if header is None else {"Authorization": header}
+        assert get(server, "/health", **headers)[0] == 401
+        assert server.host.statistics().prefills == 0
+
+
+def test_with_the_secret_everything_is():
+    with running(secret=Secret(SECRET)) as server, channel(server) as opened:
+        metadata = (("authorization", f"Bearer {SECRET}"),)
+        stream = OrchestratorStub(opened).Decode(by_tokens(PROMPT), metadata=metadata, timeout=DEADLINE_S)
+        assert len(list(stream)) == 10
+        assert get(server, "/metrics", Authorization=f"Bearer {SECRET}")[0] == 200
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org", ""])
+def test_beyond_loopback_a_secret_is_required(host):
+    with pytest.raises(ArealError, match=r"AREAL_JAX_SECRET or give --secret-file, or bind 127\.0\.0\.1"):
+        require_secret(host, None)
+    require_secret(host, Secret(SECRET))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.8.8.8"])
+def test_on_loopback_it_is_not(host):
+    require_secret(host, None)
+
+
+def test_the_secret_is_read_from_a_file_or_the_environment(tmp_path, monkeypatch):
+    monkeypatch.delenv("AREAL_JAX_SECRET", raising=False)
+    assert read_secret(None) is None
+    monkeypatch.setenv("AREAL_JAX_SECRET", SECRET)
+    found = read_secret(None)
+    assert found is not None and found.is_in(f"Bearer {SECRET}")
+    (tmp_path / "secret").write_text("another-secret-entirely\n")
+    found = read_secret(tmp_path / "secret")
+    assert found is not None and found.is_in("Bearer another-secret-entirely")
+    assert not found.is_in(f"Bearer {SECRET}")
+    with pytest.raises(ArealError, match="cannot be read"):
+        read_secret(tmp_path / "none")
+    for short in ("", "short", "with a space in the middle of it"):
+        with pytest.raises(ArealError, match="give at least 16, printable ASCII"):
+            Secret(short)
+
+
+# --- starting and ending ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", ["port", "http_port"])
+def test_a_busy_port_is_an_error_that_names_it(option):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        number = taken.getsockname()[1]
+        with pytest.raises(ArealError, match=rf"--{option.replace('_', '-')} {number} .*another port, or 0"):
+            make(**{option: number})
+
+
+def test_two_servers_never_share_a_port(server):
+    with pytest.raises(ArealError, match="cannot be bound"):
+        make(port=server.port)
+
+
+def test_stopping_ends_requests_in_progress():
+    server = make()
+    pause(server)
+    with channel(server) as opened:
+        stream = OrchestratorStub(opened).Decode(by_tokens(PROMPT), timeout=DEADLINE_S)
+        wait_until(lambda: server.streams.open_samples == 1, "asked for")
+        server.stop()
+        with refused(grpc.StatusCode.UNAVAILABLE, "the generation host has ended"):
+            list(stream)
+    server.wait()  # nothing failed
+    assert not server._endpoint._thread.is_alive()
+
+
+def test_a_host_that_fails_is_said_to_clients_and_raised_to_whoever_waits(monkeypatch):
+    with running() as server, channel(server) as opened:
+
+        def broken(*_):
+            raise RuntimeError("the device is gone")
+
+        monkeypatch.setattr(tiny_engine(), "generate", broken)
+        with refused(grpc.StatusCode.UNAVAILABLE, "the generation host has ended"):
+            list(OrchestratorStub(opened).Decode(by_tokens(PROMPT), timeout=DEADLINE_S))
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            server.wait()
+        health = OrchestratorStub(opened).HealthCheck(protocol.HealthCheckRequest(), timeout=DEADLINE_S)
+        assert not health.is_live
+        assert get(server, "/health")[0] == 503
+
+
+def test_an_unknown_model_is_named():
+    with pytest.raises(ArealError, match=r"no model or run no-such-model; choose one of random, smollm2"):
+        serve.make_server("no-such-model", (), ServeSettings())
+
+
+@pytest.mark.slow
+def test_smollm2_answers_a_chat_prompt_through_jetstreams_stub():
+    words = ("generation.slots=2", "generation.length=128", "generation.max_tokens=32")
+    server = serve.make_server("smollm2", words, ServeSettings(port=0, http_port=0))
+    server.start()
+    try:
+        chat = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+        ids, text = decoded(server, by_text(chat))
+    finally:
+        server.stop()
+    assert text == "The capital of France is Paris."
+    assert ids[-1] == server.served.tokenizer.eos_id
+
+
+def test_the_generated_messages_are_those_of_the_proto(tmp_path):
+    protoc = pytest.importorskip("grpc_tools.protoc")
+    root = Path(__file__).parents[2]
+    proto = "areal_jax/serving/proto/rollout.proto"
+    outs = [f"--{kind}={tmp_path}" for kind in ("python_out", "pyi_out", "grpc_python_out")]
+    assert protoc.main(["protoc", f"-I{root}", *outs, proto]) == 0
+    made = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("rollout_pb2*"))
+    assert len(made) == 3
+    for path in made:
+        assert (root / path).read_text() == (tmp_path / path).read_text()
+
+
+def test_a_shorter_length_alone_is_enough_to_serve_shorter_samples():
+    server = serve.make_server("tiny", ("generation.length=32", "generation.slots=2"), ServeSettings())
+    assert (server.served.length, server.served.sampling.max_tokens) == (32, 16)
+    assert server.served.decode_sampling.max_tokens == 16

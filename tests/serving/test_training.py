@@ -1,0 +1,117 @@
+"""Requests to the hosts of a training run: answered while it learns, without a trace in what it learns."""
+
+from __future__ import annotations
+
+import io
+import socket
+import threading
+
+import grpc
+import pytest
+
+from areal_jax.config.loading import ConfigError
+from areal_jax.control.events import SampleFinished, VersionCommitted
+from areal_jax.runtime.jobs import run
+from areal_jax.runtime.reading import audit_run, open_journal
+from areal_jax.serving.proto import rollout_pb2 as messages
+from areal_jax.serving.proto.rollout_pb2_grpc import RolloutStub
+from areal_jax.serving.services import protocol
+from areal_jax.types import ArealError
+from tests.small_run import small
+
+from jetstream.core.proto.jetstream_pb2_grpc import OrchestratorStub  # isort: skip - as a client has it
+
+WORDS = ("control.max_staleness=0", "run.steps=60")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return listening.getsockname()[1]
+
+
+def digests(folder) -> list[str]:
+    with open_journal(folder) as journal:
+        events = [row.event for row in journal.rows()]
+    assert all(event.sample.ordinal >= 0 for event in events if isinstance(event, SampleFinished))
+    return [event.digest for event in events if isinstance(event, VersionCommitted)]
+
+
+def asked_while(thread: threading.Thread, port: int) -> tuple[int, set[int], list[grpc.StatusCode]]:
+    """Requests that were answered, the versions that answered, and the errors of the others."""
+    content = protocol.DecodeRequest.TokenContent(token_ids=(2, 3))
+    answered, versions, errors = 0, set(), []
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        grpc.channel_ready_future(channel).result(120)
+        ours, stub = RolloutStub(channel), OrchestratorStub(channel)
+        for call, request in [
+            (ours.Pause, messages.PauseRequest()),
+            (ours.Swap, messages.SwapRequest(path="/")),
+        ]:
+            with pytest.raises(grpc.RpcError, match="belongs to a training run"):
+                call(request, timeout=60)
+        with pytest.raises(grpc.RpcError, match="no programs for penalties"):
+            list(ours.Generate(messages.GenerateRequest(text="ab", presence_penalty=1.0), timeout=60))
+        while thread.is_alive():
+            try:
+                found = [
+                    token
+                    for response in stub.Decode(
+                        protocol.DecodeRequest(token_content=content, max_tokens=3), timeout=60
+                    )
+                    for sample in response.stream_content.samples
+                    for token in sample.token_ids
+                ]
+                versions.add(ours.Statistics(messages.StatisticsRequest(), timeout=60).version)
+            except grpc.RpcError as error:
+                errors.append(error.code())
+                thread.join(0.05)
+            else:
+                assert 1 <= len(found) <= 3
+                answered += 1
+    return answered, versions, errors
+
+
+@pytest.mark.slow
+def test_a_live_run_answers_requests_across_versions_and_learns_the_same(tmp_path):
+    run(small(tmp_path / "alone", *WORDS), stream=io.StringIO())
+    port = free_port()
+    config = small(tmp_path / "asked", *WORDS, f"generation.serve_port={port}")
+    failures: list[BaseException] = []
+
+    def train() -> None:
+        try:
+            run(config, stream=io.StringIO())
+        except BaseException as error:  # noqa: BLE001 - raised below
+            failures.append(error)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        answered, versions, errors = asked_while(thread, port)
+    finally:
+        thread.join(300)
+    assert not failures, failures
+    assert answered >= 50 and len(versions) >= 10, (answered, versions)
+    assert set(errors) <= {grpc.StatusCode.UNAVAILABLE}
+    assert digests(tmp_path / "asked") == digests(tmp_path / "alone")
+    audit_run(tmp_path / "asked")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("generation.serve_slots=4",), "leaves no slot for rollouts"),
+        (("generation.kv_tokens=24",), "and serve_slots; set"),
+        (("algorithm.preset=sft",), "decodes nothing, also no requests"),
+    ],
+)
+def test_settings_without_room_for_rollouts_are_refused(tmp_path, words, says):
+    with pytest.raises(ConfigError, match=says):
+        small(tmp_path, "generation.serve_port=9000", *words)
+
+
+def test_an_address_that_others_reach_needs_the_runs_secret(tmp_path, monkeypatch):
+    monkeypatch.delenv("AREAL_JAX_SECRET", raising=False)
+    config = small(tmp_path / "run", "generation.serve_port=9000", "generation.serve_address=0.0.0.0")
+    with pytest.raises(ArealError, match="serve_is_open=true"):
+        run(config, stream=io.StringIO())

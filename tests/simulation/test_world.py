@@ -1,0 +1,134 @@
+"""The control plane under a virtual clock: staleness accounting, faults, and hangs that name themselves."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from areal_jax.config.loading import make_config
+from areal_jax.config.refusals import ON_UPDATE
+from areal_jax.config.tree import Config
+from areal_jax.control import events as e
+from areal_jax.simulation.schedule import Fault, Schedule, random_schedule
+from areal_jax.simulation.world import SimulationError, simulate
+
+LONG_TAIL = Schedule(seed=5, median_tokens=24, sigma_tokens=1.0, train_s=0.8, publish_s=0.05)
+"""Lognormal lengths of sigma 1, cut at 15 times the median; hosts just about keep up with the trainer."""
+
+
+def long_tail(eta: int, steps: int = 60, **control: object) -> Config:
+    return make_config(
+        {
+            "run": {"steps": steps},
+            "algorithm": {"group_size": 4},
+            "generation": {"slots": 16, "length": 400, "max_tokens": 360, "decode_steps": 8},
+            "control": {"max_staleness": eta, **control},
+            "trainer": {"batch_size": 8},
+            "runtime": {"hosts": 3},
+        }
+    )
+
+
+def mean(histogram: dict[int, int]) -> float:
+    return sum(age * count for age, count in histogram.items()) / sum(histogram.values())
+
+
+@pytest.mark.parametrize("eta", [0, 1, 2, 4])
+def test_the_gate_bounds_the_mean_head_age(eta):
+    """A2: the histograms count every trained sample and token; no token is older than its head."""
+    result = simulate(long_tail(eta), LONG_TAIL)
+    assert result.audit.violations == []
+    assert mean(result.head_ages) <= eta + 0.05
+    assert max(result.token_ages) <= max(result.head_ages)
+    assert sum(result.head_ages.values()) == 60 * 8 * 4
+    assert 0 < sum(result.token_ages.values()) <= result.tokens
+    assert eta > 0 or result.head_ages == {0: 60 * 8 * 4}
+
+
+def test_the_gate_alone_does_not_bound_the_maximum_but_max_token_age_does():
+    free = simulate(long_tail(1), LONG_TAIL)
+    assert max(free.token_ages) > 1
+    bound = simulate(long_tail(1, max_token_age=1), LONG_TAIL)
+    assert max(bound.head_ages) == max(bound.token_ages) == 1
+    reissued = Counter(a.reason for _, _, actions in bound.rows for a in actions if isinstance(a, e.Reissue))
+    assert reissued["over_age"] > 0
+    assert (bound.audit.violations, bound.audit.dropped, bound.audit.trained) == ([], {}, 480)
+
+
+def test_interruptible_mixes_versions_in_a_sample_and_sync_does_not():
+    mixed = simulate(long_tail(2), LONG_TAIL)
+    spans = [len(event.spans) for _, event, _ in mixed.rows if isinstance(event, e.SampleFinished)]
+    assert max(spans) >= 3
+    assert mixed.interruptions > 100
+    sync = simulate(long_tail(0, strategy="sync"), LONG_TAIL)
+    assert sync.interruptions == 0
+    assert sync.virtual_s > 1.3 * mixed.virtual_s
+
+
+def test_equal_schedules_give_equal_rows():
+    config, schedule = random_schedule(11)
+    assert simulate(config, schedule).rows == simulate(config, schedule).rows
+
+
+def test_a_slow_reward_does_not_stop_generation():
+    """A12: with rewards of 1 s each and decoding of about as much, both go on at once."""
+    config = long_tail(4, steps=20)
+    quick = simulate(config, Schedule(seed=1, median_tokens=24, train_s=0.1, reward_s=0.001))
+    slow = simulate(config, Schedule(seed=1, median_tokens=24, train_s=0.1, reward_s=1.0))
+    assert slow.virtual_s < quick.virtual_s + 5.0  # 160 rewards in sequence would be 160 s
+
+
+@pytest.mark.parametrize("kind", ["host_death", "driver_crash", "trainer_crash"])
+def test_a_fault_at_any_row_is_survived(kind):
+    config = make_config(
+        {
+            "run": {"steps": 5},
+            "algorithm": {"group_size": 2, "group_filter": "signal"},
+            "control": {"max_staleness": 1},
+            "trainer": {"batch_size": 3, "checkpoint_every": 2},
+            "runtime": {"hosts": 2},
+        }
+    )
+    for row in range(0, 60, 2):
+        schedule = Schedule(seed=row, equal_rewards=0.3, train_s=0.2, faults=(Fault(kind, row),))
+        result = simulate(config, schedule)
+        assert result.audit.violations == [], schedule
+        assert (result.faults, result.audit.trained, result.audit.in_flight) == ({kind: 1}, 15, 0), schedule
+
+
+def test_two_hundred_random_schedules_are_clean():
+    faults, dropped, reissued, repeated = Counter(), Counter(), Counter(), 0
+    seen: Counter[tuple[str, str]] = Counter()
+    for seed in range(200):
+        config, schedule = random_schedule(seed)
+        result = simulate(config, schedule)
+        assert result.audit.violations == [], f"seed {seed}"
+        assert config.runtime.hosts >= 2, f"seed {seed}"
+        assert result.audit.trained >= 50 and result.audit.in_flight == 0, f"seed {seed}"
+        assert result.versions >= 5, f"seed {seed}"
+        assert sum(result.faults.values()) >= 3, f"seed {seed}: {result.faults} of {schedule.faults}"
+        seen[config.control.strategy, config.on_update] += 1
+        if config.control.strategy in ("sync", "one_step", "pinned"):
+            assert max(result.token_ages) <= (config.max_staleness or 0), f"seed {seed}"
+            assert max(result.held) <= config.parameter_sets, f"seed {seed}"
+        faults.update(result.faults)
+        dropped.update(result.audit.dropped)
+        for _, event, actions in result.rows:
+            reissued.update(a.reason for a in actions if isinstance(a, e.Reissue))
+            repeated += isinstance(event, e.RunResumed)
+    assert min(faults.values()) > 100 and len(faults) == 3
+    assert min(dropped[reason] for reason in ("no_signal", "failed_reward", "failed_sample")) > 5
+    assert min(reissued[reason] for reason in ("over_age", "failed_reward", "failed_sample")) > 20
+    assert repeated == faults["driver_crash"]
+    assert set(seen) == {(strategy, each) for strategy, allowed in ON_UPDATE.items() for each in allowed}
+    assert min(seen.values()) > 10
+
+
+def test_a_hang_names_who_waits_for_whom_and_the_seed():
+    config = make_config({"run": {"steps": 2}, "algorithm": {"group_filter": "signal"}})
+    with pytest.raises(
+        SimulationError,
+        match=r"seed 9, journal row \d+: the run did not finish within .*trainer waits for 16 more",
+    ):
+        simulate(config, Schedule(seed=9, equal_rewards=1.0, max_rows=2000))
