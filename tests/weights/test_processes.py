@@ -24,7 +24,8 @@ from areal_jax.weights.digest import digest
 from areal_jax.weights.orbax import OrbaxReader
 from areal_jax.weights.staged import committed
 from areal_jax.weights.store import PublisherLostError, load_newer
-from areal_jax.weights.transfer.pulling import Pull
+from areal_jax.weights.transfer import pulling
+from areal_jax.weights.transfer.pulling import Pull, start_server
 from areal_jax.weights.transfer.reader import TransferReader
 from tests.weights.group import SPECS, params_of, probe
 from tests.weights.processes import DEADLINE_S, SECRET, make_engine, wait_for
@@ -175,6 +176,29 @@ def test_a_publisher_that_stands_still_is_given_up_at_the_deadline(
         wait_until(lambda: found.append(load_newer(reader, host.param_shardings)) or found[-1] is not None)
         loaded = found[-1]
         assert loaded is not None and loaded.version == 0 and digest(loaded.params) == loaded.digest
+
+
+def test_a_reader_whose_connections_broke_while_they_were_made_pulls_again(
+    start, tmp_path, monkeypatch, host: Engine
+):
+    """The publisher stands still at each connect. A transfer server that is kept often moves nothing then."""
+    trainer = start("processes", 1, "publish", "transfer", tmp_path, 0, 2)
+    wait_for(tmp_path / "address")
+    address = (tmp_path / "address").read_text()
+
+    def stop_and_start(own_host: str) -> Any:
+        trainer.send_signal(signal.SIGSTOP)
+        return start_server(own_host)
+
+    with closing(TransferReader(address, host.canary, 0.5, SECRET)) as reader:
+        wait_until(lambda: reader.latest() == 0)
+        for _ in range(12):
+            with monkeypatch.context() as patch:
+                patch.setattr(pulling, "start_server", stop_and_start)
+                with pytest.raises(PublisherLostError, match=r"within 0\.5 s"):
+                    reader.load(0, host.param_shardings)
+            trainer.send_signal(signal.SIGCONT)
+        wait_until(lambda: load_newer(reader, host.param_shardings) is not None, 10.0)
 
 
 # --- several processes that publish as one ------------------------------------------------------------------

@@ -30,7 +30,7 @@ SOCKETS = 2
 """Number of connections over which a transfer is spread; docs/performance.md compares one to four."""
 CHUNK_BYTES = 4 << 20
 CHUNKS = 4
-"""Staging buffers, of CHUNK_BYTES each, that the runtime allocates per direction in either process."""
+"""Staging buffers, of CHUNK_BYTES each, that the runtime allocates per server and direction."""
 POLL_S = 0.0005
 
 
@@ -43,69 +43,34 @@ def start_server(host: str) -> Any:
     )
 
 
-def until(end_s: float) -> datetime:
-    """Returns the deadline `end_s`, a time of time.monotonic(), as the datetime that the transfer needs."""
-    return datetime.now(UTC) + timedelta(seconds=end_s - time.monotonic())
-
-
-class Links:
-    """A reader's transfer servers and connections, which are opened by `connect` and used again
-    until `cut`.
+class _Source(NamedTuple):
+    """One publishing process. `server`: the reader's end of the transfer, which owns `connection`; `pieces`:
+    leaf name -> the boxes of the pieces that this process owns.
     """
 
-    def __init__(self) -> None:
-        self._servers: dict[str, Any] = {}
-        self._connections: dict[tuple[str, str], Any] = {}
-
-    def connect(self, own_host: str, address: str) -> Any:
-        if own_host not in self._servers:
-            self._servers[own_host] = start_server(own_host)
-        key = (own_host, address)
-        if key not in self._connections:
-            self._connections[key] = self._servers[own_host].connect(address)
-        return self._connections[key]
-
-    def cut(self) -> None:
-        """Close all connections: pulls in progress fail, and their arrays free their memory. The next
-        `connect` opens a new one.
-        """
-        # Private, but the only way to end a pull whose other side hangs: the runtime's deadline does not.
-        for connection in self._connections.values():
-            connection._poison_connection()
-        self._connections.clear()
-
-
-class _Source(NamedTuple):
-    """One publishing process. `pieces`: leaf name -> the boxes of the pieces that this process owns."""
-
     channel: Channel
+    server: Any
     connection: Any
     pieces: dict[str, list[Box]]
 
 
 class _Portion(NamedTuple):
-    """Leaves that are pulled together. `pieces`: leaf name -> (box, data) of each piece; `offers`: for each
-    process that is pulled from, the channel to it and the number that permits the pull.
-    """
+    """Leaves that are pulled together. `pieces`: leaf name -> (box, data) of each piece."""
 
     names: list[str]
     pieces: dict[str, list[tuple[Box, jax.Array]]]
-    offers: list[tuple[Channel, int]]
 
 
 class Pull:
     """One reader's pull of one version, of which `take` pulls leaves. The caller must call `close`."""
 
-    def __init__(
-        self, links: Links, address: str, secret: str | None, version: PolicyVersion, deadline_s: float
-    ) -> None:
+    def __init__(self, address: str, secret: str | None, version: PolicyVersion, deadline_s: float) -> None:
         """Connects to all processes that publish `version`; `address`: host:port of the first of them.
 
-        `links`: connections, kept for later pulls. `deadline_s`: most seconds for the whole pull. Raises
-        VersionGoneError if the publisher no longer has the version, PublisherLostError if one of the
-        processes does not answer in time.
+        `deadline_s`: most seconds for the whole pull. Raises VersionGoneError if the publisher no longer has
+        the version, PublisherLostError if one of the processes does not answer in time.
         """
-        self.version, self._links = version, links
+        self.version = version
         self._address, self._secret, self._deadline_s = address, secret, deadline_s
         self._end_s = time.monotonic() + deadline_s
         self._sources: list[_Source] = []
@@ -125,8 +90,14 @@ class Pull:
         """Digests by leaf name, as `digest.leaf_digests` returns them."""
 
     def close(self) -> None:
+        """Disconnect from all publishing processes. Pulls in progress fail, and their arrays free their
+        memory.
+        """
         for source in self._sources:
+            # Private, but the only way to end a pull whose other side hangs: the runtime's deadline does not.
+            source.connection._poison_connection()
             source.channel.close()
+        self._sources.clear()
 
     def take(self, wanted: Mapping[str, Sharding]) -> Iterator[dict[str, jax.Array]]:
         """Yields the `wanted` leaves by name, a portion at a time, each complete and laid out as wanted.
@@ -158,15 +129,17 @@ class Pull:
         channel = Channel(address, self._secret, self._left_s())
         try:
             said = self._ask(channel, ask="describe", version=self.version, wait_s=wait_s)
+            # Not that of an earlier pull: see the publisher's `_Session`.
+            server = start_server(channel.own_host)
+            connection = server.connect(said["transfer"])
         except BaseException:
             channel.close()
             raise
-        connection = self._links.connect(channel.own_host, said["transfer"])
         pieces = {
             name: [tuple((start, stop) for start, stop in box) for box in boxes]
             for name, boxes in said["pieces"].items()
         }
-        self._sources.append(_Source(channel, connection, pieces))
+        self._sources.append(_Source(channel, server, connection, pieces))
         return said
 
     def _ask(self, channel: Channel, **request: Any) -> dict[str, Any]:
@@ -194,16 +167,17 @@ class Pull:
             yield portion
 
     def _start(self, names: list[str], wanted: Mapping[str, Sharding]) -> _Portion:
-        portion = _Portion(names, {name: [] for name in names}, [])
+        portion = _Portion(names, {name: [] for name in names})
         for source in self._sources:
             held = [name for name in names if source.pieces.get(name)]
             if not held:
                 continue
             number = self._ask(source.channel, ask="pull", leaves=held)["number"]
-            portion.offers.append((source.channel, number))
             places_of = [(name, box) for name in held for box in source.pieces[name]]
             specs = [self._spec(name, box, wanted[name]) for name, box in places_of]
-            arrays = source.connection.pull(number, specs, until(self._end_s))
+            arrays = source.connection.pull(
+                number, specs, datetime.now(UTC) + timedelta(seconds=self._left_s())
+            )
             for (name, box), array in zip(places_of, arrays, strict=True):
                 portion.pieces[name].append((box, array))
                 self.pulled_bytes += array.nbytes
@@ -219,8 +193,6 @@ class Pull:
         for pieces in portion.pieces.values():
             for _, piece in pieces:
                 self._wait_for(piece)
-        for channel, number in portion.offers:
-            self._ask(channel, ask="done", number=number)
         return {name: self._whole(name, portion.pieces[name], wanted[name]) for name in portion.names}
 
     def _wait_for(self, piece: Any) -> None:
@@ -247,13 +219,10 @@ class Pull:
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
-        """Raise errors of the network or the publisher in the block as PublisherLostError, after closing all
-        connections.
-        """
+        """Raise errors of the network or the publisher in the block as PublisherLostError."""
         try:
             yield
         except (ChannelError, TimeoutError, jax.errors.JaxRuntimeError) as error:
-            self._links.cut()
             raise PublisherLostError(
                 f"version {self.version} could not be pulled from {self._address} within "
                 f"{self._deadline_s:g} s: {(str(error) or 'no answer').splitlines()[0][:200]}; the "

@@ -21,7 +21,7 @@ from areal_jax.weights.digest import leaf_sums, name_sums
 from areal_jax.weights.staged import described, to_plain
 from areal_jax.weights.store import Probe, VersionDamagedError, require_canary
 from areal_jax.weights.transfer.channel import Channel, ChannelError
-from areal_jax.weights.transfer.pulling import Links, Pull
+from areal_jax.weights.transfer.pulling import Pull
 
 WATCH_S = 2.0
 """Seconds that the publisher may wait for a newer version before it answers the reader's query."""
@@ -47,7 +47,6 @@ class TransferReader:
         """
         self._address, self._probe = address, probe
         self._deadline_s, self._secret = deadline_s, secret
-        self._links = Links()
         self._newest: tuple[str, PolicyVersion | None] = (address, None)
         """A publisher's address and newest version; replaced in one assignment, so `latest` needs no lock."""
         self._refused: set[PolicyVersion] = set()
@@ -103,7 +102,7 @@ class TransferReader:
         naming the leaf, if the bits pulled are not those published or the tree is not that of `shardings`;
         WeightsError if the canaries of reader and publisher differ.
         """
-        pull = Pull(self._links, self._address, self._secret, version, self._deadline_s)
+        pull = Pull(self._address, self._secret, version, self._deadline_s)
         try:
             wanted = to_plain(shardings)
             if missing := wanted.keys() ^ pull.leaves.keys():

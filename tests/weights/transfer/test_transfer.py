@@ -28,7 +28,7 @@ from areal_jax.weights.store import (
 from areal_jax.weights.transfer import pulling
 from areal_jax.weights.transfer.channel import Channel, ChannelError
 from areal_jax.weights.transfer.publisher import TransferStore
-from areal_jax.weights.transfer.pulling import Links, Pull
+from areal_jax.weights.transfer.pulling import Pull, start_server
 from areal_jax.weights.transfer.reader import TransferReader
 from areal_jax.weights.writer import OnFailure
 from tests.weights.values import DEADLINE_S, HERE, THERE, newest, pointers, probe, same, value, wait_for
@@ -268,7 +268,7 @@ def test_a_version_that_is_pruned_while_it_is_pulled(make, monkeypatch):
         else:
             assert same(reader.load(0, HERE).params, value(0).params)
             with pytest.raises(VersionGoneError):
-                Pull(Links(), store.address, None, 0, DEADLINE_S)  # nobody reads it any more
+                Pull(store.address, None, 0, DEADLINE_S)  # nobody reads it any more
 
 
 def test_a_slow_reader_holds_neither_the_publisher_nor_its_memory(make):
@@ -276,11 +276,12 @@ def test_a_slow_reader_holds_neither_the_publisher_nor_its_memory(make):
     store = make(publisher, probe)
     publish(store, value(0))
     with closing(Channel(store.address, None, DEADLINE_S)) as slow:
-        slow.ask({"ask": "describe", "version": 0, "wait_s": 0.0})
+        address = slow.ask({"ask": "describe", "version": 0, "wait_s": 0.0})["transfer"]
         number = slow.ask({"ask": "pull", "leaves": ["w"]})["number"]
         publish(store, *(value(version) for version in range(1, 6)))
         assert store.latest() == 5 and set(store._versions) == {0, 5}
-        link = Links().connect("127.0.0.1", store.server.address())
+        server = start_server("127.0.0.1")
+        link = server.connect(address)
         like = [jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=SingleDeviceSharding(jax.devices()[1]))]
         assert same(link.pull(number, like), [value(0).params["w"]])
         abandoned = slow.ask({"ask": "pull", "leaves": ["w"]})["number"]
@@ -326,9 +327,9 @@ def test_a_publisher_that_hangs_is_given_up_at_the_deadline(make, monkeypatch):
     store = make(publisher, probe)
     publish(store, value(0))
     reader = reader_of(make, store, deadline_s=1.0)
-    offer, wait, waited_for = TransferStore.offer, Pull._wait_for, []
-    monkeypatch.setattr(TransferStore, "offer", lambda self, arrays: 12345)
-    monkeypatch.setattr(TransferStore, "withdraw", lambda self, number, count: None)
+    ask, wait, waited_for = Pull._ask, Pull._wait_for, []
+    other_number = lambda self, channel, **request: ask(self, channel, **request) | {"number": 12345}  # noqa: E731
+    monkeypatch.setattr(Pull, "_ask", other_number)
     monkeypatch.setattr(Pull, "_wait_for", lambda self, piece: (waited_for.append(piece), wait(self, piece)))
     started = time.monotonic()
     with pytest.raises(PublisherLostError, match=r"version 0 could not be pulled .* within 1 s: timed out"):
@@ -338,7 +339,7 @@ def test_a_publisher_that_hangs_is_given_up_at_the_deadline(make, monkeypatch):
     with pytest.raises(jax.errors.JaxRuntimeError):
         waited_for[0].block_until_ready()
     assert reader.latest() == 0 and load_newer(reader, HERE) is None  # which is to wait, and ask again
-    monkeypatch.setattr(TransferStore, "offer", offer)
+    monkeypatch.setattr(Pull, "_ask", ask)
     assert same(reader.load(0, HERE).params, value(0).params)  # over a new connection
 
 
