@@ -190,7 +190,8 @@ class _Session:
         reading = self._store.begin_reading(version, wait_s)
         if reading is None:
             return {"gone": self._store.latest()}
-        self._version, self._server = version, self._store.start_server()
+        self._version = version
+        self._server = self._store.start_server()
         pieces = {name: [box for box, _ in own_pieces(leaf)] for name, leaf in reading.arrays.items()}
         return {
             "digest": reading.digest,
