@@ -74,5 +74,8 @@ def test_it_says_when_it_is_ready_and_stops_when_asked(end):
         with urllib.request.urlopen(f"http://{found[1]}/health", timeout=30) as response:
             assert b'"status":"ok"' in response.read()
         process.send_signal(end)
-        _, err = process.communicate(timeout=60)
+        try:
+            _, err = process.communicate(timeout=60)
+        finally:
+            process.kill()  # one that does not stop would hold the tests for ever
     assert (process.returncode, err) == (130, "stopped\n")
