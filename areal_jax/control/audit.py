@@ -15,8 +15,13 @@ from areal_jax.config.tree import Config
 from areal_jax.control import events as e
 from areal_jax.control.events import Action, Event
 from areal_jax.control.machine import ControlError, ControlPlane
-from areal_jax.control.rules import Rules
 from areal_jax.types import SampleId
+
+BOUNDED = ("sync", "one_step", "pinned")
+"""Strategies in which max_staleness bounds the age of every trained token, not only the mean age."""
+
+ONE_VERSION = ("pinned", "drain")
+"""Values of generation.on_update with which all tokens of a trajectory are of one version."""
 
 Row = tuple[int, Event, Sequence[Action]]
 """(sequence number in the journal, event, actions that the control plane returned for it)."""
@@ -34,14 +39,13 @@ class AuditResult:
         return dict(vars(self))
 
 
-def audit(config: Config | Rules, rows: Iterable[Row]) -> AuditResult:
+def audit(config: Config, rows: Iterable[Row]) -> AuditResult:
     """Checks a journal's rows, in order; returns the violations and the counts of groups.
 
     The counts: trained, dropped (by reason), and in flight (neither: the run may not have ended).
     """
-    rules = Rules.of(config)
-    books = _Books(rules)
-    plane: ControlPlane | None = ControlPlane(rules)
+    books = _Books(config)
+    plane: ControlPlane | None = ControlPlane(config)
     last = None
     for seq, event, actions in rows:
         books.row = seq
@@ -73,6 +77,13 @@ def _difference(plane: ControlPlane, event: Event, actions: Sequence[Action]) ->
     return ""
 
 
+def _oldest_trained(config: Config) -> int | None:
+    """Returns the largest age that a trained token may have, in versions; None if there is no such bound."""
+    # At eta = 0 the gate alone keeps every group in the version that trains it.
+    is_bounded = config.control.strategy in BOUNDED or config.max_staleness == 0
+    return config.max_staleness if is_bounded else config.control.max_token_age
+
+
 @dataclass
 class _Account:
     """What the audit knows of one group after the rows checked so far."""
@@ -98,13 +109,14 @@ class _Books:
     Each `_on_` method checks one kind of event or action and records what it changes.
     """
 
-    def __init__(self, rules: Rules) -> None:
-        self.rules = rules
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.batch_size, self.group_size = config.trainer.batch_size, config.algorithm.group_size
         self.row = 0
         self.violations: list[str] = []
         self.accounts: dict[int, _Account] = {}
         self.dropped: dict[str, int] = {}
-        self.steps = rules.steps
+        self.steps = config.run.steps
         self.committed = -1
         self.trained_version = 0
         self.training: e.Train | None = None
@@ -136,7 +148,7 @@ class _Books:
     def _on_started(self, event: e.RunStarted) -> None:
         self.require(self.committed < 0, "a second RunStarted")
         self.committed, self.digests[0] = 0, event.digest
-        self.steps = event.steps or self.rules.steps
+        self.steps = event.steps or self.config.run.steps
 
     def _on_committed(self, event: e.VersionCommitted) -> None:
         if event.version <= self.committed:
@@ -183,7 +195,7 @@ class _Books:
         self._lose(event.host)
 
     def _on_resumed(self, event: e.RunResumed) -> None:
-        steps, self.steps = self.steps, event.steps or self.rules.steps
+        steps, self.steps = self.steps, event.steps or self.config.run.steps
         if self.steps != steps:
             self.restart = self.trained_version + 1
         for host in list(self.hosts):
@@ -217,7 +229,7 @@ class _Books:
         if ordinal not in self.accounts:
             self._admit(ordinal)
         account = self.accounts[ordinal]
-        missing = sorted(set(range(self.rules.group_size)) - set(account.oldest))
+        missing = sorted(set(range(self.group_size)) - set(account.oldest))
         self.require(
             account.fate == "live" and account.attempt == attempt and not account.host and members == missing,
             f"group {ordinal} ({account.fate}, attempt {account.attempt}, on {account.host or 'no host'}, "
@@ -233,7 +245,7 @@ class _Books:
 
     def _admit(self, ordinal: int) -> None:
         admitted, refunds = len(self.accounts) + 1, sum(self.dropped.values())
-        size, eta = self.rules.batch_size, self.rules.max_staleness
+        size, eta = self.batch_size, self.config.max_staleness
         self.accounts[ordinal] = _Account()
         self.require(
             ordinal == admitted - 1, f"ordinal {ordinal} was admitted, but the next ordinal is {admitted - 1}"
@@ -255,8 +267,8 @@ class _Books:
             versions == sorted(versions), f"the token versions of {event.sample} decrease: {versions}"
         )
         self.require(
-            len(set(versions)) <= 1 or not self.rules.has_one_version,
-            f"{event.sample} has tokens of versions {versions}; generation.on_update={self.rules.on_update} "
+            len(set(versions)) <= 1 or self.config.on_update not in ONE_VERSION,
+            f"{event.sample} has tokens of versions {versions}; generation.on_update={self.config.on_update} "
             "allows only one",
         )
         self.require(
@@ -275,7 +287,7 @@ class _Books:
             f"{asked}",
         )
         account.oldest[member], account.newest[member] = versions[0], versions[-1]
-        if len(account.oldest) == self.rules.group_size:
+        if len(account.oldest) == self.group_size:
             account.host = ""
 
     def _account_of(self, sample: SampleId, host: str) -> _Account | None:
@@ -287,7 +299,7 @@ class _Books:
         is_awaited = (
             (account.fate, account.attempt, account.host) == ("live", sample.attempt, host)
             and sample.member not in account.oldest
-            and 0 <= sample.member < self.rules.group_size
+            and 0 <= sample.member < self.group_size
         )
         return account if is_awaited else None
 
@@ -295,7 +307,7 @@ class _Books:
         account = self._account(event.ordinal)
         if (account.fate, account.attempt, account.is_scored) != ("live", event.attempt, False):
             return
-        if len(account.oldest) == self.rules.group_size:
+        if len(account.oldest) == self.group_size:
             account.is_scored = True
             self.ready.add(event.ordinal)
 
@@ -334,9 +346,9 @@ class _Books:
             f"the trainer was asked for batch {action.step}, but the next batch is {self.trained_version}",
         )
         # Lowest first, so that no group waits for ever behind newer ones.
-        lowest = tuple(sorted(self.ready)[: self.rules.batch_size])
+        lowest = tuple(sorted(self.ready)[: self.batch_size])
         self.require(
-            action.ordinals == lowest and len(lowest) == self.rules.batch_size,
+            action.ordinals == lowest and len(lowest) == self.batch_size,
             f"batch {action.step} consists of ordinals {action.ordinals}, but the lowest complete ordinals "
             f"are {lowest}",
         )
@@ -351,13 +363,13 @@ class _Books:
             account.fate == "live", f"ordinal {ordinal} is in batch {step}, but its state is {account.fate}"
         )
         self.require(
-            account.attempt == attempt and len(account.oldest) == self.rules.group_size,
+            account.attempt == attempt and len(account.oldest) == self.group_size,
             f"ordinal {ordinal} is in batch {step} with attempt {attempt} and finished members "
-            f"{sorted(account.oldest)}, but needs attempt {account.attempt} and all {self.rules.group_size} "
+            f"{sorted(account.oldest)}, but needs attempt {account.attempt} and all {self.group_size} "
             "members",
         )
         age = self.trained_version - min(account.oldest.values(), default=self.trained_version)
-        bound = self.rules.oldest_trained
+        bound = _oldest_trained(self.config)
         self.require(
             bound is None or age <= bound,
             f"ordinal {ordinal} is in batch {step} at token age {age}, above the bound {bound}",
@@ -369,9 +381,9 @@ class _Books:
             f"{self.trained_version}",
         )
         # Groups are admitted in order, so the ordinal says the batch; a drop moves later ones forward.
-        own = ordinal // self.rules.batch_size
+        own = ordinal // self.batch_size
         if (
-            self.rules.strategy == "one_step"
+            self.config.control.strategy == "one_step"
             and own > self.restart
             and not (account.is_again or self.dropped)
         ):

@@ -16,7 +16,6 @@ from typing import Any
 from areal_jax.config.tree import Config
 from areal_jax.control import events as e
 from areal_jax.control.events import Action, Event
-from areal_jax.control.rules import Rules
 from areal_jax.control.state import GroupState, HostState, State, from_plain, to_plain, waits
 from areal_jax.control.strategies import STRATEGIES
 from areal_jax.types import ArealError
@@ -37,14 +36,15 @@ class ControlPlane:
     It takes one event at a time. Drivers read `state`; only `handle` changes it.
     """
 
-    def __init__(self, config: Config | Rules) -> None:
-        rules = self._rules = Rules.of(config)
-        self._strategy = STRATEGIES[rules.strategy](rules.batch_size, rules.max_staleness)
-        self.state = State(steps=rules.steps)
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        strategy = STRATEGIES[config.control.strategy]
+        self._strategy = strategy(config.trainer.batch_size, config.max_staleness)
+        self.state = State(steps=config.run.steps)
 
     @classmethod
     def fold(
-        cls, config: Config | Rules, events: Iterable[Event], snapshot: Mapping[str, Any] | None = None
+        cls, config: Config, events: Iterable[Event], snapshot: Mapping[str, Any] | None = None
     ) -> ControlPlane:
         """Returns a control plane after `events`, the whole run's or those that follow `snapshot`."""
         plane = cls(config)
@@ -60,7 +60,7 @@ class ControlPlane:
 
     def waits(self) -> tuple[str, ...]:
         """Returns a sentence for each thing the run waits for, for the error of a run that stands still."""
-        return waits(self.state, self._rules.batch_size, self._strategy.is_next_begun_first)
+        return waits(self.state, self._config.trainer.batch_size, self._strategy.is_next_begun_first)
 
     # --- events ---------------------------------------------------------------------------------------------
 
@@ -78,11 +78,11 @@ class ControlPlane:
 
     def _run_started(self, event: e.RunStarted) -> None:
         s = self.state
-        s.version, s.digests[0], s.steps = 0, event.digest, event.steps or self._rules.steps
+        s.version, s.digests[0], s.steps = 0, event.digest, event.steps or self._config.run.steps
 
     def _run_resumed(self, event: e.RunResumed) -> Iterator[Action]:
         s = self.state
-        s.steps, s.is_finished = event.steps or self._rules.steps, False
+        s.steps, s.is_finished = event.steps or self._config.run.steps, False
         for name in sorted(s.hosts):
             s.lose(name)
         # Messages to the reward pool and the trainer died with the driver, so they are sent again.
@@ -136,12 +136,12 @@ class ControlPlane:
         return self._fail(event.sample.ordinal, "failed_sample")
 
     def _reward_scored(self, event: e.RewardScored) -> Iterator[Action]:
-        s, size = self.state, self._rules.group_size
+        s, size = self.state, self._config.algorithm.group_size
         if len(event.rewards) != size:
             raise ControlError(
                 f"group {event.ordinal} needs {size} rewards, one per member, but {len(event.rewards)} came"
             )
-        if self._rules.group_filter == "signal" and len(set(event.rewards)) == 1:
+        if self._config.algorithm.group_filter == "signal" and len(set(event.rewards)) == 1:
             yield from self._drop(event.ordinal, "no_signal")
         else:
             s.groups[event.ordinal] = replace(s.groups[event.ordinal], stage="complete")
@@ -183,7 +183,7 @@ class ControlPlane:
     def _checkpoint_committed(self, event: e.CheckpointCommitted) -> None:
         s = self.state
         # A resume trains again from a kept checkpoint on, so no older digest is needed.
-        s.checkpoints = sorted({*s.checkpoints, event.version})[-self._rules.keep_checkpoints :]
+        s.checkpoints = sorted({*s.checkpoints, event.version})[-self._config.trainer.keep_checkpoints :]
         needed = min(s.checkpoints[0], s.version)
         s.digests = {version: digest for version, digest in s.digests.items() if version >= needed}
 
@@ -214,7 +214,7 @@ class ControlPlane:
 
     def _reissue_over_age(self) -> Iterator[Action]:
         """Reissues scored groups with a token older than max_token_age versions; they only get older."""
-        s, bound = self.state, self._rules.max_token_age
+        s, bound = self.state, self._config.control.max_token_age
         if bound is None:
             return
         for ordinal in list(s.complete):
@@ -224,7 +224,7 @@ class ControlPlane:
 
     def _form_batch(self) -> Iterator[Action]:
         """Issues Train for the lowest complete ordinals if they fill a batch and the strategy allows it."""
-        s, size = self.state, self._rules.batch_size
+        s, size = self.state, self._config.trainer.batch_size
         ordinals = tuple(s.complete[:size])
         if len(ordinals) < size or not self._strategy.trains(s, ordinals):
             return
@@ -243,12 +243,12 @@ class ControlPlane:
 
         `is_room_needed`: False lets any number of samples queue on a host.
         """
-        s, room = self.state, self._rules.group_size if is_room_needed else None
+        s, room = self.state, self._config.algorithm.group_size if is_room_needed else None
         while (host := s.roomiest_host(room)) is not None:
             if s.waiting:
                 group = s.groups[s.waiting.pop(0)]
             elif self._may_admit():
-                group = GroupState(s.admitted, (None,) * self._rules.group_size)
+                group = GroupState(s.admitted, (None,) * self._config.algorithm.group_size)
                 s.admitted += 1
             else:
                 return
@@ -257,9 +257,9 @@ class ControlPlane:
             yield e.Dispatch(group.unfinished, host, s.version)
 
     def _may_admit(self) -> bool:
-        s, limit = self.state, self._rules.max_concurrent
+        s, limit = self.state, self._config.control.max_concurrent
         return (
-            s.admitted < s.steps * self._rules.batch_size + s.refunds
+            s.admitted < s.steps * self._config.trainer.batch_size + s.refunds
             and (limit is None or s.running < limit)
             and self._strategy.admits(s)
         )
@@ -276,7 +276,7 @@ class ControlPlane:
         """Starts the group again as a new attempt with new random keys. Unlike a drop, this permits no other
         group to be admitted in its place.
         """
-        attempt, unfinished = group.attempt + 1, (None,) * self._rules.group_size
+        attempt, unfinished = group.attempt + 1, (None,) * self._config.algorithm.group_size
         yield e.Reissue(group.ordinal, attempt, reason)
         yield from self._withdraw(group)
         self.state.wait(GroupState(group.ordinal, unfinished, attempt=attempt, failures=group.failures))

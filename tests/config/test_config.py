@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from areal_jax.config.loading import ConfigError, load_config, make_config, resolved
-from areal_jax.control.rules import Rules
 
 RECIPE = {"algorithm": {"preset": "grpo", "group_size": 4, "loss_settings": {"low": 0.1, "high": 0.3}}}
 
@@ -45,7 +44,6 @@ def test_unbounded_staleness_needs_a_bound_on_what_is_in_flight_and_survives_the
     words = ("control.max_staleness=unbounded", "control.max_concurrent=6")
     config = load_config(*words)
     assert config.max_staleness is None
-    assert Rules.of(config).max_staleness is None
     assert make_config(resolved(config)) == make_config(resolved(load_config(*words)))
     assert make_config(resolved(config)).max_staleness is None
     with pytest.raises(ConfigError, match=r"set control\.max_concurrent=6, or another"):

@@ -4,13 +4,35 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
+from areal_jax.config.tree import Config
 from areal_jax.control import events as e
 from areal_jax.control.audit import Row
 from areal_jax.control.events import Action, Event
 from areal_jax.control.machine import ControlPlane
-from areal_jax.control.rules import Rules
 from areal_jax.types import SampleId, VersionSpan
+
+SECTIONS = {
+    "steps": "run", "batch_size": "trainer", "keep_checkpoints": "trainer",
+    "group_size": "algorithm", "group_filter": "algorithm", "on_update": "generation",
+}  # fmt: skip
+"""Config key -> its section; any other key here is one of section `control`."""
+
+
+def config_of(**keys: Any) -> Config:
+    return changed(Config(), **{"max_staleness": 0, **keys})
+
+
+def changed(config: Config, **keys: Any) -> Config:
+    """`config` with other values of these keys, unchecked: the control plane keeps its promises also with
+    combinations that a config refuses. max_staleness=None: unbounded.
+    """
+    for key, value in keys.items():
+        name = SECTIONS.get(key, "control")
+        value = "unbounded" if (key, value) == ("max_staleness", None) else value
+        config = config.model_copy(update={name: getattr(config, name).model_copy(update={key: value})})
+    return config
 
 
 @dataclass(frozen=True)
@@ -25,7 +47,7 @@ class Decoding:
 class Player:
     """`pending` is what was asked for and not yet answered; `step` answers one of it."""
 
-    rules: Rules
+    config: Config
     random: Random
     equal_rewards: float = 0.0
     failed_rewards: float = 0.0
@@ -43,7 +65,7 @@ class Player:
     """The version that each host adopted last."""
 
     def __post_init__(self) -> None:
-        self.plane = ControlPlane(self.rules)
+        self.plane = ControlPlane(self.config)
 
     @property
     def events(self) -> list[Event]:
@@ -61,7 +83,7 @@ class Player:
             self.ages += [
                 event.step - span.version
                 for ordinal, attempt in zip(training.ordinals, training.attempts, strict=True)
-                for member in range(self.rules.group_size)
+                for member in range(self.config.algorithm.group_size)
                 for span in self.spans[SampleId(ordinal, member, attempt)]
             ]
         if isinstance(event, e.HostJoined):
@@ -90,7 +112,9 @@ class Player:
             return e.RewardFailed(ordinal, attempt, 0, "failed", "")
         is_equal = self.random.random() < self.equal_rewards
         return e.RewardScored(
-            ordinal, attempt, tuple(0.0 if is_equal else float(m) for m in range(self.rules.group_size))
+            ordinal,
+            attempt,
+            tuple(0.0 if is_equal else float(m) for m in range(self.config.algorithm.group_size)),
         )
 
     def finish(self, decoding: Decoding) -> Event:
@@ -101,7 +125,7 @@ class Player:
             return e.SampleFailed(decoding.sample, decoding.host, "")
         version = self.held[decoding.host] if self.drains else decoding.version
         spans = (VersionSpan(version, 0, 3),)
-        if self.plane.state.version > decoding.version and not self.rules.has_one_version:
+        if self.plane.state.version > decoding.version and self.config.on_update not in ("pinned", "drain"):
             spans += (VersionSpan(self.plane.state.version, 3, 5),)
         self.spans[decoding.sample] = spans
         return e.SampleFinished(decoding.sample, decoding.host, spans, "stop")
@@ -147,7 +171,7 @@ class Player:
 
     def resume(self, steps: int = 0) -> Player:
         """A new process: all that was under way is forgotten, the journal is folded, hosts join again."""
-        self.plane = ControlPlane.fold(self.rules, self.events)
+        self.plane = ControlPlane.fold(self.config, self.events)
         self.pending = []
         self.tell(e.RunResumed(steps))
         for version in range(self.plane.state.version + 1, self.plane.state.trained_version + 1):

@@ -12,15 +12,16 @@ import pytest
 from areal_jax.config.loading import make_config
 from areal_jax.control import events as e
 from areal_jax.control.audit import Row, audit
-from areal_jax.control.rules import Rules
 from areal_jax.types import VersionSpan
-from tests.control.play import Player
+from tests.control.play import Player, config_of
 
-RULES = Rules(steps=5, batch_size=2, group_size=2, max_staleness=1, max_token_age=2, group_filter="signal")
+CONFIG = config_of(
+    steps=5, batch_size=2, group_size=2, max_staleness=1, max_token_age=2, group_filter="signal"
+)
 
 
 def a_run() -> list[Row]:
-    player = Player(RULES, Random(4), equal_rewards=0.3).start()
+    player = Player(CONFIG, Random(4), equal_rewards=0.3).start()
     for index in range(2):
         player.tell(e.HostAdopted(f"host{index}", 0, "d0"))
     return player.play().rows
@@ -161,7 +162,7 @@ CASES = {
 
 
 def test_a_good_run_is_ok():
-    result = audit(RULES, a_run())
+    result = audit(CONFIG, a_run())
     assert result.violations == []
     assert (result.ok, result.trained, result.in_flight) == (True, 10, 0)
     assert set(result.dropped) == {"no_signal"}
@@ -172,7 +173,7 @@ def test_a_seeded_violation_is_named(name):
     corrupt, message = CASES[name]
     rows = a_run()
     corrupt(rows)
-    result = audit(RULES, rows)
+    result = audit(CONFIG, rows)
     assert not result.ok
     assert [said for said in result.violations if message in said], result.violations
 
@@ -180,13 +181,13 @@ def test_a_seeded_violation_is_named(name):
 def test_rows_out_of_order_are_named():
     rows = a_run()
     rows[3], rows[4] = rows[4], rows[3]
-    assert any("rows must ascend" in said for said in audit(RULES, rows).violations)
+    assert any("rows must ascend" in said for said in audit(CONFIG, rows).violations)
 
 
 def test_a_journal_cut_short_anywhere_is_ok():
     rows = a_run()
     for length in range(0, len(rows), 5):
-        result = audit(RULES, rows[:length])
+        result = audit(CONFIG, rows[:length])
         assert result.violations == []
         admitted = sum(
             action.samples[0].attempt == 0 for _, _, actions in rows[:length] for action in actions

@@ -15,13 +15,14 @@ from areal_jax.control import events as e
 from areal_jax.control.audit import audit
 from areal_jax.control.gate import may_train
 from areal_jax.control.machine import ControlPlane
-from areal_jax.control.rules import Rules
 from areal_jax.control.state import GroupState, State
 from areal_jax.types import SampleId, VersionSpan
-from tests.control.play import Decoding, Player
+from tests.control.play import Decoding, Player, changed, config_of
 
 BOUNDS = [1, 2, 3, 5]
-RULES = Rules(steps=12, batch_size=3, group_size=2, strategy="pinned", on_update="pinned", max_staleness=2)
+CONFIG = config_of(
+    steps=12, batch_size=3, group_size=2, strategy="pinned", on_update="pinned", max_staleness=2
+)
 
 
 class Stragglers(Player):
@@ -39,7 +40,7 @@ class Stragglers(Player):
         """D3: after every event, what was dispatched is trained, in flight or dropped, each group once."""
         actions = super().tell(event)
         state = self.plane.state
-        trained = state.trained_version * self.rules.batch_size
+        trained = state.trained_version * self.config.trainer.batch_size
         assert trained + len(state.groups) + state.refunds == state.admitted
         return actions
 
@@ -64,8 +65,10 @@ def test_stragglers_pile_up_where_only_the_oldest_version_is_waited_for():
 
 
 def test_the_trainer_waits_for_a_straggler_and_says_so():
-    rules = Rules(steps=9, batch_size=1, group_size=1, strategy="pinned", on_update="pinned", max_staleness=1)
-    plane = ControlPlane(rules)
+    config = config_of(
+        steps=9, batch_size=1, group_size=1, strategy="pinned", on_update="pinned", max_staleness=1
+    )
+    plane = ControlPlane(config)
     plane.handle(e.RunStarted("d0"))
     plane.handle(e.HostJoined("a", 9))
 
@@ -98,10 +101,10 @@ def test_a_group_that_has_not_begun_counts_as_the_newest_version():
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_no_age_exceeds_k_with_stragglers_and_nothing_is_dropped(bound, size):
     """D3 and D4; the bound is reached, so the trainer waits no more than it must."""
-    rules = replace(RULES, max_staleness=bound, batch_size=size, steps=20)
-    player = Stragglers(rules, Random(0), slots=10**6, hosts=1).start().play()
+    config = changed(CONFIG, max_staleness=bound, batch_size=size, steps=20)
+    player = Stragglers(config, Random(0), slots=10**6, hosts=1).start().play()
     assert max(player.ages) == bound
-    result = audit(rules, player.rows)
+    result = audit(config, player.rows)
     assert (result.violations, result.trained, result.dropped) == ([], 20 * size, {})
     finished = [event for event in player.events if isinstance(event, e.SampleFinished)]
     assert all(len(event.spans) == 1 for event in finished)
@@ -110,8 +113,8 @@ def test_no_age_exceeds_k_with_stragglers_and_nothing_is_dropped(bound, size):
 @pytest.mark.parametrize("bound", BOUNDS)
 def test_the_gate_alone_overshoots_k(bound):
     """The same order of endings under a strategy that never lets the trainer wait."""
-    rules = replace(RULES, strategy="interruptible", on_update="drain", max_staleness=bound, steps=20)
-    player = Stragglers(rules, Random(0), slots=10**6, hosts=1).start().play()
+    config = changed(CONFIG, strategy="interruptible", on_update="drain", max_staleness=bound, steps=20)
+    player = Stragglers(config, Random(0), slots=10**6, hosts=1).start().play()
     assert max(player.ages) > bound + 1
 
 
@@ -127,19 +130,19 @@ def test_any_order_with_drops_reissues_and_crashes_keeps_k_and_ends(
     strategy, seed, size, bound, troubles, crashes
 ):
     bound = 1 if strategy == "one_step" else bound
-    rules = Rules(
+    config = config_of(
         steps=6, batch_size=size, group_size=2, strategy=strategy, on_update="drain",
         max_staleness=bound, group_filter="signal",
     )  # fmt: skip
     share = 0.3 if troubles else 0.0
-    player = Player(rules, Random(seed), share, share / 2, share / 3, drains=strategy == "one_step").start()
+    player = Player(config, Random(seed), share, share / 2, share / 3, drains=strategy == "one_step").start()
     for steps in crashes:
         for _ in range(steps):
             player.step()
         player.resume()
     player.play()
     assert max(player.ages, default=0) <= bound
-    result = audit(rules, player.rows)
+    result = audit(config, player.rows)
     assert (result.violations, result.trained, result.in_flight) == ([], 6 * size, 0)
 
 
@@ -148,8 +151,8 @@ def test_any_order_with_drops_reissues_and_crashes_keeps_k_and_ends(
 @pytest.mark.parametrize("seed", range(3))
 def test_one_step_trains_batches_of_one_version_each_a_step_old(slots, hosts, limit, seed):
     """Also where a batch has more samples than the hosts have slots, or more groups than max_concurrent."""
-    rules = replace(RULES, strategy="one_step", on_update="drain", max_staleness=1, max_concurrent=limit)
-    player = Stragglers(rules, Random(seed), slots=slots, hosts=hosts, drains=True).start()
+    config = changed(CONFIG, strategy="one_step", on_update="drain", max_staleness=1, max_concurrent=limit)
+    player = Stragglers(config, Random(seed), slots=slots, hosts=hosts, drains=True).start()
     heads: dict[int, set[int]] = {}
     while player.step():
         if (batch := player.plane.state.training) is not None:
@@ -159,13 +162,13 @@ def test_one_step_trains_batches_of_one_version_each_a_step_old(slots, hosts, li
                 for member in range(2)
             }
     assert heads == {step: {max(0, step - 1)} for step in range(12)}
-    assert audit(rules, player.rows).violations == []
+    assert audit(config, player.rows).violations == []
 
 
 def test_the_audit_finds_a_sample_of_one_step_that_began_under_the_version_of_its_own_batch():
     """Its age is within the bound, and a recount of ages alone passes it."""
-    rules = replace(RULES, strategy="one_step", on_update="drain", max_staleness=1)
-    rows = Stragglers(rules, Random(0), drains=True).start().play().rows
+    config = changed(CONFIG, strategy="one_step", on_update="drain", max_staleness=1)
+    rows = Stragglers(config, Random(0), drains=True).start().play().rows
     batch = next(a for _, _, actions in rows for a in actions if isinstance(a, e.Train) and a.step == 3)
     for place, event, actions in rows:
         if isinstance(event, e.SampleFinished) and event.sample.ordinal == batch.ordinals[0]:
@@ -175,14 +178,14 @@ def test_the_audit_finds_a_sample_of_one_step_that_began_under_the_version_of_it
         f"ordinal {batch.ordinals[0]} of batch 3 has tokens of versions [2, 3], but "
         "control.strategy=one_step promises version 2"
     )
-    assert any(said in found for found in audit(rules, rows).violations)
+    assert any(said in found for found in audit(config, rows).violations)
 
 
 def test_the_trainer_of_one_step_waits_for_the_next_batch_to_begin_and_says_for_which_host():
-    rules = Rules(
+    config = config_of(
         steps=9, batch_size=1, group_size=1, strategy="one_step", on_update="drain", max_staleness=1
     )
-    plane = ControlPlane(rules)
+    plane = ControlPlane(config)
     plane.handle(e.RunStarted("d0"))
     plane.handle(e.HostJoined("a", 1))
     plane.handle(e.HostAdopted("a", 0, "d0"))
@@ -202,7 +205,7 @@ def test_the_trainer_of_one_step_waits_for_the_next_batch_to_begin_and_says_for_
 
 def test_a_pinned_sample_of_a_lost_host_starts_again_under_the_newest_version():
     """Same attempt, other version; the member that had ended stays, and the group's age is still its own."""
-    plane = ControlPlane(replace(RULES, batch_size=1, max_staleness=1))
+    plane = ControlPlane(changed(CONFIG, batch_size=1, max_staleness=1))
     plane.handle(e.RunStarted("d0"))
     plane.handle(e.HostJoined("a", 9))
     for ordinal, member in ((1, 0), (1, 1), (0, 1)):
@@ -212,7 +215,7 @@ def test_a_pinned_sample_of_a_lost_host_starts_again_under_the_newest_version():
     plane.handle(e.BatchTrained(0, (1,), "d1", {}))
     plane.handle(e.VersionCommitted(1, "d1"))
     stored = msgpack.unpackb(msgpack.packb(plane.snapshot()))
-    again = ControlPlane.fold(plane._rules, (), stored)
+    again = ControlPlane.fold(plane._config, (), stored)
     for each in (plane, again):
         each.handle(e.HostLost("a", "killed"))
         actions = each.handle(e.HostJoined("b", 9))
@@ -221,9 +224,9 @@ def test_a_pinned_sample_of_a_lost_host_starts_again_under_the_newest_version():
 
 
 def test_the_audit_finds_a_sample_of_two_versions_and_an_age_beyond_k():
-    rules = replace(RULES, max_staleness=2)
-    player = Stragglers(replace(rules, strategy="interruptible", on_update="recompute"), Random(0))
-    violations = audit(rules, player.start().play().rows).violations
+    config = changed(CONFIG, max_staleness=2)
+    player = Stragglers(changed(config, strategy="interruptible", on_update="recompute"), Random(0))
+    violations = audit(config, player.start().play().rows).violations
     assert any(
         re.search(r"has tokens of versions \[0, \d+\]; generation.on_update=pinned allows only one", found)
         for found in violations

@@ -12,10 +12,9 @@ from areal_jax.config.loading import make_config
 from areal_jax.control.audit import audit
 from areal_jax.control.events import Dispatch
 from areal_jax.control.gate import may_admit
-from areal_jax.control.rules import Rules
 from areal_jax.control.state import State
 from areal_jax.control.strategies import STRATEGIES, Ahead, Bounded
-from tests.control.play import Player
+from tests.control.play import Player, config_of
 
 ETAS = [0, 1, 2, 4, 8, None]
 
@@ -69,9 +68,10 @@ class CapacityCounter(Player):
         if admitted:
             assert self.plane.state.version >= version_before
             last = self.plane.state.admitted
-            eta = self.rules.max_staleness
+            eta = self.config.max_staleness
             assert (
-                eta is None or (last - dropped - 1) // self.rules.batch_size <= self.plane.state.version + eta
+                eta is None
+                or (last - dropped - 1) // self.config.trainer.batch_size <= self.plane.state.version + eta
             )
         if self.plane.state.hosts and not self.plane.state.is_finished:
             self.check_saturated(dropped)
@@ -86,16 +86,18 @@ class CapacityCounter(Player):
             accepted,
             running,
             self.plane.state.version,
-            self.rules.batch_size,
-            self.rules.max_staleness,
+            self.config.trainer.batch_size,
+            self.config.max_staleness,
             self.limit,
         )
-        is_at_end = self.plane.state.admitted == self.rules.steps * self.rules.batch_size + dropped
+        is_at_end = (
+            self.plane.state.admitted == self.config.run.steps * self.config.trainer.batch_size + dropped
+        )
         assert free <= 0 or is_at_end, (free, self.plane.waits())
 
     @property
     def limit(self) -> int:
-        return self.rules.max_concurrent or 10**9
+        return self.config.control.max_concurrent or 10**9
 
 
 @pytest.mark.parametrize("eta", ETAS)
@@ -110,7 +112,7 @@ def test_any_completion_order_keeps_the_gate_and_comes_to_an_end(
     eta, seed, size, group_size, concurrent, troubles
 ):
     """A1: with drops, refunds and reissues, groups ending in any order."""
-    rules = Rules(
+    config = config_of(
         steps=5,
         batch_size=size,
         group_size=group_size,
@@ -119,9 +121,9 @@ def test_any_completion_order_keeps_the_gate_and_comes_to_an_end(
         group_filter="signal" if group_size > 1 else "none",
     )
     share = 0.3 if troubles else 0.0
-    player = CapacityCounter(rules, Random(seed), share, share / 2, share / 3, slots=10**6, hosts=1)
+    player = CapacityCounter(config, Random(seed), share, share / 2, share / 3, slots=10**6, hosts=1)
     player.start().play()
-    result = audit(rules, player.rows)
+    result = audit(config, player.rows)
     assert result.violations == []
     assert (result.trained, result.in_flight) == (5 * size, 0)
     if eta == 0:
@@ -130,17 +132,16 @@ def test_any_completion_order_keeps_the_gate_and_comes_to_an_end(
 
 @pytest.mark.parametrize("eta", ETAS)
 def test_half_of_all_groups_dropped_does_not_stall(eta):
-    rules = Rules(steps=30, batch_size=4, group_size=2, max_staleness=eta, group_filter="signal")
-    player = Player(rules, Random(0), equal_rewards=0.5).start().play()
+    config = config_of(steps=30, batch_size=4, group_size=2, max_staleness=eta, group_filter="signal")
+    player = Player(config, Random(0), equal_rewards=0.5).start().play()
     dropped = player.plane.state.dropped["no_signal"]
     assert 80 < dropped < 170
     assert player.plane.state.admitted == 120 + dropped
-    assert audit(rules, player.rows).ok
+    assert audit(config, player.rows).ok
 
 
 def test_sync_through_the_config():
     config = make_config({"control": {"strategy": "sync"}, "run": {"steps": 3}})
-    rules = Rules.of(config)
-    assert (rules.strategy, rules.max_staleness, rules.steps) == ("sync", 0, 3)
-    player = Player(rules, Random(1)).start().play()
+    assert (config.control.strategy, config.max_staleness, config.run.steps) == ("sync", 0, 3)
+    player = Player(config, Random(1)).start().play()
     assert set(player.ages) == {0}

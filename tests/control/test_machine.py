@@ -8,19 +8,19 @@ from random import Random
 
 import pytest
 
+from areal_jax.config.tree import Config
 from areal_jax.control import events as e
 from areal_jax.control import machine
 from areal_jax.control.machine import ControlError, ControlPlane
-from areal_jax.control.rules import Rules
 from areal_jax.types import SampleId, VersionSpan
-from tests.control.play import Player
+from tests.control.play import Player, changed, config_of
 
-RULES = Rules(steps=3, batch_size=2, group_size=2, max_staleness=1)
+CONFIG = config_of(steps=3, batch_size=2, group_size=2, max_staleness=1)
 
 
-def plane_of(rules: Rules = RULES, **hosts: int) -> tuple[ControlPlane, tuple[e.Action, ...]]:
+def plane_of(config: Config = CONFIG, **hosts: int) -> tuple[ControlPlane, tuple[e.Action, ...]]:
     """A started plane with these hosts (name=slots), and what the last one's joining brought."""
-    plane = ControlPlane(rules)
+    plane = ControlPlane(config)
     actions = plane.handle(e.RunStarted("d0"))
     for name, slots in hosts.items():
         actions = plane.handle(e.HostJoined(name, slots))
@@ -67,8 +67,8 @@ def test_a_group_goes_whole_to_the_host_with_the_fewest_samples():
 
 
 def test_dispatch_order_and_ties_by_name():
-    rules = replace(RULES, max_staleness=None, max_concurrent=5)
-    plane = ControlPlane(rules)
+    config = changed(CONFIG, max_staleness=None, max_concurrent=5)
+    plane = ControlPlane(config)
     plane.handle(e.RunStarted("d0"))
     assert [a.host for a in plane.handle(e.HostJoined("b", 2))] == ["b", "b"]  # 2 slots and one group beyond
     assert [(a.samples, a.host) for a in plane.handle(e.HostJoined("a", 9))] == [
@@ -129,7 +129,7 @@ def test_a_batch_is_the_lowest_complete_ordinals_in_order():
 
 
 def test_equal_rewards_drop_and_are_refunded_once():
-    plane, _ = plane_of(replace(RULES, group_filter="signal", max_staleness=0), a=20)
+    plane, _ = plane_of(changed(CONFIG, group_filter="signal", max_staleness=0), a=20)
     for member in range(2):
         plane.handle(finished(0, member))
     actions = plane.handle(e.RewardScored(0, 0, (1.0, 1.0)))
@@ -165,7 +165,7 @@ def test_a_failed_sample_cancels_its_group():
 
 
 def test_reissued_groups_go_before_new_ones():
-    plane, _ = plane_of(replace(RULES, max_staleness=None), a=1)  # room for two groups
+    plane, _ = plane_of(changed(CONFIG, max_staleness=None), a=1)  # room for two groups
     assert sorted(plane.state.groups) == [0, 1]
     for member in range(2):
         plane.handle(finished(0, member))
@@ -176,7 +176,7 @@ def test_reissued_groups_go_before_new_ones():
 
 
 def test_a_group_beyond_the_age_bound_starts_again_and_is_no_drop():
-    plane, _ = plane_of(replace(RULES, max_staleness=1, max_token_age=1, steps=9), a=40)
+    plane, _ = plane_of(changed(CONFIG, max_staleness=1, max_token_age=1, steps=9), a=40)
     for step in range(2):
         complete(plane, 2 * step + 1, version=step), complete(plane, 2 * step + 2, version=step)
         train(plane)
@@ -205,7 +205,7 @@ def test_a_host_that_joins_again_was_lost():
 
 def test_a_slow_reward_does_not_hold_up_dispatching():
     """A12: with one group in scoring for ever, the others are generated, trained, and new ones admitted."""
-    plane, _ = plane_of(replace(RULES, steps=20, max_staleness=2), a=40)
+    plane, _ = plane_of(changed(CONFIG, steps=20, max_staleness=2), a=40)
     for member in range(2):
         plane.handle(finished(0, member))
     for step in range(2):
@@ -232,7 +232,7 @@ def test_versions_commit_upwards_and_digests_stay():
 
 
 def test_digests_are_known_from_the_oldest_kept_checkpoint_on():
-    plane, _ = plane_of(replace(RULES, keep_checkpoints=1), a=20)
+    plane, _ = plane_of(changed(CONFIG, keep_checkpoints=1), a=20)
     complete(plane, 0), complete(plane, 1), train(plane)
     plane.handle(e.VersionCommitted(1, "d1"))
     assert plane.state.digests == {0: "d0", 1: "d1"}
@@ -273,11 +273,11 @@ def test_what_cannot_be_is_refused_and_changes_nothing(event, message):
 
 def test_nothing_comes_before_the_start():
     with pytest.raises(ControlError, match="no other, must be RunStarted"):
-        ControlPlane(RULES).handle(e.HostJoined("a", 2))
+        ControlPlane(CONFIG).handle(e.HostJoined("a", 2))
 
 
 def test_the_end_comes_once_and_again_after_a_resume():
-    player = Player(RULES, Random(0)).start().play()
+    player = Player(CONFIG, Random(0)).start().play()
     finishes = [row for row in player.rows if e.Finish() in row[2]]
     assert len(finishes) == 1
     assert not player.plane.state.groups
@@ -286,7 +286,7 @@ def test_the_end_comes_once_and_again_after_a_resume():
 
 
 def test_fewer_steps_after_a_resume_drop_what_cannot_be_trained():
-    player = Player(replace(RULES, steps=50, max_staleness=4), Random(0)).start()
+    player = Player(changed(CONFIG, steps=50, max_staleness=4), Random(0)).start()
     while player.plane.state.trained_version < 3:
         player.step()
     live = sorted(player.plane.state.groups)
@@ -308,7 +308,7 @@ def test_waits_names_what_each_group_and_the_trainer_wait_for():
 
 
 def test_state_stays_bounded_over_a_long_run():
-    player = Player(replace(RULES, steps=400), Random(0)).start()
+    player = Player(changed(CONFIG, steps=400), Random(0)).start()
     sizes = []
     while player.step():
         if player.plane.state.trained_version and isinstance(player.events[-1], e.BatchTrained):

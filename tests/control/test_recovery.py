@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from random import Random
 
 import msgpack
@@ -10,40 +9,40 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areal_jax.config.tree import Config
 from areal_jax.control import events as e
 from areal_jax.control.audit import audit
 from areal_jax.control.machine import ControlPlane
-from areal_jax.control.rules import Rules
 from areal_jax.types import SampleId
-from tests.control.play import Player
+from tests.control.play import Player, changed, config_of
 
-RULES = Rules(steps=6, batch_size=3, group_size=2, max_staleness=2, group_filter="signal")
+CONFIG = config_of(steps=6, batch_size=3, group_size=2, max_staleness=2, group_filter="signal")
 
 
-def troubled(rules: Rules, seed: int) -> Player:
-    return Player(rules, Random(seed), 0.2, 0.1, 0.05)
+def troubled(config: Config, seed: int) -> Player:
+    return Player(config, Random(seed), 0.2, 0.1, 0.05)
 
 
 def test_folding_any_prefix_gives_the_live_state_and_the_same_actions():
-    player = troubled(RULES, 3).start()
+    player = troubled(CONFIG, 3).start()
     live = [player.plane.snapshot()]
     while player.step():
         live.append(player.plane.snapshot())
     started = len(player.rows) - len(live) + 1
-    again = ControlPlane(RULES)
+    again = ControlPlane(CONFIG)
     for place, event, actions in player.rows:
         assert again.handle(event) == actions
         if place + 1 >= started:
             assert again.snapshot() == live[place + 1 - started]
-            assert ControlPlane.fold(RULES, player.events[: place + 1]).snapshot() == again.snapshot()
+            assert ControlPlane.fold(CONFIG, player.events[: place + 1]).snapshot() == again.snapshot()
 
 
 @given(seed=st.integers(0, 2**32), cut=st.floats(0, 1))
 def test_a_snapshot_and_the_tail_give_the_same_as_the_whole(seed, cut):
-    player = troubled(RULES, seed).start().play()
+    player = troubled(CONFIG, seed).start().play()
     place = int(cut * len(player.rows))
-    stored = msgpack.packb(ControlPlane.fold(RULES, player.events[:place]).snapshot())
-    resumed = ControlPlane.fold(RULES, player.events[place:], snapshot=msgpack.unpackb(stored))
+    stored = msgpack.packb(ControlPlane.fold(CONFIG, player.events[:place]).snapshot())
+    resumed = ControlPlane.fold(CONFIG, player.events[place:], snapshot=msgpack.unpackb(stored))
     assert resumed.snapshot() == player.plane.snapshot()
 
 
@@ -51,25 +50,25 @@ def test_a_snapshot_and_the_tail_give_the_same_as_the_whole(seed, cut):
 @given(seed=st.integers(0, 2**32), crashes=st.lists(st.integers(1, 60), min_size=1, max_size=4))
 def test_a_run_killed_anywhere_trains_or_drops_every_ordinal_once(eta, seed, crashes):
     """A12: kill and resume, with whatever was under way lost; the audit recounts all of it."""
-    rules = replace(RULES, max_staleness=eta)
-    player = troubled(rules, seed).start()
+    config = changed(CONFIG, max_staleness=eta)
+    player = troubled(config, seed).start()
     for steps in crashes:
         for _ in range(steps):
             player.step()
         before = player.plane
         capacity = before.state.admitted - sum(before.state.dropped.values())
         player.resume()
-        bound = (player.plane.state.version + eta + 1) * rules.batch_size
+        bound = (player.plane.state.version + eta + 1) * config.trainer.batch_size
         now = player.plane.state.admitted - sum(player.plane.state.dropped.values())
         assert max(capacity, now) <= bound  # no burst of admissions after a resume
         assert player.plane.state.version >= before.state.version
     player.play()
-    result = audit(rules, player.rows)
+    result = audit(config, player.rows)
     assert (result.violations, result.trained, result.in_flight) == ([], 18, 0)
 
 
 def test_resume_asks_again_for_scores_and_the_unfinished_batch():
-    plane = ControlPlane(RULES)
+    plane = ControlPlane(CONFIG)
     plane.handle(e.RunStarted("d0"))
     plane.handle(e.HostJoined("a", 40))
     for ordinal in (0, 1, 2, 5):
@@ -86,8 +85,8 @@ def test_resume_asks_again_for_scores_and_the_unfinished_batch():
 
 def test_every_event_delivered_twice_ends_in_the_same_run():
     """Repeats are no-ops or counted as stale; only the start of a run or a host happens again."""
-    once = troubled(RULES, 5).start().play()
-    plane = ControlPlane(RULES)
+    once = troubled(CONFIG, 5).start().play()
+    plane = ControlPlane(CONFIG)
     for event in once.events:
         plane.handle(event)
         if not isinstance(event, e.RunStarted | e.HostJoined):
@@ -98,12 +97,12 @@ def test_every_event_delivered_twice_ends_in_the_same_run():
 
 
 def test_more_steps_after_a_resume_go_on_and_change_no_past():
-    player = troubled(replace(RULES, steps=3), 7).start().play()
+    player = troubled(changed(CONFIG, steps=3), 7).start().play()
     length = len(player.rows)
     player.tell(e.VersionCommitted(3, "d3"))
     player.rows[0] = (0, e.RunStarted("d0", 3), player.rows[0][2])
-    player.rules = replace(RULES, steps=6)
+    player.config = changed(CONFIG, steps=6)
     player.resume(steps=6).play()
-    result = audit(player.rules, player.rows)
+    result = audit(player.config, player.rows)
     assert (result.violations, result.trained, result.in_flight) == ([], 18, 0)
     assert next(place for place, _, actions in player.rows if e.Finish() in actions) < length
