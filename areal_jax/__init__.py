@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from etils import epy
 
-if TYPE_CHECKING:
+with epy.lazy_api_imports(globals()):
     from areal_jax.assembly.api import load_model, preset
     from areal_jax.config.loading import load_config
     from areal_jax.config.sections import AlgorithmConfig
@@ -30,39 +29,3 @@ if TYPE_CHECKING:
         Trajectory,
         VersionedParams,
     )
-
-_HOMES = {
-    "AlgorithmConfig": "config.sections",
-    "Config": "config.tree",
-    "load_config": "config.loading",
-    "Engine": "generation.engine",
-    "rollout": "generation.rollout",
-    "load_model": "assembly.api",
-    "preset": "assembly.api",
-    "RunResult": "runtime.context",
-    "resume": "runtime.jobs",
-    "run": "runtime.jobs",
-    "Task": "tasks.task",
-    "Learner": "trainer.learner",
-    "pack": "trajectories.packing",
-    "Batch": "types",
-    "Completion": "types",
-    "Group": "types",
-    "Prompt": "types",
-    "Reward": "types",
-    "Sampling": "types",
-    "Trajectory": "types",
-    "VersionedParams": "types",
-}
-
-__all__ = list(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'areal_jax' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"areal_jax.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(_HOMES)
