@@ -61,6 +61,11 @@ class Unpause:
 
 
 @dataclass(frozen=True)
+class Wake:
+    """Command: take one more step, if idle; in it the host adopts a newer version, if there is one."""
+
+
+@dataclass(frozen=True)
 class HandOver:
     """Command: remove `sample` from this host and call `to` with its record, tokens and KV included.
 
@@ -83,7 +88,7 @@ class TakeOver:
     refused: Callable[[Work, str], None]
 
 
-Command = Start | Stop | Pause | Unpause | HandOver | TakeOver
+Command = Start | Stop | Pause | Unpause | Wake | HandOver | TakeOver
 
 
 class Tokens(NamedTuple):

@@ -15,7 +15,7 @@ import grpc
 from google.protobuf.message_factory import GetMessageClass
 
 from areal_jax.generation import jetstream
-from areal_jax.generation.commands import Pause, Statistics, Unpause
+from areal_jax.generation.commands import Pause, Statistics, Unpause, Wake
 from areal_jax.serving.http import Metrics
 from areal_jax.serving.proto import rollout_pb2 as messages
 from areal_jax.serving.requests import (
@@ -113,7 +113,6 @@ class Services:
                 raise
             except ArealError as error:
                 raise RequestError("FAILED_PRECONDITION", str(error)) from None
-            self._streams.wake()
             now = await self._until(lambda now: now.version >= value.version, "on the new version")
             seconds = time.monotonic() - started_s
             return messages.SwapResponse(version=now.version, digest=now.digest, seconds=seconds)
@@ -147,6 +146,7 @@ class Services:
             now = self._streams.host.statistics()
             if holds(now):
                 return now
+            self._streams.tell(Wake())  # an idle host looks for a newer version only after a command
             await asyncio.sleep(POLL_S)
         if not self._streams.is_live:
             raise RequestError(
@@ -216,7 +216,8 @@ def _service(descriptor: Any, services: Services, metrics: Metrics) -> grpc.Gene
             else grpc.unary_unary_rpc_method_handler
         )
         answer = _answering(getattr(services, method.name), method, metrics)
-        methods[method.name] = make(answer, response_serializer=_serialized)
+        serialize = GetMessageClass(method.output_type).SerializeToString
+        methods[method.name] = make(answer, response_serializer=serialize)
     return grpc.method_handlers_generic_handler(descriptor.full_name, methods)
 
 
@@ -244,10 +245,6 @@ def _answering(run: Method, method: Any, metrics: Metrics) -> Method:
             metrics.requests.labels(method.name, status).inc()
 
     return answer
-
-
-def _serialized(message: Any) -> bytes:
-    return message.SerializeToString()
 
 
 class RequireSecret(grpc.aio.ServerInterceptor):

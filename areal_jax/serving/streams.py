@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import threading
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -20,9 +19,6 @@ from areal_jax.generation.commands import Command, Start, Stop, Tokens
 from areal_jax.generation.host import Emit, Host
 from areal_jax.serving.requests import Ask, RequestError, invalid
 from areal_jax.types import SampleId, Trajectory
-
-IDLE_S = 0.5
-"""Maximum time, in seconds, that an idle host sleeps before it checks for commands and a newer version."""
 
 ORDINALS = 2**31
 
@@ -58,25 +54,17 @@ class Stream:
     def __init__(self, samples: tuple[SampleId, ...], room_tokens: int) -> None:
         self.unfinished = set(samples)
         self._room_tokens, self._unread_tokens = room_tokens, 0
-        self._items: deque[Item] = deque()
-        self._error: RequestError | None = None
-        self._news = asyncio.Event()
+        self._items: asyncio.Queue[Item | RequestError] = asyncio.Queue()
 
     async def items(self) -> AsyncIterator[Item]:
         """Yields items until every completion has ended. Raises RequestError once the request has failed."""
-        while True:
-            if self._error is not None:
-                raise self._error
-            if self._items:
-                item = self._items.popleft()
-                if isinstance(item, Sampled):
-                    self._unread_tokens -= len(item.tokens.tokens)
-                yield item
-            elif not self.unfinished:
-                return
-            else:
-                self._news.clear()
-                await self._news.wait()
+        while self.unfinished or not self._items.empty():
+            item = await self._items.get()
+            if isinstance(item, RequestError):
+                raise item
+            if isinstance(item, Sampled):
+                self._unread_tokens -= len(item.tokens.tokens)
+            yield item
 
     def has_room(self, item: Sampled) -> bool:
         return self._unread_tokens + len(item.tokens.tokens) <= self._room_tokens
@@ -84,14 +72,15 @@ class Stream:
     def push(self, item: Item) -> None:
         if isinstance(item, Sampled):
             self._unread_tokens += len(item.tokens.tokens)
-        self._items.append(item)
-        self._news.set()
+        self._items.put_nowait(item)
 
     def fail(self, code: str, message: str) -> None:
         """Drops unread items and makes the next read raise RequestError; the first call's error is kept."""
-        self._error = self._error or RequestError(code, message)
-        self._items.clear()
-        self._news.set()
+        error = RequestError(code, message)
+        while not self._items.empty():
+            unread = self._items.get_nowait()
+            error = unread if isinstance(unread, RequestError) else error
+        self._items.put_nowait(error)
 
 
 class Streams:
@@ -107,24 +96,16 @@ class Streams:
         self._ordinals = itertools.count()
         self._streams: dict[SampleId, Stream] = {}
         self._named: dict[str, Stream] = {}
-        self._heard: list[tuple[SampleId, Item | str]] = []
-        self._wake = threading.Event()
+        self._heard: deque[tuple[SampleId, Item | str]] = deque()
         self.host: Host
-        self._is_driver = False
         self.is_live = True
 
     # --- in the host's thread -------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Runs the host's decode loop until it fails or gets a Stop without samples; then calls `end`."""
-        self._is_driver = True
         try:
-            while self.host.take_commands():
-                self.host.step()
-                self._cross()
-                if not self.host.has_work:
-                    self._wake.wait(IDLE_S)
-                    self._wake.clear()
+            self.host.run(is_idle_bounded=False)
         finally:
             self.end()
 
@@ -159,13 +140,9 @@ class Streams:
 
     def _hear(self, sample: SampleId, item: Item | str) -> None:
         self._heard.append((sample, item))
-        if not self._is_driver:  # the run's loop drives the host and never calls _cross
-            self._cross()
-
-    def _cross(self) -> None:
-        if self._heard:
-            heard, self._heard = self._heard, []
-            self._loop.call_soon_threadsafe(self._deliver, heard)
+        # A delivery takes all that was heard before it, so one that has not begun yet takes this item too.
+        if len(self._heard) == 1:
+            self._loop.call_soon_threadsafe(self._deliver)
 
     # --- in the event loop ----------------------------------------------------------------------------------
 
@@ -213,11 +190,6 @@ class Streams:
 
     def tell(self, command: Command) -> None:
         self.host.inbox.put(command)
-        self.wake()
-
-    def wake(self) -> None:
-        """Makes an idle host check for work at once."""
-        self._wake.set()
 
     @property
     def open_samples(self) -> int:
@@ -245,8 +217,9 @@ class Streams:
                 "retry once it has the newer version",
             )
 
-    def _deliver(self, heard: list[tuple[SampleId, Item | str]]) -> None:
-        for sample, item in heard:
+    def _deliver(self) -> None:
+        while self._heard:
+            sample, item = self._heard.popleft()
             stream = self._streams.get(sample)
             if stream is None:  # its request has already ended
                 continue
