@@ -23,6 +23,7 @@ from areal_jax.cluster.membership import HEARTBEAT_S, LOST_S, mailbox_of
 from areal_jax.cluster.owner import look
 from areal_jax.cluster.payloads import Payloads
 from areal_jax.control.events import Event
+from areal_jax.observe.threads import reporting_thread
 from areal_jax.observe.waits import WaitTimeout
 from areal_jax.trajectories.codec import encode
 from areal_jax.types import ArealError, Trajectory
@@ -58,7 +59,7 @@ class ControllerLink:
         self._error: BaseException | None = None
         self._is_closed = threading.Event()
         self._threads = [
-            threading.Thread(target=guarded(body, self.fail), name=f"{name}: {what}", daemon=True)
+            reporting_thread(f"{name}: {what}", body, self.fail)
             for what, body in (("messages", self._post_all), ("heartbeat", self._keep_alive))
         ]
 
@@ -186,15 +187,3 @@ class ControllerLink:
                     while self._unconfirmed and self._unconfirmed[0].number <= newest:
                         self._unconfirmed.popleft()
             self._is_closed.wait(HEARTBEAT_S)
-
-
-def guarded(body: Callable[[], Any], fail: Callable[[BaseException], None]) -> Callable[[], None]:
-    """Returns a thread's target that runs `body` and, if it raises, calls `fail` with the exception."""
-
-    def run() -> None:
-        try:
-            body()
-        except Exception as error:  # noqa: BLE001 - handed to the main thread, which raises it
-            fail(error)
-
-    return run

@@ -8,7 +8,6 @@ train state.
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
@@ -26,7 +25,7 @@ from areal_jax.assembly.devices import (
 )
 from areal_jax.assembly.parts import Parts, assemble_on, make_engine, open_inputs
 from areal_jax.cluster.meeting import connect, own_address, secret
-from areal_jax.cluster.member import ControllerLink, guarded
+from areal_jax.cluster.member import ControllerLink
 from areal_jax.cluster.messages import Begin, Command, Ready, Weights
 from areal_jax.cluster.payloads import Payloads
 from areal_jax.cluster.remote import COUNTS
@@ -44,6 +43,7 @@ from areal_jax.control.events import (
 from areal_jax.generation.canary import canary
 from areal_jax.generation.commands import Start, Stop
 from areal_jax.generation.engine import Engine
+from areal_jax.observe.threads import reporting_thread
 from areal_jax.observe.waits import Timeline, process_timeline
 from areal_jax.parallel.agreement import leads
 from areal_jax.parallel.mesh import make_mesh
@@ -130,12 +130,11 @@ class _Hosting:
         self._heartbeats = itertools.count()
         own = (c, _index(link.name), engine, self._store, self._report)
         clock = timeline.clock(link.name)
-        self._host, endpoint = training_host(*own, name=link.name, clock=clock, turns=OwnDevices())
+        self._host, run = training_host(
+            *own, name=link.name, clock=clock, turns=OwnDevices(), is_idle_bounded=False
+        )
         self._deadline_s = c.runtime.deadline_s
-        run = lambda: self._host.run(is_idle_bounded=False)  # noqa: E731
-        if endpoint is not None:
-            run = endpoint.around(run)
-        self._thread = threading.Thread(target=guarded(run, link.fail), name=link.name, daemon=True)
+        self._thread = reporting_thread(link.name, run, link.fail)
         self._thread.start()
 
     def begin(self, weights: str) -> None:
@@ -262,9 +261,7 @@ class _Training:
         clock = timeline.clock("trainer")
         own = (parts, state, self._store, checkpointer, link.report)
         self._trainer = Trainer(*own, turns=OwnDevices(), clock=clock, note=link.note)
-        self._thread = threading.Thread(
-            target=guarded(self._trainer.run, link.fail), name="trainer", daemon=True
-        )
+        self._thread = reporting_thread("trainer", self._trainer.run, link.fail)
         self._caught_up = False  # until then, no batch is queued for the thread
         self._newest = int(state.version) - 1  # step of the newest batch that was commanded
         self._goal = 0

@@ -7,12 +7,9 @@ commands from its own inbox.
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from areal_jax.assembly.devices import overwrites_serving, params_bytes
 from areal_jax.assembly.parts import Parts
@@ -22,6 +19,7 @@ from areal_jax.evaluation.follower import Follower
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host, Start, Stop
 from areal_jax.generation.reference_host import ReferenceHost
+from areal_jax.observe.threads import reporting_thread
 from areal_jax.observe.waits import WaitTimeout, get
 from areal_jax.runtime.context import RunContext
 from areal_jax.runtime.core import Incoming
@@ -39,22 +37,12 @@ from areal_jax.weights.orbax import OrbaxStore
 from areal_jax.weights.publishing import PublisherSettings
 from areal_jax.weights.store import ParamStore
 
-if TYPE_CHECKING:
-    from areal_jax.serving.endpoint import TrainingEndpoint
-
 STOP_S = 60.0
 """Seconds that the main thread waits for a thread to end after its stop command."""
 
 
-@dataclass(frozen=True)
-class ThreadError:
-    """A thread failed with this error, which the main thread raises to end the run."""
-
-    thread: str
-    error: BaseException
-
-
-Message = Incoming | ThreadError
+Message = Incoming | BaseException
+"""An event with its payload; or the error of a thread that failed, which the main thread raises."""
 
 
 class LocalRun:
@@ -81,10 +69,10 @@ class LocalRun:
         )
         engines = [parts.engine(i) for i in range(c.runtime.hosts)]
         self._store = self._make_store(engines[0], folder)
-        self._endpoints: dict[str, TrainingEndpoint] = {}
-        self._hosts = [self._make_host(i, engine, turns) for i, engine in enumerate(engines)]
+        hosts = [self._make_host(i, engine, turns) for i, engine in enumerate(engines)]
+        self._hosts = [host for host, _ in hosts]
         self._by_name = {host.name: host for host in self._hosts}
-        checkpointer = Checkpointer(folder / "checkpoints", restored, self._fails("the checkpoints"))
+        checkpointer = Checkpointer(folder / "checkpoints", restored, self._inbox.put)
         clock = timeline.clock("trainer")
         own = (parts, state, self._store, checkpointer, self._deliver)
         self.trainer = Trainer(*own, turns=turns, clock=clock, note=view.note)
@@ -96,19 +84,23 @@ class LocalRun:
         self._driver = Driver(parts, context, self, self._hosts, timeline.take_totals)
         self._follower = None
         if c.observe.evaluate or c.observe.exports:
-            on, fail = parts.devices.evaluation, self._fails("the evaluation")
-            self._follower = Follower(parts, folder, on, view.note, fail)
-        self._threads: list[threading.Thread] = []
+            on = parts.devices.evaluation
+            self._follower = Follower(parts, folder, on, view.note, self._inbox.put)
+        bodies = {"trainer": self.trainer.run} | {host.name: body for host, body in hosts}
+        self._threads = [reporting_thread(name, body, self._inbox.put) for name, body in bodies.items()]
 
-    def _make_host(self, index: int, engine: Engine, turns: OwnDevices) -> Host | ReferenceHost:
-        """Make host number `index`; `turns` decides when it may use a device that it shares with the trainer.
+    def _make_host(
+        self, index: int, engine: Engine, turns: OwnDevices
+    ) -> tuple[Host | ReferenceHost, Callable[[], None]]:
+        """Make host number `index`; return it with the function to run in its thread.
 
-        With algorithm.samples=reference it does not decode: it returns the tasks' reference answers.
+        `turns` decides when it may use a device that it shares with the trainer. With
+        algorithm.samples=reference it does not decode: it returns the tasks' reference answers.
         """
         c, name = self._parts.config, f"host-{index}"
         clock = self._timeline.clock(name)
         if c.algorithm.samples == "reference":
-            return ReferenceHost(
+            host = ReferenceHost(
                 name,
                 self._parts.reference,
                 self._deliver,
@@ -116,18 +108,16 @@ class LocalRun:
                 clock=clock,
                 deadline_s=self._deadline_s,
             )
+            return host, host.run
         own = (c, index, engine, self._store, self._deliver)
-        host, endpoint = training_host(*own, name=name, clock=clock, turns=turns)
-        if endpoint is not None:
-            self._endpoints[name] = endpoint
-        return host
+        return training_host(*own, name=name, clock=clock, turns=turns)
 
     def _make_store(self, engine: Engine, folder: Path) -> ParamStore:
         c = self._parts.config
         dtype = c.weights.wire_dtype
         if c.weights_backend == "memory":
             return MemoryStore(engine.canary, dtype, overwrites_serving(c, self._parts.devices.placement))
-        settings = PublisherSettings(engine.canary, dtype, self._deadline_s, self._fails("the weights"))
+        settings = PublisherSettings(engine.canary, dtype, self._deadline_s, self._inbox.put)
         return OrbaxStore.of_run(c, folder, settings, params_bytes(self._parts.model, dtype))
 
     # --- from start to end ----------------------------------------------------------------------------------
@@ -144,7 +134,7 @@ class LocalRun:
                 self._end()
                 raise
         if crashed := self._end(is_complete=True):
-            raise crashed[0].error
+            raise crashed[0]
 
     def _begin(self) -> None:
         """Publish the trainer's weights, record that the run started or resumed, and start all threads."""
@@ -159,18 +149,12 @@ class LocalRun:
             first = [e.RunResumed(c.run.steps), e.VersionCommitted(wire.version, wire.digest)]
         joined = [e.HostJoined(host.name, c.generation.rollout_slots) for host in self._hosts]
         self._driver.handle([(event, None) for event in [*first, *joined]])
-        bodies: dict[str, Callable[[], None]] = {"trainer": self.trainer.run}
-        for host in self._hosts:
-            endpoint = self._endpoints.get(host.name)
-            bodies[host.name] = endpoint.around(host.run) if endpoint else host.run
-        for name, body in bodies.items():
-            thread = threading.Thread(target=self._guarded(name, body), name=name, daemon=True)
+        for thread in self._threads:
             thread.start()
-            self._threads.append(thread)
         if self._follower is not None:
             self._follower.start()
 
-    def _end(self, is_complete: bool = False) -> list[ThreadError]:
+    def _end(self, is_complete: bool = False) -> list[BaseException]:
         """Stop all threads, record their last events and close the files.
 
         If the run `is_complete`, also finish the evaluation of the last checkpoint. Return the errors of
@@ -181,18 +165,19 @@ class LocalRun:
         self.trainer.inbox.put(None)
         self._pool.close()
         for thread in self._threads:
-            thread.join(STOP_S + (self._deadline_s if thread.name == "trainer" else 0))
+            if thread.is_alive():
+                thread.join(STOP_S + (self._deadline_s if thread.name == "trainer" else 0))
             if thread.is_alive():
                 self._view.note(
                     f"{thread.name} is still running {STOP_S:g} s after its stop command; the run ends "
                     "without it"
                 )
         rest = self._waiting()
-        crashed = [message for message in rest if isinstance(message, ThreadError)]
+        crashed = [message for message in rest if isinstance(message, BaseException)]
         try:
-            self._driver.record([message for message in rest if not isinstance(message, ThreadError)])
+            self._driver.record([message for message in rest if not isinstance(message, BaseException)])
         except ArealError as error:
-            crashed.append(ThreadError("control", error))
+            crashed.append(error)
         self._timeline.close()
         if self._follower is not None:
             try:
@@ -200,7 +185,7 @@ class LocalRun:
                     self._follower.finish(self._deadline_s)
             finally:
                 self._follower.stop(STOP_S)
-        return crashed + [message for message in self._waiting() if isinstance(message, ThreadError)]
+        return crashed + [message for message in self._waiting() if isinstance(message, BaseException)]
 
     def _waiting(self) -> list[Message]:
         found: list[Message] = []
@@ -208,19 +193,6 @@ class LocalRun:
             while True:
                 found.append(self._inbox.get_nowait())
         return found
-
-    def _fails(self, thread: str) -> Callable[[BaseException], None]:
-        """Return a callback that passes an error of `thread` to the main thread, which then raises it."""
-        return lambda error: self._inbox.put(ThreadError(thread, error))
-
-    def _guarded(self, thread: str, body: Callable[[], None]) -> Callable[[], None]:
-        def run() -> None:
-            try:
-                body()
-            except BaseException as error:  # noqa: BLE001 - handed to the control thread, which raises it
-                self._inbox.put(ThreadError(thread, error))
-
-        return run
 
     # --- events ---------------------------------------------------------------------------------------------
 
@@ -245,9 +217,9 @@ class LocalRun:
             raise WaitTimeout(f"{error}. {'; '.join(self._driver.control.waits())}") from None
         messages = [first, *self._waiting()]
         for message in messages:
-            if isinstance(message, ThreadError):
-                self._driver.record([m for m in messages if not isinstance(m, ThreadError)])
-                raise message.error
+            if isinstance(message, BaseException):
+                self._driver.record([m for m in messages if not isinstance(m, BaseException)])
+                raise message
         return messages  # type: ignore[return-value]
 
     # --- actions --------------------------------------------------------------------------------------------

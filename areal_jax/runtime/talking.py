@@ -1,10 +1,10 @@
-"""Makes the generation hosts of a training run, and the endpoints at which clients send them requests."""
+"""Makes the generation hosts of a training run, with endpoints at which clients send them requests."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 from areal_jax.config.tree import Config
 from areal_jax.generation.engine import Engine
@@ -12,9 +12,6 @@ from areal_jax.generation.host import Emit, Host
 from areal_jax.observe.waits import Clock
 from areal_jax.runtime.turns import OwnDevices
 from areal_jax.weights.store import ParamReader
-
-if TYPE_CHECKING:
-    from areal_jax.serving.endpoint import TrainingEndpoint
 
 
 def training_host(
@@ -27,13 +24,14 @@ def training_host(
     name: str,
     clock: Clock,
     turns: OwnDevices,
-) -> tuple[Host, TrainingEndpoint | None]:
-    """Returns generation host number `index` of a run and its gRPC endpoint for clients.
+    is_idle_bounded: bool = True,
+) -> tuple[Host, Callable[[], None]]:
+    """Returns generation host number `index` of a run, and the function to run in its thread.
 
     `emit(event, trajectory)` receives the host's events; `turns` decides when it may use a device that it
-    shares with the trainer. The endpoint is None if generation.serve_port is unset; gRPC is then not
-    imported. Raises ArealError if other machines can reach the endpoint but AREAL_JAX_SECRET is unset, except
-    with generation.serve_is_open.
+    shares with the trainer; `is_idle_bounded`: as in `Host.run`. If generation.serve_port is set, the
+    function also serves clients by gRPC, which is otherwise not imported. Raises ArealError if other machines
+    can reach the endpoint but AREAL_JAX_SECRET is unset, except with generation.serve_is_open.
     """
     endpoint = None
     if config.generation.serve_port is not None:
@@ -56,6 +54,8 @@ def training_host(
         clock=clock,
         deadline_s=config.runtime.deadline_s,
     )
+    run = partial(host.run, is_idle_bounded)
     if endpoint is not None:
         endpoint.attach(host)
-    return host, endpoint
+        run = endpoint.around(run)
+    return host, run

@@ -10,7 +10,6 @@ import asyncio
 import os
 import secrets
 import socket
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +29,7 @@ from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host
 from areal_jax.models.io.huggingface import open_folder
 from areal_jax.models.model import Model
+from areal_jax.observe.threads import reporting_thread
 from areal_jax.serving.endpoint import PORT_REMEDY, START_S, STOP_S, UNREAD, Endpoint
 from areal_jax.serving.http import http_app
 from areal_jax.serving.requests import RequestError, Served, invalid
@@ -122,8 +122,8 @@ class Server:
             on_tokens=self.streams.on_tokens,
         )
         self._endpoint.attach(self.host)
-        self._decoding = threading.Thread(target=self._decode, name="decode", daemon=True)
-        self._failure: BaseException | None = None
+        self._failures: list[BaseException] = []
+        self._decoding = reporting_thread("decode", self.streams.run, self._failures.append)
         self.port = self.http_port = 0
 
     def start(self) -> None:
@@ -143,8 +143,8 @@ class Server:
         """Blocks until the decode loop ends; if an exception ended it, raises that."""
         while self._decoding.is_alive():
             self._decoding.join(WATCH_S)
-        if self._failure is not None:
-            raise self._failure
+        if self._failures:
+            raise self._failures[0]
 
     def stop(self) -> None:
         """Ends requests in progress with gRPC status UNAVAILABLE, closes the ports and joins the threads."""
@@ -154,12 +154,6 @@ class Server:
             self._endpoint.in_loop(self._close_http(), STOP_S)
         finally:
             self._endpoint.stop()
-
-    def _decode(self) -> None:
-        try:
-            self.streams.run()
-        except BaseException as error:  # noqa: BLE001 - `wait` raises it in the caller's thread
-            self._failure = error
 
     # --- in the event loop ----------------------------------------------------------------------------------
 
