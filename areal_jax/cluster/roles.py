@@ -50,7 +50,6 @@ from areal_jax.parallel.mesh import make_mesh
 from areal_jax.runtime.recovery import require_one_run, retrain, start_state
 from areal_jax.runtime.talking import training_host
 from areal_jax.runtime.trainer_loop import TrainBatch, Trainer
-from areal_jax.runtime.turns import OwnDevices
 from areal_jax.trainer.checkpoint import Checkpointer
 from areal_jax.trajectories.codec import decode
 from areal_jax.trajectories.plan import BatchPlan
@@ -130,9 +129,7 @@ class _Hosting:
         self._heartbeats = itertools.count()
         own = (c, _index(link.name), engine, self._store, self._report)
         clock = timeline.clock(link.name)
-        self._host, run = training_host(
-            *own, name=link.name, clock=clock, turns=OwnDevices(), is_idle_bounded=False
-        )
+        self._host, run = training_host(*own, name=link.name, clock=clock, is_idle_bounded=False)
         self._deadline_s = c.runtime.deadline_s
         self._thread = reporting_thread(link.name, run, link.fail)
         self._thread.start()
@@ -260,7 +257,7 @@ class _Training:
         checkpointer = Checkpointer(folder / "checkpoints", restored, link.fail)
         clock = timeline.clock("trainer")
         own = (parts, state, self._store, checkpointer, link.report)
-        self._trainer = Trainer(*own, turns=OwnDevices(), clock=clock, note=link.note)
+        self._trainer = Trainer(*own, clock=clock, note=link.note)
         self._thread = reporting_thread("trainer", self._trainer.run, link.fail)
         self._caught_up = False  # until then, no batch is queued for the thread
         self._newest = int(state.version) - 1  # step of the newest batch that was commanded

@@ -27,7 +27,7 @@ from areal_jax.runtime.driver import Driver
 from areal_jax.runtime.interrupts import kept_interrupts
 from areal_jax.runtime.talking import training_host
 from areal_jax.runtime.trainer_loop import Trainer, held_batch
-from areal_jax.runtime.turns import OneDevice, OwnDevices
+from areal_jax.runtime.turns import OneDevice
 from areal_jax.tasks.pool import RewardPool
 from areal_jax.trainer.checkpoint import Checkpointer
 from areal_jax.trainer.state import TrainState
@@ -60,13 +60,10 @@ class LocalRun:
         self._parts, self._view, self._timeline = parts, view, timeline
         self._inbox: queue.Queue[Message] = queue.Queue()
         self._deadline_s = c.runtime.deadline_s
-        is_shared = parts.devices.placement == "shared"
-        is_decoding = lambda: any(host.has_work for host in self._hosts)  # noqa: E731
-        turns = (
-            OneDevice(c.runtime.decode_calls_per_micro_batch, is_decoding, self._deadline_s)
-            if is_shared
-            else OwnDevices()
-        )
+        turns = None
+        if parts.devices.placement == "shared":
+            is_decoding = lambda: any(host.has_work for host in self._hosts)  # noqa: E731
+            turns = OneDevice(c.runtime.decode_calls_per_micro_batch, is_decoding, self._deadline_s)
         engines = [parts.engine(i) for i in range(c.runtime.hosts)]
         self._store = self._make_store(engines[0], folder)
         hosts = [self._make_host(i, engine, turns) for i, engine in enumerate(engines)]
@@ -90,11 +87,11 @@ class LocalRun:
         self._threads = [reporting_thread(name, body, self._inbox.put) for name, body in bodies.items()]
 
     def _make_host(
-        self, index: int, engine: Engine, turns: OwnDevices
+        self, index: int, engine: Engine, turns: OneDevice | None
     ) -> tuple[Host | ReferenceHost, Callable[[], None]]:
         """Make host number `index`; return it with the function to run in its thread.
 
-        `turns` decides when it may use a device that it shares with the trainer. With
+        `turns` decides when it may use the device that it shares with the trainer, if it shares one. With
         algorithm.samples=reference it does not decode: it returns the tasks' reference answers.
         """
         c, name = self._parts.config, f"host-{index}"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 from areal_jax.config.tree import Config
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Emit, Host
 from areal_jax.observe.waits import Clock
-from areal_jax.runtime.turns import OwnDevices
+from areal_jax.runtime.turns import OneDevice
 from areal_jax.weights.store import ParamReader
 
 
@@ -23,15 +24,16 @@ def training_host(
     *,
     name: str,
     clock: Clock,
-    turns: OwnDevices,
+    turns: OneDevice | None = None,
     is_idle_bounded: bool = True,
 ) -> tuple[Host, Callable[[], None]]:
     """Returns generation host number `index` of a run, and the function to run in its thread.
 
-    `emit(event, trajectory)` receives the host's events; `turns` decides when it may use a device that it
-    shares with the trainer; `is_idle_bounded`: as in `Host.run`. If generation.serve_port is set, the
-    function also serves clients by gRPC, which is otherwise not imported. Raises ArealError if other machines
-    can reach the endpoint but AREAL_JAX_SECRET is unset, except with generation.serve_is_open.
+    `emit(event, trajectory)` receives the host's events; `turns` decides when it may use the device that it
+    shares with the trainer (None: it shares none); `is_idle_bounded`: as in `Host.run`. If
+    generation.serve_port is set, the function also serves clients by gRPC, which is otherwise not imported.
+    Raises ArealError if other machines can reach the endpoint but AREAL_JAX_SECRET is unset, except with
+    generation.serve_is_open.
     """
     endpoint = None
     if config.generation.serve_port is not None:
@@ -50,7 +52,7 @@ def training_host(
         sampling=config.generation.sampling,
         on_update=config.on_update,
         versions=config.parameter_sets,
-        turn=partial(turns.turn, "host", clock),
+        turn=partial(turns.turn, "host", clock) if turns else nullcontext,
         clock=clock,
         deadline_s=config.runtime.deadline_s,
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import queue
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,7 +20,7 @@ from areal_jax.control.events import BatchTrained, CheckpointCommitted, Event, V
 from areal_jax.observe.waits import Clock, get
 from areal_jax.parallel.agreement import leads
 from areal_jax.runtime.device_memory import MemoryWatch
-from areal_jax.runtime.turns import OwnDevices
+from areal_jax.runtime.turns import OneDevice
 from areal_jax.trainer.checkpoint import Checkpointer
 from areal_jax.trainer.state import TrainState
 from areal_jax.trajectories.packing import plan_batch
@@ -120,11 +121,11 @@ class Trainer:
         checkpointer: Checkpointer,
         tell: Callable[[Event], None],
         *,
-        turns: OwnDevices,
         clock: Clock,
         note: Callable[[str], None],
+        turns: OneDevice | None = None,
     ) -> None:
-        """`turns` decides when the trainer may use a device that it shares with hosts.
+        """`turns` decides when the trainer may use the device that it shares with hosts; None: no host does.
 
         `note(text)` is called with each memory forecast, and with each program that is compiled after the
         first step.
@@ -157,11 +158,12 @@ class Trainer:
         self._checkpointer.close(self._deadline_s)
 
     def _take(self, batch: TrainBatch) -> None:
-        with self._turns.turn("trainer", self._clock):
-            between = partial(self._turns.between, self._clock) if self._turns.are_taken else None
+        turns, clock = self._turns, self._clock
+        with turns.turn("trainer", clock) if turns else nullcontext():
+            between = partial(turns.between, clock) if turns else None
             value, metrics = self.train(batch, between)
             self._tell(BatchTrained(batch.step, batch.ordinals, value.digest, metrics))
-            with self._clock.doing("publish"):
+            with clock.doing("publish"):
                 self._store.publish(
                     value, lambda wire: self._tell(VersionCommitted(wire.version, wire.digest))
                 )

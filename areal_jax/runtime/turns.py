@@ -11,8 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from contextlib import contextmanager
 
 import jax
 
@@ -21,32 +20,13 @@ from areal_jax.observe.waits import REMEDY, Clock, WaitTimeout
 POLL_S = 0.005
 
 
-class OwnDevices:
-    """Split placement: trainer and hosts have devices of their own, so no turn ever waits."""
-
-    are_taken = False
-    """Whether devices are shared, so that the trainer must call `between` after each program of an update."""
-
-    def turn(self, role: str, clock: Clock) -> AbstractContextManager[Any]:
-        """Returns a context manager that waits for the turn of `role`, and ends the turn at exit.
-
-        `role`: trainer or host. `clock` records the wait.
-        """
-        return nullcontext()
-
-    def between(self, clock: Clock, result: jax.Array) -> None:
-        return None
-
-
-class OneDevice(OwnDevices):
+class OneDevice:
     """Shared placement: trainer and hosts use one device, one thread at a time.
 
     `decode_calls`: number of decode calls that hosts get after each micro-batch of an update;
     `is_decoding()`: whether a host has samples to decode; `deadline_s`: seconds after which a wait raises
     WaitTimeout.
     """
-
-    are_taken = True
 
     def __init__(self, decode_calls: int, is_decoding: Callable[[], bool], deadline_s: float) -> None:
         self._decode_calls, self._is_decoding, self._deadline_s = decode_calls, is_decoding, deadline_s
@@ -58,6 +38,10 @@ class OneDevice(OwnDevices):
 
     @contextmanager
     def turn(self, role: str, clock: Clock) -> Iterator[None]:
+        """Context manager: waits for the turn of `role` (trainer or host), and ends the turn at exit.
+
+        `clock` records the wait.
+        """
         self._take(role, clock)
         try:
             yield

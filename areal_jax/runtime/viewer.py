@@ -10,17 +10,15 @@ from typing import NamedTuple
 from areal_jax.assembly.sources import RANDOM, open_source
 from areal_jax.config.tree import Config
 from areal_jax.observe.sample import Piece, SampleView
+from areal_jax.serving.text import TextStream
 from areal_jax.tasks.source import PromptStream, WeightedTask, load_tasks
 from areal_jax.tasks.task import Task
-from areal_jax.tasks.tokenizers import REPLACEMENT, Tokenizer
+from areal_jax.tasks.tokenizers import Tokenizer
 from areal_jax.trajectories.sqlite import SqliteQueue
 from areal_jax.types import ArealError, SampleId
 
 SHOWN = 3
 """Most samples of each kind (best, worst, most interrupted) that a report shows."""
-
-LONGEST_CHARACTER = 4
-"""Maximum number of UTF-8 bytes, and so of tokens, in one character."""
 
 
 class Late(NamedTuple):
@@ -124,14 +122,11 @@ def token_texts(tokens: Sequence[int], tokenizer: Tokenizer) -> list[str]:
     If a character consists of several tokens, the last of them adds it, and the others add "".
     """
     texts: list[str] = []
-    pending: list[int] = []
+    stream = TextStream(tokenizer)
     for token in tokens:
-        pending.append(token)
-        text = tokenizer.decode(pending) + ("■" if token == tokenizer.eos_id else "")
-        is_whole = not text.endswith(REPLACEMENT) or len(pending) >= LONGEST_CHARACTER
-        texts.append(text if is_whole else "")
-        if is_whole:
-            pending = []
-    if pending:
-        texts[-1] = tokenizer.decode(pending)
+        texts.append(stream.push([token]))
+        if token == tokenizer.eos_id:
+            texts[-1] += stream.finish() + "■"
+    if texts:
+        texts[-1] += stream.finish()
     return texts

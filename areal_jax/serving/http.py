@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from starlette.applications import Starlette
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from areal_jax.generation.commands import Statistics
 from areal_jax.serving.secret import Secret
+from areal_jax.serving.streams import Streams
 
 GAUGES = {
     "version": "Policy version of the parameters in use",
@@ -69,21 +70,15 @@ class Metrics:
         return []
 
 
-def http_app(
-    model: str,
-    is_live: Callable[[], bool],
-    statistics: Callable[[], Statistics],
-    metrics: Metrics,
-    secret: Secret | None,
-) -> Any:
+def http_app(model: str, streams: Streams, metrics: Metrics, secret: Secret | None) -> Starlette:
     """Returns an ASGI application with /health and /metrics; if `secret` is given, both require it.
 
-    `model`: the name in /health's answer. `is_live()`: whether the decode loop runs. `statistics()`: the
-    host's present statistics. `metrics`: what /metrics shows.
+    `model`: the name in /health's answer. `streams`: those of the host that /health describes. `metrics`:
+    what /metrics shows.
     """
 
     async def health(_: Request) -> Response:
-        now, live = statistics(), is_live()
+        now, live = streams.host.statistics(), streams.is_live
         figures = {name: getattr(now, name) for name in ("version", "digest", *GAUGES)}
         return JSONResponse(
             {"status": "ok" if live else "ended", "model": model, **figures}, 200 if live else 503
@@ -92,17 +87,11 @@ def http_app(
     async def exposition(_: Request) -> Response:
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
+    async def checked(request: Request, answer: RequestResponseEndpoint) -> Response:
+        if secret is None or secret.is_in(request.headers.get("authorization")):
+            return await answer(request)
+        return PlainTextResponse(f"{Secret.REFUSAL}\n", 401)
+
     app = Starlette(routes=[Route("/health", health), Route("/metrics", exposition)])
-    return app if secret is None else _guarded(app, secret)
-
-
-def _guarded(app: Any, secret: Secret) -> Any:
-    async def guarded(scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http":
-            given = dict(scope["headers"]).get(b"authorization")
-            if not secret.is_in(given):
-                await PlainTextResponse(f"{Secret.REFUSAL}\n", 401)(scope, receive, send)
-                return
-        await app(scope, receive, send)
-
-    return guarded
+    app.add_middleware(BaseHTTPMiddleware, dispatch=checked)
+    return app

@@ -161,13 +161,7 @@ class Server:
         s = self._settings
         listening = _listening(s.host, s.http_port)
         self.http_port = listening.getsockname()[1]
-        app = http_app(
-            self.served.name,
-            lambda: self.streams.is_live,
-            self.host.statistics,
-            self._endpoint.metrics,
-            s.secret,
-        )
+        app = http_app(self.served.name, self.streams, self._endpoint.metrics, s.secret)
         self._http = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", access_log=False))
         self._http_task = asyncio.create_task(self._http.serve(sockets=[listening]))
         while not self._http.started and not self._http_task.done():

@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import pairwise
 
 import jax.numpy as jnp
 import pytest
 
 from areal_jax.observe.waits import Clock, Timeline, WaitTimeout
-from areal_jax.runtime.turns import OneDevice, OwnDevices
+from areal_jax.runtime.turns import OneDevice
 
 RESULT = jnp.zeros(1)
 CALL_S = 0.002
@@ -201,12 +201,3 @@ def test_an_error_in_a_turn_gives_it_back():
             raise ZeroDivisionError
     with turns.turn("trainer", clock("trainer")):
         pass
-
-
-def test_with_devices_of_their_own_nobody_waits():
-    turns = OwnDevices()
-    mine = clock("trainer")
-    with turns.turn("trainer", mine), turns.turn("host", clock("host")), turns.turn("trainer", mine):
-        turns.between(mine, RESULT)
-    assert isinstance(turns.turn("host", mine), nullcontext)
-    assert set(mine.take_totals()) <= {mine.activity}

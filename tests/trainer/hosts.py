@@ -64,7 +64,6 @@ def train(folder: Path, asked: Asked, beat: Beat) -> dict[str, Any]:
     from areal_jax.control.events import BatchTrained
     from areal_jax.observe.waits import Timeline
     from areal_jax.runtime.trainer_loop import TrainBatch, Trainer
-    from areal_jax.runtime.turns import OwnDevices
     from areal_jax.trainer.checkpoint import Checkpointer, restore
     from areal_jax.trajectories.plan import BatchPlan
     from areal_jax.weights.orbax import OrbaxStore
@@ -88,7 +87,6 @@ def train(folder: Path, asked: Asked, beat: Beat) -> dict[str, Any]:
         store,
         Checkpointer(run / "checkpoints", restored),
         told.append,
-        turns=OwnDevices(),
         clock=clock,
         note=told.append,
     )
