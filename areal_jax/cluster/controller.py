@@ -460,11 +460,7 @@ class Controller:
         Sends Begin to the live processes of other roles; those that register later get it when they do.
         """
         self._has_begun = True
-        steps = self._config.run.steps
-        first: list[e.Event] = [e.RunStarted(ready.digest, steps)]
-        if self._control.state.version >= 0:
-            first = [e.RunResumed(steps), e.VersionCommitted(ready.version, ready.digest)]
-        self._handle(*first)
+        self._driver.start(ready.version, ready.digest)
         for member in self._membership.members.values():
             if member.hello.role != "trainer":
                 self._begin(member)

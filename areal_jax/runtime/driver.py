@@ -14,6 +14,7 @@ from areal_jax.runtime.core import DriverCore, Endpoints, Incoming
 from areal_jax.runtime.rows import HostFigures, RowMaker, Totals
 from areal_jax.trainer.checkpoint import committed, prune
 from areal_jax.trajectories.journal import Entry
+from areal_jax.types import PolicyVersion
 
 
 class Driver:
@@ -50,6 +51,14 @@ class Driver:
         """Decide on the events, record the decisions in the journal, then send out the actions."""
         entries = self.record(incoming)
         self._core.act(action for entry in entries for action in entry.actions)
+
+    def start(self, version: PolicyVersion, digest: str) -> None:
+        """Record that the run starts or, if its journal has events, resumes, with these weights published."""
+        steps = self._config.run.steps
+        first: list[Event] = [e.RunStarted(digest, steps)]
+        if self.control.state.version >= 0:
+            first = [e.RunResumed(steps), e.VersionCommitted(version, digest)]
+        self.handle([(event, None) for event in first])
 
     def ask_again(self) -> None:
         """If a batch is in training, send its Train action again, because a restarted trainer has lost it."""

@@ -135,17 +135,12 @@ class LocalRun:
 
     def _begin(self) -> None:
         """Publish the trainer's weights, record that the run started or resumed, and start all threads."""
-        c = self._parts.config
         wire = self._store.publish(self._parts.learner.versioned(self.trainer.state))
-        self._store.wait(
-            self._deadline_s
-        )  # its event may only follow once the version is complete; no host runs yet
-        if self._driver.control.state.version < 0:
-            first: list[Event] = [e.RunStarted(wire.digest, c.run.steps)]
-        else:
-            first = [e.RunResumed(c.run.steps), e.VersionCommitted(wire.version, wire.digest)]
-        joined = [e.HostJoined(host.name, c.generation.rollout_slots) for host in self._hosts]
-        self._driver.handle([(event, None) for event in [*first, *joined]])
+        # Its event may only follow once the version is complete; no host runs yet.
+        self._store.wait(self._deadline_s)
+        self._driver.start(wire.version, wire.digest)
+        slots = self._parts.config.generation.rollout_slots
+        self._driver.handle([(e.HostJoined(host.name, slots), None) for host in self._hosts])
         for thread in self._threads:
             thread.start()
         if self._follower is not None:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
+from areal_jax.generation.commands import Start
 from areal_jax.generation.slots import MAX_STOP_TOKENS, Penalties
 from areal_jax.tasks.errors import TaskError
 from areal_jax.tasks.tokenizers import Tokenizer
@@ -60,16 +61,11 @@ class Served:
 
 @dataclass(frozen=True)
 class Ask:
-    """A client's request after all checks: the prompt's tokens and how to sample its `n` completions."""
+    """A client's request for `n` completions, after all checks."""
 
-    prompt: tuple[int, ...]
-    sampling: Sampling
-    penalties: Penalties | None = None
-    stop_tokens: tuple[int, ...] = ()
-    """Ids that end a sample, besides the tokenizer's EOS."""
+    start: Start
+    """The command to the host that decodes them, without the samples' ids."""
     n: int = 1
-    seed: int | None = None
-    min_version: int = 0
     request_id: str = ""
 
 
@@ -104,7 +100,7 @@ def decode_ask(request: Any, served: Served) -> Ask:
     sampling = served.decode_sampling
     if request.max_tokens:
         sampling = replace(sampling, max_tokens=_at_least(request.max_tokens, 1, "max_tokens"))
-    return Ask(_that_fits(prompt, served), sampling)
+    return Ask(Start((), _that_fits(prompt, served), 0, sampling, is_request=True))
 
 
 def generate_ask(request: Any, served: Served) -> Ask:
@@ -130,16 +126,19 @@ def generate_ask(request: Any, served: Served) -> Ask:
         prompt = checked_ids(request.tokens.ids, served, "tokens")
     else:
         raise invalid("the request has no prompt; give text, tokens or chat")
-    return Ask(
+    seed = _at_least(request.seed, 0, "seed") if request.HasField("seed") else None
+    start = Start(
+        (),
         _that_fits(prompt, served),
+        _at_least(request.min_version, 0, "min_version"),
         _sampling(request, served.sampling),
         _penalties(request, served),
+        seed,
         _stop_tokens(request, served),
-        _n(request, served),
-        _at_least(request.seed, 0, "seed") if request.HasField("seed") else None,
-        _at_least(request.min_version, 0, "min_version"),
-        request.request_id,
+        drawn_as=None if seed is None else 0,
+        is_request=True,
     )
+    return Ask(start, _n(request, served), request.request_id)
 
 
 def rendered(prompt: Prompt, served: Served) -> tuple[int, ...]:

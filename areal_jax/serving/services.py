@@ -79,7 +79,7 @@ class Services:
         ask = await asyncio.to_thread(generate_ask, request, self._served)
         texts = [TextStream(self._served.tokenizer) for _ in range(ask.n)]
         with self._streams.submitted(ask) as stream:
-            await context.write(messages.GenerateResponse(prompt=messages.Prompt(token_ids=ask.prompt)))
+            await context.write(messages.GenerateResponse(prompt=messages.Prompt(token_ids=ask.start.prompt)))
             async for item in _timed(stream, self._metrics, started_s):
                 await context.write(_generated(item, texts[item.member]))
 

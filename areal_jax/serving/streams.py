@@ -12,10 +12,10 @@ import itertools
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from areal_jax.control.events import Event, SampleFailed, SampleFinished
-from areal_jax.generation.commands import Command, Start, Stop, Tokens
+from areal_jax.generation.commands import Command, Stop, Tokens
 from areal_jax.generation.host import Emit, Host
 from areal_jax.serving.requests import Ask, RequestError, invalid
 from areal_jax.types import SampleId, Trajectory
@@ -160,19 +160,7 @@ class Streams:
         self._streams.update(dict.fromkeys(samples, stream))
         if ask.request_id:
             self._named[ask.request_id] = stream
-        self.tell(
-            Start(
-                samples,
-                ask.prompt,
-                ask.min_version,
-                sampling=ask.sampling,
-                penalties=ask.penalties,
-                seed=ask.seed,
-                stop_tokens=ask.stop_tokens,
-                drawn_as=None if ask.seed is None else 0,
-                is_request=True,
-            )
-        )
+        self.tell(replace(ask.start, samples=samples))
         try:
             yield stream
         finally:
@@ -210,11 +198,11 @@ class Streams:
             )
         latest = self.host.statistics().version
         # Before the host has its first version a request waits for it, as rollouts do.
-        if ask.min_version > max(latest, 0):
+        if ask.start.min_version > max(latest, 0):
             raise RequestError(
                 "FAILED_PRECONDITION",
-                f"min_version={ask.min_version} is not served yet, because the host has version {latest}; "
-                "retry once it has the newer version",
+                f"min_version={ask.start.min_version} is not served yet, because the host has version "
+                f"{latest}; retry once it has the newer version",
             )
 
     def _deliver(self) -> None:

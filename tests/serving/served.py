@@ -5,13 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import jax
 import numpy as np
 
+from areal_jax.generation.commands import Start
 from areal_jax.generation.engine import Engine
+from areal_jax.generation.slots import Penalties
 from areal_jax.models.config import model_config
 from areal_jax.models.model import Model
+from areal_jax.serving.requests import Ask
 from areal_jax.tasks.tokenizers import ByteTokenizer
 from areal_jax.types import SampleId, Sampling, VersionedParams
 from areal_jax.weights.digest import digest
@@ -59,6 +63,22 @@ def alone(
     found = heard.done[SampleId(0, member)]
     own = found.loss_mask
     return tuple(found.tokens[own].tolist()), tuple(np.asarray(found.behavior_logp[own]).tolist())
+
+
+def asked(
+    prompt: tuple[int, ...],
+    sampling: Sampling,
+    penalties: Penalties | None = None,
+    *,
+    n: int = 1,
+    request_id: str = "",
+    min_version: int = 0,
+    seed: int | None = None,
+    **command: Any,
+) -> Ask:
+    drawn_as = None if seed is None else 0
+    given = dict(sampling=sampling, penalties=penalties, seed=seed, drawn_as=drawn_as, **command)
+    return Ask(Start((), prompt, min_version, is_request=True, **given), n, request_id)
 
 
 def wait_until(holds: Callable[[], bool], what: str, deadline_s: float = 30.0) -> None:

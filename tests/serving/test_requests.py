@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from areal_jax.generation.slots import MAX_STOP_TOKENS, Penalties
 from areal_jax.serving.proto import rollout_pb2 as messages
 from areal_jax.serving.requests import (
-    Ask,
     RequestError,
     Served,
     decode_ask,
@@ -21,6 +20,7 @@ from areal_jax.serving.requests import (
 from areal_jax.serving.services import protocol
 from areal_jax.tasks.tokenizers import ByteTokenizer
 from areal_jax.types import Sampling
+from tests.serving.served import asked
 
 SERVED = Served(
     "tiny",
@@ -55,19 +55,19 @@ def refused(request) -> str:
 
 def test_tokens_are_taken_as_they_are_and_text_as_the_tokenizer_renders_it():
     """The stock Driver prepends a BOS to both."""
-    assert decode_ask(by_tokens(5, 6, 7), SERVED).prompt == (5, 6, 7)
-    assert decode_ask(by_tokens(256, 5), SERVED).prompt == (256, 5)
-    assert decode_ask(by_text("hi"), SERVED).prompt == (256, 104, 105)
+    assert decode_ask(by_tokens(5, 6, 7), SERVED).start.prompt == (5, 6, 7)
+    assert decode_ask(by_tokens(256, 5), SERVED).start.prompt == (256, 5)
+    assert decode_ask(by_text("hi"), SERVED).start.prompt == (256, 104, 105)
 
 
 def test_max_tokens_is_honoured_and_the_servers_own_without_one():
-    assert decode_ask(by_tokens(5, max_tokens=3), SERVED).sampling == Sampling(0.0, max_tokens=3)
-    assert decode_ask(by_tokens(5), SERVED).sampling == Sampling(0.0, max_tokens=20)
+    assert decode_ask(by_tokens(5, max_tokens=3), SERVED).start.sampling == Sampling(0.0, max_tokens=3)
+    assert decode_ask(by_tokens(5), SERVED).start.sampling == Sampling(0.0, max_tokens=20)
 
 
 def test_a_prompt_is_never_cut():
     """The stock Driver drops the left of it and leaves `true_length` as it was."""
-    assert len(decode_ask(by_tokens(*range(63)), SERVED).prompt) == 63
+    assert len(decode_ask(by_tokens(*range(63)), SERVED).start.prompt) == 63
     assert "the prompt has 64 tokens, but prompt and completion together may have 64" in refused(
         by_tokens(*range(64))
     )
@@ -96,7 +96,7 @@ def test_each_wrong_decode_request_is_named(request_, says):
 
 def test_what_is_left_out_is_the_servers_own():
     ask = generate_ask(messages.GenerateRequest(tokens=TOKENS), SERVED)
-    assert ask == Ask((5, 6, 7), SERVED.sampling)
+    assert ask == asked((5, 6, 7), SERVED.sampling)
 
 
 def test_what_is_given_is_taken():
@@ -118,7 +118,7 @@ def test_what_is_given_is_taken():
         logit_bias={4: 2.0},
         min_version=2,
     )
-    assert generate_ask(request, SERVED) == Ask(
+    assert generate_ask(request, SERVED) == asked(
         prompt=(256, *b"user: hi\nassistant: "),
         sampling=Sampling(0.0, 5, 0.5, 0.25, 7, ("\n", "END")),
         penalties=Penalties(1.5, -0.5, {4: 2.0}),
@@ -132,7 +132,7 @@ def test_what_is_given_is_taken():
 
 def test_penalties_that_change_nothing_are_none():
     request = messages.GenerateRequest(tokens=TOKENS, repetition_penalty=1, presence_penalty=0)
-    assert generate_ask(request, SERVED).penalties is None
+    assert generate_ask(request, SERVED).start.penalties is None
 
 
 @pytest.mark.parametrize(
@@ -222,13 +222,14 @@ def test_any_bytes_are_a_request_the_host_can_serve_or_an_error_of_the_request(d
     except RequestError as error:
         assert error.code == "INVALID_ARGUMENT" and str(error)
         return
-    assert 1 <= len(ask.prompt) < SERVED.length
-    assert all(0 <= token < 258 for token in (*ask.prompt, *ask.stop_tokens))
+    assert 1 <= len(ask.start.prompt) < SERVED.length
+    assert all(0 <= token < 258 for token in (*ask.start.prompt, *ask.start.stop_tokens))
     assert 1 <= ask.n <= SERVED.max_samples
-    assert ask.sampling.max_tokens >= 1
-    assert ask.sampling.temperature == 0 or 0.001 <= ask.sampling.temperature <= 100
-    assert 0 < ask.sampling.top_p <= 1 and 0 <= ask.sampling.min_p < 1 and ask.sampling.top_k >= 0
-    assert ask.seed is None or 0 <= ask.seed < 2**31
+    sampling = ask.start.sampling
+    assert sampling is not None and sampling.max_tokens >= 1
+    assert sampling.temperature == 0 or 0.001 <= sampling.temperature <= 100
+    assert 0 < sampling.top_p <= 1 and 0 <= sampling.min_p < 1 and sampling.top_k >= 0
+    assert ask.start.seed is None or 0 <= ask.start.seed < 2**31
 
 
 def test_bytes_that_are_no_message_are_named():

@@ -17,7 +17,7 @@ from areal_jax.serving.requests import Ask, RequestError
 from areal_jax.serving.streams import Finished, Sampled, Streams
 from areal_jax.types import Sampling
 from areal_jax.weights.memory import MemoryStore
-from tests.serving.served import LENGTH, PROMPT, SLOTS, alone, tiny_engine, tiny_params
+from tests.serving.served import LENGTH, PROMPT, SLOTS, alone, asked, tiny_engine, tiny_params
 
 GREEDY = Sampling(temperature=0.0, max_tokens=20)
 LONG = Sampling(temperature=0.0, max_tokens=LENGTH)
@@ -115,7 +115,7 @@ def test_a_request_is_answered_with_the_tokens_log_probs_and_version_of_the_host
 
     async def scenario():
         async with serving() as streams:
-            with streams.submitted(Ask(PROMPT, GREEDY)) as stream:
+            with streams.submitted(asked(PROMPT, GREEDY)) as stream:
                 items = [item async for item in stream.items()]
             *sampled, end = items
             assert sum((item.tokens.tokens for item in sampled), ()) == tokens
@@ -131,13 +131,15 @@ def test_a_sample_with_a_seed_does_not_depend_on_when_it_was_asked_for():
 
     async def scenario():
         async with serving() as streams:
-            seeded = Ask(PROMPT, drawn, n=3, seed=5)
+            seeded = asked(PROMPT, drawn, n=3, seed=5)
             first = await read(streams, seeded)
-            other, again = await asyncio.gather(read(streams, Ask((9, 9), drawn, n=2)), read(streams, seeded))
+            other, again = await asyncio.gather(
+                read(streams, asked((9, 9), drawn, n=2)), read(streams, seeded)
+            )
             assert first == again
             assert first == {member: list(alone(PROMPT, 0, drawn, member, 5)[0]) for member in range(3)}
             assert len({tuple(tokens) for tokens in (*first.values(), *other.values())}) == 5
-            assert await read(streams, Ask(PROMPT, drawn)) != await read(streams, Ask(PROMPT, drawn))
+            assert await read(streams, asked(PROMPT, drawn)) != await read(streams, asked(PROMPT, drawn))
 
     drive(scenario)
 
@@ -150,13 +152,13 @@ def test_eos_stop_tokens_and_stop_texts_are_delivered_and_end_the_sample():
 
     async def scenario():
         async with serving() as streams:
-            biased = Ask(PROMPT, GREEDY, Penalties(bias={eos: 100.0}))
+            biased = asked(PROMPT, GREEDY, Penalties(bias={eos: 100.0}))
             with streams.submitted(biased) as stream:
                 sampled, end = [item async for item in stream.items()]
             assert sampled.tokens.tokens == (eos,) and end.stop_reason == "stop"
-            assert await read(streams, Ask(PROMPT, GREEDY, stop_tokens=(third,))) == {0: upto}
+            assert await read(streams, asked(PROMPT, GREEDY, stop_tokens=(third,))) == {0: upto}
             texts = Sampling(0.0, max_tokens=20, stop=("!!",))
-            shouting = await read(streams, Ask(PROMPT, texts, Penalties(bias={ord("!"): 100.0})))
+            shouting = await read(streams, asked(PROMPT, texts, Penalties(bias={ord("!"): 100.0})))
             assert shouting == {0: [33, 33]}
             await until(lambda: is_empty(streams), "slots free")
 
@@ -168,11 +170,11 @@ def test_more_requests_than_slots_are_all_answered_alike():
 
     async def scenario():
         async with serving(queue=400) as streams:
-            asks = [Ask((1 + i % 7, 3), Sampling(0.0, max_tokens=1 + i % 3)) for i in range(200)]
+            asks = [asked((1 + i % 7, 3), Sampling(0.0, max_tokens=1 + i % 3)) for i in range(200)]
             for ask, found in zip(
                 asks, await asyncio.gather(*(read(streams, ask) for ask in asks)), strict=True
             ):
-                expected, _ = alone(ask.prompt, 0, ask.sampling)
+                expected, _ = alone(ask.start.prompt, 0, ask.start.sampling)
                 assert found == {0: list(expected)}
             await until(lambda: is_empty(streams), "slots free")
 
@@ -186,15 +188,15 @@ def test_a_full_queue_refuses_and_what_waits_is_answered_later():
     async def scenario():
         async with serving(queue=2) as streams:
             await paused(streams)
-            asked = [asyncio.create_task(read(streams, Ask(PROMPT, GREEDY, n=2))) for _ in range(3)]
+            waiting = [asyncio.create_task(read(streams, asked(PROMPT, GREEDY, n=2))) for _ in range(3)]
             await asyncio.sleep(0)
             with refused(
                 "RESOURCE_EXHAUSTED", "4 slots and a queue of 2, which leaves space for 0.*retry later"
             ):
-                await read(streams, Ask(PROMPT, GREEDY))
+                await read(streams, asked(PROMPT, GREEDY))
             streams.tell(Unpause())
             expected = list(alone(PROMPT)[0])
-            assert await asyncio.gather(*asked) == [{0: expected, 1: expected}] * 3
+            assert await asyncio.gather(*waiting) == [{0: expected, 1: expected}] * 3
 
     drive(scenario)
 
@@ -203,7 +205,7 @@ def test_leaving_frees_slot_and_queue_also_while_paused():
     async def scenario():
         async with serving() as streams:
             await paused(streams)
-            tasks = [asyncio.create_task(read(streams, Ask(PROMPT, LONG))) for _ in range(SLOTS + 2)]
+            tasks = [asyncio.create_task(read(streams, asked(PROMPT, LONG))) for _ in range(SLOTS + 2)]
             streams.tell(Unpause())
             await until(lambda: streams.host.statistics().live == SLOTS, "slots taken")
             await paused(streams)
@@ -218,8 +220,8 @@ def test_leaving_frees_slot_and_queue_also_while_paused():
 def test_a_reader_that_falls_behind_is_cut_off_and_its_neighbour_is_not():
     async def scenario():
         async with serving(room_tokens=10) as streams:
-            with streams.submitted(Ask(PROMPT, LONG)) as slow:
-                neighbour = await read(streams, Ask(PROMPT, GREEDY))
+            with streams.submitted(asked(PROMPT, LONG)) as slow:
+                neighbour = await read(streams, asked(PROMPT, GREEDY))
                 await until(lambda: is_empty(streams), "the slow one's slot is free before it reads on")
                 with refused("RESOURCE_EXHAUSTED", "more than 10 of its tokens were unread"):
                     _ = [item async for item in slow.items()]
@@ -232,9 +234,9 @@ def test_a_request_is_cancelled_by_its_name():
     async def scenario():
         async with serving() as streams:
             await paused(streams)
-            with streams.submitted(Ask(PROMPT, LONG, request_id="mine")) as stream:
+            with streams.submitted(asked(PROMPT, LONG, request_id="mine")) as stream:
                 with refused("INVALID_ARGUMENT", "request_id='mine' is in use"):
-                    await read(streams, Ask(PROMPT, GREEDY, request_id="mine"))
+                    await read(streams, asked(PROMPT, GREEDY, request_id="mine"))
                 assert not streams.cancel("yours")
                 assert streams.cancel("mine")
                 with refused("CANCELLED", "'mine' was cancelled"):
@@ -251,7 +253,7 @@ def test_a_version_that_is_not_there_yet_is_refused_and_not_waited_for():
             with refused(
                 "FAILED_PRECONDITION", "min_version=3 is not served yet, because the host has version 0"
             ):
-                await read(streams, Ask(PROMPT, GREEDY, min_version=3))
+                await read(streams, asked(PROMPT, GREEDY, min_version=3))
 
     drive(scenario)
 
@@ -272,9 +274,9 @@ def test_out_of_memory_in_prefill_ends_that_request_only(monkeypatch):
 
     async def scenario():
         async with serving() as streams:
-            well = asyncio.create_task(read(streams, Ask(PROMPT, GREEDY)))
+            well = asyncio.create_task(read(streams, asked(PROMPT, GREEDY)))
             with refused("RESOURCE_EXHAUSTED", "a prompt of 3 tokens exceeds device memory; shorten it"):
-                await read(streams, Ask((77, 1, 2), GREEDY, n=2))
+                await read(streams, asked((77, 1, 2), GREEDY, n=2))
             assert await well == {0: list(alone(PROMPT)[0])}
             await until(lambda: is_empty(streams), "slots free")
 
@@ -290,14 +292,14 @@ def test_a_host_that_ends_tells_everybody(monkeypatch):
     async def scenario():
         async with serving() as streams:
             await paused(streams)
-            asked = asyncio.create_task(read(streams, Ask(PROMPT, GREEDY, n=2)))
+            waiting = asyncio.create_task(read(streams, asked(PROMPT, GREEDY, n=2)))
             await asyncio.sleep(0)
             monkeypatch.setattr(engine, "generate", broken)
             streams.tell(Unpause())
             with refused("UNAVAILABLE", "the generation host has ended"):
-                await asked
+                await waiting
             assert not streams.is_live
             with refused("UNAVAILABLE", "the generation host has ended"):
-                await read(streams, Ask(PROMPT, GREEDY))
+                await read(streams, asked(PROMPT, GREEDY))
 
     drive(scenario)
