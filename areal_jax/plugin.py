@@ -115,11 +115,8 @@ def check_settings(function: Callable[..., Any], settings: Mapping[str, Any], ke
 def _check_values(function: Callable[..., Any], settings: Mapping[str, Any], key: str) -> None:
     try:
         hints = get_type_hints(function, include_extras=True)
-    except (
-        NameError,
-        TypeError,
-    ):  # names that only a type checker imports, or a callable that is no function
-        return
+    except (NameError, TypeError):
+        return  # names that only a type checker imports, or a callable that is no function
     for name in settings.keys() & hints.keys():
         try:
             TypeAdapter(hints[name]).validate_python(settings[name], strict=True)

@@ -24,7 +24,7 @@ def audit(folder: Folder, json: AsJson = False) -> None:
         *(f"violation: {violation}" for violation in result.violations),
         "ok" if result.ok else "NOT ok",
     ]
-    show(result.to_json(), json, lines)
+    show(vars(result), json, lines)
     if not result.ok:
         raise typer.Exit(1)
 

@@ -35,9 +35,6 @@ class AuditResult:
     in_flight: int
     violations: list[str]
 
-    def to_json(self) -> dict[str, Any]:
-        return dict(vars(self))
-
 
 def audit(config: Config, rows: Iterable[Row]) -> AuditResult:
     """Checks a journal's rows, in order; returns the violations and the counts of groups.

@@ -62,13 +62,12 @@ class LocalRun:
         self._deadline_s = c.runtime.deadline_s
         turns = None
         if parts.devices.placement == "shared":
-            is_decoding = lambda: any(host.has_work for host in self._hosts)  # noqa: E731
+            is_decoding = lambda: any(host.has_work for host in self._hosts.values())  # noqa: E731
             turns = OneDevice(c.runtime.decode_calls_per_micro_batch, is_decoding, self._deadline_s)
         engines = [parts.engine(i) for i in range(c.runtime.hosts)]
         self._store = self._make_store(engines[0], folder)
         hosts = [self._make_host(i, engine, turns) for i, engine in enumerate(engines)]
-        self._hosts = [host for host, _ in hosts]
-        self._by_name = {host.name: host for host in self._hosts}
+        self._hosts = {host.name: host for host, _ in hosts}
         checkpointer = Checkpointer(folder / "checkpoints", restored, self._inbox.put)
         clock = timeline.clock("trainer")
         own = (parts, state, self._store, checkpointer, self._deliver)
@@ -78,7 +77,7 @@ class LocalRun:
             c.runtime.reward_workers,
             c.runtime.reward_timeout_s,
         )
-        self._driver = Driver(parts, context, self, self._hosts, timeline.take_totals)
+        self._driver = Driver(parts, context, self, list(self._hosts.values()), timeline.take_totals)
         self._follower = None
         if c.observe.evaluate or c.observe.exports:
             on = parts.devices.evaluation
@@ -140,7 +139,7 @@ class LocalRun:
         self._store.wait(self._deadline_s)
         self._driver.start(wire.version, wire.digest)
         slots = self._parts.config.generation.rollout_slots
-        self._driver.handle([(e.HostJoined(host.name, slots), None) for host in self._hosts])
+        self._driver.handle([(e.HostJoined(name, slots), None) for name in self._hosts])
         for thread in self._threads:
             thread.start()
         if self._follower is not None:
@@ -152,7 +151,7 @@ class LocalRun:
         If the run `is_complete`, also finish the evaluation of the last checkpoint. Return the errors of
         threads that failed while stopping.
         """
-        for host in self._hosts:
+        for host in self._hosts.values():
             host.inbox.put(Stop())
         self.trainer.inbox.put(None)
         self._pool.close()
@@ -217,10 +216,10 @@ class LocalRun:
     # --- actions --------------------------------------------------------------------------------------------
 
     def dispatch(self, action: e.Dispatch, prompt: tuple[int, ...]) -> None:
-        self._by_name[action.host].inbox.put(Start(action.samples, prompt, action.min_version))
+        self._hosts[action.host].inbox.put(Start(action.samples, prompt, action.min_version))
 
     def cancel(self, action: e.Cancel) -> None:
-        self._by_name[action.host].inbox.put(Stop(action.samples))
+        self._hosts[action.host].inbox.put(Stop(action.samples))
 
     def score(self, action: e.Score, prompt: Prompt, completions: Sequence[Completion]) -> None:
         self._pool.submit(action.ordinal, action.attempt, prompt, completions, self._deliver)

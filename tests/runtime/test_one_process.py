@@ -90,7 +90,7 @@ def test_an_asynchronous_run_interrupts_mixes_ages_and_audits_clean(finished):
         max(row["head_age_mean"] for row in rows) <= 2 + 1
     )  # the gate bounds the mean, a step may lie above it
     assert len({row["params_digest"] for row in rows}) == 8
-    assert audit_run(finished).to_json() == {
+    assert vars(audit_run(finished)) == {
         "ok": True, "trained": 32, "dropped": {}, "in_flight": 0, "violations": [],
     }  # fmt: skip
 
@@ -129,7 +129,7 @@ def test_every_recorded_log_prob_is_the_one_of_its_version(finished, tmp_path):
 def test_a_finished_run_goes_on_when_asked_for_more_steps(finished):
     result = resume(finished, ["run.steps=10"], stream=io.StringIO())
     assert [row["step"] for row in result.metrics] == list(range(10))
-    assert audit_run(finished).to_json()["trained"] == 40
+    assert audit_run(finished).trained == 40
     assert audit_run(finished).ok
 
 
