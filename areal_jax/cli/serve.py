@@ -47,7 +47,8 @@ def serve(
     """Serve a model by gRPC (JetStream's service and areal-jax's own), and /health and /metrics by HTTP."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM stops as cleanly as Ctrl-C
     with needing("serve", "serve", PACKAGES):
-        from areal_jax.serving.server import ServeSettings, read_secret
+        from areal_jax.serving.secret import read_secret
+        from areal_jax.serving.server import ServeSettings
         from areal_jax.serving.server import serve as run
     settings = ServeSettings(
         host, port, http_port, queue, unread, sample, tuple(weights or ()), read_secret(secret_file)

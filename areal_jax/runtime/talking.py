@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -38,10 +37,9 @@ def training_host(
     endpoint = None
     if config.generation.serve_port is not None:
         from areal_jax.serving.endpoint import TrainingEndpoint
-        from areal_jax.serving.secret import VARIABLE, Secret
+        from areal_jax.serving.secret import read_secret
 
-        text = os.environ.get(VARIABLE)
-        endpoint = TrainingEndpoint(config, index, engine, None if text is None else Secret(text))
+        endpoint = TrainingEndpoint(config, index, engine, read_secret(None))
     host = Host(
         name,
         engine,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import os
+from pathlib import Path
 
 from areal_jax.types import ArealError
 
@@ -31,6 +33,22 @@ class Secret:
         """Whether `header`, the authorization header or None, is `Bearer <secret>`; takes constant time."""
         given = header.encode("utf-8", "replace") if isinstance(header, str) else header or b""
         return hmac.compare_digest(given, self._expected)
+
+
+def read_secret(file: Path | None) -> Secret | None:
+    """Returns the secret in `file`; if `file` is None, that in AREAL_JAX_SECRET, or None if this is unset.
+
+    Raises ArealError if the file cannot be read, or the secret is too short or not printable ASCII.
+    """
+    if file is None:
+        text = os.environ.get(VARIABLE)
+        return None if text is None else Secret(text)
+    try:
+        return Secret(file.read_text("utf-8").strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArealError(
+            f"--secret-file {file} cannot be read: {error}; give a text file with the secret"
+        ) from None
 
 
 def require_secret(host: str, secret: Secret | None) -> None:

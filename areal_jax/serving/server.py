@@ -7,7 +7,6 @@ The server opens its ports only after it has compiled every program.
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 import socket
 from collections.abc import Callable, Sequence
@@ -33,7 +32,7 @@ from areal_jax.observe.threads import reporting_thread
 from areal_jax.serving.endpoint import PORT_REMEDY, START_S, STOP_S, UNREAD, Endpoint
 from areal_jax.serving.http import http_app
 from areal_jax.serving.requests import RequestError, Served, invalid
-from areal_jax.serving.secret import VARIABLE, Secret, require_secret
+from areal_jax.serving.secret import Secret, require_secret
 from areal_jax.types import ArealError, Sampling, VersionedParams
 from areal_jax.weights.digest import digest
 from areal_jax.weights.memory import MemoryStore
@@ -59,22 +58,6 @@ class ServeSettings:
     weights: tuple[Path, ...] = ()
     """Folders from which Swap may load weights, their subfolders included; empty: Swap is refused."""
     secret: Secret | None = None
-
-
-def read_secret(file: Path | None) -> Secret | None:
-    """Returns the secret in `file`; if `file` is None, that in AREAL_JAX_SECRET, or None if this is unset.
-
-    Raises ArealError if the file cannot be read, or the secret is too short or not printable ASCII.
-    """
-    if file is None:
-        text = os.environ.get(VARIABLE)
-        return None if text is None else Secret(text)
-    try:
-        return Secret(file.read_text("utf-8").strip())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ArealError(
-            f"--secret-file {file} cannot be read: {error}; give a text file with the secret"
-        ) from None
 
 
 class Server:
