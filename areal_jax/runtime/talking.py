@@ -45,7 +45,7 @@ def training_host(
         engine,
         store,
         endpoint.streams.beside(emit) if endpoint else emit,
-        on_tokens=endpoint.streams.on_tokens if endpoint else None,
+        on_tokens=endpoint.streams.hear if endpoint else None,
         seed=config.run.seed,
         sampling=config.generation.sampling,
         on_update=config.on_update,

@@ -40,7 +40,7 @@ UNREAD = 4096
 class Endpoint:
     """The gRPC server of one generation host.
 
-    First make the endpoint, then the host with the callbacks `streams.emit` and `streams.on_tokens` of the
+    First make the endpoint, then the host with the callbacks `streams.emit` and `streams.hear` of the
     endpoint; then call `attach(host)` and `start`. `served`: limits and defaults for requests; `slots`: the
     host's number of slots for requests; `queue`: maximum number of samples that wait for one; `unread`:
     maximum number of tokens of a request that its client has not read yet. `publish`: called by the RPC Swap

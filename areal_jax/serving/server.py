@@ -102,7 +102,7 @@ class Server:
             seed=secrets.randbits(31),
             sampling=sampling,
             on_update=on_update,
-            on_tokens=self.streams.on_tokens,
+            on_tokens=self.streams.hear,
         )
         self._endpoint.attach(self.host)
         self._failures: list[BaseException] = []

@@ -15,7 +15,7 @@ import grpc
 from google.protobuf.message_factory import GetMessageClass
 
 from areal_jax.generation import jetstream
-from areal_jax.generation.commands import Pause, Statistics, Unpause, Wake
+from areal_jax.generation.commands import Pause, Statistics, Tokens, Unpause, Wake
 from areal_jax.serving.http import Metrics
 from areal_jax.serving.proto import rollout_pb2 as messages
 from areal_jax.serving.requests import (
@@ -27,9 +27,9 @@ from areal_jax.serving.requests import (
     parsed,
 )
 from areal_jax.serving.secret import Secret
-from areal_jax.serving.streams import Finished, Sampled, Stream, Streams
+from areal_jax.serving.streams import Item, Stream, Streams
 from areal_jax.serving.text import TextStream
-from areal_jax.types import ArealError, VersionedParams
+from areal_jax.types import ArealError, Trajectory, VersionedParams
 
 POLL_S = 0.005
 
@@ -61,9 +61,9 @@ class Services:
         has_text = request.WhichOneof("content") == "text_content"
         text = TextStream(self._served.tokenizer)
         with self._streams.submitted(ask) as stream:
-            async for item in _timed(stream, self._metrics, started_s):
-                if isinstance(item, Sampled):
-                    ids = item.tokens.tokens
+            async for _, output in _timed(stream, self._metrics, started_s):
+                if isinstance(output, Tokens):
+                    ids = output.tokens
                     await context.write(_decoded(ids, text.push(ids) if has_text else ""))
                 elif rest := text.finish() if has_text else "":
                     await context.write(_decoded((), rest))
@@ -80,8 +80,8 @@ class Services:
         texts = [TextStream(self._served.tokenizer) for _ in range(ask.n)]
         with self._streams.submitted(ask) as stream:
             await context.write(messages.GenerateResponse(prompt=messages.Prompt(token_ids=ask.start.prompt)))
-            async for item in _timed(stream, self._metrics, started_s):
-                await context.write(_generated(item, texts[item.member]))
+            async for member, output in _timed(stream, self._metrics, started_s):
+                await context.write(_generated(member, output, texts[member]))
 
     async def Cancel(self, request: Any, context: Any) -> Any:
         if not request.request_id:
@@ -159,7 +159,7 @@ class Services:
         )
 
 
-async def _timed(stream: Stream, metrics: Metrics, started_s: float) -> AsyncIterator[Sampled | Finished]:
+async def _timed(stream: Stream, metrics: Metrics, started_s: float) -> AsyncIterator[Item]:
     """Yields the stream's items; records in `metrics` the time from `started_s`, in seconds, to the first."""
     is_first = True
     async for item in stream.items():
@@ -174,24 +174,23 @@ def _decoded(ids: tuple[int, ...], text: str) -> Any:
     return protocol.DecodeResponse(stream_content=protocol.DecodeResponse.StreamContent(samples=[sample]))
 
 
-def _generated(item: Sampled | Finished, text: TextStream) -> Any:
-    if isinstance(item, Sampled):
-        t = item.tokens
+def _generated(member: int, output: Tokens | Trajectory, text: TextStream) -> Any:
+    if isinstance(output, Tokens):
         return messages.GenerateResponse(
             sampled=messages.Sampled(
-                member=item.member,
-                token_ids=t.tokens,
-                logp=t.logp,
-                version=t.version,
-                text=text.push(t.tokens),
+                member=member,
+                token_ids=output.tokens,
+                logp=output.logp,
+                version=output.version,
+                text=text.push(output.tokens),
             )
         )
     return messages.GenerateResponse(
         finished=messages.Finished(
-            member=item.member,
-            stop_reason=item.stop_reason,
-            interruptions=item.interruptions,
-            is_reproducible=item.is_reproducible,
+            member=member,
+            stop_reason=output.stop_reason,
+            interruptions=output.interruptions,
+            is_reproducible=output.is_reproducible,
             text=text.finish(),
         )
     )

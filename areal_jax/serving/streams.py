@@ -12,9 +12,9 @@ import itertools
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from areal_jax.control.events import Event, SampleFailed, SampleFinished
+from areal_jax.control.events import Event, SampleFailed
 from areal_jax.generation.commands import Command, Stop, Tokens
 from areal_jax.generation.host import Emit, Host
 from areal_jax.serving.requests import Ask, RequestError, invalid
@@ -25,27 +25,12 @@ ORDINALS = 2**31
 ENDED = "the generation host has ended (its log has the reason); retry once it is restarted"
 
 
-@dataclass(frozen=True)
-class Sampled:
-    """The tokens that one decode call added to completion number `member` of a request, counted from 0."""
-
-    member: int
-    tokens: Tokens
-
-
-@dataclass(frozen=True)
-class Finished:
-    member: int
-    stop_reason: str
-    interruptions: int
-    is_reproducible: bool
-
-
-Item = Sampled | Finished
+Item = tuple[int, Tokens | Trajectory]
+"""(number of the completion in its request, from 0; tokens that a decode call added to it, or its end)"""
 
 
 class Stream:
-    """The output of one request: `Sampled` items with the tokens, and a `Finished` per completion.
+    """The output of one request: items with its tokens, and one with the trajectory of each completion.
 
     `samples`: the ids of the request's completions; `room_tokens`: maximum number of tokens that the client
     has not read yet.
@@ -62,17 +47,17 @@ class Stream:
             item = await self._items.get()
             if isinstance(item, RequestError):
                 raise item
-            if isinstance(item, Sampled):
-                self._unread_tokens -= len(item.tokens.tokens)
+            if isinstance(item[1], Tokens):
+                self._unread_tokens -= len(item[1].tokens)
             yield item
 
-    def has_room(self, item: Sampled) -> bool:
-        return self._unread_tokens + len(item.tokens.tokens) <= self._room_tokens
+    def has_room(self, tokens: Tokens) -> bool:
+        return self._unread_tokens + len(tokens.tokens) <= self._room_tokens
 
-    def push(self, item: Item) -> None:
-        if isinstance(item, Sampled):
-            self._unread_tokens += len(item.tokens.tokens)
-        self._items.put_nowait(item)
+    def push(self, member: int, output: Tokens | Trajectory) -> None:
+        if isinstance(output, Tokens):
+            self._unread_tokens += len(output.tokens)
+        self._items.put_nowait((member, output))
 
     def fail(self, code: str, message: str) -> None:
         """Drops unread items and makes the next read raise RequestError; the first call's error is kept."""
@@ -88,7 +73,7 @@ class Streams:
 
     `loop`: the clients' event loop; `slots`: the host's number of slots for requests; `queue`: maximum number
     of samples that wait for a slot; `room_tokens`: maximum number of unread tokens of a request. Construct
-    the host with the callbacks `emit` and `on_tokens` of this object, then assign it to `host`.
+    the host with the methods `emit` and `hear` of this object as callbacks, then assign it to `host`.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, slots: int, queue: int, room_tokens: int) -> None:
@@ -96,7 +81,7 @@ class Streams:
         self._ordinals = itertools.count()
         self._streams: dict[SampleId, Stream] = {}
         self._named: dict[str, Stream] = {}
-        self._heard: deque[tuple[SampleId, Item | str]] = deque()
+        self._heard: deque[tuple[SampleId, Tokens | Trajectory | str]] = deque()
         self.host: Host
         self.is_live = True
 
@@ -127,20 +112,16 @@ class Streams:
 
         return emit_both
 
-    def on_tokens(self, sample: SampleId, tokens: Tokens) -> None:
-        self._hear(sample, Sampled(sample.member, tokens))
-
     def emit(self, event: Event, trajectory: Trajectory | None) -> None:
         if isinstance(event, SampleFailed):
-            self._hear(event.sample, event.reason)
-        elif isinstance(event, SampleFinished) and trajectory is not None:
-            t = trajectory
-            end = Finished(t.sample.member, t.stop_reason, t.interruptions, t.is_reproducible)
-            self._hear(t.sample, end)
+            self.hear(event.sample, event.reason)
+        elif trajectory is not None:
+            self.hear(trajectory.sample, trajectory)
 
-    def _hear(self, sample: SampleId, item: Item | str) -> None:
-        self._heard.append((sample, item))
-        # A delivery takes all that was heard before it, so one that has not begun yet takes this item too.
+    def hear(self, sample: SampleId, output: Tokens | Trajectory | str) -> None:
+        """Passes new tokens, the end (a trajectory) or the failure (its reason) of a sample to its stream."""
+        self._heard.append((sample, output))
+        # A delivery takes all that was heard before it, so one that has not begun yet takes this too.
         if len(self._heard) == 1:
             self._loop.call_soon_threadsafe(self._deliver)
 
@@ -207,18 +188,18 @@ class Streams:
 
     def _deliver(self) -> None:
         while self._heard:
-            sample, item = self._heard.popleft()
+            sample, output = self._heard.popleft()
             stream = self._streams.get(sample)
             if stream is None:  # its request has already ended
                 continue
-            if isinstance(item, str):
-                self._fail(stream, "RESOURCE_EXHAUSTED", item)
-            elif isinstance(item, Finished):
+            if isinstance(output, str):
+                self._fail(stream, "RESOURCE_EXHAUSTED", output)
+            elif isinstance(output, Trajectory):
                 del self._streams[sample]
                 stream.unfinished.discard(sample)
-                stream.push(item)
-            elif stream.has_room(item):
-                stream.push(item)
+                stream.push(sample.member, output)
+            elif stream.has_room(output):
+                stream.push(sample.member, output)
             else:
                 self._fail(
                     stream,

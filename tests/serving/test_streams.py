@@ -10,11 +10,11 @@ from contextlib import asynccontextmanager, contextmanager
 import jax
 import pytest
 
-from areal_jax.generation.commands import Pause, Stop, Unpause
+from areal_jax.generation.commands import Pause, Stop, Tokens, Unpause
 from areal_jax.generation.host import Host
 from areal_jax.generation.slots import Penalties
 from areal_jax.serving.requests import Ask, RequestError
-from areal_jax.serving.streams import Finished, Sampled, Streams
+from areal_jax.serving.streams import Streams
 from areal_jax.types import Sampling
 from areal_jax.weights.memory import MemoryStore
 from tests.serving.served import LENGTH, PROMPT, SLOTS, alone, asked, tiny_engine, tiny_params
@@ -41,7 +41,7 @@ async def serving(
         seed=0,
         sampling=GREEDY,
         on_update=on_update,
-        on_tokens=streams.on_tokens,
+        on_tokens=streams.hear,
     )
     streams.host = host
     host.step()
@@ -72,12 +72,12 @@ async def read(streams: Streams, ask: Ask) -> dict[int, list[int]]:
     found: dict[int, list[int]] = {member: [] for member in range(ask.n)}
     ended = set()
     with streams.submitted(ask) as stream:
-        async for item in stream.items():
-            assert item.member not in ended
-            if isinstance(item, Sampled):
-                found[item.member] += item.tokens.tokens
+        async for member, output in stream.items():
+            assert member not in ended
+            if isinstance(output, Tokens):
+                found[member] += output.tokens
             else:
-                ended.add(item.member)
+                ended.add(member)
     assert ended == set(found)
     return found
 
@@ -117,11 +117,12 @@ def test_a_request_is_answered_with_the_tokens_log_probs_and_version_of_the_host
         async with serving() as streams:
             with streams.submitted(asked(PROMPT, GREEDY)) as stream:
                 items = [item async for item in stream.items()]
-            *sampled, end = items
-            assert sum((item.tokens.tokens for item in sampled), ()) == tokens
-            assert sum((item.tokens.logp for item in sampled), ()) == logp
-            assert {item.tokens.version for item in sampled} == {0}
-            assert end == Finished(0, "length", 0, True)
+            assert {member for member, _ in items} == {0}
+            *sampled, end = [output for _, output in items]
+            assert sum((output.tokens for output in sampled), ()) == tokens
+            assert sum((output.logp for output in sampled), ()) == logp
+            assert {output.version for output in sampled} == {0}
+            assert (end.stop_reason, end.interruptions, end.is_reproducible) == ("length", 0, True)
 
     drive(scenario)
 
@@ -154,8 +155,8 @@ def test_eos_stop_tokens_and_stop_texts_are_delivered_and_end_the_sample():
         async with serving() as streams:
             biased = asked(PROMPT, GREEDY, Penalties(bias={eos: 100.0}))
             with streams.submitted(biased) as stream:
-                sampled, end = [item async for item in stream.items()]
-            assert sampled.tokens.tokens == (eos,) and end.stop_reason == "stop"
+                sampled, end = [output async for _, output in stream.items()]
+            assert sampled.tokens == (eos,) and end.stop_reason == "stop"
             assert await read(streams, asked(PROMPT, GREEDY, stop_tokens=(third,))) == {0: upto}
             texts = Sampling(0.0, max_tokens=20, stop=("!!",))
             shouting = await read(streams, asked(PROMPT, texts, Penalties(bias={ord("!"): 100.0})))
