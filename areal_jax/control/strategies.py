@@ -7,7 +7,7 @@ new version commits; `refusals.ON_UPDATE` lists the values that each strategy al
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -81,11 +81,11 @@ class OneStep(Bounded):
     is_next_begun_first: ClassVar[bool] = True
 
 
-STRATEGIES: dict[str, type[Ahead]] = {
-    "sync": Bounded,
-    "one_step": OneStep,
+STRATEGIES: dict[str, Callable[[int, int | None], Ahead]] = {
+    "sync": lambda batch_size, max_staleness: Bounded(batch_size, 0),
+    "one_step": lambda batch_size, max_staleness: OneStep(batch_size, 1),
     "interruptible": Ahead,
     "keep": Ahead,
     "pinned": Bounded,
 }
-"""`control.strategy` -> its class. The config gives sync and one_step their fixed `max_staleness`."""
+"""`control.strategy` -> a function that makes the strategy from B and `max_staleness` (None = unbounded)."""
