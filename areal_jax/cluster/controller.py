@@ -505,7 +505,8 @@ class Controller:
         self._command(action.host, action)
 
     def score(self, action: e.Score, prompt: Prompt, completions: Sequence[Completion]) -> None:
-        command = m.Command(self._epoch, action, tuple(completions))
+        plain = [(one.text, one.tokens, one.stop_reason) for one in completions]
+        command = m.Command(self._epoch, action, plain)
         self._scoring[action.ordinal, action.attempt] = "", command
 
     def _assign(self) -> None:

@@ -7,12 +7,11 @@ so handling a message twice must have the effect of handling it once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from areal_jax.control import events as e
-from areal_jax.types import ArealError, Completion
+from areal_jax.types import ArealError
 
 CONTROL = "control"
 """The controller's mailbox."""
@@ -121,9 +120,10 @@ class Weights:
 class Command:
     """An action of the control plane, with the data that the receiver needs to carry it out.
 
-    `payload`: the prompt's tokens for Dispatch, the completions for Score, None for Cancel. For Train, a dict
-    with the batch's `plan` as `BatchPlan.to_wire` returns it; if a journaled batch is trained again, also
-    with the journaled digests `digest` and `published` (as in `recovery.Journaled`).
+    `payload`: the prompt's tokens for Dispatch; [text, tokens, stop reason] of each completion for Score;
+    None for Cancel. For Train, a dict with the batch's `plan` as `BatchPlan.to_wire` returns it; if a
+    journaled batch is trained again, also with the journaled digests `digest` and `published` (as in
+    `recovery.Journaled`).
     """
 
     epoch: str
@@ -146,6 +146,9 @@ Message = Hello | Ready | Event | Note | Ended | Begin | Weights | Command | End
 
 KINDS: dict[str, type] = {kind.__name__: kind for kind in Message.__args__}
 
+SENT: dict[str, type] = {kind.__name__: kind for kind in (e.Dispatch, e.Cancel, e.Score, e.Train)}
+"""Class name -> class, of the actions that a Command can contain; the others are never sent."""
+
 
 class MessageError(ArealError):
     """Raised if a message cannot be decoded, as when another version of areal-jax sent it."""
@@ -153,44 +156,30 @@ class MessageError(ArealError):
 
 def to_plain(message: Message) -> list[Any]:
     """Returns [name of the message's class, values of its fields in order], for msgpack."""
-    return [type(message).__name__, [_plain(getattr(message, f.name)) for f in fields(message)]]
+    values = [getattr(message, f.name) for f in fields(message)]
+    records = e.EVENTS | SENT
+    return [
+        type(message).__name__,
+        [e.to_wire(value) if type(value).__name__ in records else value for value in values],
+    ]
 
 
 def from_plain(body: Any) -> Message:
-    """Returns the message that `to_plain` converted to `body`. Raises MessageError for any other `body`."""
+    """Returns the message that `to_plain` converted to `body`; in a Command's payload, tuples become lists.
+
+    Raises MessageError for any other `body`.
+    """
     try:
         name, values = body
         kind = KINDS[name]
         named = dict(zip([f.name for f in fields(kind)], values, strict=True))
         if kind is Event:
-            named["event"] = e.from_wire(named["event"][0], named["event"][1], e.EVENTS)
+            named["event"] = e.from_wire(*named["event"], e.EVENTS)
         elif kind is Command:
-            named["action"] = action = e.from_wire(named["action"][0], named["action"][1], e.ACTIONS)
-            named["payload"] = _PAYLOADS[type(action)](named["payload"])
+            named["action"] = e.from_wire(*named["action"], SENT)
         return kind(**named)
     except (KeyError, TypeError, ValueError) as error:
         raise MessageError(
             f"a process sent a message that this process cannot decode ({error!r}); install the same version "
             "of areal-jax on every machine"
         ) from error
-
-
-def _plain(value: Any) -> Any:
-    if type(value).__name__ in e.EVENTS | e.ACTIONS:
-        return e.to_wire(value)
-    if isinstance(value, Completion):
-        return [value.text, value.tokens, value.stop_reason]
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
-
-
-def _completions(plain: Any) -> tuple[Completion, ...]:
-    return tuple(Completion(text, tuple(ids), why) for text, ids, why in plain)
-
-
-_PAYLOADS: Mapping[type, Any] = {
-    e.Dispatch: tuple,
-    e.Cancel: lambda plain: plain,
-    e.Score: _completions,
-    e.Train: dict,
-}
-"""Action -> function that restores its payload from msgpack. Actions that are missing here are never sent."""

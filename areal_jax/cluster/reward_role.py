@@ -9,6 +9,7 @@ from areal_jax.config.tree import Config
 from areal_jax.control.events import Score
 from areal_jax.tasks.pool import RewardPool
 from areal_jax.tasks.source import PromptStream, load_tasks
+from areal_jax.types import Completion
 
 
 def reward(config: Config, name: str) -> None:
@@ -30,5 +31,6 @@ def reward(config: Config, name: str) -> None:
             match message:
                 case Begin(epoch):
                     link.send(Ready(name, link.incarnation, epoch))
-                case Command(_, Score(ordinal, attempt), completions):
+                case Command(_, Score(ordinal, attempt), payload):
+                    completions = [Completion(text, tuple(ids), why) for text, ids, why in payload]
                     pool.submit(ordinal, attempt, prompts.prompt(ordinal), completions, link.report)

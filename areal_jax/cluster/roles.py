@@ -100,7 +100,7 @@ def generate(config: Config, folder: Path, name: str) -> None:
                 case Weights(_, address) if work is not None:
                     work.find_weights(address)
                 case Command(_, Dispatch(samples, _, min_version), prompt) if work is not None:
-                    work.start(Start(samples, prompt, min_version))
+                    work.start(Start(samples, tuple(prompt), min_version))
                 case Command(_, Cancel(samples)) if work is not None:
                     work.stop(samples)
 

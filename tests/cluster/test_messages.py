@@ -30,7 +30,7 @@ from areal_jax.control.events import (
     Score,
     Train,
 )
-from areal_jax.types import Completion, SampleId, VersionSpan
+from areal_jax.types import SampleId, VersionSpan
 
 SAMPLE = SampleId(3, 1, 0)
 MESSAGES: list[Message] = [
@@ -52,9 +52,9 @@ MESSAGES: list[Message] = [
     Ended("host-0", "ab", "ArealError: gone"),
     Begin("e1", 3, "127.0.0.1:9"),
     Weights("e1", "127.0.0.1:9"),
-    Command("e1", Dispatch((SAMPLE, SampleId(3, 2, 0)), "host-0", 2), (5, 6, 7)),
+    Command("e1", Dispatch((SAMPLE, SampleId(3, 2, 0)), "host-0", 2), [5, 6, 7]),
     Command("e1", Cancel((SAMPLE,), "host-0")),
-    Command("e1", Score(3, 0), (Completion("four", (4, 1), "stop"),)),
+    Command("e1", Score(3, 0), [["four", [4, 1], "stop"]]),
     Command("e1", Train(2, (3, 4), (0, 1)), {"rows": 2, "pieces": [["<i8", [1], b"12345678"]]}),
     End("e1", "over"),
 ]
