@@ -157,7 +157,7 @@ class Controller:
         self._early.clear()
         self._held.read()
         # A trainer that is catching up waits for these payloads before it reads its mailbox again.
-        self._held.put_back(self._again, is_again=True)
+        self._held.put_back(self._again)
         if self._is_finished:  # an Ended may be lost with the other messages
             self._unfinished = self._pending()
         for member in self._membership.members.values():
@@ -199,7 +199,7 @@ class Controller:
             events = []
             self._receive(message)
         self._driver.handle(events)
-        self._held.settle(self._control.state.groups)
+        self._held.settle(self._control.state.groups.keys() | {group.ordinal for group in self._again})
         self._confirmed |= {
             mailbox_of(message.name, message.incarnation): message.number
             for message in messages
@@ -431,7 +431,7 @@ class Controller:
             )
         one = self._journaled.pop(0)
         self._again = journaled_groups(self._inputs, self._journal, one.train)
-        self._held.put_back(self._again, is_again=True)
+        self._held.put_back(self._again)
         plan = plan_groups(self._config, self._again, self._shares_prompts)
         payload = {"plan": plan.to_wire(), "digest": one.digest, "published": one.published}
         for each in members:
@@ -440,7 +440,6 @@ class Controller:
     def _trainer_ready(self, ready: m.Ready) -> None:
         """Starts or continues the run, once all trainer processes have sent Ready; `ready`: trainer-0's."""
         self._first, self._again = None, ()
-        self._held.put_back((), is_again=True)
         self._weights = ready.weights
         if "trainer" in self._dismissed:
             # Not earlier: an End in its mailbox would stop it before it has caught up with the journal.

@@ -42,9 +42,8 @@ class Payloads:
     Operations raise BrokerError if Redis cannot be used.
     """
 
-    def __init__(self, broker: Broker, token: str = "") -> None:
-        """`token`: the token of the run's owner (`Owner.token`); "" in all processes but the controller."""
-        self._broker, self._token = broker, token
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
 
     # --- hosts ----------------------------------------------------------------------------------------------
 
@@ -76,42 +75,6 @@ class Payloads:
             if len(found) < len(samples):
                 time.sleep(POLL_S)
         return found
-
-    # --- the controller -------------------------------------------------------------------------------------
-
-    def posted(self, announced: Sequence[tuple[SampleId, str]]) -> dict[tuple[SampleId, str], bytes]:
-        """Returns the payloads that hosts posted for these (sample, host's mailbox); omits missing ones."""
-        return self._fetch(announced, lambda one: self._posted(*one))
-
-    def _settle(
-        self,
-        accepted: Iterable[tuple[SampleId, str]],
-        void: Iterable[tuple[SampleId, str]],
-        unneeded: Iterable[SampleId],
-    ) -> None:
-        """Moves accepted payloads to their samples' keys; deletes void and unneeded ones.
-
-        `accepted`, `void` (refused): payloads as hosts posted them, named by sample and host's mailbox.
-        `unneeded`: samples with an accepted payload. Does nothing if another controller owns the run.
-        """
-        pairs = [(self._posted(*one), self._named(one[0])) for one in accepted]
-        deleted = [*(self._posted(*one) for one in void), *map(self._named, unneeded)]
-        if pairs or deleted:
-            values = [self._token, len(pairs), *(key for pair in pairs for key in pair), *deleted]
-            self._broker.link.script(_SETTLE, [self._broker.key_of("owner")], values)
-
-    def put(self, blobs: Mapping[SampleId, bytes]) -> None:
-        """Stores payloads of accepted samples, under the keys from which trainer processes fetch them."""
-        self._set({self._named(sample): blob for sample, blob in blobs.items()})
-
-    def names(self) -> set[SampleId]:
-        """Returns the samples with an accepted payload in Redis, which trainer processes can fetch."""
-        return {_sample(key.rpartition(":")[2]) for key in self._broker.keys("payload:")}
-
-    def delete_posted(self, mailbox: str = "") -> None:
-        """Deletes posted payloads that were not accepted: of the host with this mailbox; "": of all hosts."""
-        keys = self._broker.keys("posted:")
-        self._broker.delete([key for key in keys if not mailbox or key.endswith(f"@{mailbox}")])
 
     # --- inside ---------------------------------------------------------------------------------------------
 
@@ -176,18 +139,25 @@ class Held(Payloads):
     """The controller's access to the payloads in Redis; records which exist and which can be deleted."""
 
     def __init__(self, broker: Broker, token: str) -> None:
-        super().__init__(broker, token)
+        """`token`: the token of the run's owner (`Owner.token`)."""
+        super().__init__(broker)
+        self._token = token
         self._names: set[SampleId] = set()
-        self._again: set[SampleId] = set()
-        """Samples whose payload was put back for a journaled batch that is trained again; not in flight."""
+        """The samples with an accepted payload in Redis, which trainer processes can fetch."""
         self._accepted: list[tuple[SampleId, str]] = []
+        """Payloads as hosts posted them, named by sample and host's mailbox."""
         self._void: list[tuple[SampleId, str]] = []
+        """Refused payloads, named as those in `_accepted`."""
 
     def read(self) -> None:
         """Deletes posted payloads that were not accepted, and records anew which payloads Redis has."""
         self.delete_posted()
-        self._names, self._again = self.names(), set()
+        self._names = {_sample(key.rpartition(":")[2]) for key in self._broker.keys("payload:")}
         self._accepted, self._void = [], []
+
+    def posted(self, announced: Sequence[tuple[SampleId, str]]) -> dict[tuple[SampleId, str], bytes]:
+        """Returns the payloads that hosts posted for these (sample, host's mailbox); omits missing ones."""
+        return self._fetch(announced, lambda one: self._posted(*one))
 
     def accept(self, sample: SampleId, mailbox: str) -> None:
         """Records that the event with this payload is accepted.
@@ -205,28 +175,29 @@ class Held(Payloads):
         """
         self._void.append((sample, mailbox))
 
-    def put_back(self, groups: Iterable[Group], is_again: bool = False) -> None:
-        """Stores in Redis those trajectories of these groups that have no payload there.
-
-        `is_again`: the groups are of a journaled batch that is trained again; payloads that were put back for
-        the previous such batch are deleted.
-        """
+    def put_back(self, groups: Iterable[Group]) -> None:
+        """Stores in Redis those trajectories of these groups that have no payload there."""
         missing = {t.sample: t for group in groups for t in group.trajectories if t.sample not in self._names}
-        self.put({sample: encode(trajectory) for sample, trajectory in missing.items()})
+        self._set({self._named(sample): encode(trajectory) for sample, trajectory in missing.items()})
         self._names |= missing.keys()
-        if is_again:
-            self._settle((), (), self._again)
-            self._names -= self._again
-            self._again = set(missing)
 
-    def settle(self, in_flight: Collection[int]) -> None:
+    def settle(self, needed: Collection[int]) -> None:
         """Moves accepted payloads to their samples' keys; deletes refused and unneeded ones.
 
-        Called after the events of a turn are journaled. `in_flight`: ordinals of the groups that are neither
-        trained nor dropped; the payloads of other groups are unneeded.
+        Called after the events of a turn are journaled. `needed`: ordinals of the groups that are neither
+        trained nor dropped, or that are trained again; the payloads of other groups are unneeded. Does
+        nothing in Redis if another controller owns the run.
         """
-        needed = set(in_flight)
-        done = {one for one in self._names - self._again if one.ordinal not in needed}
-        self._settle(self._accepted, self._void, done)
+        done = {one for one in self._names if one.ordinal not in needed}
+        pairs = [(self._posted(*one), self._named(one[0])) for one in self._accepted]
+        deleted = [*(self._posted(*one) for one in self._void), *map(self._named, done)]
+        if pairs or deleted:
+            values = [self._token, len(pairs), *(key for pair in pairs for key in pair), *deleted]
+            self._broker.link.script(_SETTLE, [self._broker.key_of("owner")], values)
         self._names -= done
         self._accepted, self._void = [], []
+
+    def delete_posted(self, mailbox: str = "") -> None:
+        """Deletes posted payloads that were not accepted: of the host with this mailbox; "": of all hosts."""
+        keys = self._broker.keys("posted:")
+        self._broker.delete([key for key in keys if not mailbox or key.endswith(f"@{mailbox}")])
