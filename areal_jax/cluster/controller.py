@@ -77,11 +77,8 @@ class Controller:
         self._weights = ""
         self._shares_prompts = True
         self._has_begun = False
-        self._first: m.Ready | None = None
         self._early: list[Incoming] = []
         """Hosts' events that mention a version for which VersionCommitted has not arrived yet."""
-        self._behind: dict[str, int] = {}
-        """Mailbox of a trainer process -> the step that it needs next to catch up with the journal."""
         self._journaled: list[Journaled] = []
         """Journaled batches that a restarted trainer still has to train again."""
         self._again: tuple[Group, ...] = ()
@@ -150,10 +147,9 @@ class Controller:
         # This comes first: a replaced controller may find Redis empty too, and must not claim the run.
         self._journal.require_owner()
         self._epochs = self._owner.claim()
-        self._has_begun, self._first = False, None
+        self._has_begun = False
         self._out.clear()
         self._scoring.clear()
-        self._behind.clear()
         self._early.clear()
         self._held.read()
         # A trainer that is catching up waits for these payloads before it reads its mailbox again.
@@ -161,7 +157,7 @@ class Controller:
         if self._is_finished:  # an Ended may be lost with the other messages
             self._unfinished = self._pending()
         for member in self._membership.members.values():
-            member.is_ready = False
+            member.ready = None
             member.since_s = time.monotonic()  # its heartbeat may be lost: it has LOST_S for a new one
             if member.hello.role == "trainer":
                 self._begin(member)
@@ -398,32 +394,25 @@ class Controller:
             self._post(member.mailbox, m.End(self._epoch))
 
     def _ready(self, member: Member, ready: m.Ready) -> None:
-        if ready.next_step >= 0:
-            self._catch_up(member, ready.next_step)
-            return
-        member.is_ready = True
+        member.ready = ready
         if member.hello.role == "generate":
             self._remote.join(ready.name)
             self._handle(e.HostJoined(ready.name, ready.slots))
             if ready.digest and self._control.state.digests.get(self._control.state.version) == ready.digest:
                 self._handle(e.HostAdopted(ready.name, self._control.state.version, ready.digest))
         elif member.hello.role == "trainer":
+            found = [each.ready for each in self._membership.of_role("trainer") if each.ready is not None]
+            # The processes of the group go on together, once all of them are at the same step.
+            if [one.next_step for one in found] != [ready.next_step] * self._config.runtime.trainer_processes:
+                return
             self._shares_prompts = ready.shares_prompts
-            self._first = ready if ready.name == TRAINER else self._first
-            processes = len(self._membership.ready("trainer"))
-            if self._first is not None and processes == self._config.runtime.trainer_processes:
-                self._trainer_ready(self._first)
+            if ready.next_step >= 0:
+                self._catch_up(ready.next_step)
+            else:
+                self._trainer_ready(next(one for one in found if one.name == TRAINER))
 
-    def _catch_up(self, member: Member, step: int) -> None:
-        """Notes that trainer process `member` must train the journaled batch of `step` again.
-
-        Sends the batch once all processes of the trainer's group need it.
-        """
-        self._behind[member.mailbox] = step
-        members = self._membership.of_role("trainer")
-        steps = [self._behind.get(member.mailbox) for member in members]
-        if steps != [step] * self._config.runtime.trainer_processes:
-            return
+    def _catch_up(self, step: int) -> None:
+        """Sends the journaled batch of `step`, which all trainer processes must train again."""
         if not self._journaled or self._journaled[0].train.step != step:
             self._journaled = journaled_batches(self._journal, step, self._control.state.trained_version)
             self._view.note(
@@ -434,12 +423,12 @@ class Controller:
         self._held.put_back(self._again)
         plan = plan_groups(self._config, self._again, self._shares_prompts)
         payload = {"plan": plan.to_wire(), "digest": one.digest, "published": one.published}
-        for each in members:
-            self._command(each.hello.name, one.train, payload)
+        for member in self._membership.of_role("trainer"):
+            self._command(member.hello.name, one.train, payload)
 
     def _trainer_ready(self, ready: m.Ready) -> None:
         """Starts or continues the run, once all trainer processes have sent Ready; `ready`: trainer-0's."""
-        self._first, self._again = None, ()
+        self._again = ()
         self._weights = ready.weights
         if "trainer" in self._dismissed:
             # Not earlier: an End in its mailbox would stop it before it has caught up with the journal.

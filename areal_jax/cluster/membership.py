@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from areal_jax.cluster.messages import Hello
+from areal_jax.cluster.messages import Hello, Ready
 
 LOST_S = 15.0
 """Seconds without a heartbeat after which a process is declared lost."""
@@ -24,7 +24,13 @@ INTERCHANGEABLE = ("generate", "reward")
 class Member:
     hello: Hello
     since_s: float
-    is_ready: bool = False
+    ready: Ready | None = None
+    """The newest Ready that the process has sent in this epoch; None if it has sent none."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the process takes commands; a trainer does not while it catches up with the journal."""
+        return self.ready is not None and self.ready.next_step < 0
 
     @property
     def mailbox(self) -> str:
@@ -106,6 +112,6 @@ class Membership:
         return [member for member in self.members.values() if member.hello.role == role]
 
     def ready(self, role: str) -> list[Member]:
-        """Returns the members of a role that have sent Ready, sorted by name."""
+        """Returns the members of a role that take commands, sorted by name."""
         found = [member for member in self.of_role(role) if member.is_ready]
         return sorted(found, key=lambda member: member.hello.name)

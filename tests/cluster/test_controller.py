@@ -47,10 +47,12 @@ def test_a_group_goes_to_the_reward_process_with_the_fewest_and_to_another_when_
     controller = object.__new__(Controller)
     controller._epochs, controller._scoring, controller._out = ["epoch"], {}, defaultdict(list)
     controller._config = SimpleNamespace(runtime=SimpleNamespace(reward_workers=1))
-    members = {
-        name: Member(m.Hello("reward", name, "first", "machine", 1), 0.0, is_ready=True)
-        for name in ("reward-0", "reward-1")
-    }
+
+    def ready(name: str, incarnation: str) -> Member:
+        hello = m.Hello("reward", name, incarnation, "machine", 1)
+        return Member(hello, 0.0, m.Ready(name, incarnation, "epoch"))
+
+    members = {name: ready(name, "first") for name in ("reward-0", "reward-1")}
     controller._membership = Membership(members)
     prompt = Prompt("1 + 1 =")
 
@@ -69,7 +71,7 @@ def test_a_group_goes_to_the_reward_process_with_the_fewest_and_to_another_when_
     assert assigned() == {"reward-0.first": [0, 2], "reward-1.first": [3, 4]}
     del members["reward-0"], controller._scoring[3, 0]
     assert assigned() == {"reward-1.first": [0, 4], "reward-0.first": [2]}
-    members["reward-0"] = Member(m.Hello("reward", "reward-0", "second", "machine", 2), 0.0, is_ready=True)
+    members["reward-0"] = ready("reward-0", "second")
     assert assigned() == {"reward-1.first": [0, 4], "reward-0.second": [2]}
     posted = {mailbox: len(messages) for mailbox, messages in controller._out.items()}
     assert posted == {"reward-0.first": 2, "reward-1.first": 4, "reward-0.second": 1}

@@ -5,11 +5,16 @@ from __future__ import annotations
 import pytest
 
 from areal_jax.cluster.membership import LOST_S, MOST_LOSSES, WINDOW_S, Membership
-from areal_jax.cluster.messages import Hello
+from areal_jax.cluster.messages import Hello, Ready
 
 
 def hello(name: str, incarnation: str = "a", role: str = "generate") -> Hello:
     return Hello(role, name, incarnation, "node-1", 7)
+
+
+def answer(there: Membership, name: str, next_step: int = -1) -> None:
+    """As when the process sends Ready."""
+    there.members[name].ready = Ready(name, "a", "epoch", next_step=next_step)
 
 
 def test_the_last_process_to_register_under_a_name_is_the_member():
@@ -24,7 +29,7 @@ def test_the_last_process_to_register_under_a_name_is_the_member():
 def test_registering_twice_changes_nothing():
     there = Membership()
     there.join(hello("host-0"), 0.0)
-    there.members["host-0"].is_ready = True
+    answer(there, "host-0")
     assert there.join(hello("host-0"), 5.0) is None
     assert there.members["host-0"].is_ready and there.members["host-0"].since_s == 0.0
 
@@ -43,7 +48,7 @@ def test_a_process_has_time_for_its_first_heartbeat_from_its_hello_on():
 def test_a_process_lost_too_often_is_refused_for_the_window_while_another_does_its_work():
     there = Membership()
     there.join(hello("host-1"), 0.0)
-    there.members["host-1"].is_ready = True
+    answer(there, "host-1")
     for number in range(MOST_LOSSES):
         assert there.join(hello("host-0", str(number)), float(number)) is None
         there.lose("host-0", float(number))
@@ -61,7 +66,7 @@ def test_a_process_lost_too_often_is_refused_for_the_window_while_another_does_i
 def test_one_that_no_other_replaces_is_never_refused(role: str):
     there = Membership()
     there.join(hello("other", role=role), 0.0)
-    there.members["other"].is_ready = True
+    answer(there, "other")
     for number in range(2 * MOST_LOSSES):
         assert there.join(hello("one", str(number), role), float(number)) is None
         there.lose("one", float(number))
@@ -78,7 +83,10 @@ def test_those_of_a_role_that_work_by_name():
     there = Membership()
     for name, role in (("host-1", "generate"), ("host-0", "generate"), ("trainer-0", "trainer")):
         there.join(hello(name, role=role), 0.0)
-    there.members["host-1"].is_ready = there.members["trainer-0"].is_ready = True
+    answer(there, "host-1")
+    answer(there, "trainer-0")
     assert [member.hello.name for member in there.ready("generate")] == ["host-1"]
-    there.members["host-0"].is_ready = True
+    answer(there, "host-0")
     assert [member.hello.name for member in there.ready("generate")] == ["host-0", "host-1"]
+    answer(there, "trainer-0", next_step=3)  # it still has to catch up
+    assert there.ready("trainer") == []
