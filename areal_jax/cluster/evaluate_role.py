@@ -7,7 +7,6 @@ from pathlib import Path
 
 from areal_jax.assembly.devices import host_mesh, use_compilation_cache
 from areal_jax.assembly.parts import open_inputs
-from areal_jax.cluster.meeting import connect
 from areal_jax.cluster.member import ControllerLink
 from areal_jax.cluster.messages import Begin, Ready
 from areal_jax.config.tree import Config
@@ -26,14 +25,9 @@ def evaluate(config: Config, folder: Path, name: str) -> None:
     inputs, deadline_s, mesh = open_inputs(config), config.runtime.deadline_s, None
     if config.observe.evaluate:
         mesh = host_mesh(config, name)
-    work: Follower | None = None
-    figures = lambda: {"steps": work.steps if work is not None else 0}  # noqa: E731
-    with (
-        connect(config) as broker,
-        ControllerLink(broker, "evaluate", name, deadline_s, figures) as link,
-        ExitStack() as running,
-    ):
+    with ControllerLink(config, "evaluate", name) as link, ExitStack() as running:
         work = Follower(inputs, folder, mesh, link.note, link.fail)
+        link.figures = lambda: {"steps": work.steps}
         running.callback(work.stop, deadline_s)
         for message in link.commands():
             if isinstance(message, Begin):

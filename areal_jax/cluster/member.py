@@ -18,10 +18,11 @@ from dataclasses import replace
 from typing import Any
 
 from areal_jax.cluster import messages as m
-from areal_jax.cluster.broker import Broker
+from areal_jax.cluster.meeting import connect
 from areal_jax.cluster.membership import HEARTBEAT_S, LOST_S, mailbox_of
 from areal_jax.cluster.owner import look
 from areal_jax.cluster.payloads import Payloads
+from areal_jax.config.tree import Config
 from areal_jax.control.events import Event
 from areal_jax.observe.threads import reporting_thread
 from areal_jax.observe.waits import WaitTimeout
@@ -36,19 +37,18 @@ POLL_S = 0.2
 class ControllerLink:
     """The connection of process `name` to the controller. A `with` block registers the process in `role`.
 
-    One thread posts the queued messages, another one posts heartbeats, which contain the result of
-    `figures()`. If a thread fails, `commands` raises its error. `deadline_s`: seconds without a live
-    controller after which `commands` raises WaitTimeout.
+    One thread posts the queued messages, another one posts heartbeats. If a thread fails, `commands` raises
+    its error.
     """
 
-    def __init__(
-        self, broker: Broker, role: str, name: str, deadline_s: float, figures: Callable[[], dict[str, Any]]
-    ) -> None:
+    def __init__(self, config: Config, role: str, name: str) -> None:
         self.name, self.incarnation = name, secrets.token_hex(4)
         self.epoch = ""
-        self._broker, self._role, self._deadline_s, self._figures = broker, role, deadline_s, figures
+        self.figures: Callable[[], dict[str, Any]] = dict
+        """Returns the content of the next heartbeat."""
+        self._broker, self._role, self._deadline_s = connect(config), role, config.runtime.deadline_s
         self._mailbox = mailbox_of(name, self.incarnation)
-        self._payloads = Payloads(broker)
+        self.payloads = Payloads(self._broker)
         self._out: queue.Queue[tuple[m.Message, Trajectory | None] | None] = queue.Queue()
         self._numbers = itertools.count()
         self._unconfirmed: deque[m.Event] = deque()
@@ -75,13 +75,14 @@ class ControllerLink:
     def __exit__(self, kind: Any, error: BaseException | None, *_: Any) -> None:
         """Queues the message Ended, with `error` if there is one, and waits until all messages are posted.
 
-        Waits at most `deadline_s` seconds.
+        Waits at most runtime.deadline_s, then closes the connection to Redis.
         """
         text = "" if error is None else f"{type(error).__name__}: {error}"
         self.send(m.Ended(self.name, self.incarnation, text, isinstance(error, ArealError)))
         self._out.put(None)
         self._threads[0].join(self._deadline_s)
         self._is_closed.set()
+        self._broker.close()
 
     def send(self, message: m.Message) -> None:
         """Queues a message to the controller and returns at once."""
@@ -112,8 +113,8 @@ class ControllerLink:
         """Yields each Begin, Weights and Command of the newest epoch; returns at an End without a reason.
 
         A message is marked done in the mailbox when the caller asks for the next one. Raises the error given
-        to `fail`, ArealError at an End with a reason, and WaitTimeout after `deadline_s` seconds without a
-        live controller.
+        to `fail`, ArealError at an End with a reason, and WaitTimeout after runtime.deadline_s without a live
+        controller.
         """
         registered_s = time.monotonic()
         while True:
@@ -173,12 +174,12 @@ class ControllerLink:
             sent = [one for one in queued if one is not None]
             is_open = len(sent) == len(queued)  # `__exit__` queues None, after all messages
             # Payloads go before the events that announce them, so that the controller finds them.
-            self._payloads.post(self._mailbox, {t.sample: encode(t) for _, t in sent if t is not None})
+            self.payloads.post(self._mailbox, {t.sample: encode(t) for _, t in sent if t is not None})
             self._broker.post(m.CONTROL, *(m.to_plain(message) for message, _ in sent))
 
     def _keep_alive(self) -> None:
         while not self._is_closed.is_set():
-            self._broker.heartbeat(self._mailbox, self._figures(), LOST_S)
+            self._broker.heartbeat(self._mailbox, self.figures(), LOST_S)
             if (controller := look(self._broker)) is not None:
                 self._controller = (controller.epoch, time.monotonic())
                 newest = controller.confirmed.get(self._mailbox, -1)

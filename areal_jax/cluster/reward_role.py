@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from areal_jax.cluster.meeting import connect
 from areal_jax.cluster.member import ControllerLink
 from areal_jax.cluster.messages import Begin, Command, Ready
 from areal_jax.config.tree import Config
@@ -23,8 +22,7 @@ def reward(config: Config, name: str) -> None:
     prompts = PromptStream(tasks, config.run.seed)
     own = {key: weighted.task for key, weighted in tasks.items()}
     with (
-        connect(config) as broker,
-        ControllerLink(broker, "reward", name, c.deadline_s, dict) as link,
+        ControllerLink(config, "reward", name) as link,
         RewardPool(own, c.reward_workers, c.reward_timeout_s) as pool,
     ):
         for message in link.commands():

@@ -24,10 +24,9 @@ from areal_jax.assembly.devices import (
     use_virtual_cpus,
 )
 from areal_jax.assembly.parts import Parts, assemble_on, make_engine, open_inputs
-from areal_jax.cluster.meeting import connect, own_address, secret
+from areal_jax.cluster.meeting import own_address, secret
 from areal_jax.cluster.member import ControllerLink
 from areal_jax.cluster.messages import Begin, Command, Ready, Weights
-from areal_jax.cluster.payloads import Payloads
 from areal_jax.cluster.remote import COUNTS
 from areal_jax.cluster.trainer_group import joined
 from areal_jax.config.tree import Config
@@ -81,21 +80,15 @@ def generate(config: Config, folder: Path, name: str) -> None:
     g = config.generation
     engine = make_engine(g, inputs.model, mesh, reserved_slots=g.reserved_slots, seed=config.run.seed)
     timeline = process_timeline(folder, name)
-    spent = _Spent(name, timeline)
     work: _Hosting | None = None
-    figures = lambda: spent() | (work.figures() if work is not None else {})  # noqa: E731
-    with (
-        closing(timeline),
-        connect(config) as broker,
-        ControllerLink(broker, "generate", name, config.runtime.deadline_s, figures) as link,
-        ExitStack() as running,
-    ):
+    with closing(timeline), ControllerLink(config, "generate", name) as link, ExitStack() as running:
         for message in link.commands():
             match message:
                 case Begin(_, _, weights):
                     if work is None:
                         work = _Hosting(config, folder, engine, weights, timeline, link)
                         running.callback(work.end)
+                        link.figures = work.figures
                     work.begin(weights)
                 case Weights(_, address) if work is not None:
                     work.find_weights(address)
@@ -127,6 +120,7 @@ class _Hosting:
         self._unfinished: dict[SampleId, None] = {}
         self._adopted = HostAdopted(link.name, -1, "")
         self._heartbeats = itertools.count()
+        self._spent = _Spent(link.name, timeline)
         own = (c, _index(link.name), engine, self._store, self._report)
         clock = timeline.clock(link.name)
         self._host, run = training_host(*own, name=link.name, clock=clock, is_idle_bounded=False)
@@ -178,6 +172,7 @@ class _Hosting:
             "at_s": time.monotonic(),
             "gaps_s": [gaps.popleft() for _ in range(min(len(gaps), GAPS))],
             "statistics": {count: getattr(statistics, count) for count in COUNTS},
+            **self._spent(),
         }
 
     def _report(self, event: Event, trajectory: Trajectory | None) -> None:
@@ -216,21 +211,16 @@ def train(config: Config, folder: Path, name: str, coordinator: str, beat: Calla
 def _train(config: Config, folder: Path, name: str, beat: Callable[[str], None]) -> None:
     mesh = make_mesh(config.trainer.mesh.shape, jax.devices(), "the trainer")
     parts = assemble_on(Devices("split", mesh, ()), open_inputs(config))
-    deadline_s = config.runtime.deadline_s
     timeline = process_timeline(folder, name)
     timeline.clock("trainer").follow(beat)
-    spent, work = _Spent("trainer", timeline), None
-    with (
-        closing(timeline),
-        connect(config) as broker,
-        ControllerLink(broker, "trainer", name, deadline_s, spent) as link,
-        ExitStack() as running,
-    ):
+    work: _Training | None = None
+    with closing(timeline), ControllerLink(config, "trainer", name) as link, ExitStack() as running:
+        link.figures = _Spent("trainer", timeline)
         for message in link.commands():
             match message:
                 case Begin(_, version):
                     if work is None:
-                        work = _Training(parts, folder, version, timeline, link, Payloads(broker))
+                        work = _Training(parts, folder, version, timeline, link)
                         running.callback(work.end)
                     work.begin(version)
                 case Command(_, Train() as action, payload) if work is not None:
@@ -241,16 +231,10 @@ class _Training:
     """The trainer's thread and train state, created at the first Begin."""
 
     def __init__(
-        self,
-        parts: Parts,
-        folder: Path,
-        version: int,
-        timeline: Timeline,
-        link: ControllerLink,
-        payloads: Payloads,
+        self, parts: Parts, folder: Path, version: int, timeline: Timeline, link: ControllerLink
     ) -> None:
         c = parts.config
-        self._parts, self._link, self._payloads = parts, link, payloads
+        self._parts, self._link = parts, link
         self._deadline_s = c.runtime.deadline_s
         state, restored = start_state(parts, folder, version, link.note)
         self._store = _publisher(parts, folder, link.fail)
@@ -335,7 +319,7 @@ class _Training:
 
         Waits until Redis has them. The keys are the samples' indices in the batch's plan.
         """
-        found = self._payloads.wait_for(list(places.values()))
+        found = self._link.payloads.wait_for(list(places.values()))
         return {place: decode(found[sample]) for place, sample in places.items()}
 
     def end(self) -> None:

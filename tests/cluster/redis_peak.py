@@ -16,13 +16,12 @@ from pathlib import Path
 
 import numpy as np
 
-from areal_jax.cluster.broker import Broker
 from areal_jax.cluster.controller_role import control
 from areal_jax.cluster.member import ControllerLink
 from areal_jax.cluster.messages import Begin, Command, Ready
-from areal_jax.cluster.payloads import Payloads
 from areal_jax.cluster.redis_server import redis_server
 from areal_jax.config.loading import load_config
+from areal_jax.config.tree import Config
 from areal_jax.control import events as e
 from areal_jax.observe.metrics import REQUIRED
 from areal_jax.trajectories.plan import BatchPlan
@@ -35,10 +34,10 @@ STEPS = 160
 """Enough for a run to reach its most samples in flight; after 40 steps the peak is 15 to 22 MB by chance."""
 
 
-def serve(broker: Broker, role: str, name: str, every: int) -> None:
+def serve(config: Config, role: str, name: str, every: int) -> None:
     """One process of the role, without its work."""
-    newest, payloads = 0, Payloads(broker)
-    with ControllerLink(broker, role, name, 120.0, dict) as link:
+    newest = 0
+    with ControllerLink(config, role, name) as link:
         for message in link.commands():
             match message:
                 case Begin(epoch):
@@ -52,7 +51,7 @@ def serve(broker: Broker, role: str, name: str, every: int) -> None:
                     link.report(e.RewardScored(ordinal, attempt, tuple(map(float, range(len(completions))))))
                 case Command(_, e.Train(step, ordinals), payload):
                     plan = BatchPlan.from_wire(payload["plan"])
-                    payloads.wait_for([SampleId(*row) for row in plan.samples.tolist()])
+                    link.payloads.wait_for([SampleId(*row) for row in plan.samples.tolist()])
                     newest = step + 1
                     link.report(e.BatchTrained(step, ordinals, f"d{newest}", dict.fromkeys(REQUIRED, 1.0)))
                     link.report(e.VersionCommitted(newest, f"d{newest}"))
@@ -69,8 +68,7 @@ def peak_bytes(folder: Path, every: int) -> int:
         config = load_config("configs/quickstart.yaml", *words, "observe.tensorboard=false")
         threads = []
         for role, name in [("trainer", "trainer-0"), ("generate", "generate-0"), ("reward", "reward-0")]:
-            broker = Broker(server.url, config.run.name, secret=SECRET)
-            threads.append(threading.Thread(target=serve, args=(broker, role, name, every), daemon=True))
+            threads.append(threading.Thread(target=serve, args=(config, role, name, every), daemon=True))
             threads[-1].start()
         control(config, folder / "run", io.StringIO())
         with client(server) as asked:

@@ -52,8 +52,7 @@ def training(monkeypatch: pytest.MonkeyPatch) -> Any:
         note=None,
         report=None,
     )
-    payloads: Any = None
-    work = roles._Training(parts, Path("run"), 0, Timeline(None), link, payloads)
+    work = roles._Training(parts, Path("run"), 0, Timeline(None), link)
     return SimpleNamespace(work=work, sent=sent, failed=failed)
 
 
