@@ -25,8 +25,8 @@ class RemoteHost:
         self._newest = Statistics()
         self._before: dict[str, float] = dict.fromkeys(COUNTS, 0)
         self._incarnation = ""
-        self._number = -1
-        self._at_s = 0.0
+        self._at_s: float | None = None
+        """Time of the newest heartbeat of this incarnation; None before the first one."""
         self.tokens_per_s: float | None = 0.0
         """Generated tokens per second between the host's last two heartbeats; 0 without a live heartbeat."""
 
@@ -41,15 +41,15 @@ class RemoteHost:
     def take_in(self, incarnation: str, heartbeat: Mapping[str, Any]) -> None:
         if incarnation != self._incarnation:  # a new process counts from 0
             self._before = {name: getattr(self.statistics(), name) for name in COUNTS}
-            self._incarnation, self._number = incarnation, -1
-        if heartbeat["number"] == self._number:
+            self._incarnation, self._at_s = incarnation, None
+        if heartbeat["at_s"] == self._at_s:
             return  # the same heartbeat, read again
-        former, passed_s = self._newest, heartbeat["at_s"] - self._at_s
-        is_first, self._number, self._at_s = self._number < 0, heartbeat["number"], heartbeat["at_s"]
+        former_s, self._at_s = self._at_s, heartbeat["at_s"]
+        former = self._newest.generated_tokens
         self._newest = Statistics(**{name: heartbeat["statistics"][name] for name in COUNTS})
         self.gaps_s.extend(heartbeat["gaps_s"])
-        if not is_first and passed_s > 0:
-            self.tokens_per_s = (self._newest.generated_tokens - former.generated_tokens) / passed_s
+        if former_s is not None:
+            self.tokens_per_s = (self._newest.generated_tokens - former) / (heartbeat["at_s"] - former_s)
 
 
 class RemoteHosts:
@@ -81,7 +81,7 @@ class RemoteHosts:
             if "totals" not in heartbeat:
                 continue
             host = next((host for host in self.hosts if host.name == name), None)
-            if host is not None and "number" in heartbeat:
+            if host is not None:
                 host.take_in(incarnation, heartbeat)
             # A new incarnation has a mailbox of its own, so its totals count from 0.
             before = self._last.get(mailbox, {})

@@ -7,7 +7,6 @@ train state.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
@@ -119,7 +118,6 @@ class _Hosting:
         self._store = Prefetcher(self._reader, engine.param_shardings, engine.load_params)
         self._unfinished: dict[SampleId, None] = {}
         self._adopted = HostAdopted(link.name, -1, "")
-        self._heartbeats = itertools.count()
         self._spent = _Spent(link.name, timeline)
         own = (c, _index(link.name), engine, self._store, self._report)
         clock = timeline.clock(link.name)
@@ -168,7 +166,6 @@ class _Hosting:
         """
         gaps, statistics = self._host.gaps_s, self._host.statistics()
         return {
-            "number": next(self._heartbeats),
             "at_s": time.monotonic(),
             "gaps_s": [gaps.popleft() for _ in range(min(len(gaps), GAPS))],
             "statistics": {count: getattr(statistics, count) for count in COUNTS},

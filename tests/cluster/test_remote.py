@@ -6,9 +6,9 @@ from areal_jax.cluster.remote import COUNTS, RemoteHosts
 from areal_jax.observe.waits import Timeline, idle_share
 
 
-def sign(number: int, generated: int, at_s: float = 0.0, **totals: float) -> dict:
+def sign(generated: int, at_s: float, **totals: float) -> dict:
     counts = dict.fromkeys(COUNTS, 0) | {"generated_tokens": generated}
-    return {"number": number, "at_s": at_s, "gaps_s": [0.1], "statistics": counts, "totals": totals}
+    return {"at_s": at_s, "gaps_s": [0.1], "statistics": counts, "totals": totals}
 
 
 def test_between_signs_of_life_shares_are_those_before():
@@ -25,8 +25,8 @@ def test_counts_go_on_where_a_host_starts_anew_and_no_sign_counts_twice():
     hosts = RemoteHosts(Timeline(None))
     hosts.join("host-0")
     (host,) = hosts.hosts
-    for incarnation, number, generated in (("a", 0, 10), ("a", 0, 10), ("a", 1, 30), ("b", 0, 5)):
-        hosts.take_in({f"host-0.{incarnation}": sign(number, generated, decode=1.0)})
+    for incarnation, at_s, generated in (("a", 2.0, 10), ("a", 2.0, 10), ("a", 4.0, 30), ("b", 2.0, 5)):
+        hosts.take_in({f"host-0.{incarnation}": sign(generated, at_s, decode=1.0)})
     assert host.generated_tokens == 35
     assert len(host.gaps_s) == 3
 
@@ -37,16 +37,16 @@ def test_a_rate_is_that_between_the_last_two_signs_of_one_process():
     hosts.join("host-0")
     (host,) = hosts.hosts
     rates = []
-    for incarnation, number, generated, at_s in (
-        ("a", 0, 100, 50.0),
-        ("a", 1, 140, 52.0),
-        ("a", 1, 140, 52.0),
-        ("a", 2, 230, 55.0),
-        ("b", 0, 7, 1.0),
-        ("b", 1, 17, 3.0),
+    for incarnation, generated, at_s in (
+        ("a", 100, 50.0),
+        ("a", 140, 52.0),
+        ("a", 140, 52.0),
+        ("a", 230, 55.0),
+        ("b", 7, 1.0),
+        ("b", 17, 3.0),
     ):
-        hosts.take_in({f"host-0.{incarnation}": sign(number, generated, at_s)})
+        hosts.take_in({f"host-0.{incarnation}": sign(generated, at_s)})
         rates.append(host.tokens_per_s)
     assert rates == [0.0, 20.0, 20.0, 30.0, 30.0, 5.0]
-    hosts.take_in({"host-1.a": sign(0, 3)})
+    hosts.take_in({"host-1.a": sign(3, 0.0)})
     assert host.tokens_per_s == 0.0, "it lives no more"
