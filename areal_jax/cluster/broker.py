@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgpack
 
-from areal_jax.cluster.redis_link import Link, text_of
+from areal_jax.cluster.redis_link import SOCKET_S, Link
 from areal_jax.serving.secret import VARIABLE
 from areal_jax.trajectories.journal import pack, unpack
 from areal_jax.types import ArealError
@@ -23,7 +23,6 @@ from areal_jax.types import ArealError
 LENGTH = 4096
 """Maximum number of messages in a mailbox, including messages that the reader took but did not mark done."""
 
-_BLOCK_S = 2.0  # longest wait for one answer; below redis_link.SOCKET_S, when the connection counts as lost
 _POLL_S = 0.02
 
 # Values: the maximum length, then bodies. Returns how many fitted; the caller sends the others again.
@@ -66,9 +65,6 @@ class Broker:
         self._held: dict[str, list[str]] = defaultdict(list)
         """Mailbox -> ids, in order, of the messages that this process took but did not mark done."""
 
-    def __repr__(self) -> str:
-        return f"Broker({self.link.shown}, {self._run!r})"
-
     # --- messages -------------------------------------------------------------------------------------------
 
     def post(self, mailbox: str, *bodies: Any) -> None:
@@ -103,20 +99,17 @@ class Broker:
     def take(self, mailbox: str, timeout_s: float, most: int = 64) -> list[Message]:
         """Waits for messages and returns 1 to `most` of them; [] if none arrives within `timeout_s` seconds.
 
-        They are in the order of posting. A process gets each message once; after a restart it gets again
-        every message that it had not marked done.
+        It never waits longer than half of SOCKET_S, or half of the broker's deadline. Messages are in the
+        order of posting. A process gets each message once; after a restart it gets again every message that
+        it had not marked done.
         """
-        key, held, end_s = self._key(mailbox), self._held[mailbox], time.monotonic() + timeout_s
+        key, held = self._key(mailbox), self._held[mailbox]
         # From the start unless messages are held: ids of an emptied Redis may begin below earlier ones.
         after = held[-1] if held else "0"
-        while True:
-            wait_s = min(end_s - time.monotonic(), _BLOCK_S, self.deadline_s / 2)
-            block_ms = max(1, round(1000 * wait_s)) if wait_s > 0 else None
-            answer = self.link.run(
-                lambda client, block_ms=block_ms: client.xread({key: after}, most, block_ms)
-            )
-            if answer or time.monotonic() >= end_s:
-                break
+        # Below the time after which a connection without an answer counts as lost.
+        wait_s = min(timeout_s, SOCKET_S / 2, self.deadline_s / 2)
+        block_ms = max(1, round(1000 * wait_s)) if wait_s > 0 else None
+        answer = self.link.run(lambda client: client.xread({key: after}, most, block_ms))
         found = [self._message(mailbox, at, fields) for _, page in answer for at, fields in page]
         held += [message.id for message in found]
         return found
@@ -151,7 +144,7 @@ class Broker:
         # In a pattern of SCAN these letters are wildcards.
         pattern = "".join(f"\\{letter}" if letter in "*?[]^\\" else letter for letter in own)
         found = self.link.run(lambda client: list(client.scan_iter(f"{pattern}*", count=1000)))
-        return [text_of(key) for key in found]
+        return [key.decode() for key in found]
 
     def delete(self, keys: list[str]) -> None:
         if keys:
@@ -190,10 +183,10 @@ class Broker:
 
     def _message(self, mailbox: str, at: bytes, fields: Any) -> Message:
         try:
-            return Message(text_of(at), unpack(fields[b"body"]))
+            return Message(at.decode(), unpack(fields[b"body"]))
         except (KeyError, TypeError, ValueError, msgpack.UnpackException) as error:
             raise BrokerError(
-                f"message {text_of(at)} of the mailbox {mailbox!r} was not written by areal-jax ({error!r}): "
+                f"message {at.decode()} of the mailbox {mailbox!r} was not written by areal-jax ({error!r}): "
                 "another program writes into this Redis database. Give the run its own database: "
                 "runtime.redis=redis://HOST:PORT/1"
             ) from error

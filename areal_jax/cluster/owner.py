@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 from areal_jax.cluster.broker import Broker, BrokerError
 from areal_jax.cluster.membership import LOST_S
-from areal_jax.cluster.redis_link import text_of
 from areal_jax.trajectories.journal import pack, unpack
 from areal_jax.trajectories.lock import is_gone
 
@@ -100,8 +99,8 @@ class Owner:
             values = [self.token, epoch, self._holder, self._lease_ms, dead, pack({})]
             answer, *found = self._link.script(_CLAIM, [self._key], values)
             if answer == b"claimed":
-                return text_of(found[0]).split()
-            holder, until = text_of(found[0]), int(found[1])
+                return found[0].decode().split()
+            holder, until = found[0].decode(), int(found[1])
             first_until = first_until or until
             if until > first_until:  # the owner renewed its lease, so it is alive
                 raise Replaced(
@@ -117,9 +116,8 @@ class Owner:
         Returns False if the claim is gone because Redis lost its data; the caller must then claim again.
         Raises Replaced if another controller has claimed the run.
         """
-        answer = text_of(
-            self._link.script(_RENEW, [self._key], [self.token, self._lease_ms, pack(dict(confirmed))])
-        )
+        values = [self.token, self._lease_ms, pack(dict(confirmed))]
+        answer = self._link.script(_RENEW, [self._key], values).decode()
         if answer in ("held", "gone"):
             return answer == "held"
         raise Replaced(
@@ -132,4 +130,4 @@ class Owner:
 def look(broker: Broker) -> Controller | None:
     """Returns the controller that has a valid lease on the run, or None if there is none."""
     found = broker.link.script(_LOOK, [broker.key_of("owner")])
-    return Controller(text_of(found[0]), unpack(found[1])) if found else None
+    return Controller(found[0].decode(), unpack(found[1])) if found else None

@@ -108,9 +108,6 @@ class Link:
         self._scripts: dict[str, Any] = {}
         self._is_away = self._is_closed = False
 
-    def __repr__(self) -> str:
-        return f"Link({self.shown})"
-
     def run(self, work: Callable[[Any], T], deadline_s: float | None = None) -> T:
         """Returns `work(client)`, where `client` is the redis client; repeats it while Redis does not answer.
 
@@ -196,11 +193,6 @@ class Link:
             type(error), _MISCONFIGURED if "MISCONF" in text else "see the log of the Redis server"
         )
         raise self._refusal(f"{self.shown}: {text}; {remedy}") from error
-
-
-def text_of(value: bytes | str) -> str:
-    """Returns a string that Redis sent, decoded if it is bytes."""
-    return value.decode() if isinstance(value, bytes) else value
 
 
 def _is_whole(parts: SplitResult) -> bool:

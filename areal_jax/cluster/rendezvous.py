@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from areal_jax.assembly.run_folder import SECRET_FILE
 from areal_jax.cluster.placement import LaunchError
-from areal_jax.cluster.redis_link import Link, text_of
+from areal_jax.cluster.redis_link import Link
 from areal_jax.types import ArealError
 
 T = TypeVar("T")
@@ -103,7 +103,7 @@ class Meeting:
         with client.pipeline() as pipe:
             # The generation stays: agents that survived the last head still have members of it.
             for field in client.hkeys(self._key):
-                if text_of(field) != "generation":
+                if field.decode() != "generation":
                     pipe.hdel(self._key, field)
             pipe.hset(self._key, "head", self.token)
             pipe.execute()
@@ -134,7 +134,7 @@ class Meeting:
 
     def situation(self) -> Situation:
         found = self._run(lambda client: client.hgetall(self._key))
-        plain = {text_of(key): text_of(value) for key, value in found.items()}
+        plain = {key.decode(): value.decode() for key, value in found.items()}
         agents = frozenset(int(key.removeprefix("agent:")) for key in plain if key.startswith("agent:"))
         status = plain.get("status")
         return Situation(
