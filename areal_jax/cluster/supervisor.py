@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, BinaryIO, TextIO
+from typing import IO, TextIO
 
 from areal_jax.cluster.rendezvous import POLL_S as MEETING_POLL_S
 from areal_jax.cluster.rendezvous import AwayError, Meeting
@@ -296,7 +296,8 @@ class Supervisor:
         """Copies each output line of process `name` to its log and, after the name, to the agent's output."""
         with pipe, (self._logs / f"{name}.log").open("ab") as log:
             for line in pipe:
-                _write(log, line)
+                log.write(line)
+                log.flush()
                 self._print(name, line.decode("utf-8", "replace").rstrip("\n"))
 
     def _print(self, name: str, line: str) -> None:
@@ -351,11 +352,6 @@ class Supervisor:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def _write(log: BinaryIO, line: bytes) -> None:
-    log.write(line)
-    log.flush()
 
 
 def _ended_by(status: int) -> str:

@@ -30,7 +30,7 @@ from contextlib import suppress
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from areal_jax.types import ArealError
 
@@ -219,28 +219,22 @@ def _run(body: Callable[[Beat], Any], parent: int, reporter: Connection, stacks:
     os.setsid()  # a terminal's Ctrl-C is for the watcher, which passes it on
     # A stopped watcher does not read: its full pipe must not stop the training.
     os.set_blocking(reporter.fileno(), False)
-    file = stacks.open("a")
+
+    def beat(activity: str) -> None:
+        with suppress(BlockingIOError, BrokenPipeError):  # the watcher is stopped or dead
+            reporter.send_bytes(activity.encode()[:1000])
+
+    file = stacks.open("a")  # faulthandler keeps a reference, and so the file open
     faulthandler.enable(file)
     faulthandler.register(signal.SIGUSR1, file)
     try:
-        body(_Reporter(reporter, file))
+        body(beat)
     except ArealError as error:
         _end(f"error: {error}\n")
     except KeyboardInterrupt:
         _end("", INTERRUPTED)
     except BaseException:  # noqa: BLE001 - this process writes the error and ends
         _end(traceback.format_exc())
-
-
-class _Reporter:
-    def __init__(self, pipe: Connection, stacks: IO[str]) -> None:
-        self._pipe = pipe
-        self._stacks = stacks  # held open here: faulthandler keeps only the file's descriptor
-
-    def __call__(self, activity: str) -> None:
-        """Reports that an activity begins; drops the report if the watcher is stopped or dead."""
-        with suppress(BlockingIOError, BrokenPipeError):
-            self._pipe.send_bytes(activity.encode()[:1000])
 
 
 def _end(why: str, status: int = 1) -> None:
