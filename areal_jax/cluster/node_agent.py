@@ -47,8 +47,7 @@ def run_node(launch: Launch, place: Place, out: TextIO) -> int:
         return _run_head(launch, plan, place, out)
     while True:
         meeting = find(launch.folder, launch.config.run.name, place.rank)
-        supervisor = _supervisor(launch, units_of(plan, place.rank, launch, meeting), out, meeting)
-        status = supervisor.run()
+        status = _supervise(launch, plan, out, meeting)
         if status != MOVED:  # else a new head leads the run: find it and start again
             return status
 
@@ -65,8 +64,7 @@ def _run_head(launch: Launch, plan: Plan, place: Place, out: TextIO) -> int:
             port = free_port(place.address) if is_alone else launch.config.launch.port + 1
             coordinator = f"{place.address}:{port}"
             meeting = lead(launch.folder, url, launch.config.run.name, coordinator, secret)
-            units = units_of(plan, 0, launch, meeting)
-            status = _supervisor(launch, units, out, meeting, tend).run()
+            status = _supervise(launch, plan, out, meeting, tend)
             _await_agents(meeting, tend)
             return status
 
@@ -116,13 +114,12 @@ def units_of(plan: Plan, rank: int, launch: Launch, meeting: Meeting) -> list[Un
 
     here = plan.on(rank)
     trainers = tuple(command(process) for process in here if process.role == "trainer")
-    others = [process for process in here if process.role != "trainer"]
     units = [
-        Unit((command(process),), is_needed=is_controller, ends_run=is_controller)
-        for process in others
-        for is_controller in [process.role == "controller"]
+        Unit((command(process),), ends_run=process.role == "controller")
+        for process in here
+        if process.role != "trainer"
     ]
-    return [*units, Unit(trainers, is_needed=True, is_group=True)] if trainers else units
+    return [*units, Unit(trainers, is_group=True)] if trainers else units
 
 
 def describe(plan: Plan, launch: Launch) -> str:
@@ -160,14 +157,13 @@ def visible_gpus() -> list[str]:
 # --- inside -------------------------------------------------------------------------------------------------
 
 
-def _supervisor(
-    launch: Launch, units: list[Unit], out: TextIO, meeting: Meeting, tend: Callable[[], None] = lambda: None
-) -> Supervisor:
-    c = launch.config
-    away_s = c.runtime.deadline_s
-    return Supervisor(
-        units, launch.folder / "logs", out, c.launch.restarts, meeting=meeting, tend=tend, away_s=away_s
-    )
+def _supervise(
+    launch: Launch, plan: Plan, out: TextIO, meeting: Meeting, tend: Callable[[], None] = lambda: None
+) -> int:
+    """Runs the processes of this machine, as `Supervisor.run` does, and returns its result."""
+    units, logs = units_of(plan, meeting.rank, launch, meeting), launch.folder / "logs"
+    restarts, away_s = launch.config.launch.restarts, launch.config.runtime.deadline_s
+    return Supervisor(units, logs, out, restarts, meeting, tend=tend, away_s=away_s).run()
 
 
 @contextmanager

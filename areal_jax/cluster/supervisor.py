@@ -53,11 +53,15 @@ class Command:
 @dataclass(frozen=True)
 class Unit:
     commands: tuple[Command, ...]
-    is_needed: bool = False
-    """Whether the run fails if this unit fails more often than launch.restarts."""
     ends_run: bool = False
+    """Whether the run is complete once this unit has ended with status 0."""
     is_group: bool = False
     """Whether the processes belong to the trainer's group, which may include other machines."""
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the run fails if this unit fails more often than launch.restarts."""
+        return self.ends_run or self.is_group
 
     @property
     def name(self) -> str:
@@ -77,10 +81,6 @@ class _Kept:
     generation: int = 0
     """The group's generation when the processes were started."""
 
-    @property
-    def is_running(self) -> bool:
-        return any(process.poll() is None for process in self.processes.values())
-
 
 class Supervisor:
     """Runs the units of one machine until the run ends, and restarts failed ones.
@@ -94,8 +94,8 @@ class Supervisor:
         logs: Path,
         out: TextIO,
         restarts: int,
+        meeting: Meeting,
         *,
-        meeting: Meeting | None = None,
         tend: Callable[[], None] = lambda: None,
         away_s: float = 120.0,
         backoff_s: float = 1.0,
@@ -103,10 +103,10 @@ class Supervisor:
     ) -> None:
         """`units`: the processes to run. `logs`: the folder of their logs; `out`: where output is printed.
 
-        `meeting`: access to the state that the agents of all machines share; None = no other agent. The run
-        fails if Redis is unreachable for `away_s` seconds. `restarts`: how many failures of a unit are
-        followed by a restart. `tend`: called in every pause, also while processes end. `backoff_s`: seconds
-        before the first restart, doubled for each further one. `grace_s`: seconds from SIGTERM to SIGKILL.
+        `meeting`: access to the state that the agents of all machines share. The run fails if Redis is
+        unreachable for `away_s` seconds. `restarts`: how many failures of a unit are followed by a restart.
+        `tend`: called in every pause, also while processes end. `backoff_s`: seconds before the first
+        restart, doubled for each further one. `grace_s`: seconds from SIGTERM to SIGKILL.
         """
         self._kept = [_Kept(unit) for unit in units]
         self._logs, self._out, self._restarts = logs, out, restarts
@@ -136,7 +136,8 @@ class Supervisor:
                 return status
             finally:
                 self._end(self._kept, self._grace_s)
-                self._leave()
+                with suppress(AwayError):  # then the head waits for its grace
+                    self._meeting.leave()
                 for reader in self._readers:
                     reader.join(timeout=1)  # a grandchild may hold the pipe open
 
@@ -185,7 +186,7 @@ class Supervisor:
 
         Returns 1 if the unit has no restart left and the run fails with it, else None.
         """
-        if kept.unit.is_group and self._meeting is not None:
+        if kept.unit.is_group:
             try:
                 self._generation = self._meeting.next_generation(kept.generation)
             except AwayError:
@@ -221,7 +222,7 @@ class Supervisor:
         Redis was unreachable for `away_s` seconds; else None.
         """
         now = time.monotonic()
-        if self._meeting is None or now - self._polled_s < MEETING_POLL_S:
+        if now - self._polled_s < MEETING_POLL_S:
             return None
         self._polled_s = now
         try:
@@ -257,7 +258,7 @@ class Supervisor:
 
         A machine that runs only hosts publishes nothing, because the run continues without it.
         """
-        if self._meeting is not None and any(kept.unit.is_needed for kept in self._kept):
+        if any(kept.unit.is_needed for kept in self._kept):
             try:
                 self._meeting.end(status)
             except AwayError as error:
@@ -266,11 +267,6 @@ class Supervisor:
                     f"with Ctrl-C or the scheduler: {error}"
                 )
         return status
-
-    def _leave(self) -> None:
-        if self._meeting is not None:
-            with suppress(AwayError):  # then the head waits for its grace
-                self._meeting.leave()
 
     # --- processes --------------------------------------------------------------------------------------
 
@@ -314,7 +310,7 @@ class Supervisor:
         Waits at most the grace period.
         """
         end_s = time.monotonic() + self._grace_s
-        while any(kept.is_running for kept in self._kept) and not self._signal:
+        while _running(self._kept) and not self._signal:
             if time.monotonic() >= end_s:
                 return
             self._pause()
@@ -324,16 +320,14 @@ class Supervisor:
 
         SIGKILL also goes to the children that they have left running. A second Ctrl-C ends the wait.
         """
-        processes = [process for each in kept for process in each.processes.values()]
-        for process in processes:
-            if process.poll() is None:
-                process.terminate()
+        for process in _running(kept):
+            process.terminate()
         began_s = time.monotonic()
-        while any(process.poll() is None for process in processes):
+        while _running(kept):
             if time.monotonic() - began_s >= (grace_s if not self._is_hurried else 0.0):
                 break
             self._pause()
-        for process in processes:
+        for process in (process for each in kept for process in each.processes.values()):
             # Each leads a process group of its own, so children that it left behind end too.
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -352,6 +346,10 @@ class Supervisor:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _running(kept: Sequence[_Kept]) -> list[subprocess.Popen]:
+    return [process for each in kept for process in each.processes.values() if process.poll() is None]
 
 
 def _ended_by(status: int) -> str:

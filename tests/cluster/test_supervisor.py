@@ -22,12 +22,47 @@ def unit(name: str, script: str, **flags: bool) -> Unit:
     return Unit((Command(name, ("bash", "-c", script), {"NAME": name}),), **flags)
 
 
+class FakeMeeting:
+    """The hash that agents share, in this process; `away` polls find no Redis."""
+
+    token = "this head"
+
+    def __init__(self, rank: int = 0, away: int = 0) -> None:
+        self.rank, self._away = rank, away
+        self.found = Situation(self.token, 0, None, frozenset())
+        self.reported: list[int] = []
+        self.ended: int | None = None
+        self.has_left = False
+
+    def situation(self) -> Situation:
+        if self._away:
+            self._away -= 1
+            raise AwayError("no Redis answers")
+        return self.found
+
+    def join(self) -> None:
+        self.found = replace(self.found, agents=self.found.agents | {self.rank})
+
+    def leave(self) -> None:
+        self.has_left = True
+
+    def next_generation(self, seen: int) -> int:
+        self.reported.append(seen)
+        self.found = replace(self.found, generation=max(self.found.generation, seen + 1))
+        return self.found.generation
+
+    def end(self, status: int) -> None:
+        self.ended = status
+
+
 def supervise(tmp_path: Path, *units: Unit, restarts: int = 2, grace_s: float = 5) -> tuple[int, str]:
     """The status and everything printed, in a folder where scripts leave files."""
     out, before = io.StringIO(), Path.cwd()
     os.chdir(tmp_path)
     try:
-        kept = Supervisor(units, tmp_path / "logs", out, restarts, backoff_s=0.02, grace_s=grace_s)
+        kept = Supervisor(
+            units, tmp_path / "logs", out, restarts, FakeMeeting(), backoff_s=0.02, grace_s=grace_s
+        )  # type: ignore[arg-type]
         return kept.run(), out.getvalue()
     finally:
         os.chdir(before)
@@ -36,7 +71,7 @@ def supervise(tmp_path: Path, *units: Unit, restarts: int = 2, grace_s: float = 
 def test_the_run_ends_with_its_controller_and_the_others_end_by_themselves(tmp_path):
     status, printed = supervise(
         tmp_path,
-        unit("controller", "sleep 0.2; touch over; echo trained", ends_run=True, is_needed=True),
+        unit("controller", "sleep 0.2; touch over; echo trained", ends_run=True),
         unit(
             "generate-0", "while [ ! -e over ]; do sleep 0.05; done; sleep 0.2; echo $NAME left; touch left"
         ),
@@ -71,8 +106,8 @@ def test_the_run_fails_with_a_unit_that_it_needs(tmp_path):
     began_s = time.monotonic()
     status, printed = supervise(
         tmp_path,
-        unit("controller", "echo $$ >pid; exec sleep 60", ends_run=True, is_needed=True),
-        unit("trainer-0", "kill -9 $$", is_needed=True),
+        unit("controller", "echo $$ >pid; exec sleep 60", ends_run=True),
+        unit("trainer-0", "kill -9 $$", is_group=True),
         restarts=1,
     )
     assert status == 1 and time.monotonic() - began_s < 10
@@ -92,7 +127,7 @@ def test_commands_of_one_unit_end_and_start_together(tmp_path):
             ),
             Command("trainer-1", ("bash", "-c", dies), {"NAME": "trainer-1"}),
         ),
-        is_needed=True,
+        is_group=True,
     )
     controller = unit("controller", "while [ ! -e well ]; do sleep 0.02; done", ends_run=True)
     status, printed = supervise(tmp_path, controller, trainers, grace_s=0.5)
@@ -117,9 +152,10 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from areal_jax.cluster.supervisor import Command, Supervisor, Unit
+from tests.cluster.test_supervisor import FakeMeeting
 wait = ("bash", "-c", "trap 'touch polite; exit 0' TERM; touch up; while true; do sleep 0.05; done")
-unit = Unit((Command("controller", wait, {}),), is_needed=True, ends_run=True)
-raise SystemExit(Supervisor([unit], Path("logs"), sys.stdout, 3).run())
+unit = Unit((Command("controller", wait, {}),), ends_run=True)
+raise SystemExit(Supervisor([unit], Path("logs"), sys.stdout, 3, FakeMeeting()).run())
 """
 
 
@@ -159,42 +195,9 @@ def test_processes_of_a_killed_agent_get_sigterm(tmp_path):
 # --- with the agents of other machines -------------------------------------------------------------------
 
 
-class FakeMeeting:
-    """The hash that agents share, in this process; `away` polls find no Redis."""
-
-    token = "this head"
-
-    def __init__(self, rank: int = 0, away: int = 0) -> None:
-        self.rank, self._away = rank, away
-        self.found = Situation(self.token, 0, None, frozenset())
-        self.reported: list[int] = []
-        self.ended: int | None = None
-        self.has_left = False
-
-    def situation(self) -> Situation:
-        if self._away:
-            self._away -= 1
-            raise AwayError("no Redis answers")
-        return self.found
-
-    def join(self) -> None:
-        self.found = replace(self.found, agents=self.found.agents | {self.rank})
-
-    def leave(self) -> None:
-        self.has_left = True
-
-    def next_generation(self, seen: int) -> int:
-        self.reported.append(seen)
-        self.found = replace(self.found, generation=max(self.found.generation, seen + 1))
-        return self.found.generation
-
-    def end(self, status: int) -> None:
-        self.ended = status
-
-
 def member(script: str) -> Unit:
     command = Command("trainer-0", ("bash", "-c", script), {})
-    return Unit((command,), is_needed=True, is_group=True)
+    return Unit((command,), is_group=True)
 
 
 def supervise_with(tmp_path: Path, meeting: FakeMeeting, *units: Unit, away_s: float = 10) -> tuple[int, str]:
@@ -204,9 +207,7 @@ def supervise_with(tmp_path: Path, meeting: FakeMeeting, *units: Unit, away_s: f
         replace(each, commands=tuple(replace(c, words=(*script_folder, *c.words)) for c in each.commands))
         for each in units
     ]
-    kept = Supervisor(
-        placed, tmp_path / "logs", out, 2, meeting=meeting, away_s=away_s, backoff_s=0.02, grace_s=5
-    )  # type: ignore[arg-type]
+    kept = Supervisor(placed, tmp_path / "logs", out, 2, meeting, away_s=away_s, backoff_s=0.02, grace_s=5)  # type: ignore[arg-type]
     return kept.run(), out.getvalue()
 
 
@@ -215,7 +216,7 @@ WAITS_FOR_THE_SECOND = "for _ in {1..500}; do [ $(cat starts | wc -l) -lt 2 ] ||
 
 def test_a_failed_member_raises_the_groups_generation_and_starts_again(tmp_path):
     meeting = FakeMeeting()
-    controller = unit("controller", WAITS_FOR_THE_SECOND, ends_run=True, is_needed=True)
+    controller = unit("controller", WAITS_FOR_THE_SECOND, ends_run=True)
     dies_once = "echo x >>starts; [ $(cat starts | wc -l) -ge 2 ] || exit 1; exec sleep 60"
     status, printed = supervise_with(tmp_path, meeting, controller, member(dies_once))
     assert (status, meeting.ended, meeting.reported, meeting.has_left) == (0, 0, [0], True)
@@ -254,7 +255,7 @@ def test_an_agent_ends_with_the_run_and_with_its_head(tmp_path, found, status, s
 
 
 def test_redis_may_be_away_for_a_while_and_not_for_longer(tmp_path):
-    controller = unit("controller", "sleep 1.5", ends_run=True, is_needed=True)
+    controller = unit("controller", "sleep 1.5", ends_run=True)
     assert supervise_with(tmp_path, FakeMeeting(away=2), controller)[0] == 0
     status, printed = supervise_with(tmp_path, FakeMeeting(away=99), controller, away_s=0.2)
     assert status == 1 and "Redis has been unreachable for 0.2 s" in printed
