@@ -64,9 +64,6 @@ class Plan:
         """Returns the largest number of devices that the processes of one of these machines need together."""
         return max(sum(len(process.devices) for process in self.on(machine)) for machine in machines)
 
-    def of(self, role: str) -> tuple[Process, ...]:
-        return tuple(process for process in self.processes if process.role == role)
-
     def on(self, machine: int) -> tuple[Process, ...]:
         return tuple(process for process in self.processes if process.machine == machine)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_jax.cluster.placement import LaunchError, environment, make_plan
+from areal_jax.cluster.placement import LaunchError, Process, environment, make_plan
 from areal_jax.config.loading import load_config
 
 
@@ -16,6 +16,10 @@ def plan_of(*words: str, accelerator: str = "gpu", **more):
 
 def where(plan) -> dict[str, tuple[int, tuple[int, ...]]]:
     return {process.name: (process.machine, process.devices) for process in plan.processes}
+
+
+def of(plan, role: str) -> list[Process]:
+    return [process for process in plan.processes if process.role == role]
 
 
 def test_what_fits_on_one_machine_runs_on_one_and_shares_no_device():
@@ -55,7 +59,7 @@ def test_an_evaluation_host_is_one_more_host_and_exports_alone_need_no_device():
     ]  # fmt: skip
     assert (plan.devices_on(0), plan.devices_on(1), plan.devices_on(0, 1)) == (4, 6, 6)
     plan = plan_of(*split, "observe.exports=3")
-    (alone,) = plan.of("evaluate")
+    (alone,) = of(plan, "evaluate")
     assert where(plan)["evaluate-0"] == (0, ()) and environment(plan, alone)["JAX_PLATFORMS"] == "cpu"
     assert (plan.machines, plan.devices_on(0), alone.devices) == (1, 8, ())
 
@@ -78,12 +82,12 @@ def test_no_two_processes_share_a_device_and_every_one_has_its_share(
     )  # fmt: skip
     owned = [(p.machine, device) for p in plan.processes for device in p.devices]
     assert len(owned) == len(set(owned)) == processes * share + hosts * host_share
-    assert all(len(p.devices) == share for p in plan.of("trainer"))
-    assert all(len(p.devices) == host_share for p in plan.of("generate"))
+    assert all(len(p.devices) == share for p in of(plan, "trainer"))
+    assert all(len(p.devices) == host_share for p in of(plan, "generate"))
     assert is_one or all(device < 8 for _, device in owned)
     machines = {machine for machine, _ in owned}
     assert machines == set(range(plan.machines)) and (plan.machines == 1 or not is_one)
-    assert {p.machine for p in plan.of("trainer")}.isdisjoint({p.machine for p in plan.of("generate")}) or (
+    assert {p.machine for p in of(plan, "trainer")}.isdisjoint({p.machine for p in of(plan, "generate")}) or (
         plan.machines == 1
     )
 
@@ -99,7 +103,7 @@ def test_a_process_sees_its_own_devices_and_falls_back_to_no_other_kind():
         "2",
     ]
     on_cpu = plan_of("trainer.mesh.fsdp=4", "runtime.trainer_processes=2", accelerator="cpu")
-    trainer = environment(on_cpu, on_cpu.of("trainer")[1])
+    trainer = environment(on_cpu, of(on_cpu, "trainer")[1])
     assert (trainer["JAX_PLATFORMS"], trainer["JAX_NUM_CPU_DEVICES"]) == ("cpu", "2")
 
 
