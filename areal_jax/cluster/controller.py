@@ -357,12 +357,10 @@ class Controller:
             case m.Note(name, text):
                 self._view.note(f"{name}: {text}")
             case m.Ended(name, incarnation):
-                if self._membership.of(name, incarnation) is not None:
-                    self._left(message)
+                if (member := self._membership.of(name, incarnation)) is not None:
+                    self._left(member, message)
                 elif not message.error:  # an earlier controller sent it End
                     self._unfinished.pop(name, None)
-            case _:
-                pass
 
     def _register(self, hello: m.Hello) -> None:
         former = self._membership.members.get(hello.name)
@@ -420,11 +418,8 @@ class Controller:
             )
         one = self._journaled.pop(0)
         self._again = journaled_groups(self._inputs, self._journal, one.train)
-        self._held.put_back(self._again)
-        plan = plan_groups(self._config, self._again, self._shares_prompts)
-        payload = {"plan": plan.to_wire(), "digest": one.digest, "published": one.published}
-        for member in self._membership.of_role("trainer"):
-            self._command(member.hello.name, one.train, payload)
+        trainers = self._membership.of_role("trainer")
+        self._send_batch(trainers, one.train, self._again, digest=one.digest, published=one.published)
 
     def _trainer_ready(self, ready: m.Ready) -> None:
         """Starts or continues the run, once all trainer processes have sent Ready; `ready`: trainer-0's."""
@@ -453,8 +448,7 @@ class Controller:
             if member.hello.role != "trainer":
                 self._begin(member)
 
-    def _left(self, ended: m.Ended) -> None:
-        member = self._membership.members[ended.name]
+    def _left(self, member: Member, ended: m.Ended) -> None:
         if not ended.error:
             self._membership.leave(ended.name)
             self._unfinished.pop(ended.name, None)
@@ -523,14 +517,19 @@ class Controller:
         If none is ready, does nothing: the batch is sent again once a restarted trainer is ready
         (`Driver.ask_again`).
         """
-        if not (trainers := self._membership.ready("trainer")):
-            return
+        if trainers := self._membership.ready("trainer"):
+            self._send_batch(trainers, action, groups)
+
+    def _send_batch(
+        self, trainers: Iterable[Member], action: e.Train, groups: tuple[Group, ...], **digests: str
+    ) -> None:
         self._held.put_back(groups)
         plan = plan_groups(self._config, groups, self._shares_prompts)
+        command = m.Command(self._epoch, action, {"plan": plan.to_wire(), **digests})
         for member in trainers:
-            self._command(member.hello.name, action, {"plan": plan.to_wire()})
+            self._post(member.mailbox, command)
 
-    def _command(self, name: str, action: e.Dispatch | e.Cancel | e.Train, payload: Any = None) -> None:
+    def _command(self, name: str, action: e.Dispatch | e.Cancel, payload: Any = None) -> None:
         """Sends the action and its payload (see `messages.Command`) to the process `name`.
 
         Does nothing if that process was lost: the event HostLost informs the control plane of it.

@@ -8,7 +8,7 @@ from pathlib import Path
 from areal_jax.assembly.devices import host_mesh, use_compilation_cache
 from areal_jax.assembly.parts import open_inputs
 from areal_jax.cluster.member import ControllerLink
-from areal_jax.cluster.messages import Begin, Ready
+from areal_jax.cluster.messages import Begin
 from areal_jax.config.tree import Config
 from areal_jax.evaluation.follower import Follower
 
@@ -32,5 +32,5 @@ def evaluate(config: Config, folder: Path, name: str) -> None:
         for message in link.commands():
             if isinstance(message, Begin):
                 work.start()
-                link.send(Ready(name, link.incarnation, link.epoch))
+                link.ready()
         work.finish(deadline_s)

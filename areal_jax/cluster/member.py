@@ -84,6 +84,10 @@ class ControllerLink:
         self._is_closed.set()
         self._broker.close()
 
+    def ready(self, **fields: Any) -> None:
+        """Answers the newest Begin with the message Ready, which also has the given `fields`."""
+        self.send(m.Ready(self.name, self.incarnation, self.epoch, **fields))
+
     def send(self, message: m.Message) -> None:
         """Queues a message to the controller and returns at once."""
         self._out.put((message, None))

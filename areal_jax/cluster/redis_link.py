@@ -105,7 +105,6 @@ class Link:
             raise refusal(
                 f"{self.shown}: {_plain(error)}; correct the options after the ? in runtime.redis"
             ) from None
-        self._scripts: dict[str, Any] = {}
         self._is_away = self._is_closed = False
 
     def run(self, work: Callable[[Any], T], deadline_s: float | None = None) -> T:
@@ -149,9 +148,7 @@ class Link:
 
         `keys` and `values`: the script's KEYS and ARGV; `deadline_s`: as in `run`.
         """
-        if text not in self._scripts:
-            self._scripts[text] = self._client.register_script(text)
-        return self.run(lambda _: self._scripts[text](keys, values), deadline_s)
+        return self.run(lambda client: client.register_script(text)(keys, values), deadline_s)
 
     def require_supported(self) -> None:
         """Raises `refusal` if the server is older than OLDEST, or may delete keys when its memory is full."""

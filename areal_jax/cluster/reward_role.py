@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from areal_jax.cluster.member import ControllerLink
-from areal_jax.cluster.messages import Begin, Command, Ready
+from areal_jax.cluster.messages import Begin, Command
 from areal_jax.config.tree import Config
 from areal_jax.control.events import Score
 from areal_jax.tasks.pool import RewardPool
@@ -27,8 +27,8 @@ def reward(config: Config, name: str) -> None:
     ):
         for message in link.commands():
             match message:
-                case Begin(epoch):
-                    link.send(Ready(name, link.incarnation, epoch))
+                case Begin():
+                    link.ready()
                 case Command(_, Score(ordinal, attempt), payload):
                     completions = [Completion(text, tuple(ids), why) for text, ids, why in payload]
                     pool.submit(ordinal, attempt, prompts.prompt(ordinal), completions, link.report)

@@ -25,7 +25,7 @@ from areal_jax.assembly.devices import (
 from areal_jax.assembly.parts import Parts, assemble_on, make_engine, open_inputs
 from areal_jax.cluster.meeting import own_address, secret
 from areal_jax.cluster.member import ControllerLink
-from areal_jax.cluster.messages import Begin, Command, Ready, Weights
+from areal_jax.cluster.messages import Begin, Command, Weights
 from areal_jax.cluster.remote import COUNTS
 from areal_jax.cluster.trainer_group import joined
 from areal_jax.config.tree import Config
@@ -130,10 +130,9 @@ class _Hosting:
         # The controller dispatches these again in its new epoch, to this host or to another.
         self.stop(tuple(self._unfinished))
         self.find_weights(weights)
-        link = self._link
         # The host reports a version once, when it adopts it; a new epoch has to hear of it again.
         held = {"version": self._adopted.version, "digest": self._adopted.digest}
-        link.send(Ready(link.name, link.incarnation, link.epoch, slots=self._slots, **held))
+        self._link.ready(slots=self._slots, **held)
 
     def find_weights(self, address: str) -> None:
         if isinstance(self._reader, TransferReader) and address != self._reader.address:
@@ -275,18 +274,13 @@ class _Training:
         self._send_ready()
 
     def _send_ready(self, next_step: int = -1) -> None:
-        link, wire = self._link, self._wire
-        self._link.send(
-            Ready(
-                link.name,
-                link.incarnation,
-                link.epoch,
-                next_step=next_step,
-                version=-1 if wire is None else wire.version,
-                digest="" if wire is None else wire.digest,
-                weights=getattr(self._store, "address", ""),
-                shares_prompts=self._parts.learner.takes_shared_prompts,
-            )
+        wire = self._wire
+        self._link.ready(
+            next_step=next_step,
+            version=-1 if wire is None else wire.version,
+            digest="" if wire is None else wire.digest,
+            weights=getattr(self._store, "address", ""),
+            shares_prompts=self._parts.learner.takes_shared_prompts,
         )
 
     def take(self, action: Train, payload: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from areal_jax.cluster.controller_role import control
 from areal_jax.cluster.member import ControllerLink
-from areal_jax.cluster.messages import Begin, Command, Ready
+from areal_jax.cluster.messages import Begin, Command
 from areal_jax.cluster.redis_server import redis_server
 from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
@@ -40,8 +40,8 @@ def serve(config: Config, role: str, name: str, every: int) -> None:
     with ControllerLink(config, role, name) as link:
         for message in link.commands():
             match message:
-                case Begin(epoch):
-                    link.send(Ready(name, link.incarnation, epoch, 8, version=newest, digest=f"d{newest}"))
+                case Begin():
+                    link.ready(slots=8, version=newest, digest=f"d{newest}")
                 case Command(_, e.Dispatch(samples, host, version)):
                     for sample in samples:
                         one = trajectory(sample, length=TOKENS)

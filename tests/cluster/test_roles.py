@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from areal_jax.cluster import roles
+from areal_jax.cluster.messages import Ready
 from areal_jax.control.events import Train
 from areal_jax.observe.waits import Timeline
 from areal_jax.types import VersionedParams
@@ -47,7 +48,7 @@ def training(monkeypatch: pytest.MonkeyPatch) -> Any:
         name="trainer-0",
         incarnation="a",
         epoch="1",
-        send=sent.append,
+        ready=lambda **fields: sent.append(Ready("trainer-0", "a", "1", **fields)),
         fail=failed.put,
         note=None,
         report=None,
