@@ -29,6 +29,11 @@ def client(server: RedisServer) -> Any:
     return redis.Redis(port=server.port, password=server.secret, decode_responses=True)
 
 
+def url_of(server: RedisServer) -> str:
+    """With the password."""
+    return server.url.replace("//", f"//:{server.secret}@")
+
+
 def keys_of(server: RedisServer, run: str) -> set[str]:
     """Of a run: the names behind its prefix."""
     with client(server) as asked:
@@ -49,7 +54,7 @@ class Killable:
         self._port = self.server.port
 
     def kill(self) -> None:
-        os.kill(self.server.pid, signal.SIGKILL)
+        os.kill(self.server.process.pid, signal.SIGKILL)
         self._stack.close()
 
     def stop(self) -> None:

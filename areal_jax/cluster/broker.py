@@ -51,16 +51,14 @@ class Broker:
     take messages from a mailbox.
     """
 
-    def __init__(
-        self, url: str, run: str, *, deadline_s: float = 60.0, length: int = LENGTH, secret: str | None = None
-    ) -> None:
+    def __init__(self, url: str, run: str, *, deadline_s: float = 60.0, length: int = LENGTH) -> None:
         """Checks `url`, the url of Redis; the first operation opens the connection. `run`: the run's name.
 
-        The password is the one in `url`, else `secret`, else the environment variable AREAL_JAX_SECRET.
+        The password is the one in `url`, else the environment variable AREAL_JAX_SECRET.
         `deadline_s`: seconds that Redis may be unreachable, or a mailbox full, until an operation raises.
         `length`: maximum number of messages in a mailbox.
         """
-        self.link = Link(url, secret or os.environ.get(VARIABLE), deadline_s, BrokerError)
+        self.link = Link(url, os.environ.get(VARIABLE), deadline_s, BrokerError)
         self._run, self.deadline_s, self._length = run, deadline_s, length
         self._held: dict[str, list[str]] = defaultdict(list)
         """Mailbox -> ids, in order, of the messages that this process took but did not mark done."""

@@ -26,6 +26,8 @@ PROGRAM = "redis-server"
 LOG = "redis.log"
 
 ANSWER_S = 1.0
+START_S = 10.0
+"""Seconds that a server may take to answer its first request."""
 _STOP_S = 10.0
 _TRIES = 5  # a free port may be taken by another program before the server has it
 
@@ -42,10 +44,6 @@ class RedisServer:
     process: subprocess.Popen[bytes]
     _start: Callable[[int], tuple[subprocess.Popen[bytes], int]] = field(repr=False)
 
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
     def tend(self) -> None:
         """Starts the server again, at the same port, if it has ended. Its data are lost; the run continues.
 
@@ -57,18 +55,13 @@ class RedisServer:
 
 @contextmanager
 def redis_server(
-    folder: str | Path,
-    port: int = 0,
-    *,
-    address: str = "127.0.0.1",
-    secret: str | None = None,
-    deadline_s: float = 10.0,
+    folder: str | Path, port: int = 0, *, address: str = "127.0.0.1", secret: str | None = None
 ) -> Iterator[RedisServer]:
     """Runs a redis-server that listens at `address` until the block ends; its log is in `folder`.
 
     `port`: 0 chooses a free port. `secret`: the password; None chooses a random one. On Linux the server also
     ends when the thread that started it ends, so that thread must live as long as the block. Raises
-    ArealError if redis-server is not installed, or does not answer within `deadline_s` seconds.
+    ArealError if redis-server is not installed, or does not answer within START_S seconds.
     """
     program = shutil.which(PROGRAM)
     if program is None:
@@ -82,7 +75,7 @@ def redis_server(
     folder.mkdir(parents=True, exist_ok=True)
 
     def start(port: int) -> tuple[subprocess.Popen[bytes], int]:
-        return _started(program, folder, address, port, secret, end_s=time.monotonic() + deadline_s)
+        return _started(program, folder, address, port, secret, end_s=time.monotonic() + START_S)
 
     process, port = start(port)  # a chosen port is kept by every later start
     server = RedisServer(f"redis://{address}:{port}/0", port, secret, process, start)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from areal_jax.cluster.broker import Broker, BrokerError
 from areal_jax.cluster.redis_server import RedisServer
-from tests.redis_servers import Killable, Wire, client, keys_of, require_redis
+from tests.redis_servers import Killable, Wire, client, keys_of, require_redis, url_of
 
 cluster = pytest.mark.cluster
 
@@ -28,13 +28,13 @@ def run() -> str:
 
 @pytest.fixture
 def broker(redis_at: RedisServer, run: str) -> Iterator[Broker]:
-    with Broker(redis_at.url, run, deadline_s=10, secret=redis_at.secret) as broker:
+    with Broker(url_of(redis_at), run, deadline_s=10) as broker:
         yield broker
 
 
 def again(redis_at: RedisServer, run: str, **options: Any) -> Broker:
     """The same process' successor: nothing is remembered but what Redis holds."""
-    return Broker(redis_at.url, run, **{"deadline_s": 10, "secret": redis_at.secret} | options)
+    return Broker(url_of(redis_at), run, **{"deadline_s": 10} | options)
 
 
 def bodies(messages: list[Any]) -> list[Any]:
@@ -250,7 +250,7 @@ def test_an_answer_that_is_lost_loses_no_message(redis_at: RedisServer, run: str
     with (
         Wire(redis_at.port) as wire,
         again(redis_at, run) as poster,
-        Broker(f"redis://127.0.0.1:{wire.port}", run, deadline_s=10, secret=redis_at.secret) as reader,
+        Broker(f"redis://:{redis_at.secret}@127.0.0.1:{wire.port}", run, deadline_s=10) as reader,
     ):
         poster.post("controller", 0)
         held = reader.take("controller", 1)

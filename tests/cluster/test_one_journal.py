@@ -23,7 +23,7 @@ from areal_jax.observe.metrics import read_rows
 from areal_jax.runtime.reading import audit_run, write_report
 from areal_jax.trajectories.journal import unpack
 from tests.cluster.test_kill import launching, processes
-from tests.redis_servers import SECRET, Killable, require_redis
+from tests.redis_servers import SECRET, Killable, require_redis, url_of
 
 pytestmark = pytest.mark.cluster
 
@@ -37,10 +37,6 @@ def killable(tmp_path: Path) -> Iterator[Killable]:
     require_redis()
     with Killable(tmp_path / "redis") as killable:
         yield killable
-
-
-def url_of(killable: Killable) -> str:
-    return f"redis://:{SECRET}@127.0.0.1:{killable.server.port}/0"
 
 
 def await_that(holds: Callable[[], bool], log: Path, timeout_s: float = DEADLINE_S) -> None:
@@ -71,7 +67,8 @@ def test_redis_may_lose_samples_and_a_trained_batch(killable: Killable, tmp_path
     """The run goes on in a new epoch, without a restart of any process, and is audited while it lives."""
     run, steps = tmp_path / "run", 50
     log = run.with_suffix(".log")
-    words = [f"runtime.redis={url_of(killable)}", f"run.steps={steps}", "run.name=lost", "launch.restarts=0"]
+    words = [f"runtime.redis={url_of(killable.server)}", f"run.steps={steps}"]
+    words += ["run.name=lost", "launch.restarts=0"]
     with launching(run, *words) as launched:
         await_that(lambda: len(read_rows(run)) >= 3 or launched.poll() is not None, log)
         (controller,) = processes(run, "controller")

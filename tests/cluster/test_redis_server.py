@@ -45,7 +45,7 @@ def test_clients_need_the_password_which_is_in_no_argument_file_or_variable(tmp_
     with redis_server(tmp_path / "of a run") as server:
         with client(server) as asked:
             info, config = asked.info(), asked.config_get()
-        assert (info["process_id"], info["aof_enabled"]) == (server.pid, 0)
+        assert (info["process_id"], info["aof_enabled"]) == (server.process.pid, 0)
         names = ("bind", "appendonly", "save", "protected-mode", "maxmemory-policy")
         assert [config[name] for name in names] == ["127.0.0.1", "no", "", "yes", "noeviction"]
         for password in (None, "foobared", server.secret[:-1]):
@@ -55,7 +55,7 @@ def test_clients_need_the_password_which_is_in_no_argument_file_or_variable(tmp_
         assert server.secret not in repr(server)
         assert server.secret not in server.url
         for said in ("cmdline", "environ"):
-            assert server.secret.encode() not in Path(f"/proc/{server.pid}/{said}").read_bytes()
+            assert server.secret.encode() not in Path(f"/proc/{server.process.pid}/{said}").read_bytes()
         written = b"".join(path.read_bytes() for path in (tmp_path / "of a run").rglob("*") if path.is_file())
         assert server.secret.encode() not in written
     with redis_server(tmp_path / "other") as other:
@@ -71,7 +71,7 @@ def test_it_keeps_no_data_and_takes_any_password(tmp_path: Path):
             assert asked.get("kept") is None
             asked.set("kept", "1")
         with pytest.raises(ProcessLookupError):
-            os.kill(server.pid, 0)
+            os.kill(server.process.pid, 0)
     assert [path.name for path in tmp_path.iterdir()] == ["redis.log"]
 
 
@@ -93,16 +93,16 @@ def test_a_server_that_died_is_started_again_at_its_port(tmp_path: Path):
     with redis_server(tmp_path) as server:
         with client(server) as asked:
             asked.set("kept", "1")
-        former = server.pid
+        former = server.process.pid
         server.tend()
-        assert server.pid == former
+        assert server.process.pid == former
         os.kill(former, signal.SIGKILL)
         server.process.wait(10)
         server.tend()
         with client(server) as asked:
-            assert server.pid != former and asked.get("kept") is None
+            assert server.process.pid != former and asked.get("kept") is None
     with pytest.raises(ProcessLookupError):
-        os.kill(server.pid, 0)
+        os.kill(server.process.pid, 0)
 
 
 @cluster
@@ -113,7 +113,7 @@ def test_it_ends_with_the_program_that_started_it(tmp_path: Path, by: signal.Sig
         import sys, time
         from areal_jax.cluster.redis_server import redis_server
         with redis_server(sys.argv[1]) as server:
-            print(server.pid, flush=True)
+            print(server.process.pid, flush=True)
             time.sleep(60)
     """
     words = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)]
