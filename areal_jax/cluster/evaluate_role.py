@@ -22,9 +22,8 @@ def evaluate(config: Config, folder: Path, name: str) -> None:
     runtime.deadline_s.
     """
     use_compilation_cache()
-    inputs, deadline_s, mesh = open_inputs(config), config.runtime.deadline_s, None
-    if config.observe.evaluate:
-        mesh = host_mesh(config, name)
+    inputs, deadline_s = open_inputs(config), config.runtime.deadline_s
+    mesh = host_mesh(config, name) if config.observe.evaluate else None
     with ControllerLink(config, "evaluate", name) as link, ExitStack() as running:
         work = Follower(inputs, folder, mesh, link.note, link.fail)
         link.figures = lambda: {"steps": work.steps}

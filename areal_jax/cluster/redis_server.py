@@ -88,20 +88,16 @@ def redis_server(
 def _started(
     program: str, folder: Path, address: str, port: int, secret: str, *, end_s: float
 ) -> tuple[subprocess.Popen[bytes], int]:
-    for left in reversed(range(_TRIES)):
+    for left in reversed(range(1 if port else _TRIES)):
         chosen = port or free_port(address)
         process = _start(program, folder, _config(folder, address, chosen, secret))
         try:
             _await(process, folder, address, chosen, secret, end_s)
-        except ArealError as error:
-            _stop(process)
-            if port or not left or "Address already in use" not in str(error):
-                raise
-        except BaseException:
-            _stop(process)
-            raise
-        else:
             return process, chosen
+        except BaseException as error:
+            _stop(process)
+            if not left or "Address already in use" not in str(error):
+                raise
     raise AssertionError("the last try returns or raises")
 
 
