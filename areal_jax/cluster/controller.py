@@ -121,15 +121,25 @@ class Controller:
     # --- from start to end ----------------------------------------------------------------------------------
 
     def run(self) -> None:
+        """Drives the run to its end, then sends End to all processes.
+
+        If the run is complete, waits until the trainer has written its last checkpoint, and only then sends
+        End to evaluation and waits for it too. Raises the error that ended the run, or WaitTimeout if the
+        trainer needs longer than runtime.deadline_s for its checkpoint.
+        """
         self._start_epoch()
         try:
             while not self._is_finished:
                 self._turn()
-            self._dismiss("")
+            self._await_trainer()
+            self._await_evaluation()
         except BaseException as error:
             if self._is_owner():
-                self._dismiss(f"the run ended: {error}")
+                self._post_end(self._membership.members.values(), f"the run ended: {error}")
+                self._send()
             raise
+        finally:
+            self._timeline.close()
 
     def _is_owner(self) -> bool:
         """Returns whether this controller still owns the run; only the owner may send End to processes."""
@@ -239,21 +249,6 @@ class Controller:
         # claims the run again.
         for name in lost if lost and self._is_owner() else ():
             self._lost(name, f"no heartbeat for {LOST_S:g} s")
-
-    def _dismiss(self, reason: str) -> None:
-        """Sends End to all processes. `reason`: the error that ended the run; "" if the run is complete.
-
-        If it is complete, waits until the trainer has written its last checkpoint, and only then sends End to
-        evaluation and waits for it too. Raises WaitTimeout if the trainer needs longer than
-        runtime.deadline_s.
-        """
-        if reason:
-            self._post_end(self._membership.members.values(), reason)
-            self._send()
-        else:
-            self._await_trainer()
-            self._await_evaluation()
-        self._timeline.close()
 
     def _post_end(self, members: Iterable[Member], reason: str = "") -> None:
         for member in members:
