@@ -131,8 +131,7 @@ class _Hosting:
         self.stop(tuple(self._unfinished))
         self.find_weights(weights)
         # The host reports a version once, when it adopts it; a new epoch has to hear of it again.
-        held = {"version": self._adopted.version, "digest": self._adopted.digest}
-        self._link.ready(slots=self._slots, **held)
+        self._link.ready(slots=self._slots, version=self._adopted.version, digest=self._adopted.digest)
 
     def find_weights(self, address: str) -> None:
         if isinstance(self._reader, TransferReader) and address != self._reader.address:
@@ -239,8 +238,8 @@ class _Training:
         own = (parts, state, self._store, checkpointer, link.report)
         self._trainer = Trainer(*own, clock=clock, note=link.note)
         self._thread = reporting_thread("trainer", self._trainer.run, link.fail)
-        self._caught_up = False  # until then, no batch is queued for the thread
-        self._newest = int(state.version) - 1  # step of the newest batch that was commanded
+        self._newest: int | None = None
+        """Step of the newest batch that is trained or queued; None until the trainer has caught up."""
         self._goal = 0
         self._wire: VersionedParams | None = None
 
@@ -251,7 +250,7 @@ class _Training:
         Ready.
         """
         self._goal = max(version, 0)
-        if self._caught_up:
+        if self._newest is not None:
             self._send_ready()
         else:
             require_one_run(int(self._trainer.state.version), self._goal)
@@ -269,7 +268,7 @@ class _Training:
             return
         self._wire = self._store.publish(self._parts.learner.versioned(self._trainer.state))
         self._store.wait(self._deadline_s)
-        self._caught_up = True
+        self._newest = version - 1
         self._thread.start()
         self._send_ready()
 
@@ -291,7 +290,7 @@ class _Training:
         """
         plan = BatchPlan.from_wire(payload["plan"])
         batch = TrainBatch(action.step, action.ordinals, plan, self._fetch)
-        if self._caught_up:
+        if self._newest is not None:
             if action.step > self._newest:
                 self._newest = action.step
                 self._trainer.inbox.put(batch)
@@ -302,7 +301,6 @@ class _Training:
             # All processes of the group trained the batch; one reports the new digest.
             if reissued is not None and leads():
                 self._link.report(reissued)
-            self._newest = action.step
             self._catch_up()
 
     def _fetch(self, places: Mapping[int, SampleId]) -> dict[int, Trajectory]:
