@@ -174,9 +174,9 @@ def from_plain(body: Any) -> Message:
         kind = KINDS[name]
         named = dict(zip([f.name for f in fields(kind)], values, strict=True))
         if kind is Event:
-            named["event"] = e.from_wire(*named["event"], e.EVENTS)
+            named["event"] = e.from_wire(*named["event"], kinds=e.EVENTS)
         elif kind is Command:
-            named["action"] = e.from_wire(*named["action"], SENT)
+            named["action"] = e.from_wire(*named["action"], kinds=SENT)
         return kind(**named)
     except (KeyError, TypeError, ValueError) as error:
         raise MessageError(
