@@ -32,7 +32,7 @@ from areal_jax.models.model import Model, Params
 from areal_jax.parallel.mesh import make_mesh, param_shardings
 from areal_jax.tasks.source import PromptStream, load_tasks
 from areal_jax.trainer.learner import Learner
-from areal_jax.trajectories.packing import pack, unpack
+from areal_jax.trajectories.packing import pack
 from areal_jax.types import ArealError, Group, Prompt, SampleId, Sampling, Trajectory, VersionedParams
 from areal_jax.weights.digest import digest
 from areal_jax.weights.memory import MemoryStore
@@ -171,8 +171,9 @@ def recomputed_logp(learner: Learner, params: Params, groups: Sequence[Group]) -
     Trajectories are in order of (group, member).
     """
     batch = pack(groups, learner.rows, learner.length)
-    scored = unpack(batch._replace(proximal_logp=np.asarray(learner.logp(params, batch))))
-    return [segment["proximal_logp"][segment["loss_mask"]] for segment in scored]
+    logp = np.asarray(learner.logp(params, batch))
+    segments = range(1, len(batch.reward) + 1)
+    return [logp[batch.loss_mask & (batch.segment_ids == segment)] for segment in segments]
 
 
 def _open(name: str, prompts: int, seed: int) -> tuple[Config, list[Prompt]]:

@@ -20,10 +20,11 @@ from areal_jax.parallel.mesh import ROWS, make_mesh, own_rows
 from areal_jax.trainer.checkpoint import Checkpointer, restore
 from areal_jax.trainer.learner import Learner
 from areal_jax.trainer.state import TrainState
-from areal_jax.trajectories.packing import pack, unpack
+from areal_jax.trajectories.packing import pack
 from areal_jax.types import ArealError
 from tests.trainer.conftest import LENGTH, MakeLearner, distance, same_bits
 from tests.trainer.test_shared_prompts import groups_of
+from tests.trajectories.unpacking import unpack
 
 BOTH = {"fsdp": 2, "tensor": 2}
 MESHES = [{"data": 2}, {"fsdp": 2}, {"tensor": 2}, BOTH]

@@ -8,10 +8,11 @@ from typing import Any
 import chex
 import numpy as np
 
-from areal_jax.trajectories.packing import pack, unpack
+from areal_jax.trajectories.packing import pack
 from areal_jax.types import Group
 from tests.trainer.conftest import LENGTH, MakeLearner
 from tests.trajectories.test_shared_prompts import asked
+from tests.trajectories.unpacking import unpack
 
 VOCAB = 37
 

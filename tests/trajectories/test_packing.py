@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_jax.trajectories.allocation import PackingError, allocate
-from areal_jax.trajectories.packing import pack, unpack
+from areal_jax.trajectories.packing import pack
 from areal_jax.types import Group, Prompt, SampleId
 from tests.trajectories.samples import group, trajectory
+from tests.trajectories.unpacking import unpack
 
 CAPACITY = 16
 LENGTHS = st.lists(st.integers(1, CAPACITY), max_size=60)

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_jax.trajectories.allocation import allocate
-from areal_jax.trajectories.packing import pack, unpack
+from areal_jax.trajectories.packing import pack
 from areal_jax.types import Group, Prompt, SampleId
 from tests.trajectories.samples import trajectory
+from tests.trajectories.unpacking import unpack
 
 LENGTH = 24
 
