@@ -8,8 +8,8 @@ from typing import Literal
 
 import numpy as np
 
-from areal_jax.trajectories.allocation import PackingError, allocate
-from areal_jax.trajectories.plan import BatchPlan, Pieces, fill
+from areal_jax.trajectories.allocation import allocate
+from areal_jax.trajectories.plan import BatchPlan, PackingError, Pieces, fill
 from areal_jax.types import Batch, Group, Trajectory
 
 
@@ -87,12 +87,10 @@ def _common_tokens(group: Group) -> int:
     """
     if len(group.trajectories) == 1:
         return 0
-    first, *rest = group.trajectories
     most = min(_prompt_tokens(trajectory) for trajectory in group.trajectories)
-    for other in rest:
-        differs = np.flatnonzero(first.tokens[:most] != other.tokens[:most])
-        most = int(differs[0]) if differs.size else most
-    return most
+    prompts = np.stack([trajectory.tokens[:most] for trajectory in group.trajectories])
+    differs = np.flatnonzero((prompts != prompts[0]).any(axis=0))
+    return int(differs[0]) if differs.size else most
 
 
 def _prompt_tokens(trajectory: Trajectory) -> int:

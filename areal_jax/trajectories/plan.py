@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from areal_jax.trajectories.allocation import PackingError
-from areal_jax.types import NOT_SAMPLED, Batch, SampleId, Trajectory
+from areal_jax.types import NOT_SAMPLED, ArealError, Batch, SampleId, Trajectory
 
 PER_TOKEN = {
     "tokens": np.int32(0),
@@ -22,6 +21,10 @@ PER_TOKEN = {
     "turn_ids": np.int32(-1),
 }
 """Name -> padding value of each array of a batch that is copied from trajectories, token by token."""
+
+
+class PackingError(ArealError):
+    """Trajectories cannot be packed into a batch; the message names the sample and the setting to change."""
 
 
 class Pieces(NamedTuple):

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_jax.trajectories.allocation import PackingError
 from areal_jax.trajectories.packing import pack, plan_batch
-from areal_jax.trajectories.plan import BatchPlan, fill
+from areal_jax.trajectories.plan import BatchPlan, PackingError, fill
 from areal_jax.types import Batch, Group, Prompt, SampleId, Trajectory
 from tests.trajectories.samples import group, trajectory
 from tests.trajectories.test_shared_prompts import GROUPS, LENGTH

@@ -117,7 +117,7 @@ def test_a_group_that_fits_no_row_repeats_its_prompt_only_there():
 def test_bins_with_shared_prompts_hold_no_more_than_fits(members: list[tuple[int, int]], prompts: list[int]):
     owners = [owner for owner, _ in members]
     lengths = [prompts[owner] + own for owner, own in members]
-    bins = allocate(lengths, 16, owners, prompts)
+    bins = allocate(np.array(lengths), 16, np.array(owners), np.array(prompts))
     assert sorted(index for members in bins for index in members) == list(range(len(lengths)))
     for inside in bins:
         tokens = sum(prompts[owner] for owner in {owners[i] for i in inside})
