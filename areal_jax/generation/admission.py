@@ -86,7 +86,6 @@ class Admission:
         self.prefills = 0
         self._prompt: tuple[Group, Prefilling] | None = None
         """The prompt prefilled last, or in part; None once no waiting sample of its group needs it."""
-        self._epoch = 0
 
     @property
     def _is_prefilling(self) -> bool:
@@ -168,9 +167,9 @@ class Admission:
         # If requests shared pages, `free_beside` would count one for every slot and reserve too few.
         if work.start.is_request and self._engine.reserved_slots:
             return None
-        wanted = work.group, work.start.is_request, self._epoch, current.version
+        wanted = work.group, work.start.is_request, current.version
         for slot, other in self._live.works.items():
-            if (other.group, other.start.is_request, other.epoch, other.version) == wanted:
+            if (other.group, other.start.is_request, other.prompt_version) == wanted:
                 return slot
         return None
 
@@ -192,12 +191,12 @@ class Admission:
 
     @property
     def _own(self) -> list[int]:
-        """The slots of this queue that hold a sample."""
+        """The slots of this queue that hold a sample, in the order in which they got it."""
         return [slot for slot in self._live.works if slot in self._slots]
 
     def _start(self, slot: int, work: Work, sibling: int | None, current: VersionedParams) -> None:
         assert self._prompt is not None
-        work.epoch, work.version, work.digest = self._epoch, current.version, current.digest
+        work.version, work.digest, work.prompt_version = current.version, current.digest, current.version
         self._live.insert(slot, work, self._engine.end_prefill(self._prompt[1]), sibling)
         # Release the prompt's KV once no waiting sample of the group needs it.
         if not any(other.group == work.group for other in self.waiting):
@@ -205,23 +204,18 @@ class Admission:
 
     # --- out -----------------------------------------------------------------------------------------------
 
-    def forget_prompts(self) -> None:
-        """Discard the prefilled prompt; samples that start later share no page with those that are live now.
-
-        Called when a newer version is adopted: what was prefilled so far belongs to an earlier one.
-        """
+    def forget_prompt(self) -> None:
+        """Discard the prefilled prompt: a newer version is adopted, and its KV belongs to an earlier one."""
         self._prompt = None
-        self._epoch += 1
 
     def restart_unbegun(self) -> None:
         """Put live samples that have no sampled token yet back to the queue's front, and free their slots.
 
         Called when a newer version is adopted: their prompts are prefilled again, under that version.
         """
-        works = self._live.works
         unbegun = [slot for slot in self._own if not self._live.has_begun(slot)]
         # Each one is put in front of the others, so the sample that was first is put there last.
-        for slot in sorted(unbegun, key=lambda slot: -works[slot].place):
+        for slot in reversed(unbegun):
             self.waiting.appendleft(self._live.free(slot))
 
     def evict(self, slot: int) -> None:

@@ -128,10 +128,8 @@ class Work:
     """Digest of those parameters."""
     is_stale: bool = False
     """Whether its KV was computed under an older version and must be rebuilt."""
-    place: int = 0
-    """Serial number of the slot's assignment: the live sample with the largest number is the youngest."""
-    epoch: int = -1
-    """Number of versions the host had adopted at the prompt's prefill; -1: its pages cannot be shared."""
+    prompt_version: PolicyVersion = -1
+    """The version under which its prompt was prefilled; -1: the pages of its prompt cannot be shared."""
     interruptions: int = 0
 
     # Samples of equal keys draw the same numbers, whatever slots and neighbours they have.

@@ -222,16 +222,15 @@ class Host:
         """
         is_rebuilt = former is not None and former.digest != value.digest and self._on_update == "recompute"
         for queue in self._queues:
-            queue.forget_prompts()
+            queue.forget_prompt()
+            # A sample without a token has nothing to keep, and a fresh prefill costs as much as a rebuild.
+            if is_rebuilt:
+                queue.restart_unbegun()
         self._held[value.version] = value
         if self._on_update == "pinned":
             self._free_versions()
             return 0
         self._held = {value.version: value}
-        if is_rebuilt:
-            # A sample without a token has nothing to keep, and a fresh prefill costs as much as a rebuild.
-            for queue in self._queues:
-                queue.restart_unbegun()
         evicted = self._evicted
         begun = [work for slot, work in self._slots.works.items() if self._slots.has_begun(slot)] + evicted
         for work in begun:

@@ -33,7 +33,7 @@ class Progress(NamedTuple):
 
 
 class LiveSlots:
-    """The live samples: `works` maps each occupied slot to its sample.
+    """The live samples: `works` maps each occupied slot to its sample, the youngest assignment last.
 
     Slots below `engine.reserved_slots` serve clients' requests.
     """
@@ -44,7 +44,6 @@ class LiveSlots:
         self.records = Records(engine.slots, engine.length, engine.support_size)
         self.free_pages = engine.shared_pages
         self.state: DecodeState = engine.init_decode_state()
-        self._places = 0
 
     def has_begun(self, slot: int) -> bool:
         """Whether the slot's sample has sampled a token."""
@@ -55,7 +54,7 @@ class LiveSlots:
         """The unreserved slot that got its sample last; None if fewer than two unreserved ones are used."""
         # Reserved slots have pages of their own: evicting one would free none for the others.
         shared = [slot for slot in self.works if slot >= self.engine.reserved_slots]
-        return max(shared, key=lambda slot: self.works[slot].place) if len(shared) > 1 else None
+        return shared[-1] if len(shared) > 1 else None
 
     # --- in ------------------------------------------------------------------------------------------------
 
@@ -69,8 +68,6 @@ class LiveSlots:
         # Reserved slots take pages that were never counted as free.
         if slot >= engine.reserved_slots:
             self.free_pages -= engine.pages_for(count, sibling is not None)
-        self._places += 1
-        work.place = self._places
         self.records.begin(slot, work)
         self.works[slot] = work
 
@@ -82,7 +79,7 @@ class LiveSlots:
         assert work.so_far is not None
         self.insert(slot, work, work.so_far.kv)
         # Its pages may differ from the prefilled prompt's, so no sibling may share them.
-        work.so_far, work.epoch = None, -1
+        work.so_far, work.prompt_version = None, -1
 
     # --- out -----------------------------------------------------------------------------------------------
 
