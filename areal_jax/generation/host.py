@@ -17,6 +17,8 @@ from queue import Queue
 from threading import TIMEOUT_MAX
 from typing import Any
 
+import numpy as np
+
 from areal_jax.control.events import Event, HostAdopted, SampleFailed, SampleFinished
 from areal_jax.generation.admission import Admission, reason_against, reason_against_kv
 from areal_jax.generation.commands import (
@@ -33,7 +35,6 @@ from areal_jax.generation.commands import (
 )
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.live_slots import LiveSlots, Progress
-from areal_jax.generation.slots import ResultTokens
 from areal_jax.observe.waits import REMEDY, Clock, Timeline, WaitTimeout, get
 from areal_jax.types import PolicyVersion, SampleId, Sampling, Trajectory, VersionedParams
 from areal_jax.weights.store import ParamReader, load_newer
@@ -126,7 +127,7 @@ class Host:
 
         Raises WaitTimeout if the version that waiting samples need is not committed within `deadline_s`.
         """
-        results: list[ResultTokens] = []
+        results: list[np.ndarray] = []
         with self._turn():
             self._adopt_newer()
             # After the adoption: samples would otherwise start under a version that is replaced at once.
@@ -306,7 +307,7 @@ class Host:
 
     # --- results -------------------------------------------------------------------------------------------
 
-    def _collect(self, results: list[ResultTokens]) -> None:
+    def _collect(self, results: list[np.ndarray]) -> None:
         """Record and report results; if KV pages ran out, evict the youngest sample in unreserved slots."""
         now = time.perf_counter()
         if self._last_call_s is not None:
@@ -314,7 +315,7 @@ class Host:
         for progress in self._slots.collect(results):
             self._report(progress)
         youngest = self._slots.evictable
-        if any(sampled.is_starved.any() for sampled in results) and youngest is not None:
+        if any(rows["is_starved"].any() for rows in results) and youngest is not None:
             self._queue_of(self._slots.works[youngest]).evict(youngest)
             self._totals.evictions += 1
         # The samples that ended may have been the last ones of their version.

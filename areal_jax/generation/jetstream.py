@@ -115,11 +115,6 @@ class ResultTokens:
     length_idx: tuple[int, int] = struct.field(pytree_node=False)
     samples_per_slot: int = struct.field(pytree_node=False)
 
-    def get_result_at_slot(self, slot: int) -> Any:
-        row = self.data[slot : slot + 1]
-        tokens, valid = row[:, slice(*self.tokens_idx)], row[:, slice(*self.valid_idx)]
-        return SlotData(tokens, valid, row[:, self.length_idx[0]])
-
 
 if not TYPE_CHECKING:
     # The package may be absent here: `engine_api` and `protocol` raise when a caller needs it.

@@ -13,7 +13,7 @@ import numpy as np
 
 from areal_jax.generation.commands import SoFar, Tokens, Work
 from areal_jax.generation.engine import Engine
-from areal_jax.generation.slots import DecodeState, Prefix, ResultTokens
+from areal_jax.generation.slots import DecodeState, Prefix
 from areal_jax.observe.waits import Clock
 from areal_jax.types import NOT_SAMPLED, PolicyVersion, Trajectory, VersionedParams
 
@@ -116,26 +116,27 @@ class LiveSlots:
             self.works[slot].is_stale = False
         return int((self.records.filled[stale] - 1).sum())
 
-    def decode(self, params: Mapping[PolicyVersion, VersionedParams]) -> list[ResultTokens]:
+    def decode(self, params: Mapping[PolicyVersion, VersionedParams]) -> list[np.ndarray]:
         """Make one decode call for each version that live samples have; it steps only these samples' slots.
 
-        `params`: the parameters by version. Returns each call's results, in ascending order of versions.
+        `params`: the parameters by version. Returns each call's `ResultTokens.rows`, in ascending order of
+        versions.
         """
         slots, results = np.arange(self.engine.slots), []
         for version in sorted({work.version for work in self.works.values()}):
             # Calls of other versions do not change these slots, so the order of versions changes no bit.
             own = [slot for slot, work in self.works.items() if work.version == version]
             self.state, sampled = self.engine.generate(params[version], self.state, np.isin(slots, own))
-            results.append(sampled.convert_to_numpy())
+            results.append(sampled.rows)
         return results
 
-    def collect(self, results: list[ResultTokens]) -> list[Progress]:
+    def collect(self, results: list[np.ndarray]) -> list[Progress]:
         """Record `decode`'s results, free the slots of ended samples; returns each sample's Progress."""
         before = self.records.filled.copy()
         for sampled in results:
             self.records.add(sampled)
         # Every call returns the state of all slots, so the last one has the final state of each.
-        is_live, self.free_pages = results[-1].is_live, results[-1].free_pages
+        is_live, self.free_pages = results[-1]["is_live"], int(results[-1]["free_pages"][0])
         return [self._advance(slot, int(before[slot]), bool(is_live[slot])) for slot in list(self.works)]
 
     def _advance(self, slot: int, before: int, is_live: bool) -> Progress:
@@ -194,19 +195,17 @@ class Records:
         else:
             self.rows[slot, :count] = work.so_far.rows
 
-    def add(self, results: ResultTokens) -> None:
-        """Append the valid tokens of a decode call to the slots' records.
+    def add(self, results: np.ndarray) -> None:
+        """Append the valid tokens of a decode call, `ResultTokens.rows`, to the slots' records.
 
         In each slot, valid tokens come before invalid ones.
         """
-        valid = results.valid
-        slots, steps = np.nonzero(valid)
+        slots, steps = np.nonzero(results["valid"])
         at = self.filled[slots] + steps
-        self.rows["tokens"][slots, at] = results.tokens[slots, steps]
-        self.rows["logp"][slots, at] = results.logp[slots, steps]
-        self.rows["versions"][slots, at] = results.version[slots]
-        self.rows["support"][slots, at] = results.support[slots, steps]
-        self.filled += valid.sum(axis=1)
+        for name in ("tokens", "logp", "support"):
+            self.rows[name][slots, at] = results[name][slots, steps]
+        self.rows["versions"][slots, at] = results["version"][slots]
+        self.filled += results["valid"].sum(axis=1)
 
     def of(self, slot: int, start: int = 0) -> np.ndarray:
         """Returns a view of the slot's entries of `rows` that are in use, from token `start` on."""

@@ -162,7 +162,7 @@ class Programs:
         def column(values: Array) -> Array:
             return jnp.broadcast_to(jnp.asarray(values, jnp.int32), self.slots)[:, None]
 
-        # In the order that `ResultTokens` reads; floats go as their bits.
+        # In the order of `ResultTokens.rows`; floats go as their bits.
         columns = [
             sampled.tokens.T,
             sampled.is_valid.T.astype(jnp.int32),

@@ -173,9 +173,9 @@ class SlotData(jetstream.SlotData):
 class ResultTokens(jetstream.ResultTokens):
     """The results of one `generate` call in one int32 array, so that one device-to-host copy suffices.
 
-    One row per slot. Columns, with k steps per call and K ids of a support: tokens (k) | valid (k) | length |
-    log-probs (k, float32 bits) | version | is_live | is_starved | unreserved free pages | support (k * K).
-    JetStream reads the first three; `length` is the number of tokens in the completion so far.
+    One row per slot; `rows` names its columns. JetStream reads the first three. `length` is the number of
+    tokens in the completion so far, `is_starved` is 1 for a live slot that sampled nothing because too few
+    pages were free, and `free_pages` counts those that are not reserved.
     """
 
     support_size: int = struct.field(pytree_node=False)
@@ -189,42 +189,22 @@ class ResultTokens(jetstream.ResultTokens):
         return self.replace(data=np.asarray(self.data))  # type: ignore[attr-defined]
 
     def get_result_at_slot(self, slot: int) -> SlotData:
-        shared, own = super().get_result_at_slot(slot), slice(slot, slot + 1)
-        return SlotData(shared.tokens, shared.valid, shared.lengths, self.logp[own], self.version[own])
+        own = self.rows[slot : slot + 1]
+        return SlotData(own["tokens"], own["valid"], own["length"], own["logp"], own["version"])
 
     @property
-    def steps(self) -> int:
-        return self.tokens_idx[1]
-
-    @property
-    def tokens(self) -> Any:
-        return self.data[:, : self.steps]
-
-    @property
-    def valid(self) -> Any:
-        return self.data[:, self.steps : 2 * self.steps] != 0
-
-    @property
-    def logp(self) -> Any:
-        return self.data[:, 2 * self.steps + 1 : 3 * self.steps + 1].view(np.float32)
-
-    @property
-    def version(self) -> Any:
-        return self.data[:, 3 * self.steps + 1]
-
-    @property
-    def is_live(self) -> Any:
-        return self.data[:, 3 * self.steps + 2] != 0
-
-    @property
-    def is_starved(self) -> Any:
-        """(N,) bool: True for a live slot that sampled nothing because too few pages were free."""
-        return self.data[:, 3 * self.steps + 3] != 0
-
-    @property
-    def free_pages(self) -> int:
-        return int(self.data[0, 3 * self.steps + 4])
-
-    @property
-    def support(self) -> Any:
-        return self.data[:, 3 * self.steps + 5 :].reshape(len(self.data), self.steps, self.support_size)
+    def rows(self) -> np.ndarray:
+        """(N,): a structured view of `data` in host memory, with the columns by name."""
+        steps = (self.tokens_idx[1],)
+        columns = [
+            ("tokens", np.int32, steps),
+            ("valid", np.int32, steps),
+            ("length", np.int32),
+            ("logp", np.float32, steps),
+            ("version", np.int32),
+            ("is_live", np.int32),
+            ("is_starved", np.int32),
+            ("free_pages", np.int32),
+            ("support", np.int32, (*steps, self.support_size)),
+        ]
+        return np.ascontiguousarray(self.data).view(columns)[:, 0]

@@ -56,19 +56,19 @@ def decode(
             params, state = between(call, params, state)
             served = served if params is former else engine.load_params(params)
         state, results = engine.generate(served, state)
-        results = results.convert_to_numpy()
+        rows = results.rows
         for slot in slots:
-            for step in np.flatnonzero(results.valid[slot]):
-                tokens[slot].append(int(results.tokens[slot, step]))
-                logp[slot].append(float(results.logp[slot, step]))
-                versions[slot].append(int(results.version[slot]))
+            for step in np.flatnonzero(rows["valid"][slot]):
+                tokens[slot].append(int(rows["tokens"][slot, step]))
+                logp[slot].append(float(rows["logp"][slot, step]))
+                versions[slot].append(int(rows["version"][slot]))
                 if engine.support_size:
-                    support[slot].append(results.support[slot, step].tolist())
+                    support[slot].append(rows["support"][slot, step].tolist())
             length = results.get_result_at_slot(slot).lengths.item()
             assert length == len(tokens[slot]) - len(slots[slot].prompt)
-        if not results.is_live.any():
+        if not rows["is_live"].any():
             break
-    assert not results.is_live.any()
+    assert not rows["is_live"].any()
     return {
         slot: Trajectory(
             sample=asked.sample,

@@ -86,7 +86,7 @@ def test_samples_of_spoilt_weights_leave_nothing_behind(engine, versions):
     spoilt, sound = engine.load_params(nan), engine.load_params(versions(0))
     state = fill(engine, spoilt, dict.fromkeys(range(engine.slots), asked))
     state, results = engine.generate(spoilt, state)
-    assert np.isnan(results.convert_to_numpy().logp).all()
+    assert np.isnan(results.rows["logp"]).all()
     for _ in range(LENGTH):
         state, _ = engine.generate(spoilt, state)
     assert not np.asarray(state.is_live).any()
@@ -96,7 +96,7 @@ def test_samples_of_spoilt_weights_leave_nothing_behind(engine, versions):
     logp: list[float] = []
     while np.asarray(state.is_live)[0]:
         state, results = engine.generate(sound, state)
-        results = results.convert_to_numpy()
-        logp += results.logp[0][results.valid[0]].tolist()
+        rows = results.rows
+        logp += rows["logp"][0][rows["valid"][0] == 1].tolist()
     np.testing.assert_array_equal(np.asarray(state.tokens)[0], want.tokens)
     np.testing.assert_array_equal(np.array(logp, np.float32), want.behavior_logp[want.loss_mask])

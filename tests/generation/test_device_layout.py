@@ -121,7 +121,7 @@ def test_what_is_recorded_is_what_a_dense_forward_says():
     logp = []
     for _ in range(4):
         state, results = engine.generate(value, state)
-        logp.extend(results.convert_to_numpy().logp[0])
+        logp.extend(results.rows["logp"][0])
     tokens = jnp.asarray(np.asarray(state.tokens)[:1, :22])
     positions = jnp.arange(22)[None]
 

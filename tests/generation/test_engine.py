@@ -198,9 +198,8 @@ def test_a_released_slot_samples_nothing_more(engine, versions):
     state = fill(engine, versions(0), {0: asked(0), 1: asked(1)})
     state = engine.free_resource(0, state)
     state, results = engine.generate(versions(0), state)
-    results = results.convert_to_numpy()
-    np.testing.assert_array_equal(results.valid.sum(axis=1), [0, STEPS, 0, 0, 0])
-    np.testing.assert_array_equal(results.is_live, [False, True, False, False, False])
+    np.testing.assert_array_equal(results.rows["valid"].sum(axis=1), [0, STEPS, 0, 0, 0])
+    np.testing.assert_array_equal(results.rows["is_live"], [False, True, False, False, False])
 
 
 # --- JetStream's interface ----------------------------------------------------------------------------------

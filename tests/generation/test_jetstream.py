@@ -130,9 +130,9 @@ def test_a_fresh_decode_state_counts_samples_without_a_request_anew(engine, vers
         found: list[list[int]] = [[], []]
         for _ in range(4):
             state, results = engine.generate(loaded(0), state)
-            results = results.convert_to_numpy()
+            rows = results.rows
             for slot in (0, 1):
-                found[slot] += results.tokens[slot][results.valid[slot]].tolist()
+                found[slot] += rows["tokens"][slot][rows["valid"][slot] == 1].tolist()
         alike.append(found)
     assert alike[0] == alike[1] and alike[0][0] != alike[0][1]
     stops = (engine.tokenizer.eos_id,)

@@ -56,8 +56,8 @@ def test_siblings_share_the_full_pages_of_their_prompt(engine, versions):
     found = {}
     while len(found) < 2:
         state, results = engine.generate(versions(0), state)
-        results = results.convert_to_numpy()
-        found |= {slot: np.array(state.tokens)[slot] for slot in (1, 2) if not results.is_live[slot]}
+        is_live = results.rows["is_live"]
+        found |= {slot: np.array(state.tokens)[slot] for slot in (1, 2) if not is_live[slot]}
     for slot in (1, 2):
         alone = decode(engine, versions(0), {4: Asked(PROMPT, SampleId(3, slot))})[4]
         np.testing.assert_array_equal(found[slot], alone.tokens)
@@ -73,8 +73,8 @@ def test_a_slot_without_a_page_keeps_still_and_goes_on_to_the_same_bits(narrow, 
 
     def watched(*args):
         state, results = generate(*args)
-        starved.append(results.is_starved.tolist())
-        assert not (results.valid.any(axis=1) & results.is_starved).any()
+        starved.append(results.rows["is_starved"].tolist())
+        assert not (results.rows["valid"].any(axis=1) & results.rows["is_starved"]).any()
         return state, results
 
     monkeypatch.setattr(narrow, "generate", watched)

@@ -37,9 +37,9 @@ def greedy(engine: Engine, params: Params, prompt: np.ndarray, new: int) -> list
     tokens: list[int] = []
     while len(tokens) < new:
         state, results = engine.generate(value, state)
-        results = results.convert_to_numpy()
-        assert results.valid[0, 0]
-        tokens += results.tokens[0, results.valid[0].astype(bool)].tolist()
+        rows = results.rows
+        assert rows["valid"][0, 0]
+        tokens += rows["tokens"][0, rows["valid"][0].astype(bool)].tolist()
     return tokens
 
 

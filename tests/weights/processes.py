@@ -118,8 +118,8 @@ def decode(engine: Engine, value: VersionedParams) -> list[int]:
     prefix = engine.prefill(params=value, padded_tokens=np.arange(PROMPT), true_length=PROMPT)
     request = engine.request(SampleId(0, 0), 0, Sampling(temperature=1.0, max_tokens=TOKENS), PROMPT)
     state = engine.insert(prefix, engine.init_decode_state(), 0, request=request)
-    results = engine.generate(value, state)[1].convert_to_numpy()
-    return results.tokens[0].tolist()
+    results = engine.generate(value, state)[1]
+    return results.rows["tokens"][0].tolist()
 
 
 if __name__ == "__main__":
