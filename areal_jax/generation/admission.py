@@ -89,7 +89,7 @@ class Admission:
 
     @property
     def _is_prefilling(self) -> bool:
-        return self._prompt is not None and self._engine.is_prefilling(self._prompt[1])
+        return self._prompt is not None and not self._prompt[1].is_complete
 
     @property
     def is_stalled(self) -> bool:
@@ -143,7 +143,7 @@ class Admission:
                 tokens = np.asarray(work.start.prompt, np.int32)
                 self._prompt = work.group, self._engine.begin_prefill(tokens, len(tokens))
             prompt = self._prompt[1]
-            while self._engine.is_prefilling(prompt) and chunks > 0:
+            while not prompt.is_complete and chunks > 0:
                 prompt, chunks = self._engine.prefill_next(params, prompt), chunks - 1
             self._prompt = work.group, prompt
             self.prefills += not self._is_prefilling
@@ -197,7 +197,7 @@ class Admission:
     def _start(self, slot: int, work: Work, sibling: int | None, current: VersionedParams) -> None:
         assert self._prompt is not None
         work.version, work.digest, work.prompt_version = current.version, current.digest, current.version
-        self._live.insert(slot, work, self._engine.end_prefill(self._prompt[1]), sibling)
+        self._live.insert(slot, work, self._prompt[1].prefix, sibling)
         # Release the prompt's KV once no waiting sample of the group needs it.
         if not any(other.group == work.group for other in self.waiting):
             self._prompt = None

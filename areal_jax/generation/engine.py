@@ -38,7 +38,6 @@ from areal_jax.generation.slots import (
     ResultTokens,
 )
 from areal_jax.models.kernels.paged_attention import choose_for
-from areal_jax.models.kv_pages import KVPages
 from areal_jax.models.model import Model
 from areal_jax.parallel.mesh import make_mesh, param_shardings, replicated
 from areal_jax.types import ArealError, SampleId, Sampling, VersionedParams
@@ -46,12 +45,14 @@ from areal_jax.weights.store import dtype_in
 
 
 class Prefilling(NamedTuple):
-    """A prompt of `count` tokens in chunked prefill: `cache` has the KV of its first `done` tokens."""
+    """A prompt in chunked prefill: the cache of `prefix` has the KV of the first `done` tokens."""
 
-    cache: KVPages
-    tokens: np.ndarray  # (length + a chunk,) int32
-    count: int
-    done: int
+    prefix: Prefix
+    done: int = 0
+
+    @property
+    def is_complete(self) -> bool:
+        return self.done >= self.prefix.true_length - 1
 
 
 class Engine(jetstream.Engine):
@@ -215,9 +216,9 @@ class Engine(jetstream.Engine):
         if existing_prefix is not None:
             raise ArealError("prefill continues no existing_prefix; leave it out and give the whole prompt")
         prompt = self.begin_prefill(np.asarray(padded_tokens, np.int32), true_length)
-        while self.is_prefilling(prompt):
+        while not prompt.is_complete:
             prompt = self.prefill_next(params, prompt)
-        return self.end_prefill(prompt)
+        return prompt.prefix
 
     def insert(
         self,
@@ -307,24 +308,19 @@ class Engine(jetstream.Engine):
                 f"a prompt of {count} tokens does not fit generation.length={self.length}, which holds "
                 "prompt and completion; raise generation.length or shorten the prompt"
             )
-        # The last chunk may reach beyond `length`, so there is room for one chunk more.
-        padded = np.zeros(self.length + self._programs.prefill_chunk, np.int32)
+        padded = np.zeros(self.length, np.int32)
         padded[:count] = tokens[:count]
-        return Prefilling(self._empty_prefix(self._bucket(count)), padded, count, 0)
-
-    @staticmethod
-    def is_prefilling(prompt: Prefilling) -> bool:
-        return prompt.done < prompt.count - 1
+        cache = self._empty_prefix(self._bucket(count))
+        return Prefilling(Prefix(cache, padded, np.asarray(count, np.int32)))
 
     def prefill_next(self, params: VersionedParams, prompt: Prefilling) -> Prefilling:
         """Returns `prompt` with one more chunk computed under `params`; do not use the old one again."""
-        start, end = prompt.done, prompt.done + self._programs.prefill_chunk
-        chunk = prompt.tokens[None, start:end]
-        cache = self._prefill_chunk(params.params, prompt.cache, chunk, start, prompt.count - 1)
-        return prompt._replace(cache=cache, done=end)
-
-    def end_prefill(self, prompt: Prefilling) -> Prefix:
-        return Prefix(prompt.cache, prompt.tokens[: self.length], np.asarray(prompt.count, np.int32))
+        prefix, start, end = prompt.prefix, prompt.done, prompt.done + self._programs.prefill_chunk
+        # The last chunk may reach beyond `length`.
+        chunk = np.pad(prefix.tokens, (0, self._programs.prefill_chunk))[None, start:end]
+        known = int(prefix.true_length) - 1
+        cache = self._prefill_chunk(params.params, prefix.cache, chunk, start, known)
+        return Prefilling(prefix.replace(cache=cache), end)
 
     def recompute(
         self,
@@ -377,10 +373,9 @@ class Engine(jetstream.Engine):
         """
         state = self.init_decode_state()
         for count in {self._bucket(count): count for count in range(self.length - 1, 0, -1)}.values():
-            prompt = self.begin_prefill(np.zeros(count, np.int32), count)
-            prefix = self.end_prefill(self.prefill_next(params, prompt))
+            prompt = self.prefill_next(params, self.begin_prefill(np.zeros(count, np.int32), count))
             request = self.request(SampleId(0, 0), 0, Sampling(max_tokens=1), count)
-            state = self.insert(prefix, state, 0, request=request)
+            state = self.insert(prompt.prefix, state, 0, request=request)
             self.extract(0, state, count)
         state = self.recompute(params, self.free_resource(0, state))  # no live slot: no chunk is computed
         jax.block_until_ready(self.generate(params, state)[0])
@@ -421,8 +416,7 @@ class Engine(jetstream.Engine):
             np.asarray(penalties.repetition, np.float32), np.asarray(penalties.presence, np.float32), bias
         )
 
-    def _cache_sharding(self) -> Any:
+    def _cache_sharding(self) -> NamedSharding:
         # Pages are split by KV heads if the axis divides them; otherwise every device holds all heads.
         axis = "tensor" if self.model.config.kv_heads % self._mesh.shape["tensor"] == 0 else None
-        by_head = NamedSharding(self._mesh, PartitionSpec(None, None, axis, None, None))
-        return jax.tree.map(lambda _: by_head, jax.eval_shape(partial(self._programs.kv_pages, 1)))
+        return NamedSharding(self._mesh, PartitionSpec(None, None, axis, None, None))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,15 +26,6 @@ from areal_jax.generation.slots import (
 from areal_jax.models.exact import paged_attention
 from areal_jax.models.kv_pages import KVPages, PagedKernel
 from areal_jax.models.model import Model, Params
-
-
-class _Sampled(NamedTuple):
-    """The outputs of a decode step, a row per slot; scanning a call's k steps adds a first axis of size k."""
-
-    tokens: Array
-    is_valid: Array
-    logp: Array
-    support: Array | None
 
 
 @dataclass(frozen=True)
@@ -156,7 +146,8 @@ class Programs:
         pages, is_served = state.pages.with_pages(reached & (was_live & only)[:, None], self.reserved_slots)
         state = state.replace(pages=pages)
         one_step = partial(self._one_step, params, only & is_served)
-        state, sampled = jax.lax.scan(one_step, state, None, self.decode_steps)
+        # The outputs have the steps on their first axis.
+        state, (tokens, is_valid, logp, support) = jax.lax.scan(one_step, state, None, self.decode_steps)
         state = state.replace(pages=state.pages.released(was_live & ~state.is_live))
 
         def column(values: Array) -> Array:
@@ -164,22 +155,23 @@ class Programs:
 
         # In the order of `ResultTokens.rows`; floats go as their bits.
         columns = [
-            sampled.tokens.T,
-            sampled.is_valid.T.astype(jnp.int32),
+            tokens.T,
+            is_valid.T.astype(jnp.int32),
             (state.filled - state.requests.prompt_tokens)[:, None],
-            jax.lax.bitcast_convert_type(sampled.logp.T, jnp.int32),
+            jax.lax.bitcast_convert_type(logp.T, jnp.int32),
             column(version),
             column(state.is_live),
             column(was_live & only & ~is_served),
             column(state.pages.free_beside(self.reserved_slots)),
         ]
-        if sampled.support is not None:
-            columns.append(jnp.moveaxis(sampled.support, 0, 1).reshape(self.slots, -1))
+        if support is not None:
+            columns.append(jnp.moveaxis(support, 0, 1).reshape(self.slots, -1))
         return state, jnp.concatenate(columns, axis=1)
 
     def _one_step(
         self, params: Params, steps: Bool[Array, " N"], state: DecodeState, _: None
-    ) -> tuple[DecodeState, _Sampled]:
+    ) -> tuple[DecodeState, tuple[Array, Array, Array, Array | None]]:
+        """Returns the next state and each slot's token, whether it is valid, its log-prob and support."""
         going, slots, r = state.is_live & steps, jnp.arange(self.slots), state.requests
         at = state.filled - 1
         fed = jnp.take_along_axis(state.tokens, at[:, None], axis=1)
@@ -207,7 +199,7 @@ class Programs:
             is_live=state.is_live & ~is_ended,
             counts=counts,
         )
-        return state, _Sampled(tokens, going, logp, support)
+        return state, (tokens, going, logp, support)
 
     def recompute(self, params: Params, state: DecodeState, only: Array) -> DecodeState:
         # Without the last token, whose KV is written when the next decode step feeds it.

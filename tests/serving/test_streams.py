@@ -267,7 +267,7 @@ def test_out_of_memory_in_prefill_ends_that_request_only(monkeypatch):
     compute = engine.prefill_next
 
     def full(params, prompt):
-        if prompt.tokens[0] == 77:
+        if prompt.prefix.tokens[0] == 77:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
         return compute(params, prompt)
 
