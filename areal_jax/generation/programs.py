@@ -182,7 +182,7 @@ class Programs:
         logits = self.model.logits(params, hidden[:, 0])
         counts = state.counts
         if r.penalty is not None and counts is not None:
-            logits = penalized(logits, counts, r.penalty.repetition, r.penalty.presence, r.penalty.bias)
+            logits = penalized(logits, counts, r.penalty)
         randoms = uniforms(state.key, state.filled)
         tokens, support = draw(logits, randoms, r.temperature, r.top_k, r.top_p, r.min_p, self.support_size)
         logp = self.model.in_rows(token_stats)(logits, tokens, r.temperature, support).logp

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from areal_jax.generation.slots import RequestPenalty
 from areal_jax.types import ArealError
 
 BLOCK = 128
@@ -100,11 +101,7 @@ def draw(
 
 
 def penalized(
-    logits: Float[Array, "N V"],
-    counts: Int[Array, "N V"],
-    repetition: Float[Array, " N"],
-    presence: Float[Array, " N"],
-    bias: Float[Array, "N V"],
+    logits: Float[Array, "N V"], counts: Int[Array, "N V"], penalty: RequestPenalty
 ) -> Float[Array, "N V"]:
     """Returns the logits with a client's penalties and biases applied.
 
@@ -112,9 +109,9 @@ def penalized(
     positive logits are divided by `repetition`, others multiplied by it (CTRL, Keskar et al.,
     arXiv:1909.05858), then `presence` is subtracted. `bias` is added for every id.
     """
-    factor = repetition[:, None]
-    repeated = jnp.where(logits > 0, logits / factor, logits * factor) - presence[:, None]
-    return jnp.where(counts > 0, repeated, logits) + bias
+    factor = penalty.repetition[:, None]
+    repeated = jnp.where(logits > 0, logits / factor, logits * factor) - penalty.presence[:, None]
+    return jnp.where(counts > 0, repeated, logits) + penalty.bias
 
 
 def _truncated_support(

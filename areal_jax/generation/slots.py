@@ -43,10 +43,6 @@ class PageTable(struct.PyTreeNode):
     def empty(cls, slots: int, places: int, pages: int) -> PageTable:
         return cls(jnp.full((slots, places), NONE, jnp.int32), jnp.zeros(pages + 1, jnp.int32).at[0].set(1))
 
-    @property
-    def free_count(self) -> Int[Array, ""]:
-        return (self.users == 0).sum()
-
     def released(self, slots: Bool[Array, " N"]) -> PageTable:
         """Returns the table with these slots' entries cleared; pages that no other slot uses become free."""
         gone = slots[:, None] & (self.table != NONE)
@@ -63,7 +59,7 @@ class PageTable(struct.PyTreeNode):
     def free_beside(self, reserved: int) -> Int[Array, ""]:
         """Returns the number of free pages, without those that the first `reserved` slots may still take."""
         taken = (self.table[:reserved] != NONE).sum()
-        return self.free_count - (reserved * self.table.shape[1] - taken)
+        return (self.users == 0).sum() - (reserved * self.table.shape[1] - taken)
 
     def with_pages(
         self, wanted: Bool[Array, "N M"], reserved: int = 0
@@ -136,7 +132,7 @@ class Penalties:
 
 
 class RequestPenalty(struct.PyTreeNode):
-    """A request's penalties and biases as arrays, the arguments of `sampling.penalized`.
+    """A request's penalties and biases as arrays, see `Penalties`.
 
     With them, tokens are not drawn from the policy itself.
     """

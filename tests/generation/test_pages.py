@@ -64,4 +64,4 @@ def test_pages_are_never_lost_nor_given_twice(actions):
             assert np.array(pages.table)[slot].tolist() == own + [NONE] * (PLACES - len(own))
         named = [page for own in model for page in own]
         assert np.array(pages.users)[1:].tolist() == [named.count(page) for page in range(1, PAGES + 1)]
-        assert pages.users[0] == 1 and int(pages.free_count) == PAGES - len(held(model))
+        assert pages.users[0] == 1 and int(pages.free_beside(0)) == PAGES - len(held(model))

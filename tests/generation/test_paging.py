@@ -47,7 +47,7 @@ def test_siblings_share_the_full_pages_of_their_prompt(engine, versions):
     table = np.array(state.pages.table)
     assert len(set(table[:3, 0])) == 1 and len(set(table[:3, 1])) == 3
     assert (
-        engine.pages - int(state.pages.free_count)
+        engine.pages - int(state.pages.free_beside(0))
         == 1 + 3
         == engine.pages_for(11) + 2 * engine.pages_for(11, True)
     )
@@ -61,7 +61,7 @@ def test_siblings_share_the_full_pages_of_their_prompt(engine, versions):
     for slot in (1, 2):
         alone = decode(engine, versions(0), {4: Asked(PROMPT, SampleId(3, slot))})[4]
         np.testing.assert_array_equal(found[slot], alone.tokens)
-    assert int(state.pages.free_count) == engine.pages
+    assert int(state.pages.free_beside(0)) == engine.pages
 
 
 def test_a_slot_without_a_page_keeps_still_and_goes_on_to_the_same_bits(narrow, versions, monkeypatch):

@@ -22,6 +22,7 @@ from areal_jax.generation.sampling import (
     sample_key,
     uniforms,
 )
+from areal_jax.generation.slots import RequestPenalty
 from areal_jax.types import ArealError
 
 SLOTS, VOCABULARY = 4, 24
@@ -128,9 +129,10 @@ def test_penalties_are_those_of_a_loop_in_numpy():
             want[i, j] *= repetition[i] if want[i, j] < 0 else 1 / repetition[i]
             want[i, j] -= presence[i]
         want[i, j] += bias[i, j]
-    np.testing.assert_allclose(penalized(logits, counts, repetition, presence, bias), want, rtol=1e-6)
-    neutral = penalized(logits, counts, np.ones(3), np.zeros(3), np.zeros((3, 40)))
-    np.testing.assert_array_equal(neutral, logits)
+    penalty = RequestPenalty(repetition, presence, bias)
+    np.testing.assert_allclose(penalized(logits, counts, penalty), want, rtol=1e-6)
+    neutral = RequestPenalty(np.ones(3), np.zeros(3), np.zeros((3, 40)))
+    np.testing.assert_array_equal(penalized(logits, counts, neutral), logits)
 
 
 def test_zero_and_minus_zero_tie():
