@@ -123,7 +123,6 @@ class Engine(jetstream.Engine):
             kv_dtype,
             min(prefill_chunk, length),
             support_size,
-            has_penalties,
             reserved_slots,
             kernel,
         )
@@ -136,7 +135,9 @@ class Engine(jetstream.Engine):
         # Results have the shardings of arguments; a program would otherwise compile again for its results.
         self._cache = cache = self._cache_sharding()
         whole = replicated(self._mesh)
-        state = jax.tree.map(lambda _: whole, jax.eval_shape(programs.empty_state)).replace(cache=cache)
+        self._neutral = self.request(SampleId(0, 0), 0, Sampling(max_tokens=self.length), 1)
+        empty = jax.eval_shape(programs.empty_state, self._neutral)
+        state = jax.tree.map(lambda _: whole, empty).replace(cache=cache)
         prefix = Prefix(cache, whole, whole)  # type: ignore[arg-type]
         self._empty_prefix = jax.jit(programs.kv_pages, static_argnums=0, out_shardings=cache)
         self._empty_state = jax.jit(programs.empty_state, out_shardings=state)
@@ -189,7 +190,7 @@ class Engine(jetstream.Engine):
         return value._replace(params=serving_layout(self.model, params, self._platform))
 
     def init_decode_state(self, *args: Any, **kwargs: Any) -> DecodeState:
-        return self._empty_state()
+        return self._empty_state(self._neutral)
 
     def prefill(
         self,

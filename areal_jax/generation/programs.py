@@ -15,14 +15,7 @@ from jaxtyping import Array, Bool, Int
 
 from areal_jax.algorithms.logprobs import token_stats
 from areal_jax.generation.sampling import draw, penalized, sample_key, uniforms
-from areal_jax.generation.slots import (
-    MAX_STOP_TOKENS,
-    DecodeState,
-    PageTable,
-    Prefix,
-    Request,
-    RequestPenalty,
-)
+from areal_jax.generation.slots import DecodeState, PageTable, Prefix, Request
 from areal_jax.models.exact import paged_attention
 from areal_jax.models.kv_pages import KVPages, PagedKernel
 from areal_jax.models.model import Model, Params
@@ -42,7 +35,6 @@ class Programs:
     kv_dtype: str
     prefill_chunk: int
     support_size: int
-    has_penalties: bool
     reserved_slots: int = 0
     """Number of slots, from slot 0 on, with pages reserved for them."""
     kernel: PagedKernel | None = None
@@ -55,20 +47,9 @@ class Programs:
     def kv_pages(self, count: int) -> KVPages:
         return self.model.kv_pages(count, self.page_tokens, self.kv_dtype)
 
-    def empty_state(self) -> DecodeState:
+    def empty_state(self, r: Request) -> DecodeState:
+        """Returns the state without samples. `r`: settings of the empty slots, under which no id is cut."""
         n, vocab = self.slots, self.model.config.vocab_size
-        neutral = RequestPenalty(jnp.ones(n), jnp.zeros(n), jnp.zeros((n, vocab)))
-        requests = Request(
-            numbers=jnp.zeros((n, 4), jnp.int32),
-            prompt_tokens=jnp.ones(n, jnp.int32),
-            temperature=jnp.ones(n),
-            top_k=jnp.zeros(n, jnp.int32),
-            top_p=jnp.ones(n),
-            min_p=jnp.zeros(n),
-            limit=jnp.full(n, self.length, jnp.int32),
-            stop_tokens=jnp.full((n, MAX_STOP_TOKENS), -1, jnp.int32),
-            penalty=neutral if self.has_penalties else None,
-        )
         return DecodeState(
             cache=self.kv_pages(self.pages),
             pages=PageTable.empty(n, self.pages_per_slot, self.pages),
@@ -76,9 +57,9 @@ class Programs:
             filled=jnp.ones(n, jnp.int32),  # not 0: every slot feeds its token at `filled - 1`
             is_live=jnp.zeros(n, bool),
             key=jnp.zeros((n, 2), jnp.uint32),
-            requests=requests,
+            requests=jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (n, *leaf.shape)), r),
             inserted=jnp.zeros((), jnp.int32),
-            counts=jnp.zeros((n, vocab), jnp.int32) if self.has_penalties else None,
+            counts=None if r.penalty is None else jnp.zeros((n, vocab), jnp.int32),
         )
 
     def release(self, state: DecodeState, slot: Array) -> DecodeState:
