@@ -113,20 +113,10 @@ class Engine(jetstream.Engine):
         kv_dtype = model.config.dtype if kv_dtype == "auto" else kv_dtype
         self.attention, kernel = choose_for(model.config, self._mesh, kv_dtype, self.page_tokens, self.pages)
         """The attention path of decode steps, and the reasons against each path that was preferred to it."""
-        self._programs = programs = Programs(
-            model,
-            slots,
-            length,
-            decode_steps,
-            self.page_tokens,
-            self.pages,
-            kv_dtype,
-            min(prefill_chunk, length),
-            support_size,
-            reserved_slots,
-            kernel,
-        )
-        self._compile(programs)
+        self._kv_pages = partial(model.kv_pages, page_tokens=self.page_tokens, dtype=kv_dtype)
+        chunk = min(prefill_chunk, length)
+        self._programs = Programs(model, decode_steps, chunk, support_size, reserved_slots, kernel)
+        self._compile(self._programs)
         self._every_slot = np.ones(slots, bool)
         self._freed: set[int] = set()
         self.canary = canary(model)
@@ -136,11 +126,13 @@ class Engine(jetstream.Engine):
         self._cache = cache = self._cache_sharding()
         whole = replicated(self._mesh)
         self._neutral = self.request(SampleId(0, 0), 0, Sampling(max_tokens=self.length), 1)
-        empty = jax.eval_shape(programs.empty_state, self._neutral)
-        state = jax.tree.map(lambda _: whole, empty).replace(cache=cache)
+        pages, slots, length = partial(self._kv_pages, self.pages), self.slots, self.length
+        empty = lambda request: DecodeState.empty(pages(), slots, length, request)  # noqa: E731
+        shapes = jax.eval_shape(empty, self._neutral)
+        state = jax.tree.map(lambda _: whole, shapes).replace(cache=cache)
         prefix = Prefix(cache, whole, whole)  # type: ignore[arg-type]
-        self._empty_prefix = jax.jit(programs.kv_pages, static_argnums=0, out_shardings=cache)
-        self._empty_state = jax.jit(programs.empty_state, out_shardings=state)
+        self._empty_prefix = jax.jit(self._kv_pages, static_argnums=0, out_shardings=cache)
+        self._empty_state = jax.jit(empty, out_shardings=state)
         self._prefill_chunk = jax.jit(programs.prefill, donate_argnums=1, out_shardings=cache)
         self._insert = jax.jit(programs.insert, donate_argnums=0, out_shardings=state)
         self._generate = jax.jit(programs.generate, donate_argnums=2, out_shardings=(state, whole))
@@ -352,7 +344,7 @@ class Engine(jetstream.Engine):
 
     def is_own(self, prefix: Prefix) -> bool:
         """Whether the prefix has this engine's page layout, so that `insert` can continue it."""
-        own = jax.eval_shape(partial(self._programs.kv_pages, self._bucket(int(prefix.true_length))))
+        own = jax.eval_shape(partial(self._kv_pages, self._bucket(int(prefix.true_length))))
         of = lambda tree: [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)]  # noqa: E731
         return of(own) == of(prefix.cache) and prefix.tokens.shape == (self.length,)
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Int
 
 from areal_jax.algorithms.logprobs import token_stats
 from areal_jax.generation.sampling import draw, penalized, sample_key, uniforms
-from areal_jax.generation.slots import DecodeState, PageTable, Prefix, Request
+from areal_jax.generation.slots import DecodeState, Prefix, Request
 from areal_jax.models.exact import paged_attention
 from areal_jax.models.kv_pages import KVPages, PagedKernel
 from areal_jax.models.model import Model, Params
@@ -23,47 +23,19 @@ from areal_jax.models.model import Model, Params
 
 @dataclass(frozen=True)
 class Programs:
-    """An engine's programs, and the sizes of their arrays; Engine's methods document what they do."""
+    """An engine's programs; Engine's methods document what they do."""
 
     model: Model
-    slots: int
-    length: int
     decode_steps: int
-    page_tokens: int
-    pages: int
-    """Number of pages in the pool, the scratch page not included."""
-    kv_dtype: str
     prefill_chunk: int
     support_size: int
-    reserved_slots: int = 0
+    reserved_slots: int
     """Number of slots, from slot 0 on, with pages reserved for them."""
-    kernel: PagedKernel | None = None
+    kernel: PagedKernel | None
     """Attention kernel of decode steps; None: attention over blocks, as in prefill and recompute."""
 
-    @property
-    def pages_per_slot(self) -> int:
-        return self.length // self.page_tokens
-
-    def kv_pages(self, count: int) -> KVPages:
-        return self.model.kv_pages(count, self.page_tokens, self.kv_dtype)
-
-    def empty_state(self, r: Request) -> DecodeState:
-        """Returns the state without samples. `r`: settings of the empty slots, under which no id is cut."""
-        n, vocab = self.slots, self.model.config.vocab_size
-        return DecodeState(
-            cache=self.kv_pages(self.pages),
-            pages=PageTable.empty(n, self.pages_per_slot, self.pages),
-            tokens=jnp.zeros((n, self.length), jnp.int32),
-            filled=jnp.ones(n, jnp.int32),  # not 0: every slot feeds its token at `filled - 1`
-            is_live=jnp.zeros(n, bool),
-            key=jnp.zeros((n, 2), jnp.uint32),
-            requests=jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (n, *leaf.shape)), r),
-            inserted=jnp.zeros((), jnp.int32),
-            counts=None if r.penalty is None else jnp.zeros((n, vocab), jnp.int32),
-        )
-
     def release(self, state: DecodeState, slot: Array) -> DecodeState:
-        pages = state.pages.released(jnp.arange(self.slots) == slot)
+        pages = state.pages.released(state.slots == slot)
         return state.replace(pages=pages, is_live=state.is_live.at[slot].set(False))
 
     def prefill(self, params: Params, cache: KVPages, tokens: Array, start: Array, count: Array) -> KVPages:
@@ -79,18 +51,18 @@ class Programs:
         Positions from `known` on are padding, with KV that is not kept. `table` lists each row's pages.
         """
         positions = jnp.broadcast_to(start + jnp.arange(self.prefill_chunk), tokens.shape)
-        at = jnp.minimum(positions, table.shape[1] * self.page_tokens - 1)
+        at = jnp.minimum(positions, table.shape[1] * cache.page_tokens - 1)
         attend = paged_attention(self.model.config, table, at, positions < known)
         return self.model.hidden(params, tokens, positions, attend, cache)[1]
 
     def insert(
         self, state: DecodeState, prefix: Prefix, slot: Array, r: Request, sibling: Array
     ) -> DecodeState:
-        last = (jnp.asarray(prefix.true_length) - 1) // self.page_tokens  # the page of the last token
+        last = (jnp.asarray(prefix.true_length) - 1) // state.cache.page_tokens  # the page of the last token
         shared = jnp.where(sibling >= 0, last, 0)
-        is_mine = jnp.arange(self.slots) == slot
+        is_mine = state.slots == slot
         pages = state.pages.released(is_mine).sharing(slot, jnp.maximum(sibling, 0), shared)
-        places = jnp.arange(self.pages_per_slot)
+        places = jnp.arange(state.pages.table.shape[1])
         pages, is_served = pages.with_pages(is_mine[:, None] & (places <= last), self.reserved_slots)
         held = prefix.cache.k.shape[1] - 1
         # Shared pages are not written: the copies of pages that are a sibling's go to the scratch page.
@@ -107,7 +79,7 @@ class Programs:
         )
         if state.counts is None:
             return state
-        is_known = jnp.arange(self.length) < prefix.true_length
+        is_known = jnp.arange(len(prefix.tokens)) < prefix.true_length
         counts = jnp.zeros_like(state.counts[0]).at[prefix.tokens].add(is_known.astype(jnp.int32))
         return state.replace(counts=state.counts.at[slot].set(counts))
 
@@ -123,7 +95,8 @@ class Programs:
         # Pages are allocated before the steps: a slot without pages for all of them samples nothing, so that
         # no token depends on how many pages were free.
         last = jnp.minimum(state.filled + self.decode_steps, state.requests.limit) - 2  # written in this call
-        reached = jnp.arange(self.pages_per_slot) <= last[:, None] // self.page_tokens
+        places = jnp.arange(state.pages.table.shape[1])
+        reached = places <= last[:, None] // state.cache.page_tokens
         pages, is_served = state.pages.with_pages(reached & (was_live & only)[:, None], self.reserved_slots)
         state = state.replace(pages=pages)
         one_step = partial(self._one_step, params, only & is_served)
@@ -132,7 +105,7 @@ class Programs:
         state = state.replace(pages=state.pages.released(was_live & ~state.is_live))
 
         def column(values: Array) -> Array:
-            return jnp.broadcast_to(jnp.asarray(values, jnp.int32), self.slots)[:, None]
+            return jnp.broadcast_to(jnp.asarray(values, jnp.int32), only.shape)[:, None]
 
         # In the order of `ResultTokens.rows`; floats go as their bits.
         columns = [
@@ -146,14 +119,14 @@ class Programs:
             column(state.pages.free_beside(self.reserved_slots)),
         ]
         if support is not None:
-            columns.append(jnp.moveaxis(support, 0, 1).reshape(self.slots, -1))
+            columns.append(jnp.moveaxis(support, 0, 1).reshape(len(only), -1))
         return state, jnp.concatenate(columns, axis=1)
 
     def _one_step(
         self, params: Params, steps: Bool[Array, " N"], state: DecodeState, _: None
     ) -> tuple[DecodeState, tuple[Array, Array, Array, Array | None]]:
         """Returns the next state and each slot's token, whether it is valid, its log-prob and support."""
-        going, slots, r = state.is_live & steps, jnp.arange(self.slots), state.requests
+        going, slots, r = state.is_live & steps, state.slots, state.requests
         at = state.filled - 1
         fed = jnp.take_along_axis(state.tokens, at[:, None], axis=1)
         attend = paged_attention(
@@ -170,7 +143,7 @@ class Programs:
         if counts is not None:
             counts = counts.at[slots, tokens].add(going)
         # Slots that do not step are computed too, in the same rows, and their results are dropped.
-        written = state.tokens.at[slots, jnp.minimum(state.filled, self.length - 1)].set(tokens)
+        written = state.tokens.at[slots, jnp.minimum(state.filled, state.tokens.shape[1] - 1)].set(tokens)
         filled = state.filled + going
         is_ended = going & ((tokens[:, None] == r.stop_tokens).any(-1) | (filled >= r.limit))
         state = state.replace(

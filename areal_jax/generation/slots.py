@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
@@ -155,6 +156,29 @@ class DecodeState(struct.PyTreeNode):
     inserted: Int[Array, ""]  # samples so far: the ordinal of the next one without a request
     counts: Int[Array, "N V"] | None = None
     """Occurrences of each id in the sample so far, prompt included; None on engines without penalties."""
+
+    @classmethod
+    def empty(cls, cache: KVPages, slots: int, length: int, r: Request) -> DecodeState:
+        """Returns the state of `slots` slots without samples, each with space for `length` tokens.
+
+        `cache`: the pool of pages. `r`: settings of the empty slots, under which no id is cut.
+        """
+        requests = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (slots, *leaf.shape)), r)
+        return cls(
+            cache=cache,
+            pages=PageTable.empty(slots, length // cache.page_tokens, cache.k.shape[1] - 1),
+            tokens=jnp.zeros((slots, length), jnp.int32),
+            filled=jnp.ones(slots, jnp.int32),  # not 0: every slot feeds its token at `filled - 1`
+            is_live=jnp.zeros(slots, bool),
+            key=jnp.zeros((slots, 2), jnp.uint32),
+            requests=requests,
+            inserted=jnp.zeros((), jnp.int32),
+            counts=None if r.penalty is None else jnp.zeros_like(requests.penalty.bias, jnp.int32),
+        )
+
+    @property
+    def slots(self) -> Int[Array, " N"]:
+        return jnp.arange(len(self.is_live))
 
 
 @struct.dataclass
