@@ -96,7 +96,7 @@ class Host:
         self._stalled_since_s: float | None = None
         self.generated_tokens = 0
         self.tokens_per_s: float | None = None
-        self._totals, self._statistics = Statistics(), Statistics()
+        self._totals, self._statistics = Statistics(slots=slots, pages=engine.pages), Statistics()
         self.gaps_s: deque[float] = deque(maxlen=100_000)
         """Seconds between the results of two successive decode calls, if samples were live in between."""
 
@@ -342,12 +342,10 @@ class Host:
             self._totals,
             version=current.version if current else -1,
             digest=current.digest if current else "",
-            slots=self._engine.slots,
             live=len(self._slots.works),
             waiting=sum(len(queue.waiting) for queue in self._queues),
             is_paused=self._is_paused,
             free_pages=self._slots.free_pages if self._slots.works else self._engine.shared_pages,
-            pages=self._engine.pages,
             held_versions=tuple(sorted(self._held)),
             generated_tokens=self.generated_tokens,
             prefills=sum(queue.prefills for queue in self._queues),
