@@ -252,18 +252,14 @@ class SqliteQueue:
             raise JournalError(f"{self.path} is open for reading; open it with readonly=False to write")
         # NORMAL keeps what was committed if this process dies, FULL also if the machine loses power.
         is_flushed = durable or self._owner is not None
-        with _explained(self.path):
+        # The connection's own `with` block commits; after an error it rolls back.
+        with _explained(self.path), self._db:
             self._db.execute(f"PRAGMA synchronous = {'FULL' if is_flushed else 'NORMAL'}")
             self._db.execute("BEGIN IMMEDIATE")
-            try:
-                # Inside the transaction: a controller that is stopped between check and write holds SQLite's
-                # own lock, so no successor can take the file in between.
-                self.require_owner()
-                yield self._db
-                self._db.execute("COMMIT")
-            finally:
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
+            # Inside the transaction: a controller that is stopped between check and write holds SQLite's
+            # own lock, so no successor can take the file in between.
+            self.require_owner()
+            yield self._db
 
     def _all(self, statement: str, values: tuple[Any, ...] = ()) -> list[Any]:
         with _explained(self.path), self._guard:
@@ -281,8 +277,7 @@ def _make(path: Path, header: dict[str, Any]) -> None:
     unfinished = path.with_name(path.name + ".new")
     for left in (unfinished, path.with_name(unfinished.name + "-journal")):
         left.unlink(missing_ok=True)
-    db = _connect(unfinished, "rwc")
-    try:
+    with closing(_connect(unfinished, "rwc")) as db:
         db.execute("BEGIN IMMEDIATE")
         for statement in _TABLES:
             db.execute(statement)
@@ -290,9 +285,6 @@ def _make(path: Path, header: dict[str, Any]) -> None:
         db.execute(f"PRAGMA application_id = {APPLICATION}")
         db.execute(f"PRAGMA user_version = {FORMAT}")
         db.execute("COMMIT")
-        _set_mode(path, db)
-    finally:
-        db.close()
     unfinished.rename(path)
 
 
@@ -375,8 +367,8 @@ def _explained(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
-        hints = [remedy for word, remedy in remedies.items() if word in str(error)]
-        hint = hints[0] if hints else "check the file and its disk"
+        known = (remedy for word, remedy in remedies.items() if word in str(error))
+        hint = next(known, "check the file and its disk")
         raise JournalError(f"{path}: {error}; {hint}") from error
 
 
