@@ -36,8 +36,8 @@ def serving_layout(model: Model, params: Params, platform: str) -> Params:
         return params
     # The copy is made once per version; without it, every decode step would copy each layer.
     layers = tuple(_layer(params["blocks"], index) for index in range(model.config.layers))
-    head = FeatureMajor(params["embedding"]) if model.config.is_tied else _transposed(params["head"])
-    return params | {"blocks": layers, "head": head}
+    head = params["embedding"] if model.config.is_tied else params["head"].T
+    return params | {"blocks": layers, "head": FeatureMajor(head)}
 
 
 @jax.jit
@@ -55,8 +55,3 @@ def _layer(blocks: Any, index: Array) -> Any:
         return FeatureMajor(own.reshape(inputs, -1).T)
 
     return jax.tree_util.tree_map_with_path(one, blocks)
-
-
-@jax.jit
-def _transposed(matrix: Array) -> FeatureMajor:
-    return FeatureMajor(matrix.T)
