@@ -26,12 +26,11 @@ from areal_jax.generation.host import POLL_S
 from areal_jax.models.model import Params
 from areal_jax.parallel.mesh import make_mesh
 from areal_jax.types import ArealError, VersionedParams
-from areal_jax.weights.digest import digest
+from areal_jax.weights.digest import digest, to_plain
 from areal_jax.weights.memory import MemoryStore
 from areal_jax.weights.orbax import OrbaxReader, OrbaxStore
 from areal_jax.weights.prefetch import Prefetcher
 from areal_jax.weights.publishing import PublisherSettings
-from areal_jax.weights.staged import to_plain
 from areal_jax.weights.store import ParamReader
 from areal_jax.weights.transfer.reader import TransferReader
 

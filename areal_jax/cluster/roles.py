@@ -135,7 +135,7 @@ class _Hosting:
 
     def find_weights(self, address: str) -> None:
         if isinstance(self._reader, TransferReader) and address != self._reader.address:
-            self._reader.address = address
+            self._reader.move_to(address)
             self._store.forget()
 
     def start(self, command: Start) -> None:

@@ -36,11 +36,16 @@ def leaf_sums(params: Any) -> jax.Array:
 
 def name_sums(params: Any, sums: jax.Array) -> dict[str, str]:
     """Returns `leaf_digests(params)` from `sums`, which `leaf_sums` returned for these or equal params."""
-    named = jax.tree_util.tree_leaves_with_path(params)
     return {
-        jax.tree_util.keystr(path, simple=True, separator="."): f"{leaf.dtype}{list(leaf.shape)}:{total:08x}"
-        for (path, leaf), total in zip(named, np.asarray(sums), strict=True)
+        name: f"{leaf.dtype}{list(leaf.shape)}:{total:08x}"
+        for (name, leaf), total in zip(to_plain(params).items(), np.asarray(sums), strict=True)
     }
+
+
+def to_plain(tree: Any) -> dict[str, Any]:
+    """Returns the tree as a flat dict of leaf path to leaf, the form that is stored: any tool can read it."""
+    named = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in named}
 
 
 def combine(leaves: dict[str, str]) -> str:

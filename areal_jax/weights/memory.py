@@ -96,10 +96,7 @@ class MemoryStore:
         """
         published = self._latest
         if published is None or published.value.version != version:
-            raise VersionGoneError(
-                f"version {version} is not in the store; the newest there is {self.latest()}; load that "
-                "version"
-            )
+            raise VersionGoneError.of(version, self.latest())
         value = published.value
         loaded = value._replace(params=jax.device_put(value.params, shardings))
         # `device_put` returns arrays of the right layout unchanged: then these are the published arrays.

@@ -20,7 +20,7 @@ from areal_jax.config.tree import Config
 from areal_jax.parallel.agreement import leads
 from areal_jax.types import PolicyVersion, VersionedParams
 from areal_jax.weights import staged
-from areal_jax.weights.digest import combine
+from areal_jax.weights.digest import combine, to_plain
 from areal_jax.weights.folder import require_room, weights_folder
 from areal_jax.weights.publishing import Outgoing, Publisher, PublisherSettings
 from areal_jax.weights.staged import MANIFEST, Detached, Manifest
@@ -62,10 +62,7 @@ class OrbaxReader:
         """
         path, identity = self._folder / str(version), self._identity(version)
         if identity is None:
-            raise VersionGoneError(
-                f"version {version} is not in the store; the newest there is {self.latest()}; load that "
-                "version"
-            )
+            raise VersionGoneError.of(version, self.latest())
         try:
             manifest = staged.read_manifest(path)
             params = staged.read(path, _like(path, manifest, shardings))
@@ -120,7 +117,7 @@ class OrbaxStore(OrbaxReader, Publisher):
 
         `before_commit` is called once the version is complete on disk.
         """
-        is_first = self._published is None
+        is_first = self._committed is None
         wire = super().publish(value, before_commit)
         if is_first and jax.process_count() > 1:
             # `_holds` runs programs in the committing thread. Until it returns, no other thread may start
@@ -164,7 +161,7 @@ def _like(path: Path, manifest: Manifest, shardings: Any) -> Any:
 
     Raises StagedError if the leaves of manifest and `shardings` have different names.
     """
-    names = list(staged.to_plain(shardings))
+    names = list(to_plain(shardings))
     if missing := set(names) ^ set(manifest.leaves):
         raise StagedError(
             f"{path} contains other parameters than this reader's model: {', '.join(sorted(missing)[:4])} "

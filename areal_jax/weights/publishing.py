@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -68,7 +66,7 @@ class Publisher(ABC):
         # One version may wait: every further one would hold one more copy of the parameters.
         self._writer = Writer(what, 1, settings.on_failure)
         # Both are kept without parameters, which would keep a copy alive on the device.
-        self._published: VersionedParams | None = None
+        self._queued: VersionedParams | None = None
         self._committed: VersionedParams | None = None
 
     def publish(self, value: VersionedParams, before_commit: BeforeCommit | None = None) -> VersionedParams:
@@ -83,20 +81,20 @@ class Publisher(ABC):
             # Every program starts in the caller's thread: processes that publish together must start the
             # programs of their common devices in one order, and the trainer's next update is one of them.
             wire, sums = start_copy(value, self._settings.dtype)
-            if is_published(wire, self._published):
+            # A version that failed and is no longer pending may be published again.
+            if is_published(wire, self._committed if self._writer.is_idle else self._queued):
                 return wire
             version = Outgoing(wire, sums, self._settings.probe(wire.params), before_commit)
-            with self._republishable():
-                self._writer.submit(lambda: self._run(version), self._settings.deadline_s)
-            self._published = wire._replace(params=None)
+            self._writer.submit(lambda: self._run(version), self._settings.deadline_s)
+            self._queued = wire._replace(params=None)
             return wire
 
     def wait(self, deadline_s: float) -> None:
-        with self._lock, self._republishable():
+        with self._lock:
             self._writer.wait(deadline_s)
 
     def close(self, deadline_s: float) -> None:
-        with self._lock, self._republishable():
+        with self._lock:
             self._writer.close(deadline_s)
 
     @abstractmethod
@@ -109,15 +107,3 @@ class Publisher(ABC):
     def _run(self, version: Outgoing) -> None:
         self._commit(version)
         self._committed = version.wire._replace(params=None)
-
-    @contextmanager
-    def _republishable(self) -> Iterator[None]:
-        """If the block raises and no commit is pending, allow the version that failed to be
-        published again.
-        """
-        try:
-            yield
-        except BaseException:
-            if self._writer.is_idle:
-                self._published = self._committed
-            raise

@@ -27,6 +27,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ import jax
 import jax.numpy as jnp
 
 from areal_jax.parallel.agreement import DisagreementError, leads, together
-from areal_jax.weights.digest import leaf_digests, leaf_sums, name_sums
+from areal_jax.weights.digest import leaf_digests, leaf_sums, name_sums, to_plain
 from areal_jax.weights.store import StagedError, copy_with_sums
 
 MANIFEST, STATE = "manifest.json", "state"
@@ -64,18 +65,10 @@ class Manifest(NamedTuple):
     """The result of the writer's `about()`: plain JSON."""
 
 
-def to_plain(tree: Any) -> dict[str, Any]:
-    """Returns the tree as a flat dict of leaf path to leaf, the form that is stored: any tool can read it."""
-    named = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in named}
-
-
 def committed(folder: Path) -> list[int]:
     """Returns the complete versions in `folder` (those with a manifest), oldest first."""
-    if not folder.is_dir():
-        return []
-    names = (name for name in os.listdir(folder) if name.isascii() and name.isdigit())
-    return sorted(int(name) for name in names if (folder / name / MANIFEST).exists())
+    names = (manifest.parent.name for manifest in folder.glob(f"*/{MANIFEST}"))
+    return sorted(int(name) for name in names if name.isascii() and name.isdigit())
 
 
 # --- writing ------------------------------------------------------------------------------------------------
@@ -232,17 +225,17 @@ def described(leaf: str) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct([int(n) for n in match[2].split(",") if n], jnp.dtype(match[1]))
 
 
-def read(path: Path, like: Any, is_part: bool = False, deadline_s: float = DEADLINE_S) -> Any:
+def read(path: Path, like: Any, is_part: bool = False) -> Any:
     """Returns the tree in a version's folder, checked, with the shapes, dtypes and shardings of `like`.
 
     `is_part`: `like` may lack leaves that the folder has. All processes of a jax.distributed world must call
     this function, even if a different number of processes wrote; each reads its own shards. Raises
     StagedError, in all processes, if one of them finds that a file or leaf differs from what was written or
-    the tree from `like`; ArealError if another process does not arrive within `deadline_s` seconds.
+    the tree from `like`; ArealError if another process does not arrive within DEADLINE_S seconds.
     """
     plain = to_plain(like)
     try:
-        with together(f"{path}: read", deadline_s):
+        with together(f"{path}: read", DEADLINE_S):
             manifest = read_manifest(path)
             _require_leaves(path, manifest, plain, is_part)
             _require_files(path, manifest)
@@ -310,13 +303,11 @@ def _save(folder: Path, plain: Mapping[str, jax.Array]) -> None:
     import orbax.checkpoint as ocp
     from etils import epath
 
-    handler = _handler()
-    try:
-        handler.save(epath.Path(folder.absolute()), args=ocp.args.PyTreeSave(dict(plain)))
-    except ValueError as error:  # TensorStore wraps errors of the operating system in it
-        raise OSError(_brief(error)) from error
-    finally:
-        handler.close()
+    with closing(_handler()) as handler:
+        try:
+            handler.save(epath.Path(folder.absolute()), args=ocp.args.PyTreeSave(dict(plain)))
+        except ValueError as error:  # TensorStore wraps errors of the operating system in it
+            raise OSError(_brief(error)) from error
 
 
 def _restore(path: Path, plain: Mapping[str, Any]) -> dict[str, jax.Array]:
@@ -328,17 +319,15 @@ def _restore(path: Path, plain: Mapping[str, Any]) -> dict[str, jax.Array]:
         for name, leaf in plain.items()
     }
     asked = ocp.args.PyTreeRestore(item=dict(plain), restore_args=args, partial_restore=True)
-    handler = _handler()
-    try:
-        return handler.restore(epath.Path((path / STATE).absolute()), args=asked)
-    except jax.errors.JaxRuntimeError:  # an error of the reader's devices, such as out of memory
-        raise
-    except Exception as error:  # noqa: BLE001 - Orbax wraps all kinds of errors of its readers
-        raise StagedError(
-            f"{path} cannot be read ({_brief(error)}); check its permissions and the disk"
-        ) from None
-    finally:
-        handler.close()
+    with closing(_handler()) as handler:
+        try:
+            return handler.restore(epath.Path((path / STATE).absolute()), args=asked)
+        except jax.errors.JaxRuntimeError:  # an error of the reader's devices, such as out of memory
+            raise
+        except Exception as error:  # noqa: BLE001 - Orbax wraps all kinds of errors of its readers
+            raise StagedError(
+                f"{path} cannot be read ({_brief(error)}); check its permissions and the disk"
+            ) from None
 
 
 # --- small things -------------------------------------------------------------------------------------------

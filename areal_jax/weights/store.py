@@ -34,6 +34,11 @@ class WeightsError(ArealError):
 class VersionGoneError(WeightsError):
     """The requested version was never committed, or was removed after a newer one was committed."""
 
+    @classmethod
+    def of(cls, version: PolicyVersion, newest: PolicyVersion | None) -> VersionGoneError:
+        """Returns the error for a `version` that a store does not hold; `newest`: its latest version."""
+        return cls(f"version {version} is not in the store; the newest there is {newest}; load that version")
+
 
 class VersionDamagedError(WeightsError):
     """A version's files or bits differ from those published; the reader's `latest` no longer returns it."""

@@ -30,16 +30,26 @@ class Writer:
 
         Raises the error of an earlier write, and StagedError if there is no space by the deadline.
         """
-        self._settle(self._waiting, deadline_s)
+        self.wait(deadline_s, self._waiting)
         self._pending.append(self._thread.submit(self._run, write))
 
-    def wait(self, deadline_s: float) -> None:
-        """Wait until all writes have ended.
+    def wait(self, deadline_s: float, leave: int = 0) -> None:
+        """Wait until at most `leave` writes are pending.
 
-        Raises the error of the first failed write, while later writes continue, and StagedError if a write
-        has not ended by the deadline; that write continues too.
+        Raises the error of the first failed write, while later writes continue, and StagedError if too many
+        writes are pending after `deadline_s` seconds; they continue too. Ended writes are checked even if no
+        wait is needed, so that the next method call raises their error.
         """
-        self._settle(0, deadline_s)
+        end_s = time.monotonic() + deadline_s
+        while self._pending and (len(self._pending) > leave or self._pending[0].done()):
+            first = self._pending[0]
+            if not wait([first], max(0.0, end_s - time.monotonic())).done:
+                raise StagedError(
+                    f"{self._what} took longer than {deadline_s:g} s (runtime.deadline_s): check that the "
+                    "disk works and has space, or raise the limit if it was only slow"
+                )
+            self._pending.popleft()
+            first.result()
 
     @property
     def is_idle(self) -> bool:
@@ -57,20 +67,3 @@ class Writer:
             if self._on_failure is not None:
                 self._on_failure(error)
             raise
-
-    def _settle(self, leave: int, deadline_s: float) -> None:
-        """Wait until at most `leave` writes are pending.
-
-        Raises the error of a write that has failed, and StagedError after `deadline_s` seconds. Ended writes
-        are checked even if no wait is needed, so that the next method call raises their error.
-        """
-        end_s = time.monotonic() + deadline_s
-        while self._pending and (len(self._pending) > leave or self._pending[0].done()):
-            first = self._pending[0]
-            if not wait([first], max(0.0, end_s - time.monotonic())).done:
-                raise StagedError(
-                    f"{self._what} took longer than {deadline_s:g} s (runtime.deadline_s): check that the "
-                    "disk works and has space, or raise the limit if it was only slow"
-                )
-            self._pending.popleft()
-            first.result()

@@ -101,7 +101,7 @@ def adopt(kind: str, folder: Path, last: int) -> None:
     while version < last:
         assert time.monotonic() < end_s, f"no version came after {version}"
         if isinstance(reader, TransferReader) and reader.address != (folder / "address").read_text():
-            reader.address = (folder / "address").read_text()
+            reader.move_to((folder / "address").read_text())
             ahead.forget()
         value = load_newer(ahead, engine.param_shardings, version)
         if value is None:

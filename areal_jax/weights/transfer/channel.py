@@ -1,9 +1,9 @@
 """A small request-and-answer channel over TCP: msgpack frames, a shared secret, a deadline on every step.
 
-A frame is a length (4 bytes, big-endian) and that many bytes of msgpack. Both ends prove that they know the
-secret before they exchange anything else: each sends a random challenge, and answers the other's with
-HMAC-SHA256 of its role and both challenges. The secret itself is never sent. Later frames are neither
-encrypted nor signed: beyond one machine, the network has to be one that you trust.
+A frame is a length (4 bytes, big-endian) and that many bytes of msgpack; lists arrive as tuples. Both ends
+prove that they know the secret before they exchange anything else: each sends a random challenge, and answers
+the other's with HMAC-SHA256 of its role and both challenges. The secret itself is never sent. Later frames
+are neither encrypted nor signed: beyond one machine, the network has to be one that you trust.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import Any, Protocol
 
 import msgpack
@@ -107,7 +107,7 @@ def _receive(peer: socket.socket, end_s: float, most: int = FRAME_BYTES) -> dict
             "that of an areal-jax process"
         )
     try:
-        found = msgpack.unpackb(_exactly(peer, size, end_s))
+        found = msgpack.unpackb(_exactly(peer, size, end_s), use_list=False)
     except ValueError as error:
         raise ChannelError(
             f"the peer sent a frame that is not msgpack ({error}); check that its address is that of an "
@@ -204,13 +204,10 @@ class Listener:
             self._socket = socket.create_server((host, port), family=family)
         except OSError as error:
             raise ChannelError(f"could not listen at {address}: {error}; choose another port") from error
-        self.host, self.port = host, self._socket.getsockname()[1]
-        threading.Thread(target=self._accept, name=f"listening at {self.port}", daemon=True).start()
-
-    @property
-    def address(self) -> str:
+        self.host = host
+        self.address = join(host, self._socket.getsockname()[1])
         """The host:port that callers use."""
-        return join(self.host, self.port)
+        threading.Thread(target=self._accept, name=f"listening at {self.address}", daemon=True).start()
 
     def close(self) -> None:
         """Stop listening, and disconnect every peer."""
@@ -242,13 +239,12 @@ class Listener:
                 threading.Thread(target=self._serve, args=(peer,), name="a peer", daemon=True).start()
 
     def _serve(self, peer: socket.socket) -> None:
-        session = None
         try:
             _prove_to_caller(peer, self._secret, time.monotonic() + PROOF_S)
-            session = self._begin()
-            while True:
-                request = _receive(peer, time.monotonic() + self._deadline_s)
-                _send(peer, session.answer(request), time.monotonic() + self._deadline_s)
+            with closing(self._begin()) as session:
+                while True:
+                    request = _receive(peer, time.monotonic() + self._deadline_s)
+                    _send(peer, session.answer(request), time.monotonic() + self._deadline_s)
         except ConnectionResetError:  # the usual end: the peer closed
             pass
         except (OSError, ArealError) as error:
@@ -262,8 +258,6 @@ class Listener:
             with self._lock:
                 self._peers.discard(peer)
             _hang_up(peer)
-            if session is not None:
-                session.close()
 
 
 class Channel:
@@ -278,7 +272,6 @@ class Channel:
         with _naming(address):
             self._socket = socket.create_connection(split(address), _left(self._end_s))
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self.host: str = self._socket.getpeername()[0]
             self.own_host: str = self._socket.getsockname()[0]
             try:
                 _prove_to_listener(self._socket, secret, min(self._end_s, time.monotonic() + PROOF_S))

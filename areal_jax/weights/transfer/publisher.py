@@ -22,8 +22,8 @@ import numpy as np
 
 from areal_jax.parallel.agreement import together
 from areal_jax.types import PolicyVersion
+from areal_jax.weights.digest import to_plain
 from areal_jax.weights.publishing import Outgoing, Publisher, PublisherSettings
-from areal_jax.weights.staged import to_plain
 from areal_jax.weights.transfer.channel import ChannelError, Listener
 from areal_jax.weights.transfer.pieces import own_pieces
 from areal_jax.weights.transfer.pulling import start_server
@@ -69,14 +69,11 @@ class TransferStore(Publisher):
         self._readers: Counter[PolicyVersion] = Counter()
         self._changed = threading.Condition()
         self._listener = Listener(address, secret, lambda: _Session(self), self._deadline_s)
-        self._nothing = jnp.zeros(1, jnp.int8)
+        self.host, self.address = self._listener.host, self._listener.address
+        """`address`: the host:port that readers connect to; `host`: its numeric host."""
+        self.nothing = jnp.zeros(1, jnp.int8)
         self.addresses = _gathered(self.address)
         """Addresses of all processes that publish together, in process order."""
-
-    @property
-    def address(self) -> str:
-        """The host:port that readers connect to."""
-        return self._listener.address
 
     def latest(self) -> PolicyVersion | None:
         with self._changed:
@@ -139,16 +136,6 @@ class TransferStore(Publisher):
     def find(self, version: PolicyVersion | None) -> _Version | None:
         return self._versions.get(version) if version is not None else None
 
-    def start_server(self) -> Any:
-        """Starts and returns a server of transfers for one reader."""
-        return start_server(self._listener.host)
-
-    def withdraw(self, server: Any, offers: dict[int, int]) -> None:
-        """Release the arrays of all `offers` (number -> count of arrays); a later pull of one fails."""
-        # The runtime has no way to cancel an offer; one under the same number replaces it.
-        for number, count in offers.items():
-            server.await_pull(number, [self._nothing] * count)
-
 
 class _Session:
     """Answers the requests of one reader: dicts; `ask` is latest, describe, pull or canary.
@@ -164,6 +151,7 @@ class _Session:
         self._server: Any = None
         """The server that the reader pulls from; None before it asked for a version."""
         self._offers: dict[int, int] = {}
+        """Number of each offer of arrays to pull -> their count."""
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -186,12 +174,12 @@ class _Session:
             ) from None
 
     def _describe(self, version: PolicyVersion, wait_s: float) -> dict[str, Any]:
-        self._end_reading()
+        self.close()
         reading = self._store.begin_reading(version, wait_s)
         if reading is None:
             return {"gone": self._store.latest()}
         self._version = version
-        self._server = self._store.start_server()
+        self._server = start_server(self._store.host)
         pieces = {name: [box for box, _ in own_pieces(leaf)] for name, leaf in reading.arrays.items()}
         return {
             "digest": reading.digest,
@@ -216,10 +204,10 @@ class _Session:
         return {"number": number}
 
     def close(self) -> None:
-        self._end_reading()
-
-    def _end_reading(self) -> None:
-        self._store.withdraw(self._server, self._offers)
+        """End the pull in progress, if any, and release its arrays; a later pull of one fails."""
+        # The runtime has no way to cancel an offer; one under the same number replaces it.
+        for number, count in self._offers.items():
+            self._server.await_pull(number, [self._store.nothing] * count)
         version, self._version, self._server = self._version, None, None
         self._offers.clear()
         if version is not None:

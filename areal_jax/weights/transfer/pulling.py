@@ -43,6 +43,10 @@ def start_server(host: str) -> Any:
     )
 
 
+_Portion = dict[str, list[tuple[Box, jax.Array]]]
+"""Leaves that are pulled together: leaf name -> (box, data) of each piece."""
+
+
 class _Source(NamedTuple):
     """One publishing process. `server`: the reader's end of the transfer, which owns `connection`; `pieces`:
     leaf name -> the boxes of the pieces that this process owns.
@@ -51,14 +55,7 @@ class _Source(NamedTuple):
     channel: Channel
     server: Any
     connection: Any
-    pieces: dict[str, list[Box]]
-
-
-class _Portion(NamedTuple):
-    """Leaves that are pulled together. `pieces`: leaf name -> (box, data) of each piece."""
-
-    names: list[str]
-    pieces: dict[str, list[tuple[Box, jax.Array]]]
+    pieces: dict[str, tuple[Box, ...]]
 
 
 class Pull:
@@ -135,20 +132,13 @@ class Pull:
         except BaseException:
             channel.close()
             raise
-        pieces = {
-            name: [tuple((start, stop) for start, stop in box) for box in boxes]
-            for name, boxes in said["pieces"].items()
-        }
-        self._sources.append(_Source(channel, server, connection, pieces))
+        self._sources.append(_Source(channel, server, connection, said["pieces"]))
         return said
 
     def _ask(self, channel: Channel, **request: Any) -> dict[str, Any]:
         said = channel.ask(request, self._end_s)
         if "gone" in said:
-            raise VersionGoneError(
-                f"version {self.version} is not in the store; the newest there is {said['gone']}: load the "
-                "one that latest() returns"
-            )
+            raise VersionGoneError.of(self.version, said["gone"])
         return said
 
     # --- portions -------------------------------------------------------------------------------------------
@@ -167,7 +157,7 @@ class Pull:
             yield portion
 
     def _start(self, names: list[str], wanted: Mapping[str, Sharding]) -> _Portion:
-        portion = _Portion(names, {name: [] for name in names})
+        portion: _Portion = {name: [] for name in names}
         for source in self._sources:
             held = [name for name in names if source.pieces.get(name)]
             if not held:
@@ -179,7 +169,7 @@ class Pull:
                 number, specs, datetime.now(UTC) + timedelta(seconds=self._left_s())
             )
             for (name, box), array in zip(places_of, arrays, strict=True):
-                portion.pieces[name].append((box, array))
+                portion[name].append((box, array))
                 self.pulled_bytes += array.nbytes
         return portion
 
@@ -190,10 +180,10 @@ class Pull:
         return jax.ShapeDtypeStruct(shape, like.dtype, sharding=SingleDeviceSharding(device))
 
     def _end(self, portion: _Portion, wanted: Mapping[str, Sharding]) -> dict[str, jax.Array]:
-        for pieces in portion.pieces.values():
+        for pieces in portion.values():
             for _, piece in pieces:
                 self._wait_for(piece)
-        return {name: self._whole(name, portion.pieces[name], wanted[name]) for name in portion.names}
+        return {name: self._whole(name, pieces, wanted[name]) for name, pieces in portion.items()}
 
     def _wait_for(self, piece: Any) -> None:
         # Polled, since `block_until_ready` would wait without a deadline.

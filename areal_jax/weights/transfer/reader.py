@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.types import PolicyVersion, VersionedParams
-from areal_jax.weights.digest import leaf_sums, name_sums
-from areal_jax.weights.staged import described, to_plain
+from areal_jax.weights.digest import leaf_sums, name_sums, to_plain
+from areal_jax.weights.staged import described
 from areal_jax.weights.store import Probe, VersionDamagedError, require_canary
 from areal_jax.weights.transfer.channel import Channel, ChannelError
 from areal_jax.weights.transfer.pulling import Pull
@@ -45,7 +45,7 @@ class TransferReader:
         """`probe(params)`: log-probs of a fixed sequence, a check of each load. `deadline_s`: seconds of a
         load at most. `secret`: that of the publisher; None: it has none.
         """
-        self._address, self._probe = address, probe
+        self.address, self._probe = address, probe
         self._deadline_s, self._secret = deadline_s, secret
         self._newest: tuple[str, PolicyVersion | None] = (address, None)
         """A publisher's address and newest version; replaced in one assignment, so `latest` needs no lock."""
@@ -60,17 +60,11 @@ class TransferReader:
         """Why the publisher cannot be reached at the moment; None while it can."""
         threading.Thread(target=self._watch, name="hearing of weights", daemon=True).start()
 
-    @property
-    def address(self) -> str:
-        return self._address
-
-    @address.setter
-    def address(self, address: str) -> None:
+    def move_to(self, address: str) -> None:
         """Switch to the publisher at another address; the former publisher's versions are forgotten."""
-        if address != self._address:
-            self._address = address
-            self._refused.clear()
-            self._interrupt()
+        self.address = address
+        self._refused.clear()
+        self._interrupt()
 
     def latest(self) -> PolicyVersion | None:
         """Returns the publisher's newest version.
@@ -78,7 +72,7 @@ class TransferReader:
         Returns None if the publisher cannot be reached or has none, or if that version arrived damaged.
         """
         address, version = self._newest
-        return version if address == self._address and version not in self._refused else None
+        return version if address == self.address and version not in self._refused else None
 
     def close(self) -> None:
         self._closed.set()
@@ -102,7 +96,7 @@ class TransferReader:
         naming the leaf, if the bits pulled are not those published or the tree is not that of `shardings`;
         WeightsError if the canaries of reader and publisher differ.
         """
-        pull = Pull(self._address, self._secret, version, self._deadline_s)
+        pull = Pull(self.address, self._secret, version, self._deadline_s)
         try:
             wanted = to_plain(shardings)
             if missing := wanted.keys() ^ pull.leaves.keys():
@@ -152,7 +146,7 @@ class TransferReader:
             for name, digest in name_sums(portion, sums).items():
                 if digest != pull.leaves[name]:
                     raise VersionDamagedError(
-                        f"version {pull.version} was damaged on its way from {self._address}: leaf {name} "
+                        f"version {pull.version} was damaged on its way from {self.address}: leaf {name} "
                         f"has digest {digest}, but was published with {pull.leaves[name]}; the host waits "
                         "for the next version"
                     )
@@ -170,11 +164,11 @@ class TransferReader:
     def _watch(self) -> None:
         """Keep the answer of `latest` up to date until `close`; the body of a thread."""
         while not self._closed.is_set():
-            address = self._address
+            address = self.address
             try:
                 self._listen(address)
             except ChannelError as error:
-                if address == self._address and not self._closed.is_set():
+                if address == self.address and not self._closed.is_set():
                     if self.trouble is None:
                         logging.getLogger(__name__).warning(
                             "this host cannot read weights at the moment; it keeps its version and retries: "
@@ -188,7 +182,7 @@ class TransferReader:
         self._watching = channel = Channel(address, self._secret, ANSWER_S)
         with closing(channel):
             known: PolicyVersion | None = None
-            while not self._closed.is_set() and address == self._address:
+            while not self._closed.is_set() and address == self.address:
                 request = {"ask": "latest", "known": known, "wait_s": WATCH_S}
                 known = channel.ask(request, time.monotonic() + WATCH_S + ANSWER_S)["version"]
                 self._newest, self.trouble = (address, known), None

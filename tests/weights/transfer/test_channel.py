@@ -36,11 +36,11 @@ def listener() -> Iterator[Listener]:
 
 def test_what_is_asked_is_answered(listener: Listener):
     with closing(Channel(listener.address, SECRET, DEADLINE_S)) as one:
-        assert one.ask({"a": [1, b"x", None]}) == {"heard": {"a": [1, b"x", None]}}
+        assert one.ask({"a": [1, b"x", None]}) == {"heard": {"a": (1, b"x", None)}}
         with closing(Channel(listener.address, SECRET, DEADLINE_S)) as other:
             assert other.ask({"b": 2.5}) == {"heard": {"b": 2.5}}
         assert one.ask({}) == {"heard": {}}
-        assert (one.host, one.own_host) == ("127.0.0.1", "127.0.0.1")
+        assert one.own_host == "127.0.0.1"
 
 
 @pytest.mark.parametrize("secret", ["another", "", None])

@@ -314,7 +314,7 @@ def test_a_reader_follows_a_publisher_that_moved(make):
     wait_for(lambda: reader.latest() == 1)
     first.close(DEADLINE_S)
     publish(second, value(0))
-    reader.address = second.address
+    reader.move_to(second.address)
     wait_for(lambda: reader.latest() == 0)  # the former publisher's 1 is forgotten
     publish(second, value(1))
     wait_for(lambda: reader.latest() == 1)
