@@ -6,7 +6,7 @@ row, S sequences, K ids of a support.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import chex
@@ -31,6 +31,20 @@ AXES: Mapping[str, tuple[str, type]] = {
 """Field of Batch -> (its axes, the kind of its dtype); the kinds float and int allow any number of bits."""
 
 PER_SEQUENCE = tuple(name for name in Batch._fields if AXES[name][0] == "S")
+
+
+def map_batch(per_token: Callable[..., Any], per_sequence: Callable[..., Any], *batches: Batch) -> Batch:
+    """Returns the batch in which each field is a function of that field's arrays in `batches`.
+
+    The function is `per_sequence(*arrays)` for arrays with one value per sequence, `per_token(*arrays)` for
+    all others. A field that is None in the first batch stays None.
+    """
+
+    def one(name: str, *arrays: Any) -> Any:
+        function = per_sequence if name in PER_SEQUENCE else per_token
+        return None if arrays[0] is None else function(*arrays)
+
+    return Batch(*map(one, Batch._fields, *batches))
 
 
 def check_batch(batch: Batch, *per_token: Array | None) -> None:

@@ -6,6 +6,7 @@ it, because each compilation takes seconds during which nothing is trained.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -96,9 +97,6 @@ def bytes_on_one_device(tree: Any) -> int:
     def of_leaf(leaf: Any) -> int:
         sharding: Sharding | None = getattr(leaf, "sharding", None)
         shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
-        size = leaf.dtype.itemsize
-        for extent in shape:
-            size *= extent
-        return size
+        return leaf.dtype.itemsize * math.prod(shape)
 
     return sum(of_leaf(leaf) for leaf in jax.tree.leaves(tree))

@@ -22,7 +22,7 @@ from areal_jax.algorithms.masked import keep, per_sequence
 from areal_jax.models.model import Model, Params
 from areal_jax.parallel.mesh import param_shardings
 from areal_jax.trainer.forward import Forward
-from areal_jax.trainer.trainable import ALL, Trainable
+from areal_jax.trainer.trainable import Trainable
 from areal_jax.types import Batch
 
 
@@ -32,7 +32,7 @@ class Critic:
 
     policy: Model
     kind: str  # separate | shared
-    trainable: Trainable = ALL
+    trainable: Trainable
 
     @cached_property
     def trunk(self) -> Model | None:
@@ -65,10 +65,6 @@ class Critic:
         trunk = param_shardings(self.trunk.logical_axes, self.trunk.abstract_params, mesh)
         return placed | {"trunk": self.trainable.of(trunk)}
 
-    def trunk_params(self, critic: Params, params: Params) -> Params:
-        """Returns all parameters of the trunk: trained leaves from `critic`, the others from the policy's."""
-        return self.trainable.whole(critic["trunk"], self._of_trunk(params))
-
     def _of_trunk(self, params: Params) -> Params:
         assert self.trunk is not None
         return {name: params[name] for name in self.trunk.abstract_params}
@@ -85,7 +81,8 @@ class Critic:
         """
         if self.trunk is not None:
             of_trunk = dataclasses.replace(forward, model=self.trunk)
-            hidden = of_trunk.hidden(self.trunk_params(critic, params), micro)
+            # Leaves of the trunk that are not trained are the policy's.
+            hidden = of_trunk.hidden(self.trainable.whole(critic["trunk"], self._of_trunk(params)), micro)
         return hidden @ critic["head"]["weight"] + critic["head"]["bias"]
 
 

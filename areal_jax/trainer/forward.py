@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -17,7 +16,7 @@ from areal_jax.algorithms.shapes import check_batch
 from areal_jax.models.exact import packed_attention
 from areal_jax.models.kernels.packed_attention import Kernel, choose, on_mesh
 from areal_jax.models.model import Model, Params
-from areal_jax.models.transformer import PLAIN, Execution, Remat
+from areal_jax.models.transformer import Execution, Remat
 from areal_jax.parallel.mesh import ROWS, rows_over
 from areal_jax.types import Batch
 
@@ -27,11 +26,12 @@ class Forward:
     """A model's forward pass over micro-batches of packed rows, as a function of parameters."""
 
     model: Model
+    mesh: Mesh
     chunk: int
     """Number of tokens, over all devices, for which logits are in memory at once."""
-    has_entropy_gradient: bool = False
-    execution: Execution = PLAIN
-    kernel: Kernel | None = None
+    has_entropy_gradient: bool
+    remat: Remat
+    kernel: Kernel | None
     """Attention kernel for packed rows; None: plain JAX code, which computes attention by pairs of blocks."""
 
     @classmethod
@@ -47,16 +47,12 @@ class Forward:
         choice = choose(mesh.devices.flat[0].platform, c.heads, c.kv_heads, c.head_dim, c.dtype)
         return cls(
             model=model,
+            mesh=mesh,
             chunk=chunk,
             has_entropy_gradient=has_entropy_gradient,
-            execution=Execution(remat, rows_over(mesh)),
+            remat=remat,
             kernel=on_mesh(choice, mesh, c.kv_heads),
         )
-
-    @property
-    def mesh(self) -> Mesh | None:
-        rows = self.execution.rows
-        return None if rows is None else cast(Mesh, rows.mesh)
 
     def logp(self, params: Params, micro: Batch) -> Float[Array, "R T"]:
         """Returns the log-probs of the loss tokens under `params`; 0 elsewhere."""
@@ -67,7 +63,8 @@ class Forward:
         """Returns the model's hidden state at each token, after the last norm."""
         check_batch(micro)
         attend = packed_attention(self.model.config, micro, self.kernel, self.mesh)
-        return self.model.hidden(params, micro.tokens, micro.positions, attend, None, self.execution)[0]
+        execution = Execution(self.remat, rows_over(self.mesh))
+        return self.model.hidden(params, micro.tokens, micro.positions, attend, None, execution)[0]
 
     def stats(self, params: Params, hidden: Float[Array, "R T D"], micro: Batch) -> TokenStats:
         """Returns each loss token's log-prob and entropy (`TokenStats`), and 0 at other tokens.
@@ -75,7 +72,7 @@ class Forward:
         `hidden` is the result of the method `hidden`. Each device computes the statistics of its rows.
         """
         mesh, model = self.mesh, self.model
-        shards = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+        shards = mesh.shape["data"] * mesh.shape["fsdp"]
         of_rows: Callable[..., TokenStats] = partial(
             packed_stats,
             model.head,

@@ -9,7 +9,7 @@ micro-batch, S sequences.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
 
@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 
 from areal_jax.algorithms.functions import Functions
 from areal_jax.algorithms.losses import LOSSES
-from areal_jax.algorithms.shapes import PER_SEQUENCE
+from areal_jax.algorithms.shapes import map_batch
 from areal_jax.config.sections import AlgorithmConfig
 from areal_jax.models.model import Model, Params
 from areal_jax.models.transformer import Remat
@@ -133,19 +133,20 @@ class Learner:
         """
         programs, sums = self.programs, self.programs.abstract_sums()
         size = bytes_on_one_device(sums)
-        minibatches = [[m for m in micros if m is not None] for micros in self.micro_batches(batch)]
+        minibatches = self.micro_batches(batch)
         needs = {}
-        for micros, whole in zip(minibatches, self.micro_batches(batch), strict=True):
+        for micros in minibatches:
+            live = [micro for micro in micros if micro is not None]
             # The choice of programs is that of `update`.
-            if is_alone and self.mesh.size == 1 and len(micros) > 1:
-                padded = _padded(micros, len(whole))
+            if is_alone and self.mesh.size == 1 and len(live) > 1:
+                padded = _padded(live, len(micros))
                 needs["step"] = programs.step.beyond_arguments(state, *padded, np.bool_(True))
                 continue
             needs["apply"] = size + programs.apply.beyond_arguments(state, sums, np.bool_(True))
-            if len(micros) == 1:
-                needs["begin"] = programs.begin.beyond_arguments(state, micros[0])
-            elif micros:
-                needs["accumulate"] = size + programs.accumulate.beyond_arguments(state, sums, micros[0])
+            if len(live) == 1:
+                needs["begin"] = programs.begin.beyond_arguments(state, live[0])
+            elif live:
+                needs["accumulate"] = size + programs.accumulate.beyond_arguments(state, sums, live[0])
         return Forecast(bytes_on_one_device((state, batch, minibatches)), needs)
 
     # --- state ----------------------------------------------------------------------------------------------
@@ -189,36 +190,29 @@ class Learner:
         """
         batch = self._to_device(batch)
         arrive = partial(self.programs.arrive, state.params, state.critic)
-        scores = self._scores(arrive, self.objective.on_arrival, batch, between)
+        zero = self.programs.zero_rows()
+        scores: dict[str, Array] = {}
+        if names := self.objective.on_arrival:
+            scores = self._scores(arrive, dict.fromkeys(names, zero), batch, between)
         if self.algorithm.has_reference:
             under = partial(self.programs.score, self.trainable.whole(state.reference, state.params))
-            scores |= self._scores(lambda micro: {"ref_logp": under(micro)}, ("ref_logp",), batch, between)
+            scores["ref_logp"] = self._scores(under, zero, batch, between)
         if self.teacher is not None:
-            by_teacher = self._score_teacher
-            scores |= self._scores(
-                lambda micro: {"teacher_logp": by_teacher(micro)}, ("teacher_logp",), batch, between
-            )
+            scores["teacher_logp"] = self._scores(self._score_teacher, zero, batch, between)
         return self.programs.finish(batch, state.version, state.kl_control, scores)
 
     def logp(self, params: Params, batch: Batch) -> Float[Array, "B T"]:
         """Returns the log-probs of the loss tokens under `params`, computed as in `prepare`; 0 elsewhere."""
         under = partial(self.programs.score, params)
-        return self._scores(lambda micro: {"logp": under(micro)}, ("logp",), self._to_device(batch), None)[
-            "logp"
-        ]
+        return self._scores(under, self.programs.zero_rows(), self._to_device(batch), None)
 
     @cached_property
     def _score_teacher(self) -> Callable[[Batch], Array]:
-        assert self.teacher is not None
-        score = self.programs.program("score_teacher", self._forward(self.teacher.model).logp)
-        return partial(score, self._teacher_params)
-
-    @cached_property
-    def _teacher_params(self) -> Params:
-        """The teacher's frozen parameters on the trainer's mesh, loaded when `prepare` first needs them."""
+        """Scores a micro-batch by the teacher; its parameters are loaded when `prepare` first needs them."""
         assert self.teacher is not None
         model = self.teacher.model
-        return self.teacher.load(param_shardings(model.logical_axes, model.abstract_params, self.mesh))
+        params = self.teacher.load(param_shardings(model.logical_axes, model.abstract_params, self.mesh))
+        return partial(self.programs.program("score_teacher", self._forward(model).logp), params)
 
     def own_rows(self, rows: int) -> np.ndarray:
         """Returns the ascending indices of this process's rows in a batch of `rows` rows."""
@@ -235,15 +229,12 @@ class Learner:
                 f"micro-batches of {self.rows} rows of {self.length} tokens and {minibatches} minibatches; "
                 f"pack rows of {self.length} tokens, and a multiple of {self.rows * minibatches} rows"
             )
-
-        def put(name: str, x: Any) -> Any:
-            if x is None:
-                return None
-            if name in PER_SEQUENCE:
-                return jax.make_array_from_process_local_data(replicated(self.mesh), x, x.shape)
-            return jax.make_array_from_process_local_data(rows_over(self.mesh), x, (rows, *x.shape[1:]))
-
-        return Batch(*(put(name, x) for name, x in zip(Batch._fields, batch, strict=True)))
+        put = jax.make_array_from_process_local_data
+        return map_batch(
+            lambda x: put(rows_over(self.mesh), x, (rows, *x.shape[1:])),
+            lambda x: put(replicated(self.mesh), x, x.shape),
+            batch,
+        )
 
     def micro_batches(self, batch: Batch) -> list[list[Batch | None]]:
         """Returns the batch's minibatches, in order, each as the list of its micro-batches.
@@ -257,26 +248,22 @@ class Learner:
 
     def _scores(
         self,
-        program: Callable[[Batch], Mapping[str, Array]],
-        names: Sequence[str],
+        program: Callable[[Batch], Any],
+        nothing: Any,
         batch: Batch,
         between: Callable[[Array], None] | None,
-    ) -> dict[str, Float[Array, "B T"]]:
-        """Calls `program` for each micro-batch; returns its results `names`, joined to (B, T) each.
+    ) -> Any:
+        """Calls `program` for each micro-batch; returns its results, joined to (B, T) each.
 
-        A micro-batch without a loss token is skipped: its results are 0. `between` is called after each other
-        one, as `update` describes.
+        A micro-batch without a loss token is skipped: its result is `nothing`. `between` is called after each
+        other one, as `update` describes.
         """
-        if not names:
-            return {}
-        zero: Array = self.programs.zero_rows()
-        nothing = dict.fromkeys(names, zero)
-        scores: list[Mapping[str, Array]] = []
+        scores = []
         for micro in itertools.chain.from_iterable(self.micro_batches(batch)):
             scores.append(nothing if micro is None else program(micro))
             if micro is not None and between is not None:
-                between(scores[-1][names[0]])
-        return {name: self.programs.joined([score[name] for score in scores]) for name in names}
+                between(jax.tree.leaves(scores[-1])[0])
+        return jax.tree.map(lambda *parts: self.programs.joined(parts), *scores)
 
     # --- update ---------------------------------------------------------------------------------------------
 

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from areal_jax.algorithms.shapes import PER_SEQUENCE
+from areal_jax.algorithms.shapes import map_batch
 from areal_jax.parallel.mesh import abstract_on, replicated, rows_over
 from areal_jax.trainer.compiled import Compiled, Program
 from areal_jax.trainer.optimization import Optimization
-from areal_jax.trainer.state import KLControl, TrainState
+from areal_jax.trainer.state import TrainState
 from areal_jax.trainer.update import Objective
 from areal_jax.trainer.update_metrics import add_metrics
 from areal_jax.types import Batch
@@ -54,7 +54,7 @@ class LearnerPrograms:
 
         self.arrive = program("arrive", objective.arrive)
         self.score = program("score", objective.forward.logp)
-        self.finish = program("finish", self._finish)
+        self.finish = program("finish", objective.finish)
         self.split = program("split", self._split)
         self.zero_sums = program("zero_sums", self._zero_sums, out_shardings=sums)
         self.begin = program("begin", self._begin, out_shardings=sums)
@@ -68,11 +68,6 @@ class LearnerPrograms:
         nothing = partial(jnp.zeros, (rows, length), jnp.float32)
         self.zero_rows = jax.jit(nothing, out_shardings=self._by_row)
 
-    def _finish(
-        self, batch: Batch, version: Array, control: KLControl | None, scores: dict[str, Array]
-    ) -> Batch:
-        return self._objective.finish(batch, version, self._optimization.kl_coef(control), scores)
-
     def _has_tokens(self, mask: Array) -> Array:
         """Returns for each micro-batch of a batch whether `mask`, (B, T), is True at any of its tokens."""
         return mask.any(1).reshape(-1, self._rows).any(1)
@@ -80,14 +75,12 @@ class LearnerPrograms:
     def _split(self, batch: Batch) -> tuple[Batch, ...]:
         """Returns the batch's micro-batches, `rows` successive rows each; per-sequence arrays stay whole."""
 
-        def part(name: str, x: Any, start: int) -> Any:
-            if x is None or name in PER_SEQUENCE:
-                return x
-            return jax.lax.with_sharding_constraint(x[start : start + self._rows], self._by_row)
+        def micro(start: int) -> Batch:
+            rows = slice(start, start + self._rows)
+            part = lambda x: jax.lax.with_sharding_constraint(x[rows], self._by_row)  # noqa: E731
+            return map_batch(part, lambda x: x, batch)
 
-        named = list(zip(Batch._fields, batch, strict=True))
-        starts = range(0, batch.tokens.shape[0], self._rows)
-        return tuple(Batch(*(part(name, x, start) for name, x in named)) for start in starts)
+        return tuple(map(micro, range(0, batch.tokens.shape[0], self._rows)))
 
     def abstract_sums(self) -> GradientSums:
         """Returns the shapes, dtypes and shardings of GradientSums, as jax.ShapeDtypeStruct."""
@@ -104,8 +97,7 @@ class LearnerPrograms:
 
         If a minibatch has only one, they are its sums: this saves adding them to zeros.
         """
-        kl_coef = self._optimization.kl_coef(state.kl_control)
-        return self._objective.gradient(state.params, state.critic, micro, kl_coef)
+        return self._objective.gradient(state.params, state.critic, micro, state.kl_control)
 
     def _accumulate(self, state: TrainState, sums: GradientSums, micro: Batch) -> GradientSums:
         grads, metrics = self._begin(state, micro)
@@ -119,17 +111,11 @@ class LearnerPrograms:
         This one program accumulates and applies the gradients. `is_last`: whether `micros` are the batch's
         last minibatch.
         """
-        named = zip(Batch._fields, zip(*micros, strict=True), strict=True)
         # Arrays per sequence are the whole batch's in every micro-batch: they are not stacked.
-        stacked = {
-            name: jnp.stack(parts)
-            for name, parts in named
-            if name not in PER_SEQUENCE and parts[0] is not None
-        }
+        stacked = map_batch(lambda *parts: jnp.stack(parts), lambda first, *_: first, *micros)
 
         def add(i: Array, sums: GradientSums) -> GradientSums:
-            micro = micros[0]._replace(**{name: x[i] for name, x in stacked.items()})
-            return self._accumulate(state, sums, micro)
+            return self._accumulate(state, sums, map_batch(lambda x: x[i], lambda x: x, stacked))
 
         sums = jax.lax.fori_loop(0, count, add, self._zero_sums())
         return self._optimization.apply(state, sums, is_last)

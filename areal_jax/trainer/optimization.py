@@ -19,8 +19,8 @@ from areal_jax.config.sections import AlgorithmConfig
 from areal_jax.models.model import Model, Params
 from areal_jax.parallel.mesh import param_shardings, replicated
 from areal_jax.trainer.critic import Critic
-from areal_jax.trainer.state import KLControl, TrainState
-from areal_jax.trainer.trainable import ALL, Trainable
+from areal_jax.trainer.state import KLControl, TrainState, kl_coef
+from areal_jax.trainer.trainable import Trainable
 from areal_jax.trainer.update_metrics import Sums
 
 
@@ -32,9 +32,9 @@ class Optimization:
     algorithm: AlgorithmConfig
     optimizer: optax.GradientTransformation
     critic: Critic | None
-    trainable: Trainable = ALL
+    trainable: Trainable
 
-    memory: str = "device"
+    memory: str
     """Where the optimiser's moments are stored between two steps: device | host."""
 
     def first(self, params: Params) -> TrainState:
@@ -84,10 +84,6 @@ class Optimization:
             placed = placed.replace(critic=critic, critic_optimizer=moments)
         return placed
 
-    def kl_coef(self, control: KLControl | None) -> Array | float:
-        """Returns the KL's coefficient β: that of `control` if the coefficient adapts, else the config's."""
-        return self.algorithm.kl.coef if control is None else control.coef
-
     def apply(
         self,
         state: TrainState,
@@ -113,7 +109,7 @@ class Optimization:
             new = new.replace(critic=critic, critic_optimizer=moments)
             out |= {"critic_grad_norm": optax.tree.norm(grads[1])}
         if self.algorithm.has_reference:
-            out |= {"kl_coef": jnp.asarray(self.kl_coef(state.kl_control), jnp.float32)}
+            out |= {"kl_coef": jnp.asarray(kl_coef(self.algorithm, state.kl_control), jnp.float32)}
             new = self._move_reference(new, metrics, is_last)
         return new, out
 

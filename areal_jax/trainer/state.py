@@ -9,7 +9,7 @@ import optax
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from areal_jax.config.sections import TrainerConfig
+from areal_jax.config.sections import AlgorithmConfig, TrainerConfig
 
 LARGEST_ERROR = 0.2
 
@@ -54,6 +54,11 @@ class KLControl(struct.PyTreeNode):
             jnp.where(is_last, zero, kl),
             jnp.where(is_last, zero, tokens),
         )
+
+
+def kl_coef(a: AlgorithmConfig, control: KLControl | None) -> Array | float:
+    """Returns the KL's coefficient β: that of `control` if the coefficient adapts, else the config's."""
+    return a.kl.coef if control is None else control.coef
 
 
 class TrainState(struct.PyTreeNode):

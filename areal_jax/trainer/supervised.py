@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import optax
@@ -50,20 +50,14 @@ def supervised_start(
         optimizer_memory=c.optimizer_memory,
     )
     state = learner.init(params)
-    for groups in _batches(tasks, model.tokenizer, c, seed):
-        batch = learner.prepare(state, pack(groups, c.rows, length, own_rows=learner.own_rows))
-        state, _ = learner.update(state, batch)
-    return state.params
-
-
-def _batches(
-    tasks: Mapping[str, WeightedTask], tokenizer: Tokenizer, c: TrainerConfig, seed: int
-) -> Iterator[list[Group]]:
     # Not the seed of the run's own prompts.
     prompts = PromptStream(tasks, seed=seed + 2**31)
     for step in range(c.supervised_steps):
         ordinals = range(step * c.supervised_batch, (step + 1) * c.supervised_batch)
-        yield [_answered(o, prompts.prompt(o), tasks, tokenizer) for o in ordinals]
+        groups = [_answered(o, prompts.prompt(o), tasks, model.tokenizer) for o in ordinals]
+        batch = learner.prepare(state, pack(groups, c.rows, length, own_rows=learner.own_rows))
+        state, _ = learner.update(state, batch)
+    return state.params
 
 
 def _answered(ordinal: int, prompt: Prompt, tasks: Mapping[str, WeightedTask], tokenizer: Tokenizer) -> Group:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
 from areal_jax.models.model import Model, Params
 from areal_jax.models.quantize import CODES, SCALE
 from areal_jax.types import ArealError
+from areal_jax.weights.digest import to_plain
 
 
 @dataclass(frozen=True)
@@ -27,19 +27,12 @@ class Trainable:
 
     def of(self, tree: Params) -> Params:
         """Returns `tree`, which has the parameters' structure, with None in place of each frozen leaf."""
-        if self.pattern is None:
-            return tree
-        pattern = re.compile(self.pattern)
-
-        def one(path: Any, leaf: Any) -> Any:
-            return leaf if pattern.fullmatch(_name(path)) else None
-
-        return jax.tree_util.tree_map_with_path(one, tree)
+        pattern = re.compile(self.pattern or ".*")
+        kept = [leaf if pattern.fullmatch(name) else None for name, leaf in to_plain(tree).items()]
+        return jax.tree.unflatten(jax.tree.structure(tree), kept)
 
     def whole(self, trained: Params, tree: Params) -> Params:
         """Returns `tree` with its trained leaves replaced by those of `trained` (a result of `of`)."""
-        if self.pattern is None:
-            return trained
         return jax.tree.map(
             lambda new, old: old if new is None else new, trained, tree, is_leaf=lambda leaf: leaf is None
         )
@@ -49,7 +42,7 @@ class Trainable:
 
         Quantised codes have no gradient. If nothing matches, the message lists the most similar paths.
         """
-        trained, names = _names(self.of(model.abstract_params)), _names(model.abstract_params)
+        names, trained = list(to_plain(model.abstract_params)), list(to_plain(self.of(model.abstract_params)))
         quantised = [name for name in trained if name.endswith((f".{CODES}", f".{SCALE}"))]
         if quantised:
             raise ArealError(
@@ -69,14 +62,3 @@ class Trainable:
     def count(self, model: Model) -> int:
         """Returns the number of trained parameters."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.of(model.abstract_params)))
-
-
-ALL = Trainable()
-
-
-def _names(tree: Any) -> list[str]:
-    return [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-
-
-def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".")

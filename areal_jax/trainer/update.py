@@ -27,7 +27,8 @@ from areal_jax.config.sections import AlgorithmConfig
 from areal_jax.models.model import Params
 from areal_jax.trainer.critic import Critic, at_end, before, value_loss
 from areal_jax.trainer.forward import Forward
-from areal_jax.trainer.trainable import ALL, Trainable
+from areal_jax.trainer.state import KLControl, kl_coef
+from areal_jax.trainer.trainable import Trainable
 from areal_jax.trainer.update_metrics import Sums, token_sums, value_sums
 from areal_jax.types import Batch, PolicyOutputs
 
@@ -36,8 +37,8 @@ from areal_jax.types import Batch, PolicyOutputs
 class Objective:
     """The objective of one algorithm over one model.
 
-    In its methods, `params` and `critic` are the parameters of policy and critic. `kl_coef`, the KL's
-    coefficient, is an array if it adapts, else a number.
+    In its methods, `params` and `critic` are the parameters of policy and critic. `control` has the KL's
+    coefficient if that adapts; None: it is the config's.
     """
 
     forward: Forward
@@ -46,7 +47,7 @@ class Objective:
     critic: Critic | None
     max_tokens: float
     """Maximum length of a completion, in tokens."""
-    trainable: Trainable = ALL
+    trainable: Trainable
 
     # --- once per batch -------------------------------------------------------------------------------------
 
@@ -68,7 +69,7 @@ class Objective:
         return out
 
     def finish(
-        self, batch: Batch, version: Array, kl_coef: Array | float, scores: Mapping[str, Array]
+        self, batch: Batch, version: Array, control: KLControl | None, scores: Mapping[str, Array]
     ) -> Batch:
         """Returns the batch ready for the update: with the final loss mask, ages, advantages and weights.
 
@@ -78,7 +79,7 @@ class Objective:
         """
         a, sequences = self.algorithm, batch.reward.shape[0]
         check_batch(batch, *scores.values())
-        batch = self._with_scores(batch, version, kl_coef, scores)
+        batch = self._with_scores(batch, version, control, scores)
         mask = batch.loss_mask
         rewards = batch.reward
         if a.truncation == "soft_penalty":
@@ -99,7 +100,7 @@ class Objective:
         return self._with_off_policy(batch)
 
     def _with_scores(
-        self, batch: Batch, version: Array, kl_coef: Array | float, scores: Mapping[str, Array]
+        self, batch: Batch, version: Array, control: KLControl | None, scores: Mapping[str, Array]
     ) -> Batch:
         a, mask = self.algorithm, batch.loss_mask
         if a.truncation == "mask":
@@ -115,7 +116,7 @@ class Objective:
             batch = batch._replace(proximal_logp=batch.behavior_logp)
         if a.has_reference and a.kl.place == "reward":
             kl = kl_reward(batch.behavior_logp, batch.ref_logp, a.kl.estimator)
-            batch = batch._replace(token_rewards=masked.keep(-kl_coef * kl, mask))
+            batch = batch._replace(token_rewards=masked.keep(-kl_coef(a, control) * kl, mask))
         if self.critic is not None:
             after = scores["values_after"]
             ends = at_end(after, batch.segment_ids, batch.reward.shape[0])
@@ -137,7 +138,7 @@ class Objective:
     # --- once per micro-batch -------------------------------------------------------------------------------
 
     def gradient(
-        self, params: Params, critic: Params | None, micro: Batch, kl_coef: Array | float
+        self, params: Params, critic: Params | None, micro: Batch, control: KLControl | None
     ) -> tuple[tuple[Params, Params | None], Sums]:
         """Returns the micro-batch's gradient for (trained leaves, critic), and its metric sums.
 
@@ -145,28 +146,27 @@ class Objective:
         """
 
         def value(trained: tuple[Params, Params | None]) -> tuple[Array, Sums]:
-            return self.value(self.trainable.whole(trained[0], params), micro, trained[1], kl_coef)
+            return self.value(self.trainable.whole(trained[0], params), micro, trained[1], control)
 
         return jax.grad(value, has_aux=True)((self.trainable.of(params), critic))
 
     def value(
-        self, params: Params, micro: Batch, critic: Params | None = None, kl_coef: Array | float | None = None
+        self, params: Params, micro: Batch, critic: Params | None = None, control: KLControl | None = None
     ) -> tuple[Float[Array, ""], Sums]:
         """Returns the micro-batch's part of the minibatch's objective, which is a sum, and its metric sums.
 
-        With `kl_coef` None the config's coefficient is used; without `critic` there is no value loss.
+        Without `critic` there is no value loss.
         """
         hidden = self.forward.hidden(params, micro)
         stats, value = self.forward.stats(params, hidden, micro), None
         if critic is not None and self.critic is not None:
             after = self.critic.values(critic, params, self.forward, hidden, micro)
             value = masked.keep(before(after, micro.previous), micro.loss_mask)
-        kl_coef = self.algorithm.kl.coef if kl_coef is None else kl_coef
-        objective, metrics = self._terms(stats, value, micro, kl_coef)
+        objective, metrics = self._terms(stats, value, micro, control)
         return masked.total(micro.weights * objective, micro.loss_mask), jax.lax.stop_gradient(metrics)
 
     def _terms(
-        self, stats: TokenStats, value: Array | None, micro: Batch, kl_coef: Array | float
+        self, stats: TokenStats, value: Array | None, micro: Batch, control: KLControl | None
     ) -> tuple[Float[Array, "R T"], Sums]:
         """Returns each token's term of the objective, before the weights, and the metric sums.
 
@@ -182,7 +182,7 @@ class Objective:
         objective = micro.off_policy_weight * loss
         if a.has_reference and a.kl.place == "loss":
             kl = kl_loss(now.logp, micro.ref_logp, micro.behavior_logp, a.kl.estimator)
-            objective += kl_coef * kl
+            objective += kl_coef(a, control) * kl
             own = own | {"kl": kl}
         elif a.has_reference:
             own = own | {"kl": kl_reward(micro.behavior_logp, micro.ref_logp, a.kl.estimator)}
@@ -203,7 +203,7 @@ class Objective:
         def trace() -> Sums:
             token = jnp.zeros((rows, length))
             value = None if self.critic is None else token
-            return self._terms(TokenStats(token, token, token), value, empty_batch(rows, length), 0.0)[1]
+            return self._terms(TokenStats(token, token, token), value, empty_batch(rows, length), None)[1]
 
         sums = jax.eval_shape(trace)
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sums)

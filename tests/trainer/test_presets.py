@@ -17,6 +17,7 @@ from areal_jax.algorithms.logprobs import TokenStats
 from areal_jax.algorithms.weights import reduction_weights
 from areal_jax.config.presets import PRESETS, preset_settings
 from areal_jax.config.sections import AlgorithmConfig
+from areal_jax.trainer.trainable import Trainable
 from areal_jax.trainer.update import Objective
 from areal_jax.types import Batch
 from tests.algorithms.batches import prepared
@@ -42,6 +43,7 @@ def objective_of(a: AlgorithmConfig) -> Objective:
         functions=Functions.of(a),
         critic=critic,
         max_tokens=float(MAX_TOKENS),
+        trainable=Trainable(),
     )
 
 
@@ -67,14 +69,14 @@ def prepare(of: Objective, theta: np.ndarray, batch: Batch, after: np.ndarray) -
         teacher_logp=None, token_rewards=None, values=None, returns=None, bootstrap=None, ages=None,
     )  # fmt: skip
     kept = {name: jnp.asarray(x) for name, x in scores.items() if x is not None}
-    return of.finish(Batch(*(None if x is None else jnp.asarray(x) for x in blank)), 3, a.kl.coef, kept)  # type: ignore[arg-type]
+    return of.finish(Batch(*(None if x is None else jnp.asarray(x) for x in blank)), 3, None, kept)  # type: ignore[arg-type]
 
 
 def minimised(of: Objective, theta: jax.Array, micro: Batch) -> jax.Array:
     """What `Objective.value` minimises, given the log-probs instead of a model."""
     zero = jnp.zeros_like(theta)
     value = None if micro.values is None else micro.values
-    terms, _ = of._terms(TokenStats(theta, zero, zero), value, micro, of.algorithm.kl.coef)
+    terms, _ = of._terms(TokenStats(theta, zero, zero), value, micro, None)
     return masked.total(micro.weights * terms, micro.loss_mask)
 
 
