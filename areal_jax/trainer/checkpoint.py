@@ -10,7 +10,6 @@ If several processes train as one, each saves its own shards. Any number of proc
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,16 +59,15 @@ class Checkpointer(Writer):
         version = int(state.version)
         if version == self._last_saved:
             return
-        write = partial(self._write, version, Detached.copy(state), on_commit, deadline_s)
+        copy = Detached.copy(state)
+
+        def write() -> None:
+            staged.write(self._folder, version, copy, deadline_s=deadline_s)
+            if leads():
+                on_commit(version)
+
         self.submit(write, deadline_s)
         self._last_saved = version
-
-    def _write(
-        self, version: int, state: Detached, on_commit: Callable[[int], None], deadline_s: float
-    ) -> None:
-        staged.write(self._folder, version, state, deadline_s=deadline_s)
-        if leads():
-            on_commit(version)
 
 
 def prune(folder: Path, newest: int, keep: int) -> None:

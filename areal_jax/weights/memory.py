@@ -101,7 +101,13 @@ class MemoryStore:
         loaded = value._replace(params=jax.device_put(value.params, shardings))
         # `device_put` returns arrays of the right layout unchanged: then these are the published arrays.
         if not _lie_alike(value.params, loaded.params):
-            _check(loaded, published.canary, self._probe)
+            if (found := digest(loaded.params)) != value.digest:
+                raise WeightsError(
+                    f"version {version} was published with digest {value.digest}, but arrived with digest "
+                    f"{found}: its parameters changed during the transfer; resume the run from its last "
+                    "checkpoint"
+                )
+            require_canary(version, published.canary, np.asarray(self._probe(loaded.params)))
         return loaded
 
 
@@ -109,12 +115,3 @@ def _lie_alike(one: Any, other: Any) -> bool:
     """Whether both trees have the same layout; `other`, made by `device_put`, then shares `one`'s buffers."""
     pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
     return all(a.sharding.is_equivalent_to(b.sharding, a.ndim) for a, b in pairs)
-
-
-def _check(loaded: VersionedParams, canary: np.ndarray, probe: Probe) -> None:
-    if (found := digest(loaded.params)) != loaded.digest:
-        raise WeightsError(
-            f"version {loaded.version} was published with digest {loaded.digest}, but arrived with digest "
-            f"{found}: its parameters changed during the transfer; resume the run from its last checkpoint"
-        )
-    require_canary(loaded.version, canary, np.asarray(probe(loaded.params)))

@@ -20,10 +20,10 @@ from areal_jax.config.tree import Config
 from areal_jax.parallel.agreement import leads
 from areal_jax.types import PolicyVersion, VersionedParams
 from areal_jax.weights import staged
-from areal_jax.weights.digest import combine, to_plain
+from areal_jax.weights.digest import combine
 from areal_jax.weights.folder import require_room, weights_folder
 from areal_jax.weights.publishing import Outgoing, Publisher, PublisherSettings
-from areal_jax.weights.staged import MANIFEST, Detached, Manifest
+from areal_jax.weights.staged import MANIFEST, Detached
 from areal_jax.weights.store import (
     BeforeCommit,
     Probe,
@@ -65,8 +65,9 @@ class OrbaxReader:
             raise VersionGoneError.of(version, self.latest())
         try:
             manifest = staged.read_manifest(path)
-            params = staged.read(path, _like(path, manifest, shardings))
-        except StagedError as error:
+            like = staged.described(str(path), manifest.leaves, shardings)
+            params = staged.read(path, jax.tree.unflatten(jax.tree.structure(shardings), like.values()))
+        except (StagedError, VersionDamagedError) as error:
             # Files that vanish during a read look like damage: only a version that is still there is damaged.
             if self._identity(version) != identity:
                 raise VersionGoneError(
@@ -154,22 +155,3 @@ class OrbaxStore(OrbaxReader, Publisher):
             )
         except StagedError:
             return False
-
-
-def _like(path: Path, manifest: Manifest, shardings: Any) -> Any:
-    """Returns the tree of jax.ShapeDtypeStruct with the manifest's shapes and dtypes and with `shardings`.
-
-    Raises StagedError if the leaves of manifest and `shardings` have different names.
-    """
-    names = list(to_plain(shardings))
-    if missing := set(names) ^ set(manifest.leaves):
-        raise StagedError(
-            f"{path} contains other parameters than this reader's model: {', '.join(sorted(missing)[:4])} "
-            "are in only one of them; give the publishing run and this reader the same model"
-        )
-    described = [staged.described(manifest.leaves[name]) for name in names]
-    leaves = [
-        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-        for leaf, sharding in zip(described, jax.tree.leaves(shardings), strict=True)
-    ]
-    return jax.tree.unflatten(jax.tree.structure(shardings), leaves)

@@ -33,10 +33,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Sharding
 
 from areal_jax.parallel.agreement import DisagreementError, leads, together
 from areal_jax.weights.digest import leaf_digests, leaf_sums, name_sums, to_plain
-from areal_jax.weights.store import StagedError, copy_with_sums
+from areal_jax.weights.store import StagedError, VersionDamagedError, copy_with_sums
 
 MANIFEST, STATE = "manifest.json", "state"
 
@@ -214,15 +215,30 @@ def read_manifest(path: Path) -> Manifest:
     return Manifest(found["leaves"], found["files"], found["about"])
 
 
-def described(leaf: str) -> jax.ShapeDtypeStruct:
-    """Returns the shape and dtype in a leaf's digest. Raises StagedError if it is not `dtype[shape]:sum`."""
+def described(what: str, leaves: Mapping[str, str], shardings: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns, by leaf path, shape and dtype from each digest in `leaves`, and the sharding in `shardings`.
+
+    Raises VersionDamagedError, which begins with `what`, if the leaves of `shardings` have other paths, or a
+    digest is not `dtype[shape]:sum`.
+    """
+    plain = to_plain(shardings)
+    if missing := plain.keys() ^ leaves.keys():
+        raise VersionDamagedError(
+            f"{what} contains other parameters than this reader's model: {', '.join(sorted(missing)[:4])} "
+            "are in only one of them; give the publishing run and this reader the same model"
+        )
+    return {name: _described(what, leaves[name], sharding) for name, sharding in plain.items()}
+
+
+def _described(what: str, leaf: str, sharding: Sharding) -> jax.ShapeDtypeStruct:
     match = _LEAF.fullmatch(leaf)
     if match is None:
-        raise StagedError(
-            f"the digest {leaf!r} of a leaf does not have the form dtype[shape]:sum; use the areal-jax "
-            "version that wrote these weights"
+        raise VersionDamagedError(
+            f"{what}: the digest {leaf!r} of a leaf does not have the form dtype[shape]:sum; use the "
+            "areal-jax version that wrote these weights"
         )
-    return jax.ShapeDtypeStruct([int(n) for n in match[2].split(",") if n], jnp.dtype(match[1]))
+    shape = [int(n) for n in match[2].split(",") if n]
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(match[1]), sharding=sharding)
 
 
 def read(path: Path, like: Any, is_part: bool = False) -> Any:

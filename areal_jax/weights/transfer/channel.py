@@ -33,7 +33,7 @@ PROOF_S = 10.0
 """Seconds that a peer may take to prove that it knows the secret."""
 MOST_PEERS = 256
 """Number of connections that a listener serves at once; it closes further ones."""
-PROTOCOL = 2
+PROTOCOL = 3
 """The protocol's version, increased with every change that older programs cannot understand."""
 
 _LENGTH = struct.Struct(">I")

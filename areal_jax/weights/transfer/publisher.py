@@ -186,8 +186,7 @@ class _Session:
             "leaves": reading.leaves,
             "pieces": pieces,
             "transfer": self._server.address(),
-            "addresses": self._store.addresses,
-            "address": self._store.address,
+            "others": [one for one in self._store.addresses if one != self._store.address],
         }
 
     def _read(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.experimental import transfer
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 
 from areal_jax.types import PolicyVersion
-from areal_jax.weights.staged import described
 from areal_jax.weights.store import PublisherLostError, VersionDamagedError, VersionGoneError
 from areal_jax.weights.transfer.channel import Channel, ChannelError, join
 from areal_jax.weights.transfer.pieces import Box, are_whole, assemble, landing, places
@@ -42,6 +41,9 @@ def start_server(host: str) -> Any:
         client, here, [here] * SOCKETS, max_num_parallel_copies=CHUNKS, transfer_size=CHUNK_BYTES
     )
 
+
+Wanted = Mapping[str, jax.ShapeDtypeStruct]
+"""Leaf name -> its shape, dtype and sharding on the reader's mesh."""
 
 _Portion = dict[str, list[tuple[Box, jax.Array]]]
 """Leaves that are pulled together: leaf name -> (box, data) of each piece."""
@@ -75,10 +77,9 @@ class Pull:
         try:
             with self._translated():
                 first = self._describe(address, wait_s=0.0)
-                for other in first["addresses"]:
-                    if other != first["address"]:
-                        # It may commit the version a little later than the first process.
-                        self._describe(other, wait_s=deadline_s)
+                for other in first["others"]:
+                    # It may commit the version a little later than the first process.
+                    self._describe(other, wait_s=deadline_s)
         except BaseException:
             self.close()
             raise
@@ -96,7 +97,7 @@ class Pull:
             source.channel.close()
         self._sources.clear()
 
-    def take(self, wanted: Mapping[str, Sharding]) -> Iterator[dict[str, jax.Array]]:
+    def take(self, wanted: Wanted) -> Iterator[dict[str, jax.Array]]:
         """Yields the `wanted` leaves by name, a portion at a time, each complete and laid out as wanted.
 
         Does not check the leaves' bits. Raises VersionGoneError if the publisher dropped this version during
@@ -143,10 +144,9 @@ class Pull:
 
     # --- portions -------------------------------------------------------------------------------------------
 
-    def _portions(self, names: Iterable[str]) -> Iterator[list[str]]:
+    def _portions(self, wanted: Wanted) -> Iterator[list[str]]:
         portion, size = [], 0
-        for name in names:
-            like = described(self.leaves[name])
+        for name, like in wanted.items():
             own = like.size * like.dtype.itemsize
             if portion and size + own > PORTION_BYTES:
                 yield portion
@@ -156,7 +156,7 @@ class Pull:
         if portion:
             yield portion
 
-    def _start(self, names: list[str], wanted: Mapping[str, Sharding]) -> _Portion:
+    def _start(self, names: list[str], wanted: Wanted) -> _Portion:
         portion: _Portion = {name: [] for name in names}
         for source in self._sources:
             held = [name for name in names if source.pieces.get(name)]
@@ -164,7 +164,7 @@ class Pull:
                 continue
             number = self._ask(source.channel, ask="pull", leaves=held)["number"]
             places_of = [(name, box) for name in held for box in source.pieces[name]]
-            specs = [self._spec(name, box, wanted[name]) for name, box in places_of]
+            specs = [_spec(box, wanted[name]) for name, box in places_of]
             arrays = source.connection.pull(
                 number, specs, datetime.now(UTC) + timedelta(seconds=self._left_s())
             )
@@ -173,13 +173,7 @@ class Pull:
                 self.pulled_bytes += array.nbytes
         return portion
 
-    def _spec(self, name: str, box: Box, sharding: Sharding) -> jax.ShapeDtypeStruct:
-        like = described(self.leaves[name])
-        device = landing(box, places(sharding, like.shape))
-        shape = tuple(stop - start for start, stop in box)
-        return jax.ShapeDtypeStruct(shape, like.dtype, sharding=SingleDeviceSharding(device))
-
-    def _end(self, portion: _Portion, wanted: Mapping[str, Sharding]) -> dict[str, jax.Array]:
+    def _end(self, portion: _Portion, wanted: Wanted) -> dict[str, jax.Array]:
         for pieces in portion.values():
             for _, piece in pieces:
                 self._wait_for(piece)
@@ -193,14 +187,13 @@ class Pull:
             time.sleep(POLL_S)
         piece.block_until_ready()  # raises the error of a failed pull
 
-    def _whole(self, name: str, pieces: list[tuple[Box, jax.Array]], sharding: Sharding) -> jax.Array:
-        like = described(self.leaves[name])
+    def _whole(self, name: str, pieces: list[tuple[Box, jax.Array]], like: jax.ShapeDtypeStruct) -> jax.Array:
         if not are_whole([box for box, _ in pieces], like.shape):
             raise VersionDamagedError(
                 f"version {self.version}: leaf {name} of shape {like.shape} arrived in pieces that do not "
                 f"cover it: {[box for box, _ in pieces]}; check that all trainer processes publish"
             )
-        return assemble(like.shape, like.dtype, sharding, pieces)
+        return assemble(like.shape, like.dtype, like.sharding, pieces)
 
     # --- deadlines ------------------------------------------------------------------------------------------
 
@@ -218,3 +211,10 @@ class Pull:
                 f"{self._deadline_s:g} s: {(str(error) or 'no answer').splitlines()[0][:200]}; the "
                 "host keeps its current version until the publisher is back"
             ) from error
+
+
+def _spec(box: Box, like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Returns the description of the leaf's piece in `box`, on the device that needs most of it."""
+    device = landing(box, places(like.sharding, like.shape))
+    shape = tuple(stop - start for start, stop in box)
+    return jax.ShapeDtypeStruct(shape, like.dtype, sharding=SingleDeviceSharding(device))

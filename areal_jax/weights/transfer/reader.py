@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.types import PolicyVersion, VersionedParams
-from areal_jax.weights.digest import leaf_sums, name_sums, to_plain
+from areal_jax.weights.digest import leaf_sums, name_sums
 from areal_jax.weights.staged import described
 from areal_jax.weights.store import Probe, VersionDamagedError, require_canary
 from areal_jax.weights.transfer.channel import Channel, ChannelError
@@ -96,41 +96,32 @@ class TransferReader:
         naming the leaf, if the bits pulled are not those published or the tree is not that of `shardings`;
         WeightsError if the canaries of reader and publisher differ.
         """
-        pull = Pull(self.address, self._secret, version, self._deadline_s)
-        try:
-            wanted = to_plain(shardings)
-            if missing := wanted.keys() ^ pull.leaves.keys():
-                raise VersionDamagedError(
-                    f"version {version} contains other parameters than this reader's model: "
-                    f"{', '.join(sorted(missing)[:4])} are in only one of them; give trainer and hosts the "
-                    "same model"
-                )
-            leaves = self._proved(pull, wanted)
+        with closing(Pull(self.address, self._secret, version, self._deadline_s)) as pull:
+            try:
+                wanted = described(f"version {version}", pull.leaves, shardings)
+                leaves = self._proved(pull, wanted)
+            except VersionDamagedError:
+                self._refused.add(version)
+                raise
             params = jax.tree.unflatten(jax.tree.structure(shardings), [leaves[name] for name in wanted])
             own = self._probe(params)
             require_canary(version, pull.canary(), np.asarray(own))
-        except VersionDamagedError:
-            self._refused.add(version)
-            raise
-        finally:
-            pull.close()
         self._remember(pull.leaves, leaves)
         return VersionedParams(version, params, pull.digest)
 
-    def _at_hand(self, name: str, digest: str, sharding: Any) -> jax.Array | None:
+    def _at_hand(self, name: str, digest: str, like: jax.ShapeDtypeStruct) -> jax.Array | None:
         """Returns the leaf `name` if it need not be pulled, since it has no elements or the array loaded
         before has this digest and is still alive; otherwise None.
         """
-        like = described(digest)
         if not like.size:
-            return jnp.zeros(like.shape, like.dtype, device=sharding)
+            return jnp.zeros(like.shape, like.dtype, device=like.sharding)
         # Weak references: this reader must not keep a second copy of leaves that change with every version.
         known, reference = self._held.get(name, ("", lambda: None))
         leaf = reference() if known == digest else None
-        return None if leaf is None or leaf.is_deleted() else jax.device_put(leaf, sharding)
+        return None if leaf is None or leaf.is_deleted() else jax.device_put(leaf, like.sharding)
 
-    def _proved(self, pull: Pull, wanted: dict[str, Any]) -> dict[str, jax.Array]:
-        """Returns the `wanted` leaves (name -> sharding) by name; only those that are not at hand are pulled.
+    def _proved(self, pull: Pull, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+        """Returns the `wanted` leaves by name; only those that are not at hand are pulled.
 
         Raises VersionDamagedError if a leaf's digest is not the published one. The digests of one portion
         (leaves pulled together) are computed while the next portion is pulled.
