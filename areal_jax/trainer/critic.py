@@ -80,7 +80,9 @@ class Critic:
         `params`, `forward` and `hidden` are the policy's parameters, forward pass and hidden states.
         """
         if self.trunk is not None:
-            of_trunk = dataclasses.replace(forward, model=self.trunk)
+            # With the policy's attention kernel: its self-test, which cannot run here, is not repeated for a
+            # model of equal sizes.
+            of_trunk = Forward(self.trunk, forward.mesh, chunk=forward.chunk, remat=forward.remat)
             # Leaves of the trunk that are not trained are the policy's.
             hidden = of_trunk.hidden(self.trainable.whole(critic["trunk"], self._of_trunk(params)), micro)
         return hidden @ critic["head"]["weight"] + critic["head"]["bias"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -14,45 +13,32 @@ from areal_jax.algorithms import masked
 from areal_jax.algorithms.logprobs import PackedTokens, TokenStats, packed_stats, token_stats
 from areal_jax.algorithms.shapes import check_batch
 from areal_jax.models.exact import packed_attention
-from areal_jax.models.kernels.packed_attention import Kernel, choose, on_mesh
+from areal_jax.models.kernels.packed_attention import choose, on_mesh
 from areal_jax.models.model import Model, Params
 from areal_jax.models.transformer import Execution, Remat
 from areal_jax.parallel.mesh import ROWS, rows_over
 from areal_jax.types import Batch
 
 
-@dataclass(frozen=True, kw_only=True)
 class Forward:
-    """A model's forward pass over micro-batches of packed rows, as a function of parameters."""
+    """A model's forward pass over micro-batches of packed rows on a mesh, as a function of parameters."""
 
-    model: Model
-    mesh: Mesh
-    chunk: int
-    """Number of tokens, over all devices, for which logits are in memory at once."""
-    has_entropy_gradient: bool
-    remat: Remat
-    kernel: Kernel | None
-    """Attention kernel for packed rows; None: plain JAX code, which computes attention by pairs of blocks."""
+    def __init__(
+        self, model: Model, mesh: Mesh, *, chunk: int, remat: Remat, has_entropy_gradient: bool = False
+    ) -> None:
+        """`chunk`: number of tokens, over all devices, for which logits are in memory at once.
 
-    @classmethod
-    def on_mesh(
-        cls, model: Model, mesh: Mesh, *, chunk: int, remat: Remat, has_entropy_gradient: bool = False
-    ) -> Forward:
-        """Returns the forward pass on a mesh, with the first attention kernel that passes its self-test.
-
-        `chunk`: number of tokens with logits in memory at once. `remat`: what the backward pass recomputes.
-        `has_entropy_gradient`: whether gradients also flow through the tokens' entropies.
+        `remat`: what the backward pass recomputes. `has_entropy_gradient`: whether gradients also flow
+        through the tokens' entropies.
         """
         c = model.config
         choice = choose(mesh.devices.flat[0].platform, c.heads, c.kv_heads, c.head_dim, c.dtype)
-        return cls(
-            model=model,
-            mesh=mesh,
-            chunk=chunk,
-            has_entropy_gradient=has_entropy_gradient,
-            remat=remat,
-            kernel=on_mesh(choice, mesh, c.kv_heads),
-        )
+        self.model, self.mesh, self.chunk, self.remat = model, mesh, chunk, remat
+        self.has_entropy_gradient = has_entropy_gradient
+        self.kernel = on_mesh(choice, mesh, c.kv_heads)
+        """The first attention kernel that passes its self-test; None: plain JAX code, which computes
+        attention by pairs of blocks.
+        """
 
     def logp(self, params: Params, micro: Batch) -> Float[Array, "R T"]:
         """Returns the log-probs of the loss tokens under `params`; 0 elsewhere."""

@@ -86,7 +86,7 @@ class Learner:
         self.critic = Critic(model, algorithm.critic.kind, self.trainable) if has_critic else None
         # A loss from outside this package may differentiate the entropy.
         has_entropy_gradient = algorithm.entropy_coef > 0 or algorithm.loss not in LOSSES
-        self._forward = partial(Forward.on_mesh, mesh=self.mesh, chunk=logp_chunk, remat=remat)
+        self._forward = partial(Forward, mesh=self.mesh, chunk=logp_chunk, remat=remat)
         self.objective = Objective(
             forward=self._forward(model, has_entropy_gradient=has_entropy_gradient),
             algorithm=algorithm,

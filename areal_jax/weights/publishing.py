@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,8 +27,8 @@ class PublisherSettings:
 
 
 class Outgoing(NamedTuple):
-    """A version queued for its commit. `wire`: the copy that readers will load; `sums`: the checksum of each
-    leaf; `canary`: its log-probs of a fixed sequence. The devices may still be computing the last two.
+    """A published version. `wire`: the copy that readers will load; `sums`: the checksum of each leaf;
+    `canary`: its log-probs of a fixed sequence. The devices may still be computing the last two.
     """
 
     wire: VersionedParams
@@ -55,16 +54,15 @@ class Outgoing(NamedTuple):
             self.before_commit(self.wire)
 
 
-class Publisher(ABC):
+class Publisher(Writer, ABC):
     """A ParamPublisher with a thread that commits one version at a time, in order, by `_commit`, which a
-    subclass defines. `what` names the thread's work in errors.
+    subclass defines. `what` names the thread's work in errors. Only one thread at a time may use it.
     """
 
     def __init__(self, what: str, settings: PublisherSettings) -> None:
-        self._settings = settings
-        self._lock = threading.Lock()
         # One version may wait: every further one would hold one more copy of the parameters.
-        self._writer = Writer(what, 1, settings.on_failure)
+        super().__init__(what, 1, settings.on_failure)
+        self._settings = settings
         # Both are kept without parameters, which would keep a copy alive on the device.
         self._queued: VersionedParams | None = None
         self._committed: VersionedParams | None = None
@@ -77,25 +75,16 @@ class Publisher(ABC):
         value in the committing thread, before any reader can load it. Raises WeightsError as
         ParamPublisher.publish does, StagedError at the deadline, and the error of an earlier failed commit.
         """
-        with self._lock:
-            # Every program starts in the caller's thread: processes that publish together must start the
-            # programs of their common devices in one order, and the trainer's next update is one of them.
-            wire, sums = start_copy(value, self._settings.dtype)
-            # A version that failed and is no longer pending may be published again.
-            if is_published(wire, self._committed if self._writer.is_idle else self._queued):
-                return wire
-            version = Outgoing(wire, sums, self._settings.probe(wire.params), before_commit)
-            self._writer.submit(lambda: self._run(version), self._settings.deadline_s)
-            self._queued = wire._replace(params=None)
+        # Every program starts in the caller's thread: processes that publish together must start the programs
+        # of their common devices in one order, and the trainer's next update is one of them.
+        wire, sums = start_copy(value, self._settings.dtype)
+        # A version that failed and is no longer pending may be published again.
+        if is_published(wire, self._queued if self._pending else self._committed):
             return wire
-
-    def wait(self, deadline_s: float) -> None:
-        with self._lock:
-            self._writer.wait(deadline_s)
-
-    def close(self, deadline_s: float) -> None:
-        with self._lock:
-            self._writer.close(deadline_s)
+        version = Outgoing(wire, sums, self._settings.probe(wire.params), before_commit)
+        self.submit(lambda: self._complete(version), self._settings.deadline_s)
+        self._queued = wire._replace(params=None)
+        return wire
 
     @abstractmethod
     def _commit(self, version: Outgoing) -> None:
@@ -104,6 +93,6 @@ class Publisher(ABC):
         Runs in the committing thread.
         """
 
-    def _run(self, version: Outgoing) -> None:
+    def _complete(self, version: Outgoing) -> None:
         self._commit(version)
         self._committed = version.wire._replace(params=None)

@@ -101,9 +101,6 @@ class Detached(NamedTuple):
         shards = jax.block_until_ready(jax.device_put(leaves, on_host))
         return cls(jax.tree.unflatten(jax.tree.structure(tree), shards), sums)
 
-    def digests(self) -> dict[str, str]:
-        return name_sums(self.tree, self.sums)
-
 
 def write(
     folder: Path,
@@ -130,7 +127,7 @@ def write(
             if leads():
                 clear(folder)
                 (staged / STATE).mkdir(parents=True)
-        leaves = tree.digests()
+        leaves = name_sums(tree.tree, tree.sums)
         with together(f"{folder}: all shards of a version are written", deadline_s):
             _save(staged / STATE, to_plain(tree.tree))
         with together(f"{folder}: a version is committed", deadline_s):

@@ -24,6 +24,7 @@ class Writer:
         self._what, self._waiting, self._on_failure = what, waiting, on_failure
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=what)
         self._pending: deque[Future[None]] = deque()
+        """The writes that have not ended, or whose error was not raised yet."""
 
     def submit(self, write: Callable[[], None], deadline_s: float) -> None:
         """Queue a write, after a wait of up to `deadline_s` seconds for space in the queue.
@@ -50,11 +51,6 @@ class Writer:
                 )
             self._pending.popleft()
             first.result()
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no write is pending: each has ended, and its error, if any, was raised."""
-        return not self._pending
 
     def close(self, deadline_s: float) -> None:
         self.wait(deadline_s)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,15 +30,6 @@ from areal_jax.weights.transfer.pulling import start_server
 
 LONGEST_WAIT_S = 30.0
 """Longest time, in seconds, that the publisher waits for a version before it answers a reader's request."""
-
-
-class _Version(NamedTuple):
-    digest: str
-    leaves: dict[str, str]
-    """Digests by leaf name, as `digest.leaf_digests` returns them."""
-    arrays: dict[str, jax.Array]
-    canary: jax.Array
-    """The log-probs of the canary. The devices may still be computing them, so readers request them last."""
 
 
 class TransferStore(Publisher):
@@ -65,7 +56,7 @@ class TransferStore(Publisher):
         """
         super().__init__("committing versions for readers", settings)
         self._deadline_s, self._keep = settings.deadline_s, keep
-        self._versions: dict[PolicyVersion, _Version] = {}
+        self._versions: dict[PolicyVersion, Outgoing] = {}
         self._readers: Counter[PolicyVersion] = Counter()
         self._changed = threading.Condition()
         self._listener = Listener(address, secret, lambda: _Session(self), self._deadline_s)
@@ -85,14 +76,13 @@ class TransferStore(Publisher):
         self._listener.close()
 
     def _commit(self, version: Outgoing) -> None:
-        wire = version.wire
+        number = version.wire.version
         # Readers pull shards from every process: none may serve a version that another failed to commit.
-        with together(f"version {wire.version} of the weights is committed", self._deadline_s):
-            leaves = version.leaves()
+        with together(f"version {number} of the weights is committed", self._deadline_s):
+            version.leaves()
             version.announce()
-        arrays = {name: leaf for name, leaf in to_plain(wire.params).items() if leaf.size}
         with self._changed:
-            self._versions[wire.version] = _Version(wire.digest, leaves, arrays, version.canary)
+            self._versions[number] = version
             self._prune()
             self._changed.notify_all()
 
@@ -114,7 +104,7 @@ class TransferStore(Publisher):
             self._changed.wait_for(lambda: self.latest() not in (None, known), min(wait_s, LONGEST_WAIT_S))
             return self.latest()
 
-    def begin_reading(self, version: PolicyVersion, wait_s: float) -> _Version | None:
+    def begin_reading(self, version: PolicyVersion, wait_s: float) -> Outgoing | None:
         """Returns the version and counts one more reader of it, until `end_reading`.
 
         If this process has not committed the version yet, waits for that up to min(wait_s, LONGEST_WAIT_S).
@@ -133,7 +123,7 @@ class TransferStore(Publisher):
             self._readers[version] -= 1
             self._prune()
 
-    def find(self, version: PolicyVersion | None) -> _Version | None:
+    def find(self, version: PolicyVersion | None) -> Outgoing | None:
         return self._versions.get(version) if version is not None else None
 
 
@@ -180,11 +170,11 @@ class _Session:
             return {"gone": self._store.latest()}
         self._version = version
         self._server = start_server(self._store.host)
-        pieces = {name: [box for box, _ in own_pieces(leaf)] for name, leaf in reading.arrays.items()}
+        arrays = to_plain(reading.wire.params)
         return {
-            "digest": reading.digest,
-            "leaves": reading.leaves,
-            "pieces": pieces,
+            "digest": reading.wire.digest,
+            "leaves": reading.leaves(),
+            "pieces": {name: [box for box, _ in own_pieces(leaf)] for name, leaf in arrays.items()},
             "transfer": self._server.address(),
             "others": [one for one in self._store.addresses if one != self._store.address],
         }
@@ -194,12 +184,14 @@ class _Session:
         if reading is None:
             return {"gone": self._store.latest()}
         if request["ask"] == "canary":
+            # Requested last: the devices may still be computing it.
             return {"canary": np.asarray(reading.canary, np.float64).tolist()}
-        arrays = [piece for name in request["leaves"] for _, piece in own_pieces(reading.arrays[name])]
+        arrays = to_plain(reading.wire.params)
+        pieces = [piece for name in request["leaves"] for _, piece in own_pieces(arrays[name])]
         # Random and long: the number alone permits the pull, which needs no secret.
         number = secrets.randbits(63)
-        self._server.await_pull(number, arrays)
-        self._offers[number] = len(arrays)
+        self._server.await_pull(number, pieces)
+        self._offers[number] = len(pieces)
         return {"number": number}
 
     def close(self) -> None:
