@@ -96,25 +96,24 @@ def gap_figures(gaps: Gaps) -> dict[str, float]:
     nats, the mean KL estimate, and the number of tokens for which the two log-probs differ in at least one
     bit.
     """
-    counts, absolute, kl, largest, unequal = (np.asarray(x, np.float64) for x in gaps)
-    out = _figures(counts.sum(0), absolute.sum(), kl.sum(), largest.max(), unequal.sum())
+    gaps = jax.tree.map(lambda x: np.asarray(x, np.float64), gaps)
+    out = _figures(jax.tree.map(lambda x: x.sum(0), gaps)._replace(largest=gaps.largest.max()))
     for number, age in enumerate(AGES):
-        if counts[number].any():
-            own = _figures(*(x[number] for x in (counts, absolute, kl, largest, unequal)))
+        if gaps.counts[number].any():
+            own = _figures(jax.tree.map(lambda x, number=number: x[number], gaps))
             out |= {f"{name}/age_{age}": value for name, value in own.items()}
     return out
 
 
-def _figures(
-    counts: np.ndarray, absolute: float, kl: float, largest: float, unequal: float
-) -> dict[str, float]:
-    tokens = max(float(counts.sum()), 1.0)
+def _figures(gaps: Gaps) -> dict[str, float]:
+    """Returns the metrics of one bucket, or of all tokens: `gaps` without the axis of ages."""
+    tokens = max(float(gaps.counts.sum()), 1.0)
     return {
-        "logp_gap_mean": float(absolute) / tokens,
-        "logp_gap_p999": _quantile(counts, 0.999, float(largest)),
-        "logp_gap_max": float(largest),
-        "mismatch_kl": float(kl) / tokens,
-        "logp_unequal": float(unequal),
+        "logp_gap_mean": float(gaps.absolute) / tokens,
+        "logp_gap_p999": _quantile(np.asarray(gaps.counts), 0.999, float(gaps.largest)),
+        "logp_gap_max": float(gaps.largest),
+        "mismatch_kl": float(gaps.kl) / tokens,
+        "logp_unequal": float(gaps.unequal),
     }
 
 

@@ -8,7 +8,8 @@ with, so the device never holds two copies for decoding.
 from __future__ import annotations
 
 import threading
-from functools import cached_property
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import jax
@@ -27,17 +28,6 @@ from areal_jax.weights.store import (
 )
 
 
-class _Published:
-    """A published version, and its log-probs of a fixed sequence, computed for readers on other devices."""
-
-    def __init__(self, value: VersionedParams, probe: Probe) -> None:
-        self.value, self._probe = value, probe
-
-    @cached_property
-    def canary(self) -> np.ndarray:
-        return np.asarray(self._probe(self.value.params))
-
-
 class MemoryStore:
     """A ParamStore that holds the latest version only.
 
@@ -52,7 +42,8 @@ class MemoryStore:
         self._probe = probe
         self._dtype = dtype
         self._is_exclusive = is_exclusive
-        self._latest: _Published | None = None
+        self._latest: tuple[VersionedParams, Callable[[], np.ndarray]] | None = None
+        """The published version, and a function that computes its canary once, for readers elsewhere."""
         self._lock = threading.Lock()
 
     def publish(self, value: VersionedParams, before_commit: BeforeCommit | None = None) -> VersionedParams:
@@ -63,7 +54,7 @@ class MemoryStore:
         WeightsError for an older version, or for other bits under the latest version's number.
         """
         with self._lock:
-            known = self._latest.value if self._latest else None
+            known = self._latest[0] if self._latest else None
             if known is not None and value.version <= known.version:
                 is_published(wire_copy(value, self._dtype), known)  # raises WeightsError if not
                 return known
@@ -73,7 +64,7 @@ class MemoryStore:
             wire = jax.block_until_ready(wire_copy(value, self._dtype, onto=serving))
             if before_commit is not None:
                 before_commit(wire)
-            self._latest = _Published(wire, self._probe)
+            self._latest = wire, cache(lambda: np.asarray(self._probe(wire.params)))
             return wire
 
     def wait(self, deadline_s: float) -> None:
@@ -84,7 +75,7 @@ class MemoryStore:
 
     def latest(self) -> PolicyVersion | None:
         published = self._latest
-        return published.value.version if published else None
+        return published[0].version if published else None
 
     def load(self, version: PolicyVersion, shardings: Any) -> VersionedParams:
         """Returns the parameters of `version`, laid out by `shardings`.
@@ -95,9 +86,9 @@ class MemoryStore:
         publisher's.
         """
         published = self._latest
-        if published is None or published.value.version != version:
+        if published is None or published[0].version != version:
             raise VersionGoneError.of(version, self.latest())
-        value = published.value
+        value, canary = published
         loaded = value._replace(params=jax.device_put(value.params, shardings))
         # `device_put` returns arrays of the right layout unchanged: then these are the published arrays.
         if not _lie_alike(value.params, loaded.params):
@@ -107,7 +98,7 @@ class MemoryStore:
                     f"{found}: its parameters changed during the transfer; resume the run from its last "
                     "checkpoint"
                 )
-            require_canary(version, published.canary, np.asarray(self._probe(loaded.params)))
+            require_canary(version, canary(), np.asarray(self._probe(loaded.params)))
         return loaded
 
 

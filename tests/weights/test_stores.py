@@ -44,7 +44,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
                 return MemoryStore(probe, dtype)
             if request.param == "orbax":
                 return OrbaxStore(tmp_path / "weights", PublisherSettings(probe, dtype, DEADLINE_S), keep=1)
-            return made.enter_context(closing(Transferred(probe, dtype, keep=1)))
+            return made.enter_context(closing(Transferred(probe, dtype)))
 
         yield store
 

@@ -49,8 +49,8 @@ def probe(params) -> jax.Array:
 class Transferred:
     """A TransferStore and a reader of it, as one store: `wait` is until the reader has heard."""
 
-    def __init__(self, probe: Probe = probe, dtype: str = "float32", keep: int = 2) -> None:
-        self.store = TransferStore(PublisherSettings(probe, dtype, DEADLINE_S), keep=keep)
+    def __init__(self, probe: Probe = probe, dtype: str = "float32") -> None:
+        self.store = TransferStore(PublisherSettings(probe, dtype, DEADLINE_S))
         self.reader = TransferReader(self.store.address, probe, DEADLINE_S)
         self.publish, self.load = self.store.publish, self.reader.load
 

@@ -36,30 +36,22 @@ class TransferStore(Publisher):
     """The ParamPublisher that TransferReaders load from.
 
     It holds one copy of the parameters, the latest version; a second copy exists from a publish until its
-    commit, and while readers still pull the previous version. Readers can pull at most `keep` versions, the
-    latest included. With `keep=1` each commit drops the previous version, and a reader that is pulling the
-    dropped version gets VersionGoneError.
+    commit, and while readers still pull an older version. Readers can pull the latest version, and the oldest
+    one of which a pull is in progress; a reader that is pulling another version gets VersionGoneError.
     """
 
     def __init__(
-        self,
-        settings: PublisherSettings,
-        address: str = "127.0.0.1:0",
-        secret: str | None = None,
-        *,
-        keep: int = 2,
+        self, settings: PublisherSettings, address: str = "127.0.0.1:0", secret: str | None = None
     ) -> None:
         """`address`: host:port to listen at; port 0 = any free one. Any host but loopback requires `secret`.
 
-        `keep`: most versions that readers can pull at a time. Raises ChannelError if the secret is missing,
-        or this process cannot listen at the address.
+        Raises ChannelError if the secret is missing, or this process cannot listen at the address.
         """
         super().__init__("committing versions for readers", settings)
-        self._deadline_s, self._keep = settings.deadline_s, keep
         self._versions: dict[PolicyVersion, Outgoing] = {}
         self._readers: Counter[PolicyVersion] = Counter()
         self._changed = threading.Condition()
-        self._listener = Listener(address, secret, lambda: _Session(self), self._deadline_s)
+        self._listener = Listener(address, secret, lambda: _Session(self), settings.deadline_s)
         self.host, self.address = self._listener.host, self._listener.address
         """`address`: the host:port that readers connect to; `host`: its numeric host."""
         self.nothing = jnp.zeros(1, jnp.int8)
@@ -78,7 +70,7 @@ class TransferStore(Publisher):
     def _commit(self, version: Outgoing) -> None:
         number = version.wire.version
         # Readers pull shards from every process: none may serve a version that another failed to commit.
-        with together(f"version {number} of the weights is committed", self._deadline_s):
+        with together(f"version {number} of the weights is committed", self._settings.deadline_s):
             version.leaves()
             version.announce()
         with self._changed:
@@ -87,11 +79,12 @@ class TransferStore(Publisher):
             self._changed.notify_all()
 
     def _prune(self) -> None:
-        """Drop all versions but the latest and, of those that readers are pulling, the oldest `keep` - 1."""
+        """Drop all versions but the latest and, of those that readers are pulling, the oldest."""
         *older, _ = sorted(self._versions)
-        stays = [version for version in older if self._readers[version]][: self._keep - 1]
-        for version in set(older) - set(stays):
-            del self._versions[version]
+        stays = next((version for version in older if self._readers[version]), None)
+        for version in older:
+            if version != stays:
+                del self._versions[version]
 
     # --- called by sessions -------------------------------------------------------------------------------
 
