@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Sharding
 
 
 class Compiled(NamedTuple):
@@ -89,14 +88,11 @@ class Program:
 
 
 def bytes_on_one_device(tree: Any) -> int:
-    """Returns the bytes that a tree of arrays or jax.ShapeDtypeStruct occupies on one device.
+    """Returns the bytes of a tree of arrays or jax.ShapeDtypeStruct, all with shardings, on one device.
 
     This is the sum over the leaves of the size of one shard.
     """
-
-    def of_leaf(leaf: Any) -> int:
-        sharding: Sharding | None = getattr(leaf, "sharding", None)
-        shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
-        return leaf.dtype.itemsize * math.prod(shape)
-
-    return sum(of_leaf(leaf) for leaf in jax.tree.leaves(tree))
+    return sum(
+        leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
+        for leaf in jax.tree.leaves(tree)
+    )
