@@ -73,7 +73,6 @@ class Pull:
         self._address, self._secret, self._deadline_s = address, secret, deadline_s
         self._end_s = time.monotonic() + deadline_s
         self._sources: list[_Source] = []
-        self.pulled_bytes = 0
         try:
             with self._translated():
                 first = self._describe(address, wait_s=0.0)
@@ -170,7 +169,6 @@ class Pull:
             )
             for (name, box), array in zip(places_of, arrays, strict=True):
                 portion[name].append((box, array))
-                self.pulled_bytes += array.nbytes
         return portion
 
     def _end(self, portion: _Portion, wanted: Wanted) -> dict[str, jax.Array]:

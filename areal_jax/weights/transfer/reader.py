@@ -131,7 +131,7 @@ class TransferReader:
         portions = [(held, leaf_sums(held))] if held else []
         for portion in pull.take({name: wanted[name] for name in wanted if name not in held}):
             portions.append((portion, leaf_sums(portion)))
-        self.pulled_bytes += pull.pulled_bytes
+            self.pulled_bytes += sum(leaf.nbytes for leaf in portion.values())
         leaves: dict[str, jax.Array] = {}
         for portion, sums in portions:
             for name, digest in name_sums(portion, sums).items():
