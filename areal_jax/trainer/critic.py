@@ -82,7 +82,8 @@ class Critic:
         if self.trunk is not None:
             # With the policy's attention kernel: its self-test, which cannot run here, is not repeated for a
             # model of equal sizes.
-            of_trunk = Forward(self.trunk, forward.mesh, chunk=forward.chunk, remat=forward.remat)
+            remat = forward.execution.remat
+            of_trunk = Forward(self.trunk, forward.mesh, chunk=forward.chunk, remat=remat)
             # Leaves of the trunk that are not trained are the policy's.
             hidden = of_trunk.hidden(self.trainable.whole(critic["trunk"], self._of_trunk(params)), micro)
         return hidden @ critic["head"]["weight"] + critic["head"]["bias"]

@@ -33,7 +33,8 @@ class Forward:
         """
         c = model.config
         choice = choose(mesh.devices.flat[0].platform, c.heads, c.kv_heads, c.head_dim, c.dtype)
-        self.model, self.mesh, self.chunk, self.remat = model, mesh, chunk, remat
+        self.model, self.mesh, self.chunk = model, mesh, chunk
+        self.execution = Execution(remat, rows_over(mesh))
         self.has_entropy_gradient = has_entropy_gradient
         self.kernel = on_mesh(choice, mesh, c.kv_heads)
         """The first attention kernel that passes its self-test; None: plain JAX code, which computes
@@ -49,8 +50,7 @@ class Forward:
         """Returns the model's hidden state at each token, after the last norm."""
         check_batch(micro)
         attend = packed_attention(self.model.config, micro, self.kernel, self.mesh)
-        execution = Execution(self.remat, rows_over(self.mesh))
-        return self.model.hidden(params, micro.tokens, micro.positions, attend, None, execution)[0]
+        return self.model.hidden(params, micro.tokens, micro.positions, attend, None, self.execution)[0]
 
     def stats(self, params: Params, hidden: Float[Array, "R T D"], micro: Batch) -> TokenStats:
         """Returns each loss token's log-prob and entropy (`TokenStats`), and 0 at other tokens.
