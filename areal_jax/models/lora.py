@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float
 
 SUFFIX = "_lora"
@@ -18,27 +19,23 @@ SUFFIX = "_lora"
 
 def adapters_of(params: Any) -> Any:
     """Returns only the adapters, nested as in `params`; subtrees without an adapter are left out."""
-    if not isinstance(params, dict):
-        return params
-    parts = {
-        name: child if name.endswith(SUFFIX) else adapters_of(child)
-        for name, child in params.items()
-        if isinstance(child, dict)
-    }
-    return {name: part for name, part in parts.items() if part}
+    flat = flatten_dict(params)
+    return unflatten_dict({path: leaf for path, leaf in flat.items() if _is_in_adapter(path)})
 
 
 def base_of(params: Any) -> Any:
     """Returns the parameters without the adapters."""
-    if not isinstance(params, dict):
-        return params
-    return {name: base_of(child) for name, child in params.items() if not name.endswith(SUFFIX)}
+    flat = flatten_dict(params)
+    return unflatten_dict({path: leaf for path, leaf in flat.items() if not _is_in_adapter(path)})
+
+
+def _is_in_adapter(path: tuple[str, ...]) -> bool:
+    return any(name.endswith(SUFFIX) for name in path)
 
 
 def with_adapters(params: Any, adapters: Any) -> Any:
     """Returns a new tree of `params` with each adapter of `adapters` beside its matrix."""
-    both = {name: with_adapters(child, adapters[name]) for name, child in params.items() if name in adapters}
-    return params | adapters | both
+    return unflatten_dict(flatten_dict(params) | flatten_dict(adapters))
 
 
 def low_rank(a: Float[Array, "L ... r"], b: Float[Array, "L r ..."]) -> Float[Array, "L ..."]:
@@ -51,14 +48,9 @@ def low_rank(a: Float[Array, "L ... r"], b: Float[Array, "L r ..."]) -> Float[Ar
 
 def merge_adapters(params: Any, scale: float) -> Any:
     """Returns the parameters without adapters; each matrix W with an adapter (a, b) becomes W + scale a b."""
-    if not isinstance(params, dict):
-        return params
-    merged = {}
-    for name, child in params.items():
-        if name.endswith(SUFFIX):
-            continue
-        adapter = params.get(name + SUFFIX)
-        merged[name] = (
-            merge_adapters(child, scale) if adapter is None else child + scale * low_rank(**adapter)
-        )
-    return merged
+    flat, merged = flatten_dict(params), flatten_dict(base_of(params))
+    for path, matrix in merged.items():
+        adapter = (*path[:-1], path[-1] + SUFFIX)
+        if (*adapter, "a") in flat:
+            merged[path] = matrix + scale * low_rank(flat[(*adapter, "a")], flat[(*adapter, "b")])
+    return unflatten_dict(merged)

@@ -7,6 +7,7 @@ format of transformers 4, which both versions read. An option that the model doe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -77,7 +78,8 @@ class Tensor(NamedTuple):
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Returns the tensor's shape in Hugging Face files, where each layer is a tensor of its own."""
-        return tuple(_product(sizes, axis) for axis in self.theirs.split())
+        axes = (axis.split("*") for axis in self.theirs.split())
+        return tuple(math.prod(sizes[letter] for letter in letters) for letters in axes)
 
     def names(self, layers: int) -> list[str]:
         return [self.name.format(layer) for layer in range(layers)] if self.is_stacked else [self.name]
@@ -316,10 +318,3 @@ def _flag(raw: Mapping[str, Any], key: str) -> bool:
             "again"
         )
     return value
-
-
-def _product(sizes: Mapping[str, int], axis: str) -> int:
-    total = 1
-    for letter in axis.split("*"):
-        total *= sizes[letter]
-    return total

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax.traverse_util import flatten_dict
 from jax.sharding import SingleDeviceSharding
 
 from areal_jax.models.config import ModelConfig
@@ -199,10 +200,7 @@ def export_folder(
     if tokenizer_from is not None and not tokenizer_from.is_dir():
         raise ArealError(f"tokenizer_from={tokenizer_from} is not a folder; give one with tokenizer.json")
     raw = write_config(config, dtype)
-    leaves = {
-        jax.tree_util.keystr(path, simple=True, separator="."): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-    }
+    leaves = flatten_dict(params, sep=".")
     sizes = axis_sizes(config)
     entries = [
         Entry(name, tensor.shape(sizes), partial(_stored, tensor, leaves[tensor.path], layer, sizes))

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
+from flax.traverse_util import flatten_dict
 
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.io.families import Tensor, axis_sizes, tensors_of
@@ -54,7 +54,8 @@ def export_adapter(
         "inference_mode": True,
     }
     sizes = axis_sizes(config)
-    entries = [entry for tensor in matrices for entry in _entries(tensor, params, config.layers, sizes)]
+    leaves = flatten_dict(params, sep=".")
+    entries = [entry for tensor in matrices for entry in _entries(tensor, leaves, config.layers, sizes)]
     with staged(folder) as stage:
         save_tensors(stage / TENSORS, entries, dtype)
         write_json(stage / CONFIG, about)
@@ -64,24 +65,19 @@ def _name(tensor: Tensor) -> str:
     return tensor.path.rpartition(".")[2]
 
 
-def _entries(tensor: Tensor, params: Params, layers: int, sizes: Mapping[str, int]) -> Iterator[Entry]:
+def _entries(
+    tensor: Tensor, leaves: Mapping[str, jax.Array], layers: int, sizes: Mapping[str, int]
+) -> Iterator[Entry]:
     outputs, inputs = tensor.shape(sizes)
-    adapter = _at(params, tensor.path + SUFFIX)
-    rank = adapter["b"].shape[1]
-    shapes = {"A": (rank, inputs), "B": (outputs, rank)}
+    a, b = (leaves[f"{tensor.path}{SUFFIX}.{name}"] for name in "ab")
+    factors = {"A": (a, (inputs, b.shape[1])), "B": (b, (b.shape[1], outputs))}
     for layer, name in enumerate(tensor.names(layers)):
         beside = f"base_model.model.{name.removesuffix('.weight')}"
-        for letter, shape in shapes.items():
-            value = partial(_factor, adapter[letter.lower()], layer, (shape[1], shape[0]))
-            yield Entry(f"{beside}.lora_{letter}.weight", shape, value)
+        for letter, (leaf, shape) in factors.items():
+            value = partial(_factor, leaf, layer, shape)
+            yield Entry(f"{beside}.lora_{letter}.weight", shape[::-1], value)
 
 
 def _factor(leaf: jax.Array, layer: int, shape: tuple[int, int]) -> np.ndarray:
     """Returns one layer of an adapter's factor as `shape`, then transposed: peft multiplies W x, not x W."""
     return np.asarray(leaf[layer]).reshape(shape).T
-
-
-def _at(params: Params, path: str) -> Any:
-    for name in path.split("."):
-        params = params[name]
-    return params
