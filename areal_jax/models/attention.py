@@ -8,8 +8,9 @@ N slots (samples generated at once), C tokens of a slot in one call.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import chex
 import jax
@@ -30,20 +31,11 @@ KV_BLOCK = 64
 """Tokens of KV that paged attention reads per step, in whole pages; at least one page."""
 
 
-class Attention(Protocol):
-    """Returns the attention output of the queries `q` of layer number `layer`, and the updated cache.
-
-    Over pages, `k` and `v` are first written into the cache; over packed rows the cache is None.
-    """
-
-    def __call__(
-        self,
-        layer: Int[Array, ""],
-        q: Float[Array, "B T H h"],
-        k: Float[Array, "B T K h"],
-        v: Float[Array, "B T K h"],
-        cache: Any,
-    ) -> tuple[Float[Array, "B T H h"], Any]: ...
+Attention = Callable[[Array, Array, Array, Array, Any], tuple[Array, Any]]
+"""`attend(layer, q (B, T, H, h), k (B, T, K, h), v, cache)` returns the attention output (B, T, H, h) of the
+queries `q` of layer number `layer`, and the updated cache. Over pages, `k` and `v` are first written into the
+cache; over packed rows the cache is None.
+"""
 
 
 class PackedAttention(struct.PyTreeNode):

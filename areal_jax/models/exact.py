@@ -83,28 +83,6 @@ def _bits(x: Array) -> Array:
     return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def forward_as(exact: Callable[..., Any], bounded: Callable[..., Any], fixed: Any, inputs: Any) -> Any:
-    """Returns `exact(fixed, inputs)`; its gradient with respect to `inputs` is that of `bounded`.
-
-    `bounded` is a faster form of the same function; `fixed` gets no gradient. The forward pass stores only
-    the arguments; from them the backward pass computes `bounded` and its gradient.
-    """
-    return exact(fixed, inputs)
-
-
-def _keep_inputs(exact: Any, bounded: Any, fixed: Any, inputs: Any) -> tuple[Any, Any]:
-    return exact(fixed, inputs), (fixed, inputs)
-
-
-def _slopes_of_bounded(exact: Any, bounded: Any, kept: Any, slope: Any) -> tuple[None, Any]:
-    fixed, inputs = kept
-    return None, jax.vjp(partial(bounded, fixed), inputs)[1](slope)[0]
-
-
-forward_as.defvjp(_keep_inputs, _slopes_of_bounded)
-
-
 # --- rounding -----------------------------------------------------------------------------------------------
 
 
@@ -319,11 +297,25 @@ def as_attended(run: Callable[..., Any], attend: Attention, fixed: Any, inputs: 
     """
     if not isinstance(attend, ExactPackedAttention):
         return run(attend, fixed, inputs)
+    return _exact(run, attend, fixed, inputs)
 
-    def exact(fixed: Any, inputs: Any) -> Any:
-        return run(*fixed, inputs)
 
-    def bounded(fixed: Any, inputs: Any) -> Any:
-        return run(fixed[0].bounded, fixed[1], inputs)
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _exact(run: Callable[..., Any], attend: ExactPackedAttention, fixed: Any, inputs: Any) -> Any:
+    return run(attend, fixed, inputs)
 
-    return forward_as(exact, bounded, (attend, fixed), inputs)
+
+def _keep_arguments(run: Any, attend: Any, fixed: Any, inputs: Any) -> tuple[Any, Any]:
+    return run(attend, fixed, inputs), (attend, fixed, inputs)
+
+
+def _slopes_of_bounded(run: Any, kept: Any, slope: Any) -> tuple[None, None, Any]:
+    """Returns the gradients with respect to `attend`, `fixed` (none) and `inputs`.
+
+    The forward pass stores only its arguments; from them this computes the bounded form and its gradient.
+    """
+    attend, fixed, inputs = kept
+    return None, None, jax.vjp(partial(run, attend.bounded, fixed), inputs)[1](slope)[0]
+
+
+_exact.defvjp(_keep_arguments, _slopes_of_bounded)

@@ -18,9 +18,10 @@ from areal_jax.models.exact import (
     KV_BLOCK,
     TILE,
     ExactPackedAttention,
+    as_attended,
     as_published,
-    forward_as,
     in_tiles,
+    is_exact,
     rounded,
 )
 from areal_jax.models.model import Model
@@ -68,9 +69,12 @@ def test_a_tile_without_a_live_row_is_not_computed():
 
 
 def test_the_value_is_of_one_form_and_the_gradient_of_the_other():
-    value, slope = jax.value_and_grad(
-        lambda x: forward_as(lambda n, x: n * x, lambda n, x: n * x**2, jnp.int32(3), x)
-    )(5.0)
+    def of(attend: Any, n: jax.Array, x: jax.Array) -> jax.Array:
+        return n * x if is_exact(attend) else n * x**2
+
+    ids = jnp.ones((1, 1), jnp.int32)
+    attend = ExactPackedAttention.of(PackedAttention(ids), ids - 1, None)
+    value, slope = jax.value_and_grad(lambda x: as_attended(of, attend, jnp.int32(3), x))(5.0)
     assert (value, slope) == (15.0, 30.0)
 
 
