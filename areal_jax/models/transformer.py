@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -153,71 +153,65 @@ class Quantized(nnx.Module):
             setattr(self, name, _param(jnp.zeros(leaf.shape, leaf.dtype), axes))
 
 
-Projections: TypeAlias = "SelfAttention | GatedMLP"
+class Projections(nnx.Module):
+    """The matrices of attention or of the MLP, in floats or quantised, and their adapters."""
+
+    def __init__(self, c: ModelConfig) -> None:
+        self.config = nnx.static(c)
+
+    def add(self, rngs: nnx.Rngs, name: str, shape: tuple[int, ...], axes: Axes, scale: float) -> None:
+        """Add the matrix `name` of `shape`, and its adapter, if the config has one.
+
+        `axes`: logical names of its axes. `scale`: standard deviation of its initial values.
+        """
+        c, inputs = self.config, inputs_of(name)
+        if c.quantize == "none":
+            setattr(self, name, _normal(rngs.params(), shape, axes, scale))
+        else:
+            setattr(self, name, Quantized(c.quantize, shape, axes, inputs))
+        if c.lora is not None and name in c.lora.names:
+            setattr(self, f"{name}_lora", Adapter(rngs.params(), shape, axes, inputs, c.lora.rank))
+
+    def matrix(self, name: str) -> Array | FeatureMajor:
+        """Returns the matrix W of the projection `name`, dequantised if it is stored as codes."""
+        weight, kind = getattr(self, name), self.config.quantize
+        if kind == "none":
+            return weight.get_value()
+        return dequantized(weight.codes[...], weight.scale[...], kind)
+
+    def projected(self, name: str, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
+        """Returns x W, plus (alpha / rank) (x a) b if W has an adapter; `project` computes each product."""
+        c = self.config
+        out = project(x, self.matrix(name), c.dtype)
+        if c.lora is None or name not in c.lora.names:
+            return out
+        adapter = getattr(self, f"{name}_lora")
+        return out + c.lora.scale * project(project(x, adapter.a[...], c.dtype), adapter.b[...], c.dtype)
 
 
-def add_matrix(
-    block: Projections,
-    name: str,
-    rngs: nnx.Rngs,
-    shape: tuple[int, ...],
-    axes: Axes,
-    scale: float,
-) -> None:
-    """Add the matrix `name`, in floats or quantised, and its adapter, if the config has one, to `block`.
-
-    `axes`: logical names of its axes. `scale`: standard deviation of its initial values.
-    """
-    c, inputs = block.config, inputs_of(name)
-    if c.quantize == "none":
-        setattr(block, name, _normal(rngs.params(), shape, axes, scale))
-    else:
-        setattr(block, name, Quantized(c.quantize, shape, axes, inputs))
-    if c.lora is not None and name in c.lora.names:
-        setattr(block, f"{name}_lora", Adapter(rngs.params(), shape, axes, inputs, c.lora.rank))
-
-
-def matrix(block: Projections, name: str) -> Array | FeatureMajor:
-    """Returns the matrix W of the projection `name`, dequantised if it is stored as codes."""
-    weight, kind = getattr(block, name), block.config.quantize
-    if kind == "none":
-        return weight.get_value()
-    return dequantized(weight.codes[...], weight.scale[...], kind)
-
-
-def projected(block: Projections, name: str, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
-    """Returns x W, plus (alpha / rank) (x a) b if W has an adapter; `project` computes each product."""
-    c = block.config
-    out = project(x, matrix(block, name), c.dtype)
-    if c.lora is None or name not in c.lora.names:
-        return out
-    adapter = getattr(block, f"{name}_lora")
-    return out + c.lora.scale * project(project(x, adapter.a[...], c.dtype), adapter.b[...], c.dtype)
-
-
-class SelfAttention(nnx.Module):
+class SelfAttention(Projections):
     """The projections before and after attention; the attention itself is an argument of `Block`."""
 
     def __init__(self, c: ModelConfig, rngs: nnx.Rngs) -> None:
-        self.config = nnx.static(c)
+        super().__init__(c)
         scale = c.width**-0.5
         for name, heads, axis in (
             ("q", c.heads, "heads"),
             ("k", c.kv_heads, "kv_heads"),
             ("v", c.kv_heads, "kv_heads"),
         ):
-            add_matrix(self, name, rngs, (c.width, heads, c.head_dim), ("embed", axis, "head_dim"), scale)
+            self.add(rngs, name, (c.width, heads, c.head_dim), ("embed", axis, "head_dim"), scale)
             if c.has_qkv_bias:
                 setattr(self, f"{name}_bias", _param(jnp.zeros((heads, c.head_dim)), (axis, "head_dim")))
         scale = (2 * c.layers * c.heads * c.head_dim) ** -0.5
         shape = (c.heads, c.head_dim, c.width)
-        add_matrix(self, "out", rngs, shape, ("heads", "head_dim", "embed"), scale)
+        self.add(rngs, "out", shape, ("heads", "head_dim", "embed"), scale)
         if c.has_qk_norm:
             self.q_norm, self.k_norm = _ones(c.head_dim, "head_dim"), _ones(c.head_dim, "head_dim")
 
     def queries_keys_values(self, x: Array, positions: Array) -> tuple[Array, Array, Array]:
         c = self.config
-        q, k, v = (projected(self, name, x).reshape(*x.shape[:-1], -1, c.head_dim) for name in "qkv")
+        q, k, v = (self.projected(name, x).reshape(*x.shape[:-1], -1, c.head_dim) for name in "qkv")
         if c.has_qkv_bias:
             q, k, v = (
                 x + getattr(self, f"{name}_bias")[...] for x, name in zip((q, k, v), "qkv", strict=True)
@@ -229,22 +223,22 @@ class SelfAttention(nnx.Module):
         return q, k.astype(c.dtype), v.astype(c.dtype)
 
     def mixed(self, attended: Float[Array, "B T H h"]) -> Float[Array, "B T D"]:
-        return projected(self, "out", attended.reshape(*attended.shape[:-2], -1))
+        return self.projected("out", attended.reshape(*attended.shape[:-2], -1))
 
 
-class GatedMLP(nnx.Module):
+class GatedMLP(Projections):
     """Computes down(silu(gate(x)) * up(x)) (Shazeer, arXiv:2002.05202)."""
 
     def __init__(self, c: ModelConfig, rngs: nnx.Rngs) -> None:
-        self.config = nnx.static(c)
-        add_matrix(self, "gate", rngs, (c.width, c.mlp_width), ("embed", "mlp"), c.width**-0.5)
-        add_matrix(self, "up", rngs, (c.width, c.mlp_width), ("embed", "mlp"), c.width**-0.5)
+        super().__init__(c)
+        self.add(rngs, "gate", (c.width, c.mlp_width), ("embed", "mlp"), c.width**-0.5)
+        self.add(rngs, "up", (c.width, c.mlp_width), ("embed", "mlp"), c.width**-0.5)
         scale = (2 * c.layers * c.mlp_width) ** -0.5
-        add_matrix(self, "down", rngs, (c.mlp_width, c.width), ("mlp", "embed"), scale)
+        self.add(rngs, "down", (c.mlp_width, c.width), ("mlp", "embed"), scale)
 
     def __call__(self, x: Array) -> Array:
-        gated = jax.nn.silu(projected(self, "gate", x)) * projected(self, "up", x)
-        return projected(self, "down", gated)
+        gated = jax.nn.silu(self.projected("gate", x)) * self.projected("up", x)
+        return self.projected("down", gated)
 
 
 class Block(nnx.Module):
