@@ -56,9 +56,8 @@ class Model:
     @property
     def parameter_count(self) -> int:
         """Number of parameters, adapters included; a quantised matrix counts like the matrix in floats."""
-        adapters = self.abstract_params if self.base is self else adapters_of(self.abstract_params)
-        own = sum(leaf.size for leaf in jax.tree.leaves(adapters))
-        return own if self.base is self else own + self.base.parameter_count
+        leaves = jax.tree.leaves((self.base.abstract_params, adapters_of(self.abstract_params)))
+        return sum(leaf.size for leaf in leaves)
 
     @cached_property
     def base(self) -> Model:

@@ -31,23 +31,12 @@ def inputs_of(name: str) -> int:
     return 2 if name == "out" else 1
 
 
-def shapes(kind: str, shape: tuple[int, ...], inputs: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns {"codes", "scale"} of one layer's matrix of `shape`, as shapes and dtypes.
-
-    `kind`: int8, int4 or nf4. `inputs`: the number of leading axes that are input axes (`inputs_of`).
-    """
-    codes = (*shape[:-1], shape[-1] // (1 if kind == "int8" else 2))
-    scale = list(shape)
-    scale[inputs - 1] //= math.gcd(scale[inputs - 1], TILE)
-    dtype = jnp.int8 if kind == "int8" else jnp.uint8
-    return {
-        CODES: jax.ShapeDtypeStruct(codes, dtype),
-        SCALE: jax.ShapeDtypeStruct(tuple(scale), jnp.float32),
-    }
-
-
 def quantized(matrix: Float[Array, "L ..."], kind: str, inputs: int) -> dict[str, Array]:
-    """Returns {"codes", "scale"} of a projection's matrices in all layers; `kind`, `inputs`: see `shapes`."""
+    """Returns {"codes", "scale"} of a projection's matrices in all layers.
+
+    `kind`: int8, int4 or nf4. `inputs`: the number of axes, after that of the layers, that are input axes
+    (`inputs_of`).
+    """
     qwix = _qwix()
     tile = math.gcd(matrix.shape[inputs], TILE)
     whole = [axis for axis in range(matrix.ndim) if axis != inputs]
@@ -90,23 +79,20 @@ def _unpacked(codes: Array, kind: str) -> Array:
 def quantize_tree(params: Any, kind: str) -> Any:
     """Returns the parameters with every projection of the blocks replaced by its codes and scale."""
 
-    def one(name: str, leaf: Any) -> Any:
-        return quantized(leaf, kind, inputs_of(name))
+    def one(path: Any, leaf: Array) -> Any:
+        name = path[-1].key
+        return quantized(leaf, kind, inputs_of(name)) if name in PROJECTIONS else leaf
 
-    return _of_projections(params, one)
+    return jax.tree_util.tree_map_with_path(one, params)
 
 
 def dequantize_tree(params: Any, kind: str) -> Any:
     """Returns the parameters with codes and scales replaced by float32 matrices; inverts `quantize_tree`."""
-    return _of_projections(params, lambda _, leaf: dequantized(**leaf, kind=kind))
 
+    def is_quantised(node: Any) -> bool:
+        return isinstance(node, dict) and CODES in node
 
-def _of_projections(params: Any, change: Any) -> Any:
-    blocks = params["blocks"]
-    changed = {
-        part: {
-            name: change(name, leaf) if name in PROJECTIONS else leaf for name, leaf in blocks[part].items()
-        }
-        for part in ("attention", "mlp")
-    }
-    return params | {"blocks": blocks | changed}
+    def one(node: Any) -> Any:
+        return dequantized(**node, kind=kind) if is_quantised(node) else node
+
+    return jax.tree.map(one, params, is_leaf=is_quantised)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -24,7 +25,7 @@ from areal_jax.models.attention import Attention
 from areal_jax.models.blockwise import KEPT
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.exact import as_attended, as_published, is_exact, rows_of, with_matrices_in
-from areal_jax.models.quantize import dequantized, inputs_of, shapes
+from areal_jax.models.quantize import dequantized, inputs_of, quantized
 from areal_jax.models.rope import inverse_frequencies
 
 Remat = Literal["none", "layer", "dots"]
@@ -149,8 +150,9 @@ class Quantized(nnx.Module):
     """A frozen matrix's codes and scale (`models.quantize`), all zeros until `Model.from_base` sets them."""
 
     def __init__(self, kind: str, shape: tuple[int, ...], axes: Axes, inputs: int) -> None:
-        for name, leaf in shapes(kind, shape, inputs).items():
-            setattr(self, name, _param(jnp.zeros(leaf.shape, leaf.dtype), axes))
+        matrix = jax.ShapeDtypeStruct((1, *shape), jnp.float32)
+        for name, leaf in jax.eval_shape(partial(quantized, kind=kind, inputs=inputs), matrix).items():
+            setattr(self, name, _param(jnp.zeros(leaf.shape[1:], leaf.dtype), axes))
 
 
 class Projections(nnx.Module):
