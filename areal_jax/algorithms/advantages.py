@@ -196,23 +196,21 @@ def gae(
 # --- after an estimator -------------------------------------------------------------------------------------
 
 
-def whitened(
-    advantages: Float[Array, "B T"], mask: Bool[Array, "B T"], eps: float = 1e-8
-) -> Float[Array, "B T"]:
-    """Returns (A - mean) / (std + eps) on the mask, for the advantages A; 0 off the mask.
+def whitened(advantages: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
+    """Returns (A - mean) / (std + 1e-8) on the mask, for the advantages A; 0 off the mask.
 
     Mean and population std are taken over the mask. If all A on the mask are equal, the result is 0
     everywhere.
     """
     chex.assert_equal_shape([advantages, mask])
     chex.assert_type([advantages, mask], [float, bool])
-    unit = _unit(masked.largest(jnp.abs(advantages), mask))
+    unit = _unit(keep(jnp.abs(advantages), mask).max())
     scaled = advantages / unit
     mean = masked.mean(scaled, mask)
     std = jnp.sqrt(masked.mean((keep(scaled, mask) - mean) ** 2, mask))
     top = jnp.where(mask, scaled, -jnp.inf).max()
     is_flat = top == jnp.where(mask, scaled, jnp.inf).min()
-    return jnp.where(is_flat, 0.0, keep((scaled - mean) / (std + eps / unit), mask))
+    return jnp.where(is_flat, 0.0, keep((scaled - mean) / (std + 1e-8 / unit), mask))
 
 
 # --- parts --------------------------------------------------------------------------------------------------

@@ -13,8 +13,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from areal_jax.types import ArealError
-
 Aggregate = Literal["mean", "sum", "max"]
 
 
@@ -33,11 +31,6 @@ def total(values: Float[Array, "..."], mask: Bool[Array, "..."]) -> Float[Array,
 def mean(values: Float[Array, "..."], mask: Bool[Array, "..."]) -> Float[Array, ""]:
     """Returns the mean of the values on the mask; 0 if no value is on it."""
     return total(values, mask) / jnp.maximum(mask.sum(), 1)
-
-
-def largest(values: Float[Array, "..."], mask: Bool[Array, "..."]) -> Float[Array, ""]:
-    """Returns the largest of non-negative values on the mask; 0 if no value is on it."""
-    return keep(values, mask).max()
 
 
 def per_token(values: Float[Array, " S"], segment_ids: Int[Array, "B T"]) -> Float[Array, "B T"]:
@@ -75,8 +68,6 @@ def of_sequence(
         lowest = jnp.where(mask, values, -jnp.inf).ravel()
         each = jax.ops.segment_max(lowest, segment_ids.ravel(), sequences + 1)[1:]
         return per_token(jnp.where(each == -jnp.inf, 0.0, each), segment_ids)
-    if aggregate not in ("mean", "sum"):
-        raise ArealError(f"off_policy_settings.aggregate={aggregate!r} is unknown; use mean, sum or max")
     each = per_sequence(keep(values, mask), segment_ids, sequences)
     if aggregate == "mean":
         each = each / jnp.maximum(per_sequence(mask.astype(values.dtype), segment_ids, sequences), 1)
