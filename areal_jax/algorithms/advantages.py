@@ -331,10 +331,6 @@ def _unit(largest: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 ADVANTAGES: Mapping[str, Any] = {
-    "group_normalized": group_normalized,
-    "leave_one_out": leave_one_out,
-    "reward_to_go": reward_to_go,
-    "gae": gae,
-    "teacher_gap": teacher_gap,
-    "ones": ones,
+    f.__name__: f for f in (group_normalized, leave_one_out, reward_to_go, gae, teacher_gap, ones)
 }
+"""An estimator's name in a config is that of its function."""

@@ -84,11 +84,6 @@ def policy_gradient(now: PolicyOutputs, batch: Batch) -> tuple[Array, dict[str, 
 
 
 LOSSES: Mapping[str, Any] = {
-    "ppo_clip": ppo_clip,
-    "sapo": sapo,
-    "importance": importance,
-    "policy_gradient": policy_gradient,
-    "cispo": cispo,
-    "aipo": aipo,
-    "dppo": dppo,
+    loss.__name__: loss for loss in (ppo_clip, sapo, importance, policy_gradient, cispo, aipo, dppo)
 }
+"""A loss's name in a config is that of its function."""
