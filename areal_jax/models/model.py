@@ -89,16 +89,12 @@ class Model:
 
     def merged(self, params: Params) -> Params:
         """Returns float32 parameters of `base`; W with an adapter (a, b) becomes W + (alpha / rank) a b."""
-        lora, params = self.config.lora, self._in_floats(params)
+        lora, params = self.config.lora, dequantize_tree(params, self.config.quantize)
         return params if lora is None else merge_adapters(params, lora.scale)
 
     def without_adapters(self, params: Params) -> Params:
         """Returns float32 parameters of `base`: matrices dequantised, adapters left out."""
-        return base_of(self._in_floats(params))
-
-    def _in_floats(self, params: Params) -> Params:
-        kind = self.config.quantize
-        return params if kind == "none" else dequantize_tree(params, kind)
+        return base_of(dequantize_tree(params, self.config.quantize))
 
     @partial(jax.jit, static_argnums=0)
     def _random(self, key: Array) -> Params:

@@ -87,7 +87,10 @@ def quantize_tree(params: Any, kind: str) -> Any:
 
 
 def dequantize_tree(params: Any, kind: str) -> Any:
-    """Returns the parameters with codes and scales replaced by float32 matrices; inverts `quantize_tree`."""
+    """Returns the parameters with codes and scales replaced by float32 matrices; inverts `quantize_tree`.
+
+    Parameters without codes are returned as they are.
+    """
 
     def is_quantised(node: Any) -> bool:
         return isinstance(node, dict) and CODES in node
