@@ -106,18 +106,13 @@ def segment_bounds(segment_ids: Int[Array, "B T"], most: int) -> tuple[Int[Array
     Both are in tokens, for at most `most` segments a row. The entry after a row's last offset is the column
     at which its last segment ends.
     """
-    rows, length = segment_ids.shape
     starts = segment_starts(segment_ids)
-    place = jnp.where(segment_ids > 0, jnp.cumsum(starts, axis=1) - 1, most)
-    row = jnp.broadcast_to(jnp.arange(rows)[:, None], place.shape)
-    sizes = jnp.zeros((rows, most + 1), jnp.int32).at[row, place].add(1, mode="drop")[:, :most]
-    count = starts.sum(1)
-    offsets = jnp.full((rows, most + 1), -1, jnp.int32)
-    columns = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], place.shape)
-    offsets = offsets.at[row, jnp.where(starts, place, most + 1)].set(columns, mode="drop")
-    end = (segment_ids > 0).sum(1).astype(jnp.int32)  # segments lie side by side from column 0 on
-    offsets = offsets.at[jnp.arange(rows), count].set(jnp.where(count > 0, end, -1), mode="drop")
-    return jnp.where(jnp.arange(most)[None] < count[:, None], sizes, -1), offsets
+    count = starts.sum(1, keepdims=True)
+    place = jnp.arange(most + 1)
+    first = jax.vmap(lambda row: jnp.nonzero(row, size=most + 1, fill_value=-1)[0])(starts)
+    end = (segment_ids > 0).sum(1, keepdims=True)  # segments lie side by side from column 0 on
+    offsets = jnp.where((place == count) & (count > 0), end, first).astype(jnp.int32)
+    return jnp.where(place[:-1] < count, jnp.diff(offsets), -1), offsets
 
 
 @lru_cache
