@@ -20,7 +20,6 @@ from areal_jax.models.io.safetensors_folder import (
     ABOUT,
     CONFIG,
     READABLE,
-    SHARD_BYTES,
     Entry,
     Stored,
     read_header,
@@ -185,16 +184,14 @@ def export_folder(
     dtype: str = "float32",
     tokenizer_from: Path | None = None,
     *,
-    shard_bytes: int = SHARD_BYTES,
     about: Mapping[str, Any] | None = None,
 ) -> None:
     """Write parameters as a Hugging Face folder that transformers 4 and 5 load.
 
     The tokenizer's files, the special ids and the context length are copied from the Hugging Face folder
-    `tokenizer_from` (None: left out). `shard_bytes`: largest size of a file. `about`: plain values on the
-    origin of the parameters, written to `config.json` under "areal_jax". Raises ArealError if the folder
-    exists, Hugging Face has no name for the dtype or no architecture with the model's options, or a value
-    exceeds float16's range.
+    `tokenizer_from` (None: left out). `about`: plain values on the origin of the parameters, written to
+    `config.json` under "areal_jax". Raises ArealError if the folder exists, Hugging Face has no name for the
+    dtype or no architecture with the model's options, or a value exceeds float16's range.
     """
     require_dtype(dtype)
     if tokenizer_from is not None and not tokenizer_from.is_dir():
@@ -208,7 +205,7 @@ def export_folder(
         for layer, name in enumerate(tensor.names(config.layers))
     ]
     with staged(folder) as stage:
-        write_tensors(stage, entries, dtype, shard_bytes)
+        write_tensors(stage, entries, dtype)
         said = {ABOUT: dict(about)} if about else {}
         write_json(stage / CONFIG, raw | _companions(tokenizer_from, stage) | said)
 

@@ -111,10 +111,10 @@ class Entry(NamedTuple):
     value: Callable[[], np.ndarray]
 
 
-def write_tensors(folder: Path, entries: Sequence[Entry], dtype: str, limit_bytes: int = SHARD_BYTES) -> None:
-    """Write the tensors to one file, or to several files and an index if one would exceed `limit_bytes`."""
+def write_tensors(folder: Path, entries: Sequence[Entry], dtype: str) -> None:
+    """Write the tensors to one file, or to several files and an index if one would exceed SHARD_BYTES."""
     width = np.dtype(DTYPES[dtype]).itemsize
-    shards = list(_shards(entries, width, limit_bytes))
+    shards = list(_shards(entries, width))
     names = [SINGLE]
     if len(shards) > 1:
         names = [f"model-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, len(shards) + 1)]
@@ -155,12 +155,12 @@ def _cast(entry: Entry, dtype: str) -> np.ndarray:
         raise ArealError(f"{entry.name} has values beyond {dtype}'s range; use --dtype float32") from None
 
 
-def _shards(entries: Iterable[Entry], width: int, limit_bytes: int) -> Iterator[list[Entry]]:
+def _shards(entries: Iterable[Entry], width: int) -> Iterator[list[Entry]]:
     shard: list[Entry] = []
     filled = 0
     for entry in entries:
         size = width * int(np.prod(entry.shape))
-        if shard and filled + size > limit_bytes:
+        if shard and filled + size > SHARD_BYTES:
             yield shard
             shard, filled = [], 0
         shard.append(entry)

@@ -69,11 +69,8 @@ def cudnn(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
     return jax.lax.cond(fits, packed, lambda q, k, v: blocks(q, k, v, segment_ids).astype(q.dtype), q, k, v)
 
 
-def triton(q: Array, k: Array, v: Array, segment_ids: Array, interpret: bool = False) -> Array:
-    """Returns causal attention within segments by jax's Triton kernel; repeats k and v for every query head.
-
-    `interpret`: run on a CPU, for tests.
-    """
+def triton(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
+    """Returns causal attention within segments by jax's Triton kernel, k and v repeated for query heads."""
     from jax.experimental.pallas.ops.gpu.attention import mha
 
     _, length, heads, head_dim = q.shape
@@ -82,7 +79,7 @@ def triton(q: Array, k: Array, v: Array, segment_ids: Array, interpret: bool = F
     q, k, v = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in (q, k, v))
     ids = jnp.pad(segment_ids, ((0, 0), (0, padding)))
     attend: Any = mha
-    return attend(q, k, v, ids, head_dim**-0.5, True, interpret=interpret)[:, :length]
+    return attend(q, k, v, ids, head_dim**-0.5, True)[:, :length]
 
 
 def blocks(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:

@@ -37,7 +37,6 @@ def pages(
     layer: Int[Array, ""],
     table: Int[Array, "N M"],
     lengths: Int[Array, " N"],
-    interpret: bool = False,
 ) -> Float[Array, "N H h"]:
     """Returns attention by jax's Triton kernel, which reads the pages in place, without a copy.
 
@@ -45,7 +44,6 @@ def pages(
     a slot is a row with its own page table, and the pages of all layers and heads are a list of small pages,
     each of one head and at most BLOCK tokens. Scores and sums are float32; the outputs of a slot's parts
     (splits) and their sum are rounded to bfloat16, as the matrix product after attention would round them.
-    `interpret`: run on a CPU, for tests.
     """
     from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
 
@@ -64,7 +62,6 @@ def pages(
     out = attend(
         asked, *(x.reshape(1, -1, tile, head_dim) for x in held), tiles.astype(jnp.int32),
         jnp.repeat(lengths, kv_heads), *scales, k_splits=splits, pages_per_compute_block=BLOCK // tile,
-        interpret=interpret,
     )  # fmt: skip
     return out.reshape(q.shape).astype(jnp.float32)
 

@@ -142,10 +142,13 @@ def test_a_round_trip_moves_no_bit(name: str, dtype: str, tmp_path: Path):
     )
 
 
-def test_an_export_beyond_the_limit_is_sharded_and_read_again(tmp_path: Path):
+def test_an_export_beyond_the_limit_is_sharded_and_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("areal_jax.models.io.safetensors_folder.SHARD_BYTES", 30_000)
     model, params = loaded("llama-tied")
     out = tmp_path / "out"
-    export_folder(out, model.config, params, shard_bytes=30_000)
+    export_folder(out, model.config, params)
     files = sorted(out.glob("*.safetensors"))
     assert [path.name for path in files] == [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
     assert max(path.stat().st_size for path in files) < 32_000
