@@ -23,7 +23,6 @@ def kl_loss(
     through w. The expectation of k1's gradient is 0: as a loss it only adds noise, so it needs
     `algorithm.kl.allow_biased`. arXiv:2510.01555, arXiv:2512.21852.
     """
-    chex.assert_equal_shape([logp, ref_logp, behavior_logp])
     chex.assert_type([logp, ref_logp, behavior_logp], float)
     if estimator == "k3":
         return _weighted_k3(logp, ref_logp, behavior_logp)
@@ -57,5 +56,4 @@ def kl_reward(
     The caller multiplies it by the KL's coefficient and subtracts it from the token rewards. Only with k1 is
     the resulting policy gradient that of the KL; k2 and k3 are biased and need `algorithm.kl.allow_biased`.
     """
-    chex.assert_equal_shape([behavior_logp, ref_logp])
     return jax.lax.stop_gradient(kl_estimate(behavior_logp, ref_logp, estimator))

@@ -8,7 +8,6 @@ ends the run with an error instead of training with a wrong weight.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from typing import Literal
 
 import chex
@@ -102,12 +101,3 @@ def kl_estimate(p: Float[Array, "..."], q: Float[Array, "..."], estimator: str) 
     if estimator == "k2":
         return 0.5 * gap**2
     return exp_bounded(gap) - 1 - jnp.clip(gap, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-
-
-DIVERGENCES: Mapping[str, Callable[[Array, Array], Array]] = {
-    "k1": lambda p, q: kl_estimate(p, q, "k1"),
-    "k2": lambda p, q: kl_estimate(p, q, "k2"),
-    "k3": lambda p, q: kl_estimate(p, q, "k3"),
-    "binary_kl": widest_binary_kl,
-}
-"""Metrics of the off-policy weight `mask` other than the ratio; called as f(behavior_logp, proximal_logp)."""

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pydantic import Field
 
 from areal_jax.algorithms.masked import Aggregate, of_sequence, per_sequence, per_token
-from areal_jax.algorithms.ratios import DIVERGENCES, exp_bounded
+from areal_jax.algorithms.ratios import exp_bounded, kl_estimate, widest_binary_kl
 from areal_jax.algorithms.shapes import check_batch
 from areal_jax.types import Batch
 
@@ -108,7 +108,9 @@ def mask(
         log_weight = _at(level, aggregate, log_weight, batch)
         measured = exp_bounded(log_weight)
     else:
-        measured = _at(level, aggregate, DIVERGENCES[metric](batch.behavior_logp, batch.proximal_logp), batch)
+        pair = batch.behavior_logp, batch.proximal_logp
+        apart = widest_binary_kl(*pair) if metric == "binary_kl" else kl_estimate(*pair, metric)
+        measured = _at(level, aggregate, apart, batch)
     is_cut = jnp.zeros_like(batch.loss_mask)
     if lower is not None:
         is_cut |= measured < lower
