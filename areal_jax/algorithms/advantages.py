@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from areal_jax.algorithms import masked
-from areal_jax.algorithms.masked import keep, per_sequence, per_token
+from areal_jax.algorithms.masked import is_segment_end, keep, per_sequence, per_token
 from areal_jax.algorithms.shapes import check_batch
 from areal_jax.types import ArealError, Batch
 
@@ -261,9 +261,6 @@ def _backwards(
     goes backwards token by token: in an associative scan the bits of a result would depend on the row's other
     segments.
     """
-    is_end = jnp.concatenate(
-        [segment_ids[:, 1:] != segment_ids[:, :-1], jnp.ones_like(segment_ids[:, :1], bool)], axis=1
-    )
 
     def column(carry: tuple[Array, Array], x: tuple[Array, ...]) -> tuple[tuple[Array, Array], Array]:
         reward, value, beyond, decay, ends, is_on = x
@@ -275,7 +272,7 @@ def _backwards(
         return carry, jnp.where(is_on, here, 0.0)
 
     nothing = jnp.zeros_like(rewards[:, 0])
-    columns = tuple(x.T for x in (rewards, values, after, lam, is_end, at))
+    columns = tuple(x.T for x in (rewards, values, after, lam, is_segment_end(segment_ids), at))
     return jax.lax.scan(column, (nothing, nothing), columns, reverse=True)[1].T
 
 

@@ -33,6 +33,13 @@ def mean(values: Float[Array, "..."], mask: Bool[Array, "..."]) -> Float[Array, 
     return total(values, mask) / jnp.maximum(mask.sum(), 1)
 
 
+def is_segment_end(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
+    """Returns whether each token is the last of its segment; padding is a segment."""
+    return jnp.concatenate(
+        [segment_ids[:, 1:] != segment_ids[:, :-1], jnp.ones_like(segment_ids[:, :1], bool)], axis=1
+    )
+
+
 def per_token(values: Float[Array, " S"], segment_ids: Int[Array, "B T"]) -> Float[Array, "B T"]:
     """Returns at each token its sequence's value; 0 at padding and at a group's shared prompt."""
     chex.assert_rank([values, segment_ids], [1, 2])

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from areal_jax.algorithms.masked import keep, per_sequence
+from areal_jax.algorithms.masked import is_segment_end, keep, per_sequence
 from areal_jax.models.model import Model, Params
 from areal_jax.parallel.mesh import param_shardings
 from areal_jax.trainer.forward import Forward
@@ -103,10 +103,7 @@ def before(after: Float[Array, "B T"], previous: Int[Array, "B T"]) -> Float[Arr
 def at_end(after: Float[Array, "B T"], segment_ids: Int[Array, "B T"], sequences: int) -> Float[Array, " S"]:
     """Returns the value after each sequence's last token; `after` has the values after all tokens."""
     chex.assert_equal_shape([after, segment_ids])
-    is_end = jnp.concatenate(
-        [segment_ids[:, 1:] != segment_ids[:, :-1], jnp.ones_like(segment_ids[:, :1], bool)], axis=1
-    )
-    return per_sequence(keep(after, is_end), segment_ids, sequences)
+    return per_sequence(keep(after, is_segment_end(segment_ids)), segment_ids, sequences)
 
 
 def value_loss(
