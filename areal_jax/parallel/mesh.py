@@ -87,17 +87,3 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def rows_over(mesh: Mesh) -> NamedSharding:
     """Returns the sharding that splits an array's first axis, a batch's rows, over the trainer's mesh."""
     return NamedSharding(mesh, ROWS)
-
-
-def abstract_on(shardings: Any, abstract: Any) -> Any:
-    """Returns the tree `abstract` of jax.ShapeDtypeStruct with `shardings` added.
-
-    A leaf of `shardings` applies to the whole subtree of `abstract` at its path.
-    """
-
-    def placed(sharding: NamedSharding, part: Any) -> Any:
-        return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), part
-        )
-
-    return jax.tree.map(placed, shardings, abstract)

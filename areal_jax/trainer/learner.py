@@ -26,7 +26,7 @@ from areal_jax.algorithms.shapes import map_batch
 from areal_jax.config.sections import AlgorithmConfig
 from areal_jax.models.model import Model, Params
 from areal_jax.models.transformer import Remat
-from areal_jax.parallel.mesh import abstract_on, make_mesh, own_rows, param_shardings, replicated, rows_over
+from areal_jax.parallel.mesh import make_mesh, own_rows, param_shardings, replicated, rows_over
 from areal_jax.trainer.compiled import Compiled, Forecast, bytes_on_one_device
 from areal_jax.trainer.critic import Critic
 from areal_jax.trainer.forward import Forward
@@ -164,7 +164,8 @@ class Learner:
 
     def abstract_state(self) -> TrainState:
         """Returns the shapes, dtypes and shardings of the state, as `checkpoint.restore` needs them."""
-        return abstract_on(self.state_shardings, self._optimization.abstract())
+        first = jax.jit(self._optimization.first, out_shardings=self.state_shardings)
+        return jax.eval_shape(first, self.model.abstract_params)
 
     def versioned(self, state: TrainState) -> VersionedParams:
         """Returns the state's parameters with version and digest (a hash), without a copy.

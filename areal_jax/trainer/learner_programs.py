@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from areal_jax.algorithms.shapes import map_batch
-from areal_jax.parallel.mesh import abstract_on, replicated, rows_over
+from areal_jax.parallel.mesh import replicated, rows_over
 from areal_jax.trainer.compiled import Compiled, Program
 from areal_jax.trainer.optimization import Optimization
 from areal_jax.trainer.state import TrainState
@@ -84,7 +84,7 @@ class LearnerPrograms:
 
     def abstract_sums(self) -> GradientSums:
         """Returns the shapes, dtypes and shardings of GradientSums, as jax.ShapeDtypeStruct."""
-        return abstract_on(self._sums_shardings, jax.eval_shape(self._zero_sums))
+        return jax.eval_shape(jax.jit(self._zero_sums, out_shardings=self._sums_shardings))
 
     def _zero_sums(self) -> GradientSums:
         state = self._optimization.abstract()
