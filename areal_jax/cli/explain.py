@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import getdoc
 from typing import Annotated, Union, get_args, get_origin
 
 import typer
@@ -49,9 +50,11 @@ def algorithms(json: AsJson = False) -> None:
 
 def tasks(json: AsJson = False) -> None:
     """List the built-in tasks, for tasks=NAME; your own task is given as tasks=module:Name."""
+    from areal_jax.plugin import load_object
     from areal_jax.tasks.source import BUILTIN
 
-    show({name: doc for name, (_, doc) in BUILTIN.items()}, json)
+    docs = {name: getdoc(load_object(name, BUILTIN, "task")) or "" for name in BUILTIN}
+    show({name: doc.partition("\n")[0] for name, doc in docs.items()}, json)
 
 
 def doctor(json: AsJson = False) -> None:

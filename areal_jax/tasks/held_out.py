@@ -31,7 +31,7 @@ def held_out(given: Mapping[str, Mapping[str, Any]]) -> HeldOut:
     settings, splits = {}, {}
     for name, own in given.items():
         own = dict(own or {})
-        make = load_object(name, {known: path for known, (path, _) in BUILTIN.items()}, "task")
+        make = load_object(name, BUILTIN, "task")
         if not isinstance(make, Task) and callable(make) and "split" in inspect.signature(make).parameters:
             own.setdefault("split", SPLIT)
         settings[name], splits[name] = own, own.get("split")

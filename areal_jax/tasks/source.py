@@ -15,37 +15,16 @@ from areal_jax.tasks.errors import TaskError
 from areal_jax.tasks.task import Task
 from areal_jax.types import Prompt
 
-BUILTIN: dict[str, tuple[str, str]] = {
-    "arithmetic": (
-        "areal_jax.tasks.datasets.arithmetic:Arithmetic",
-        "sums, differences and products of a chosen difficulty: procedural, no files",
-    ),
-    "code": (
-        "areal_jax.tasks.datasets.code:Code",
-        "programming tasks of a JSONL file, scored by their tests in a bubblewrap sandbox",
-    ),
-    "countdown": (
-        "areal_jax.tasks.datasets.countdown:Countdown",
-        "count down from a letter: procedural, no files, learnt within a minute",
-    ),
-    "gsm8k": (
-        "areal_jax.tasks.datasets.math_data:Gsm8k",
-        "grade-school word problems, from data_dir or downloaded, verified by math-verify",
-    ),
-    "jsonl": (
-        "areal_jax.tasks.datasets.jsonl:JsonLines",
-        "prompts and answers of a JSONL file, scored by exact match",
-    ),
-    "math": (
-        "areal_jax.tasks.datasets.math_data:Math",
-        "competition problems (MATH, test split MATH-500), verified by math-verify",
-    ),
-    "reasoning_gym": (
-        "areal_jax.tasks.datasets.reasoning_gym:ReasoningGym",
-        "one of reasoning-gym's procedural data sets, by name (dataset=chain_sum), with its own score",
-    ),
+BUILTIN = {
+    "arithmetic": "areal_jax.tasks.datasets.arithmetic:Arithmetic",
+    "code": "areal_jax.tasks.datasets.code:Code",
+    "countdown": "areal_jax.tasks.datasets.countdown:Countdown",
+    "gsm8k": "areal_jax.tasks.datasets.math_data:Gsm8k",
+    "jsonl": "areal_jax.tasks.datasets.jsonl:JsonLines",
+    "math": "areal_jax.tasks.datasets.math_data:Math",
+    "reasoning_gym": "areal_jax.tasks.datasets.reasoning_gym:ReasoningGym",
 }
-"""Name of a built-in task -> (module:Name of its class, description)."""
+"""Name of a built-in task -> module:Name of its class, whose docstring begins with the task's description."""
 
 BLOCK = 1000
 """Number of consecutive ordinals, a block, in which every task gets exactly its fraction by weight."""
@@ -98,7 +77,7 @@ def _load(name: str, given: Mapping[str, Any]) -> WeightedTask:
         raise TaskError(
             f"{key}.weight={weight!r} is not a positive number; to switch a task off, leave it out of `tasks`"
         )
-    make = load_object(name, {known: path for known, (path, _) in BUILTIN.items()}, "task")
+    make = load_object(name, BUILTIN, "task")
     if isinstance(make, Task):
         if own:
             raise TaskError(f"{key} is a Task object, which takes no settings; leave out {', '.join(own)}")

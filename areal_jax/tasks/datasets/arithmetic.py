@@ -29,8 +29,9 @@ _NUMBER = re.compile(r"(?:(?<![\w)\]])[-−])?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9
 
 
 class Arithmetic(Task):
-    """Asks for the value of a problem such as "3 + 5"; the reward is 1 for the right value, else 0.
+    """Sums, differences and products of a chosen difficulty: procedural, no files.
 
+    A prompt asks for the value of a problem such as "3 + 5"; the reward is 1 for the right value, else 0.
     Prompt i depends on i and the settings alone. If `size` exceeds the number of distinct problems (only 100
     for sums of two one-digit numbers), prompts repeat. Problems with the same numbers, in any order, are in
     the same split, so that no test problem is ever trained on; about one in ten sets of numbers is in the

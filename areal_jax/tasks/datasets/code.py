@@ -26,10 +26,11 @@ _SHORT = 80
 
 
 class Code(JsonLines):
-    """Answers are Python code; the reward is 1 if all tests pass, else 0.
+    """Programming tasks of a JSONL file, scored by their tests in a bubblewrap sandbox.
 
-    A line of the file has a prompt, `tests` and, for supervised steps, a `solution`. The reward's part
-    `passed` is the fraction of passed tests. `tests` has one of three forms:
+    Answers are Python code; the reward is 1 if all tests pass, else 0. A line of the file has a prompt,
+    `tests` and, for supervised steps, a `solution`. The reward's part `passed` is the fraction of passed
+    tests. `tests` has one of three forms:
 
         {"stdin": ["2 3", ...], "stdout": ["5", ...]}              a program, run once per test
         {"function": "add", "inputs": [[2, 3], ...], "outputs": [5, ...]}     a call per test

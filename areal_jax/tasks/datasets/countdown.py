@@ -20,10 +20,11 @@ ASK = ">"
 
 
 class Countdown(Task):
-    """Asks for all letters before a given one, from the last to the first: "f>" -> "edcba".
+    """Count down from a letter: procedural, no files, learnt within a minute.
 
-    The answers' lengths are lognormal, so that a few answers take much longer than most. Prompt i depends on
-    i and the settings alone.
+    A prompt asks for all letters before a given one, from the last to the first: "f>" -> "edcba". The
+    answers' lengths are lognormal, so that a few answers take much longer than most. Prompt i depends on i
+    and the settings alone.
     """
 
     def __init__(

@@ -14,11 +14,11 @@ from areal_jax.types import Completion, Prompt, Reward
 
 
 class JsonLines(Task):
-    """Prompts and answers of a JSONL file; the reward is 1 for a completion equal to the answer, else 0.
+    """Prompts and answers of a JSONL file, scored by exact match.
 
-    Whitespace around completion and answer is ignored. All lines are checked when the task is made: a
-    TaskError names the file, the line and the problem. Later each prompt is read from the file when it is
-    needed. Override `score` for another reward.
+    The reward is 1 for a completion equal to the answer, else 0. Whitespace around completion and answer is
+    ignored. All lines are checked when the task is made: a TaskError names the file, the line and the
+    problem. Later each prompt is read from the file when it is needed. Override `score` for another reward.
     """
 
     def __init__(self, *, path: str, prompt: str = "prompt", answer: str = "answer") -> None:

@@ -77,9 +77,10 @@ class ProblemSet(Task, ABC):
 
 
 class Gsm8k(ProblemSet):
-    """Grade-school word problems: Cobbe et al. 2021, "Training verifiers to solve math word problems".
+    """Grade-school word problems, from data_dir or downloaded, verified by math-verify.
 
-    A line is an object with `question` and `answer`; `answer` is a worked solution that ends like "#### 18".
+    Cobbe et al. 2021, "Training verifiers to solve math word problems". A line is an object with `question`
+    and `answer`; `answer` is a worked solution that ends like "#### 18".
     """
 
     name = "gsm8k"
@@ -104,10 +105,11 @@ class Gsm8k(ProblemSet):
 
 
 class Math(ProblemSet):
-    r"""Competition problems: Hendrycks et al. 2021 (MATH), in the split of Lightman et al. 2023 (MATH-500).
+    r"""Competition problems (MATH, test split MATH-500), verified by math-verify.
 
-    A line is an object with `problem`, `solution` and `answer`; without `answer`, the content of the
-    solution's last \boxed{} is the answer.
+    Hendrycks et al. 2021 (MATH), in the split of Lightman et al. 2023 (MATH-500). A line is an object with
+    `problem`, `solution` and `answer`; without `answer`, the content of the solution's last \boxed{} is the
+    answer.
     """
 
     name = "math"

@@ -20,11 +20,12 @@ _NOTE_CHARS = 60
 
 
 class ReasoningGym(Task):
-    """One data set of reasoning-gym; the reward is that data set's own score of the answer, from 0 to 1.
+    """One of reasoning-gym's procedural data sets, by name (dataset=chain_sum), with its own score.
 
-    The answer is the content of the completion's last <answer>...</answer>, or its last line if it has no
-    such tag. Item i is generated with the seed `seed` + i; the test split uses other seeds than the training
-    split. A data set with few distinct problems may still have the same problem in both splits.
+    The reward is the data set's score of the answer, from 0 to 1. The answer is the content of the
+    completion's last <answer>...</answer>, or its last line if it has no such tag. Item i is generated with
+    the seed `seed` + i; the test split uses other seeds than the training split. A data set with few distinct
+    problems may still have the same problem in both splits.
     """
 
     def __init__(
