@@ -119,9 +119,9 @@ class PromptStream:
     def place(self, ordinal: int) -> tuple[str, int]:
         """Returns (task name, index in that task) of the prompt at place `ordinal` in the run's order."""
         block, within = divmod(ordinal, BLOCK)
-        order, before = self._order(block)
+        order = self._order(block)
         number = int(order[within])
-        drawn = block * int(self._quotas[number]) + int(before[within])
+        drawn = block * int(self._quotas[number]) + int(np.count_nonzero(order[:within] == number))
         epoch, turn = divmod(drawn, len(self._tasks[number]))
         return self._names[number], int(self._permutation(number, epoch)[turn])
 
@@ -130,15 +130,10 @@ class PromptStream:
         name, index = self.place(ordinal)
         return replace(self._tasks[self._names.index(name)][index], task=name)
 
-    def _order(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns two arrays over a block's positions: the task, and how many earlier positions have it."""
+    def _order(self, block: int) -> np.ndarray:
+        """Returns the number of the task at each position of a block."""
         turns = np.repeat(np.arange(len(self._names)), self._quotas)
-        turns = turns[_shuffled(BLOCK, f"{self._seed}/mixture/{block}")]
-        before = np.empty(BLOCK, np.int64)
-        for number in range(len(self._names)):
-            mine = np.flatnonzero(turns == number)
-            before[mine] = np.arange(len(mine))
-        return turns, before
+        return turns[_shuffled(BLOCK, f"{self._seed}/mixture/{block}")]
 
     def _permutation(self, number: int, epoch: int) -> np.ndarray:
         return _shuffled(len(self._tasks[number]), f"{self._seed}/task/{number}/{epoch}")
