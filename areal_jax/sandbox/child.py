@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import _thread
 import builtins
+import contextlib
 import ctypes
 import json
 import os
@@ -34,6 +35,7 @@ _LIFELINE = 3
 
 _PR_SET_DUMPABLE = 4
 _LINE_BYTES = 1 << 24
+_MADE_OF_ITEMS = {"tuple": tuple, "set": set, "frozenset": frozenset, "bytes": bytes, "dict": dict}
 
 
 # --- values between processes: JSON, with a tag where JSON has no such type ------------------------------
@@ -76,15 +78,11 @@ def decode(value: Any, ref: Any = None) -> Any:
     if not isinstance(value, dict):
         return value
     kind, items = value["type"], value["items"]
-    if kind == "dict":
-        return {decode(k, ref): decode(v, ref) for k, v in items}
     if kind == "ref":
         return ref(items)
     if kind == "complex":
         return complex(*items)
-    if kind == "bytes":
-        return bytes(items)
-    return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](decode(item, ref) for item in items)
+    return _MADE_OF_ITEMS[kind](decode(item, ref) for item in items)
 
 
 # --- process 1 ------------------------------------------------------------------------------------------
@@ -271,14 +269,12 @@ class Answer:
         reply = json.loads(reply)
         if "error" not in reply:
             return decode(reply["value"], lambda number: Remote(self, number))
+        error: Exception = RuntimeError(f"{reply['error']}: {reply['message']}")
         kind = getattr(builtins, reply["error"], None)
         if isinstance(kind, type) and issubclass(kind, Exception):
-            try:
+            with contextlib.suppress(TypeError):  # UnicodeError and the like take more than a message
                 error = kind(reply["message"])
-            except TypeError:  # UnicodeError and the like take more than a message
-                error = RuntimeError(f"{reply['error']}: {reply['message']}")
-            raise error
-        raise RuntimeError(f"{reply['error']}: {reply['message']}")
+        raise error
 
 
 class Remote:
