@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 from collections.abc import Sequence
 from decimal import Decimal
@@ -87,7 +86,8 @@ class Arithmetic(Task):
         problem = str(numbers[0])
         for operation, number in zip(operations, numbers[1:], strict=True):
             problem += f" {operation} {number}"
-        return self._chat.prompt(problem, {"problem": problem, "answer": _value(numbers, operations)})
+        # The problem has digits, spaces and + - * alone: it is its own Python expression.
+        return self._chat.prompt(problem, {"problem": problem, "answer": eval(problem)})
 
     def score(self, prompt: Prompt, completion: Completion) -> Reward:
         r"""Returns 1 if the completion's last number is the answer, else 0.
@@ -145,16 +145,3 @@ def _is_test(numbers: Sequence[int]) -> bool:
     name = ",".join(map(str, sorted(numbers)))
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % _TEST_ONE_IN == 0
-
-
-def _value(numbers: Sequence[int], operations: Sequence[str]) -> int:
-    """Returns the value of `numbers` joined by `operations`: products first, then sums and differences."""
-    signs = [1]
-    products = [[numbers[0]]]
-    for operation, number in zip(operations, numbers[1:], strict=True):
-        if operation == "*":
-            products[-1].append(number)
-        else:
-            products.append([number])
-            signs.append(-1 if operation == "-" else 1)
-    return sum(sign * math.prod(product) for sign, product in zip(signs, products, strict=True))
