@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import queue
 import signal
@@ -58,7 +57,7 @@ class RewardPool:
         self._timeout_s = timeout_s
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._pending: dict[int, _Job] = {}
-        self._numbers = itertools.count()
+        """id(job) -> job of each job that was taken from `_jobs` and not reported yet."""
         self._closed = threading.Event()
         # A worker dies with the thread that made it, so this thread lives as long as the pool.
         self._owner = threading.Thread(target=self._own, name="reward-pool", daemon=True)
@@ -112,9 +111,8 @@ class RewardPool:
                 pool = self._launch()
                 self._again(pool)
             if job is not None:
-                number = next(self._numbers)
-                self._pending[number] = job
-                self._schedule(pool, number, job)
+                self._pending[id(job)] = job
+                self._schedule(pool, job)
         _stop(pool)
 
     def _launch(self) -> ProcessPool:
@@ -129,33 +127,33 @@ class RewardPool:
 
     def _again(self, pool: ProcessPool) -> None:
         """Gives a broken pebble pool's groups to the new `pool`; fails those with _LAUNCHES broken pools."""
-        for number, job in list(self._pending.items()):
+        for job in list(self._pending.values()):
             job.launches += 1
             if job.launches < _LAUNCHES:
-                self._schedule(pool, number, job)
+                self._schedule(pool, job)
                 continue
             message = (
                 "the reward workers end before they score a group, because loading the tasks crashes or "
                 f"takes longer than {LOAD_DEADLINE_S} s; import large packages inside score"
             )
-            self._report(number, failed(job.ordinal, job.attempt, GROUP, message))
+            self._report(job, failed(job.ordinal, job.attempt, GROUP, message))
 
-    def _schedule(self, pool: ProcessPool, number: int, job: _Job) -> None:
+    def _schedule(self, pool: ProcessPool, job: _Job) -> None:
         try:
             blob = cloudpickle.dumps((job.prompt, job.completions))  # users' own classes may be in `info`
         except Exception as error:  # noqa: BLE001 - anything may be in `info`; counted as a failed reward
             message = f"{job.prompt.task}: prompt.info cannot be pickled for a reward worker: {error!r}"
-            self._report(number, failed(job.ordinal, job.attempt, GROUP, message))
+            self._report(job, failed(job.ordinal, job.attempt, GROUP, message))
             return
         try:
             future = pool.schedule(score_blob, (job.ordinal, job.attempt, blob), timeout=self._timeout_s)
         except RuntimeError:  # the pool has just broken: the next round of `_own` replaces it
             return
-        future.add_done_callback(partial(self._done, number, job))
+        future.add_done_callback(partial(self._done, job))
 
     # --- pebble's threads -----------------------------------------------------------------------------
 
-    def _done(self, number: int, job: _Job, future: Future[Outcome]) -> None:
+    def _done(self, job: _Job, future: Future[Outcome]) -> None:
         try:
             outcome = future.result(timeout=0)
         except TimeoutError:
@@ -171,11 +169,10 @@ class RewardPool:
             return  # still pending: `_again` schedules it on the next pool
         except Exception as error:  # noqa: BLE001 - pebble could not send or receive; counted as failed
             outcome = failed(job.ordinal, job.attempt, GROUP, f"no result from the reward worker: {error!r}")
-        self._report(number, outcome)
+        self._report(job, outcome)
 
-    def _report(self, number: int, outcome: Outcome) -> None:
-        job = self._pending.pop(number, None)
-        if job is not None and not self._closed.is_set():
+    def _report(self, job: _Job, outcome: Outcome) -> None:
+        if self._pending.pop(id(job), None) is not None and not self._closed.is_set():
             job.on_done(outcome)
 
 

@@ -12,8 +12,7 @@ import resource
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from multiprocessing import spawn
 from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any
@@ -75,12 +74,7 @@ def score_blob(ordinal: int, attempt: int, blob: bytes) -> Outcome:
         prompt, completions = cloudpickle.loads(blob)
     except Exception as error:  # noqa: BLE001 - users' own classes in `info`; counted as a failed reward
         return failed(ordinal, attempt, GROUP, f"a reward worker cannot unpickle the prompt: {error!r}")
-    tasks: dict[str, Task] = _WORKER["tasks"]
-    task = tasks.get(prompt.task)
-    if task is None:
-        known = ", ".join(tasks)
-        return failed(ordinal, attempt, GROUP, f"the reward pool has no task {prompt.task!r}, only {known}")
-    return score_group(task, prompt, completions, ordinal, attempt)
+    return score_group(_WORKER["tasks"][prompt.task], prompt, completions, ordinal, attempt)
 
 
 # --- in the parent ------------------------------------------------------------------------------------
@@ -121,8 +115,26 @@ class _Process(SpawnProcess):
 
     @staticmethod
     def _Popen(process_obj: Any) -> Any:
-        with _without_main():
-            return SpawnProcess._Popen(process_obj)  # pyright: ignore[reportAttributeAccessIssue]
+        """Starts the worker so that it does not import the parent's main script again.
+
+        The module `__main__` is not changed, because the script's own threads may read its `__file__`.
+        """
+        spawning = threading.get_ident()
+
+        def preparation_data(name: str) -> dict[str, Any]:
+            data = inherited(name)
+            if threading.get_ident() == spawning:
+                data.pop("init_main_from_name", None)
+                data.pop("init_main_from_path", None)
+            return data
+
+        with _SPAWNING:
+            inherited = spawn.get_preparation_data
+            spawn.get_preparation_data = preparation_data
+            try:
+                return SpawnProcess._Popen(process_obj)  # pyright: ignore[reportAttributeAccessIssue]
+            finally:
+                spawn.get_preparation_data = inherited
 
     def terminate(self) -> None:
         """Sends SIGKILL to the worker and its child processes, since C code in a score may block SIGTERM."""
@@ -144,27 +156,3 @@ class WorkerContext(SpawnContext):
     """multiprocessing's spawn context, except that each process it starts is a `_Process`."""
 
     Process = _Process
-
-
-@contextmanager
-def _without_main() -> Iterator[None]:
-    """In its `with` block, a worker that this thread starts does not import the parent's main script again.
-
-    The module `__main__` is not changed, because the script's own threads may read its `__file__`.
-    """
-    spawning = threading.get_ident()
-
-    def preparation_data(name: str) -> dict[str, Any]:
-        data = inherited(name)
-        if threading.get_ident() == spawning:
-            data.pop("init_main_from_name", None)
-            data.pop("init_main_from_path", None)
-        return data
-
-    with _SPAWNING:
-        inherited = spawn.get_preparation_data
-        spawn.get_preparation_data = preparation_data
-        try:
-            yield
-        finally:
-            spawn.get_preparation_data = inherited
