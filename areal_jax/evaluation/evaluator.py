@@ -58,12 +58,12 @@ def as_served(value: VersionedParams, config: Config) -> VersionedParams:
 
 
 def _tables(result: Mapping[str, TaskResult], splits: Mapping[str, str | None]) -> dict[str, Any]:
-    together = task_figures(overall(result))
-    passes = [together[way] for way in ("greedy", "sampled") if way in together]
-    seconds = sum(one["seconds"] for one in passes)
+    together = overall(result)
+    passes = together.passes.values()
+    seconds = sum(one.seconds for one in passes)
     return {
         "tasks": {name: {"split": splits[name]} | task_figures(one) for name, one in result.items()},
-        "overall": together,
+        "overall": task_figures(together),
         "seconds": seconds,
-        "tokens_per_s": sum(one["tokens"] for one in passes) / seconds,
+        "tokens_per_s": sum(one.tokens for one in passes) / seconds,
     }

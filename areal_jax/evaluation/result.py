@@ -60,12 +60,12 @@ class TaskResult:
     """task/index of prompts that are not evaluated, because they leave no token of generation.length."""
     cramped: int
     """Number of evaluated prompts after which fewer than generation.max_tokens fit into generation.length."""
-    greedy: PassResult
-    sampled: PassResult | None
+    passes: Mapping[str, PassResult]
+    """The result of each way of decoding: "greedy" and, unless no samples were asked for, "sampled"."""
 
     def __add__(self, other: TaskResult) -> TaskResult:
-        sampled = ("sampled",) if self.sampled is not None else ()
-        return _added(self, other, ("prompts", "too_long", "cramped", "greedy", *sampled))
+        passes = {way: result + other.passes[way] for way, result in self.passes.items()}
+        return replace(_added(self, other, ("prompts", "too_long", "cramped")), passes=passes)
 
 
 def _added(one: Any, other: Any, names: Sequence[str]) -> Any:
@@ -81,16 +81,13 @@ def overall(tasks: Mapping[str, TaskResult]) -> TaskResult:
 
 def task_figures(result: TaskResult) -> dict[str, Any]:
     """Returns a result's figures as plain values: numbers of prompts, the greedy and any sampled figures."""
-    figures: dict[str, Any] = {
+    return {
         "prompts": result.prompts,
         "too_long": len(result.too_long),
         "too_long_prompts": list(result.too_long[:NAMED]),
         "cramped": result.cramped,
-        "greedy": _pass_figures(result.greedy),
+        **{way: _pass_figures(one) for way, one in result.passes.items()},
     }
-    if result.sampled is not None:
-        figures["sampled"] = _pass_figures(result.sampled)
-    return figures
 
 
 def _pass_figures(result: PassResult) -> dict[str, Any]:

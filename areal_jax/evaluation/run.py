@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from areal_jax.config.tree import Config
 from areal_jax.control.events import Event, RewardFailed
@@ -72,45 +72,39 @@ def evaluate(
             count = min(len(task), settings.limit or len(task))
             if not count:
                 raise ArealError(f"tasks.{name} has no prompts; check its settings, or leave it out")
-            passes, prompts = [], _Prompts(name, task, count, engine, g.max_tokens)
+            prompts = _fitting(name, task, count, engine)
+            passes = {}
             for way, samples, sampling in ways:
                 tell = partial(progress, name, way, count)
-                asked = _Pass(engine, params, pool, prompts, samples, sampling, settings=settings)
-                passes.append(asked.run(tell))
+                asked = _Pass(engine, params, pool, prompts, samples, sampling, settings=settings, tell=tell)
+                passes[way] = asked.run()
                 del asked  # frees its pages before the next pass allocates its own
-            greedy, sampled = passes[0], passes[1] if settings.samples else None
-            results[name] = TaskResult(count, tuple(prompts.too_long), len(prompts.cramped), greedy, sampled)
+            room = engine.length - g.max_tokens
+            cramped = sum(len(tokens) > room for _, tokens in prompts.fitting.values())
+            results[name] = TaskResult(count, prompts.too_long, cramped, passes)
     return results
 
 
-class _Prompts:
-    """A task's first `count` prompts: yields those shorter than generation.length and lists the others."""
+class _Prompts(NamedTuple):
+    fitting: dict[int, tuple[Prompt, tuple[int, ...]]]
+    """Index -> (prompt, its token ids) of each prompt shorter than generation.length."""
+    too_long: tuple[str, ...]
+    """task/index of each other prompt."""
 
-    def __init__(self, name: str, task: Task, count: int, engine: Engine, max_tokens: int) -> None:
-        self.name, self.count = name, count
-        self.too_long: dict[str, None] = {}
-        self.cramped: set[int] = set()
-        self._task, self._engine, self._max_tokens = task, engine, max_tokens
 
-    def fitting(self) -> Iterator[tuple[int, Prompt, tuple[int, ...]]]:
-        """Yields (index, prompt, its token ids) for each prompt shorter than generation.length.
-
-        The others are added to `too_long` as task/index. Raises ArealError for a prompt without tokens.
-        """
-        tokenizer, length = self._engine.tokenizer, self._engine.length
-        for index in range(self.count):
-            prompt = replace(self._task[index], task=self.name)
-            tokens = tuple(tokenizer.render(prompt))
-            if not tokens:
-                raise ArealError(
-                    f"prompt {index} of task {self.name} has no tokens; leave it out of the task"
-                )
-            if len(tokens) >= length:
-                self.too_long[f"{self.name}/{index}"] = None
-                continue
-            if len(tokens) + self._max_tokens > length:
-                self.cramped.add(index)
-            yield index, prompt, tokens
+def _fitting(name: str, task: Task, count: int, engine: Engine) -> _Prompts:
+    """Returns the first `count` prompts of a task; raises ArealError for a prompt without tokens."""
+    fitting, too_long = {}, []
+    for index in range(count):
+        prompt = replace(task[index], task=name)
+        tokens = tuple(engine.tokenizer.render(prompt))
+        if not tokens:
+            raise ArealError(f"prompt {index} of task {name} has no tokens; leave it out of the task")
+        if len(tokens) < engine.length:
+            fitting[index] = prompt, tokens
+        else:
+            too_long.append(f"{name}/{index}")
+    return _Prompts(fitting, tuple(too_long))
 
 
 class _Pass:
@@ -126,8 +120,10 @@ class _Pass:
         sampling: Sampling,
         *,
         settings: EvalSettings,
+        tell: Callable[[int], None],
     ) -> None:
-        self._engine, self._pool, self._prompts = engine, pool, prompts
+        """`tell` is called with the number of prompts scored, failed or too long so far."""
+        self._engine, self._pool, self._prompts, self._tell = engine, pool, prompts, tell
         self._samples, self._sampling, self._version = samples, sampling, params.version
         self._deadline_s = settings.config.runtime.deadline_s
         self._host = Host(
@@ -139,29 +135,24 @@ class _Pass:
             sampling=sampling,
             deadline_s=self._deadline_s,
         )
-        self._open = 0  # samples started and not ended
-        self._asked: dict[int, Prompt] = {}
-        self._members: dict[int, dict[int, Trajectory]] = {}
+        self._members: dict[int, dict[int, Trajectory]] = defaultdict(dict)
         self._scoring: dict[int, tuple[Trajectory, ...]] = {}
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._scored: dict[int, ScoredPrompt] = {}
         self._failures: dict[int, Failure] = {}
 
-    def run(self, progress: Callable[[int], None]) -> PassResult:
-        """Runs the pass; calls `progress` with the number of prompts scored, failed or too long so far."""
+    def run(self) -> PassResult:
         start_s = time.perf_counter()
-        progress(0)
-        for index, prompt, tokens in self._prompts.fitting():
-            self._asked[index], self._members[index] = prompt, {}
+        self._tell(0)
+        for index, (_, tokens) in self._prompts.fitting.items():
             samples = tuple(SampleId(index, member) for member in range(self._samples))
             self._host.inbox.put(Start(samples, tokens, self._version))
             self._host.take_commands()
-            self._open += len(samples)
-            # Enough samples wait to fill every slot that becomes free; the other prompts are rendered later.
-            while self._open > 2 * self._engine.slots:
-                self._step(progress)
+            # Enough samples wait to fill every slot that becomes free; the other prompts are queued later.
+            while self._open_samples > 2 * self._engine.slots:
+                self._step()
         while self._host.has_work:
-            self._step(progress)
+            self._step()
         while self._scoring:
             outcome = get(
                 self._outcomes,  # type: ignore[arg-type]
@@ -170,7 +161,6 @@ class _Pass:
                 deadline_s=self._deadline_s,
             )
             self._settle(outcome)
-            progress(self._settled)
         return PassResult(
             self._samples,
             self._sampling.temperature,
@@ -181,18 +171,15 @@ class _Pass:
         )
 
     @property
-    def _settled(self) -> int:
-        return len(self._scored) + len(self._failures) + len(self._prompts.too_long)
+    def _open_samples(self) -> int:
+        statistics = self._host.statistics()
+        return statistics.live + statistics.waiting
 
-    def _step(self, progress: Callable[[int], None]) -> None:
-        """Makes one decode call; stores the rewards that have arrived and, if any, calls `progress`."""
+    def _step(self) -> None:
+        """Makes one decode call, and stores the rewards that have arrived."""
         self._host.step()
-        before = self._settled
-        with suppress(queue.Empty):
-            while True:
-                self._settle(self._outcomes.get_nowait())
-        if self._settled > before:
-            progress(self._settled)
+        while not self._outcomes.empty():
+            self._settle(self._outcomes.get())
 
     def _collect(self, _: Event, trajectory: Trajectory | None) -> None:
         """Stores a finished sample; once a prompt's samples are complete, submits them to the reward pool.
@@ -201,7 +188,6 @@ class _Pass:
         """
         if trajectory is None:
             return
-        self._open -= 1
         index = trajectory.sample.ordinal
         members = self._members[index]
         members[trajectory.sample.member] = trajectory
@@ -209,22 +195,23 @@ class _Pass:
             return
         del self._members[index]
         self._scoring[index] = tuple(members[member] for member in range(self._samples))
-        tokenizer = self._engine.tokenizer
-        completions = [completion_of(member, tokenizer) for member in self._scoring[index]]
-        self._pool.submit(index, 0, self._asked.pop(index), completions, self._outcomes.put)
+        prompt = self._prompts.fitting[index][0]
+        completions = [completion_of(member, self._engine.tokenizer) for member in self._scoring[index]]
+        self._pool.submit(index, 0, prompt, completions, self._outcomes.put)
 
     def _settle(self, outcome: Outcome) -> None:
         index = outcome.ordinal
         members = self._scoring.pop(index)
         if isinstance(outcome, RewardFailed):
-            name = f"{self._prompts.name}/{index}"
-            self._failures[index] = Failure(name, outcome.outcome, outcome.message)
-            return
-        self._scored[index] = ScoredPrompt(
-            outcome.rewards,
-            tuple(member.completion_tokens for member in members),
-            tuple(member.truncated for member in members),
-        )
+            prompt, _ = self._prompts.fitting[index]
+            self._failures[index] = Failure(f"{prompt.task}/{index}", outcome.outcome, outcome.message)
+        else:
+            self._scored[index] = ScoredPrompt(
+                outcome.rewards,
+                tuple(member.completion_tokens for member in members),
+                tuple(member.truncated for member in members),
+            )
+        self._tell(len(self._scored) + len(self._failures) + len(self._prompts.too_long))
 
 
 class _OneVersion:

@@ -126,9 +126,11 @@ def test_the_first_prompts_are_asked_in_their_order(result: dict[str, TaskResult
     expected = [1.0 if i % 2 else 0.01 * i for i in range(10)]
     found = result["indexed"]
     assert found.prompts == 10
-    assert [prompt.rewards for prompt in found.greedy.prompts] == [(reward,) for reward in expected]
-    assert found.sampled is not None
-    assert [prompt.rewards for prompt in found.sampled.prompts] == [(reward,) * 4 for reward in expected]
+    rewards = {way: [prompt.rewards for prompt in one.prompts] for way, one in found.passes.items()}
+    assert rewards == {
+        "greedy": [(reward,) for reward in expected],
+        "sampled": [(reward,) * 4 for reward in expected],
+    }
     shown = figures(result, "indexed")
     assert shown["greedy"]["accuracy"]["value"] == 0.5
     assert shown["greedy"]["reward_mean"]["value"] == pytest.approx(np.mean(expected))
@@ -178,7 +180,7 @@ def test_greedy_answers_are_the_likeliest_tokens(
         )
         return model.logits(params.params, hidden[0, last][None]).argmax()
 
-    for index, prompt in list(enumerate(result["spoken"].greedy.prompts))[:3]:
+    for index, prompt in list(enumerate(result["spoken"].passes["greedy"].prompts))[:3]:
         tokens, said = model.tokenizer.encode(Spoken()[index].text), []
         while len(said) < MAX_TOKENS and model.tokenizer.eos_id not in said:
             row = np.zeros(LENGTH, np.int32)
@@ -193,13 +195,11 @@ def test_samples_of_a_prompt_differ_and_the_same_evaluation_gives_them_again(
     engine: Engine, params: VersionedParams, result: dict[str, TaskResult]
 ):
     """Alone, of fewer prompts, the task's samples are those that it had among the others."""
-    spoken = result["spoken"].sampled
-    assert spoken is not None
-    assert all(len(set(prompt.rewards)) > 1 for prompt in spoken.prompts)
+    spoken = result["spoken"].passes
+    assert all(len(set(prompt.rewards)) > 1 for prompt in spoken["sampled"].prompts)
     again = evaluate(engine, params, {"spoken": WeightedTask(Spoken())}, replace(SETTINGS, limit=5))
-    assert again["spoken"].sampled is not None
-    assert again["spoken"].sampled.prompts == spoken.prompts[:5]
-    assert again["spoken"].greedy.prompts == result["spoken"].greedy.prompts[:5]
+    for way in ("greedy", "sampled"):
+        assert again["spoken"].passes[way].prompts == spoken[way].prompts[:5]
 
 
 def test_progress_counts_every_prompt(heard: list[tuple], result: dict[str, TaskResult]):
@@ -218,7 +218,7 @@ def test_settings_that_ask_nothing(changes, says):
 def test_figures_of_nothing_scored():
     """All rewards failed: no figure claims to be 0."""
     lost = PassResult(1, 0.0, failures=(Failure("x/0", "failed", "boom"),), tokens=3, seconds=1.0)
-    shown = task_figures(TaskResult(1, (), 0, lost, None))
+    shown = task_figures(TaskResult(1, (), 0, {"greedy": lost}))
     assert "sampled" not in shown
     assert shown["greedy"]["accuracy"] == {"value": None, "low": None, "high": None}
     assert shown["greedy"]["reward_mean"]["value"] is None
