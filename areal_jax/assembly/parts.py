@@ -15,7 +15,7 @@ from areal_jax.generation.engine import Engine
 from areal_jax.generation.rollout import completion_of
 from areal_jax.models.model import Model, Params
 from areal_jax.parallel.mesh import param_shardings
-from areal_jax.tasks.held_out import HeldOut, held_out, without_splits
+from areal_jax.tasks.held_out import held_out, without_splits
 from areal_jax.tasks.reference_answers import reference_trajectory
 from areal_jax.tasks.source import PromptStream, WeightedTask, load_tasks
 from areal_jax.tasks.task import Task
@@ -36,7 +36,7 @@ class Inputs:
     tasks: dict[str, WeightedTask]
     prompts: PromptStream
     source: Source
-    held_out: HeldOut | None
+    held_out: dict[str, WeightedTask] | None
     """The held-out prompts for evaluation; None unless observe.evaluate is set."""
 
     @property
@@ -103,7 +103,7 @@ def open_inputs(config: Config, tasks: Sequence[Task] = ()) -> Inputs:
     loaded = load_tasks(config.tasks, tasks)
     source, asked = open_source(config, loaded), None
     if config.observe.evaluate:
-        asked = HeldOut(loaded, dict.fromkeys(loaded)) if tasks else held_out(without_splits(config.tasks))
+        asked = loaded if tasks else held_out(without_splits(config.tasks))
     inputs = Inputs(config, loaded, PromptStream(loaded, config.run.seed), source, asked)
     for ordinal in range(CHECKED_PROMPTS):
         inputs.prompt_tokens(ordinal)

@@ -67,7 +67,7 @@ def _eval_model(
     config = load_config(DEFAULTS, *words, {"model": model_section(name)})
     settings, asked = EvalSettings(config, limit, samples), held_out(config.tasks)
     use_compilation_cache()
-    source = open_source(config, asked.tasks)
+    source = open_source(config, asked)
     evaluator = Evaluator(source.model.base, asked, settings, host_mesh(config, "the evaluation"))
     value = VersionedParams(0, source.load(evaluator.shardings), "")
     return {"model": name, "run": None, "refused": []} | evaluator.figures(value, progress)
@@ -83,8 +83,8 @@ def _eval_run(
     settings, asked = EvalSettings(config, limit, samples), held_out(config.tasks)
     use_compilation_cache()
     is_tasks_own = config.model.source == RANDOM and config.model.tokenizer == "auto"
-    source = open_source(config, load_tasks(trained.tasks) if is_tasks_own else asked.tasks)
-    _require_tokenizer(asked.tasks, source.model.tokenizer, folder)
+    source = open_source(config, load_tasks(trained.tasks) if is_tasks_own else asked)
+    _require_tokenizer(asked, source.model.tokenizer, folder)
     evaluator = Evaluator(source.model, asked, settings, host_mesh(config, "the evaluation"))
     dtype = config.weights.wire_dtype
     found = committed_params(folder, trained, source.model, evaluator.shardings, dtype)

@@ -14,7 +14,7 @@ from areal_jax.config.tree import Config
 from areal_jax.evaluation.result import RIGHT, TaskResult, overall, task_figures
 from areal_jax.evaluation.run import EvalSettings, Progress, evaluate
 from areal_jax.models.model import Model
-from areal_jax.tasks.held_out import HeldOut
+from areal_jax.tasks.source import WeightedTask
 from areal_jax.types import VersionedParams
 from areal_jax.weights.digest import digest
 from areal_jax.weights.store import dtype_in, wire_copy
@@ -23,7 +23,9 @@ from areal_jax.weights.store import dtype_in, wire_copy
 class Evaluator:
     """Evaluates versions of one model on held-out tasks, on one mesh of devices."""
 
-    def __init__(self, model: Model, asked: HeldOut, settings: EvalSettings, mesh: Mesh) -> None:
+    def __init__(
+        self, model: Model, asked: Mapping[str, WeightedTask], settings: EvalSettings, mesh: Mesh
+    ) -> None:
         self._asked, self._settings = asked, settings
         self._engine = make_engine(settings.config.generation, model, mesh)
         self.shardings = self._engine.param_shardings
@@ -36,7 +38,7 @@ class Evaluator:
         """
         settings = self._settings
         value = as_served(value, settings.config)
-        result = evaluate(self._engine, value, self._asked.tasks, settings, progress)
+        result = evaluate(self._engine, value, self._asked, settings, progress)
         return {
             "version": value.version,
             "digest": value.digest,
@@ -46,7 +48,7 @@ class Evaluator:
             "seed": settings.config.run.seed,
             "max_tokens": settings.config.generation.max_tokens,
             "evaluated_s": time.time(),
-        } | _tables(result, self._asked.splits)
+        } | _tables(result, self._asked)
 
 
 def as_served(value: VersionedParams, config: Config) -> VersionedParams:
@@ -57,12 +59,12 @@ def as_served(value: VersionedParams, config: Config) -> VersionedParams:
     return value._replace(digest=value.digest or digest(value.params))
 
 
-def _tables(result: Mapping[str, TaskResult], splits: Mapping[str, str | None]) -> dict[str, Any]:
+def _tables(result: Mapping[str, TaskResult], asked: Mapping[str, WeightedTask]) -> dict[str, Any]:
     together = overall(result)
     passes = together.passes.values()
     seconds = sum(one.seconds for one in passes)
     return {
-        "tasks": {name: {"split": splits[name]} | task_figures(one) for name, one in result.items()},
+        "tasks": {name: {"split": asked[name].split} | task_figures(one) for name, one in result.items()},
         "overall": task_figures(together),
         "seconds": seconds,
         "tokens_per_s": sum(one.tokens for one in passes) / seconds,

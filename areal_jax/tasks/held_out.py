@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from areal_jax.plugin import load_object
 from areal_jax.tasks.source import BUILTIN, WeightedTask, load_tasks
@@ -14,13 +14,7 @@ from areal_jax.types import ArealError
 SPLIT = "test"
 
 
-class HeldOut(NamedTuple):
-    tasks: Mapping[str, WeightedTask]
-    splits: Mapping[str, str | None]
-    """Task name -> the split it is loaded with; None for a task without splits, which has all its prompts."""
-
-
-def held_out(given: Mapping[str, Mapping[str, Any]]) -> HeldOut:
+def held_out(given: Mapping[str, Mapping[str, Any]]) -> dict[str, WeightedTask]:
     """Returns the tasks of `given`, a config's `tasks` section, with split=test unless the section sets it.
 
     A task without the setting `split` has all its prompts. Raises ArealError if the section is empty or a
@@ -28,14 +22,14 @@ def held_out(given: Mapping[str, Mapping[str, Any]]) -> HeldOut:
     """
     if not given:
         raise ArealError(f"eval needs a task; give tasks=NAME, one of {', '.join(BUILTIN)}, or module:Name")
-    settings, splits = {}, {}
+    settings = {}
     for name, own in given.items():
         own = dict(own or {})
         make = load_object(name, BUILTIN, "task")
         if not isinstance(make, Task) and callable(make) and "split" in inspect.signature(make).parameters:
             own.setdefault("split", SPLIT)
-        settings[name], splits[name] = own, own.get("split")
-    return HeldOut(load_tasks(settings), splits)
+        settings[name] = own
+    return load_tasks(settings)
 
 
 def without_splits(given: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

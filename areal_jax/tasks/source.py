@@ -36,6 +36,8 @@ class WeightedTask:
 
     task: Task
     weight: float = 1.0
+    split: str | None = None
+    """The task's setting `split`; None for a task without one, which has all its prompts."""
 
 
 def load_tasks(
@@ -89,7 +91,7 @@ def _load(name: str, given: Mapping[str, Any]) -> WeightedTask:
         raise TaskError(f"{key} cannot be made with the settings {own}: {error}") from error
     if not isinstance(task, Task):
         raise TaskError(f"{key} returned a {type(task).__name__}, not a Task; subclass areal_jax.Task")
-    return WeightedTask(task, float(weight))
+    return WeightedTask(task, float(weight), own.get("split"))
 
 
 class PromptStream:
