@@ -80,7 +80,8 @@ class Code(JsonLines):
             calls = [{"function": tests["function"], "args": args} for args in tests["inputs"]]
             problems = self._judge_values(source, calls, tests["outputs"])
         else:
-            problems = self._judge_values(source, [{"code": code} for code in tests["asserts"]], None)
+            codes = [{"code": code} for code in tests["asserts"]]
+            problems = self._judge_values(source, codes, [None] * len(codes))
         passed = problems.count(_PASSED)
         is_correct = float(passed == len(problems))
         return Reward(is_correct, {"correct": is_correct, "passed": passed / len(problems)}, _note(problems))
@@ -114,11 +115,11 @@ class Code(JsonLines):
         return [*problems, *[_NOT_REACHED] * (len(inputs) - len(problems))]
 
     def _judge_values(
-        self, source: str, tests: Sequence[Mapping[str, Any]], wanted: Sequence[Any] | None
+        self, source: str, tests: Sequence[Mapping[str, Any]], wanted: Sequence[Any]
     ) -> list[str]:
         """Runs calls or asserts of the answer; returns one text per test: what went wrong, "" if it passed.
 
-        `wanted` has the expected value of each call; None: the tests are asserts.
+        `wanted` has the expected value of each call, and None for an assert, which has no value.
         """
         ran = run_tests(source, tests, self._limits)
         problems = []
@@ -126,11 +127,7 @@ class Code(JsonLines):
             if not line.endswith("\n"):
                 break  # the run ended within this line
             verdict = json.loads(line)
-            if "problem" in verdict:
-                problems.append(verdict["problem"])
-            else:
-                is_call = wanted is not None
-                problems.append(_compare_value(wanted[number], verdict["value"]) if is_call else _PASSED)
+            problems.append(verdict.get("problem") or _compare_value(wanted[number], verdict.get("value")))
         if len(problems) < len(tests):
             problems.append(self._problem(ran) or "the tests ended early")
         return [*problems, *[_NOT_REACHED] * (len(tests) - len(problems))]

@@ -42,8 +42,8 @@ class ProblemSet(Task, ABC):
         """`data_dir` is a folder with <split>*.jsonl; without it the problems are downloaded.
 
         `split`: train or test. `question` is the user's message and must contain {problem}; None: that of the
-        data set. `system` is the system message, null for none. Converts the problems to array_record now,
-        and opens them at the first prompt. Raises TaskError if they cannot be converted.
+        data set. `system` is the system message, null for none. Converts the problems to array_record, and
+        opens them. Raises TaskError if they cannot be converted.
         """
         check_split(split)
         self._chat = Chat(self.question if question is None else question, system)

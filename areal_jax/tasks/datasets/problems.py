@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import tempfile
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ _REACH_S = 15.0
 
 
 class Problems:
-    """The problems of one split, in the order of their lines; the files are opened at the first read.
+    """The problems of one split, in the order of their lines, read from the files when they are needed.
 
     A pickled copy has no open files: a reward worker, which reads no problems, opens none.
     """
@@ -29,32 +29,24 @@ class Problems:
         """`folder`: the folder of a prepared data set. Raises TaskError if it cannot be read."""
         self._folder = folder
         self._split = split
-        self._source: Any = None
-        with self._readable():
-            self._size: int = self._builder().info.splits[split].num_examples
+        _ = self._source  # a damaged folder fails now, not at the first prompt
 
     def __len__(self) -> int:
-        return self._size
+        return len(self._source)
 
     def __getitem__(self, i: int) -> dict[str, str]:
-        if not 0 <= i < self._size:
-            raise IndexError(f"there is no problem {i}: the data set has {self._size}")
-        if self._source is None:
-            with self._readable():
-                self._source = self._builder().as_data_source(split=self._split)
+        if not 0 <= i < len(self):
+            raise IndexError(f"there is no problem {i}: the data set has {len(self)}")
         row = self._source[i]
         return {name: row[name].decode() for name in _builders().COLUMNS}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_source": None}
+        return {"_folder": self._folder, "_split": self._split}
 
-    def _builder(self) -> Any:
-        return _builders().tfds.builder_from_directory(self._folder)
-
-    @contextlib.contextmanager
-    def _readable(self) -> Iterator[None]:
+    @cached_property
+    def _source(self) -> Any:
         try:
-            yield
+            return _builders().tfds.builder_from_directory(self._folder).as_data_source(split=self._split)
         except (OSError, KeyError, ValueError) as error:
             raise TaskError(
                 f"the prepared data set {self._folder} cannot be read ({error!r:.200}); delete that "
