@@ -83,7 +83,6 @@ class Ran:
     """The exit status; 128 + n if signal n ended the program, None if `outcome` names a limit that did."""
     stdout: str
     stderr: str
-    seconds: float
 
 
 @cache
@@ -313,7 +312,6 @@ def _result(code: int, verdict: Outcome | None, out: bytes, err: bytes, seconds:
         code if verdict is None else None,
         out.decode("utf-8", "replace"),
         after.decode("utf-8", "replace"),
-        seconds,
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from areal_jax.sandbox.errors import SandboxError
-from areal_jax.sandbox.runner import Limits, require_sandbox, run_python
+from areal_jax.sandbox.runner import Limits, Ran, require_sandbox, run_python
 from areal_jax.tasks.pool import RewardPool
 from areal_jax.tasks.task import Task
 from areal_jax.types import Completion, Prompt
@@ -47,6 +47,13 @@ def printed(source: str, **limits: float) -> str:
     ran = run_python(source, limits=Limits(**{"seconds": 10.0, **limits}))  # pyright: ignore
     assert (ran.outcome, ran.stderr) == ("ok", "")
     return ran.stdout
+
+
+def timed(source: str, limits: Limits) -> tuple[Ran, float]:
+    """A program's result, and the seconds that the run took."""
+    start_s = time.monotonic()
+    ran = run_python(source, limits=limits)
+    return ran, time.monotonic() - start_s
 
 
 def refused(source: str) -> str:
@@ -237,9 +244,9 @@ def test_the_disk_is_limited_by_file_and_in_all():
 )
 def test_output_is_cut_and_the_program_killed(source: str):
     limits, marker = marked(20.0)
-    ran = run_python(source, limits=limits)
+    ran, seconds = timed(source, limits)
     assert ran.outcome == "too_much_output"
-    assert ran.seconds < 10
+    assert seconds < 10
     assert limits.output_bytes < len(ran.stdout) + len(ran.stderr) < limits.output_bytes + (1 << 18)
     assert alive(marker) == []
 
@@ -270,9 +277,9 @@ def test_output_is_cut_and_the_program_killed(source: str):
 )
 def test_a_program_that_does_not_end_is_killed_with_all_that_it_started(source: str):
     limits, marker = marked()
-    ran = run_python(source, limits=limits)
+    ran, seconds = timed(source, limits)
     assert ran.outcome == "timed_out"
-    assert 1.0 <= ran.seconds < 4.0
+    assert 1.0 <= seconds < 4.0
     assert alive(marker) == []
 
 
@@ -301,9 +308,9 @@ def test_a_daemon_does_not_survive_its_program():
         "    os._exit(0)\n"
         "os.wait(); print('done')\n"
     )
-    ran = run_python(source, limits=limits)
+    ran, seconds = timed(source, limits)
     assert (ran.outcome, ran.stdout) == ("ok", "done\n")
-    assert ran.seconds < 5
+    assert seconds < 5
     assert alive(marker) == []
 
 
