@@ -23,10 +23,6 @@ class ScoredPrompt(NamedTuple):
     lengths: tuple[int, ...]
     truncated: tuple[bool, ...]
 
-    @property
-    def right(self) -> int:
-        return sum(reward >= RIGHT for reward in self.rewards)
-
 
 class Failure(NamedTuple):
     """A prompt that could not be scored; its samples count neither as right nor as wrong."""
@@ -114,7 +110,7 @@ def _pass_figures(result: PassResult) -> dict[str, Any]:
 
 def _right_figures(result: PassResult) -> dict[str, Any]:
     """Returns a greedy pass's accuracy, or a sampled pass's pass@k for each power of two k <= samples."""
-    rights = [prompt.right for prompt in result.prompts]
+    rights = [sum(reward >= RIGHT for reward in prompt.rewards) for prompt in result.prompts]
     if result.temperature == 0:
         return {"accuracy": share_estimate(rights)._asdict()}
     n = result.samples

@@ -48,7 +48,6 @@ class HFTokenizer:
         Raises TaskError if one of the first two is missing, a file is broken, or tokenizer_config.json names
         no end token (eos_token).
         """
-        folder = Path(folder)
         config = _read_config(folder / "tokenizer_config.json")
         tokenizer = HFTokenizer(
             _read(folder / "tokenizer.json"),
@@ -138,10 +137,7 @@ class HFTokenizer:
 
     @cached_property
     def _known(self) -> frozenset[int]:
-        known = frozenset(self._backend.get_vocab(with_added_tokens=True).values())
-        if not known:
-            raise TaskError(f"{self.folder}/tokenizer.json has an empty vocabulary; download it again")
-        return known
+        return frozenset(self._backend.get_vocab(with_added_tokens=True).values())
 
     @cached_property
     def _prefix(self) -> list[int]:

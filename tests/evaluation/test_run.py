@@ -226,4 +226,6 @@ def test_figures_of_nothing_scored():
 
 
 def test_right_is_a_reward_of_one_or_more():
-    assert ScoredPrompt((0.999, 1.0, 2.5), (1, 1, 1), (False,) * 3).right == 2
+    found = PassResult(3, 1.0, prompts=(ScoredPrompt((0.999, 1.0, 2.5), (1, 1, 1), (False,) * 3),))
+    shown = task_figures(TaskResult(1, (), 0, {"sampled": found}))
+    assert shown["sampled"]["pass@1"]["value"] == pytest.approx(2 / 3)
