@@ -16,7 +16,7 @@ from areal_jax.bench.decode import call_s, filled
 from areal_jax.bench.measure import in_turn, random_model, random_params, timed_s
 from areal_jax.generation.commands import Start
 from areal_jax.generation.engine import Engine
-from areal_jax.generation.host import Emit, Host
+from areal_jax.generation.host import Host
 from areal_jax.generation.slots import DecodeState, ResultTokens
 from areal_jax.models.model import Model
 from areal_jax.types import SampleId, Sampling, VersionedParams
@@ -61,7 +61,7 @@ def serve(
     starts = starts_of(answers, prompt, engine)
 
     def whole() -> None:
-        assert drain(started(engine, store, starts, stops=())) == sum(answers)
+        assert drain(started(engine, store, starts)) == sum(answers)
 
     runs = in_turn({"host": lambda: (*_parts_s(engine, store, prompt), timed_s(whole))}, repeats)["host"]
     took = [seconds for _, _, seconds in runs]
@@ -110,7 +110,7 @@ def room(
         prefill_chunk=prompt,
     )
     starts = starts_of(skewed_lengths(requests, longest, sigma), prompt, engine)
-    host = started(engine, published(engine, model.init(0)), starts, stops=())
+    host = started(engine, published(engine, model.init(0)), starts)
     # Only while samples wait: after that the slots in use say nothing about the memory.
     while host.statistics().waiting or not engine.used:
         host.step()
@@ -213,21 +213,12 @@ def published(engine: Engine, params: Any) -> MemoryStore:
     return store
 
 
-def started(
-    engine: Engine,
-    store: MemoryStore,
-    starts: Iterable[Start],
-    emit: Emit = lambda *_: None,
-    *,
-    seed: int = 0,
-    stops: tuple[int, ...] | None = None,
-) -> Host:
+def started(engine: Engine, store: MemoryStore, starts: Iterable[Start]) -> Host:
     """Returns a host that has queued the samples of `starts` and has not decoded yet.
 
-    Its weights come from `store`; it calls `emit` with each event. `seed` fixes the random draws. `stops`:
-    token ids that end a sample; None: the tokenizer's end-of-sequence id.
+    Its weights come from `store`. No token id ends a sample, so each has its greatest length.
     """
-    host = Host("bench", engine, store, emit, seed=seed, sampling=Sampling(), stops=stops)
+    host = Host("bench", engine, store, lambda *_: None, seed=0, sampling=Sampling(), stops=())
     for start in starts:
         host.inbox.put(start)
     host.take_commands()

@@ -21,21 +21,18 @@ from areal_jax.assembly.api import preset
 from areal_jax.assembly.devices import use_compilation_cache
 from areal_jax.assembly.run_folder import JOURNAL
 from areal_jax.assembly.sources import open_source
-from areal_jax.bench.hosting import drain, started
 from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
-from areal_jax.control.events import Event, SampleFailed
 from areal_jax.evaluation.command import model_section
 from areal_jax.generation.engine import Engine
-from areal_jax.generation.host import Start
+from areal_jax.generation.rollout import sampled
 from areal_jax.models.model import Model, Params
 from areal_jax.parallel.mesh import make_mesh, param_shardings
 from areal_jax.tasks.source import PromptStream, load_tasks
 from areal_jax.trainer.learner import Learner
 from areal_jax.trajectories.packing import pack
-from areal_jax.types import ArealError, Group, Prompt, SampleId, Sampling, Trajectory, VersionedParams
+from areal_jax.types import Group, Prompt, Sampling, VersionedParams
 from areal_jax.weights.digest import digest
-from areal_jax.weights.memory import MemoryStore
 from areal_jax.weights.store import wire_copy
 
 NUMERICS, DTYPES = ("bounded", "exact"), ("float32", "bfloat16")
@@ -74,8 +71,8 @@ def parity(
     use_compilation_cache()
     source = open_source(config, load_tasks(config.tasks) if config.tasks else {})
     model = source.model.base
-    tokens = [tuple(model.tokenizer.render(prompt)) for prompt in asked]
-    length = max(map(len, tokens)) + max_tokens
+    tokens = {ordinal: model.tokenizer.render(prompt) for ordinal, prompt in enumerate(asked)}
+    length = max(map(len, tokens.values())) + max_tokens
     mesh = make_mesh({"tensor": 1}, jax.devices(), "parity")
     params = source.load(param_shardings(model.logical_axes, model.abstract_params, mesh))
     rows = []
@@ -85,14 +82,19 @@ def parity(
             sizes = dataclasses.replace(model.config, dtype=dtype, numerics=numerics, params_dtype=dtype)
             own = Model(sizes, model.tokenizer)
             value = wire_copy(VersionedParams(0, params, digest(params)), dtype)
-            groups = sample_groups(own, value, tokens, members, length, max_tokens=max_tokens, seed=seed)
+            engine = Engine(own, slots=SLOTS, length=length, prefill_chunk=CHUNK)
+            sampling = Sampling(max_tokens=max_tokens)
+            groups = [
+                Group(ordinal, asked[ordinal], tuple(dataclasses.replace(one, reward=0.0) for one in found))
+                for ordinal, found in sampled(engine, value, tokens, members, sampling, seed).items()
+            ]
             again = recomputed_logp(scorer(own, length), params, groups)
             recorded = [one.behavior_logp[one.loss_mask] for group in groups for one in group.trajectories]
             figures = compared(np.concatenate(recorded), np.concatenate(again))
             rows.append({"numerics": numerics, "dtype": dtype, **figures})
     return {
         "model": name,
-        "prompts": len(tokens),
+        "prompts": len(asked),
         "members": members,
         "max_tokens": max_tokens,
         "seed": seed,
@@ -119,44 +121,6 @@ def compared(recorded: np.ndarray, again: np.ndarray) -> dict[str, Any]:
         "unequal": unequal,
         "equal_share": 1 - unequal / gap.size,
     }
-
-
-def sample_groups(
-    model: Model,
-    value: VersionedParams,
-    prompts: Sequence[tuple[int, ...]],
-    members: int,
-    length: int,
-    *,
-    max_tokens: int,
-    seed: int,
-) -> list[Group]:
-    """Samples `members` completions of each prompt (token ids) under `value`; all rewards are 0.
-
-    A completion has at most `max_tokens` tokens, a prompt and its completion together at most `length`.
-    Raises ArealError if a prompt alone has `length` tokens or more.
-    """
-    done: dict[SampleId, Trajectory] = {}
-
-    def collect(event: Event, trajectory: Trajectory | None) -> None:
-        if isinstance(event, SampleFailed):
-            raise ArealError(f"parity ends, as prompt {event.sample.ordinal} is refused: {event.reason}")
-        if trajectory is not None:
-            done[trajectory.sample] = dataclasses.replace(trajectory, reward=0.0)
-
-    engine = Engine(model, slots=SLOTS, length=length, prefill_chunk=CHUNK)
-    store = MemoryStore(engine.canary)
-    store.publish(value)
-    sampling = Sampling(max_tokens=max_tokens)
-    starts = (
-        Start(tuple(SampleId(ordinal, member) for member in range(members)), tokens, value.version, sampling)
-        for ordinal, tokens in enumerate(prompts)
-    )
-    drain(started(engine, store, starts, collect, seed=seed))
-    return [
-        Group(ordinal, Prompt(tokens=tokens), tuple(done[SampleId(ordinal, m)] for m in range(members)))
-        for ordinal, tokens in enumerate(prompts)
-    ]
 
 
 def scorer(model: Model, length: int) -> Learner:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from areal_jax.control.events import Event, RewardFailed, SampleFailed
 from areal_jax.generation.engine import Engine
@@ -42,6 +42,32 @@ def rollout(
     tasks = load_tasks({}, [task]) if isinstance(task, Task) else task
     prompts = PromptStream(tasks, seed)
     tokenizer = engine.tokenizer
+    asked = {ordinal: prompts.prompt(ordinal) for ordinal in sorted(ordinals)}
+    rendered = {ordinal: tokenizer.render(prompt) for ordinal, prompt in asked.items()}
+    sampling = sampling or Sampling(max_tokens=engine.length)
+    groups = []
+    for ordinal, members in sampled(engine, params, rendered, group_size, sampling, seed).items():
+        prompt, completions = asked[ordinal], [completion_of(member, tokenizer) for member in members]
+        scored = score_group(tasks[prompt.task].task, prompt, completions, ordinal)
+        if isinstance(scored, RewardFailed):
+            raise TaskError(f"the group at ordinal {ordinal} could not be scored: {scored.message}")
+        groups.append(Group(ordinal, prompt, with_rewards(members, scored)))
+    return groups
+
+
+def sampled(
+    engine: Engine,
+    params: VersionedParams,
+    prompts: Mapping[int, Sequence[int]],
+    group_size: int,
+    sampling: Sampling,
+    seed: int,
+) -> dict[int, list[Trajectory]]:
+    """Samples `group_size` completions of each prompt; returns ordinal -> its trajectories, without rewards.
+
+    `prompts`: ordinal -> token ids. `seed` and the ordinal determine the random draws. Raises ArealError if
+    the engine cannot decode a prompt.
+    """
     done: dict[SampleId, Trajectory] = {}
 
     def collect(event: Event, trajectory: Trajectory | None) -> None:
@@ -52,22 +78,11 @@ def rollout(
 
     store = MemoryStore(engine.canary)
     store.publish(params)
-    host = Host(
-        "rollout", engine, store, collect, seed=seed, sampling=sampling or Sampling(max_tokens=engine.length)
-    )
-    asked = {ordinal: prompts.prompt(ordinal) for ordinal in sorted(ordinals)}
-    for ordinal, prompt in asked.items():
+    host = Host("rollout", engine, store, collect, seed=seed, sampling=sampling)
+    for ordinal, tokens in prompts.items():
         samples = tuple(SampleId(ordinal, member) for member in range(group_size))
-        host.inbox.put(Start(samples, tuple(tokenizer.render(prompt)), params.version))
+        host.inbox.put(Start(samples, tuple(tokens), params.version))
     host.take_commands()
     while host.has_work:
         host.step()
-    groups = []
-    for ordinal, prompt in asked.items():
-        members = [done[SampleId(ordinal, member)] for member in range(group_size)]
-        completions = [completion_of(member, tokenizer) for member in members]
-        scored = score_group(tasks[prompt.task].task, prompt, completions, ordinal)
-        if isinstance(scored, RewardFailed):
-            raise TaskError(f"the group at ordinal {ordinal} could not be scored: {scored.message}")
-        groups.append(Group(ordinal, prompt, with_rewards(members, scored)))
-    return groups
+    return {ordinal: [done[SampleId(ordinal, member)] for member in range(group_size)] for ordinal in prompts}
