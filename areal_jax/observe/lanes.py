@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from areal_jax.observe.svg import IDLE, INK, OTHER, SERIES, Figure, draw_svg, legend_above
-from areal_jax.observe.waits import CONTROL, NS, WINDOW_NS, Interval, is_idle
+from areal_jax.observe.waits import CONTROL, NS, WINDOW_NS, Interval, idle_share, is_idle
 
 BINS = 240
 """Maximum number of columns in the whole run's timeline. A column covers at least WINDOW_NS, the resolution
@@ -46,7 +46,9 @@ def timeline(intervals: Sequence[Interval]) -> Figure | None:
                 floor = ceiling
         lanes.finish(axes, (lanes.begin_s, lanes.end_s))
 
-    shares = ", ".join(f"{component} {lanes.working_share(component):.0%}" for component in lanes.components)
+    shares = ", ".join(
+        f"{component} {1 - idle_share(spent):.0%}" for component, spent in totals(intervals).items()
+    )
     alt = f"Share of the time that each component worked: {shares}."
     return Figure("Work and waits", draw_svg("lanes", draw, lanes.size, alt), alt)
 
@@ -67,12 +69,9 @@ def timeline_zoom(intervals: Sequence[Interval]) -> Figure | None:
         axes = figure.subplots()
         for lane, component in enumerate(reversed(lanes.components)):
             for label, colour in lanes.colours.items():
-                shown = [
-                    (start, stop)
-                    for start, stop in lanes.of(component, label)
-                    if stop > begin and start < end
-                ]
-                axes.broken_barh(_bars(shown, begin, end), (lane, HEIGHT), color=colour, linewidth=0)
+                spans = _merged(lanes.of(component, label), (begin, end), ZOOM_S / 800)
+                bars = [(start, stop - start) for start, stop in spans]
+                axes.broken_barh(bars, (lane, HEIGHT), color=colour, linewidth=0)
         lanes.finish(axes, (begin, end))
 
     alt = f"Each activity of each component from {begin:.1f} s to {end:.1f} s of the run."
@@ -114,23 +113,30 @@ def orchestration(intervals: Sequence[Interval]) -> Orchestration:
         return Orchestration(0.0, 0.0, 0.0, 0.0)
     window = min(each.start_s for each in updates), max(each.end_s for each in updates)
     working = [each for each in intervals if not is_idle(each.activity)]
-    control = _merged([each for each in working if each.component == CONTROL], window)
-    devices = _merged([each for each in working if each.component != CONTROL], window)
-    whole_s, control_s, devices_s = (_length(spans) for spans in ([window], control, devices))
-    either_s = _length(_merged(working, window))
+    control = [(each.start_s, each.end_s) for each in working if each.component == CONTROL]
+    devices = [(each.start_s, each.end_s) for each in working if each.component != CONTROL]
+    control_s, devices_s, either_s = (
+        _length(_merged(spans, window)) for spans in (control, devices, control + devices)
+    )
+    whole_s = _length([window])
     return Orchestration(whole_s, control_s, whole_s - devices_s, either_s - devices_s)
 
 
-def _merged(intervals: Sequence[Interval], window: tuple[float, float]) -> list[tuple[float, float]]:
-    """Returns the times within the window that at least one interval covers, as spans that do not overlap."""
-    spans: list[tuple[float, float]] = []
-    for each in sorted(intervals, key=lambda each: each.start_s):
-        start, end = max(each.start_s, window[0]), min(each.end_s, window[1])
-        if spans and start <= spans[-1][1]:
-            spans[-1] = spans[-1][0], max(spans[-1][1], end)
+def _merged(
+    spans: Sequence[tuple[float, float]], window: tuple[float, float], gap_s: float = 0.0
+) -> list[tuple[float, float]]:
+    """Returns the times within the window that at least one span covers, as spans that do not overlap.
+
+    Spans are joined if the gap between them is at most `gap_s`.
+    """
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        start, end = max(start, window[0]), min(end, window[1])
+        if merged and start <= merged[-1][1] + gap_s:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
         elif start < end:
-            spans.append((start, end))
-    return spans
+            merged.append((start, end))
+    return merged
 
 
 def _length(spans: Sequence[tuple[float, float]]) -> float:
@@ -163,10 +169,6 @@ class _Lanes:
     def of(self, component: str, label: str) -> list[tuple[float, float]]:
         """Returns (start, end) in seconds of each interval of this component and label, in order."""
         return self._spans.get((component, label), [])
-
-    def working_share(self, component: str) -> float:
-        seconds = {label: sum(b - a for a, b in self.of(component, label)) for label in self.colours}
-        return 1.0 - seconds["waits"] / (sum(seconds.values()) or 1.0)
 
     @property
     def size(self) -> tuple[float, float]:
@@ -202,17 +204,3 @@ def _elapsed(instants: np.ndarray, edges: np.ndarray) -> np.ndarray:
     instants = np.sort(instants)
     count = np.searchsorted(instants, edges)
     return count * edges - np.concatenate([[0.0], np.cumsum(instants)])[count]
-
-
-def _bars(spans: Sequence[tuple[float, float]], begin: float, end: float) -> list[tuple[float, float]]:
-    """Returns (start, width) of each span, clipped to begin..end, in seconds.
-
-    Spans are merged if the gap between them is below (end - begin) / 800.
-    """
-    bars: list[tuple[float, float]] = []
-    for start, stop in spans:
-        start, stop = max(start, begin), min(stop, end)
-        if bars and start - sum(bars[-1]) < (end - begin) / 800:
-            start = bars.pop()[0]
-        bars.append((start, stop - start))
-    return bars

@@ -375,8 +375,9 @@ def test_shares_of_columns_are_the_covered_time(cuts, bins):
 
 
 def test_bars_too_close_to_tell_apart_are_one():
-    spans = [(0.0, 1.0), (1.0001, 2.0), (3.0, 5.0)]
-    assert lanes._bars(spans, 0.5, 4.5) == [(0.5, 1.5), (3.0, 1.5)]
+    spans = [(0.0, 1.0), (1.0001, 2.0), (3.0, 5.0), (4.6, 4.8)]
+    assert lanes._merged(spans, (0.5, 4.5), 0.005) == [(0.5, 2.0), (3.0, 4.5)]
+    assert lanes._merged(spans, (0.5, 4.5)) == [(0.5, 1.0), (1.0001, 2.0), (3.0, 4.5)]
 
 
 def test_shares_are_weighted_by_the_steps_time_and_drops_by_reason():
