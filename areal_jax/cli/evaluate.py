@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from areal_jax.cli.shell import INTERRUPTED, AsJson, Model, print_json
+from areal_jax.cli.shell import AsJson, Model, print_json
 
 
 def evaluate(
@@ -26,13 +26,10 @@ def evaluate(
 ) -> None:
     """Measure greedy accuracy and pass@k on a held-out split, with 95 % confidence intervals."""
     from areal_jax.evaluation.command import eval_model_or_run
-    from areal_jax.observe.evals import EvalProgress, print_eval
+    from areal_jax.observe.evals import eval_progress, print_eval
 
-    try:
-        with EvalProgress(sys.stderr) as progress:
-            figures = eval_model_or_run(model, words or [], limit, samples, progress.show)
-    except KeyboardInterrupt:
-        raise typer.Exit(INTERRUPTED) from None
+    with eval_progress(sys.stderr) as progress:
+        figures = eval_model_or_run(model, words or [], limit, samples, progress)
     if json:
         print_json(figures)
     else:

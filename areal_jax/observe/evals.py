@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from areal_jax.observe.metrics import read_objects
 
@@ -41,8 +47,6 @@ def print_eval(figures: Mapping[str, Any], stream: TextIO) -> None:
 
     With several tasks, the table also has the figures over the prompts of all tasks.
     """
-    from rich.console import Console
-
     console = Console(file=stream, highlight=False)
     console.print(headline(figures), markup=False, soft_wrap=True)
     console.print(table(figures))
@@ -56,14 +60,11 @@ def headline(figures: Mapping[str, Any]) -> str:
     return f"{what}: version {figures['version']}, digest {figures['digest']}, seed {figures['seed']}"
 
 
-def table(figures: Mapping[str, Any]) -> Any:
+def table(figures: Mapping[str, Any]) -> Table:
     """Returns an evaluation's figures as a rich table with a block of rows for each task.
 
     If there are several tasks, a last block has the figures over the prompts of all tasks.
     """
-    from rich import box
-    from rich.table import Table
-
     shown = Table("task", "figure", "value", "95 % interval", box=box.SIMPLE)
     blocks = dict(figures["tasks"])
     if len(blocks) > 1:
@@ -129,46 +130,24 @@ def _notes(name: str, task: Mapping[str, Any]) -> list[str]:
 # --- progress -----------------------------------------------------------------------------------------------
 
 
-class EvalProgress:
-    """Shows the progress of an evaluation by passes: a pass decodes one task's prompts, greedily or sampled.
+@contextmanager
+def eval_progress(stream: TextIO) -> Iterator[Callable[[str, str, int, int], None]]:
+    """Context manager: yields a function that shows the progress of an evaluation's passes on `stream`.
 
-    In a terminal each pass has a progress bar; elsewhere one line is written when a pass begins.
+    A pass decodes one task's prompts, greedily or sampled: the function's arguments are the task, the way,
+    the number of prompts and the number of those done. In a terminal each pass has a progress bar; elsewhere
+    one line is written when a pass begins.
     """
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    bars: dict[tuple[str, str], TaskID] = {}
 
-    def __init__(self, stream: TextIO) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    def show(task: str, way: str, count: int, done: int) -> None:
+        if (task, way) not in bars:
+            bars[task, way] = live.add_task(f"{task}, {way}", total=count)
+            if not stream.isatty():
+                stream.write(f"{task}: {count} prompts, {way}\n")
+                stream.flush()
+        live.update(bars[task, way], completed=done)
 
-        self._stream = stream
-        self._bars: dict[tuple[str, str], Any] = {}
-        self._live = None
-        if stream.isatty():
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-            )
-            self._live = Progress(*columns, console=Console(file=stream))
-
-    def __enter__(self) -> EvalProgress:
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._live is not None:
-            self._live.stop()
-
-    def show(self, task: str, way: str, count: int, done: int) -> None:
-        key = (task, way)
-        is_new = key not in self._bars
-        if self._live is None:
-            self._bars[key] = None
-            if is_new:
-                self._stream.write(f"{task}: {count} prompts, {way}\n")
-                self._stream.flush()
-            return
-        if is_new:
-            self._bars[key] = self._live.add_task(f"{task}, {way}", total=count)
-        self._live.update(self._bars[key], completed=done)
+    with Progress(*columns, console=Console(file=stream), disable=not stream.isatty()) as live:
+        yield show

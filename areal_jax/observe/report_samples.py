@@ -39,7 +39,7 @@ def _sample(view: SampleView) -> str:
         f'<span class="{_tint(version)}">{version_name(version)}: {end - start} tokens</span>'
         for version, start, end in view.spans
     )
-    note = f'<p class="note">judged: {escape(view.note)}</p>' if view.note else ""
+    note = f'<p class="note">judged: {escape(view.reward_note)}</p>' if view.reward_note else ""
     return (
         f'<article><h4>{escape(view.title)}</h4><p class="note">{escape(view.headline)}</p>{note}'
         f'<p class="prompt">{escape(view.prompt)}</p>'

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple, TextIO
 
+from rich.console import Console, Group
+from rich.text import Text
+
 from areal_jax.types import NOT_SAMPLED, PolicyVersion, VersionSpan
 
 COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")
@@ -42,14 +45,15 @@ class SampleView:
     A token that the run did not sample, as in a reference answer, has version NOT_SAMPLED and log-prob 0.
     """
 
-    sample_id: str
+    sample: str
+    """ORDINAL/MEMBER or ORDINAL/MEMBER/ATTEMPT."""
     prompt: str
     pieces: Sequence[Piece]
     reward: float | None
     parts: Mapping[str, float] = field(default_factory=dict)
     stop_reason: str = ""
     task: str = ""
-    note: str = ""
+    reward_note: str = ""
     """How the sample was scored, such as which answers were compared."""
     truncated: bool = False
     interruptions: int = 0
@@ -90,21 +94,13 @@ class SampleView:
 
     @property
     def title(self) -> str:
-        return f"sample {self.sample_id}" + (f" of {self.task}" if self.task else "")
+        return f"sample {self.sample}" + (f" of {self.task}" if self.task else "")
 
     def to_json(self) -> dict[str, Any]:
-        """Returns all fields as values that JSON can represent."""
-        return {
-            "sample": self.sample_id,
-            "task": self.task,
-            "prompt": self.prompt,
-            "completion": self.completion,
-            "reward": self.reward,
+        """Returns all fields as values that JSON can represent; the pieces are its `tokens`."""
+        fields = {name: value for name, value in vars(self).items() if name != "pieces"}
+        return fields | {
             "parts": dict(self.parts),
-            "reward_note": self.note,
-            "stop_reason": self.stop_reason,
-            "truncated": self.truncated,
-            "interruptions": self.interruptions,
             "versions": [span._asdict() for span in self.spans],
             "tokens": [piece._asdict() for piece in self.pieces],
         }
@@ -114,18 +110,15 @@ def version_name(version: PolicyVersion) -> str:
     return "given" if version == NOT_SAMPLED else f"v{version}"
 
 
-def render_sample(view: SampleView, is_coloured: bool = True) -> Any:
+def render_sample(view: SampleView, is_coloured: bool = True) -> Group:
     """Returns the sample as a rich renderable.
 
     In colour the completion appears twice: coloured by version, then by log-prob. In the first, tokens with a
     probability below 0.1 at sampling are underlined, and those below 0.01 are bold as well.
     """
-    from rich.console import Group
-    from rich.text import Text
-
     lines = [Text(view.title, style="bold"), Text(view.headline)]
-    if view.note:
-        lines.append(Text(f"judged: {view.note}"))
+    if view.reward_note:
+        lines.append(Text(f"judged: {view.reward_note}"))
     lines.append(Text(view.prompt, style="dim"))
     lines += [_text(view, _version_style), _version_legend(view)]
     if is_coloured:
@@ -135,30 +128,22 @@ def render_sample(view: SampleView, is_coloured: bool = True) -> Any:
 
 def print_sample(view: SampleView, stream: TextIO) -> None:
     """Print the sample: in colour if the stream is a terminal, otherwise as plain text."""
-    from rich.console import Console
-
     console = Console(file=stream, highlight=False)
     console.print(render_sample(view, console.is_terminal), soft_wrap=True)
 
 
-def _text(view: SampleView, style_of: Callable[[Piece], str]) -> Any:
-    from rich.text import Text
-
+def _text(view: SampleView, style_of: Callable[[Piece], str]) -> Text:
     return Text.assemble(*((_visible(piece.text), style_of(piece)) for piece in view.pieces))
 
 
-def _version_legend(view: SampleView) -> Any:
-    from rich.text import Text
-
+def _version_legend(view: SampleView) -> Text:
     legend = Text("versions  ", style="dim")
     for version, start, end in view.spans:
         legend.append(f"{version_name(version)} [{start}:{end}]", style=_colour(version)).append("  ")
     return legend.append("underlined: p < 0.1, bold: p < 0.01", style="dim")
 
 
-def _logp_legend() -> Any:
-    from rich.text import Text
-
+def _logp_legend() -> Text:
     legend = Text("probabilities  ", style="dim")
     for least, style in SHADES:
         legend.append(f" ≥ {least:g} " if least else " less ", style=style).append(" ")

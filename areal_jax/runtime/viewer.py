@@ -65,14 +65,14 @@ class Viewer:
         texts = token_texts(tokens, self._tokenizer)
         versions, logps = t.versions[sampled].tolist(), t.behavior_logp[sampled].tolist()
         return SampleView(
-            sample_id="/".join(map(str, sample if sample.attempt else sample[:2])),
+            sample="/".join(map(str, sample if sample.attempt else sample[:2])),
             prompt=self._tokenizer.decode(t.tokens[~sampled].tolist()),
             pieces=[Piece(*piece) for piece in zip(texts, versions, logps, strict=True)],
             reward=t.reward,
             parts=t.reward_parts,
             stop_reason=t.stop_reason,
             task=self.task_of(sample.ordinal),
-            note=t.reward_note,
+            reward_note=t.reward_note,
             truncated=t.truncated,
             interruptions=t.interruptions,
             completion=self._tokenizer.decode(tokens),

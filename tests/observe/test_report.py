@@ -81,7 +81,7 @@ WHOLE = ReportData(
             {"prefix": 0.5},
             "length",
             task="<task>",
-            note="found <i>1</i>, wanted 2",
+            reward_note="found <i>1</i>, wanted 2",
             truncated=True,
             interruptions=2,
         )

@@ -13,7 +13,7 @@ from areal_jax.observe.sample import Piece, SampleView, print_sample, render_sam
 from areal_jax.types import NOT_SAMPLED, VersionSpan
 
 VIEW = SampleView(
-    sample_id="17.3.0",
+    sample="17.3.0",
     prompt="count down from [e]",
     pieces=[
         Piece("d ", 3, -0.1),
@@ -50,7 +50,7 @@ def test_what_befell_a_sample_is_in_its_headline():
 
 def test_plain_text_holds_every_token_once():
     stream = io.StringIO()
-    print_sample(replace(VIEW, note="found [1], wanted 2"), stream)
+    print_sample(replace(VIEW, reward_note="found [1], wanted 2"), stream)
     lines = stream.getvalue().splitlines()
     assert lines[0] == "sample 17.3.0"
     assert lines[2] == "judged: found [1], wanted 2"  # brackets are text, not markup
@@ -61,7 +61,7 @@ def test_plain_text_holds_every_token_once():
 
 
 def test_json_holds_all_of_it():
-    view = replace(VIEW, task="sums", note="judged so", interruptions=2, completion="d c b\n.")
+    view = replace(VIEW, task="sums", reward_note="judged so", interruptions=2, completion="d c b\n.")
     plain = json.loads(json.dumps(view.to_json()))
     tokens = plain.pop("tokens")
     assert plain == {

@@ -99,22 +99,22 @@ def test_ages_lengths_and_rewards_are_of_what_was_trained(journal: SqliteQueue):
 def test_best_worst_and_most_interrupted_are_shown_once(journal: SqliteQueue, monkeypatch):
     monkeypatch.setattr(viewer, "SHOWN", 1)
     chosen = Viewer(journal, config_of()).chosen(list(find(journal).late))
-    named = {title: [view.sample_id for view in views] for title, views in chosen}
+    named = {title: [view.sample for view in views] for title, views in chosen}
     assert named == {"Best": ["0/1"], "Worst": ["1/0/1"], "Most interrupted": ["0/0"]}
 
 
 def test_samples_of_one_kind_are_of_different_prompts_and_pruned_ones_are_left_out(journal: SqliteQueue):
     late = [*find(journal).late, Late(SampleId(7, 0), 9.0, 0)]
     chosen = dict(Viewer(journal, config_of()).chosen(late))
-    assert [view.sample_id for view in chosen["Best"]] == ["0/1", "1/1/1"]
-    assert [view.sample_id for view in chosen["Worst"]] == ["1/0/1", "0/0"]
+    assert [view.sample for view in chosen["Best"]] == ["0/1", "1/1/1"]
+    assert [view.sample for view in chosen["Worst"]] == ["1/0/1", "0/0"]
     assert "Most interrupted" not in chosen  # 0/0 is shown already
 
 
 def test_equal_rewards_have_no_best(journal: SqliteQueue):
     late = [Late(SampleId(0, 0), 0.5, 0), Late(SampleId(1, 1, 1), 0.5, 0)]
     chosen = Viewer(journal, config_of()).chosen(late)
-    assert [(title, [view.sample_id for view in views]) for title, views in chosen] == [
+    assert [(title, [view.sample for view in views]) for title, views in chosen] == [
         ("Newest", ["1/1/1", "0/0"])
     ]
 
