@@ -67,7 +67,7 @@ class Clock:
         activity: str,
         now_ns: Callable[[], int],
         has_record: bool = False,
-        on_change: Callable[[str], None] | None = None,
+        on_change: Callable[[str], None] = lambda _: None,
     ) -> None:
         """The clock starts in `activity`; `now_ns()` returns the time in nanoseconds.
 
@@ -76,13 +76,12 @@ class Clock:
         """
         self._now_ns, self._on_change = now_ns, on_change
         self._lock = threading.Lock()
-        self._activity = activity
+        self.activity = activity
         self._since = now_ns()
         self._totals: dict[str, int] = {}
         self._record = _Record() if has_record else None
-        self._follower: Callable[[str], None] | None = None
-        if on_change is not None:
-            on_change(activity)
+        self._follower: Callable[[str], None] = lambda _: None
+        on_change(activity)
 
     def follow(self, hear: Callable[[str], None]) -> None:
         """From now on, call `hear(activity)` at every switch, in the thread that switches.
@@ -92,23 +91,17 @@ class Clock:
         """
         self._follower = hear
 
-    @property
-    def activity(self) -> str:
-        return self._activity
-
     def switch(self, activity: str) -> str:
         """End the current activity and begin `activity`. Returns the one that ended."""
         former = self._switch(activity)
-        if self._follower is not None:
-            self._follower(activity)
+        self._follower(activity)
         return former
 
     def _switch(self, activity: str) -> str:
         with self._lock:
             self._settle()
-            former, self._activity = self._activity, activity
-            if self._on_change is not None:
-                self._on_change(activity)
+            former, self.activity = self.activity, activity
+            self._on_change(activity)
             return former
 
     @contextmanager
@@ -139,15 +132,15 @@ class Clock:
         """
         with self._lock:
             self._settle()
-            return [] if self._record is None else self._record.take(self._since, is_final)
+            return [] if self._record is None else self._record.take(is_final)
 
     def _settle(self) -> None:
         now = self._now_ns()
         if now == self._since:
             return
-        self._totals[self._activity] = self._totals.get(self._activity, 0) + now - self._since
+        self._totals[self.activity] = self._totals.get(self.activity, 0) + now - self._since
         if self._record is not None:
-            self._record.add(self._activity, self._since, now)
+            self._record.add(self.activity, self._since, now)
         self._since = now
 
 
@@ -173,16 +166,13 @@ class _Record:
         while self._recent[0][2] < end - EXACT_NS:
             self._coalesce(*self._recent.popleft())
 
-    def take(self, now: int, is_final: bool) -> list[tuple[str, int, int]]:
-        while self._recent and self._recent[0][2] < now - EXACT_NS:
-            self._coalesce(*self._recent.popleft())
+    def take(self, is_final: bool) -> list[tuple[str, int, int]]:
         if is_final:
             self._close_bin()
             while self._recent:
                 self._emit(*self._recent.popleft())
-        held_back = 0 if is_final else 1  # the last interval may still be extended
-        cut = len(self._ready) - held_back
-        taken, self._ready = self._ready[: max(cut, 0)], self._ready[max(cut, 0) :]
+        held_back = [] if is_final else self._ready[-1:]  # the last interval may still be extended
+        taken, self._ready = self._ready[: len(self._ready) - len(held_back)], held_back
         return taken
 
     def _coalesce(self, activity: str, start: int, end: int) -> None:
@@ -256,29 +246,23 @@ class Timeline:
         If the control plane and other components have clocks here, the key CONTROL_ALONE is added: its
         `decide` is the time in which only the control plane worked, its `wait` the rest.
         """
-        clocks = dict(self._all())
+        clocks = self._clocks.copy()  # other threads may add clocks
         totals = {name: clock.take_totals() for name, clock in clocks.items()}
         if CONTROL in clocks and len(clocks) > 1:
             totals[CONTROL_ALONE] = self._alone.take_totals()
         return totals
 
-    def flush(self) -> None:
-        """Append the intervals older than EXACT_NS to the file; `close` appends the rest."""
-        self._write(is_final=False)
-
     def close(self) -> None:
-        self._write(is_final=True)
+        """Append all intervals to the file that are not in it yet."""
+        self.flush(is_final=True)
 
-    def _all(self) -> list[tuple[str, Clock]]:
-        with self._lock:
-            return list(self._clocks.items())
-
-    def _write(self, is_final: bool) -> None:
+    def flush(self, is_final: bool = False) -> None:
+        """Append the intervals older than EXACT_NS to the file; if `is_final`, the rest too."""
         if self._path is None:
             return
         lines = [
             json.dumps(Interval(name, activity, self._seconds(start), self._seconds(end))._asdict())
-            for name, clock in self._all()
+            for name, clock in self._clocks.copy().items()  # other threads may add clocks
             for activity, start, end in clock.take_intervals(is_final)
             if end - start >= NS // 1_000_000  # the file's times are in microseconds
         ]
