@@ -32,23 +32,18 @@ REQUIRED = (
 class MetricsWriter:
     """Appends rows to metrics.jsonl, TensorBoard and Weights & Biases.
 
-    If the folder already contains rows, the writer continues the file: it removes an incomplete last line
-    that a crash left, and makes TensorBoard discard the steps after the last complete row. `wandb`: the
-    arguments of `wandb.init`; None disables Weights & Biases.
+    If the folder already contains rows, the writer continues the file, and TensorBoard discards what it has
+    of the steps after the last row. After a crash call `rewrite` first, since the last line may be
+    incomplete. `wandb`: the arguments of `wandb.init`; None disables Weights & Biases.
     """
 
     def __init__(
         self, folder: Path, tensorboard: bool = True, wandb: Mapping[str, Any] | None = None
     ) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / FILE
-        is_resumed = path.exists()
-        if is_resumed:
-            rewrite(folder, read_rows(folder))
         first_step = max((int(row["step"]) for row in read_rows(folder)), default=-1) + 1
         self._wandb = None if wandb is None else _start_wandb(folder, wandb)
-        self._board = _open_board(folder, first_step, is_resumed) if tensorboard else None
-        self._file = path.open("a", encoding="utf-8")
+        self._board = _open_board(folder, first_step) if tensorboard else None
+        self._file = (folder / FILE).open("a", encoding="utf-8")
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Write one row to the file and, if enabled, to TensorBoard and Weights & Biases.
@@ -147,15 +142,11 @@ def _scalars(row: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, fl
             yield f"{prefix}{name}", float(value)
 
 
-def _open_board(folder: Path, first_step: int, is_resumed: bool) -> Any:
+def _open_board(folder: Path, first_step: int) -> Any:
     from tensorboardX import SummaryWriter
 
     # The suffix keeps a resume within the same second from overwriting the file before it.
-    return SummaryWriter(
-        str(folder / "tensorboard"),
-        purge_step=first_step if is_resumed else None,
-        filename_suffix=f".{first_step}",
-    )
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=first_step, filename_suffix=f".{first_step}")
 
 
 def _start_wandb(folder: Path, settings: Mapping[str, Any]) -> Any:
