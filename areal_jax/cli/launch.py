@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import sys
-from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from areal_jax.cli.shell import print_json
 
 
-class Launcher(StrEnum):
-    local = "local"
-    slurm = "slurm"
-    gcloud = "gcloud"
-    gke = "gke"
-
-
 def launch(
-    launcher: Launcher,
+    launcher: Literal["local", "slurm", "gcloud", "gke"],
     words: Annotated[
         list[str],
         typer.Argument(help="CONFIG ... [section.key=value ...], or the folder of a run to resume."),
@@ -39,7 +31,7 @@ def launch(
     from areal_jax.launch.submission import submit
 
     asked = read(words)
-    if launcher is Launcher.local:
+    if launcher == "local":
         if dry_run:
             commands = describe(plan_of(asked.config, ONLY), asked)
             print_json({"commands": commands.splitlines()}) if json else typer.echo(commands)
@@ -52,7 +44,7 @@ def launch(
             )
             raise typer.Exit(status)
         return
-    submission = prepare(launcher.value, asked)
+    submission = prepare(launcher, asked)
     if not dry_run:
         typer.echo(submit(asked, submission), nl=False)
         typer.echo(f"{asked.folder}: to watch it:\n{submission.after}")

@@ -42,10 +42,5 @@ for name, verb in VERBS.items():
     app.command(name)(verb)
 app.add_typer(cluster.roles, name="role")
 
-
-def main() -> None:
-    app()
-
-
 if __name__ == "__main__":
-    main()
+    app()

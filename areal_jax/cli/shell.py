@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
@@ -52,5 +51,4 @@ def show(figures: Mapping[str, Any], is_json: bool, lines: Iterable[str] | None 
 
 def print_json(figures: Mapping[str, Any]) -> None:
     """Prints `figures` to standard output as one JSON object on one line."""
-    json.dump(figures, sys.stdout, ensure_ascii=False)
-    sys.stdout.write("\n")
+    typer.echo(json.dumps(figures, ensure_ascii=False))

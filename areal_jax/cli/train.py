@@ -5,7 +5,9 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -76,15 +78,11 @@ def _finish(job: Callable[[Any], RunResult], folder: Path, json: bool) -> None:
     if rows:
         tenth, quarter = rows[: max(1, len(rows) // 10)], rows[-max(1, len(rows) // 4) :]
         typer.echo(
-            f"{len(rows)} steps: mean reward {_mean_reward(tenth):.3f} in the first tenth, "
-            f"{_mean_reward(quarter):.3f} in the last quarter"
+            f"{len(rows)} steps: mean reward {fmean(row['reward_mean'] for row in tenth):.3f} in the first "
+            f"tenth, {fmean(row['reward_mean'] for row in quarter):.3f} in the last quarter"
         )
     if result.report:
         typer.echo(f"report: {result.report}")
-
-
-def _mean_reward(rows: list[dict[str, Any]]) -> float:
-    return sum(row["reward_mean"] for row in rows) / len(rows)
 
 
 def _fresh_folder(words: list[str]) -> list[str]:
@@ -94,12 +92,9 @@ def _fresh_folder(words: list[str]) -> list[str]:
     """
     if any(word.startswith(("run.dir=", "run.name=")) for word in words):
         return words
-    number = 1
-    while (name := "quickstart" if number == 1 else f"quickstart-{number}") and (
-        Path("runs") / name
-    ).exists():
-        number += 1
-    return [*words, f"run.name={name}"]
+    names = ("quickstart" if number == 1 else f"quickstart-{number}" for number in count(1))
+    unused = next(name for name in names if not (Path("runs") / name).exists())
+    return [*words, f"run.name={unused}"]
 
 
 def _print_plan(plan: dict[str, Any], json: bool) -> None:

@@ -188,8 +188,8 @@ sys.modules["jetstream"] = None  # its import fails, as where the package is abs
 from areal_jax.generation import jetstream
 from areal_jax.generation.engine import Engine
 assert Engine.__bases__[0].__module__ == jetstream.__name__
-from areal_jax.cli.main import main
-main()
+from areal_jax.cli.main import app
+app()
 """
 
 
