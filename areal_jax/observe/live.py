@@ -66,8 +66,7 @@ class Tally:
             self.rewards.append(float(row["reward_mean"]))
         self.interruptions += int(row["interruptions"])
         self.failed_rewards += int(row["failed_rewards"])
-        dropped = row["dropped"]
-        self.dropped.update(dropped if isinstance(dropped, Mapping) else {"dropped": int(dropped)})
+        self.dropped.update(row.get("dropped_by_reason") or {"dropped": row["dropped"]})
         self._seen_s = self._now_s()
 
     def mean(self, name: str) -> float:
@@ -94,14 +93,9 @@ class Tally:
 
     @property
     def ages(self) -> str:
-        """The last batch's token ages in versions, as text: min / median / max.
-
-        If the row lacks min or median, the text is mean / max.
-        """
-        low, mid, high = (self.last(f"token_age_{name}") for name in ("min", "median", "max"))
-        if low is None or mid is None:
-            return f"{_number(self.last('token_age_mean')):.1f} mean / {_number(high):.0f} max"
-        return f"{low:.0f} / {mid:.0f} / {_number(high):.0f}"
+        """The last batch's token ages in versions, as text: min / median / max."""
+        ages = (_number(self.last(f"token_age_{name}")) for name in ("min", "median", "max"))
+        return " / ".join(f"{age:.0f}" for age in ages)
 
     @property
     def drops(self) -> str:

@@ -31,7 +31,7 @@ def row(step: int, **more: object) -> dict:
         "token_age_median": 1,
         "token_age_max": 2,
         "interruptions": 3,
-        "dropped": {"filtered": 2, "lost": 0},
+        "dropped_by_reason": {"filtered": 2, "lost": 0},
     }
     return {**dict.fromkeys(REQUIRED, 0), **usual, **more}
 
@@ -52,7 +52,7 @@ def drawn(tally: live.Tally) -> str:
 
 
 def test_a_plain_line_holds_every_figure():
-    assert plain([row(0), row(1, dropped={"filtered": 1}, failed_rewards=4)])[1] == (
+    assert plain([row(0), row(1, dropped_by_reason={"filtered": 1}, failed_rewards=4)])[1] == (
         "step 2/10  reward 0.100  signal 50%  tokens/s generated 8123 trained 7000  trainer waits 14%"
         "  generator idle 12%  age 0 / 1 / 2  interrupted 6  dropped filtered 3, failed rewards 4  0:02"
     )
@@ -66,11 +66,11 @@ def test_rows_before_a_resume_count():
 
 
 def test_a_row_with_null_reward_no_median_and_a_plain_drop_count_still_shows():
-    bare = row(0, reward_mean=None, dropped=3, token_age_mean=0.5)
+    bare = row(0, reward_mean=None, dropped=3, dropped_by_reason={})
     del bare["token_age_median"]
     line = plain([bare])[0]
     assert "reward nan" in line
-    assert "age 0.5 mean / 2 max" in line
+    assert "age 0 / nan / 2" in line
     assert "dropped dropped 3" in line
 
 
