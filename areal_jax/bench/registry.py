@@ -12,31 +12,21 @@ from functools import partial
 from importlib.resources import files
 from typing import Any
 
-import numpy as np
-
 from areal_jax.assembly.devices import machine
 from areal_jax.bench.decode import decode, prefill, sample
 from areal_jax.bench.hosting import room, serve, swap
-from areal_jax.bench.measure import (
-    bench_learner,
-    compile_s,
-    matrix_peak,
-    random_trajectory,
-    timed_s,
-    updates,
-)
-from areal_jax.bench.packed import packed
+from areal_jax.bench.measure import bench_learner, compile_s, matrix_peak, timed_s, updates
+from areal_jax.bench.packed import packed, skewed_groups
 from areal_jax.bench.sync import sync
 from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
-from areal_jax.models.model import Model
 from areal_jax.models.transformer import Remat
 from areal_jax.plugin import check_settings
 from areal_jax.runtime.device_memory import reset_peak, resident_bytes
 from areal_jax.trainer.learner import Learner
 from areal_jax.trainer.state import TrainState
 from areal_jax.trajectories.packing import pack
-from areal_jax.types import ArealError, Batch, Group, Prompt, SampleId
+from areal_jax.types import ArealError, Batch
 
 
 def bench(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,9 +49,8 @@ def logprob(
     at the FLOP/s measured for a large matrix product.
     """
     learner, state, batch = _trainer(shape, rows, length, dtype)
-    return _of_peak(
-        shape, dtype, 2, learner.model, batch, lambda: learner.prepare(state, batch), repeats=repeats
-    )
+    flops = 2 * learner.model.parameter_count * batch.tokens.size
+    return _of_peak(shape, dtype, flops, batch, lambda: learner.prepare(state, batch), repeats)
 
 
 def update(
@@ -87,7 +76,8 @@ def update(
     reset_peak()
     timed_s(once)
     grown = resident_bytes() - before
-    return _of_peak(shape, dtype, 6, learner.model, batch, once, repeats=repeats) | {
+    flops = 6 * learner.model.parameter_count * batch.tokens.size
+    return _of_peak(shape, dtype, flops, batch, once, repeats) | {
         "memory_forecast_bytes": forecast.peak,
         "memory_forecast_beyond_resident_bytes": forecast.peak - forecast.resident,
         "memory_grown_bytes": grown,
@@ -140,9 +130,8 @@ def _trainer(
 ) -> tuple[Learner, TrainState, Batch]:
     """Returns a learner, its initial state, and one micro-batch: `rows` rows full of random tokens."""
     learner, state = bench_learner(shape, rows, length, dtype, remat)
-    numbers, vocab_size = np.random.default_rng(0), learner.model.config.vocab_size
-    members = (random_trajectory(SampleId(0, i), length, numbers, vocab_size) for i in range(rows))
-    return learner, state, pack([Group(0, Prompt(tokens=[0]), tuple(members))], rows, length)
+    groups = skewed_groups(rows, length, length, 0.0, length, learner.model.config.vocab_size)
+    return learner, state, pack(groups, rows, length)
 
 
 def _decode_heavy(steps: int, median: float, seed: int, words: list[str]) -> Config:
@@ -159,19 +148,12 @@ def _decode_heavy(steps: int, median: float, seed: int, words: list[str]) -> Con
 
 
 def _of_peak(
-    shape: str,
-    dtype: str,
-    flops_a_token: int,
-    model: Model,
-    batch: Batch,
-    once: Callable[[], Any],
-    *,
-    repeats: int,
+    shape: str, dtype: str, flops: int, batch: Batch, once: Callable[[], Any], repeats: int
 ) -> dict[str, Any]:
+    """Returns figures of `once`, which processes `batch` with `flops` FLOPs, beside the measured FLOP/s."""
     compiling = compile_s(once)
     runs = [timed_s(once) for _ in range(repeats)]
     seconds, tokens, peak = statistics.median(runs), batch.tokens.size, matrix_peak(dtype)
-    flops = flops_a_token * model.parameter_count * tokens
     return machine(shape, dtype, runs) | {
         "tokens_per_s": tokens / seconds,
         "batch": list(batch.tokens.shape),
