@@ -13,7 +13,7 @@ import numpy as np
 
 from areal_jax.assembly.devices import machine
 from areal_jax.bench.decode import call_s, filled
-from areal_jax.bench.measure import in_turn, random_model, random_params, timed_s
+from areal_jax.bench.measure import in_turn, median_s, random_model, random_params, timed_s
 from areal_jax.generation.commands import Start
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host
@@ -250,10 +250,7 @@ def _parts_s(engine: Engine, store: MemoryStore, prompt: int) -> tuple[float, fl
     """Returns median seconds of (a decode step with every slot live, a prefill of `prompt` tokens)."""
     value = engine.load_params(store.load(0, engine.param_shardings))
     tokens = np.arange(prompt)
-    prefill = statistics.median(
-        timed_s(lambda: engine.prefill(params=value, padded_tokens=tokens, true_length=prompt))
-        for _ in range(3)
-    )
+    prefill = median_s(lambda: engine.prefill(params=value, padded_tokens=tokens, true_length=prompt), 3)
     states = [filled(engine, value, prompt)]
 
     def call() -> Any:

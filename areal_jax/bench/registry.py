@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping
 from functools import partial
-from importlib.resources import files
 from typing import Any
 
 from areal_jax.assembly.devices import machine
@@ -136,7 +135,7 @@ def _trainer(
 
 def _decode_heavy(steps: int, median: float, seed: int, words: list[str]) -> Config:
     return load_config(
-        str(files("areal_jax") / "configs" / "quickstart.yaml"),
+        "configs/quickstart.yaml",
         f"run.steps={steps}",
         f"run.seed={seed}",
         f"tasks.countdown.median={median}",

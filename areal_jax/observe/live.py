@@ -8,26 +8,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 BARS = "▁▂▃▄▅▆▇█"
 REFRESH_PER_S = 4
 RECENT = 20
 """Number of most recent steps over which throughputs, fractions and the remaining time are averaged."""
-
-
-class View(Protocol):
-    """Interface of the displays of a run's progress."""
-
-    def show(self, row: Mapping[str, Any]) -> None:
-        """Show one metrics row; called after its step is trained."""
-        ...
-
-    def note(self, text: str) -> None:
-        """Show a line about an event, such as "a host joined", which stays on the screen."""
-        ...
-
-    def close(self) -> None: ...
 
 
 def make_view(
@@ -113,6 +99,7 @@ class PlainView:
         self._tally = tally
 
     def show(self, row: Mapping[str, Any]) -> None:
+        """Show one metrics row; called after its step is trained."""
         tally = self._tally
         tally.add(row)
         line = (
@@ -131,6 +118,7 @@ class PlainView:
         self.note(line)
 
     def note(self, text: str) -> None:
+        """Show a line about an event, such as "a host joined", which stays on the screen."""
         self._stream.write(text + "\n")
         self._stream.flush()
 
@@ -169,6 +157,10 @@ class LiveView:
     def _panel(self) -> Any:
         with self._lock:
             return panel(self._tally)
+
+
+View = PlainView | LiveView
+"""A display of a run's progress: `show` takes each metrics row, and `note` lines about events."""
 
 
 def panel(tally: Tally) -> Any:
