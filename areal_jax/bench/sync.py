@@ -147,15 +147,15 @@ def _between_processes(open_now: ExitStack, shape: str, dtype: str) -> dict[str,
     parameters. Closing `open_now` ends the other process.
     """
     engine = Engine(adapted_model(shape), slots=1, length=32)
-    trainer = open_now.enter_context(publisher(shape, dtype))
-    reader = TransferReader(trainer.address, engine.canary, DEADLINE_S)
+    address, publish = open_now.enter_context(publisher(shape, dtype))
+    reader = TransferReader(address, engine.canary, DEADLINE_S)
     open_now.callback(reader.close)
     ahead = _ahead(open_now, reader, engine)
     held: list[VersionedParams] = []
 
     def transfer(version: int, what: str) -> Times:
         before = reader.pulled_bytes
-        began, stall = trainer.publish(version, what)
+        began, stall = publish(version, what)
         pause = _adopt(ahead, version, engine, held)
         whole = time.time() - began
         return {"stall": stall, "pause": pause, "whole": whole, "bytes": reader.pulled_bytes - before}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing as mp
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
@@ -32,47 +32,48 @@ def adapted_model(shape: str) -> Model:
     return Model(dataclasses.replace(plain.config, lora=LORA), plain.tokenizer)
 
 
-class Publisher:
-    """The parent's handle to a child process that publishes weights, sent from device to device."""
-
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
-        self.address: str = self._heard()
-
-    def publish(self, version: int, what: str) -> tuple[float, float]:
-        """Makes the child change `what` of its parameters, all or adapters, and publish them as `version`.
-
-        Returns the time when publishing began (time.time()), and for how many seconds it blocked the child.
-        """
-        self._pipe.send((version, what))
-        return self._heard()
-
-    def _heard(self) -> Any:
-        if not self._pipe.poll(DEADLINE_S):
-            raise ArealError(
-                f"the publishing process sent no message for {DEADLINE_S:g} s, so the benchmark ends; see "
-                "its last lines above"
-            )
-        try:
-            return self._pipe.recv()
-        except EOFError:
-            raise ArealError(
-                "the publishing process ended unexpectedly, so the benchmark ends; see its traceback above"
-            ) from None
+Publish = Callable[[int, str], tuple[float, float]]
+"""`publish(version, what)` makes the child process change `what` of its parameters, all or adapters, and
+publish them as `version`. It returns the time when publishing began (time.time()), and for how many seconds
+publishing blocked the child.
+"""
 
 
 @contextmanager
-def publisher(shape: str, dtype: str) -> Iterator[Publisher]:
+def publisher(shape: str, dtype: str) -> Iterator[tuple[str, Publish]]:
+    """Starts a child process that publishes weights from device to device; yields its address and `Publish`.
+
+    At the end of the block the process is killed.
+    """
     context = mp.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=_publish, args=(there, shape, dtype), daemon=True)
     process.start()
     there.close()  # else the pipe stays open when the child ends
+
+    def publish(version: int, what: str) -> tuple[float, float]:
+        here.send((version, what))
+        return _received(here)
+
     try:
-        yield Publisher(here)
+        yield _received(here), publish
     finally:
         process.kill()
         process.join()
+
+
+def _received(pipe: Connection) -> Any:
+    if not pipe.poll(DEADLINE_S):
+        raise ArealError(
+            f"the publishing process sent no message for {DEADLINE_S:g} s, so the benchmark ends; see its "
+            "last lines above"
+        )
+    try:
+        return pipe.recv()
+    except EOFError:
+        raise ArealError(
+            "the publishing process ended unexpectedly, so the benchmark ends; see its traceback above"
+        ) from None
 
 
 def _publish(pipe: Connection, shape: str, dtype: str) -> None:

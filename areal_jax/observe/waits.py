@@ -158,11 +158,7 @@ class _Record:
         self._ready: list[tuple[str, int, int]] = []
 
     def add(self, activity: str, start: int, end: int) -> None:
-        last = self._recent[-1] if self._recent else None  # merged up to a window, to grow old
-        if last is not None and last[0] == activity and end - last[1] < WINDOW_NS:
-            self._recent[-1] = (activity, last[1], end)
-        else:
-            self._recent.append((activity, start, end))
+        self._recent.append((activity, start, end))
         while self._recent[0][2] < end - EXACT_NS:
             self._coalesce(*self._recent.popleft())
 
