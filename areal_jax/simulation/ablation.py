@@ -41,59 +41,8 @@ Row = Mapping[str, Any]
 """The metrics of one training step."""
 
 
-@dataclass(frozen=True)
-class Result:
-    """The result of the run with `value` for the varied key, the overrides of `arm`, and seed `seed`.
-    `seconds`: its wall time.
-    """
-
-    value: Any
-    arm: str
-    seed: int
-    figures: Mapping[str, float]
-    """The run's figures, by their names in `Ablation.figures`."""
-    rewards: tuple[float, ...]
-    """Mean reward of each batch."""
-    digest: str
-    """Digest of the final parameters."""
-    seconds: float
-
-    def to_json(self) -> dict[str, Any]:
-        plain = dict(vars(self))
-        return {key: plain.pop(key) for key in ("value", "arm", "seed")} | plain.pop("figures") | plain
-
-
-@dataclass(frozen=True)
-class Table:
-    """Results of all runs of an ablation."""
-
-    results: tuple[Result, ...]
-
-    def by_seed(self, value: Any, arm: str, figure: str) -> list[float]:
-        """Return a figure of the runs with this value of the varied key and this arm, one number per seed.
-
-        Raises KeyError if there is no such run.
-        """
-        found = [r.figures[figure] for r in self.results if (r.value, r.arm) == (value, arm)]
-        if not found:
-            raise KeyError((value, arm))
-        return found
-
-    def mean(self, value: Any, arm: str, figure: str) -> float:
-        """Return the mean over seeds of what `by_seed` returns; raises KeyError if there is no such run."""
-        return statistics.mean(self.by_seed(value, arm, figure))
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Return one row for each value and arm, in the order of the runs.
-
-        A row has each figure's mean over seeds and, as `by_seed`, the first figure's numbers, one per seed.
-        """
-        names = list(self.results[0].figures)
-        return [
-            {"value": value, "arm": arm, "by_seed": self.by_seed(value, arm, names[0])}
-            | {name: self.mean(value, arm, name) for name in names}
-            for value, arm in dict.fromkeys((r.value, r.arm) for r in self.results)
-        ]
+Table = Mapping[tuple[Any, str], Mapping[str, Sequence[float]]]
+"""(value of the varied key, arm) -> name of a figure -> its numbers, one per seed."""
 
 
 @dataclass(frozen=True)
@@ -138,19 +87,30 @@ def ablate(name: str, ablation: Ablation, words: Sequence[str], say: Callable[[s
         _config(ablation, overrides, *place) for place in places
     ]  # a bad word fails before the first run
     measure = run_locally if settings["speed"] is None else Workbench(settings["speed"]).run
+    table: dict[tuple[Any, str], dict[str, list[float]]] = {}
     results, started = [], time.perf_counter()
     for (seed, value, arm), config in zip(places, configs, strict=True):
         began = time.perf_counter()
         rows = measure(config)
         figures = {name: figure(rows) for name, figure in ablation.figures.items()}
-        rewards, seconds = tuple(row["reward_mean"] for row in rows), time.perf_counter() - began
-        results.append(Result(value, arm, seed, figures, rewards, rows[-1]["params_digest"], seconds))
+        result: dict[str, Any] = {
+            "value": value,
+            "arm": arm,
+            "seed": seed,
+            **figures,
+            "rewards": [row["reward_mean"] for row in rows],
+            "digest": rows[-1]["params_digest"],
+            "seconds": time.perf_counter() - began,
+        }
+        results.append(result)
+        for figure, number in figures.items():
+            table.setdefault((value, arm), {}).setdefault(figure, []).append(number)
         first = next(iter(figures))
         say(
             f"{len(results)}/{len(places)}: {ablation.key}={value}, {arm}, seed {seed}: "
-            f"{first} {figures[first]:.5g}, {seconds:.0f} s"
+            f"{first} {figures[first]:.5g}, {result['seconds']:.0f} s"
         )
-    table, c = Table(tuple(results)), configs[0]
+    c = configs[0]
     return {
         "ablation": name,
         "key": ablation.key,
@@ -158,12 +118,24 @@ def ablate(name: str, ablation: Ablation, words: Sequence[str], say: Callable[[s
         "words": overrides,
         "steps": c.run.steps,
         **settings,
-        "table": table.rows(),
+        "table": _rows(table),
         "claims": {claim: _holds(table, test) for claim, test in ablation.claims.items()},
-        "runs": [result.to_json() for result in results],
+        "runs": results,
         "total_seconds": time.perf_counter() - started,
-        **machine(c.model.shape, c.model.dtype, [result.seconds for result in results]),
+        **machine(c.model.shape, c.model.dtype, [result["seconds"] for result in results]),
     }
+
+
+def _rows(table: Table) -> list[dict[str, Any]]:
+    """Return one row for each value and arm, in the order of the runs.
+
+    A row has each figure's mean over seeds and, as `by_seed`, the first figure's numbers, one per seed.
+    """
+    return [
+        {"value": value, "arm": arm, "by_seed": next(iter(figures.values()))}
+        | {name: statistics.mean(numbers) for name, numbers in figures.items()}
+        for (value, arm), figures in table.items()
+    ]
 
 
 def _holds(table: Table, test: Callable[[Table], bool]) -> bool | None:

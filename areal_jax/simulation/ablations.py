@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean, mean, median
 
 from areal_jax.plugin import did_you_mean
 from areal_jax.simulation.ablation import Ablation, Row, Table
@@ -31,7 +31,7 @@ equally long.
 
 
 def _mean(figure: str) -> Callable[[Sequence[Row]], float]:
-    return lambda rows: statistics.fmean(row[figure] for row in rows)
+    return lambda rows: fmean(row[figure] for row in rows)
 
 
 def last_mean(figure: str) -> Callable[[Sequence[Row]], float]:
@@ -61,8 +61,8 @@ def per_s(figure: str) -> Callable[[Sequence[Row]], float]:
 
 
 def _decoupled_holds(table: Table) -> bool:
-    oracle = table.mean(0, "decoupled", "reward")
-    return all(abs(table.mean(eta, "decoupled", "reward") - oracle) <= ORACLE_MARGIN for eta in (1, 2, 4))
+    oracle = mean(table[0, "decoupled"]["reward"])
+    return all(abs(mean(table[eta, "decoupled"]["reward"]) - oracle) <= ORACLE_MARGIN for eta in (1, 2, 4))
 
 
 def _naive_earns_less(table: Table) -> bool:
@@ -70,20 +70,19 @@ def _naive_earns_less(table: Table) -> bool:
     of arm decoupled.
     """
     return all(
-        max(table.by_seed(eta, "naive", "reward")) < min(table.by_seed(eta, "decoupled", "reward"))
-        for eta in STALENESS[3:]
+        max(table[eta, "naive"]["reward"]) < min(table[eta, "decoupled"]["reward"]) for eta in STALENESS[3:]
     )
 
 
 def _naive_clips_more(table: Table) -> bool:
     return all(
-        table.mean(eta, "naive", "clip_share") > table.mean(eta, "decoupled", "clip_share")
+        mean(table[eta, "naive"]["clip_share"]) > mean(table[eta, "decoupled"]["clip_share"])
         for eta in STALENESS[1:]
     )
 
 
 def _unbounded_costs(table: Table) -> bool:
-    return table.mean(UNBOUNDED, "decoupled", "reward") <= table.mean(4, "decoupled", "reward")
+    return mean(table[UNBOUNDED, "decoupled"]["reward"]) <= mean(table[4, "decoupled"]["reward"])
 
 
 # --- interruption -------------------------------------------------------------------------------------------
@@ -109,8 +108,8 @@ def _gain(table: Table, sigma: float) -> float:
 
     `sigma`: standard deviation of the logarithm of answer lengths; 0 = all answers are equally long.
     """
-    pairs = (table.by_seed(sigma, arm, "trained_tokens_per_s") for arm in ("recompute", "drain"))
-    return statistics.median(ours / theirs for ours, theirs in zip(*pairs, strict=True))
+    pairs = (table[sigma, arm]["trained_tokens_per_s"] for arm in ("recompute", "drain"))
+    return median(ours / theirs for ours, theirs in zip(*pairs, strict=True))
 
 
 def _interrupting_gains(table: Table) -> bool:

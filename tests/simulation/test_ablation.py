@@ -15,7 +15,7 @@ from areal_jax.config.tree import Config
 from areal_jax.control.events import SampleFinished
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.rollout import rollout
-from areal_jax.simulation.ablation import Result, Table, Workbench, ablate, schedule
+from areal_jax.simulation.ablation import Table, Workbench, ablate, schedule
 from areal_jax.simulation.ablations import ABLATIONS, find
 from areal_jax.simulation.machines import DrawnMachines
 from areal_jax.simulation.real_machines import RealMachines
@@ -79,7 +79,7 @@ def test_a_seed_gives_the_same_bits_again_whatever_ran_before_it(table, bench):
     last = table["runs"][-1]
     assert (last["value"], last["arm"]) == (3, "decoupled")
     alone = bench.run(config_of(3))
-    assert [row["reward_mean"] for row in alone] == list(last["rewards"])
+    assert [row["reward_mean"] for row in alone] == last["rewards"]
     assert alone[-1]["params_digest"] == last["digest"]
     other = bench.run(config_of(3, "run.seed=1"))
     assert other[-1]["params_digest"] != last["digest"]
@@ -131,13 +131,10 @@ def test_what_the_real_machines_cannot_do_is_said_before_they_start():
 
 
 def table_of(rewards: dict[tuple[object, str], list[float]], clipped: dict[str, float]) -> Table:
-    return Table(
-        tuple(
-            Result(value, arm, seed, {"reward": reward, "clip_share": clipped[arm]}, (), "", 0.0)
-            for (value, arm), by_seed in rewards.items()
-            for seed, reward in enumerate(by_seed)
-        )
-    )
+    return {
+        (value, arm): {"reward": by_seed, "clip_share": [clipped[arm]] * len(by_seed)}
+        for (value, arm), by_seed in rewards.items()
+    }
 
 
 def as_hoped() -> dict[tuple[object, str], list[float]]:
@@ -209,14 +206,11 @@ QUICK = (
 
 def speeds(skewed: tuple[list[float], list[float]], constant: tuple[list[float], list[float]]) -> Table:
     """Trained tokens a second by seed, of recompute and of drain."""
-    return Table(
-        tuple(
-            Result(sigma, arm, seed, {"trained_tokens_per_s": speed}, (), "", 0.0)
-            for sigma, arms in ((1.0, skewed), (0.0, constant))
-            for arm, by_seed in zip(("recompute", "drain"), arms, strict=True)
-            for seed, speed in enumerate(by_seed)
-        )
-    )
+    return {
+        (sigma, arm): {"trained_tokens_per_s": by_seed}
+        for sigma, arms in ((1.0, skewed), (0.0, constant))
+        for arm, by_seed in zip(("recompute", "drain"), arms, strict=True)
+    }
 
 
 def test_the_gain_is_the_median_ratio_of_runs_that_followed_one_another():
