@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from areal_jax.cli.shell import INTERRUPTED, Model
+from areal_jax.cli.shell import Model, stop_on_sigterm
 from areal_jax.plugin import needing
 
 PACKAGES = ("google", "grpc", "prometheus_client", "starlette", "uvicorn")
@@ -45,7 +44,7 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a model by gRPC (JetStream's service and areal-jax's own), and /health and /metrics by HTTP."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM stops as cleanly as Ctrl-C
+    stop_on_sigterm()
     with needing("serve", "serve", PACKAGES):
         from areal_jax.serving.secret import read_secret
         from areal_jax.serving.server import ServeSettings
@@ -57,4 +56,4 @@ def serve(
         run(model, words or [], settings, typer.echo)
     except KeyboardInterrupt:
         typer.echo("stopped", err=True)
-        raise typer.Exit(INTERRUPTED) from None
+        raise

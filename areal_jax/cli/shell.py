@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
@@ -11,8 +12,6 @@ from typer import Context
 from typer.core import TyperGroup
 
 from areal_jax.types import ArealError
-
-INTERRUPTED = 130
 
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on stdout; progress goes to stderr.")
@@ -35,6 +34,11 @@ class Verbs(TyperGroup):
         except ArealError as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(1) from None
+
+
+def stop_on_sigterm() -> None:
+    """From now on SIGTERM stops the command as cleanly as Ctrl-C; typer ends both with exit code 130."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def show(figures: Mapping[str, Any], is_json: bool, lines: Iterable[str] | None = None) -> None:

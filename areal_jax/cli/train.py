@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Callable
 from itertools import count
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from areal_jax.cli.shell import INTERRUPTED, AsJson, print_json
+from areal_jax.cli.shell import AsJson, print_json, stop_on_sigterm
 
 if TYPE_CHECKING:
     from areal_jax.runtime.context import RunResult
@@ -42,14 +41,14 @@ def run(words: Words = None, json: AsJson = False, dry_run: DryRun = False) -> N
 
 def resume(folder: Path, words: Words = None, json: AsJson = False) -> None:
     """Continue a run that ended for any reason: RUN [section.key=value ...]."""
-    _start()
+    stop_on_sigterm()
     from areal_jax.runtime import jobs
 
     _finish(lambda stream: jobs.resume(folder, words or [], stream=stream), folder, json)
 
 
 def _run(words: list[str], json: bool, is_dry: bool) -> None:
-    _start()
+    stop_on_sigterm()
     from areal_jax.config.loading import load_config
     from areal_jax.runtime import jobs
 
@@ -60,16 +59,12 @@ def _run(words: list[str], json: bool, is_dry: bool) -> None:
     _finish(lambda stream: jobs.run(config, stream=stream), config.run.folder, json)
 
 
-def _start() -> None:
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM stops as cleanly as Ctrl-C
-
-
 def _finish(job: Callable[[Any], RunResult], folder: Path, json: bool) -> None:
     try:
         result = job(sys.stderr if json else sys.stdout)
     except KeyboardInterrupt:
         typer.echo(f"stopped; `areal-jax resume {folder}` continues the run", err=True)
-        raise typer.Exit(INTERRUPTED) from None
+        raise
     rows = result.metrics
     figures = {"run": str(result.folder), "report": str(result.report or ""), "steps": len(rows)}
     if json:
