@@ -242,9 +242,9 @@ class Timeline:
         If the control plane and other components have clocks here, the key CONTROL_ALONE is added: its
         `decide` is the time in which only the control plane worked, its `wait` the rest.
         """
-        clocks = self._clocks.copy()  # other threads may add clocks
-        totals = {name: clock.take_totals() for name, clock in clocks.items()}
-        if CONTROL in clocks and len(clocks) > 1:
+        # A copy, because other threads may add clocks.
+        totals = {name: clock.take_totals() for name, clock in self._clocks.copy().items()}
+        if CONTROL in totals and len(totals) > 1:
             totals[CONTROL_ALONE] = self._alone.take_totals()
         return totals
 
@@ -258,7 +258,7 @@ class Timeline:
             return
         lines = [
             json.dumps(Interval(name, activity, self._seconds(start), self._seconds(end))._asdict())
-            for name, clock in self._clocks.copy().items()  # other threads may add clocks
+            for name, clock in self._clocks.copy().items()
             for activity, start, end in clock.take_intervals(is_final)
             if end - start >= NS // 1_000_000  # the file's times are in microseconds
         ]
