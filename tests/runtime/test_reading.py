@@ -122,7 +122,7 @@ def test_equal_rewards_have_no_best(journal: SqliteQueue):
 def test_a_sample_says_how_it_was_judged(folder: Path):
     view = view_sample(folder, "1/0/1")
     assert (view.task, view.prompt, view.completion) == ("countdown", "c>", "ab")
-    assert (view.reward, view.note, view.truncated) == (0.0, "note 1/0", True)
+    assert (view.reward, view.reward_note, view.truncated) == (0.0, "note 1/0", True)
     mixed = view_sample(folder, "0/0")
     assert (mixed.interruptions, mixed.truncated) == (1, False)
     assert [(piece.text, piece.version) for piece in mixed.pieces] == [("a", 0), ("b", 0), ("c", 1)]
