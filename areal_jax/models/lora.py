@@ -17,15 +17,20 @@ from jaxtyping import Array, Float
 SUFFIX = "_lora"
 
 
+def leaves_of(params: Any, sep: str | None = None) -> dict[Any, Any]:
+    """Returns the leaves by path: a tuple of names, or with `sep` the names joined by it."""
+    return flatten_dict(params, sep=sep)
+
+
 def adapters_of(params: Any) -> Any:
     """Returns only the adapters, nested as in `params`; subtrees without an adapter are left out."""
-    flat = flatten_dict(params)
+    flat = leaves_of(params)
     return unflatten_dict({path: leaf for path, leaf in flat.items() if _is_in_adapter(path)})
 
 
 def base_of(params: Any) -> Any:
     """Returns the parameters without the adapters."""
-    flat = flatten_dict(params)
+    flat = leaves_of(params)
     return unflatten_dict({path: leaf for path, leaf in flat.items() if not _is_in_adapter(path)})
 
 
@@ -35,7 +40,7 @@ def _is_in_adapter(path: tuple[str, ...]) -> bool:
 
 def with_adapters(params: Any, adapters: Any) -> Any:
     """Returns a new tree of `params` with each adapter of `adapters` beside its matrix."""
-    return unflatten_dict(flatten_dict(params) | flatten_dict(adapters))
+    return unflatten_dict(leaves_of(params) | leaves_of(adapters))
 
 
 def low_rank(a: Float[Array, "L ... r"], b: Float[Array, "L r ..."]) -> Float[Array, "L ..."]:
@@ -48,7 +53,7 @@ def low_rank(a: Float[Array, "L ... r"], b: Float[Array, "L r ..."]) -> Float[Ar
 
 def merge_adapters(params: Any, scale: float) -> Any:
     """Returns the parameters without adapters; each matrix W with an adapter (a, b) becomes W + scale a b."""
-    flat, merged = flatten_dict(params), flatten_dict(base_of(params))
+    flat, merged = leaves_of(params), leaves_of(base_of(params))
     for path, matrix in merged.items():
         adapter = (*path[:-1], path[-1] + SUFFIX)
         if (*adapter, "a") in flat:

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax.traverse_util import flatten_dict
 from jax.sharding import SingleDeviceSharding
 
 from areal_jax.models.config import ModelConfig
@@ -29,6 +28,7 @@ from areal_jax.models.io.safetensors_folder import (
     write_json,
     write_tensors,
 )
+from areal_jax.models.lora import leaves_of
 from areal_jax.models.model import Params
 from areal_jax.types import ArealError
 
@@ -197,7 +197,7 @@ def export_folder(
     if tokenizer_from is not None and not tokenizer_from.is_dir():
         raise ArealError(f"tokenizer_from={tokenizer_from} is not a folder; give one with tokenizer.json")
     raw = write_config(config, dtype)
-    leaves = flatten_dict(params, sep=".")
+    leaves = leaves_of(params, sep=".")
     sizes = axis_sizes(config)
     entries = [
         Entry(name, tensor.shape(sizes), partial(_stored, tensor, leaves[tensor.path], layer, sizes))

@@ -12,12 +12,11 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from flax.traverse_util import flatten_dict
 
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.io.families import Tensor, axis_sizes, tensors_of
 from areal_jax.models.io.safetensors_folder import Entry, require_dtype, save_tensors, staged, write_json
-from areal_jax.models.lora import SUFFIX
+from areal_jax.models.lora import SUFFIX, leaves_of
 from areal_jax.models.model import Params
 from areal_jax.types import ArealError
 
@@ -54,7 +53,7 @@ def export_adapter(
         "inference_mode": True,
     }
     sizes = axis_sizes(config)
-    leaves = flatten_dict(params, sep=".")
+    leaves = leaves_of(params, sep=".")
     entries = [entry for tensor in matrices for entry in _entries(tensor, leaves, config.layers, sizes)]
     with staged(folder) as stage:
         save_tensors(stage / TENSORS, entries, dtype)
