@@ -68,8 +68,10 @@ class Manifest(NamedTuple):
 
 def committed(folder: Path) -> list[int]:
     """Returns the complete versions in `folder` (those with a manifest), oldest first."""
-    names = (manifest.parent.name for manifest in folder.glob(f"*/{MANIFEST}"))
-    return sorted(int(name) for name in names if name.isascii() and name.isdigit())
+    # No glob: it takes a folder without read permission for an empty one.
+    names = os.listdir(folder) if folder.is_dir() else []
+    numbers = [int(name) for name in names if name.isascii() and name.isdigit()]
+    return sorted(n for n in numbers if (folder / str(n) / MANIFEST).exists())
 
 
 # --- writing ------------------------------------------------------------------------------------------------
