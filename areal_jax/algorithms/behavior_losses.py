@@ -17,7 +17,7 @@ from pydantic import Field
 
 from areal_jax.algorithms.ratios import binary_kl, ratio, total_variation
 from areal_jax.algorithms.shapes import check_batch
-from areal_jax.types import Batch, PolicyOutputs
+from areal_jax.types import ArealError, Batch, PolicyOutputs
 
 
 def cispo(
@@ -65,6 +65,11 @@ def dppo(
     binary_kl is KL(behaviour | current) over two events, this token and any other; for it the authors set
     delta 0.05. Qi et al. (arXiv:2602.04879).
     """
+    if divergence not in ("total_variation", "binary_kl"):
+        raise ArealError(
+            f"algorithm.loss_settings.divergence={divergence!r} is unknown to the loss dppo; use "
+            "total_variation or binary_kl"
+        )
     check_batch(batch, *now)
     r = ratio(now.logp, batch.behavior_logp)
     apart = total_variation if divergence == "total_variation" else binary_kl

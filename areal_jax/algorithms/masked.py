@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from areal_jax.types import ArealError
+
 Aggregate = Literal["mean", "sum", "max"]
 
 
@@ -75,6 +77,8 @@ def of_sequence(
         lowest = jnp.where(mask, values, -jnp.inf).ravel()
         each = jax.ops.segment_max(lowest, segment_ids.ravel(), sequences + 1)[1:]
         return per_token(jnp.where(each == -jnp.inf, 0.0, each), segment_ids)
+    if aggregate not in ("mean", "sum"):
+        raise ArealError(f"off_policy_settings.aggregate={aggregate!r} is unknown; use mean, sum or max")
     each = per_sequence(keep(values, mask), segment_ids, sequences)
     if aggregate == "mean":
         each = each / jnp.maximum(per_sequence(mask.astype(values.dtype), segment_ids, sequences), 1)

@@ -8,6 +8,7 @@ ends the run with an error instead of training with a wrong weight.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import chex
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from areal_jax.algorithms.masked import of_sequence
-from areal_jax.types import Batch
+from areal_jax.types import ArealError, Batch
 
 LOG_RATIO_BOUND = 20.0
 LEAST_PROBABILITY = 1e-8
@@ -49,6 +50,8 @@ def ratio_at(
     """
     if level == "token":
         return ratio(logp, center)
+    if level not in ("sequence", "sequence_token"):
+        raise ArealError(f"loss_settings.level={level!r} is unknown; use token, sequence or sequence_token")
     mean = of_sequence("mean", logp - center, batch.loss_mask, batch.segment_ids, batch.group_ids.shape[0])
     s = jnp.where(batch.loss_mask, exp_bounded(mean), 1.0)  # so that tokens off the mask do not contribute
     return (
@@ -100,4 +103,15 @@ def kl_estimate(p: Float[Array, "..."], q: Float[Array, "..."], estimator: str) 
         return -gap
     if estimator == "k2":
         return 0.5 * gap**2
-    return exp_bounded(gap) - 1 - jnp.clip(gap, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    if estimator == "k3":
+        return exp_bounded(gap) - 1 - jnp.clip(gap, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    raise ArealError(f"algorithm.kl.estimator={estimator!r} is unknown; use k1, k2 or k3")
+
+
+DIVERGENCES: Mapping[str, Callable[[Array, Array], Array]] = {
+    "k1": lambda p, q: kl_estimate(p, q, "k1"),
+    "k2": lambda p, q: kl_estimate(p, q, "k2"),
+    "k3": lambda p, q: kl_estimate(p, q, "k3"),
+    "binary_kl": widest_binary_kl,
+}
+"""Metrics of the off-policy weight `mask` other than the ratio; called as f(behavior_logp, proximal_logp)."""

@@ -21,9 +21,9 @@ from jaxtyping import Array, Bool, Float, Int
 from pydantic import Field
 
 from areal_jax.algorithms.masked import Aggregate, of_sequence, per_sequence, per_token
-from areal_jax.algorithms.ratios import exp_bounded, kl_estimate, widest_binary_kl
+from areal_jax.algorithms.ratios import DIVERGENCES, exp_bounded
 from areal_jax.algorithms.shapes import check_batch
-from areal_jax.types import Batch
+from areal_jax.types import ArealError, Batch
 
 Level = Literal["token", "sequence"]
 
@@ -62,7 +62,12 @@ def reduction_weights(
         return share / own_length
     if reduction == "sequence_sum":
         return share
-    return share / constant
+    if reduction == "constant":
+        return share / constant
+    raise ValueError(
+        f"algorithm.reduction={reduction!r} is unknown; use token_mean, token_mean_batch, sequence_mean, "
+        "sequence_sum or constant"
+    )
 
 
 # --- off-policy weights -------------------------------------------------------------------------------------
@@ -107,10 +112,10 @@ def mask(
     if metric == "ratio":
         log_weight = _at(level, aggregate, log_weight, batch)
         measured = exp_bounded(log_weight)
+    elif metric in DIVERGENCES:
+        measured = _at(level, aggregate, DIVERGENCES[metric](batch.behavior_logp, batch.proximal_logp), batch)
     else:
-        pair = batch.behavior_logp, batch.proximal_logp
-        apart = widest_binary_kl(*pair) if metric == "binary_kl" else kl_estimate(*pair, metric)
-        measured = _at(level, aggregate, apart, batch)
+        raise ArealError(f"metric={metric!r} of mask is unknown; use ratio, {', '.join(DIVERGENCES)}")
     is_cut = jnp.zeros_like(batch.loss_mask)
     if lower is not None:
         is_cut |= measured < lower
@@ -155,9 +160,11 @@ def _log_ratio(batch: Batch) -> Float[Array, "B T"]:
     return jnp.where(jnp.isfinite(gap), gap, jnp.nan)
 
 
-def _at(level: Level, aggregate: Aggregate, values: Float[Array, "B T"], batch: Batch) -> Float[Array, "B T"]:
+def _at(level: str, aggregate: Aggregate, values: Float[Array, "B T"], batch: Batch) -> Float[Array, "B T"]:
     if level == "token":
         return values
+    if level != "sequence":
+        raise ArealError(f"algorithm.off_policy_settings.level={level!r} is unknown; use token or sequence")
     return of_sequence(aggregate, values, batch.loss_mask, batch.segment_ids, batch.group_ids.shape[0])
 
 

@@ -15,7 +15,6 @@ from areal_jax.algorithms.losses import LOSSES, policy_gradient, ppo_clip
 from areal_jax.algorithms.ratios import binary_kl
 from areal_jax.algorithms.weights import truncate
 from areal_jax.config.presets import OWN_RATIO
-from areal_jax.plugin import check_settings
 from areal_jax.types import ArealError, Batch, PolicyOutputs
 from tests.algorithms import reference_losses as reference
 from tests.algorithms.batches import prepared
@@ -95,14 +94,19 @@ def test_losses_that_read_the_behaviour_policy_are_those_that_say_so(name: str):
         (
             "ppo_clip",
             {"level": "turn"},
-            "level='turn': input should be 'token', 'sequence' or 'sequence_token'",
+            "loss_settings.level='turn' is unknown; use token, sequence or sequence_token",
         ),
-        ("dppo", {"divergence": "kl"}, "divergence='kl': input should be 'total_variation' or 'binary_kl'"),
+        (
+            "dppo",
+            {"divergence": "kl"},
+            "algorithm.loss_settings.divergence='kl' is unknown to the loss dppo; use total_variation or "
+            "binary_kl",
+        ),
     ],
 )
 def test_a_level_or_divergence_that_is_none(name: str, settings: dict[str, Any], message: str):
-    with pytest.raises(ArealError, match=f"algorithm.loss_settings.{message}"):
-        check_settings(LOSSES[name], settings, "algorithm.loss_settings")
+    with pytest.raises(ArealError, match=message):
+        LOSSES[name](*prepared(3), **settings)
 
 
 # --- clipping -----------------------------------------------------------------------------------------------
