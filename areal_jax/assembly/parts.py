@@ -67,7 +67,12 @@ class Inputs:
         prompt = self.prompts.prompt(ordinal)
         tokens = tuple(self.model.tokenizer.render(prompt))
         length = self.config.generation.length
-        if not 1 <= len(tokens) < length:
+        if not tokens:
+            raise ArealError(
+                f"the prompt at ordinal {ordinal} (task {prompt.task}) has no tokens, and a completion needs "
+                "at least one before it; leave such prompts out of the task"
+            )
+        if len(tokens) >= length:
             raise ArealError(
                 f"the prompt at ordinal {ordinal} (task {prompt.task}) has {len(tokens)} tokens, but prompt "
                 f"and completion together must fit generation.length={length}; raise generation.length, or "

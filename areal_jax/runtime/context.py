@@ -67,7 +67,7 @@ def open_context(
 
     First rewrites metrics.jsonl from the journal. The view writes progress to `stream`; None = stdout. If a
     resumed run has another device, number of cores, jaxlib or XLA flags than the journal's header, the view
-    shows each difference.
+    shows each difference; if all of its steps are trained, the view says so.
     """
     seq, snapshot = journal.latest_snapshot() or (0, None)
     control = ControlPlane.fold(config, (row.event for row in journal.rows(seq)), snapshot)
@@ -87,6 +87,11 @@ def open_context(
                         f"this machine differs from the run's first: {key} was {then!r}, now {value!r}; the "
                         "run continues, but steps that are trained again may give different parameters"
                     )
+            if control.state.trained_version >= config.run.steps:
+                view.note(
+                    f"all {config.run.steps} steps of this run (run.steps) are trained already; "
+                    "to train more, resume it with a larger run.steps"
+                )
         yield RunContext(config, folder, journal, control, view, metrics, timeline, history)
 
 

@@ -126,8 +126,17 @@ def test_every_recorded_log_prob_is_the_one_of_its_version(finished, tmp_path):
     assert seen > 0
 
 
+def test_a_finished_run_that_is_resumed_says_that_nothing_is_left_to_train(finished):
+    out = io.StringIO()
+    result = resume(finished, stream=out)
+    assert "all 8 steps of this run (run.steps) are trained already; to train more" in out.getvalue()
+    assert len(result.metrics) == 8
+
+
 def test_a_finished_run_goes_on_when_asked_for_more_steps(finished):
-    result = resume(finished, ["run.steps=10"], stream=io.StringIO())
+    out = io.StringIO()
+    result = resume(finished, ["run.steps=10"], stream=out)
+    assert "trained already" not in out.getvalue()
     assert [row["step"] for row in result.metrics] == list(range(10))
     assert audit_run(finished).trained == 40
     assert audit_run(finished).ok

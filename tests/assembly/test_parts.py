@@ -1,0 +1,41 @@
+"""A run's prompts are checked before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from areal_jax.assembly.parts import open_inputs
+from areal_jax.tasks.task import Task
+from areal_jax.tasks.tokenizers import CharTokenizer
+from areal_jax.types import ArealError, Completion, Prompt, Reward
+from tests.small_run import small
+
+
+class OneText(Task):
+    """Every prompt is `text`."""
+
+    tokenizer = CharTokenizer("ab")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, i: int) -> Prompt:
+        return Prompt(self.text)
+
+    def score(self, prompt: Prompt, completion: Completion) -> Reward:
+        return Reward(0.0)
+
+
+def test_a_prompt_without_tokens_is_refused_for_that_reason(tmp_path):
+    with pytest.raises(ArealError, match=r"prompt at ordinal 0 \(task OneText\) has no tokens.*leave such"):
+        open_inputs(small(tmp_path), [OneText("")])
+
+
+def test_a_prompt_must_leave_room_for_a_completion(tmp_path):
+    with pytest.raises(ArealError, match=r"has 24 tokens, but .* must fit generation.length=24; raise"):
+        open_inputs(small(tmp_path), [OneText("a" * 24)])
+    inputs = open_inputs(small(tmp_path), [OneText("a" * 23)])
+    assert inputs.prompt_tokens(0) == tuple(CharTokenizer("ab").encode("a")) * 23
