@@ -100,6 +100,5 @@ def write_result(folder: Path, inputs: Inputs) -> RunResult:
 
     `inputs`: the run's config and tasks.
     """
-    tasks = [weighted.task for weighted in inputs.tasks.values()]
-    report = write_report(folder, inputs.config, tasks) if inputs.config.observe.report else None
+    report = write_report(folder, inputs.config, inputs.tasks) if inputs.config.observe.report else None
     return RunResult(folder, read_rows(folder), report)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from areal_jax.observe.sample import SampleView
 from areal_jax.observe.svg import standalone
 from areal_jax.observe.waits import read_timelines
 from areal_jax.runtime.viewer import Late, Viewer
-from areal_jax.tasks.task import Task
+from areal_jax.tasks.source import WeightedTask
 from areal_jax.trajectories.sqlite import SqliteQueue
 from areal_jax.types import ArealError, SampleId
 
@@ -104,10 +104,10 @@ def write_timeline(folder: Path, target: Path) -> None:
     target.write_text(standalone(figure, page_css()), encoding="utf-8")
 
 
-def write_report(folder: Path, config: Config, tasks: Sequence[Task] = ()) -> Path:
+def write_report(folder: Path, config: Config, tasks: Mapping[str, WeightedTask] | None = None) -> Path:
     """Write report.html into the run's folder and return its path.
 
-    `tasks`, if given, replace the config's.
+    `tasks`: the run's tasks by name; None: those of the config.
     """
     with open_journal(folder) as journal:
         found = find(journal)
@@ -135,7 +135,7 @@ def write_report(folder: Path, config: Config, tasks: Sequence[Task] = ()) -> Pa
 
 
 def _samples(
-    journal: SqliteQueue, config: Config, tasks: Sequence[Task], found: Found
+    journal: SqliteQueue, config: Config, tasks: Mapping[str, WeightedTask] | None, found: Found
 ) -> tuple[list[tuple[str, list[SampleView]]], str, Callable[[int], str]]:
     """Return the samples to show by title, why none can be shown, and a function that names a group's task.
 
@@ -150,10 +150,10 @@ def _samples(
     return viewer.chosen(list(found.late)), "", failed.__getitem__
 
 
-def view_sample(folder: Path, name: str, tasks: Sequence[Task] = ()) -> SampleView:
+def view_sample(folder: Path, name: str) -> SampleView:
     """Return the sample named ORDINAL/MEMBER[/ATTEMPT] as text; ATTEMPT is 0 by default.
 
-    `tasks`, if given, replace the config's. Raises ArealError if the journal does not have the sample.
+    Raises ArealError if the journal does not have the sample.
     """
     match = re.fullmatch(r"(\d+)[/.](\d+)(?:[/.](\d+))?", name)
     if not match:
@@ -163,4 +163,4 @@ def view_sample(folder: Path, name: str, tasks: Sequence[Task] = ()) -> SampleVi
     sample = SampleId(*(int(part or 0) for part in match.groups()))
     config = load_config(folder / "config.yaml")
     with open_journal(folder) as journal:
-        return Viewer(journal, config, tasks).view(sample)
+        return Viewer(journal, config).view(sample)

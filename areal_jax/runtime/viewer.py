@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import NamedTuple
@@ -12,7 +12,6 @@ from areal_jax.config.tree import Config
 from areal_jax.observe.sample import Piece, SampleView
 from areal_jax.serving.text import TextStream
 from areal_jax.tasks.source import PromptStream, WeightedTask, load_tasks
-from areal_jax.tasks.task import Task
 from areal_jax.tasks.tokenizers import Tokenizer
 from areal_jax.trajectories.sqlite import SqliteQueue
 from areal_jax.types import ArealError, SampleId
@@ -32,18 +31,20 @@ class Late(NamedTuple):
 class Viewer:
     """Reads the samples of one run from its journal as text.
 
-    `tasks`, if given, replace those of the config.
+    `tasks`: the run's tasks by name; None: those of the config.
     """
 
-    def __init__(self, journal: SqliteQueue, config: Config, tasks: Sequence[Task] = ()) -> None:
+    def __init__(
+        self, journal: SqliteQueue, config: Config, tasks: Mapping[str, WeightedTask] | None = None
+    ) -> None:
         """Raises ArealError if the model's tokenizer cannot be loaded."""
-        self._journal, self._config, self._objects = journal, config, tasks
+        self._journal, self._config, self._given = journal, config, tasks
         is_tasks_own = config.model.source == RANDOM and config.model.tokenizer == "auto"
         self._tokenizer: Tokenizer = open_source(config, self._tasks if is_tasks_own else {}).model.tokenizer
 
     @cached_property
-    def _tasks(self) -> dict[str, WeightedTask]:
-        return load_tasks(self._config.tasks, self._objects)
+    def _tasks(self) -> Mapping[str, WeightedTask]:
+        return load_tasks(self._config.tasks) if self._given is None else self._given
 
     @cached_property
     def _prompts(self) -> PromptStream:
@@ -51,8 +52,9 @@ class Viewer:
 
     def task_of(self, ordinal: int) -> str:
         """Return the name of group `ordinal`'s task; "" if the run has several and they cannot be loaded."""
-        if len(self._config.tasks) == 1 and not self._objects:
-            return next(iter(self._config.tasks))
+        names = self._config.tasks if self._given is None else self._given
+        if len(names) == 1:
+            return next(iter(names))
         with suppress(ArealError):
             return self._prompts.place(ordinal)[0]
         return ""

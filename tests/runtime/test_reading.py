@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from areal_jax.assembly.parts import open_inputs
 from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
 from areal_jax.control import events as e
 from areal_jax.runtime import viewer
+from areal_jax.runtime.context import write_result
 from areal_jax.runtime.reading import find, view_sample, write_report
 from areal_jax.runtime.viewer import Late, Viewer, token_texts
+from areal_jax.tasks.source import PromptStream, load_tasks
 from areal_jax.tasks.tokenizers import ByteTokenizer, CharTokenizer
 from areal_jax.trajectories.sqlite import Entry, SqliteQueue
 from areal_jax.types import NOT_SAMPLED, ArealError, SampleId, Sampling, Trajectory
@@ -135,6 +139,17 @@ def test_a_run_of_tasks_that_cannot_be_made_here_is_reported_without_samples(fol
     """Tasks given as Python objects leave only their names: their own tokenizer is not to be had."""
     page = write_report(folder, load_config("tasks=[Sums]", "run.name=x")).read_text()
     assert "no task is called" in page and "Sums" in page
+
+
+def test_the_report_of_a_run_names_its_tasks_as_the_config_does(folder: Path):
+    """With their weights: by these a prompt's ordinal decides which task it is of."""
+    words = ["tasks={countdown: {weight: 1}, arithmetic: {weight: 9}}", "model.tokenizer=byte", "run.name=x"]
+    config = load_config(*words)
+    result = write_result(folder, open_inputs(config))
+    assert result.report is not None
+    named = set(re.findall(r"sample (\d+)/\S+ of (\w+)", result.report.read_text()))
+    prompts = PromptStream(load_tasks(config.tasks), config.run.seed)
+    assert named == {("0", prompts.place(0)[0]), ("1", prompts.place(1)[0])}
 
 
 def test_bytes_need_no_task(journal: SqliteQueue):
