@@ -24,7 +24,7 @@ class Writer:
         self._what, self._waiting, self._on_failure = what, waiting, on_failure
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=what)
         self._pending: deque[Future[None]] = deque()
-        """The writes that have not ended, or whose error was not raised yet."""
+        """The writes that have not ended, and those that failed with an error that was not raised yet."""
 
     def submit(self, write: Callable[[], None], deadline_s: float) -> None:
         """Queue a write, after a wait of up to `deadline_s` seconds for space in the queue.

@@ -260,7 +260,7 @@ def test_a_version_that_is_pruned_while_it_is_pulled(make, monkeypatch):
     monkeypatch.setattr(Pull, "_start", slow)
     assert same(reader.load(0, HERE).params, value(0).params)
     with pytest.raises(VersionGoneError):
-        Pull(store.address, None, 0, DEADLINE_S)  # nobody reads it any more
+        Pull(store.address, None, 0, DEADLINE_S)  # no reader holds version 0 any more
 
     with closing(Pull(store.address, None, 1, DEADLINE_S)):
         publish(store, value(2))
