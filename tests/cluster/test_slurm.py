@@ -140,7 +140,7 @@ def test_a_launched_job_of_two_components_survives_a_killed_trainer_and_finishes
     printed = log(folder)
     assert "trainer-1 was killed by SIGKILL; trainer-1 starts again" in printed
     # Trainer-0 starts again too: its agent hears of the failure, or trainer-0 loses its connection first.
-    assert re.search(r"(on another machine failed|trainer-0 [^;\n]+); trainer-0 starts again", printed), printed
+    assert re.search(r"(on another machine failed|trainer-0 [^;\n]+); trainer-0 starts again", printed)
     for name in ("trainer-0", "trainer-1"):
         assert printed.count(f"; {name} starts again") == 1, printed
 
