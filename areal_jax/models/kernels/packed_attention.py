@@ -19,6 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from areal_jax.models.blockwise import blockwise_attention
+from areal_jax.models.kernels.trials import Trial, failure, tried_apart
 from areal_jax.parallel.mesh import ROWS
 
 Kernel = Callable[[Array, Array, Array, Array], Array]
@@ -49,14 +50,17 @@ class Choice(NamedTuple):
 def cudnn(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
     """Returns causal attention within segments by cuDNN, from each segment's length and offset.
 
-    Requires a Hopper GPU or newer, and bfloat16 or float16. If a row has more than SEGMENTS (128) segments,
-    JAX code computes the result (`blocks`).
+    k and v are repeated for query heads: jax computes the offsets of keys and values with the number of query
+    heads, so with fewer kv heads cuDNN would access memory beyond k and v. Requires a Hopper GPU or newer,
+    and bfloat16 or float16. If a row has more than SEGMENTS (128) segments, JAX code computes the result
+    (`blocks`).
     """
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
     def packed(q: Array, k: Array, v: Array) -> Array:
-        sizes, offsets = segment_bounds(segment_ids, SEGMENTS)
+        sizes, offsets = segment_spans(segment_ids, SEGMENTS)
         is_token = (segment_ids > 0)[..., None, None]  # cuDNN writes no output outside segments
+        k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
         q, k, v = (jnp.where(is_token, x, 0) for x in (q, k, v))
         attend: Any = fused.dot_product_attention
         out = attend(
@@ -97,62 +101,70 @@ def segment_starts(segment_ids: Int[Array, "B T"]) -> Array:
     return (segment_ids != before) & (segment_ids > 0)
 
 
-def segment_bounds(segment_ids: Int[Array, "B T"], most: int) -> tuple[Int[Array, "B M"], Int[Array, "B M1"]]:
-    """Returns the sizes (B, most) and offsets (B, most + 1) of each row's segments, padded with -1.
+def segment_spans(segment_ids: Int[Array, "B T"], most: int) -> tuple[Int[Array, "B M"], Int[Array, "B M1"]]:
+    """Returns the sizes (B, most) and first columns (B, most + 1) of each row's segments, padded with -1.
 
-    Both are in tokens, for at most `most` segments a row. The entry after a row's last offset is the column
-    at which its last segment ends.
+    Both are in tokens, for at most `most` segments a row, as jax's cuDNN attention requires them. It joins
+    the rows' lists, without the padding: a first column too many would shift those of all later rows.
     """
     starts = segment_starts(segment_ids)
-    count = starts.sum(1, keepdims=True)
-    place = jnp.arange(most + 1)
-    first = jax.vmap(lambda row: jnp.nonzero(row, size=most + 1, fill_value=-1)[0])(starts)
-    end = (segment_ids > 0).sum(1, keepdims=True)  # segments lie side by side from column 0 on
-    offsets = jnp.where((place == count) & (count > 0), end, first).astype(jnp.int32)
-    return jnp.where(place[:-1] < count, jnp.diff(offsets), -1), offsets
+    first = jax.vmap(lambda row: jnp.nonzero(row, size=most + 1, fill_value=-1)[0])(starts).astype(jnp.int32)
+    # Segments lie side by side from column 0 on; the last one ends where the padding begins.
+    end = (segment_ids > 0).sum(1, keepdims=True)
+    following = jnp.where(first[:, 1:] >= 0, first[:, 1:], end)
+    return jnp.where(first[:, :-1] >= 0, following - first[:, :-1], -1), first
 
 
 @lru_cache
 def choose(platform: str, heads: int, kv_heads: int, head_dim: int, dtype: str) -> Choice:
     """Returns the choice of the first kernel that passes `self_test` on this device, or BLOCKS (JAX code).
 
-    On other devices than GPUs, and unless `dtype` is bfloat16, the choice is BLOCKS without a test.
+    Each self-test runs in a process of its own. On other devices than GPUs, and unless `dtype` is bfloat16,
+    the choice is BLOCKS without a test.
     """
     if platform not in ("gpu", "cuda"):
         return Choice(BLOCKS, dict.fromkeys(KERNELS, f"needs CUDA; this device is {platform}"))
     if dtype != "bfloat16":
         return Choice(BLOCKS, dict.fromkeys(KERNELS, f"needs model.dtype=bfloat16; it is {dtype}"))
-    return first_passing(KERNELS, lambda kernel: self_test(kernel, heads, kv_heads, head_dim, dtype))
+    return first_passing(KERNELS, lambda each: tried_apart(self_test, each, heads, kv_heads, head_dim, dtype))
 
 
-def first_passing(kernels: Mapping[str, Callable], test: Callable[[Any], str | None]) -> Choice:
-    """Returns the choice of the first kernel for which `test` finds no fault (None), or BLOCKS (JAX code)."""
+def first_passing(kernels: Mapping[str, Callable], test: Callable[[Any], Trial]) -> Choice:
+    """Returns the choice of the first kernel in which `test` finds no problem, or BLOCKS (JAX code)."""
     rejected: dict[str, str] = {}
     for name, kernel in kernels.items():
-        if (problem := test(kernel)) is None:
+        if (problem := test(kernel).problem) is None:
             return Choice(name, rejected)
         rejected[name] = problem
     return Choice(BLOCKS, rejected)
 
 
-def failure(error: Exception) -> str:
-    """Returns why a kernel cannot run on this device: the exception that it raised, in one line."""
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error) else ''}"
+def ragged_rows(rows: int, length: int) -> Int[np.ndarray, "B T"]:
+    """Returns segment ids of `rows` rows of `length` tokens, a multiple of 8, with unequal segments.
+
+    Rows repeat after four: three segments and padding, one segment, five segments (two of 1 or 2 tokens), and
+    padding alone.
+    """
+    eighth = length // 8
+    sizes = [2 * eighth, 4 * eighth, eighth], [length], [1, eighth, 3 * eighth, 2, 2 * eighth], []
+    ids = np.zeros((rows, length), np.int32)
+    for row in range(rows):
+        of_row = sizes[row % len(sizes)]
+        ids[row, : sum(of_row)] = np.repeat(np.arange(len(of_row)) + 1, of_row)
+    return ids
 
 
 def self_test(
-    kernel: Kernel, heads: int, kv_heads: int, head_dim: int, dtype: str, length: int = 256
-) -> str | None:
-    """Returns the first fault found in the kernel on this device; None if it passes.
+    kernel: Kernel, heads: int, kv_heads: int, head_dim: int, dtype: str, length: int = 256, rows: int = 4
+) -> Trial:
+    """Tests a kernel on this device, forward and backward, on `ragged_rows`.
 
-    The test row has three segments and padding, `length` tokens. Outputs and gradients are compared with
-    those of `blocks` (JAX code) in float32; changing the content of the first segment must not change a bit
-    of the second.
+    Outputs and gradients are compared with those of `blocks` (JAX code) in float32. Changing the content of
+    all other tokens must not change a bit of the first row's second segment.
     """
-    ids = jnp.asarray(np.repeat([1, 2, 3, 0], [length // 4, length // 2, length // 8, length // 8])[None])
-    ids = ids.astype(jnp.int32)
+    ids = jnp.asarray(ragged_rows(rows, length))
     keys = jax.random.split(jax.random.key(0), 4)
-    shapes = [(1, length, n, head_dim) for n in (heads, kv_heads, kv_heads, heads)]
+    shapes = [(rows, length, n, head_dim) for n in (heads, kv_heads, kv_heads, heads)]
     q, k, v, slope = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
     is_token = (ids > 0)[..., None, None]
 
@@ -167,24 +179,26 @@ def self_test(
         (_, out), slopes = of(read)
         return [np.asarray(x, np.float32) for x in (out, *slopes)]
 
+    watched = np.asarray(ids == 2) & (np.arange(rows) == 0)[:, None]
     try:
         got = both(kernel, dtype, q, k, v)
-        moved = both(kernel, dtype, *(x.at[:, : length // 4].multiply(-3.0) for x in (q, k, v)))
+        moved = both(kernel, dtype, *(jnp.where(watched[..., None, None], x, -3.0 * x) for x in (q, k, v)))
     except Exception as error:  # noqa: BLE001 - a kernel that cannot run here may raise anything
-        return failure(error)
+        return Trial(failure(error))
     want = both(blocks, "float32", *(x.astype(dtype).astype(jnp.float32) for x in (q, k, v)))
-    for name, one, other in zip(("output", "dq", "dk", "dv"), got, want, strict=True):
-        gap = float(np.abs(one - other).max() / np.abs(other).max())
+    names = "output", "dq", "dk", "dv"
+    gaps = [float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(got, want, strict=True)]
+    for name, gap in zip(names, gaps, strict=True):
         if not gap <= HALF_TOLERANCE:
-            return (
+            return Trial(
                 f"its {name} differs from float32 by {gap:.2g} of the largest value, more than the "
-                f"tolerance {HALF_TOLERANCE:g}"
+                f"tolerance {HALF_TOLERANCE:g}",
+                gap,
             )
-    second = np.asarray(ids[0] == 2)
-    for name, one, other in zip(("output", "dq", "dk", "dv"), got, moved, strict=True):
-        if one[0, second].tobytes() != other[0, second].tobytes():
-            return f"its {name} of one segment depends on another segment's content"
-    return None
+    for name, one, other in zip(names, got, moved, strict=True):
+        if one[watched].tobytes() != other[watched].tobytes():
+            return Trial(f"its {name} of one segment depends on another segment's content", max(gaps))
+    return Trial(None, max(gaps))
 
 
 def on_mesh(choice: Choice, mesh: Mesh, kv_heads: int) -> Kernel | None:

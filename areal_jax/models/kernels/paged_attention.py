@@ -20,7 +20,8 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from areal_jax.models.config import ModelConfig
-from areal_jax.models.kernels.packed_attention import BLOCKS, HALF_TOLERANCE, Choice, failure, first_passing
+from areal_jax.models.kernels.packed_attention import BLOCKS, HALF_TOLERANCE, Choice, first_passing
+from areal_jax.models.kernels.trials import Trial, failure, tried_apart
 from areal_jax.models.kv_pages import KVPages, PagedKernel
 
 BLOCK = 64
@@ -142,7 +143,8 @@ def choose(
 ) -> Choice:
     """Returns the choice of the first kernel that passes `self_test`, or BLOCKS (JAX code) if none does.
 
-    Off GPUs, if `dtype` is not bfloat16, or if `kv_dtype` is float32, the choice is BLOCKS without a test.
+    Each self-test runs in a process of its own. Off GPUs, if `dtype` is not bfloat16, or if `kv_dtype` is
+    float32, the choice is BLOCKS without a test.
     """
     if platform not in ("gpu", "cuda"):
         return _none(f"needs CUDA; this device is {platform}")
@@ -151,7 +153,9 @@ def choose(
             f"needs model.dtype=bfloat16 (it is {dtype}) and bfloat16 or int8 KV pages (they are {kv_dtype})"
         )
     pages: dict[str, Any] = {"kv_dtype": kv_dtype, "page_tokens": page_tokens}
-    return first_passing(KERNELS, lambda kernel: self_test(kernel, heads, kv_heads, head_dim, **pages))
+    return first_passing(
+        KERNELS, lambda each: tried_apart(self_test, each, heads, kv_heads, head_dim, **pages)
+    )
 
 
 def self_test(
@@ -163,8 +167,8 @@ def self_test(
     kv_dtype: str,
     page_tokens: int,
     length: int = 1024,
-) -> str | None:
-    """Returns the first fault found in the kernel on this device; None if it passes.
+) -> Trial:
+    """Tests a kernel on this device.
 
     The test slots have different lengths; two share pages and one is empty. Their output, from the second of
     two layers, is compared with a softmax in float32. The rest of the pool has NaN keys and very large
@@ -176,20 +180,21 @@ def self_test(
     try:
         got, again = (np.asarray(run(*trial)) for trial in (first, second))
     except Exception as error:  # noqa: BLE001 - a kernel that cannot run here may raise anything
-        return failure(error)
+        return Trial(failure(error))
     is_used = np.asarray(first[-1]) > 0
     one, want = got[is_used], np.asarray(want)[is_used]
     if not np.isfinite(one).all():
-        return "it reads keys beyond a slot's length or from another slot's pages"
+        return Trial("it reads keys beyond a slot's length or from another slot's pages")
     gap = float((np.abs(one - want).max((1, 2)) / np.abs(want).max((1, 2))).max())
     if not gap <= HALF_TOLERANCE:
-        return (
+        return Trial(
             f"its output differs from float32 by {gap:.2g} of a slot's largest value, more than "
-            f"the tolerance {HALF_TOLERANCE:g}"
+            f"the tolerance {HALF_TOLERANCE:g}",
+            gap,
         )
     if got[WATCHED].tobytes() != again[WATCHED].tobytes():
-        return "one slot's output depends on its neighbours' content or length"
-    return None
+        return Trial("one slot's output depends on its neighbours' content or length", gap)
+    return Trial(None, gap)
 
 
 WATCHED, SHARING, TRIED_SLOTS = 2, 3, 7

@@ -5,26 +5,37 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo as fused
 from jax.experimental.pallas.ops.gpu import attention
 
 from areal_jax.models.kernels import packed_attention as attention_kernels
-from areal_jax.models.kernels.packed_attention import blocks, choose, segment_bounds, self_test, triton
+from areal_jax.models.kernels.packed_attention import (
+    blocks,
+    choose,
+    cudnn,
+    ragged_rows,
+    segment_spans,
+    self_test,
+    triton,
+)
 
 SHAPE = (4, 2, 16, "float32", 64)  # heads, kv heads, head dimension, dtype, length
 
 
 def test_blocks_pass():
-    assert self_test(blocks, *SHAPE) is None
+    found = self_test(blocks, *SHAPE)
+    assert found.problem is None and found.gap == 0.0
 
 
 @pytest.mark.slow
 def test_the_triton_kernel_passes_in_the_interpreter(monkeypatch: pytest.MonkeyPatch):
     """The kernel's mathematics and our padding and repeating of heads; only its speed needs a GPU."""
     monkeypatch.setattr(attention, "mha", partial(attention.mha, interpret=True))
-    assert self_test(triton, *SHAPE) is None
+    assert self_test(triton, *SHAPE).problem is None
 
 
 def across_segments(q: Any, k: Any, v: Any, ids: Any) -> Any:
@@ -40,6 +51,15 @@ def leaks_a_little(q: Any, k: Any, v: Any, ids: Any) -> Any:
     return blocks(q, k, v, ids) + 1e-6 * jnp.abs(v).mean()
 
 
+def wrong_after_the_first_row(q: Any, k: Any, v: Any, ids: Any) -> Any:
+    """As attention is whose offsets of the second row are those of the first."""
+    return jnp.concatenate([blocks(q[:1], k[:1], v[:1], ids[:1]), across_segments(q, k, v, ids)[1:]])
+
+
+def reads_another_row(q: Any, k: Any, v: Any, ids: Any) -> Any:
+    return blocks(q, k, v, ids) + 1e-6 * jnp.abs(v[-1]).mean()
+
+
 def raises(q: Any, k: Any, v: Any, ids: Any) -> Any:
     raise NotImplementedError("no such device")
 
@@ -49,12 +69,14 @@ def raises(q: Any, k: Any, v: Any, ids: Any) -> Any:
     [
         (across_segments, "its output differs from float32 by"),
         (not_causal, "its output differs from float32 by"),
+        (wrong_after_the_first_row, "its output differs from float32 by"),
+        (reads_another_row, "depends on another segment's content"),
         (leaks_a_little, "depends on another segment's content"),
         (raises, "NotImplementedError: no such device"),
     ],
 )
 def test_what_must_not_be_used_is_found(kernel: Any, problem: str):
-    assert problem in str(self_test(kernel, *SHAPE))
+    assert problem in str(self_test(kernel, *SHAPE).problem)
 
 
 def test_the_choice_names_what_was_rejected(monkeypatch: pytest.MonkeyPatch):
@@ -64,15 +86,55 @@ def test_the_choice_names_what_was_rejected(monkeypatch: pytest.MonkeyPatch):
     assert choose("gpu", 4, 2, 16, "float32").path == "blocks"
     tried = {"cudnn": raises, "triton": blocks}
     monkeypatch.setattr(attention_kernels, "KERNELS", tried)
+    here = lambda test, *given: test(*given)  # noqa: E731 - tests/models/kernels/test_trials.py has the process
+    monkeypatch.setattr(attention_kernels, "tried_apart", here)
     choice = choose("gpu", 4, 2, 16, "bfloat16")
     assert choice.path == "triton"
     assert choice.rejected == {"cudnn": "NotImplementedError: no such device"}
     choose.cache_clear()
 
 
-def test_segment_bounds():
-    """Three segments and padding; two that fill the row; none at all."""
-    ids = np.array([[7, 7, 9, 2, 2, 0], [4, 4, 4, 4, 5, 5], [0, 0, 0, 0, 0, 0]], np.int32)
-    sizes, offsets = segment_bounds(jnp.asarray(ids), 4)
-    np.testing.assert_array_equal(sizes, [[2, 1, 2, -1], [4, 2, -1, -1], [-1] * 4])
-    np.testing.assert_array_equal(offsets, [[0, 2, 3, 5, -1], [0, 4, 6, -1, -1], [-1] * 5])
+IDS = np.array([[7, 7, 9, 2, 2, 0], [4, 4, 4, 4, 5, 5], [0, 0, 0, 0, 0, 0], [3, 8, 8, 0, 0, 0]], np.int32)
+"""Three segments and padding; two that fill the row; none; two and padding."""
+
+
+def test_segment_spans():
+    sizes, starts = segment_spans(jnp.asarray(IDS), 4)
+    np.testing.assert_array_equal(sizes, [[2, 1, 2, -1], [4, 2, -1, -1], [-1] * 4, [1, 2, -1, -1]])
+    np.testing.assert_array_equal(
+        starts, [[0, 2, 3, -1, -1], [0, 4, -1, -1, -1], [-1] * 5, [0, 1, -1, -1, -1]]
+    )
+
+
+def test_cudnn_gets_every_segments_place_and_as_many_kv_heads_as_query_heads(monkeypatch: pytest.MonkeyPatch):
+    """The arguments go through jax's own conversion to offsets in memory, which is where a mistake shows."""
+    (rows, length), heads, head_dim = IDS.shape, 4, 8
+    given: dict[str, Any] = {}
+
+    def recorded(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
+        spans = [arguments[name] for name in ("q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets")]
+        given["sizes_and_offsets"] = fused._fix_seqlen_offsets(*spans, q, k)
+        given["shapes"] = q.shape, k.shape, v.shape
+        return q
+
+    monkeypatch.setattr(fused, "dot_product_attention", recorded)
+    q = jnp.ones((rows, length, heads, head_dim), jnp.bfloat16)
+    with jax.disable_jit():
+        cudnn(q, q[:, :, :2], q[:, :, :2], jnp.asarray(IDS))
+    assert given["shapes"] == (q.shape,) * 3
+    # By hand: (row, first column, size) of each segment, in order; a token's memory is heads * head_dim.
+    spans = [(0, 0, 2), (0, 2, 1), (0, 3, 2), (1, 0, 4), (1, 4, 2), (3, 0, 1), (3, 1, 2)]
+    offsets = [(row * length + column) * heads * head_dim for row, column, _ in spans]
+    q_sizes, kv_sizes, q_offsets, kv_offsets = (np.asarray(x).ravel() for x in given["sizes_and_offsets"])
+    for sizes in (q_sizes, kv_sizes):
+        assert sizes[: len(spans)].tolist() == [size for *_, size in spans] and not sizes[len(spans) :].any()
+    for found in (q_offsets, kv_offsets):
+        assert found[: len(spans)].tolist() == offsets
+        assert (found[len(spans) :] == q.size).all()  # the end of the array
+
+
+def test_ragged_rows_have_unequal_segments_and_padding():
+    ids = ragged_rows(5, 32)
+    sizes = [np.unique(row[row > 0], return_counts=True)[1].tolist() for row in ids]
+    assert sizes == [[8, 16, 4], [32], [1, 4, 12, 2, 8], [], [8, 16, 4]]
+    assert all((np.diff(row[row > 0]) >= 0).all() and not row[(row > 0).sum() :].any() for row in ids)
