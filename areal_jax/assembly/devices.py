@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -196,6 +196,14 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def installed_version(package: str) -> str:
+    """Returns a package's version; "not installed" for a checkout that is only on Python's path."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
 def header(config: Config) -> dict[str, Any]:
     """Returns what may change bits of results on this machine: its devices, cores, jaxlib and XLA flags.
 
@@ -205,7 +213,7 @@ def header(config: Config) -> dict[str, Any]:
         "device_kind": jax.devices()[0].device_kind,
         "devices": jax.device_count(),
         "usable_cores": usable_cores(),
-        "jaxlib": version("jaxlib"),
+        "jaxlib": installed_version("jaxlib"),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
 
@@ -220,7 +228,7 @@ def diagnose() -> dict[str, Any]:
     stats = devices[0].memory_stats() or {}
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
     return {
-        **{package: version(package) for package in packages},
+        **{package: installed_version(package) for package in packages},
         "devices": [f"{device.platform} {device.device_kind}" for device in devices],
         "device_memory_bytes": stats.get("bytes_limit"),
         "usable_cores": usable_cores(),
@@ -279,7 +287,7 @@ def machine(shape: str, dtype: str, runs: Sequence[float]) -> dict[str, Any]:
         "shape": shape,
         "dtype": dtype,
         "device": jax.devices()[0].device_kind,
-        "versions": {package: version(package) for package in ("jax", "jaxlib", "flax", "areal-jax")},
+        "versions": {name: installed_version(name) for name in ("jax", "jaxlib", "flax", "areal-jax")},
         "load": list(os.getloadavg()),
         "allocator": os.environ.get("GLIBC_TUNABLES", "default"),
     }

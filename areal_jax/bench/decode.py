@@ -14,6 +14,7 @@ import numpy as np
 from areal_jax.algorithms.logprobs import token_stats
 from areal_jax.assembly.devices import machine
 from areal_jax.bench.measure import (
+    NOMINAL,
     in_turn,
     matrix_peak,
     median_s,
@@ -27,9 +28,6 @@ from areal_jax.generation.sampling import draw
 from areal_jax.generation.slots import DecodeState
 from areal_jax.models.exact import paged_attention
 from areal_jax.types import SampleId, Sampling, VersionedParams
-
-NOMINAL_BANDWIDTH = {"NVIDIA H100 80GB HBM3": 3.35e12, "NVIDIA H200": 4.8e12}
-"""Device kind -> bytes per second of device memory, from the vendor's data sheet."""
 
 
 def decode(
@@ -53,6 +51,21 @@ def decode(
     `fraction_of_bandwidth` is (bytes of weights and of live samples' KV) / `seconds` / memory bandwidth
     measured here; `fraction_of_nominal_bandwidth` uses the vendor's bandwidth (None for an unknown device).
     """
+    engine, value = bench_engine(shape, slots, dtype, prompt, tokens, decode_steps, page_tokens, kv_dtype)
+    return decode_figures(engine, value, shape=shape, prompt=prompt, tokens=tokens, repeats=repeats)
+
+
+def bench_engine(
+    shape: str,
+    slots: int,
+    dtype: str,
+    prompt: int,
+    tokens: int,
+    decode_steps: int,
+    page_tokens: int | None = None,
+    kv_dtype: str = "auto",
+) -> tuple[Engine, VersionedParams]:
+    """Returns an engine for prompts of `prompt` and completions of `tokens` tokens, and random parameters."""
     model = random_model(shape, dtype)
     length = prompt + tokens + decode_steps
     length += -length % (page_tokens or length)
@@ -64,7 +77,14 @@ def decode(
         page_tokens=page_tokens,
         kv_dtype=kv_dtype,
     )
-    value = engine.load_params(VersionedParams(0, random_params(model, dtype), ""))
+    return engine, engine.load_params(VersionedParams(0, random_params(model, dtype), ""))
+
+
+def decode_figures(
+    engine: Engine, value: VersionedParams, *, shape: str, prompt: int, tokens: int, repeats: int
+) -> dict[str, Any]:
+    """Returns the figures of `decode` for an engine and parameters on its device."""
+    slots, decode_steps, dtype = engine.slots, engine.decode_steps, engine.model.config.dtype
     calls, bare = max(1, tokens // decode_steps), _bare(engine)
     arms: dict[str, Callable[[DecodeState], DecodeState]] = {
         "whole": lambda state: engine.generate(value, state)[0],
@@ -118,14 +138,14 @@ def _limits(engine: Engine, dtype: str, seconds: float, live_tokens: float) -> d
     kv = jax.eval_shape(engine.init_decode_state).cache
     kv_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kv))
     read_bytes = weight_bytes + slots * live_tokens * kv_bytes / ((engine.pages + 1) * engine.page_tokens)
-    nominal = NOMINAL_BANDWIDTH.get(jax.devices()[0].device_kind)
+    nominal = NOMINAL.get(jax.devices()[0].device_kind)
     return {
         "limit": slots / limit_s,
         "fraction_of_limit": limit_s / seconds,
         "read_bytes": read_bytes,
         "bandwidth": bandwidth,
         "fraction_of_bandwidth": read_bytes / seconds / bandwidth,
-        "fraction_of_nominal_bandwidth": nominal and read_bytes / seconds / nominal,
+        "fraction_of_nominal_bandwidth": nominal and read_bytes / seconds / nominal.bytes_per_s,
     }
 
 

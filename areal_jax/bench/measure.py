@@ -5,8 +5,10 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.monitoring
@@ -26,7 +28,18 @@ from areal_jax.types import Batch, SampleId, Sampling, Trajectory
 
 T = TypeVar("T")
 
-BANDWIDTH_BYTES = 2**30
+
+class Nominal(NamedTuple):
+    """A device's speeds from its maker's data sheet."""
+
+    flops_per_s: float
+    """FLOP/s of dense matrix products of bfloat16."""
+    bytes_per_s: float
+    """Bytes per second of device memory."""
+
+
+NOMINAL = {"NVIDIA H100 80GB HBM3": Nominal(990e12, 3.35e12), "NVIDIA H200": Nominal(990e12, 4.8e12)}
+"""Device kind (jax.Device.device_kind) -> its speeds."""
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 """The event that jax records for each program that it compiles or loads from its persistent cache."""
@@ -102,6 +115,26 @@ def compile_s(call: Callable[[], Any]) -> dict[str, float]:
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
     before = {name: getattr(jax.config, name) for name in settings}
+    totals = []
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            _use_cache(settings | {"jax_compilation_cache_dir": folder})
+            for _ in range(2):
+                jax.clear_caches()
+                with compile_seconds() as seconds:
+                    jax.block_until_ready(call())
+                totals.append(sum(seconds))
+    finally:
+        _use_cache(before)
+    return dict(zip(("compile_s", "compile_cached_s"), totals, strict=True))
+
+
+@contextmanager
+def compile_seconds() -> Iterator[list[float]]:
+    """Gives a list to which the seconds of each compilation in the block are appended.
+
+    A program that is loaded from the compilation cache counts with the seconds that loading takes.
+    """
     seconds: list[float] = []
 
     def listen(event: str, duration_secs: float, **_: str | int) -> None:
@@ -109,19 +142,10 @@ def compile_s(call: Callable[[], Any]) -> dict[str, float]:
             seconds.append(duration_secs)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
-    totals = []
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            _use_cache(settings | {"jax_compilation_cache_dir": folder})
-            for _ in range(2):
-                jax.clear_caches()
-                seconds.clear()
-                jax.block_until_ready(call())
-                totals.append(sum(seconds))
+        yield seconds
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
-        _use_cache(before)
-    return dict(zip(("compile_s", "compile_cached_s"), totals, strict=True))
 
 
 def _use_cache(settings: Mapping[str, Any]) -> None:
@@ -167,6 +191,7 @@ def median_s(call: Callable[[], Any], repeats: int = 5) -> float:
     return statistics.median(timed_s(call) for _ in range(repeats))
 
 
+@cache
 def matrix_peak(dtype: str) -> float:
     """Returns the FLOP/s measured for a large square matrix product in `dtype`, accumulated in float32."""
     size = 2048 if jax.default_backend() == "cpu" else 8192  # large enough to hide the overhead of a call
@@ -175,8 +200,20 @@ def matrix_peak(dtype: str) -> float:
     return 2 * size**3 / median_s(lambda: product(left, left))
 
 
+def _large() -> jax.Array:
+    """Returns an array that no cache of this device holds."""
+    return jnp.ones(2**26 if jax.default_backend() == "cpu" else 2**28, jnp.float32)
+
+
+@cache
+def copy_bandwidth() -> float:
+    """Returns the measured bytes per second, read and written, at which the device copies a large array."""
+    values, negated = _large(), jax.jit(jnp.negative)
+    return 2 * values.nbytes / median_s(lambda: negated(values))
+
+
+@cache
 def read_bandwidth() -> float:
     """Returns the measured bytes per second at which the device reads one large array."""
-    values = jnp.ones(BANDWIDTH_BYTES // 4, jnp.float32)
-    total = jax.jit(jnp.sum)
-    return BANDWIDTH_BYTES / median_s(lambda: total(values))
+    values, total = _large(), jax.jit(jnp.sum)
+    return values.nbytes / median_s(lambda: total(values))

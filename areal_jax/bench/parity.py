@@ -58,9 +58,11 @@ def parity(
     members: int = 4,
     max_tokens: int = 64,
     seed: int = 0,
+    dtypes: Sequence[str] = DTYPES,
+    numerics: Sequence[str] = NUMERICS,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Returns the settings and `rows`: what `compared` returns for each combination of numerics and dtype.
+    """Returns the settings and `rows`: what `compared` returns for each of `numerics` with each of `dtypes`.
 
     `name` is a run's folder, a model's folder or GGUF file, a built-in size, random, or smollm2. For a row,
     each of `prompts` prompts gets `members` completions of at most `max_tokens` tokens. Before each row,
@@ -76,10 +78,10 @@ def parity(
     mesh = make_mesh({"tensor": 1}, jax.devices(), "parity")
     params = source.load(param_shardings(model.logical_axes, model.abstract_params, mesh))
     rows = []
-    for dtype in DTYPES:
-        for numerics in NUMERICS:
-            progress(f"{dtype}, {numerics}")
-            sizes = dataclasses.replace(model.config, dtype=dtype, numerics=numerics, params_dtype=dtype)
+    for dtype in dtypes:
+        for kind in numerics:
+            progress(f"{dtype}, {kind}")
+            sizes = dataclasses.replace(model.config, dtype=dtype, numerics=kind, params_dtype=dtype)
             own = Model(sizes, model.tokenizer)
             value = wire_copy(VersionedParams(0, params, digest(params)), dtype)
             engine = Engine(own, slots=SLOTS, length=length, prefill_chunk=CHUNK)
@@ -91,7 +93,7 @@ def parity(
             again = recomputed_logp(scorer(own, length), params, groups)
             recorded = [one.behavior_logp[one.loss_mask] for group in groups for one in group.trajectories]
             figures = compared(np.concatenate(recorded), np.concatenate(again))
-            rows.append({"numerics": numerics, "dtype": dtype, **figures})
+            rows.append({"numerics": kind, "dtype": dtype, **figures})
     return {
         "model": name,
         "prompts": len(asked),

@@ -13,12 +13,12 @@ from typing import Any
 
 from areal_jax.assembly.devices import machine
 from areal_jax.bench.decode import decode, prefill, sample
+from areal_jax.bench.gpu.schedule import gpu
 from areal_jax.bench.hosting import room, serve, swap
+from areal_jax.bench.loop import loop
 from areal_jax.bench.measure import bench_learner, compile_s, matrix_peak, timed_s, updates
 from areal_jax.bench.packed import packed, skewed_groups
 from areal_jax.bench.sync import sync
-from areal_jax.config.loading import load_config
-from areal_jax.config.tree import Config
 from areal_jax.models.transformer import Remat
 from areal_jax.plugin import check_settings
 from areal_jax.runtime.device_memory import reset_peak, resident_bytes
@@ -83,41 +83,7 @@ def update(
     }
 
 
-def loop(*, steps: int = 150, repeats: int = 3, median: float = 6.0, seed: int = 0) -> dict[str, Any]:
-    """Compares asynchronous with synchronous training in trained tokens per second, in alternating runs.
-
-    There are `repeats` runs of each kind, with `steps` training steps each; both have the same engine and
-    seeds. They train on the task of configs/quickstart.yaml, with a median answer length of `median` letters,
-    so that decoding takes longer than training.
-    """
-    from areal_jax.simulation.ablation import run_locally
-    from areal_jax.simulation.ablations import last_mean, per_s
-
-    arms = {
-        "async": ["control.strategy=interruptible"],
-        "sync": ["control.strategy=sync", "control.max_staleness=0"],
-    }
-    speeds: dict[str, list[float]] = {arm: [] for arm in arms}
-    rewards: dict[str, list[float]] = {arm: [] for arm in arms}
-    for repeat in range(repeats):
-        for arm, words in arms.items():
-            rows = run_locally(_decode_heavy(steps, median, seed + repeat, words))
-            speeds[arm].append(per_s("trained_tokens")(rows))
-            rewards[arm].append(last_mean("reward_mean")(rows))
-    ratios = [a / s for a, s in zip(speeds["async"], speeds["sync"], strict=True)]
-    return machine("tiny", "float32", [1 / speed for speed in speeds["async"]]) | {
-        "tokens_per_s": statistics.median(speeds["async"]),
-        "sync_tokens_per_s": statistics.median(speeds["sync"]),
-        "async_over_sync": statistics.median(ratios),
-        "async_over_sync_runs": ratios,
-        "final_reward_async": rewards["async"],
-        "final_reward_sync": rewards["sync"],
-        "steps": steps,
-        "slots": 8,
-    }
-
-
-MEASUREMENTS = decode, prefill, sample, logprob, update, packed, loop, sync, serve, room, swap
+MEASUREMENTS = decode, prefill, sample, logprob, update, packed, loop, sync, serve, room, swap, gpu
 
 BENCHES: Mapping[str, Callable[..., dict[str, Any]]] = {each.__name__: each for each in MEASUREMENTS}
 
@@ -131,19 +97,6 @@ def _trainer(
     learner, state = bench_learner(shape, rows, length, dtype, remat)
     groups = skewed_groups(rows, length, length, 0.0, length, learner.model.config.vocab_size)
     return learner, state, pack(groups, rows, length)
-
-
-def _decode_heavy(steps: int, median: float, seed: int, words: list[str]) -> Config:
-    return load_config(
-        "configs/quickstart.yaml",
-        f"run.steps={steps}",
-        f"run.seed={seed}",
-        f"tasks.countdown.median={median}",
-        "trainer.checkpoint_every=1000",
-        "observe.tensorboard=false",
-        "observe.report=false",
-        *words,
-    )
 
 
 def _of_peak(

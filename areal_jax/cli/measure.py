@@ -29,14 +29,19 @@ def bench(
     import yaml
 
     from areal_jax.assembly.devices import use_compilation_cache
+    from areal_jax.bench.gpu.table import lines as table
     from areal_jax.bench.registry import bench as measure
 
     use_compilation_cache()
     settings = {key: yaml.safe_load(value) for key, _, value in (word.partition("=") for word in words or [])}
     figures = measure(name, settings)
     lines = (
-        f"{key}: {value:.4g}" if isinstance(value, float) else f"{key}: {value}"
-        for key, value in figures.items()
+        table(figures)
+        if name == "gpu"
+        else (
+            f"{key}: {value:.4g}" if isinstance(value, float) else f"{key}: {value}"
+            for key, value in figures.items()
+        )
     )
     show(figures, json, lines)
 

@@ -175,7 +175,9 @@ def self_test(
     values, which must not be read. Changing the other slots' queries, tables, lengths and pages must not
     change a bit of a slot's output.
     """
-    first, second, want = _trials(heads, kv_heads, head_dim, kv_dtype, page_tokens, -(-length // page_tokens))
+    places = -(-length // page_tokens)
+    litter = jnp.array([jnp.nan, LARGE])  # an argument: XLA would take seconds to fold constant pages
+    first, second, want = _trials(heads, kv_heads, head_dim, kv_dtype, page_tokens, places, litter)
     run = jax.jit(kernel)
     try:
         got, again = (np.asarray(run(*trial)) for trial in (first, second))
@@ -204,11 +206,12 @@ LARGE = 1e30
 
 @partial(jax.jit, static_argnums=range(6))
 def _trials(
-    heads: int, kv_heads: int, head_dim: int, kv_dtype: str, page_tokens: int, places: int
+    heads: int, kv_heads: int, head_dim: int, kv_dtype: str, page_tokens: int, places: int, litter: Array
 ) -> tuple[tuple, tuple, Array]:
     """Returns two trials that are equal only in the slot WATCHED, and the expected output of the first.
 
-    A trial is a kernel's arguments (q, cache, layer, table, lengths); `places`: entries of a slot's table.
+    A trial is a kernel's arguments (q, cache, layer, table, lengths); `places`: entries of a slot's table;
+    `litter`: the key and the value in pages that must not be read.
     """
     room, shared = places * page_tokens, max(1, places // 2)
     is_watched = np.arange(TRIED_SLOTS) == WATCHED
@@ -231,7 +234,7 @@ def _trials(
     def littered(cache: KVPages, pages: int) -> KVPages:
         """Returns the cache with NaN keys and large values in pages 0 to `pages` - 1."""
         page, place = np.mgrid[:pages, :page_tokens]
-        k, v = (jnp.full((*page.shape, kv_heads, head_dim), x) for x in (jnp.nan, LARGE))
+        k, v = (jnp.broadcast_to(x, (*page.shape, kv_heads, head_dim)) for x in litter)
         for layer in range(2):
             cache = cache.written(layer, jnp.asarray(page), jnp.asarray(place), k, v)
         return cache

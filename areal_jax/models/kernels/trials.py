@@ -16,8 +16,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import areal_jax
-
 TIMEOUT_S = 180.0
 """A self-test whose process takes longer fails. The time includes the start of CUDA and compilation."""
 
@@ -43,7 +41,7 @@ def tried_apart(test: Callable[..., Trial], kernel: Callable[..., Any], *args: A
     crashes or takes more than TIMEOUT_S seconds, the kernel has failed and the trial's problem says how.
     """
     call = json.dumps({"test": _name(test), "kernel": _name(kernel), "args": args, "kwargs": kwargs})
-    paths = (str(Path(areal_jax.__file__).parents[1]), os.environ.get("PYTHONPATH"))
+    paths = (str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH"))
     # The parent process may have reserved most of the GPU's memory: the child takes only what it needs.
     env = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     words = [sys.executable, "-m", __name__, call]

@@ -1,0 +1,205 @@
+"""`bench gpu` measures what it can, whatever a measurement does, and says what it could not measure."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_jax.bench.gpu import schedule
+from areal_jax.bench.gpu.cells import CALLS
+from areal_jax.bench.gpu.process import measured
+from areal_jax.bench.gpu.schedule import gpu
+from areal_jax.bench.gpu.stages import Cell, Stage, stages
+from areal_jax.bench.gpu.table import LONGEST, lines
+from areal_jax.models.config import SHAPES
+from areal_jax.plugin import check_settings
+from areal_jax.types import ArealError
+
+HERE = "tests.bench.gpu.measurements"
+
+
+def cell(call: str, **rest: Any) -> Cell:
+    return Cell(call, f"{HERE}:{call}", **rest)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, out: Path, *given: Stage, budget: float = 60.0) -> dict[str, Any]:
+    monkeypatch.setattr(schedule, "stages", lambda shape: given)
+    return gpu(shape="tiny", budget=budget, out=str(out))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_cell_can_be_called_with_its_settings(shape: str):
+    for stage in stages(shape):
+        names = [each.name for each in stage.cells]
+        assert len(set(names)) == len(names)
+        for each in stage.cells:
+            check_settings(CALLS[each.call], each.settings, stage.name)
+            assert not each.halved or each.settings[each.halved] >= 1
+    assert sum(stage.limit_s for stage in stages(shape)) <= 560
+    assert sum(len(stage.cells) for stage in stages(shape)) <= LONGEST - 2
+
+
+def test_ceilings_and_decoding_are_measured(tmp_path: Path):
+    found = gpu(shape="tiny", only=["ceilings", "decode"], out=str(tmp_path), budget=120)
+    assert found["failed"] == []
+    figures = {each["cell"]: each["figures"] for each in found["cells"]}
+    assert set(figures["versions"]["devices"]) == {"cpu"}
+    assert figures["versions"]["packages"]["tokamax"] == "not installed"
+    assert min(figures["memory"].values()) > 1e8 and figures["float32 product"]["flops_per_s"] > 1e8
+    for slots, layout in ((4, "stacked"), (4, "split"), (2, "stacked")):
+        of_cell = figures[f"{slots} slots, {layout}"]
+        assert of_cell["tokens_per_s"] == pytest.approx(slots / of_cell["seconds"])
+        assert (of_cell["layout"], of_cell["kernels"]) == (layout, None)
+        assert 0 < of_cell["dispatch_s"] < 1
+    assert [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()] == found["cells"]
+
+
+def test_a_measurement_that_fails_costs_itself_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    first = Stage("first", 30, (cell("raises"), cell("crashes"), cell("succeeds", settings={"value": 7})))
+    found = run(monkeypatch, tmp_path, first, Stage("second", 30, (cell("succeeds"),)))
+    assert found["failed"] == [
+        "first: raises: ValueError: a first line",
+        "first: crashes: killed by SIGSEGV",
+    ]
+    assert [each["cell"] for each in found["cells"]] == ["raises", "crashes", "succeeds", "succeeds"]
+    assert found["cells"][2]["figures"]["value"] == 7
+    table = lines(found)
+    assert table[0] == "bench gpu shape=tiny: 4 measurements, 2 without figures"
+    assert "FAILED: killed by SIGSEGV" in table[2] and table[-1].endswith("gpu.jsonl")
+
+
+def test_a_stage_ends_at_its_limit_and_the_next_begins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    child = tmp_path / "child"
+    hanging = Cell("hangs", f"{HERE}:hangs_in_a_child", {"file": str(child)})
+    found = run(
+        monkeypatch,
+        tmp_path,
+        Stage("first", 8, (hanging, cell("raises"))),
+        Stage("second", 30, (cell("succeeds"),)),
+    )
+    assert found["failed"] == [
+        "first: hangs: killed after 8 s, the limit of its stage or of the budget",
+        "first: raises: not run: no time was left",
+    ]
+    assert found["cells"][-1]["figures"]["value"] == 1
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(child.read_text()), 0)
+
+
+def test_the_budget_ends_everything(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    began = time.monotonic()
+    given = [Stage(name, 30, (cell("hangs"),)) for name in ("first", "second")]
+    found = run(monkeypatch, tmp_path, *given, budget=4.0)
+    assert time.monotonic() - began < 8
+    assert found["failed"] == [
+        "first: hangs: killed after 4 s, the limit of its stage or of the budget",
+        "second: hangs: not run: no time was left",
+    ]
+
+
+def test_a_wrong_kernel_ends_its_process_and_a_refused_one_does_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    cells = [cell("is_refused"), cell("is_a_wrong_kernel"), cell("succeeds")]
+    found = run(monkeypatch, tmp_path, Stage("kernels", 60, tuple(cells), is_isolated=True))
+    assert found["failed"] == []
+    refused, wrong, after = (each["figures"]["pid"] for each in found["cells"])
+    assert refused == wrong != after
+
+
+def test_a_cell_with_an_environment_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    one = Cell("one", f"{HERE}:succeeds", env={"XLA_AS_TESTED": "1"})
+    rest = [Cell(name, f"{HERE}:succeeds") for name in ("two", "three")]
+    found = run(monkeypatch, tmp_path, Stage("parity", 60, (one, *rest)))
+    figures = [each["figures"] for each in found["cells"]]
+    assert [each["flag"] for each in figures] == ["1", None, None]
+    assert figures[0]["pid"] != figures[1]["pid"] == figures[2]["pid"]
+
+
+def test_what_does_not_fit_is_halved_once():
+    found = measured(cell("needs_memory", settings={"slots": 8}, halved="slots"))
+    assert found["figures"] == {"slots": 4}
+    assert found["note"] == "out of memory; measured with slots=4"
+    found = measured(cell("needs_memory", settings={"slots": 16}, halved="slots"))
+    assert "figures" not in found
+    assert found["failed"].startswith("RuntimeError: RESOURCE_EXHAUSTED") and "8 slots" in found["failed"]
+    found = measured(cell("needs_memory", settings={"slots": 8}))
+    assert "note" not in found and "8 slots" in found["failed"]
+
+
+def test_an_older_result_and_a_torn_line_are_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    older = {"stage": "first", "cell": "old", "figures": {}}
+    (tmp_path / "gpu.jsonl").write_text(json.dumps(older) + "\n")
+    found = run(monkeypatch, tmp_path, Stage("first", 30, (cell("succeeds"),)))
+    assert [each["cell"] for each in found["cells"]] == ["succeeds"]
+    assert len((tmp_path / "gpu.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"shape": "tinny"}, "shape=tinny is unknown; did you mean tiny?"),
+        ({"only": ["decod"]}, "only=decod: bench gpu has no such stage; did you mean decode?"),
+        ({"only": "xyz"}, "only=xyz: bench gpu has no such stage; choose from: ceilings, kernels"),
+    ],
+)
+def test_bad_settings_are_refused(settings: dict[str, Any], message: str, tmp_path: Path):
+    with pytest.raises(ArealError, match=message.replace("?", r"\?")):
+        gpu(**settings, out=str(tmp_path))
+
+
+def test_the_table_has_at_most_60_lines_and_every_failure():
+    cells = [{"stage": "s", "cell": f"c{i}", "seconds": 1.0, "figures": {"seconds": 0.5}} for i in range(90)]
+    cells[80] = {"stage": "s", "cell": "c80", "seconds": 1.0, "failed": "no memory"}
+    table = lines({"shape": "tiny", "cells": cells, "failed": ["one"], "file": "gpu.jsonl"})
+    assert len(table) == LONGEST
+    assert sum("FAILED: no memory" in line for line in table) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_the_whole_command_ends_with_its_table(is_killed: bool, tmp_path: Path):
+    """Also where a stage's process is killed with SIGKILL."""
+    import subprocess
+    import sys
+
+    words = ["bench", "gpu", "shape=tiny", "budget=60", f"out={tmp_path}"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "areal_jax.cli.main", *words], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        if is_killed:
+            deadline = time.monotonic() + 60
+            while not (victims := _children(process.pid)):
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            os.kill(victims[0], signal.SIGKILL)
+        printed, _ = process.communicate(timeout=90)
+    finally:
+        process.kill()
+    assert process.returncode == 0
+    table = printed.splitlines()
+    count = sum(len(stage.cells) for stage in stages("tiny"))
+    assert table[0].startswith(
+        f"bench gpu shape=tiny: {count} measurements, {int(is_killed)} without figures"
+    )
+    assert sum("killed by SIGKILL" in line for line in table) == int(is_killed)
+
+
+def _children(pid: int) -> list[int]:
+    """The processes that measure, which `bench gpu` has started."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == pid and b"areal_jax.bench.gpu.process" in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
