@@ -1,8 +1,8 @@
 """Checks a run's journal and reports every violated invariant.
 
-The audit counts admitted and dropped groups, attempts, batches and versions itself, from the recorded events
-and actions alone. It also replays the events with a new control plane, and compares its actions to the
-recorded ones.
+The audit counts admitted, restarted and dropped groups, batches and versions itself, from the recorded events
+and actions alone. It also replays the recorded events with another control plane, and compares the actions of
+that control plane with the recorded actions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ONE_VERSION = ("pinned", "drain")
 """Values of generation.on_update with which all tokens of a trajectory are of one version."""
 
 Row = tuple[int, Event, Sequence[Action]]
-"""(sequence number in the journal, event, actions that the control plane returned for it)."""
+"""(sequence number in the journal, event, actions that the control plane returned for the event)."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class AuditResult:
 def audit(config: Config, rows: Iterable[Row]) -> AuditResult:
     """Checks a journal's rows, in order; returns the violations and the counts of groups.
 
-    The counts: trained, dropped (by reason), and in flight (neither: the run may not have ended).
+    The counts: groups trained, groups dropped (by reason), and groups in flight (neither of the two).
     """
     books = _Books(config)
     plane: ControlPlane | None = ControlPlane(config)
@@ -61,9 +61,9 @@ def audit(config: Config, rows: Iterable[Row]) -> AuditResult:
 
 
 def _difference(plane: ControlPlane, event: Event, actions: Sequence[Action]) -> str:
-    """Passes a recorded event to the control plane; returns "" if its actions equal the recorded ones.
+    """Replays a recorded event with `plane`; returns "" if `plane` returns the recorded actions.
 
-    Otherwise returns a text: how they differ, or why the control plane rejects the event.
+    Otherwise returns a text: how the actions differ, or why `plane` rejects the event.
     """
     try:
         answered = plane.handle(event)
@@ -88,22 +88,22 @@ class _Account:
     attempt: int = 0
     host: str = ""
     asked: dict[str, int] = field(default_factory=dict)
-    """Host -> the lowest min_version of this attempt's dispatches to that host."""
+    """Host -> lowest `min_version` of the Dispatches to it since the group's start or last restart."""
     oldest: dict[int, int] = field(default_factory=dict)
-    """Finished member of this attempt -> the version of its oldest token."""
+    """Index of each finished sample of the group -> weights version of the sample's oldest token."""
     newest: dict[int, int] = field(default_factory=dict)
-    """Finished member of this attempt -> the version of its newest token."""
+    """Index of each finished sample of the group -> weights version of the sample's newest token."""
     is_scored: bool = False
     is_again: bool = False
-    """Whether the group was reissued or lost its host. If so, one_step does not promise its versions."""
+    """Whether the group was restarted or lost its host; the strategy one_step then promises no versions."""
     fate: str = "live"
-    """live, trained, unknown (never admitted), or the reason for its drop."""
+    """live, trained, unknown (never admitted), or the reason for which it was dropped."""
 
 
 class _Books:
     """What the audit knows of the run so far.
 
-    Each `_on_` method checks one kind of event or action and records what it changes.
+    Each `_on_` method checks one kind of event or action, and records what the event or action changes.
     """
 
     def __init__(self, config: Config) -> None:
@@ -122,8 +122,9 @@ class _Books:
         self.ready: set[int] = set()
         """Ordinals of the complete groups that are in no batch yet."""
         self.restart = 0
-        """Number of the last batch for which versions under one_step are not checked. A resume that changes
-        run.steps sets it, since this batch's groups may have begun while no batch was in training.
+        """The versions that one_step promises are checked only for batches above this number. A resume that
+        changes run.steps sets the number, because groups of the batch with this number may have begun while
+        no batch was in training.
         """
 
     def wrong(self, what: str) -> None:
@@ -230,14 +231,14 @@ class _Books:
         self.require(
             account.fate == "live" and account.attempt == attempt and not account.host and members == missing,
             f"group {ordinal} ({account.fate}, attempt {account.attempt}, on {account.host or 'no host'}, "
-            f"unfinished members {missing}) was dispatched as {action}",
+            f"unfinished members {missing}) was dispatched as {action}, which contradicts that state",
         )
         account.host = action.host
         # Versions only grow, so the first requested one is the lowest.
         account.asked.setdefault(action.host, action.min_version)
 
     def _account(self, ordinal: int) -> _Account:
-        """Returns group `ordinal`'s account; an empty one with fate "unknown" if it was never admitted."""
+        """Returns what is known of group `ordinal`; with fate "unknown" if the group was never admitted."""
         return self.accounts.get(ordinal, _Account(fate="unknown"))
 
     def _admit(self, ordinal: int) -> None:
@@ -288,9 +289,9 @@ class _Books:
             account.host = ""
 
     def _account_of(self, sample: SampleId, host: str) -> _Account | None:
-        """Returns the account of the sample's group; None if it does not await this sample from `host`.
+        """Returns what is known of the sample's group; None if the sample is late or a duplicate.
 
-        It does not if the sample is late or a duplicate, as after a lost host or a reissue.
+        Such a sample arrives after `host` was lost, after the group was restarted, or by a second delivery.
         """
         account = self._account(sample.ordinal)
         is_awaited = (

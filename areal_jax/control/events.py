@@ -1,8 +1,9 @@
 """The control plane's events (its input) and actions (its output).
 
-The journal stores these frozen records of plain values under their class names. A new field needs a default,
-so that older journals can still be read. Renaming or removing a field or class requires a higher
-`trajectories.journal.FORMAT`.
+The journal stores these frozen records of plain values under their class names. A field that is added needs
+a default, so that existing journals can still be read. Renaming or removing a field or class requires a
+higher `trajectories.journal.FORMAT`. In all records, `attempt` is the number of times that the group was
+restarted from its prompt (0 = never).
 """
 
 from __future__ import annotations
@@ -21,18 +22,20 @@ class RunStarted:
 
     digest: str
     steps: int = 0
-    """Number of batches to train; 0 = the config's run.steps. Recorded here, so that the journal still folds
-    to the same state after a resume with another run.steps."""
+    """Number of batches to train; 0 = the config's run.steps. Recorded here, so that a replay of the
+    journal gives the same state even if a resume changes run.steps."""
 
 
 @dataclass(frozen=True)
 class RunResumed:
-    """A new driver process has taken over the run from its journal. Every host of the old process is lost,
-    and pending Score and Train commands are issued again.
+    """The run was resumed: a process rebuilt the control plane's state from the journal.
+
+    All hosts that joined before count as lost, and Score and Train commands without a result are issued
+    again.
     """
 
     steps: int = 0
-    """New total of batches to train, those already trained included; 0 = the config's run.steps."""
+    """Number of batches of the whole run, including those already trained; 0 = the config's run.steps."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class HostJoined:
 
 @dataclass(frozen=True)
 class HostLost:
-    """A host is gone. Its unfinished samples are dispatched again, with the same attempt and random keys."""
+    """A host is lost. Its unfinished samples are dispatched again, to any host, with the same random keys."""
 
     host: str
     reason: str
@@ -51,7 +54,7 @@ class HostLost:
 
 @dataclass(frozen=True)
 class HostAdopted:
-    """The host now decodes with weights `version`; `digest`: that of the weights as this host loaded them.
+    """The host now decodes with version `version` of the weights. `digest`: the digest of the loaded weights.
 
     `interrupted`: number of half-decoded samples on the host that continue with this version.
     """
@@ -64,9 +67,9 @@ class HostAdopted:
 
 @dataclass(frozen=True)
 class SampleFinished:
-    """A sample ended: by itself (`stop_reason` "stop") or at its length limit ("length").
+    """A sample is complete: it ended by itself (`stop_reason` "stop") or at its length limit ("length").
 
-    Its trajectory is journaled with this event.
+    `spans`: the weights versions of the sample's tokens. The sample's trajectory is journaled with the event.
     """
 
     sample: SampleId
@@ -80,8 +83,8 @@ class SampleFinished:
 class SampleFailed:
     """The host cannot finish this sample, for the given reason.
 
-    Its whole group starts again (`Reissue`), or is dropped if a sample or the scoring of this group failed
-    before.
+    The first failure of a sample or of the scoring restarts the whole group (`Reissue`); the second failure
+    drops the group.
     """
 
     sample: SampleId
@@ -91,8 +94,10 @@ class SampleFailed:
 
 @dataclass(frozen=True)
 class RewardScored:
-    """A group was scored. For member i, `rewards[i]` is the reward, `parts[i]` lists its components as (name,
-    value) pairs, and `notes[i]` explains the score. `parts` and `notes` are empty if no member has any.
+    """A group was scored: `rewards[i]` is the reward of the group's sample i.
+
+    `parts[i]` lists the components of that reward as (name, value) pairs, and `notes[i]` explains the reward.
+    `parts` is empty if no reward has components, `notes` if no reward has an explanation.
     """
 
     ordinal: int
@@ -104,11 +109,11 @@ class RewardScored:
 
 @dataclass(frozen=True)
 class RewardFailed:
-    """A group could not be scored. It gets no rewards (not 0 either).
+    """A group could not be scored, so its samples have no rewards; a reward of 0 is not assumed.
 
-    It starts again (`Reissue`), or is dropped if a sample or the scoring of this group failed before.
-    `outcome`: failed | timed_out. `member`: the sample that could not be scored; -1 if the failure is not
-    that of one sample.
+    The first failure of a sample or of the scoring restarts the whole group (`Reissue`); the second failure
+    drops the group. `outcome`: failed | timed_out. `member`: index of the sample that could not be scored; -1
+    if the failure concerns the whole group.
     """
 
     ordinal: int
@@ -122,7 +127,8 @@ class RewardFailed:
 class BatchTrained:
     """Batch `step` was trained; the parameters are now version step + 1, which has this digest.
 
-    `metrics`: those of the trainer; in the journal, all metrics of the step.
+    `metrics`: name -> value. The trainer sends only its own metrics; before the event is journaled,
+    `runtime.core` replaces them by the complete metrics row of the step.
     """
 
     step: int
@@ -133,7 +139,7 @@ class BatchTrained:
 
 @dataclass(frozen=True)
 class VersionCommitted:
-    """Hosts can load this version from now on, and with it more groups may start (`gate.may_admit`)."""
+    """The weights version is committed: hosts can load it, and more groups may start (`gate.may_admit`)."""
 
     version: int
     digest: str
@@ -141,10 +147,10 @@ class VersionCommitted:
 
 @dataclass(frozen=True)
 class VersionReissued:
-    """After a resume, a journaled batch was trained again and gave other parameters than before; the cause
-    may be another device.
+    """After a resume, training a journaled batch again gave other parameters than before the resume.
 
-    `old` and `new`: digests of the published parameters, before and now.
+    The cause may be another device. `old`, `new`: digests of the published parameters of `version`, before
+    and after the resume.
     """
 
     version: int
@@ -169,8 +175,9 @@ Event = (
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Command to `host`: decode these samples of one prompt. Before their first token the host adopts version
-    min_version or a newer one.
+    """Command to `host`: decode these samples, which belong to one group.
+
+    Before it decodes their first token, the host must adopt weights version `min_version` or a newer version.
     """
 
     samples: tuple[SampleId, ...]
@@ -180,7 +187,7 @@ class Dispatch:
 
 @dataclass(frozen=True)
 class Cancel:
-    """Command to `host`: stop decoding these samples. Issued when their group is dropped or reissued."""
+    """Command to `host`: stop decoding these samples. Issued when their group is dropped or restarted."""
 
     samples: tuple[SampleId, ...]
     host: str
@@ -188,7 +195,7 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Score:
-    """Command to the reward workers: score this group. Issued once all its samples have finished."""
+    """Command to the reward workers: score this group, all samples of which are finished."""
 
     ordinal: int
     attempt: int
@@ -196,9 +203,10 @@ class Score:
 
 @dataclass(frozen=True)
 class Train:
-    """Command to the trainer: train batch `step` on these groups, in this order.
+    """Command to the trainer: train batch `step` on the groups `ordinals`, in this order.
 
-    `attempts[i]`: which attempt of group `ordinals[i]` to train on.
+    `attempts[i]`: number of restarts of group `ordinals[i]`; samples from before the last restart are not
+    trained.
     """
 
     step: int
@@ -208,7 +216,7 @@ class Train:
 
 @dataclass(frozen=True)
 class Drop:
-    """The group is removed from the run for good. A new group may be admitted in its place."""
+    """The group is removed from the run for good. The group of a further prompt may start in its place."""
 
     ordinal: int
     reason: str
@@ -216,9 +224,10 @@ class Drop:
 
 @dataclass(frozen=True)
 class Reissue:
-    """The group starts again from its prompt as attempt `attempt`, with new random keys.
+    """The group starts again from its prompt, with other random keys than before.
 
-    Trajectories of its earlier attempts are never trained.
+    `attempt`: number of the group's restarts, including this one. Trajectories from before the restart are
+    never trained.
     """
 
     ordinal: int
@@ -247,7 +256,7 @@ def to_wire(record: Event | Action) -> tuple[str, list[Any]]:
 def from_wire(name: str, values: list[Any], kinds: dict[str, type]) -> Any:
     """Returns the record that `to_wire` turned into `name` and `values`; lists become tuples again.
 
-    `kinds`: class name -> class: EVENTS or ACTIONS. Raises KeyError if `kinds` lacks `name`.
+    `kinds`: the possible classes by name, EVENTS or ACTIONS. Raises KeyError if `kinds` lacks `name`.
     """
     kind = kinds[name]
     record = kind(*(_freeze(value) for value in values))

@@ -1,6 +1,6 @@
 """Two inequalities that bound staleness: when a group may start, and when a batch may be trained.
 
-Staleness, or age: number of weights versions between the one that generates and the one that is trained.
+Staleness, or age, of a token: the trainer's weights version minus the version that generated the token.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from collections.abc import Sequence
 
 
 def may_admit(admitted: int, dropped: int, version: int, batch_size: int, max_staleness: int | None) -> bool:
-    """Whether the next group may start now; it is the run's group number `admitted`, counted from 1.
+    """Whether the next group, number `admitted` of the run (counted from 1), may start now.
 
     The condition: floor((admitted - dropped - 1) / B) <= version + eta. `dropped`: number of groups dropped
     so far; B: `batch_size` in groups; `version`: the last committed version; eta: `max_staleness` in
     versions, None = unbounded.
 
-    This is equation 3 of AReaL (Fu et al., arXiv:2505.24298). It bounds the mean age of the trained samples'
-    first tokens, not the largest age.
+    This is equation 3 of AReaL (Fu et al., arXiv:2505.24298). The condition bounds the mean age of the
+    trained samples' first tokens, not the largest age.
     """
     if max_staleness is None:
         return True
@@ -25,12 +25,12 @@ def may_admit(admitted: int, dropped: int, version: int, batch_size: int, max_st
 
 
 def may_train(step: int, left: Sequence[int], batch_size: int, max_staleness: int) -> bool:
-    """Whether batch `step` may be trained now, so that no group outside it becomes too old for its own batch.
+    """Whether training batch `step` now makes no group outside the batch too old for that group's own batch.
 
-    `left`: for each admitted group outside the batch, in ordinal order, the version under which it began.
-    Group r of these, counted from 0, is trained in batch t = step + 1 + floor(r / B) at the earliest, with B
-    = `batch_size`. Its age is then t - left[r] versions, and may be at most `max_staleness`. This is
-    constraint C3 of DORA.
+    `left`: for each admitted group outside the batch, in ordinal order, the version under which the group
+    began. Group r of `left`, counted from 0, is trained in batch t = step + 1 + floor(r / B) at the earliest,
+    with B = `batch_size` in groups. The group's age is then t - left[r] versions, and may be at most
+    `max_staleness`. This is constraint C3 of DORA.
     """
     # For B = 1 this waits for every sample of version step - K. For larger batches, waiting for that version
     # alone lets more stragglers pile up than one batch can take.

@@ -1,8 +1,8 @@
 """The control plane of a run: takes one event at a time and returns the actions that follow from it.
 
-It has no clock, thread, socket or randomness, so equal events give equal actions: a journal's events, applied
-again, rebuild the state, and every driver (threads, processes, a simulated clock, replay) runs this same
-object. Read `handle`, then `_advance`.
+The control plane has no clock, thread, socket or randomness, so equal events give equal actions. Therefore a
+journal's events, applied again, rebuild the state. Runs in one process, runs on a cluster, the simulator and
+the audit all use this class. Read `handle` first, then `_advance`.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from areal_jax.control.strategies import STRATEGIES
 from areal_jax.types import ArealError
 
 MAX_FAILURES = 2
-"""A group is dropped at this failure of a sample or of its scoring; at an earlier failure it is reissued."""
+"""A group is dropped at this failure of a sample or of its scoring; earlier failures restart the group."""
 
 
 class ControlError(ArealError):
-    """Raised for an event that contradicts the control plane's state. The event has then changed nothing, and
-    the driver must not journal it.
+    """Raised for an event that contradicts the control plane's state, which then stays unchanged.
+
+    The caller must not journal such an event.
     """
 
 
 class ControlPlane:
     """Decides which groups start and where, which batches are trained, and when the run ends.
 
-    It takes one event at a time. Drivers read `state`; only `handle` changes it.
+    `handle` takes one event at a time. Any code may read `state`; only `handle` changes it.
     """
 
     def __init__(self, config: Config) -> None:
@@ -46,7 +47,7 @@ class ControlPlane:
     def fold(
         cls, config: Config, events: Iterable[Event], snapshot: Mapping[str, Any] | None = None
     ) -> ControlPlane:
-        """Returns a control plane after `events`, the whole run's or those that follow `snapshot`."""
+        """Returns a control plane that has handled `events`; `snapshot`: the state before the first event."""
         plane = cls(config)
         if snapshot is not None:
             plane.state = from_plain(snapshot)
@@ -59,7 +60,7 @@ class ControlPlane:
         return to_plain(self.state)
 
     def waits(self) -> tuple[str, ...]:
-        """Returns a sentence for each thing the run waits for, for the error of a run that stands still."""
+        """Returns a sentence for each thing that the run waits for; shown when the run makes no progress."""
         return waits(self.state, self._config.trainer.batch_size, self._strategy.is_next_begun_first)
 
     # --- events ---------------------------------------------------------------------------------------------
@@ -110,7 +111,8 @@ class ControlPlane:
         host = self.state.hosts[event.host]
         if event.version < host.version:
             raise ControlError(
-                f"host {event.host} went back from version {host.version} to {event.version}; restart it"
+                f"host {event.host} went back from version {host.version} to {event.version}; restart that "
+                "host"
             )
         self._require_digest(event.version, event.digest, f"host {event.host} adopted")
         self.state.hosts[event.host] = replace(host, version=event.version)
@@ -122,8 +124,9 @@ class ControlPlane:
         versions = [span.version for span in event.spans] or [group.min_version]
         if versions != sorted(versions) or versions[0] < group.min_version or versions[-1] > s.version:
             raise ControlError(
-                f"{sample} of host {event.host} carries versions {versions}; they must ascend, from at least "
-                f"{group.min_version} (its dispatch) to at most {s.version} (last commit); restart the host"
+                f"the tokens of {sample} from host {event.host} have weights versions {versions}; these must "
+                f"ascend, from at least {group.min_version} (the version at dispatch) to at most {s.version} "
+                "(the newest committed version); restart this host"
             )
         oldest = (*group.oldest[: sample.member], versions[0], *group.oldest[sample.member + 1 :])
         s.groups[group.ordinal] = group = replace(group, oldest=oldest)
@@ -139,7 +142,8 @@ class ControlPlane:
         s, size = self.state, self._config.algorithm.group_size
         if len(event.rewards) != size:
             raise ControlError(
-                f"group {event.ordinal} needs {size} rewards, one per member, but {len(event.rewards)} came"
+                f"group {event.ordinal} has {size} samples, but {len(event.rewards)} rewards came for it; "
+                "start the reward process again with the run's config"
             )
         if self._config.algorithm.group_filter == "signal" and len(set(event.rewards)) == 1:
             yield from self._drop(event.ordinal, "no_signal")
@@ -155,7 +159,7 @@ class ControlPlane:
         if s.training is None or (event.step, event.ordinals) != (s.training.step, s.training.ordinals):
             raise ControlError(
                 f"batch {event.step} of groups {event.ordinals} was trained, but the trainer was asked for "
-                f"{s.training or 'no batch'}; end any second trainer of this run, then resume it"
+                f"{s.training or 'no batch'}; end any second trainer of this run, then resume the run"
             )
         for ordinal in event.ordinals:
             del s.groups[ordinal]
@@ -164,11 +168,11 @@ class ControlPlane:
     def _version_committed(self, event: e.VersionCommitted) -> None:
         s = self.state
         if event.version <= s.version:  # published again after a resume
-            self._require_digest(event.version, event.digest, "committed again:")
+            self._require_digest(event.version, event.digest, "the trainer committed again")
         elif event.version > s.trained_version:
             raise ControlError(
-                f"version {event.version} was committed, but the last trained is {s.trained_version}; "
-                "end any second trainer of this run, then resume it"
+                f"version {event.version} was committed, but the newest trained version is "
+                f"{s.trained_version}; end any second trainer of this run, then resume the run"
             )
         else:
             s.version = event.version
@@ -177,7 +181,7 @@ class ControlPlane:
     def _version_reissued(self, event: e.VersionReissued) -> None:
         s = self.state
         if event.version <= s.version:  # a version that was never committed reached no host
-            self._require_digest(event.version, event.old, "reissued")
+            self._require_digest(event.version, event.old, "the resumed trainer replaced")
             s.digests |= {event.version: event.new} if event.version in s.digests else {}
 
     def _checkpoint_committed(self, event: e.CheckpointCommitted) -> None:
@@ -190,9 +194,9 @@ class ControlPlane:
     # --- what follows from any event ------------------------------------------------------------------------
 
     def _advance(self) -> Iterator[Action]:
-        """Yields the actions that the state now allows: reissues, the next Train, dispatches.
+        """Yields the actions that the state now allows: Reissue, Train and Dispatch.
 
-        Once the last batch is trained: a Drop of every group that is left, then Finish.
+        Once the last batch is trained, yields a Drop for every remaining group, then Finish.
         """
         s = self.state
         if s.trained_version >= s.steps:
@@ -213,7 +217,7 @@ class ControlPlane:
             yield e.Finish()
 
     def _reissue_over_age(self) -> Iterator[Action]:
-        """Reissues scored groups with a token older than max_token_age versions; they only get older."""
+        """Restarts each scored group that has a token older than control.max_token_age versions."""
         s, bound = self.state, self._config.control.max_token_age
         if bound is None:
             return
@@ -223,7 +227,7 @@ class ControlPlane:
                 yield from self._reissue(s.groups[ordinal], "over_age")
 
     def _form_batch(self) -> Iterator[Action]:
-        """Issues Train for the lowest complete ordinals if they fill a batch and the strategy allows it."""
+        """Issues Train for the first complete groups, if they fill a batch and the strategy allows it."""
         s, size = self.state, self._config.trainer.batch_size
         ordinals = tuple(s.complete[:size])
         if len(ordinals) < size or not self._strategy.trains(s, ordinals):
@@ -239,9 +243,10 @@ class ControlPlane:
         yield s.training
 
     def _dispatch(self, is_room_needed: bool = True) -> Iterator[Action]:
-        """Dispatches waiting groups, then new ones, while a host has capacity and a group may start.
+        """Dispatches waiting groups, then groups of further prompts, while a host has capacity.
 
-        `is_room_needed`: False lets any number of samples queue on a host.
+        `is_room_needed`: True: a host gets no more groups once one group's samples wait there for a slot.
+        False: any number of samples may wait on a host.
         """
         s, room = self.state, self._config.algorithm.group_size if is_room_needed else None
         while (host := s.roomiest_host(room)) is not None:
@@ -273,8 +278,9 @@ class ControlPlane:
         return self._drop(ordinal, reason) if is_last else self._reissue(group, reason)
 
     def _reissue(self, group: GroupState, reason: str) -> Iterator[Action]:
-        """Starts the group again as a new attempt with new random keys. Unlike a drop, this permits no other
-        group to be admitted in its place.
+        """Restarts the group from its prompt, with other random keys than before.
+
+        Unlike a drop, a restart does not permit a further group to start in the group's place.
         """
         attempt, unfinished = group.attempt + 1, (None,) * self._config.algorithm.group_size
         yield e.Reissue(group.ordinal, attempt, reason)
@@ -301,7 +307,7 @@ class ControlPlane:
             raise ControlError(
                 f"{subject} version {version} with digest {digest}, but its committed digest is "
                 f"{digests.get(version)}: the weights were damaged, or another run published them; end any "
-                "second run in the run's folder, then resume it"
+                "second run in this run's folder, then resume this run"
             )
 
 

@@ -1,8 +1,9 @@
 """The control plane's state: groups, hosts and a dozen numbers, all of them plain values.
 
 A group passes the stages waiting (for a host), decoding, scoring, complete (scored, and in no batch yet) and
-training, and is then removed. A drop removes it at any stage; a reissue returns it to waiting. So the size of
-the state depends on the groups in flight, not on the length of the run.
+training, and is then removed. A drop removes a group at any stage. A lost host, or a restart of the group,
+returns a group to the stage waiting. Therefore the size of the state depends on the number of groups in
+flight (neither trained nor dropped), not on the length of the run.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ class GroupState:
 
     ordinal: int
     oldest: tuple[int | None, ...]
-    """For each member: the oldest version among its tokens; None while that sample is unfinished."""
+    """For each sample of the group: the oldest weights version of its tokens; None until it is finished."""
     stage: str = "waiting"
     attempt: int = 0
     host: str = ""
     """The host that decodes the unfinished samples; "" at any stage other than decoding."""
     min_version: int = -1
-    """The newest committed version at this attempt's first Dispatch, its `min_version`; -1 before that."""
+    """`min_version` of the first Dispatch since the group's start or last restart; -1 before that command."""
     failures: int = 0
 
     @property
@@ -44,39 +45,39 @@ class GroupState:
 class HostState:
     slots: int
     version: int = -1
-    """The version that the host adopted last; -1 if it has adopted none yet."""
+    """The weights version that the host adopted last; -1 if the host has adopted none yet."""
     outstanding: int = 0
     """Number of samples dispatched to the host and not yet finished or canceled."""
 
 
 @dataclass
 class State:
-    """The control plane's whole state. Drivers read it, and only `ControlPlane.handle` changes it."""
+    """The control plane's whole state. Any code may read it; only `ControlPlane.handle` changes it."""
 
     steps: int
     version: int = -1
-    """The last committed version; -1 before RunStarted."""
+    """The newest committed weights version; -1 before the event RunStarted."""
     trained_version: int = 0
-    """Number of batches trained; also the version that the trainer holds."""
+    """Number of batches trained so far; also the number of the trainer's weights version."""
     admitted: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
     """Number of dropped groups by reason."""
     training: e.Train | None = None
-    """The batch that the trainer was commanded to train and has not trained yet, or None."""
+    """The Train command that the trainer has not completed yet; None if there is no such command."""
     hosts: dict[str, HostState] = field(default_factory=dict)
     groups: dict[int, GroupState] = field(default_factory=dict)
     """By ordinal: every admitted group that is neither trained nor dropped."""
     waiting: list[int] = field(default_factory=list)
-    """Ordinals of the groups at stage waiting, ascending."""
+    """Ordinals of the groups that wait for a host, ascending."""
     complete: list[int] = field(default_factory=list)
-    """Ordinals of the groups at stage complete, ascending."""
+    """Ordinals of the groups that are scored and in no batch yet, ascending."""
     digests: dict[int, str] = field(default_factory=dict)
     """Version -> digest, for each committed version that is not older than the oldest kept checkpoint."""
     checkpoints: list[int] = field(default_factory=list)
     stale_events: int = 0
     """Number of events that arrived too late or a second time, and were ignored."""
     is_finished: bool = False
-    """Whether the control plane has issued `Finish`."""
+    """Whether the control plane has issued `Finish`: the run is complete. A resume sets this to False."""
 
     @property
     def refunds(self) -> int:
@@ -89,9 +90,9 @@ class State:
         return len(self.groups) - len(self.complete) - (len(self.training.ordinals) if self.training else 0)
 
     def is_stale(self, event: e.Event) -> bool:
-        """Whether the event is late or a duplicate, as after a lost host, a reissue or a second delivery.
+        """Whether the event is late or a duplicate, so that it must be ignored and its trajectory not stored.
 
-        The trajectory that comes with such an event must not be stored.
+        Such events arrive after a host was lost, after a group was restarted, or by a second delivery.
         """
         match event:
             case e.HostLost(host) | e.HostAdopted(host):
@@ -119,10 +120,10 @@ class State:
         return group is not None and (group.stage, group.attempt) == ("scoring", attempt)
 
     def began(self, but: Collection[int]) -> list[int]:
-        """Returns the version under which each group in flight began, by ordinal, except groups in `but`.
+        """Returns, in ordinal order, the weights version under which each group began, without groups `but`.
 
-        In flight: neither trained nor dropped. A group that was never dispatched in its present attempt
-        counts as begun under the newest committed version.
+        Trained and dropped groups are left out too. A group that was not dispatched since its start or last
+        restart counts as begun under the newest committed version.
         """
         # A group that has not begun will begin under the newest version or a later one.
         left = sorted(ordinal for ordinal in self.groups if ordinal not in but)
@@ -135,18 +136,20 @@ class State:
         return [name for name, host in self.hosts.items() if host.outstanding and host.version < self.version]
 
     def has_begun(self, batches: int, batch_size: int) -> bool:
-        """Whether all groups of the run's first `batches` batches are dispatched.
+        """Whether all groups of the first `batches` batches are dispatched, and all hosts are up to date.
 
-        Every host with unfinished samples must have adopted the newest version too.
+        A host is up to date if it has no unfinished samples or has adopted the newest committed version.
+        `batch_size`: number of groups in a batch.
         """
         # Drops are refunded, so this many admissions fill all these batches.
         needed = min(batches, self.steps) * batch_size + self.refunds
         return self.admitted >= needed and not self.waiting and not self.hosts_behind
 
     def roomiest_host(self, beyond: int | None) -> str | None:
-        """Returns the host with the fewest unfinished samples, or None if no host has capacity.
+        """Returns the name of the host with the fewest unfinished samples, or None if no host has capacity.
 
-        A host has capacity while it has fewer than slots + `beyond` unfinished samples; beyond=None: always.
+        A host has capacity while it has fewer unfinished samples than its slots + `beyond`; if `beyond` is
+        None, every host has capacity.
         """
         # Samples that wait on the host itself refill its slots without a message from here. Ties go by name,
         # so that the choice is the same in every fold.
@@ -158,31 +161,31 @@ class State:
         return min(room)[1] if room else None
 
     def wait(self, group: GroupState) -> None:
-        """Puts the group at stage waiting, without a host."""
+        """Records that the group waits for a host."""
         self.groups[group.ordinal] = replace(group, stage="waiting", host="")
         insort(self.waiting, group.ordinal)
 
     def place(self, group: GroupState, host: str) -> None:
-        """Puts the group at stage decoding, with its unfinished samples on this host."""
+        """Records that `host` decodes the group's unfinished samples."""
         first = self.version if group.min_version < 0 else group.min_version
         self.groups[group.ordinal] = replace(group, stage="decoding", host=host, min_version=first)
         self.unload(host, -len(group.unfinished))
 
     def unlist(self, ordinal: int) -> None:
-        """Removes the ordinal from the lists `waiting` and `complete`, if it is in one."""
+        """Removes a group's ordinal from the lists `waiting` and `complete`, if one of them contains it."""
         for ordinals in (self.waiting, self.complete):
             if ordinal in ordinals:
                 ordinals.remove(ordinal)
 
     def lose(self, host: str) -> None:
-        """Removes the host. Its unfinished samples wait for another host; finished samples stay finished."""
+        """Removes the host. Its unfinished samples wait for any host; its finished samples stay finished."""
         del self.hosts[host]
         # The attempt stays: the same random keys draw the same tokens on another host.
         for group in [group for group in self.groups.values() if group.host == host]:
             self.wait(group)
 
     def unload(self, name: str, samples: int) -> None:
-        """Subtracts `samples` from the number of unfinished samples on host `name`; adds if negative."""
+        """Lowers the number of unfinished samples recorded for a host by `samples`, which may be negative."""
         host = self.hosts[name]
         self.hosts[name] = replace(host, outstanding=host.outstanding - samples)
 
@@ -225,8 +228,8 @@ def waits(state: State, batch_size: int, is_next_begun_first: bool) -> tuple[str
     """Returns a sentence for each thing that the run waits for.
 
     A group can wait for a host, its samples or its rewards; the trainer for complete groups or for hosts; the
-    admission of groups for a version. `is_next_begun_first`: whether the strategy trains a batch only once
-    the groups of the next one have begun.
+    admission of groups for a version. `batch_size`: number of groups in a batch. `is_next_begun_first`:
+    whether the strategy trains a batch only after the groups of the following batch have begun.
     """
     if state.is_finished:
         return ("nothing: the run is complete",)
@@ -248,7 +251,8 @@ def waits(state: State, batch_size: int, is_next_begun_first: bool) -> tuple[str
     elif is_next_begun_first and state.hosts_behind:
         hosts = ", ".join(state.hosts_behind)
         said.append(
-            f"the trainer waits for {hosts} to adopt version {state.version}: the next batch begins under it"
+            f"the trainer waits for {hosts} to adopt version {state.version}, because the next batch "
+            "begins with that version"
         )
     elif late:
         said.append(f"the trainer waits for group {min(late)}, which would be too old for a later batch")

@@ -1,8 +1,8 @@
 """Strategies of asynchrony: which groups may start, and when the trainer has to wait.
 
-A strategy is pure: it reads the state and never changes it. A new strategy is one more small class and one
-more line in `STRATEGIES`, both here. `Config.on_update` is what a host does with half-decoded samples when a
-new version commits; `refusals.ON_UPDATE` lists the values that each strategy allows.
+A strategy reads the control plane's state and never changes it. To add a strategy, write a class in this
+module and add it to `STRATEGIES`. `Config.on_update` says what a host does with half-decoded samples when a
+weights version is committed; `refusals.ON_UPDATE` lists the values that each strategy allows.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from areal_jax.control.state import State
 
 @dataclass(frozen=True)
 class Ahead:
-    """Generate `max_staleness` batches ahead of the trainer on average; train each complete batch at once.
+    """Hosts generate up to `max_staleness` batches ahead of the trainer, which trains each batch at once.
 
-    This is AReaL (Fu et al., arXiv:2505.24298) if hosts recompute the KV cache of half-decoded samples at a
-    new version, and PipelineRL (Piche et al., arXiv:2509.19128) if they keep it.
+    `batch_size`: groups in a batch. `max_staleness`: None = unbounded. This is AReaL (Fu et al.,
+    arXiv:2505.24298) if hosts recompute the KV cache of half-decoded samples when they adopt a version, and
+    PipelineRL (Piche et al., arXiv:2509.19128) if hosts keep that cache.
     """
 
     batch_size: int
     max_staleness: int | None
 
     is_next_begun_first: ClassVar[bool] = False
-    """Whether a batch is trained only once every group of the next one has begun or is certain to begin under
-    the version that the trainer holds."""
+    """Whether the trainer starts a batch only once all groups of the following batch have begun, or are
+    certain to begin, under the weights version that the trainer holds at that time."""
 
     def admits(self, state: State) -> bool:
         """Whether one more group may start now."""
@@ -42,19 +43,18 @@ class Ahead:
 
 @dataclass(frozen=True)
 class Bounded(Ahead):
-    """Admit as `Ahead` does, and train no sample that is more than `max_staleness` versions old.
+    """Starts groups as `Ahead` does, and trains no sample that is more than `max_staleness` versions old.
 
-    The trainer waits whenever training a batch would make another group too old for its own batch.
+    The trainer waits while training a batch would make a group outside that batch too old for a later batch.
 
-    max_staleness=0: each batch is generated, trained and published before the next is generated.
-    max_staleness=K: DORA, where hosts pin each sample to the version it began under. DORA's three promises: a
-    trajectory is of one version (kept by the hosts); no sample is discarded for being slow; no trained sample
-    is older than K.
+    max_staleness=0: each batch is generated, trained and published before the next batch is generated.
+    max_staleness=K: this is DORA, if hosts decode each sample with one weights version (on_update=pinned).
+    DORA promises that all tokens of a trajectory have one version, that no sample is discarded because it is
+    slow, and that no trained sample is more than K versions old.
 
-    After a host is lost, its samples start again on another host, as the same attempt and with the same
-    random keys, but under the newest version, since perhaps no host has their version any more. Their earlier
-    tokens are lost. Each sample is still of one version, but the members of a group may then differ in
-    version.
+    The unfinished samples of a lost host start again on another host, with the same random keys, but under
+    the newest committed version, because perhaps no host has the former version any more. The tokens decoded
+    before are lost. Each sample still has one version, but the samples of one group may differ in version.
     """
 
     def trains(self, state: State, ordinals: Collection[int]) -> bool:
@@ -64,18 +64,19 @@ class Bounded(Ahead):
 
 @dataclass(frozen=True)
 class OneStep(Bounded):
-    """One-step off-policy: while batch n is trained, hosts generate batch n + 1 with version n.
+    """One-step off-policy: while batch n is trained, hosts generate batch n + 1 with weights version n.
 
-    Version n is the one from before that update, so all tokens of batch n are of version n - 1.
+    Training batch n makes version n + 1 out of version n. So all tokens of batch n + 1 have version n and are
+    one version old when they are trained.
 
-    A host drains: it adopts a version only after finishing its queue. Two more rules keep the promise. Groups
-    of batch n + 1 that find no free slot are queued on hosts as soon as batch n is complete, and the trainer
-    starts batch n only when those hosts have adopted version n. Otherwise a host could adopt version n + 1
-    before it begins these groups.
+    Three rules ensure this. A host drains: it adopts a version only after it has finished its queue of
+    samples. Groups of batch n + 1 that find no free slot are queued on hosts as soon as batch n is complete.
+    The trainer starts batch n only when the hosts of these groups have adopted version n; otherwise a host
+    could adopt version n + 1 before it begins its queued groups.
 
-    Groups that begin again (a lost host, a failed sample or reward, `control.max_token_age`) and groups that
-    replace dropped ones begin under the newest version; the batch that trains them then has tokens of age 0
-    besides those of age 1.
+    Groups that restart (after a lost host, a failed sample or reward, or by `control.max_token_age`) and
+    groups that replace dropped groups begin under the newest version. The batch that trains them then has
+    tokens of age 0 besides tokens of age 1.
     """
 
     is_next_begun_first: ClassVar[bool] = True
@@ -88,4 +89,4 @@ STRATEGIES: dict[str, Callable[[int, int | None], Ahead]] = {
     "keep": Ahead,
     "pinned": Bounded,
 }
-"""`control.strategy` -> a function that makes the strategy from B and `max_staleness` (None = unbounded)."""
+"""Value of control.strategy -> function of batch size (in groups) and max_staleness that makes a strategy."""

@@ -199,7 +199,10 @@ def test_the_trainer_of_one_step_waits_for_the_next_batch_to_begin_and_says_for_
     plane.handle(e.BatchTrained(0, (0,), "d1", {}))
     plane.handle(e.VersionCommitted(1, "d1"))
     assert end(1, 0) == ()  # batch 1 is complete; the host has yet to adopt version 1 for group 2
-    assert "the trainer waits for a to adopt version 1: the next batch begins under it" in plane.waits()
+    assert (
+        "the trainer waits for a to adopt version 1, because the next batch begins with that version"
+        in plane.waits()
+    )
     assert plane.handle(e.HostAdopted("a", 1, "d1")) == (e.Train(1, (1,), (0,)),)
 
 

@@ -218,7 +218,7 @@ def test_a_slow_reward_does_not_hold_up_dispatching():
 
 def test_versions_commit_upwards_and_digests_stay():
     plane, _ = plane_of(a=20)
-    with pytest.raises(ControlError, match="version 1 was committed, but the last trained is 0"):
+    with pytest.raises(ControlError, match="version 1 was committed, but the newest trained version is 0"):
         plane.handle(e.VersionCommitted(1, "d1"))
     complete(plane, 0), complete(plane, 1), train(plane)
     plane.handle(e.VersionCommitted(1, "d1"))
@@ -257,8 +257,8 @@ def test_hosts_adopt_committed_versions_upwards():
     ("event", "message"),
     [
         (e.RunStarted("d0"), "no other, must be RunStarted"),
-        (finished(0, 0, "a", 0, 1), "carries versions [1]"),
-        (finished(0, 0, "a", 0, 0, 1, 0), "carries versions [0, 1, 0]"),
+        (finished(0, 0, "a", 0, 1), "have weights versions [1]"),
+        (finished(0, 0, "a", 0, 0, 1, 0), "have weights versions [0, 1, 0]"),
         (e.BatchTrained(0, (0, 1), "d1", {}), "the trainer was asked for no batch"),
         (e.HostJoined("b", 0), "joined with 0 slots"),
     ],
