@@ -1,8 +1,9 @@
 """A digest of a parameter tree that does not depend on its sharding, computed on the parameters' devices.
 
-A leaf's sum adds mix(bits xor mix(index in the leaf)) of all its elements, mod 2^32. `mix` is a bijection, so
-one changed element always changes the sum. `mix` is not linear, so exchanging two elements changes it too,
-except with probability 2^-32. The leaves' sums, names, shapes and dtypes are hashed into 16 hex digits.
+A leaf's checksum is the sum, mod 2^32, of mix(bits xor mix(index in the leaf)) over the leaf's elements.
+`mix` is a bijection, so one changed element always changes the checksum. `mix` is not linear, so exchanging
+two elements changes the checksum too, except with probability 2^-32. The digest is a hash, of 16 hex digits,
+of the leaves' checksums, names, shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def digest(params: Any) -> str:
 
 
 def leaf_digests(params: Any) -> dict[str, str]:
-    """Returns leaf path -> digest of the leaf: the text `dtype[shape]:sum`, with the sum in hex."""
+    """Returns leaf path -> digest of the leaf: the text `dtype[shape]:sum`, with the checksum in hex."""
     return name_sums(params, leaf_sums(params))
 
 
@@ -43,7 +44,7 @@ def name_sums(params: Any, sums: jax.Array) -> dict[str, str]:
 
 
 def to_plain(tree: Any) -> dict[str, Any]:
-    """Returns the tree as a flat dict of leaf path to leaf, the form that is stored: any tool can read it."""
+    """Returns the tree as a flat dict, leaf path -> leaf. Versions on disk have this form for other tools."""
     named = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in named}
 
@@ -80,8 +81,8 @@ def _sum_by_slices(leaf: jax.Array) -> jax.Array:
     """Returns the same checksum as `_sum_at_once`, faster on a CPU: it adds slices of the leaf elementwise.
 
     The slices are taken along an axis that no mesh shards: the layers of a stacked leaf, or up to ROWS
-    neighbouring rows of a matrix. XLA's CPU backend would reduce all integers to a scalar on one core,
-    unvectorised.
+    neighbouring rows of a matrix. Without slices, XLA's CPU backend would add all integers on one core, one
+    by one.
     """
     axis = 0
     if leaf.ndim == 2:
@@ -103,9 +104,10 @@ def _sum_by_slices(leaf: jax.Array) -> jax.Array:
 
 
 def _contributions(part: jax.Array, shape: tuple[int, ...], *places: jax.Array) -> jax.Array:
-    """Returns what each element of `part`, a part of a leaf, adds to the leaf's sum.
+    """Returns what each element of `part`, a part of a leaf, adds to the leaf's checksum.
 
-    `shape`: that of the whole leaf. `places`: for each axis of the leaf, the elements' indices along it.
+    `shape`: the shape of the whole leaf. `places`: for each axis of the leaf, the elements' indices along
+    that axis.
     """
     width = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[part.dtype.itemsize]
     bits = jax.lax.bitcast_convert_type(part, width).astype(jnp.uint32)

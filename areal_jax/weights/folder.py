@@ -13,15 +13,16 @@ from areal_jax.config.tree import Config
 from areal_jax.types import ArealError
 
 BEYOND_KEPT = 2
-"""Number of versions on disk besides the `weights.keep_versions`: the one being written, and the one that it
-replaces.
+"""Number of versions on disk in addition to weights.keep_versions: the version that is being written, and the
+version that it replaces.
 """
 
 
 def weights_folder(config: Config, run: Path) -> Path:
     """Returns the folder in which the run in folder `run` writes each version, as `<version>/`.
 
-    If `weights.dir` is set, a hash of the run's path in the folder's name keeps two runs apart.
+    If `weights.dir` is set, the folder's name contains a hash of the run's path, so that two runs do not
+    write to the same folder.
     """
     if config.weights.dir is None:
         return run / "weights"
@@ -32,10 +33,11 @@ def weights_folder(config: Config, run: Path) -> Path:
 
 @contextmanager
 def cleaned_weights(config: Config, run: Path) -> Iterator[None]:
-    """Remove the run's folder below `weights.dir`, with all its versions, before and after the `with` block.
+    """Removes the run's folder below `weights.dir`, with all versions, before and after the `with` block.
 
     The removal before the block cleans up after a killed run. Without `weights.dir` nothing is removed. Only
-    one process of a run may use this, around the lifetime of all processes that use the folder.
+    one process of a run may use this function, and all processes that use the folder must run within the
+    block.
     """
     with ExitStack() as cleaning:
         if config.weights.dir is not None:
@@ -46,8 +48,9 @@ def cleaned_weights(config: Config, run: Path) -> Iterator[None]:
 
 
 def require_room(config: Config, run: Path, version_bytes: int) -> None:
-    """Raises ArealError if `weights.dir` is set and its file system has too little space for the versions
-    that the run keeps there, of `version_bytes` bytes each.
+    """Raises ArealError if `weights.dir` is set and has too little free space for the run's versions.
+
+    `version_bytes`: size of one version, in bytes.
     """
     if config.weights.dir is None:
         return
@@ -61,6 +64,6 @@ def require_room(config: Config, run: Path, version_bytes: int) -> None:
             f"weights.dir={config.weights.dir} has {free / 1e9:.3g} GB free, and the run needs "
             f"{needed / 1e9:.3g} GB there: {keep + BEYOND_KEPT} versions of {version_bytes / 1e9:.3g} GB "
             f"(weights.keep_versions={keep}, and {BEYOND_KEPT} more while one is replaced). Lower "
-            "weights.keep_versions, set weights.dir to a folder with more free space, or leave it out: "
-            "versions are then written to the run's folder"
+            "weights.keep_versions, set weights.dir to a folder with more free space, or leave "
+            "weights.dir out: versions are then written to the run's folder"
         )

@@ -1,8 +1,8 @@
 """The in-memory ParamStore, for a trainer and hosts in one process.
 
-`publish` copies (and casts) at once, so the store aliases no buffer that the trainer's next update donates.
-If the only host shares the trainer's device, the copy is written over the parameters that the host decodes
-with, so the device never holds two copies for decoding.
+`publish` copies (and casts) the parameters at once, so the store shares no buffer with the train state, which
+the trainer's next update donates. If the only host shares the trainer's device, the copy is written over the
+parameters that the host decodes with, so the device never holds two copies for decoding.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from areal_jax.weights.store import (
 
 
 class MemoryStore:
-    """A ParamStore that holds the latest version only.
+    """Publishes and loads weights versions within one process; holds the latest version only.
 
     `probe(params) -> (n,)` returns the log-probs of a fixed sequence; a reader must compute the same values
-    as the publisher. `dtype`: that to which published parameters are cast. `is_exclusive`: publishing
-    overwrites the parameters that the reader decodes with. There must then be a single reader, on the
-    publisher's device, which adopts a new version before it uses parameters again and never runs while the
-    publisher does (`runtime.turns`).
+    as the publisher. `dtype`: the dtype of the published copy. `is_exclusive`: publishing overwrites the
+    parameters that the reader decodes with. There must then be a single reader, on the publisher's device,
+    which adopts the published version before it uses parameters again, and which never runs while the
+    publisher runs (`runtime.turns`).
     """
 
     def __init__(self, probe: Probe, dtype: str = "float32", is_exclusive: bool = False) -> None:
@@ -43,14 +43,14 @@ class MemoryStore:
         self._dtype = dtype
         self._is_exclusive = is_exclusive
         self._latest: tuple[VersionedParams, Callable[[], np.ndarray]] | None = None
-        """The published version, and a function that computes its canary once, for readers elsewhere."""
+        """The published version, and a function that computes its log-probs of a fixed sequence only once."""
         self._lock = threading.Lock()
 
     def publish(self, value: VersionedParams, before_commit: BeforeCommit | None = None) -> VersionedParams:
-        """Make `value` the latest version; returns it as readers will load it: cast, with the cast's digest.
+        """Publishes `value`; returns the copy that readers will load: cast, with its own digest.
 
-        `before_commit` is called with the returned value before any reader can load it; if it raises, nothing
-        is published. Publishing the latest version again with an equal digest does nothing. Raises
+        `before_commit` is called with that copy before any reader can load the copy; if the call raises,
+        nothing is published. Publishing the latest version again with an equal digest does nothing. Raises
         WeightsError for an older version, or for other bits under the latest version's number.
         """
         with self._lock:
@@ -80,8 +80,8 @@ class MemoryStore:
     def load(self, version: PolicyVersion, shardings: Any) -> VersionedParams:
         """Returns the parameters of `version`, laid out by `shardings`.
 
-        If the published arrays have this layout already, they are returned themselves, unchecked; otherwise
-        their digest and log-probs of a fixed sequence are checked on the reader's devices. Raises
+        Published arrays that already have this layout are returned without a copy or a check. Otherwise the
+        digest and the log-probs of a fixed sequence are computed on the reader's devices and checked. Raises
         VersionGoneError if `version` is not the latest, WeightsError if digest or log-probs differ from the
         publisher's.
         """
@@ -103,6 +103,6 @@ class MemoryStore:
 
 
 def _lie_alike(one: Any, other: Any) -> bool:
-    """Whether both trees have the same layout; `other`, made by `device_put`, then shares `one`'s buffers."""
+    """Whether both trees have the same layout; `other`, made from `one` by `device_put`, is then no copy."""
     pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
     return all(a.sharding.is_equivalent_to(b.sharding, a.ndim) for a, b in pairs)

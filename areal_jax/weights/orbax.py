@@ -1,11 +1,12 @@
-"""The ParamStore on a shared file system: a publisher writes versions, readers in any process adopt them.
+"""The ParamStore on a shared file system: a publisher writes versions, readers in any process load them.
 
-`publish` copies on the device and returns; a thread writes the version, calls `before_commit` once it is
-complete on disk, and commits it by a rename. Readers use the folder alone; they restore onto their own mesh
-and check every leaf. Once a reader has found a version damaged, its `latest` skips that version until it is
-replaced.
+`publish` copies the parameters on the device and returns. A thread then writes the version to disk, calls
+`before_commit`, and commits the version by renaming its folder. Readers need only the folder: they load a
+version onto their own mesh and check every leaf. A reader that has found a version damaged skips that version
+until it is replaced.
 
-If several processes train together, each writes its own shards, and the first one does all else.
+If several processes train together, each process writes its own shards, and the first process does everything
+else.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ CANARY = "canary"
 
 
 class OrbaxReader:
-    """A ParamReader of the versions in a folder, which checks files and leaves as module `staged` describes.
+    """Loads weights versions from a folder, and checks files and leaves as module `staged` describes.
 
-    `probe(params)` returns the canary, log-probs of a fixed sequence, to compare with the publisher's.
+    `probe(params)` returns log-probs of a fixed sequence; a load fails if they differ from the publisher's.
     """
 
     def __init__(self, folder: Path, probe: Probe) -> None:
@@ -47,7 +48,7 @@ class OrbaxReader:
         self._refused: dict[PolicyVersion, tuple[int, int]] = {}
 
     def latest(self) -> PolicyVersion | None:
-        """Returns the newest version in the folder that this reader has not found damaged; None if none."""
+        """Returns the newest version in the folder that this reader has not found damaged, or None."""
         for version in reversed(staged.committed(self._folder)):
             if version not in self._refused or self._identity(version) != self._refused[version]:
                 return version
@@ -57,8 +58,9 @@ class OrbaxReader:
         """Returns the parameters of `version` in their published dtype, laid out by `shardings`.
 
         Raises VersionGoneError if the version does not exist, or was removed or replaced during the read;
-        VersionDamagedError, naming the file or leaf, if it differs from what was written or its tree is not
-        that of `shardings`; WeightsError if its log-probs of a fixed sequence are not the publisher's.
+        VersionDamagedError if a file or leaf, which the message names, differs from what was written, or if
+        the version's tree is not that of `shardings`; WeightsError if the log-probs of a fixed sequence
+        differ from the publisher's.
         """
         path, identity = self._folder / str(version), self._identity(version)
         if identity is None:
@@ -71,8 +73,8 @@ class OrbaxReader:
             # Files that vanish during a read look like damage: only a version that is still there is damaged.
             if self._identity(version) != identity:
                 raise VersionGoneError(
-                    f"version {version} was removed or replaced while it was read; load the one that "
-                    "latest() returns"
+                    f"version {version} was removed or replaced while it was read; load the version "
+                    "that latest() returns"
                 ) from None
             self._refused[version] = identity
             raise VersionDamagedError(str(error)) from None
@@ -81,8 +83,9 @@ class OrbaxReader:
         return VersionedParams(version, params, combine(manifest.leaves))
 
     def _identity(self, version: PolicyVersion) -> tuple[int, int] | None:
-        """Returns inode and mtime of the version's manifest, which change when the version is replaced; None
-        if the version does not exist.
+        """Returns (inode, mtime in ns) of the version's manifest; None if the version does not exist.
+
+        Both numbers change when the version is replaced.
         """
         try:
             found = (self._folder / str(version) / MANIFEST).stat()
@@ -92,11 +95,12 @@ class OrbaxReader:
 
 
 class OrbaxStore(OrbaxReader, Publisher):
-    """A ParamStore in a folder, which keeps the newest `keep` versions; older ones are removed.
+    """Publishes weights versions to a folder and loads them; keeps only the newest `keep` versions.
 
-    A folder may have only one publisher at a time. The publisher's first commit takes the folder over: it
-    replaces an existing version of that number unless the bits are equal (a resumed run publishes it again).
-    It removes all other versions: an earlier process wrote them, maybe after the journal's last event.
+    A folder may have only one publisher at a time. The publisher's first commit takes over the folder from an
+    earlier process. If the folder has a version of the same number, the commit replaces that version, unless
+    its bits are equal (a resumed run publishes its version again). The commit removes all other versions,
+    because the earlier process may have written them after the journal's last event.
     """
 
     def __init__(self, folder: Path, settings: PublisherSettings, keep: int = 3) -> None:

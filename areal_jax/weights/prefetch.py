@@ -1,6 +1,7 @@
-"""Prefetching of weights: a thread loads, checks and lays out the next version while the host decodes.
+"""Prefetching of weights: a thread loads, checks and lays out a newer version while the host decodes.
 
-The host then adopts that version by an exchange of pointers, whichever store the version comes from.
+The host then adopts that version without a copy: it only replaces a reference. This works with every
+ParamReader.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from areal_jax.weights.store import ParamReader, VersionGoneError, WeightsError,
 LOOK_S = 0.01
 """Seconds between two queries for a newer version while there is none."""
 AGAIN_S = 0.2
-"""Seconds to wait after a failed load before the next attempt."""
+"""Seconds to wait after a failed load before loading again."""
 
 
 class Prefetcher:
-    """A host's ParamReader that loads ahead: `reader` loads a version onto `shardings`, then `lay_out`
-    converts it to the form that the host decodes with.
+    """The host's ParamReader: a thread loads the newest version before the host asks for that version.
 
-    At most one version is ready at a time; once `load` has returned it, the newest one is loaded next. Only
-    this object may call `reader.load`. No reference to a version that `load` has returned is kept, so that
-    the host can free that version.
+    `reader` loads the version onto `shardings`; then `lay_out` converts it to the form that the host decodes
+    with. At most one version is ready at a time; once `load` has returned that version, the thread loads the
+    newest version again. Only the Prefetcher may call `reader.load`. It keeps no reference to a version that
+    `load` has returned, so that the host can free that version.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Prefetcher:
         self._thread.start()
 
     def latest(self) -> PolicyVersion | None:
-        """Returns the version that is ready, else the one that `load` returned last, else None.
+        """Returns the version that is ready, else the version that `load` returned last, else None.
 
         Raises the error that ended the loading thread, such as WeightsError if this host gets other log-probs
         than the publisher from the same parameters.
@@ -60,12 +61,13 @@ class Prefetcher:
     def load(self, version: PolicyVersion, shardings: Any) -> VersionedParams:
         """Returns the version that is ready, converted by `lay_out`.
 
-        Raises VersionGoneError if `version` is not the ready one, WeightsError if `shardings` are other ones
-        than the constructor got.
+        Raises VersionGoneError if `version` is not the version that is ready, WeightsError if `shardings` are
+        not the shardings given to the constructor.
         """
         if shardings != self._shardings:
             raise WeightsError(
-                "the Prefetcher can load only with the shardings that it was given; load with those"
+                "the Prefetcher can load only with the shardings that it was given; pass the constructor's "
+                "shardings to load()"
             )
         with self._changed:
             here = self._here
@@ -78,15 +80,13 @@ class Prefetcher:
             return here
 
     def forget(self) -> None:
-        """Discard the version that is ready or being loaded. Called when `reader` is switched to another
-        publisher.
-        """
+        """Discards the version that is ready or being loaded; called when `reader` gets another publisher."""
         with self._changed:
             self._here = None
             self._moves += 1
 
     def close(self, deadline_s: float) -> None:
-        """Stop loading, and wait for a load in progress; return after `deadline_s` seconds in any case.
+        """Stops loading; waits at most `deadline_s` seconds until a load in progress has ended.
 
         The wait is needed because a process must not exit while its devices compute.
         """
@@ -111,14 +111,14 @@ class Prefetcher:
             return not self._is_closed
 
     def _load_next(self) -> bool:
-        """Load the newest version if `load` has not returned it yet; returns False if that fails."""
+        """Loads the newest version, unless `load` has returned it already; returns False if loading fails."""
         taken, moves, latest = self._taken, self._moves, self._reader.latest()
         if latest is None or latest <= taken:
             return True
         try:
             value = load_newer(self._reader, self._shardings, taken)
         except VersionGoneError as error:
-            logging.getLogger(__name__).warning("not adopted: %s", error)
+            logging.getLogger(__name__).warning("the host keeps its weights and tries again: %s", error)
             return False
         if value is None:
             return False

@@ -1,4 +1,4 @@
-"""The publishing half of a ParamStore: the caller's thread starts the copy, and another thread commits it."""
+"""Publishing of weights: the caller's thread starts a copy of them, and another thread commits the copy."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ class PublisherSettings:
     dtype: str = "float32"
     """Dtype of the published parameters."""
     deadline_s: float = 600.0
-    """Longest wait, in seconds, for space in the commit queue, and for processes that publish together."""
+    """Longest wait, in seconds, for space in the commit queue, and for the trainer's other processes."""
     on_failure: OnFailure | None = None
-    """Called at once with the error of a failed commit; the publisher's next method call raises it too."""
+    """Called at once with the error of a failed commit; the publisher's next call raises that error."""
 
 
 class Outgoing(NamedTuple):
-    """A published version. `wire`: the copy that readers will load; `sums`: the checksum of each leaf;
-    `canary`: its log-probs of a fixed sequence. The devices may still be computing the last two.
+    """A version to commit. `wire`: the copy of the parameters that readers will load.
+
+    `sums`: the checksum of each leaf of the copy. `canary`: log-probs of a fixed sequence under the copy. The
+    devices may still be computing `sums` and `canary`. `before_commit`: called before readers can load it.
     """
 
     wire: VersionedParams
@@ -37,7 +39,7 @@ class Outgoing(NamedTuple):
     before_commit: BeforeCommit | None
 
     def leaves(self) -> dict[str, str]:
-        """Returns each leaf's digest by name. Raises WeightsError if they do not agree with `wire.digest`."""
+        """Returns each leaf's digest by name. Raises WeightsError if they do not give `wire.digest`."""
         leaves = name_sums(self.wire.params, self.sums)
         if (found := combine(leaves)) != self.wire.digest:
             raise WeightsError(
@@ -47,16 +49,16 @@ class Outgoing(NamedTuple):
         return leaves
 
     def announce(self) -> None:
-        """Call `before_commit(wire)` if it was given; of processes that publish together, only the first one
-        calls it.
-        """
+        """Calls `before_commit(wire)`, if it was given, in the first process of the trainer only."""
         if self.before_commit is not None and leads():
             self.before_commit(self.wire)
 
 
 class Publisher(Writer, ABC):
-    """A ParamPublisher with a thread that commits one version at a time, in order, by `_commit`, which a
-    subclass defines. `what` names the thread's work in errors. Only one thread at a time may use it.
+    """Publishes weights versions: a thread commits one version at a time, in order of publication.
+
+    A subclass defines the commit (`_commit`). `what`: the thread's work in the words of error messages. Only
+    one thread at a time may call the publisher's methods.
     """
 
     def __init__(self, what: str, settings: PublisherSettings) -> None:
@@ -68,12 +70,13 @@ class Publisher(Writer, ABC):
         self._committed: VersionedParams | None = None
 
     def publish(self, value: VersionedParams, before_commit: BeforeCommit | None = None) -> VersionedParams:
-        """Queue `value` to become the latest; returns it as readers will load it: cast, with a new digest.
+        """Queues a version to commit; returns the copy that readers will load: cast, with its own digest.
 
-        The queue has space for one version besides the one being committed. If it is full, this waits for
-        space up to `settings.deadline_s`, but never for a reader. `before_commit` is called with the returned
-        value in the committing thread, before any reader can load it. Raises WeightsError as
-        ParamPublisher.publish does, StagedError at the deadline, and the error of an earlier failed commit.
+        One version can wait in the queue while another version is committed. If the queue is full, the call
+        waits for space, at most `settings.deadline_s` seconds; it never waits for a reader. The committing
+        thread calls `before_commit` with the returned copy before any reader can load that copy. Raises
+        WeightsError as ParamPublisher.publish does, StagedError if the queue is still full at the deadline,
+        and the error of an earlier failed commit.
         """
         # Every program starts in the caller's thread: processes that publish together must start the programs
         # of their common devices in one order, and the trainer's next update is one of them.
@@ -88,7 +91,7 @@ class Publisher(Writer, ABC):
 
     @abstractmethod
     def _commit(self, version: Outgoing) -> None:
-        """Complete the version, call `version.announce`, then let readers load it.
+        """Completes the version, calls `version.announce`, then lets readers load the version.
 
         Runs in the committing thread.
         """

@@ -1,18 +1,19 @@
-"""Versions on disk: staged, written by Orbax, synced, committed by a rename, and checked when they are read.
+"""Versions on disk: written by Orbax, synced, committed by a rename, and checked when they are read.
 
-`<folder>/<version>/` holds Orbax's `state/` and `manifest.json`. A version is written into a hidden sibling
-folder until it is complete, so a crash leaves the previous version in force. Orbax restores a flipped bit
-silently, and leaves running tasks behind when it fails; so files are checked before Orbax opens them, and
-leaves after it has read them:
+`<folder>/<version>/` holds Orbax's folder `state/` and the file `manifest.json`. A version is written to a
+hidden folder, and renamed when it is complete, so after a crash the previous version is still the newest.
+Orbax does not notice a flipped bit, and leaves running tasks behind when it fails. Therefore this module
+checks the files before Orbax opens them, and the leaves after Orbax has read them:
 
-- the manifest is in canonical form and holds a digest of its contents;
-- it names every file with its size, and the files that are parsed (all but the chunks) with a checksum;
-- it holds every leaf's digest, taken before writing, to compare with that of the leaf that was read. Chunks
-  are raw bits, uncompressed, so any damage to them changes a digest.
+- the manifest has one canonical form and contains a digest of its own contents;
+- the manifest names every file with its size; for each file that Orbax parses (all files except the chunks,
+  which contain the leaves' data) also a checksum;
+- the manifest contains every leaf's digest, computed before the leaf was written; the leaf that is read must
+  have the same digest. Chunks are uncompressed raw bits, so any damage to a chunk changes a digest.
 
-The processes of a jax.distributed world write and read together, on a shared file system: each its own
-shards, and the first one all else. They meet after each phase, and an error names the process that did
-not arrive.
+The processes of a jax.distributed world write and read together, on a shared file system: each process its
+own shards, and the first process everything else. They wait for each other after each phase, and an error
+names the process that did not arrive.
 
 Trainer checkpoints and the Orbax ParamStore both use this layout.
 """
@@ -47,23 +48,23 @@ deadline.
 """
 
 FORMAT = 1
-"""The manifest's format; increased whenever older programs cannot read the new one."""
+"""Number of the manifest's format; increased with each change that older programs cannot read."""
 
 _LEAF = re.compile(r"(\w+)\[([\d, ]*)\]:[0-9a-f]{8}")
 _CHUNK = re.compile(r"\d+(\.\d+)*")
 
 
 class Manifest(NamedTuple):
-    """The contents of a version's manifest, checked."""
+    """The contents of a version's manifest, which `read_manifest` has found undamaged."""
 
     leaves: dict[str, str]
-    """Leaf path to `dtype[shape]:sum`, as `digest.leaf_digests` returns it."""
+    """Leaf path -> digest of the leaf, `dtype[shape]:sum`, as `digest.leaf_digests` returns it."""
     files: dict[str, list[Any]]
-    """Path below `state` to [size in bytes, CRC-32 in hex]; for a chunk of a leaf None instead of the CRC-32,
-    since the leaf's digest covers it.
+    """Path of a file below `state` -> [size in bytes, CRC-32 in hex]. A chunk (data of a leaf) has None
+    instead of the CRC-32, because the leaf's digest covers these data.
     """
     about: dict[str, Any]
-    """The result of the writer's `about()`: plain JSON."""
+    """Further facts, as plain JSON values: what `about()` returned when the version was written."""
 
 
 def committed(folder: Path) -> list[int]:
@@ -78,8 +79,9 @@ def committed(folder: Path) -> list[int]:
 
 
 class Detached(NamedTuple):
-    """A copy of a tree, which stays valid when the tree's buffers are donated. `sums`: the checksum of each
-    leaf, which the devices may still be computing.
+    """A copy of a tree of arrays, which stays valid when the original's buffers are donated.
+
+    `sums`: the checksum of each leaf; the devices may still be computing these.
     """
 
     tree: Any
@@ -89,8 +91,8 @@ class Detached(NamedTuple):
     def copy(cls, tree: Any) -> Detached:
         """Returns a copy of `tree` in host memory.
 
-        On CPU devices this may return before the copy is complete. On other devices it returns after the
-        transfer to the host, and the device never holds a second copy.
+        On CPU devices the call may return before the copy is complete. On other devices it returns after the
+        transfer to host memory, and the device never holds a second copy.
         """
         leaves = jax.tree.leaves(tree)
         if all(device.platform == "cpu" for leaf in leaves for device in leaf.devices()):
@@ -112,14 +114,14 @@ def write(
     before_commit: Callable[[], None] | None = None,
     deadline_s: float = DEADLINE_S,
 ) -> None:
-    """Commit the tree as `version`, replacing an existing version of that number.
+    """Writes the tree to disk and commits it as `version`; replaces an existing version of that number.
 
-    A folder may have only one writer. `about()` returns plain JSON values, which the manifest stores too.
-    `before_commit` is called once all files are on disk, before any reader can see the version; if it raises,
-    nothing is committed. All processes of a jax.distributed world must call this function; only the first one
-    calls `about` and `before_commit`, and each waits at most `deadline_s` seconds for the others in each
-    phase. Raises StagedError if the disk or another process fails, ArealError if another process misses the
-    deadline.
+    Only one program at a time may write to a folder. `about()` returns plain JSON values, which are stored in
+    the manifest. `before_commit` is called once all files are on disk, before any reader can see the version;
+    if it raises, nothing is committed. All processes of a jax.distributed world must call this function. Only
+    the first process calls `about` and `before_commit`; in each phase, every process waits at most
+    `deadline_s` seconds for the others. Raises StagedError if the disk or another process fails, ArealError
+    if another process misses the deadline.
     """
     # Each phase ends in an agreement: no process may write into a folder before the first one has made it,
     # and the manifest may not be written before all files that it names.
@@ -165,7 +167,7 @@ def _commit(
 
 
 def remove(folder: Path, versions: Iterable[int]) -> None:
-    """Remove versions: hide each at once by a rename, then delete its files."""
+    """Removes versions: hides each version by one rename, then deletes its files."""
     for version in versions:
         # A rename is atomic and a deletion is not: readers find a complete version or none.
         gone = folder / f".gone-{version}"
@@ -174,14 +176,14 @@ def remove(folder: Path, versions: Iterable[int]) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Remove the unfinished and the half-deleted versions that a killed writer left behind."""
+    """Removes the unfinished and the half-deleted versions that a killed process left behind."""
     for path in folder.iterdir():
         if path.name.startswith((".staged-", ".gone-")):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def render(manifest: Mapping[str, Any]) -> bytes:
-    """Returns the bytes of a manifest file: these contents, FORMAT and a digest of both, as sorted JSON."""
+    """Returns the bytes of a manifest file: `manifest`, FORMAT, and a digest of both, as sorted JSON."""
     contents = {"format": FORMAT, **{key: manifest[key] for key in manifest if key != "digest"}}
     text = json.dumps(contents, sort_keys=True).encode()
     whole = {**contents, "digest": hashlib.blake2b(text, digest_size=16).hexdigest()}
@@ -192,7 +194,7 @@ def render(manifest: Mapping[str, Any]) -> bytes:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Returns the manifest in a version's folder. Raises StagedError if it is missing or any bit changed."""
+    """Returns the manifest in a version's folder; raises StagedError if the file is missing or damaged."""
     try:
         data = (path / MANIFEST).read_bytes()
         found = json.loads(data)
@@ -205,7 +207,7 @@ def read_manifest(path: Path) -> Manifest:
     if not is_whole or found["format"] != FORMAT:
         raise StagedError(
             f"{path} is damaged: {MANIFEST} was changed after it was written, or is not of format {FORMAT}; "
-            "use the areal-jax version that wrote it. Older weights are used if there are any"
+            "use the areal-jax version that wrote it. An older version is used if there is one"
         )
     if str(found["version"]) != path.name:
         raise StagedError(
@@ -215,10 +217,10 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def described(what: str, leaves: Mapping[str, str], shardings: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns, by leaf path, shape and dtype from each digest in `leaves`, and the sharding in `shardings`.
+    """Returns leaf path -> shape and dtype, read from the leaf's digest in `leaves`, and its sharding.
 
-    Raises VersionDamagedError, which begins with `what`, if the leaves of `shardings` have other paths, or a
-    digest is not `dtype[shape]:sum`.
+    `what`: the source of the leaves, named in errors. Raises VersionDamagedError if `shardings` and `leaves`
+    have different leaf paths, or if a digest does not have the form `dtype[shape]:sum`.
     """
     plain = to_plain(shardings)
     if missing := plain.keys() ^ leaves.keys():
@@ -241,12 +243,13 @@ def _described(what: str, leaf: str, sharding: Sharding) -> jax.ShapeDtypeStruct
 
 
 def read(path: Path, like: Any, is_part: bool = False) -> Any:
-    """Returns the tree in a version's folder, checked, with the shapes, dtypes and shardings of `like`.
+    """Returns the tree in the version's folder `path`, with the shapes, dtypes and shardings of `like`.
 
-    `is_part`: `like` may lack leaves that the folder has. All processes of a jax.distributed world must call
-    this function, even if a different number of processes wrote; each reads its own shards. Raises
-    StagedError, in all processes, if one of them finds that a file or leaf differs from what was written or
-    the tree from `like`; ArealError if another process does not arrive within DEADLINE_S seconds.
+    Checks all files and leaves against the manifest. `is_part`: True: `like` may lack leaves that the folder
+    has. All processes of a jax.distributed world must call this function, even if another number of processes
+    wrote the version; each process reads its own shards. If one process finds that a file or leaf differs
+    from what was written, or the tree from `like`, all processes raise StagedError. Raises ArealError if
+    another process does not arrive within DEADLINE_S seconds.
     """
     plain = to_plain(like)
     try:
@@ -274,8 +277,8 @@ def _require_leaves(path: Path, manifest: Manifest, plain: Mapping[str, Any], is
         if there.get(name) != here.get(name):
             raise StagedError(
                 f"{path} contains other parameters than requested: leaf {name} is "
-                f"{there.get(name, 'missing')} there, but {here.get(name, 'missing')} here; use the config "
-                "of the run that wrote it"
+                f"{there.get(name, 'missing')} in that folder, but {here.get(name, 'missing')} in this "
+                "process's model; use the config of the run that wrote the folder"
             )
 
 
@@ -307,14 +310,14 @@ def _file(path: Path) -> list[Any]:
 
 
 def _handler() -> Any:
-    """Returns an Orbax handler that writes one uncompressed chunk per leaf and shard; the caller commits."""
+    """Returns an Orbax handler that writes one uncompressed chunk per leaf and shard, and commits nothing."""
     import orbax.checkpoint as ocp
 
     return ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False)
 
 
 def _save(folder: Path, plain: Mapping[str, jax.Array]) -> None:
-    """Write the leaves; when this returns, every chunk is synced to disk, as TensorStore does by default."""
+    """Writes the leaves; on return every chunk is synced to disk, because TensorStore syncs by default."""
     import orbax.checkpoint as ocp
     from etils import epath
 
@@ -349,7 +352,7 @@ def _restore(path: Path, plain: Mapping[str, Any]) -> dict[str, jax.Array]:
 
 
 def _sync(folder: Path) -> None:
-    """Sync the folder and all files in it except the leaves' chunks, which TensorStore has synced."""
+    """Syncs the folder and all files in it, except the leaves' chunks, which TensorStore has synced."""
     for path in folder.iterdir():
         if path.is_file():
             _sync_one(path)

@@ -1,4 +1,4 @@
-"""A thread that writes versions or checkpoints one after another, off the caller's path."""
+"""A thread that writes versions or checkpoints one after another, while the caller continues."""
 
 from __future__ import annotations
 
@@ -13,33 +13,32 @@ OnFailure = Callable[[BaseException], None]
 
 
 class Writer:
-    """Runs one write at a time in its thread, in order, with at most `waiting` more in its queue. `what`
-    names these writes in errors.
+    """Runs one write at a time in a thread, in order; at most `waiting` further writes wait in a queue.
 
-    If a write fails, `on_failure` is called at once, in that thread, with the error; the next method call
-    raises the same error.
+    `what`: the writes in the words of error messages. If a write fails, the thread calls `on_failure` with
+    the error at once, and the next method call raises the same error.
     """
 
     def __init__(self, what: str, waiting: int = 0, on_failure: OnFailure | None = None) -> None:
         self._what, self._waiting, self._on_failure = what, waiting, on_failure
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=what)
         self._pending: deque[Future[None]] = deque()
-        """The writes that have not ended, and those that failed with an error that was not raised yet."""
+        """The writes that have not ended, and ended writes with an error that was not raised yet."""
 
     def submit(self, write: Callable[[], None], deadline_s: float) -> None:
-        """Queue a write, after a wait of up to `deadline_s` seconds for space in the queue.
+        """Queues a write; waits at most `deadline_s` seconds for space in the queue.
 
-        Raises the error of an earlier write, and StagedError if there is no space by the deadline.
+        Raises the error of an earlier failed write, and StagedError if the queue is still full at the
+        deadline.
         """
         self.wait(deadline_s, self._waiting)
         self._pending.append(self._thread.submit(self._run, write))
 
     def wait(self, deadline_s: float, leave: int = 0) -> None:
-        """Wait until at most `leave` writes are pending.
+        """Waits until at most `leave` writes are running or queued.
 
-        Raises the error of the first failed write, while later writes continue, and StagedError if too many
-        writes are pending after `deadline_s` seconds; they continue too. Ended writes are checked even if no
-        wait is needed, so that the next method call raises their error.
+        Raises the error of the first write that failed, even if no wait is needed. Raises StagedError if more
+        than `leave` writes remain after `deadline_s` seconds. In both cases the remaining writes continue.
         """
         end_s = time.monotonic() + deadline_s
         while self._pending and (len(self._pending) > leave or self._pending[0].done()):
@@ -47,7 +46,7 @@ class Writer:
             if not wait([first], max(0.0, end_s - time.monotonic())).done:
                 raise StagedError(
                     f"{self._what} took longer than {deadline_s:g} s (runtime.deadline_s): check that the "
-                    "disk works and has space, or raise the limit if it was only slow"
+                    "disk works and has space; if it is only slow, raise runtime.deadline_s"
                 )
             self._pending.popleft()
             first.result()

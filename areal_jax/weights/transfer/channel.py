@@ -1,9 +1,10 @@
 """A small request-and-answer channel over TCP: msgpack frames, a shared secret, a deadline on every step.
 
 A frame is a length (4 bytes, big-endian) and that many bytes of msgpack; lists arrive as tuples. Both ends
-prove that they know the secret before they exchange anything else: each sends a random challenge, and answers
-the other's with HMAC-SHA256 of its role and both challenges. The secret itself is never sent. Later frames
-are neither encrypted nor signed: beyond one machine, the network has to be one that you trust.
+prove that they know the secret before they exchange anything else: each end sends a random challenge, and
+answers the other end's challenge with an HMAC-SHA256 of its own role and both challenges. The secret itself
+is never sent. Later frames are neither encrypted nor signed, so connect machines only by a network that you
+trust.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ def split(address: str) -> tuple[str, int]:
 def require_safe(address: str, secret: str | None) -> tuple[str, int]:
     """Returns the numeric host and the port of `address`, to listen at.
 
-    Raises ChannelError if the address does not resolve, if it means every interface (0.0.0.0), or if other
-    machines can reach it and `secret` is empty or None.
+    Raises ChannelError if the address does not resolve, if it stands for every network interface (0.0.0.0),
+    or if other machines can reach the address and `secret` is empty or None.
     """
     host, port = split(address)
     try:
@@ -74,8 +75,8 @@ def require_safe(address: str, secret: str | None) -> tuple[str, int]:
         ) from None
     if found.is_unspecified:
         raise ChannelError(
-            f"the address {address!r} stands for every interface; give the address of the one through which "
-            "peers reach this machine"
+            f"the address {address!r} stands for every network interface; give the address of the interface "
+            "through which other machines reach this machine"
         )
     if not found.is_loopback and not secret:
         raise ChannelError(
@@ -127,7 +128,7 @@ def _exactly(peer: socket.socket, size: int, end_s: float) -> bytes:
         peer.settimeout(_left(end_s))
         part = peer.recv(min(size - len(data), 1 << 20))
         if not part:
-            raise ConnectionResetError("the process there disconnected; see its log. This side tries again")
+            raise ConnectionResetError("the process there disconnected; see that process's log")
         data += part
     return bytes(data)
 
@@ -147,8 +148,10 @@ def _proof(secret: str | None, role: str, listener: bytes, caller: bytes) -> byt
 
 
 def _prove_to_caller(peer: socket.socket, secret: str | None, end_s: float) -> None:
-    """Run the listener's side of the proof that both know the secret. Raises ChannelError if the caller does
-    not know it (the caller then learns only that it is refused), TimeoutError at `end_s` of time.monotonic().
+    """Runs the listener's side of the proof that listener and caller know the same secret.
+
+    Raises ChannelError if the caller does not know the secret (the caller learns nothing but the refusal),
+    and TimeoutError if the proof is not complete by `end_s`, a time of time.monotonic().
     """
     # A proof covers both challenges and the role: it cannot be replayed or sent back as the other side's.
     own = secrets.token_bytes(32)
@@ -164,14 +167,17 @@ def _prove_to_caller(peer: socket.socket, secret: str | None, end_s: float) -> N
 
 
 def _prove_to_listener(peer: socket.socket, secret: str | None, end_s: float) -> None:
-    """Run the caller's side of the proof that both know the secret. Raises ChannelError if the secrets or
-    protocols differ, and TimeoutError at `end_s` of time.monotonic().
+    """Runs the caller's side of the proof that listener and caller know the same secret.
+
+    Raises ChannelError if the secrets or the protocol's versions differ, and TimeoutError if the proof is not
+    complete by `end_s`, a time of time.monotonic().
     """
     said, own = _receive(peer, end_s, STRANGER_BYTES), secrets.token_bytes(32)
     its = said.get("challenge")
     if said.get("protocol") != PROTOCOL or not isinstance(its, bytes) or len(its) != 32:
         raise ChannelError(
-            f"the peer has protocol {said.get('protocol')}, not {PROTOCOL}; run equal areal-jax versions"
+            f"the listener has version {said.get('protocol')} of the protocol, and this process {PROTOCOL}; "
+            "run the same version of areal-jax everywhere"
         )
     _send(peer, {"challenge": own, "proof": _proof(secret, "caller", its, own)}, end_s)
     proof = _receive(peer, end_s, STRANGER_BYTES).get("proof")
@@ -183,14 +189,15 @@ def _prove_to_listener(peer: socket.socket, secret: str | None, end_s: float) ->
 
 
 class Listener:
-    """Listens at an address until `close`. Each peer that has proved that it knows the secret gets a thread
-    and a session of its own; `begin()` makes the session.
+    """Listens at an address until `close`, and answers the peers that prove that they know the secret.
+
+    Each such peer has a thread and a session of its own.
     """
 
     def __init__(
         self, address: str, secret: str | None, begin: Callable[[], Session], deadline_s: float
     ) -> None:
-        """`begin()` makes a peer's session. `deadline_s`: seconds without a request that end a connection.
+        """`begin()` makes a peer's session. `deadline_s`: longest time between two requests, in seconds.
 
         Raises ChannelError if `require_safe` rejects the address, or the port cannot be opened.
         """
@@ -210,7 +217,7 @@ class Listener:
         threading.Thread(target=self._accept, name=f"listening at {self.address}", daemon=True).start()
 
     def close(self) -> None:
-        """Stop listening, and disconnect every peer."""
+        """Stops listening, and disconnects every peer."""
         with self._lock:
             self._is_closed = True
             sockets = [self._socket, *self._peers]
@@ -230,7 +237,7 @@ class Listener:
                     self._peers.add(peer)
             if is_full:
                 logging.getLogger(__name__).warning(
-                    "the listener at %s has %d connections, the maximum, and rejected one; a host retries",
+                    "the listener at %s has %d connections, the maximum, and closed one more; hosts retry",
                     self.address,
                     MOST_PEERS,
                 )
@@ -264,9 +271,11 @@ class Channel:
     """A caller's connection to a Listener; only one thread may use it at a time."""
 
     def __init__(self, address: str, secret: str | None, deadline_s: float) -> None:
-        """Connect and prove the secret; that and all later requests may take `deadline_s` seconds together.
+        """Connects to the listener at `address` (host:port) and proves that this process knows the secret.
 
-        Raises ChannelError if the listener does not answer in time, or has another secret or protocol.
+        `deadline_s`: seconds from now until which connecting, and all requests without an `end_s` of their
+        own, must be complete. Raises ChannelError if the listener does not answer in time, or has another
+        secret or another version of the protocol.
         """
         self.address, self._end_s = address, time.monotonic() + deadline_s
         with _naming(address):
@@ -282,7 +291,8 @@ class Channel:
     def ask(self, request: dict[str, Any], end_s: float | None = None) -> dict[str, Any]:
         """Returns the listener's answer to `request`.
 
-        Raises ChannelError if none arrives by `end_s` of time.monotonic() (None: the constructor's deadline).
+        Raises ChannelError if no answer arrives by `end_s`, a time of time.monotonic(); None: the
+        constructor's deadline.
         """
         end_s = self._end_s if end_s is None else end_s
         with _naming(self.address):
@@ -295,7 +305,7 @@ class Channel:
 
 @contextmanager
 def _naming(address: str) -> Iterator[None]:
-    """Raise network errors of the `with` block as ChannelError; put `address` in front of every message."""
+    """Raises network errors of the `with` block as ChannelError; puts `address` in front of each message."""
     try:
         yield
     except OSError as error:
@@ -309,7 +319,7 @@ def join(host: str, port: int) -> str:
 
 
 def _hang_up(one: socket.socket) -> None:
-    """Disconnect and close the socket; a thread that is blocked on it returns."""
+    """Disconnects and closes a socket; a thread that waits for data of this socket returns."""
     with suppress(OSError):  # it was never connected, or the peer has closed
         one.shutdown(socket.SHUT_RDWR)
     one.close()

@@ -20,8 +20,9 @@ Device = Any
 
 
 def own_pieces(array: jax.Array) -> list[tuple[Box, jax.Array]]:
-    """Returns (box, data) for each piece of `array` that this process owns. Each box has one owner among all
-    processes, even if several hold copies of its data.
+    """Returns (box, data) for each piece of `array` that this process owns; box: the piece's position.
+
+    Exactly one process owns a piece, even if several processes hold copies of its data.
     """
     # Replicas hold the same bits: only the first one of each box counts, in whichever process it is.
     return [
@@ -32,8 +33,9 @@ def own_pieces(array: jax.Array) -> list[tuple[Box, jax.Array]]:
 
 
 def places(sharding: Sharding, shape: tuple[int, ...]) -> dict[Device, Box]:
-    """Returns, for each device of this process, the box that it holds of an array of this shape and
-    sharding.
+    """Returns device -> position (box) of the part of an array that the device holds.
+
+    The array has the given sharding and shape. Only devices of this process are listed.
     """
     found = sharding.addressable_devices_indices_map(shape)
     return {device: _box(index, shape) for device, index in found.items() if index is not None}
@@ -49,8 +51,10 @@ def are_whole(boxes: Iterable[Box], shape: Sequence[int]) -> bool:
 
 
 def landing(box: Box, wanted: Mapping[Device, Box]) -> Device:
-    """Returns the device onto which the piece in `box` is pulled: the one that needs most of it. `wanted`:
-    device -> the box of the array that it needs; of several such devices, the smallest box decides.
+    """Returns the device onto which the piece at position `box` is pulled: the one that needs most of it.
+
+    `wanted`: device -> position (box) of the part of the array that the device needs. If several devices need
+    equally much of the piece, the device with the smallest part is returned.
     """
     return max(wanted, key=lambda device: (_overlap(box, wanted[device]), -size_of(wanted[device])))
 

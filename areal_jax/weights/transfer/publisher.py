@@ -1,12 +1,13 @@
 """The ParamStore between processes: from device to device, without files.
 
-A publisher copies a version on its devices and serves that copy until a newer one is committed; readers in
-any process and on any mesh pull the leaves that changed. Parameters go through `jax.experimental.transfer`.
-By TCP the publisher reports its versions, and sends a reader the random number that a pull requires.
+A publisher copies a version on its devices and serves that copy until a newer version is committed; readers
+in any process and on any mesh pull the leaves that changed. Parameters go through jax.experimental.transfer.
+Over a TCP connection of its own (`channel`), a reader learns which version is the latest, and gets the random
+number that permits a pull.
 
-Several processes of one mesh publish together, each its own pieces: every process makes the store and
-publishes, only the first one calls `before_commit`, and either all commit a version or none does. Readers are
-given the address of the first process, which sends them the addresses of the others.
+Several processes of one mesh publish together, each process its own pieces: every process makes the store and
+publishes, only the first process calls `before_commit`, and either all processes commit a version or none
+does. Readers are given the address of the first process, which sends them the addresses of the others.
 """
 
 from __future__ import annotations
@@ -33,19 +34,20 @@ LONGEST_WAIT_S = 30.0
 
 
 class TransferStore(Publisher):
-    """The ParamPublisher that TransferReaders load from.
+    """The ParamPublisher from which TransferReaders, in other processes, pull weights versions.
 
-    It holds one copy of the parameters, the latest version; a second copy exists from a publish until its
-    commit, and while readers still pull an older version. Readers can pull the latest version, and the oldest
-    one of which a pull is in progress; a reader that is pulling another version gets VersionGoneError.
+    The store holds one copy of the parameters, the latest version. A second copy exists from a publish until
+    its commit, and while a reader pulls an older version. If readers pull several older versions, only the
+    oldest of these stays available; the readers of the others get VersionGoneError.
     """
 
     def __init__(
         self, settings: PublisherSettings, address: str = "127.0.0.1:0", secret: str | None = None
     ) -> None:
-        """`address`: host:port to listen at; port 0 = any free one. Any host but loopback requires `secret`.
+        """`address`: host:port to listen at; port 0 = any free port. `secret`: what readers must know.
 
-        Raises ChannelError if the secret is missing, or this process cannot listen at the address.
+        A host other than loopback requires a secret. Raises ChannelError if the secret is missing, or if the
+        address cannot be used.
         """
         super().__init__("committing versions for readers", settings)
         self._versions: dict[PolicyVersion, Outgoing] = {}
@@ -63,7 +65,7 @@ class TransferStore(Publisher):
             return max(self._versions, default=None)
 
     def close(self, deadline_s: float) -> None:
-        """Wait as `wait` does, then disconnect readers; their hosts keep the versions they adopted."""
+        """Waits as `wait` does, then disconnects readers; their hosts keep the versions they adopted."""
         super().close(deadline_s)
         self._listener.close()
 
@@ -79,7 +81,7 @@ class TransferStore(Publisher):
             self._changed.notify_all()
 
     def _prune(self) -> None:
-        """Drop all versions but the latest and, of those that readers are pulling, the oldest."""
+        """Drops all versions except the latest version and the oldest version that a reader is pulling."""
         *older, _ = sorted(self._versions)
         stays = next((version for version in older if self._readers[version]), None)
         for version in older:
@@ -89,19 +91,20 @@ class TransferStore(Publisher):
     # --- called by sessions -------------------------------------------------------------------------------
 
     def newer_than(self, known: PolicyVersion, wait_s: float) -> PolicyVersion | None:
-        """Returns the latest version once it is not `known`; after min(wait_s, LONGEST_WAIT_S) in any case.
+        """Waits until the latest version is not `known`, and returns the latest version.
 
-        It is then still `known`, or None if no version is committed yet.
+        Waits at most min(wait_s, LONGEST_WAIT_S) seconds; then the result is still `known`, or None if no
+        version is committed yet.
         """
         with self._changed:
             self._changed.wait_for(lambda: self.latest() not in (None, known), min(wait_s, LONGEST_WAIT_S))
             return self.latest()
 
     def begin_reading(self, version: PolicyVersion, wait_s: float) -> Outgoing | None:
-        """Returns the version and counts one more reader of it, until `end_reading`.
+        """Returns the parameters of `version`, and counts one more reader of it until `end_reading`.
 
-        If this process has not committed the version yet, waits for that up to min(wait_s, LONGEST_WAIT_S).
-        Returns None if the version was dropped or is still not committed.
+        If this process has not committed the version yet, waits for the commit, at most min(wait_s,
+        LONGEST_WAIT_S) seconds. Returns None if the version was dropped or is still not committed.
         """
         with self._changed:
             has_come = lambda: max(self._versions, default=-1) >= version  # noqa: E731
@@ -121,20 +124,20 @@ class TransferStore(Publisher):
 
 
 class _Session:
-    """Answers the requests of one reader: dicts; `ask` is latest, describe, pull or canary.
+    """Answers the requests of one reader. A request is a dict; its `ask` is latest, describe, pull or canary.
 
-    Both ends of a pull have transfer servers of their own: after a connection that broke while it was being
-    made, a server of jaxlib 0.10 sometimes moves no arrays any more. To start one takes 0.4 ms.
+    For each pull, publisher and reader start a transfer server of their own, because a server of jaxlib 0.10
+    sometimes moves no more arrays after a connection broke while it was being made. A start takes 0.4 ms.
     """
 
     def __init__(self, store: TransferStore) -> None:
         self._store = store
         self._version: PolicyVersion | None = None
-        """The version that the reader is pulling, if any; the store may have dropped it."""
+        """The version that the reader is pulling, which the store may have dropped; None without a pull."""
         self._server: Any = None
-        """The server that the reader pulls from; None before it asked for a version."""
+        """The transfer server that the reader pulls from; None without a pull."""
         self._offers: dict[int, int] = {}
-        """Number of each offer of arrays to pull -> their count."""
+        """Random number that permits the pull of some arrays -> how many arrays these are."""
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -188,7 +191,7 @@ class _Session:
         return {"number": number}
 
     def close(self) -> None:
-        """End the pull in progress, if any, and release its arrays; a later pull of one fails."""
+        """Ends the pull in progress, if any, and releases its arrays, which cannot be pulled any more."""
         # The runtime has no way to cancel an offer; one under the same number replaces it.
         for number, count in self._offers.items():
             self._server.await_pull(number, [self._store.nothing] * count)
@@ -199,8 +202,9 @@ class _Session:
 
 
 def _gathered(address: str) -> list[str]:
-    """Returns the addresses of all processes of the jax.distributed world, in process order. Every process
-    must call this with its own address.
+    """Returns the addresses of all processes of the jax.distributed world, in process order.
+
+    Every process must call this function, with its own address.
     """
     if jax.process_count() == 1:
         return [address]

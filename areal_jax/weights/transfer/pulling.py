@@ -1,7 +1,8 @@
-"""One reader's pull of one version: leaf by leaf, from every process that publishes it, onto its own mesh.
+"""Copies one weights version, leaf by leaf, from all publishing processes to a reader's devices.
 
-Leaves are pulled in portions, one portion while the previous one is assembled, so that few bytes are on a
-device twice. The runtime's own timeouts do not end a pull on every platform, so every wait here polls.
+Several leaves are pulled together (a portion). While one portion is pulled, the previous portion is assembled
+on the reader's mesh, so that only few bytes are on a device twice. The timeouts of jax do not end a pull on
+every platform, so every wait in this module polls a deadline.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ SOCKETS = 2
 """Number of connections over which a transfer is spread; docs/performance.md compares one to four."""
 CHUNK_BYTES = 4 << 20
 CHUNKS = 4
-"""Staging buffers, of CHUNK_BYTES each, that the runtime allocates per server and direction."""
+"""Number of staging buffers, of CHUNK_BYTES each, that jax allocates per transfer server and direction."""
 POLL_S = 0.0005
 
 
 def start_server(host: str) -> Any:
-    """Starts and returns a server of transfers between devices, listening at `host`, a numeric address."""
+    """Starts and returns a server for transfers between devices, listening at `host`, a numeric address."""
     client = jax.local_devices()[0].client
     here = join(host, 0)
     return transfer.start_transfer_server(
@@ -46,12 +47,14 @@ Wanted = Mapping[str, jax.ShapeDtypeStruct]
 """Leaf name -> its shape, dtype and sharding on the reader's mesh."""
 
 _Portion = dict[str, list[tuple[Box, jax.Array]]]
-"""Leaves that are pulled together: leaf name -> (box, data) of each piece."""
+"""Leaves that are pulled together: leaf name -> (box, data) of each piece; box: the piece's position."""
 
 
 class _Source(NamedTuple):
-    """One publishing process. `server`: the reader's end of the transfer, which owns `connection`; `pieces`:
-    leaf name -> the boxes of the pieces that this process owns.
+    """A reader's connection to one publishing process.
+
+    `channel` carries requests. `server`: the reader's transfer server, which owns `connection`, by which
+    arrays arrive. `pieces`: leaf name -> positions (boxes) of the pieces that the publishing process owns.
     """
 
     channel: Channel
@@ -61,13 +64,14 @@ class _Source(NamedTuple):
 
 
 class Pull:
-    """One reader's pull of one version, of which `take` pulls leaves. The caller must call `close`."""
+    """Copies one version from its publishing processes to this process; the caller must call `close`."""
 
     def __init__(self, address: str, secret: str | None, version: PolicyVersion, deadline_s: float) -> None:
         """Connects to all processes that publish `version`; `address`: host:port of the first of them.
 
-        `deadline_s`: most seconds for the whole pull. Raises VersionGoneError if the publisher no longer has
-        the version, PublisherLostError if one of the processes does not answer in time.
+        `secret`: the publisher's secret, or None. `deadline_s`: longest time of the whole pull, in seconds.
+        Raises VersionGoneError if the publisher no longer has the version, PublisherLostError if one of the
+        processes does not answer in time.
         """
         self.version = version
         self._address, self._secret, self._deadline_s = address, secret, deadline_s
@@ -87,9 +91,7 @@ class Pull:
         """Digests by leaf name, as `digest.leaf_digests` returns them."""
 
     def close(self) -> None:
-        """Disconnect from all publishing processes. Pulls in progress fail, and their arrays free their
-        memory.
-        """
+        """Disconnects from all publishing processes; pulls in progress fail and free their memory."""
         for source in self._sources:
             # Private, but the only way to end a pull whose other side hangs: the runtime's deadline does not.
             source.connection._poison_connection()
@@ -97,7 +99,7 @@ class Pull:
         self._sources.clear()
 
     def take(self, wanted: Wanted) -> Iterator[dict[str, jax.Array]]:
-        """Yields the `wanted` leaves by name, a portion at a time, each complete and laid out as wanted.
+        """Yields the `wanted` leaves by name, some leaves at a time, each complete and with its sharding.
 
         Does not check the leaves' bits. Raises VersionGoneError if the publisher dropped this version during
         the pull, PublisherLostError if the publisher fails or the deadline passes, and VersionDamagedError if
@@ -115,9 +117,9 @@ class Pull:
                 yield self._end(under_way.popleft(), wanted)
 
     def canary(self) -> np.ndarray:
-        """Returns the publisher's log-probs of a fixed sequence. Call it last: they may not be computed yet.
+        """Returns the publisher's log-probs of a fixed sequence.
 
-        Raises as `take` does.
+        Call it after `take`, because the publisher may still be computing them. Raises as `take` does.
         """
         with self._translated():
             return np.asarray(self._ask(self._sources[0].channel, ask="canary")["canary"])
@@ -200,7 +202,7 @@ class Pull:
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
-        """Raise errors of the network or the publisher in the block as PublisherLostError."""
+        """Raises errors of the network or the publisher in the `with` block as PublisherLostError."""
         try:
             yield
         except (ChannelError, TimeoutError, jax.errors.JaxRuntimeError) as error:
@@ -212,7 +214,11 @@ class Pull:
 
 
 def _spec(box: Box, like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Returns the description of the leaf's piece in `box`, on the device that needs most of it."""
+    """Returns shape, dtype and device of a leaf's piece at position `box`, to pull it.
+
+    `like`: the leaf's shape, dtype and sharding on the reader's mesh. The device is the one that needs most
+    of the piece.
+    """
     device = landing(box, places(like.sharding, like.shape))
     shape = tuple(stop - start for start, stop in box)
     return jax.ShapeDtypeStruct(shape, like.dtype, sharding=SingleDeviceSharding(device))

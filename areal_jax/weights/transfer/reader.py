@@ -1,4 +1,4 @@
-"""The reader of a TransferStore: a thread learns of each commit, and `load` pulls the leaves that changed.
+"""Reads weights from a TransferStore: a thread learns of each commit, `load` pulls the leaves that changed.
 
 If the publisher is lost, the host keeps the version that it adopted last.
 """
@@ -26,29 +26,31 @@ from areal_jax.weights.transfer.pulling import Pull
 WATCH_S = 2.0
 """Seconds that the publisher may wait for a newer version before it answers the reader's query."""
 ANSWER_S = 10.0
-"""Seconds after WATCH_S at which a missing answer counts as an error."""
+"""An answer of the publisher that comes more than this many seconds after WATCH_S counts as missing."""
 AGAIN_S = 0.2
 """Seconds to wait before connecting again to a publisher that could not be reached."""
 
 
 class TransferReader:
-    """A host's ParamReader of the TransferStore at `address` (host:port), in any process and on any mesh.
+    """Loads a host's weights from the TransferStore at `address` (host:port), in any process and on any mesh.
 
-    Only one thread may call `load`. A leaf that did not change since the previous load is not pulled: the
-    array that `load` returned then is used again if it is still alive, so the caller must not donate it. This
-    object itself keeps alive only leaves that were equal in the last two loads.
+    Only one thread may call `load`. A leaf that did not change since the previous load is not pulled: `load`
+    returns the previous load's array again, if that array still exists, so the caller must not donate such
+    arrays. The reader itself keeps alive only the leaves that were equal in the last two loads.
     """
 
     def __init__(
         self, address: str, probe: Probe, deadline_s: float = 600.0, secret: str | None = None
     ) -> None:
-        """`probe(params)`: log-probs of a fixed sequence, a check of each load. `deadline_s`: seconds of a
-        load at most. `secret`: that of the publisher; None: it has none.
+        """`probe(params)` returns log-probs of a fixed sequence; each load compares them to the publisher's.
+
+        `deadline_s`: longest time of one load, in seconds. `secret`: the publisher's secret; None if the
+        publisher has no secret.
         """
         self.address, self._probe = address, probe
         self._deadline_s, self._secret = deadline_s, secret
         self._newest: tuple[str, PolicyVersion | None] = (address, None)
-        """A publisher's address and newest version; replaced in one assignment, so `latest` needs no lock."""
+        """A publisher's address and newest version, replaced together, so that `latest` needs no lock."""
         self._refused: set[PolicyVersion] = set()
         self._held: dict[str, tuple[str, weakref.ref[jax.Array]]] = {}
         self._steady: dict[str, jax.Array] = {}
@@ -57,19 +59,19 @@ class TransferReader:
         self.pulled_bytes = 0
         """Bytes of parameters pulled from publishers so far."""
         self.trouble: str | None = None
-        """Why the publisher cannot be reached at the moment; None while it can."""
+        """Why the publisher cannot be reached at the moment; None while the publisher answers."""
         threading.Thread(target=self._watch, name="hearing of weights", daemon=True).start()
 
     def move_to(self, address: str) -> None:
-        """Switch to the publisher at another address; the former publisher's versions are forgotten."""
+        """Switches to the publisher at another address; the former publisher's versions are forgotten."""
         self.address = address
         self._refused.clear()
         self._interrupt()
 
     def latest(self) -> PolicyVersion | None:
-        """Returns the publisher's newest version.
+        """Returns the publisher's newest version, or None if this reader cannot load it.
 
-        Returns None if the publisher cannot be reached or has none, or if that version arrived damaged.
+        None: the publisher cannot be reached, it has no version yet, or its newest version arrived damaged.
         """
         address, version = self._newest
         return version if address == self.address and version not in self._refused else None
@@ -79,9 +81,10 @@ class TransferReader:
         self._interrupt()
 
     def _interrupt(self) -> None:
-        """End a wait of `_listen` for the publisher's answer, by closing its channel; it then returns.
+        """Makes `_listen` return, even while it waits for the publisher's answer, by closing its channel.
 
-        Without a channel it returns by itself: it checks `_closed` and the address before each request.
+        If there is no channel yet, `_listen` returns by itself, because it checks `_closed` and the address
+        before each request.
         """
         if self._watching is not None:
             self._watching.close()
@@ -89,12 +92,12 @@ class TransferReader:
     # --- one version ----------------------------------------------------------------------------------------
 
     def load(self, version: PolicyVersion, shardings: Any) -> VersionedParams:
-        """Returns the parameters of `version`, after checks of each leaf's digest and of the canary.
+        """Returns the parameters of `version`, laid out by `shardings`, after a check of each leaf's digest.
 
-        The canary: log-probs of a fixed sequence. Raises VersionGoneError if the publisher no longer holds
-        the version; PublisherLostError if the publisher fails or the deadline passes; VersionDamagedError,
-        naming the leaf, if the bits pulled are not those published or the tree is not that of `shardings`;
-        WeightsError if the canaries of reader and publisher differ.
+        Raises VersionGoneError if the publisher no longer holds the version; PublisherLostError if the
+        publisher fails or the deadline passes; VersionDamagedError, naming the leaf, if the bits pulled are
+        not the bits published or the tree is not that of `shardings`; WeightsError if reader and publisher
+        compute different log-probs of a fixed sequence.
         """
         with closing(Pull(self.address, self._secret, version, self._deadline_s)) as pull:
             try:
@@ -110,8 +113,10 @@ class TransferReader:
         return VersionedParams(version, params, pull.digest)
 
     def _at_hand(self, name: str, digest: str, like: jax.ShapeDtypeStruct) -> jax.Array | None:
-        """Returns the leaf `name` if it need not be pulled, since it has no elements or the array loaded
-        before has this digest and is still alive; otherwise None.
+        """Returns the leaf `name`, with the sharding of `like`, if it need not be pulled; otherwise None.
+
+        A leaf need not be pulled if it has no elements, or if the array of the previous load has the digest
+        `digest` and still exists.
         """
         if not like.size:
             return jnp.zeros(like.shape, like.dtype, device=like.sharding)
@@ -121,10 +126,10 @@ class TransferReader:
         return None if leaf is None or leaf.is_deleted() else jax.device_put(leaf, like.sharding)
 
     def _proved(self, pull: Pull, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-        """Returns the `wanted` leaves by name; only those that are not at hand are pulled.
+        """Returns the `wanted` leaves by name, with the published digests; pulls only leaves that changed.
 
-        Raises VersionDamagedError if a leaf's digest is not the published one. The digests of one portion
-        (leaves pulled together) are computed while the next portion is pulled.
+        Raises VersionDamagedError if a leaf's digest is not the published digest. Leaves are pulled several
+        at a time, while the digests of the leaves pulled before are computed.
         """
         found = {name: self._at_hand(name, pull.leaves[name], wanted[name]) for name in wanted}
         held = {name: leaf for name, leaf in found.items() if leaf is not None}
@@ -153,7 +158,7 @@ class TransferReader:
     # --- threads --------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Keep the answer of `latest` up to date until `close`; the body of a thread."""
+        """Runs in a thread: keeps the answer of `latest` up to date until `close`."""
         while not self._closed.is_set():
             address = self.address
             try:

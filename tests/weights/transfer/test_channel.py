@@ -156,8 +156,8 @@ def test_a_message_beyond_the_limit_is_not_sent(listener: Listener, monkeypatch)
     [
         ("192.0.2.7:0", None, "without a secret would let every program"),
         ("192.0.2.7:0", "", "without a secret would let every program"),
-        ("0.0.0.0:0", SECRET, "stands for every interface"),
-        ("[::]:0", SECRET, "stands for every interface"),
+        ("0.0.0.0:0", SECRET, "stands for every network interface"),
+        ("[::]:0", SECRET, "stands for every network interface"),
         ("127.0.0.1", SECRET, "not of the form host:port"),
         ("127.0.0.1:99999", SECRET, "not of the form host:port"),
     ],
