@@ -97,9 +97,9 @@ class Broker:
     def take(self, mailbox: str, timeout_s: float, most: int = 64) -> list[Message]:
         """Waits for messages and returns 1 to `most` of them; [] if none arrives within `timeout_s` seconds.
 
-        It never waits longer than half of SOCKET_S, or half of the broker's deadline. Messages are in the
-        order of posting. A process gets each message once; after a restart it gets again every message that
-        it had not marked done.
+        Never waits longer than half of SOCKET_S, or half of the broker's deadline. Messages are in the order
+        of posting. A process gets each message once; after a restart the process gets every message again
+        that it had not marked done.
         """
         key, held = self._key(mailbox), self._held[mailbox]
         # From the start unless messages are held: ids of an emptied Redis may begin below earlier ones.
@@ -137,7 +137,7 @@ class Broker:
         return f"areal:{{{self._run}}}:{name}"
 
     def keys(self, prefix: str) -> list[str]:
-        """Returns the full keys (`key_of(name)`) of those names in Redis that begin with `prefix`."""
+        """Returns all keys of this run in Redis that begin with `key_of(prefix)`."""
         own = self.key_of(prefix)
         # In a pattern of SCAN these letters are wildcards.
         pattern = "".join(f"\\{letter}" if letter in "*?[]^\\" else letter for letter in own)
@@ -156,9 +156,9 @@ class Broker:
         self.link.run(lambda client: client.set(key, pack(body), px=ttl_ms))
 
     def heartbeats(self, names: Sequence[str]) -> dict[str, Any]:
-        """Returns mailbox -> body of its newest heartbeat, for those of the mailboxes `names` that have one.
+        """Returns mailbox -> body of the newest heartbeat, for each mailbox in `names` that has a heartbeat.
 
-        An expired heartbeat is left out; the clock of Redis decides whether it is expired.
+        An expired heartbeat is left out; the clock of Redis decides whether a heartbeat is expired.
         """
         keys = [self.key_of(f"heartbeat:{name}") for name in names]
         found = self.link.run(lambda client: client.mget(keys)) if keys else []

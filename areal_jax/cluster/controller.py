@@ -1,15 +1,15 @@
-"""The controller of a cluster: runs the driver's loop; exchanges messages with all processes through Redis.
+"""The controller of a run on a cluster: exchanges messages with all processes of the run through Redis.
 
 Only the controller makes the run's decisions, in its control plane, and writes the journal. Processes may
 start and end at any time: a process registers, and the controller sends it the message Begin. A process
 without a heartbeat is declared lost, and the samples of a lost host go to other hosts. A restarted controller
-rebuilds its state from the journal and starts a new epoch: it sends Begin again to every process, which keeps
-its weights and train state. Only the tokens of half-decoded samples are lost; the same random keys draw them
-again.
+rebuilds its state from the journal and starts a new epoch: it sends Begin again to every process. The
+processes keep their weights and train state. Only the tokens of half-decoded samples are lost; the same
+random keys draw them again.
 
 Everything in Redis can be restored. If Redis loses its data, the controller no longer finds its claim on the
-run there. It claims the run again and starts a new epoch, in which processes send again all events that were
-not confirmed as journaled.
+run there. It then claims the run again and starts a new epoch, in which every process sends all events again
+that were not confirmed as journaled.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ RETURN_S = 120.0
 """Seconds that the controller waits, at the end of a run, for a lost evaluation process to start again."""
 
 TRAINER = "trainer-0"
-"""The only process of the trainer's group that reports events; the others of the group only compute."""
+"""The only process of the trainer's group that reports events; its other processes only compute."""
 
 
 class Controller:
     """Drives a run: `run()` returns when the run is complete, or raises the error that ended the run."""
 
     def __init__(self, inputs: Inputs, context: RunContext, broker: Broker, owner: Owner) -> None:
-        """`inputs`: the run's config, tasks and model. `context`: its folder, journal and control plane.
+        """`inputs`: the run's config, tasks, model. `context`: the run's folder, journal and control plane.
 
-        `broker`: connects to Redis. `owner`: this controller's claim on the run; `claim` must have returned
-        before.
+        `broker`: the connection to Redis. `owner`: this controller's claim on the run; its `claim` must have
+        returned before.
         """
         self._config, self._broker, self._view = context.config, broker, context.view
         self._deadline_s, self._timeline = context.config.runtime.deadline_s, context.timeline
         self._inputs, self._folder, self._journal = inputs, context.folder, context.journal
         self._owner, self._held = owner, Held(broker, owner.token)
         self._epochs: list[str] = []
-        """The epochs since Redis last lost its data, the newest last: no message of these epochs was lost."""
+        """The epochs since Redis last lost its data, the newest last. None of their messages was lost."""
         self._confirmed: dict[str, int] = {}
         """Mailbox of a process -> number of the newest event of that process that is journaled."""
         self._membership = Membership()
@@ -73,7 +73,7 @@ class Controller:
         self._driver = Driver(inputs, context, self, self._remote.hosts, self._remote.take_totals)
         self._control = context.control
         self._scoring: dict[tuple[int, int], tuple[str, m.Command]] = {}
-        """(ordinal, attempt) of a group to score -> mailbox of its reward process ("": none yet), command."""
+        """(ordinal, attempt) of a group to score -> (mailbox of its reward process or "", Score command)."""
         self._weights = ""
         self._shares_prompts = True
         self._has_begun = False
@@ -87,9 +87,9 @@ class Controller:
         self._heartbeat_s = 0.0
         self._error = ""
         self._dismissed: set[str] = set()
-        """Roles with no work left: a process of such a role that registers again gets End."""
+        """Roles with no work left; a process of such a role that registers again is sent End."""
         self._unfinished = self._pending()
-        """Name -> role of processes with work left: live ones, lost ones and ones not registered yet."""
+        """Name -> role of each process with work left, whether it is live, lost or not registered yet."""
         self._out: dict[str, list[Any]] = defaultdict(list)
         """Mailbox -> the messages to post at the end of this turn."""
         self._evaluated: dict[str, int] = {}
@@ -98,8 +98,8 @@ class Controller:
     def _pending(self) -> dict[str, str]:
         """Returns name -> role of the processes for which the end of the run waits, registered or not.
 
-        That is trainer-0 until it has written the last checkpoint, and "evaluate", if the config has
-        evaluation or exports, until that checkpoint is evaluated and exported.
+        These are trainer-0, until it has written the last checkpoint, and, if the config has evaluation or
+        exports, the evaluation process (as "evaluate"), until that checkpoint is evaluated and exported.
         """
         done = committed(self._folder / CHECKPOINTS)
         last = done[-1] if done else -1
@@ -123,9 +123,9 @@ class Controller:
     def run(self) -> None:
         """Drives the run to its end, then sends End to all processes.
 
-        If the run is complete, waits until the trainer has written its last checkpoint, and only then sends
-        End to evaluation and waits for it too. Raises the error that ended the run, or WaitTimeout if the
-        trainer needs longer than runtime.deadline_s for its checkpoint.
+        After the last batch, waits until the trainer has written its last checkpoint. Only then sends End to
+        the evaluation process, and waits until this process has ended too. Raises the error that ended the
+        run, or WaitTimeout if the trainer needs longer than runtime.deadline_s for its checkpoint.
         """
         self._start_epoch()
         try:
@@ -149,10 +149,10 @@ class Controller:
             return False
 
     def _start_epoch(self) -> None:
-        """Claims the run and starts a new epoch: at the start, and after Redis lost its data.
+        """Claims the run and starts a new epoch: at the controller's start, and after Redis lost its data.
 
-        Every live process gets the message Begin again: the trainer's processes now, the others once the
-        trainer's processes have sent Ready.
+        Every live process is sent the message Begin again: the trainer's processes now, all other processes
+        once the trainer's processes have sent Ready.
         """
         # This comes first: a replaced controller may find Redis empty too, and must not claim the run.
         self._journal.require_owner()
@@ -181,7 +181,7 @@ class Controller:
         """One iteration of `run`: takes messages, acts on them, declares processes without a heartbeat lost.
 
         Waits at most HEARTBEAT_S / 2 seconds for a message. Raises ArealError if a trainer process reported
-        an error that a restart would only repeat.
+        an error that would occur again after a restart.
         """
         with self._clock.doing("wait: a message from the processes"):
             found = self._broker.take(CONTROL, timeout_s=HEARTBEAT_S / 2, most=MOST)
@@ -223,7 +223,7 @@ class Controller:
     def _watch(self, has_news: bool) -> None:
         """Reads the heartbeats; declares each process lost that has sent none for LOST_S seconds.
 
-        `has_news`: whether a message arrived in this turn. Raises WaitTimeout if none arrived for
+        `has_news`: whether a message arrived in this turn. Raises WaitTimeout if no message arrived for
         runtime.deadline_s seconds.
         """
         now = time.monotonic()
@@ -232,7 +232,7 @@ class Controller:
             raise WaitTimeout(
                 f"the controller ends, because no process sent it a message for {self._deadline_s:g} s "
                 f"(runtime.deadline_s). {'; '.join(self._control.waits())}. Live processes: "
-                f"{self._names()}; see in {self._folder / 'logs'} what they wait for"
+                f"{self._names()}; see in the logs in {self._folder / 'logs'} what they wait for"
             )
         if now - self._heartbeat_s < HEARTBEAT_S:
             return
@@ -273,8 +273,8 @@ class Controller:
     def _await_evaluation(self) -> None:
         """Sends End to the evaluation process and waits until it has ended.
 
-        If that process is lost and none registers again within RETURN_S seconds, adds a note to the run's log
-        and returns.
+        If that process is lost, and no evaluation process registers within RETURN_S seconds, adds a note to
+        the run's log and returns.
         """
         self._end_of("evaluate")
         end_s = time.monotonic() + RETURN_S
@@ -298,11 +298,11 @@ class Controller:
     def _valid(self, message: m.Event, payloads: Mapping[Announced, bytes]) -> list[Incoming]:
         """Returns [(event, trajectory or None)]; [] if the event is refused or has to wait (`_in_time`).
 
-        `payloads`: sample and mailbox -> the payload in Redis. A host's event is refused if the host was
-        declared lost or the event is of an earlier epoch: its samples may have gone to another host. The
-        trainer's events of earlier epochs are valid, unless Redis has lost its data since; the trainer then
-        sends them again, in order. Scores are always valid. Raises ArealError if Redis has no payload of a
-        finished sample.
+        `payloads`: (sample, host's mailbox) -> the sample's encoded trajectory in Redis. A host's event is
+        refused if the host was declared lost, or if the event is of an earlier epoch, because the host's
+        samples may have gone to another host. A trainer's event of an earlier epoch is valid, unless Redis
+        has lost its data since; the trainer then sends all its events again, in order. Scores are always
+        valid. Raises ArealError if Redis has no trajectory of a finished sample.
         """
         event, mailbox = message.event, mailbox_of(message.name, message.incarnation)
         if isinstance(event, e.RewardScored | e.RewardFailed):
@@ -334,8 +334,8 @@ class Controller:
     def _in_time(self, event: e.Event, payload: Trajectory | None = None) -> list[Incoming]:
         """Returns [(event, payload)]; [] if the event mentions a weights version that is not committed yet.
 
-        Such an event waits for a later turn: a host may read a version's files before the trainer's
-        VersionCommitted arrives here.
+        Such an event waits for a later turn. It occurs because a host may read a version's files before the
+        trainer's VersionCommitted arrives at the controller.
         """
         if _newest_version(event) <= self._control.state.version:
             return [(event, payload)]
@@ -417,7 +417,7 @@ class Controller:
         self._send_batch(trainers, one.train, self._again, digest=one.digest, published=one.published)
 
     def _trainer_ready(self, ready: m.Ready) -> None:
-        """Starts or continues the run, once all trainer processes have sent Ready; `ready`: trainer-0's."""
+        """Starts or continues the run, once all trainer processes are ready; `ready`: trainer-0's message."""
         self._again = ()
         self._weights = ready.weights
         if "trainer" in self._dismissed:
@@ -433,9 +433,9 @@ class Controller:
         self._driver.ask_again()
 
     def _start(self, ready: m.Ready) -> None:
-        """Starts or resumes the run, now that the trainer has published weights.
+        """Starts or resumes the run, after the trainer has published weights.
 
-        Sends Begin to the live processes of other roles; those that register later get it when they do.
+        Sends Begin to the live processes of other roles. A process that registers later is sent Begin then.
         """
         self._has_begun = True
         self._driver.start(ready.version, ready.digest)
@@ -458,8 +458,8 @@ class Controller:
 
     def _lost(self, name: str, reason: str) -> None:
         self._view.note(
-            f"{name} is lost ({reason}); its work goes to another process of its role, or waits until one "
-            "registers"
+            f"{name} is lost ({reason}); its work goes to another process of its role, or waits until such "
+            "a process registers"
         )
         member = self._membership.lose(name, time.monotonic())
         if member is not None:
@@ -487,10 +487,10 @@ class Controller:
         self._scoring[action.ordinal, action.attempt] = "", command
 
     def _assign(self) -> None:
-        """Sends each group that has no reward process yet to the one with the fewest groups to score.
+        """Sends each group that has no reward process yet to the reward process with the fewest groups.
 
-        A process gets at most 2 * runtime.reward_workers groups; other groups wait for a later call. If a
-        process was lost, its groups are sent to another one.
+        A process gets at most 2 * runtime.reward_workers groups; other groups wait for a later call. The
+        groups of a lost process are sent to another process.
         """
         load = {member.mailbox: 0 for member in self._membership.ready("reward")}
         for mailbox, _ in self._scoring.values():
@@ -507,10 +507,10 @@ class Controller:
             self._post(free, command)
 
     def train(self, action: e.Train, groups: tuple[Group, ...]) -> None:
-        """Sends the batch `action`, made of `groups` of samples, to all trainer processes that are ready.
+        """Sends the batch `action`, which consists of `groups`, to all trainer processes that are ready.
 
-        If none is ready, does nothing: the batch is sent again once a restarted trainer is ready
-        (`Driver.ask_again`).
+        If no trainer process is ready, does nothing: the batch is sent again once a restarted trainer is
+        ready (`Driver.ask_again`).
         """
         if trainers := self._membership.ready("trainer"):
             self._send_batch(trainers, action, groups)
@@ -527,7 +527,7 @@ class Controller:
     def _command(self, name: str, action: e.Dispatch | e.Cancel, payload: Any = None) -> None:
         """Sends the action and its payload (see `messages.Command`) to the process `name`.
 
-        Does nothing if that process was lost: the event HostLost informs the control plane of it.
+        Does nothing if that process was lost: the event HostLost informs the control plane of the loss.
         """
         if (member := self._membership.members.get(name)) is not None:
             self._post(member.mailbox, m.Command(self._epoch, action, payload))

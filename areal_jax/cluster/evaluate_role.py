@@ -16,10 +16,10 @@ from areal_jax.evaluation.follower import Follower
 def evaluate(config: Config, folder: Path, name: str) -> None:
     """Runs evaluation process `name` until the controller sends End.
 
-    It evaluates checkpoints (if observe.evaluate is set) and exports them in Hugging Face format (if
-    observe.exports is set) while the run trains; after End it completes this for the last checkpoint. Raises
-    ArealError if evaluation fails, if End contains an error, or if the controller has had no heartbeat for
-    runtime.deadline_s.
+    While the run trains, the process evaluates checkpoints (if observe.evaluate is set) and exports them in
+    Hugging Face format (if observe.exports is set). After End it evaluates and exports the last checkpoint.
+    Raises ArealError if evaluation fails, if End contains an error, or if the controller has shown no
+    heartbeat for runtime.deadline_s seconds.
     """
     use_compilation_cache()
     inputs, deadline_s = open_inputs(config), config.runtime.deadline_s

@@ -1,6 +1,6 @@
-"""A process's connection to the controller.
+"""The connection of a host, trainer, reward or evaluation process to the controller, through Redis.
 
-It sends messages in order, receives commands and posts heartbeats; every wait has a deadline.
+The connection sends messages in order, receives commands and posts heartbeats; every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ POLL_S = 0.2
 
 
 class ControllerLink:
-    """The connection of process `name` to the controller. A `with` block registers the process in `role`.
+    """The connection of process `name` to the controller; a `with` block registers the process under `role`.
 
-    One thread posts the queued messages, another one posts heartbeats. If a thread fails, `commands` raises
-    its error.
+    One thread posts the queued messages, another thread posts heartbeats. If a thread fails, `commands`
+    raises the thread's error.
     """
 
     def __init__(self, config: Config, role: str, name: str) -> None:
@@ -52,10 +52,13 @@ class ControllerLink:
         self._out: queue.Queue[tuple[m.Message, Trajectory | None] | None] = queue.Queue()
         self._numbers = itertools.count()
         self._unconfirmed: deque[m.Event] = deque()
-        """Events without a payload that are not yet confirmed as journaled; sent again in a new epoch."""
+        """Events that the controller has not confirmed as journaled, without those that have a trajectory.
+
+        They are sent again after the controller has restarted or Redis has lost its data.
+        """
         self._guard = threading.Lock()
         self._controller = ("", time.monotonic())
-        """The epoch of the live controller when it was last seen in Redis, and the time of that reading."""
+        """The controller's epoch, and the time (monotonic) at which Redis last showed a live controller."""
         self._error: BaseException | None = None
         self._is_closed = threading.Event()
         self._threads = [
@@ -85,7 +88,7 @@ class ControllerLink:
         self._broker.close()
 
     def ready(self, **fields: Any) -> None:
-        """Answers the newest Begin with the message Ready, which also has the given `fields`."""
+        """Sends the message Ready, with the given `fields`, as the answer to the controller's last Begin."""
         self.send(m.Ready(self.name, self.incarnation, self.epoch, **fields))
 
     def send(self, message: m.Message) -> None:
@@ -93,10 +96,10 @@ class ControllerLink:
         self._out.put((message, None))
 
     def report(self, event: Event, trajectory: Trajectory | None = None) -> None:
-        """Queues an event for the control plane. `trajectory`: a SampleFinished's payload, else None.
+        """Queues an event for the control plane. `trajectory`: the sample's, for a SampleFinished.
 
-        If a new epoch starts before an event without a payload is journaled, the event is sent again. A
-        finished sample is not: in a new epoch the same random keys draw it again.
+        If the controller restarts, or Redis loses its data, before an event is journaled, the event is sent
+        again. A finished sample is not sent again: a host then decodes it again with the same random keys.
         """
         # Numbers go out in order: the controller ignores an event with a number below the newest.
         with self._guard:
@@ -114,11 +117,11 @@ class ControllerLink:
         self._error = error
 
     def commands(self) -> Iterator[m.Message]:
-        """Yields each Begin, Weights and Command of the newest epoch; returns at an End without a reason.
+        """Yields the controller's messages Begin, Weights and Command; returns at the message End.
 
-        A message is marked done in the mailbox when the caller asks for the next one. Raises the error given
-        to `fail`, ArealError at an End with a reason, and WaitTimeout after runtime.deadline_s without a live
-        controller.
+        Skips messages from before the last Begin. A message is deleted from the mailbox when the caller asks
+        for the next message. Raises the error given to `fail`, ArealError if the message End has a reason,
+        and WaitTimeout after runtime.deadline_s seconds without a live controller.
         """
         registered_s = time.monotonic()
         while True:
@@ -139,7 +142,7 @@ class ControllerLink:
             registered_s = self._require_controller(registered_s)
 
     def _enter(self, epoch: str) -> None:
-        """If `epoch` is new, queues again, in order, all events that are not confirmed as journaled."""
+        """Enters `epoch`; if it is not the current epoch, queues all unconfirmed events again, in order."""
         with self._guard:
             if epoch != self.epoch:
                 self.epoch = epoch
@@ -148,10 +151,11 @@ class ControllerLink:
                     self._out.put((message, None))
 
     def _require_controller(self, registered_s: float) -> float:
-        """Registers again if the controller has started a newer epoch and no Begin of it has arrived.
+        """Registers again if the controller has started a newer epoch, and its Begin has not arrived here.
 
-        Does so at most every LOST_S / 2 seconds; `registered_s`: the time of the last registration. Returns
-        the time of the newest one. Raises WaitTimeout after `deadline_s` seconds without a live controller.
+        Registers at most every LOST_S / 2 seconds. `registered_s`: the time of the last registration. Returns
+        this time or, after a registration, the current time. Raises WaitTimeout after `deadline_s` seconds
+        without a live controller.
         """
         now = time.monotonic()
         epoch, seen_s = self._controller

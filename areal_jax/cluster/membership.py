@@ -13,8 +13,8 @@ LOST_S = 15.0
 HEARTBEAT_S = 2.0
 """Seconds between two heartbeats of a process."""
 MOST_LOSSES, WINDOW_S = 5, 600.0
-"""A process that was lost MOST_LOSSES times within WINDOW_S seconds is refused while another one can do its
-work.
+"""A process that was lost MOST_LOSSES times within WINDOW_S seconds is refused while another process can do
+its work.
 """
 INTERCHANGEABLE = ("generate", "reward")
 """Roles of which any process can do the work of any other process of the same role."""
@@ -25,7 +25,7 @@ class Member:
     hello: Hello
     since_s: float
     ready: Ready | None = None
-    """The newest Ready that the process has sent in this epoch; None if it has sent none."""
+    """The last message Ready that the process has sent since its last Begin; None if it has sent none."""
 
     @property
     def is_ready(self) -> bool:
@@ -36,7 +36,7 @@ class Member:
     def mailbox(self) -> str:
         """Name of the mailbox that only this start of the process reads.
 
-        A restarted process has another one, so a lost process never gets the commands for its replacement.
+        A restarted process has another mailbox, so a lost process never gets commands for its replacement.
         """
         return mailbox_of(self.hello.name, self.hello.incarnation)
 
@@ -47,7 +47,7 @@ def mailbox_of(name: str, incarnation: str) -> str:
 
 @dataclass
 class Membership:
-    """The run's live processes (members) by name; one that joins replaces an earlier one of the same name."""
+    """The run's live processes (members) by name; a process replaces an earlier process of the same name."""
 
     members: dict[str, Member] = field(default_factory=dict)
     _losses: dict[str, deque[float]] = field(default_factory=lambda: defaultdict(deque))
@@ -77,30 +77,30 @@ class Membership:
         return None
 
     def of(self, name: str, incarnation: str) -> Member | None:
-        """Returns the member of this name; None if there is none, or if it is another start of the process.
+        """Returns the live process `name`, or None if it is not live or was started again since.
 
-        `incarnation`: the random string that identifies a start.
+        `incarnation`: the random string that identifies a start of a process.
         """
         member = self.members.get(name)
         return member if member is not None and member.hello.incarnation == incarnation else None
 
     def lose(self, name: str, now_s: float) -> Member | None:
-        """Removes a member that was lost. Returns it, or None if there was none of this name.
+        """Removes a process that was lost; returns its record, or None if no live process has this name.
 
-        Also records the time `now_s` of the loss: `join` refuses a process that was lost too often.
+        Also records the time `now_s` of the loss, because `join` refuses a process that was lost too often.
         """
         self._losses[name].append(now_s)
         return self.members.pop(name, None)
 
     def leave(self, name: str) -> Member | None:
-        """Removes a member that ended as requested. Returns it, or None if there was none of this name."""
+        """Removes a process that ended as requested; returns its record, or None if none has this name."""
         return self.members.pop(name, None)
 
     def without_heartbeat(self, heard: Collection[str], now_s: float) -> list[str]:
-        """Returns the names of the members to declare lost at time `now_s`.
+        """Returns the names of the processes to declare lost at time `now_s`.
 
-        These joined more than LOST_S seconds ago, and their mailbox is not in `heard`, the mailboxes with a
-        live heartbeat.
+        These processes joined more than LOST_S seconds ago and have no live heartbeat: `heard` does not
+        contain their mailboxes.
         """
         return [
             name
@@ -112,6 +112,6 @@ class Membership:
         return [member for member in self.members.values() if member.hello.role == role]
 
     def ready(self, role: str) -> list[Member]:
-        """Returns the members of a role that take commands, sorted by name."""
+        """Returns the live processes of a role that take commands, sorted by name."""
         found = [member for member in self.of_role(role) if member.is_ready]
         return sorted(found, key=lambda member: member.hello.name)

@@ -23,8 +23,8 @@ CONTROL = "control"
 class Hello:
     """Registers a process, which then waits for the answer, Begin, in its mailbox `name.incarnation`.
 
-    `incarnation`: a random string, new at each start of the process. `machine`: its machine's host name;
-    `pid`: its process id. Both are only for messages to the user.
+    `incarnation`: a random string, another one at each start of the process. `machine` (the host name of the
+    process's machine) and `pid` (its process id) are only shown to the user.
     """
 
     role: str
@@ -38,9 +38,9 @@ class Hello:
 class Ready:
     """Answers Begin: the process is ready for commands, unless it is a trainer with `next_step` >= 0.
 
-    Such a trainer must first train journaled batches again, from that step on. `epoch`: that of the Begin.
-    `slots`: how many rollouts a host can decode at once. `version`, `digest`: of the weights that a trainer
-    published last, or that a host adopted last; -1 and "" if there are none.
+    Such a trainer must first train journaled batches again, from that step on. `epoch`: copied from the Begin
+    message. `slots`: how many samples a host can decode at once. `version`, `digest`: of the weights that a
+    trainer published last, or that a host adopted last; -1 and "" if it has published or adopted none.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Ready:
     epoch: str
     slots: int = 0
     next_step: int = -1
-    """The step of the journaled batch that a trainer needs next to catch up; -1: it has caught up."""
+    """Step of the journaled batch that a trainer has to train again next; -1: no such batch is left."""
     version: int = -1
     digest: str = ""
     weights: str = ""
@@ -68,7 +68,7 @@ class Event:
     incarnation: str
     epoch: str
     number: int
-    """The event's number among all events of its process; by this number the controller confirms events."""
+    """The event's number, counted by the process; the controller confirms journaled events by this number."""
     event: e.Event
 
 
@@ -98,9 +98,10 @@ class Ended:
 class Begin:
     """Starts an epoch for a process, which forgets the commands of earlier epochs and answers Ready.
 
-    `epoch`: a random string. `version`: the newest weights version that the journal records as trained; a
-    trainer that is behind it must first catch up; -1 for other roles. `weights`: the address from which a
-    host pulls weights; "": it reads them from the run's folder.
+    An epoch lasts until the controller restarts or Redis loses its data. `epoch`: a random string that names
+    the epoch. `version`: the newest weights version that the journal records as trained, up to which a
+    trainer must first train journaled batches again; -1 for other roles. `weights`: the address from which a
+    host pulls weights; "": hosts read weights from the run's folder.
     """
 
     epoch: str
@@ -147,7 +148,7 @@ Message = Hello | Ready | Event | Note | Ended | Begin | Weights | Command | End
 KINDS: dict[str, type] = {kind.__name__: kind for kind in Message.__args__}
 
 SENT: dict[str, type] = {kind.__name__: kind for kind in (e.Dispatch, e.Cancel, e.Score, e.Train)}
-"""Class name -> class, of the actions that a Command can contain; the others are never sent."""
+"""Class name -> class of the actions that a Command can contain; other actions are never sent."""
 
 
 class MessageError(ArealError):

@@ -98,11 +98,11 @@ def plan_of(config: Config, place: Place) -> Plan:
 
 
 def units_of(plan: Plan, rank: int, launch: Launch, meeting: Meeting) -> list[Unit]:
-    """Returns the units of machine `rank`: the commands of its processes, grouped by what restarts together.
+    """Returns the units of machine `rank`; a unit holds the commands of processes that restart together.
 
-    The trainer's processes on this machine are one unit, which restarts together with those on other
-    machines. Every other process is a unit of its own. `meeting`: gives the commands the addresses of Redis
-    and of trainer process 0, and the secret.
+    The trainer's processes on this machine are one unit, which restarts together with the trainer's processes
+    on other machines. Every other process is a unit of its own. `meeting` contains the addresses of Redis and
+    of trainer process 0, and the secret, which the commands need.
     """
     # The secret goes through the environment: every user of the machine can see arguments.
     env = {VARIABLE: meeting.secret}
@@ -125,7 +125,7 @@ def units_of(plan: Plan, rank: int, launch: Launch, meeting: Meeting) -> list[Un
 def describe(plan: Plan, launch: Launch) -> str:
     """Returns the shell commands of all processes of the run, as --dry-run prints them.
 
-    HEAD and PORT in them stand for the address of rank 0's machine and its ports.
+    In these commands, HEAD and PORT stand for the address of rank 0's machine and for ports there.
     """
     lines = [] if launch.config.runtime.redis else ["redis-server, with the run's secret as its password"]
     address = launch.config.runtime.redis or "redis://HEAD:PORT/0"
@@ -160,7 +160,10 @@ def visible_gpus() -> list[str]:
 def _supervise(
     launch: Launch, plan: Plan, out: TextIO, meeting: Meeting, tend: Callable[[], None] = lambda: None
 ) -> int:
-    """Runs the processes of this machine, as `Supervisor.run` does, and returns its result."""
+    """Runs the processes of this machine by `Supervisor.run`; returns the result of that method.
+
+    `tend()` is called again and again meanwhile, and restarts Redis if it has ended.
+    """
     units, logs = units_of(plan, meeting.rank, launch, meeting), launch.folder / "logs"
     restarts, away_s = launch.config.launch.restarts, launch.config.runtime.deadline_s
     return Supervisor(units, logs, out, restarts, meeting, tend=tend, away_s=away_s).run()
@@ -170,8 +173,8 @@ def _supervise(
 def _only_head(folder: Path, wait_s: float) -> Iterator[None]:
     """Holds the lock of the run's head (the agent of rank 0) while the block runs.
 
-    Otherwise two heads would start two Redis servers and controllers. Raises LaunchError if another head
-    still has the lock after `wait_s` seconds.
+    Without the lock, two heads could start two Redis servers and two controllers. Raises LaunchError if
+    another head still has the lock after `wait_s` seconds.
     """
     (folder / "launch").mkdir(parents=True, exist_ok=True)
     lock, end_s = WriterLock(folder / "launch" / "head"), time.monotonic() + wait_s
@@ -192,8 +195,8 @@ def _only_head(folder: Path, wait_s: float) -> Iterator[None]:
 def _redis(launch: Launch, plan: Plan, place: Place, secret: str) -> Iterator[tuple[str, Callable[[], None]]]:
     """Yields the url of the run's Redis, and a function that restarts Redis if it has ended.
 
-    Without runtime.redis this starts a redis-server, which ends with the block. With it, the function does
-    nothing.
+    If runtime.redis is not set, starts a redis-server, which ends with the block. If it is set, the yielded
+    function does nothing.
     """
     if launch.config.runtime.redis is not None:
         yield launch.config.runtime.redis, lambda: None
@@ -207,7 +210,8 @@ def _redis(launch: Launch, plan: Plan, place: Place, secret: str) -> Iterator[tu
 def _await_agents(meeting: Meeting, tend: Callable[[], None]) -> None:
     """Waits until all other node agents have ended, for at most GRACE_S seconds.
 
-    Meanwhile `tend()` restarts Redis if it has ended. At the end deletes the state that the agents share.
+    Meanwhile `tend()` restarts Redis if it has ended. Deletes the state that the agents share in Redis,
+    unless another agent is still running after GRACE_S seconds.
     """
     end_s = time.monotonic() + GRACE_S
     while time.monotonic() < end_s:

@@ -1,9 +1,9 @@
 """The owner of a run: the only controller that may send commands and write the journal.
 
-Redis stores the owner's token (a random string), its epoch and the end of its lease. Another controller waits
-until the lease has ended, and then replaces the token by its own. If the former owner was only stuck, it
-finds the new token when it next renews its lease, and ends. If Redis loses its data, the run has no owner:
-the controller claims the run again, which starts a new epoch.
+Redis stores the owner's token (a random string), the owner's epoch and the time at which the owner's lease
+ends. Another controller waits until the lease has ended, and then replaces the token by its own token. If the
+former owner was only stuck, it finds the other token when it tries to renew its lease, and ends. If Redis
+loses its data, the run has no owner: the controller claims the run again, which starts a new epoch.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class Owner:
         """Claims the run and starts a new epoch; if there is another owner, waits until its lease has ended.
 
         Does not wait if the other owner's process is known to be dead; raises Replaced if that owner renews
-        its lease meanwhile. Returns the epochs since Redis last lost its data, in order, the new one last: no
-        message of these epochs was lost.
+        its lease meanwhile. Returns the names of the epochs since Redis last lost its data, the new epoch
+        last; no message of these epochs was lost.
         """
         epoch, dead, first_until = secrets.token_hex(8), "", 0
         while True:

@@ -37,7 +37,7 @@ for at = last + 1, #ARGV do redis.call('UNLINK', ARGV[at]) end
 
 
 class Payloads:
-    """Access to a run's payloads (encoded trajectories) in Redis; threads may share it.
+    """Access to a run's payloads (encoded trajectories) in Redis; several threads may use one object.
 
     Operations raise BrokerError if Redis cannot be used.
     """
@@ -90,7 +90,7 @@ class Payloads:
             self._broker.link.run(lambda client, values=values: client.mset(values))
 
     def _fetch(self, names: Sequence[K], key_of: Callable[[K], str]) -> dict[K, bytes]:
-        """Returns name -> payload; omits names without one in Redis. `key_of(name)`: its payload's key."""
+        """Returns name -> payload; omits names without a payload in Redis. `key_of(name)`: its key there."""
         keys = {name: key_of(name) for name in names}
         found: dict[K, bytes] = {}
 
@@ -145,9 +145,9 @@ class Held(Payloads):
         self._names: set[SampleId] = set()
         """The samples with an accepted payload in Redis, which trainer processes can fetch."""
         self._accepted: list[tuple[SampleId, str]] = []
-        """Payloads as hosts posted them, named by sample and host's mailbox."""
+        """(sample, host's mailbox) of each accepted payload that `settle` has not moved yet."""
         self._void: list[tuple[SampleId, str]] = []
-        """Refused payloads, named as those in `_accepted`."""
+        """(sample, host's mailbox) of each refused payload that `settle` has not deleted yet."""
 
     def read(self) -> None:
         """Deletes posted payloads that were not accepted, and records anew which payloads Redis has."""
@@ -169,14 +169,14 @@ class Held(Payloads):
         self._names.add(sample)
 
     def refuse(self, sample: SampleId, mailbox: str) -> None:
-        """Records that the payload is not needed; the next `settle` deletes it.
+        """Records that the payload is not needed; the next `settle` deletes the payload.
 
-        Its sample went to another host, or is finished already.
+        It is not needed because its sample went to another host, or is finished already.
         """
         self._void.append((sample, mailbox))
 
     def put_back(self, groups: Iterable[Group]) -> None:
-        """Stores in Redis those trajectories of these groups that have no payload there."""
+        """Stores in Redis every trajectory of these groups that has no payload there."""
         missing = {t.sample: t for group in groups for t in group.trajectories if t.sample not in self._names}
         self._set({self._named(sample): encode(trajectory) for sample, trajectory in missing.items()})
         self._names |= missing.keys()
@@ -198,6 +198,6 @@ class Held(Payloads):
         self._accepted, self._void = [], []
 
     def delete_posted(self, mailbox: str = "") -> None:
-        """Deletes posted payloads that were not accepted: of the host with this mailbox; "": of all hosts."""
+        """Deletes posted payloads that `settle` has not moved: of the host with this mailbox; "": of all."""
         keys = self._broker.keys("posted:")
         self._broker.delete([key for key in keys if not mailbox or key.endswith(f"@{mailbox}")])

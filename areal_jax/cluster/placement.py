@@ -25,7 +25,7 @@ LONGEST_NAME = 40
 """Maximum length of a run's name, which is part of names of machines and pods (at most 63 characters)."""
 
 PROGRAM = (sys.executable, "-m", "areal_jax.cli.main")
-"""The command `areal-jax`, run by this Python interpreter whatever PATH is."""
+"""The command `areal-jax`, run by the Python interpreter of this process, independently of PATH."""
 
 
 class LaunchError(ArealError):
@@ -166,7 +166,7 @@ def _require_processes(config: Config) -> None:
     if r.placement == "shared":
         raise LaunchError(
             "runtime.placement=shared: trainer and host take turns within one process, so they cannot be "
-            "launched as several; use `areal-jax run`, or set runtime.placement=split"
+            "launched as several processes; use `areal-jax run`, or set runtime.placement=split"
         )
     if devices % r.trainer_processes:
         raise LaunchError(
@@ -185,7 +185,7 @@ def _require_room(what: str, devices: int, room: int) -> None:
 
 
 def _require_whole_machines(plan: Plan) -> None:
-    """Raises LaunchError if two processes with TPUs share a machine, since one takes all of its chips."""
+    """Raises LaunchError if two processes share a machine's TPU chips: one process takes all of them."""
     for machine in range(plan.machines):
         owners = [process for process in plan.on(machine) if process.devices]
         if len(owners) > 1:

@@ -1,7 +1,8 @@
 """A connection to Redis that reconnects, with errors that name the remedy.
 
 If the connection is lost or the server is still loading, an operation is repeated until its deadline, so
-running it twice must have the effect of running it once. The password appears in no message, log or repr.
+running an operation twice must have the effect of running it once. The password appears in no message, log or
+repr.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SOCKET_S = 10.0
 PAUSES_S = (0.02, 1.0)
 """The first and the longest pause between two attempts, in seconds; the pause doubles each time."""
 OLDEST = (6, 2)
-"""The oldest supported version of Redis: it has every command that is used here."""
+"""The oldest version (major, minor) of Redis that has every command that areal-jax uses."""
 _REMEDIES: dict[type[Exception], str] = {
     exceptions.OutOfMemoryError: "raise maxmemory in its redis.conf (docs/redis.md gives the size)",
     exceptions.ReadOnlyError: "this server is a read-only replica: set runtime.redis to the primary server",
@@ -84,8 +85,8 @@ class Link:
             raise refusal(
                 f"{self.shown} can be reached from other machines, and no password is given: any of "
                 "them could "
-                "control the run. Set requirepass in its redis.conf, and AREAL_JAX_SECRET here to "
-                "that password"
+                "control the run. Set requirepass in the server's redis.conf, and AREAL_JAX_SECRET on this "
+                "machine to that password"
             )
         wire = {"socket_connect_timeout": min(SOCKET_S, deadline_s), "socket_keepalive": True}
         try:

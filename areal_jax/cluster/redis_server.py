@@ -47,7 +47,8 @@ class RedisServer:
     def tend(self) -> None:
         """Starts the server again, at the same port, if it has ended. Its data are lost; the run continues.
 
-        Slurm's scancel, for example, ends it before the run's processes have sent their last messages.
+        Slurm's scancel, for example, ends the server before the run's processes have sent their last
+        messages.
         """
         if self.process.poll() is not None:
             self.process, _ = self._start(self.port)
@@ -102,9 +103,9 @@ def _started(
 
 
 def _config(folder: Path, address: str, port: int, secret: str) -> str:
-    """Returns the text of redis.conf, which goes to the server's stdin.
+    """Returns the text of redis.conf, which the server reads from stdin.
 
-    So no file and no argument contains the password.
+    Therefore no file and no command-line argument contains the password.
     """
     lines = {
         "bind": address,

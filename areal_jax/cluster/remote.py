@@ -26,7 +26,7 @@ class RemoteHost:
         self._before: dict[str, float] = dict.fromkeys(COUNTS, 0)
         self._incarnation = ""
         self._at_s: float | None = None
-        """Time of the newest heartbeat of this incarnation; None before the first one."""
+        """Time of the newest heartbeat since the last start of the host's process; None before the first."""
         self.tokens_per_s: float | None = 0.0
         """Generated tokens per second between the host's last two heartbeats; 0 without a live heartbeat."""
 
@@ -58,7 +58,7 @@ class RemoteHosts:
         self._timeline = timeline
         self.hosts: list[RemoteHost] = []
         self._spent: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-        """Process -> activity -> seconds since the last call of `take_totals`."""
+        """Process -> activity -> seconds spent on the activity since the last call of `take_totals`."""
         self._taken: dict[str, dict[str, float]] = {}
         self._last: dict[str, dict[str, float]] = {}
 
@@ -90,10 +90,10 @@ class RemoteHosts:
             self._last[mailbox] = dict(heartbeat["totals"])
 
     def take_totals(self) -> dict[str, dict[str, float]]:
-        """Returns process -> activity -> seconds spent on it since the last call.
+        """Returns process -> activity -> seconds spent on the activity since the last call.
 
-        For a process without a heartbeat since then, returns its former figures again, because the metrics
-        divide by their sum. The key trainer has the figures of trainer-0.
+        For a process without a heartbeat since the last call, returns the former figures again, because the
+        metrics divide by the sum of a process's figures. The key trainer has the figures of trainer-0.
         """
         own = self._timeline.take_totals()
         self._taken |= {name: dict(activities) for name, activities in self._spent.items()}

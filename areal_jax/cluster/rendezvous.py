@@ -1,9 +1,9 @@
-"""The rendezvous of a run's node agents: the Redis of rank 0, the head.
+"""How the node agents of a run find each other: through a file in the run's folder, and through Redis.
 
-The head writes a token, a random string, into Redis, and a file with the token and the address of Redis into
-the run's folder. If an agent finds another token in Redis, or none, then it has read the file of an earlier
-head (a shared file system may show old files for a while), and it reads the file again. In Redis the agents
-share one hash (see `Situation`).
+The agent of rank 0, the head, writes a token, a random string, into Redis, and a file with the token and the
+address of Redis into the run's folder. If another agent finds in Redis a token that is not in the file, or no
+token, then it has read the file of an earlier head (a shared file system may show old files for a while), and
+it reads the file again. The agents share one hash in Redis (see `Situation`).
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Meeting:
         return self._link.run(work, 0.0)
 
     def open(self) -> None:
-        """Writes the token by which agents recognise this head.
+        """Writes to Redis the token by which agents recognise this head (the agent of rank 0).
 
         Deletes the run's exit status and the agents' ranks that an earlier head left in Redis.
         """
@@ -127,8 +127,8 @@ class Meeting:
     def next_generation(self, seen: int) -> int:
         """Increases the generation by 1, so that every agent restarts its processes of the trainer's group.
 
-        `seen`: the generation of the processes that failed; if the current one is above it already, it stays.
-        Returns the current generation.
+        `seen`: the generation in which the failed processes were started. If the generation in Redis is
+        already above `seen`, another agent has increased it, and it stays. Returns the resulting generation.
         """
         return int(self._link.script(_NEXT_GENERATION, [self._key], [seen], 0.0))
 
@@ -146,10 +146,10 @@ class Meeting:
 
 
 def lead(folder: Path, url: str, run: str, coordinator: str, secret: str) -> Meeting:
-    """Opens the agents' shared state as the head, and returns the access to it.
+    """Opens the agents' shared state in Redis, as the agent of rank 0; returns the access to this state.
 
-    Also writes the file HEAD_FILE, by which the other agents `find` the state. `url`: of the run's Redis,
-    which must be running. `coordinator`: host:port of trainer process 0.
+    Also writes the file HEAD_FILE, by which the other agents `find` the state. `url`: the url of the run's
+    Redis, which must be running. `coordinator`: host:port of trainer process 0.
     """
     meeting = Meeting(url, run, 0, secrets.token_hex(8), coordinator, secret)
     meeting.open()
@@ -161,7 +161,7 @@ def lead(folder: Path, url: str, run: str, coordinator: str, secret: str) -> Mee
 
 
 def find(folder: Path, run: str, rank: int, deadline_s: float = MEET_S) -> Meeting:
-    """Waits until the head has published its file; then joins the shared state as agent `rank`.
+    """Waits for the file of the head (the agent of rank 0), then joins the shared state as agent `rank`.
 
     Returns the access to that state. Raises LaunchError if no head with a running Redis is found within
     `deadline_s` seconds.
@@ -196,7 +196,7 @@ def find(folder: Path, run: str, rank: int, deadline_s: float = MEET_S) -> Meeti
 def place(
     rank: int | None, first_rank: int, machines: int | None, address: str, env: Mapping[str, str] = os.environ
 ) -> Place:
-    """Returns this machine's place; what is not given is read from the scheduler's variables in `env`.
+    """Returns this machine's rank, address and number of machines, by default from the scheduler's `env`.
 
     `rank` is by default `first_rank` plus SLURM_PROCID (Slurm) or JOB_COMPLETION_INDEX (Kubernetes);
     `first_rank` is the rank of the job's first machine. `machines` is by default SLURM_STEP_NUM_TASKS, else

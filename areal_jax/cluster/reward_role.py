@@ -14,8 +14,9 @@ from areal_jax.types import Completion
 def reward(config: Config, name: str) -> None:
     """Runs reward process `name`: scores groups until the controller sends End.
 
-    If this process dies, the controller sends its groups to another one. Raises ArealError if End contains an
-    error as its reason, or if the controller has had no heartbeat for runtime.deadline_s.
+    If this process dies, the controller sends its groups to another reward process. Raises ArealError if End
+    contains an error as its reason, or if the controller has shown no heartbeat for runtime.deadline_s
+    seconds.
     """
     c = config.runtime
     tasks = load_tasks(config.tasks)

@@ -1,6 +1,6 @@
 """The generate and trainer roles. A process of either role starts to work when the controller sends Begin.
 
-The controller sends Begin again at each new epoch: after its own restart, and after Redis lost its data. The
+The controller sends Begin again at each new epoch: after its own restart, and after Redis lost its data. A
 process then forgets the commands of earlier epochs, but keeps its weights, its compiled programs and its
 train state.
 """
@@ -70,8 +70,8 @@ GAPS = 1000
 def generate(config: Config, folder: Path, name: str) -> None:
     """Runs the generation host `name` (generate-INDEX) until the controller sends End.
 
-    Raises ArealError if the host fails, if End contains an error as its reason, or if the controller has had
-    no heartbeat for runtime.deadline_s.
+    Raises ArealError if the host fails, if End contains an error as its reason, or if the controller has
+    shown no heartbeat for runtime.deadline_s seconds.
     """
     use_compilation_cache()
     inputs = open_inputs(config)
@@ -98,7 +98,7 @@ def generate(config: Config, folder: Path, name: str) -> None:
 
 
 class _Hosting:
-    """A host's thread and the samples that it has to decode.
+    """The thread of a generation host, and the samples that the host has to decode.
 
     The constructor compiles all of the host's programs and starts the thread.
     """
@@ -151,7 +151,7 @@ class _Hosting:
     def end(self) -> None:
         """Stops the host and waits for its thread.
 
-        Otherwise the process would be aborted, as it is if it exits while a thread computes.
+        The wait is needed because a process that exits while a thread computes is aborted.
         """
         self._host.inbox.put(Stop())
         self._thread.join(self._deadline_s)
@@ -193,8 +193,8 @@ def train(config: Config, folder: Path, name: str, coordinator: str, beat: Calla
 
     `coordinator`: host:port of process 0; needed if runtime.trainer_processes > 1. `beat` is called with the
     name of each activity that begins. Raises ArealError if training fails, if the other processes do not
-    join, if End contains an error as its reason, or if the controller has had no heartbeat for
-    runtime.deadline_s.
+    join, if End contains an error as its reason, or if the controller has shown no heartbeat for
+    runtime.deadline_s seconds.
     """
     use_compilation_cache()
     processes = config.runtime.trainer_processes
@@ -223,7 +223,7 @@ def _train(config: Config, folder: Path, name: str, beat: Callable[[str], None])
 
 
 class _Training:
-    """The trainer's thread and train state, created at the first Begin."""
+    """The trainer's thread and train state, created when the controller's first message Begin arrives."""
 
     def __init__(
         self, parts: Parts, folder: Path, version: int, timeline: Timeline, link: ControllerLink
@@ -244,10 +244,10 @@ class _Training:
         self._wire: VersionedParams | None = None
 
     def begin(self, version: int) -> None:
-        """Trains the journaled batches again up to `version`, the newest one in the journal.
+        """Trains journaled batches again up to `version`, the newest trained version in the journal.
 
-        Then starts the trainer's thread and sends Ready. If that was done in an earlier epoch, only sends
-        Ready.
+        Then starts the trainer's thread and sends Ready. If the thread was started in an earlier epoch, only
+        sends Ready.
         """
         self._goal = max(version, 0)
         if self._newest is not None:
@@ -257,9 +257,9 @@ class _Training:
             self._catch_up()
 
     def _catch_up(self) -> None:
-        """Requests the next journaled batch to train again, by sending Ready with its step.
+        """Sends Ready with the step of the next journaled batch to train again, which requests that batch.
 
-        If there is none left, publishes the weights, starts the trainer's thread and sends Ready without a
+        If no such batch is left, publishes the weights, starts the trainer's thread and sends Ready without a
         step.
         """
         version = int(self._trainer.state.version)
@@ -283,7 +283,7 @@ class _Training:
         )
 
     def take(self, action: Train, payload: Mapping[str, Any]) -> None:
-        """Queues a new batch for the trainer's thread; while catching up with the journal, trains it at once.
+        """Queues a batch for the trainer's thread; while catching up with the journal, trains it at once.
 
         `payload`: as in `messages.Command`. Ignores a batch that is trained or queued already: in a new epoch
         the controller sends the current batch again.
@@ -306,7 +306,7 @@ class _Training:
     def _fetch(self, places: Mapping[int, SampleId]) -> dict[int, Trajectory]:
         """Returns the trajectories of the samples in `places`, under the same keys.
 
-        Waits until Redis has them. The keys are the samples' indices in the batch's plan.
+        Waits until Redis has the trajectories. The keys are the samples' indices in the batch's plan.
         """
         found = self._link.payloads.wait_for(list(places.values()))
         return {place: decode(found[sample]) for place, sample in places.items()}
@@ -338,7 +338,7 @@ def _index(name: str) -> int:
 
 
 class _Spent:
-    """Makes a heartbeat's part `totals`: activity -> seconds that `component` has spent on it so far."""
+    """Makes a heartbeat's part `totals`: activity -> seconds that `component` has spent on each so far."""
 
     def __init__(self, component: str, timeline: Timeline) -> None:
         self._component, self._timeline = component, timeline

@@ -31,11 +31,11 @@ LONGEST_BACKOFF_S = 60.0
 GRACE_S = 25.0
 """Seconds that processes may take to end by themselves: after the run is complete, and again after SIGTERM.
 
-It is less than Slurm's KillWait (30 s), and more than the 20 s after which the trainer's watchdog kills.
+It is less than Slurm's KillWait (30 s), and more than the 20 s after which the watchdog kills a trainer.
 """
 GROUP_GRACE_S = 2.0
-"""Seconds from SIGTERM to SIGKILL when the trainer's group restarts; its processes hang in a collective
-anyway.
+"""Seconds from SIGTERM to SIGKILL when the trainer's group restarts. Short, because its processes hang in a
+collective and cannot end by themselves.
 """
 POLL_S = 0.05
 MOVED = -1
@@ -79,7 +79,7 @@ class _Kept:
     starts_at_s: float = 0.0
     has_ended: bool = False
     generation: int = 0
-    """The group's generation when the processes were started."""
+    """The generation (number of restarts) of the trainer's group when the processes were started."""
 
 
 class Supervisor:
@@ -105,8 +105,9 @@ class Supervisor:
 
         `meeting`: access to the state that the agents of all machines share. The run fails if Redis is
         unreachable for `away_s` seconds. `restarts`: how many failures of a unit are followed by a restart.
-        `tend`: called in every pause, also while processes end. `backoff_s`: seconds before the first
-        restart, doubled for each further one. `grace_s`: seconds from SIGTERM to SIGKILL.
+        `tend`: called again and again, also while processes end; restarts Redis if it has ended. `backoff_s`:
+        seconds before the first restart, doubled for each further restart. `grace_s`: seconds from SIGTERM to
+        SIGKILL.
         """
         self._kept = [_Kept(unit) for unit in units]
         self._logs, self._out, self._restarts = logs, out, restarts
@@ -216,7 +217,7 @@ class Supervisor:
     # --- the other agents -------------------------------------------------------------------------------
 
     def _consult(self) -> int | None:
-        """Reads the state that the agents share.
+        """Reads the state that the agents share in Redis, and adds this agent to it if it is missing there.
 
         Returns the run's exit status if the run has ended, MOVED if a new agent of rank 0 has started, 1 if
         Redis was unreachable for `away_s` seconds; else None.
@@ -305,10 +306,7 @@ class Supervisor:
         self._print("launch", line)
 
     def _await_all(self) -> None:
-        """Waits until all processes have ended, since the controller has sent them End.
-
-        Waits at most the grace period.
-        """
+        """Waits, at most the grace period, until all processes have ended by the controller's message End."""
         end_s = time.monotonic() + self._grace_s
         while _running(self._kept) and not self._signal:
             if time.monotonic() >= end_s:
@@ -318,7 +316,7 @@ class Supervisor:
     def _end(self, kept: Sequence[_Kept], grace_s: float) -> None:
         """Sends SIGTERM to the units' processes, waits up to `grace_s` seconds, then sends SIGKILL.
 
-        SIGKILL also goes to the children that they have left running. A second Ctrl-C ends the wait.
+        SIGKILL also goes to child processes that these have left running. A second Ctrl-C ends the wait.
         """
         for process in _running(kept):
             process.terminate()

@@ -18,8 +18,9 @@ os.execvp(sys.argv[2], sys.argv[2:])
 
 
 def tied(words: Sequence[str]) -> list[str]:
-    """Returns a command that becomes the command `words`, as a child process that ends with this process.
+    """Returns a command that runs the command `words` as a child process, which ends when this process ends.
 
-    On Linux the kernel sends SIGTERM to the child when the thread that started it ends; other systems do not.
+    On Linux the kernel sends SIGTERM to the child when the thread that started the child ends. Other systems
+    do not: there the child continues.
     """
     return [sys.executable, "-I", "-S", "-c", _BEFORE, str(os.getpid()), *words]

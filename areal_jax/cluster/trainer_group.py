@@ -1,7 +1,8 @@
 """The processes that make up one trainer mesh: how a process joins and leaves the others.
 
 Every wait has a deadline. Python cannot interrupt a collective that waits for a dead process. Therefore jax
-ends this process when it learns that another one has died, and `cluster.watchdog` ends a stuck one.
+ends a process when it learns that another process of the group has died, and `cluster.watchdog` kills a
+process that is stuck.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import jax
 from areal_jax.types import ArealError
 
 HEARTBEAT_S = 30
-"""Seconds without a heartbeat of one process to jax's coordination service, after which all are ended."""
+"""If jax's coordination service gets no heartbeat from a process for so many seconds, all processes end."""
 SHUTDOWN_S = 20
 """Seconds that a process that leaves the group waits for the others to leave it too."""
 

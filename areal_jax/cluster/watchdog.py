@@ -1,18 +1,18 @@
 """Watched processes: a child process reports its activities, and is killed if it reports none for too long.
 
-If a process waits in a collective for a dead or stopped process, Python cannot interrupt it: neither by a
-deadline, nor by a signal handler, which runs only between two steps of the interpreter. Therefore the process
-that an agent starts (the watcher) only watches a child process, which does the work:
+If a process waits in a collective for a dead or stopped process, Python cannot interrupt the wait: neither by
+a deadline, nor by a signal handler, which runs only between two steps of the interpreter. Therefore the
+process that a node agent starts (the watcher) only watches a child process, which does the work:
 
 - the watcher has no jax and no thread, so nothing in it hangs, and SIGTERM, Ctrl-C and scancel always reach
   it; a child that is still running after a grace period is killed;
 - a child that is stuck in a collective, a driver or a lock, or is stopped, is killed by SIGKILL, which
   nothing in it can delay; a note names its activity, and the stacks of its threads are written to a file;
-- when the child dies, the watcher ends with its status; when the watcher dies, the kernel kills the child
-  (PR_SET_PDEATHSIG).
+- when the child dies, the watcher ends with the child's exit status; when the watcher dies, the kernel kills
+  the child (PR_SET_PDEATHSIG).
 
-The watchdog is the parent, because a child would not receive a SIGTERM that is sent to its parent, and a
-stuck parent could not pass it on.
+The watcher must be the parent, because SIGTERM is sent to the parent only, and a parent that did the work and
+was stuck could not pass the signal on.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ INTERRUPTED = 130
 
 MARGIN_S = 30.0
 COMPILING_S = 1800.0
-"""Additional seconds for the first activity of each name, since it compiles programs."""
+"""Additional seconds for the first run of each activity, because a first run compiles programs."""
 POLL_S = 0.1
 DUMP_S = 3.0
 """Maximum time, in seconds, to write the stacks of a stuck process."""
@@ -56,9 +56,9 @@ class Deadlines(NamedTuple):
     """Limits of a watched process, in seconds."""
 
     first_s: float
-    """Longest time without a report when an activity runs for the first time: it compiles programs."""
+    """Longest time without a report while an activity runs for the first time, and so compiles programs."""
     later_s: float
-    """Longest time without a report in later runs of an activity; longer than any deadline within it."""
+    """Longest time without a report in later runs of an activity; above the activity's own deadlines."""
     grace_s: float = 20.0
     """Time from SIGTERM or Ctrl-C to SIGKILL."""
 
@@ -73,12 +73,12 @@ class Deadlines(NamedTuple):
 
 
 def watched(body: Callable[[Beat], Any], name: str, logs: Path, deadlines: Deadlines) -> int:
-    """Runs `body(beat)` in a new process, watches it to its end and returns its exit status.
+    """Runs `body(beat)` in a child process, watches this process to its end and returns its exit status.
 
-    `body` calls `beat(activity)` at the start of each activity; the process is killed if the next call
-    exceeds `deadlines`, and the stacks of its threads are written to `logs/<name>.stacks`. Must be called in
-    the main thread; `body` is pickled. The status is 0 if `body` returned, 1 if it raised, 128 + n if signal
-    n ended the process.
+    `body` calls `beat(activity)` at the start of each activity. If the next call comes later than `deadlines`
+    allow, the child is killed, and the stacks of its threads are written to `logs/<name>.stacks`. Must be
+    called in the main thread; `body` is pickled. The status is 0 if `body` returned, 1 if `body` raised, 128
+    + n if signal n ended the child.
     """
     logs.mkdir(parents=True, exist_ok=True)
     stacks = logs / f"{name}.stacks"
@@ -112,10 +112,10 @@ class _Watcher:
         self._kill_at: float | None = None
 
     def signalled(self, number: int, frame: Any) -> None:
-        """Handles SIGTERM and SIGINT: passes the first one on to the watched process.
+        """Handles SIGTERM and SIGINT: passes the first signal on to the watched process.
 
-        If the process still runs after `grace_s` seconds, or at a second Ctrl-C, it is killed. A second
-        SIGTERM has no effect, since Slurm and the agent both send one.
+        If that process still runs `grace_s` seconds later, or at a second Ctrl-C, it is killed. A second
+        SIGTERM has no effect, because Slurm and the node agent both send SIGTERM.
         """
         now = time.monotonic()
         if self._kill_at is None:
@@ -127,7 +127,7 @@ class _Watcher:
             self._kill_at = now
 
     def watch(self) -> None:
-        """Waits until the process has ended, or has exceeded one of `Deadlines`; the caller then kills it."""
+        """Waits until the watched process has ended, or has exceeded a limit and the caller must kill it."""
         while self._process.is_alive():
             connection.wait([self._process.sentinel, *([self._reports] if self._reports else [])], POLL_S)
             self._listen()
@@ -144,7 +144,7 @@ class _Watcher:
             self._note(f"ended with status {self.status()}")
 
     def kill(self) -> None:
-        """Sends SIGKILL if the process still runs. Raises ArealError if it does not end within GONE_S."""
+        """Kills the watched process; raises ArealError if it has not ended after GONE_S seconds."""
         if self._process.pid is None:
             return
         self._process.kill()
@@ -173,7 +173,7 @@ class _Watcher:
             self._activity, self._since = activity, time.monotonic()
 
     def _note(self, what: str) -> None:
-        """Writes one line to stderr and to the file of stacks: `what` happened, and in which activity."""
+        """Writes one line to stderr and to the file of stacks: what happened, and during which activity."""
         line = f"{self._name} (process {self._process.pid}) {what}; activity: {self._activity}\n"
         sys.stderr.write(line)
         sys.stderr.flush()
@@ -207,7 +207,7 @@ class _Watcher:
 
 
 def _run(body: Callable[[Beat], Any], parent: int, reporter: Connection, stacks: Path) -> None:
-    """Runs `body` in the new process, and reports its activities through `reporter`.
+    """Runs `body` in the child process, and reports the activities of `body` through `reporter`.
 
     If `body` raises, ends the process at once: a normal exit would let jax wait for the other processes of
     the group. `parent`: the watcher's process id. `stacks`: the file for the threads' stacks.
