@@ -89,8 +89,8 @@ class Broker:
             if time.monotonic() >= end_s:
                 raise BrokerError(
                     f"the mailbox {mailbox!r} of run {self._run!r} was full ({self._length} messages) for "
-                    f"{self.deadline_s:g} s because the process that reads it took none; see in its log "
-                    "(logs/ in the run's folder) what it waits for"
+                    f"{self.deadline_s:g} s because the process that reads it took none; see in that "
+                    "process's log (logs/ in the run's folder) what the process waits for"
                 )
             time.sleep(_POLL_S)
 
@@ -126,7 +126,7 @@ class Broker:
         """Deletes the run's data from Redis: mailboxes, heartbeats, payloads and the record of its owner.
 
         Called at the end of the run, when no process posts any more. The state that the node agents share
-        stays, because they still exchange the run's exit status through it.
+        stays, because the agents still exchange the run's exit status through this state.
         """
         for prefix in ("mailbox:", "heartbeat:", "payload:", "posted:", "owner"):
             self.delete(self.keys(prefix))

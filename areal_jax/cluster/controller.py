@@ -41,13 +41,13 @@ from areal_jax.types import ArealError, Completion, Group, Prompt, SampleId, Tra
 from areal_jax.weights.staged import committed
 
 MOST = 256
-"""Maximum number of messages that the controller takes, and journals, in one turn."""
+"""Maximum number of messages that the controller takes, and journals, in one iteration of its loop."""
 
 RETURN_S = 120.0
 """Seconds that the controller waits, at the end of a run, for a lost evaluation process to start again."""
 
 TRAINER = "trainer-0"
-"""The only process of the trainer's group that reports events; its other processes only compute."""
+"""The only trainer process that reports events; the trainer's other processes only compute."""
 
 
 class Controller:
@@ -56,15 +56,14 @@ class Controller:
     def __init__(self, inputs: Inputs, context: RunContext, broker: Broker, owner: Owner) -> None:
         """`inputs`: the run's config, tasks, model. `context`: the run's folder, journal and control plane.
 
-        `broker`: the connection to Redis. `owner`: this controller's claim on the run; its `claim` must have
-        returned before.
+        `broker`: the connection to Redis. `owner`: this controller's claim on the run, after `owner.claim()`.
         """
         self._config, self._broker, self._view = context.config, broker, context.view
         self._deadline_s, self._timeline = context.config.runtime.deadline_s, context.timeline
         self._inputs, self._folder, self._journal = inputs, context.folder, context.journal
         self._owner, self._held = owner, Held(broker, owner.token)
         self._epochs: list[str] = []
-        """The epochs since Redis last lost its data, the newest last. None of their messages was lost."""
+        """The epochs since Redis last lost its data, the newest last; no message of these epochs was lost."""
         self._confirmed: dict[str, int] = {}
         """Mailbox of a process -> number of the newest event of that process that is journaled."""
         self._membership = Membership()
@@ -149,10 +148,10 @@ class Controller:
             return False
 
     def _start_epoch(self) -> None:
-        """Claims the run and starts a new epoch: at the controller's start, and after Redis lost its data.
+        """Claims the run and starts a new epoch, in which all commands of earlier epochs are void.
 
-        Every live process is sent the message Begin again: the trainer's processes now, all other processes
-        once the trainer's processes have sent Ready.
+        Called at the controller's start, and after Redis lost its data. Sends Begin to every live process
+        again: to the trainer's processes now, to all others once the trainer's processes have sent Ready.
         """
         # This comes first: a replaced controller may find Redis empty too, and must not claim the run.
         self._journal.require_owner()
@@ -223,7 +222,7 @@ class Controller:
     def _watch(self, has_news: bool) -> None:
         """Reads the heartbeats; declares each process lost that has sent none for LOST_S seconds.
 
-        `has_news`: whether a message arrived in this turn. Raises WaitTimeout if no message arrived for
+        `has_news`: whether this iteration took a message. Raises WaitTimeout if no message arrived for
         runtime.deadline_s seconds.
         """
         now = time.monotonic()
@@ -284,8 +283,8 @@ class Controller:
             elif time.monotonic() > end_s:
                 self._view.note(
                     "the run ends without an evaluation of the last checkpoint, because the evaluation "
-                    f"process has been gone for {RETURN_S:g} s; see its log in {self._folder / 'logs'}, "
-                    "and resume the run to evaluate it"
+                    f"process has been gone for {RETURN_S:g} s; see that process's log in "
+                    f"{self._folder / 'logs'}, and resume the run to evaluate the checkpoint"
                 )
                 return
             self._turn()
@@ -299,8 +298,8 @@ class Controller:
         """Returns [(event, trajectory or None)]; [] if the event is refused or has to wait (`_in_time`).
 
         `payloads`: (sample, host's mailbox) -> the sample's encoded trajectory in Redis. A host's event is
-        refused if the host was declared lost, or if the event is of an earlier epoch, because the host's
-        samples may have gone to another host. A trainer's event of an earlier epoch is valid, unless Redis
+        refused if the host was declared lost, or if the event was sent before the host's last Begin, because
+        the host's samples may have gone to another host. Such an event of the trainer is valid, unless Redis
         has lost its data since; the trainer then sends all its events again, in order. Scores are always
         valid. Raises ArealError if Redis has no trajectory of a finished sample.
         """
@@ -334,8 +333,8 @@ class Controller:
     def _in_time(self, event: e.Event, payload: Trajectory | None = None) -> list[Incoming]:
         """Returns [(event, payload)]; [] if the event mentions a weights version that is not committed yet.
 
-        Such an event waits for a later turn. It occurs because a host may read a version's files before the
-        trainer's VersionCommitted arrives at the controller.
+        Such an event is kept until the version is committed. It occurs because a host may read a version's
+        files before the trainer's VersionCommitted arrives at the controller.
         """
         if _newest_version(event) <= self._control.state.version:
             return [(event, payload)]
@@ -405,7 +404,7 @@ class Controller:
                 self._trainer_ready(next(one for one in found if one.name == TRAINER))
 
     def _catch_up(self, step: int) -> None:
-        """Sends the journaled batch of `step`, which all trainer processes must train again."""
+        """Sends the journaled batch of `step`, which the restarted trainer processes must train again."""
         if not self._journaled or self._journaled[0].train.step != step:
             self._journaled = journaled_batches(self._journal, step, self._control.state.trained_version)
             self._view.note(
@@ -533,7 +532,7 @@ class Controller:
             self._post(member.mailbox, m.Command(self._epoch, action, payload))
 
     def _post(self, mailbox: str, message: m.Message) -> None:
-        """Queues a message for `mailbox`; `_send` posts the messages of one turn together."""
+        """Queues a message for `mailbox`; the next `_send` posts all queued messages together."""
         self._out[mailbox].append(m.to_plain(message))
 
     def _send(self) -> None:
@@ -544,7 +543,7 @@ class Controller:
 
 
 Announced = tuple[SampleId, str]
-"""A sample and the mailbox of the host that finished it, which together identify a posted payload."""
+"""(sample, mailbox of the host that finished it): together they identify a trajectory in Redis."""
 
 
 def _newest_version(event: e.Event) -> int:

@@ -34,7 +34,7 @@ def control(config: Config, folder: Path, stream: TextIO | None = None) -> RunRe
         with _journal(config, folder, owner.token) as journal:
             with open_context(config, folder, journal, timeline, stream) as context:
                 steps, redis = config.run.steps, broker.link.shown
-                context.view.note(f"the run in {folder} has {steps} steps; its processes connect to {redis}")
+                context.view.note(f"the run in {folder} has {steps} steps; all processes connect to {redis}")
                 Controller(inputs, context, broker, owner).run()
             broker.remove()
     return write_result(folder, inputs)

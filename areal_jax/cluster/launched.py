@@ -50,8 +50,8 @@ def read(words: Sequence[str], folder: Path | None = None) -> Launch:
     config = load_config(*words)
     if config.weights.backend == "memory":
         raise LaunchError(
-            "weights.backend=memory works within one process only, and a launched run has several; set "
-            "weights.backend=auto or weights.backend=orbax"
+            "weights.backend=memory works within one process only, but a launched run has several processes; "
+            "set weights.backend=auto or weights.backend=orbax"
         )
     folder = (folder or config.run.folder).absolute()
     is_resumed = (folder / CONFIG).is_file()

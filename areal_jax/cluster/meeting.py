@@ -23,7 +23,7 @@ def redis_url(config: Config) -> str:
 
 
 def own_address(config: Config) -> str:
-    """Returns the IP address at which other machines reach this one: that of its network interface to Redis.
+    """Returns this machine's IP address for other machines: that of the network interface towards Redis.
 
     Raises ArealError if runtime.redis is not set, or if there is no route to its host.
     """

@@ -88,7 +88,7 @@ class ControllerLink:
         self._broker.close()
 
     def ready(self, **fields: Any) -> None:
-        """Sends the message Ready, with the given `fields`, as the answer to the controller's last Begin."""
+        """Sends the message Ready, with the given `fields`: the answer to the controller's message Begin."""
         self.send(m.Ready(self.name, self.incarnation, self.epoch, **fields))
 
     def send(self, message: m.Message) -> None:
@@ -96,7 +96,7 @@ class ControllerLink:
         self._out.put((message, None))
 
     def report(self, event: Event, trajectory: Trajectory | None = None) -> None:
-        """Queues an event for the control plane. `trajectory`: the sample's, for a SampleFinished.
+        """Queues an event for the control plane; a SampleFinished comes with the sample's `trajectory`.
 
         If the controller restarts, or Redis loses its data, before an event is journaled, the event is sent
         again. A finished sample is not sent again: a host then decodes it again with the same random keys.
@@ -142,7 +142,7 @@ class ControllerLink:
             registered_s = self._require_controller(registered_s)
 
     def _enter(self, epoch: str) -> None:
-        """Enters `epoch`; if it is not the current epoch, queues all unconfirmed events again, in order."""
+        """If `epoch` is new, enters it and queues all events again that are not confirmed as journaled."""
         with self._guard:
             if epoch != self.epoch:
                 self.epoch = epoch
@@ -151,7 +151,7 @@ class ControllerLink:
                     self._out.put((message, None))
 
     def _require_controller(self, registered_s: float) -> float:
-        """Registers again if the controller has started a newer epoch, and its Begin has not arrived here.
+        """Registers this process again if the controller has started an epoch, but sent no Begin for it.
 
         Registers at most every LOST_S / 2 seconds. `registered_s`: the time of the last registration. Returns
         this time or, after a registration, the current time. Raises WaitTimeout after `deadline_s` seconds

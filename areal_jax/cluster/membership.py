@@ -25,7 +25,7 @@ class Member:
     hello: Hello
     since_s: float
     ready: Ready | None = None
-    """The last message Ready that the process has sent since its last Begin; None if it has sent none."""
+    """The process's answer to the controller's last message Begin; None before that answer."""
 
     @property
     def is_ready(self) -> bool:
@@ -47,7 +47,7 @@ def mailbox_of(name: str, incarnation: str) -> str:
 
 @dataclass
 class Membership:
-    """The run's live processes (members) by name; a process replaces an earlier process of the same name."""
+    """The run's live processes by name; a process that joins replaces an earlier one of the same name."""
 
     members: dict[str, Member] = field(default_factory=dict)
     _losses: dict[str, deque[float]] = field(default_factory=lambda: defaultdict(deque))
@@ -77,7 +77,7 @@ class Membership:
         return None
 
     def of(self, name: str, incarnation: str) -> Member | None:
-        """Returns the live process `name`, or None if it is not live or was started again since.
+        """Returns the record of process `name` if it is live and was started as `incarnation`; else None.
 
         `incarnation`: the random string that identifies a start of a process.
         """

@@ -36,11 +36,11 @@ class Hello:
 
 @dataclass(frozen=True)
 class Ready:
-    """Answers Begin: the process is ready for commands, unless it is a trainer with `next_step` >= 0.
+    """The answer to Begin: the process is ready for commands, unless it is a trainer with `next_step` >= 0.
 
     Such a trainer must first train journaled batches again, from that step on. `epoch`: copied from the Begin
-    message. `slots`: how many samples a host can decode at once. `version`, `digest`: of the weights that a
-    trainer published last, or that a host adopted last; -1 and "" if it has published or adopted none.
+    message. `slots`: how many samples a host can decode at once. `version`, `digest`: of the weights
+    that a trainer published last, or that a host adopted last; -1 and "" if there were none.
     """
 
     name: str
@@ -61,7 +61,8 @@ class Ready:
 class Event:
     """An event for the control plane, sent in `epoch` by the process `name` that started as `incarnation`.
 
-    A SampleFinished announces its trajectory, which is already in Redis (`cluster.payloads`).
+    `epoch` is explained at Begin, `incarnation` at Hello. A SampleFinished announces the sample's trajectory,
+    which is already in Redis (`cluster.payloads`).
     """
 
     name: str

@@ -30,8 +30,8 @@ from areal_jax.weights.folder import cleaned_weights
 ONLY = Place(0, 1, "127.0.0.1")
 """Rank, number of machines and address for a run on a single machine."""
 LOCKED_S = 120.0
-"""Seconds that a new agent of rank 0 (the head) waits for the lock of the former one: a file system may
-release the lock of a lost machine late.
+"""Seconds that an agent of rank 0 (the head) waits for the lock of an earlier head: a file system may release
+the lock of a lost machine late.
 """
 
 
@@ -82,8 +82,8 @@ def plan_of(config: Config, place: Place) -> Plan:
     if (place.machines or plan.machines) != plan.machines or place.rank >= plan.machines:
         raise LaunchError(
             f"this config needs {plan.machines} machines of {config.launch.machine_devices} accelerators "
-            f"each (launch.machine_devices), but the job has {place.machines or place.rank + 1}: request "
-            f"{plan.machines} from the scheduler (Slurm: sbatch --nodes={plan.machines}), or change "
+            f"each (launch.machine_devices), but the job has {place.machines or place.rank + 1} machines: "
+            f"request {plan.machines} from the scheduler (Slurm: sbatch --nodes={plan.machines}), or change "
             "trainer.mesh, runtime.hosts or launch.machine_devices"
         )
     needed = plan.devices_on(place.rank)
@@ -160,7 +160,7 @@ def visible_gpus() -> list[str]:
 def _supervise(
     launch: Launch, plan: Plan, out: TextIO, meeting: Meeting, tend: Callable[[], None] = lambda: None
 ) -> int:
-    """Runs the processes of this machine by `Supervisor.run`; returns the result of that method.
+    """Runs the processes of this machine; returns the exit status or MOVED, as `Supervisor.run` does.
 
     `tend()` is called again and again meanwhile, and restarts Redis if it has ended.
     """

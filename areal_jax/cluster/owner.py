@@ -91,8 +91,8 @@ class Owner:
         """Claims the run and starts a new epoch; if there is another owner, waits until its lease has ended.
 
         Does not wait if the other owner's process is known to be dead; raises Replaced if that owner renews
-        its lease meanwhile. Returns the names of the epochs since Redis last lost its data, the new epoch
-        last; no message of these epochs was lost.
+        its lease meanwhile. An epoch lasts from one claim to the next. Returns the names of the epochs since
+        Redis last lost its data, the new epoch last; no message of these epochs was lost.
         """
         epoch, dead, first_until = secrets.token_hex(8), "", 0
         while True:
@@ -104,8 +104,8 @@ class Owner:
             first_until = first_until or until
             if until > first_until:  # the owner renewed its lease, so it is alive
                 raise Replaced(
-                    f"another controller ({holder}) already controls this run; let it continue, or stop it "
-                    "and start this command again"
+                    f"another controller ({holder}) already controls this run; let that controller "
+                    "continue, or stop it and start this command again"
                 )
             dead = holder if is_gone(holder) else ""
             time.sleep(0.0 if dead else 0.1)
@@ -123,7 +123,7 @@ class Owner:
         raise Replaced(
             f"another controller ({answer}) took over the run, because this one was paused and did not "
             f"renew its lease of {self._lease_ms / 1000:g} s. The other controller continues the run; this "
-            "one ends and writes nothing more. Check why its process or machine was paused"
+            "one ends and writes nothing more. Check why this process or its machine was paused"
         )
 
 

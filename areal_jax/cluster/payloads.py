@@ -50,14 +50,14 @@ class Payloads:
     def post(self, mailbox: str, blobs: Mapping[SampleId, bytes]) -> None:
         """Stores encoded trajectories of the host with mailbox `mailbox`.
 
-        The host must send the events that announce them only afterwards.
+        The host must send the events that announce these trajectories after this call.
         """
         self._set({self._posted(sample, mailbox): blob for sample, blob in blobs.items()})
 
     # --- trainers -------------------------------------------------------------------------------------------
 
     def wait_for(self, samples: Sequence[SampleId]) -> dict[SampleId, bytes]:
-        """Returns the payloads of these samples; waits until the controller has put back missing ones.
+        """Returns the samples' encoded trajectories; waits until the controller has put back missing ones.
 
         Raises BrokerError if some are still missing after the broker's `deadline_s`.
         """
@@ -90,7 +90,7 @@ class Payloads:
             self._broker.link.run(lambda client, values=values: client.mset(values))
 
     def _fetch(self, names: Sequence[K], key_of: Callable[[K], str]) -> dict[K, bytes]:
-        """Returns name -> payload; omits names without a payload in Redis. `key_of(name)`: its key there."""
+        """Returns name -> payload; omits names without a payload. `key_of(name)`: the payload's Redis key."""
         keys = {name: key_of(name) for name in names}
         found: dict[K, bytes] = {}
 
@@ -136,7 +136,7 @@ def _sample(name: str) -> SampleId:
 
 
 class Held(Payloads):
-    """The controller's access to the payloads in Redis; records which exist and which can be deleted."""
+    """The controller's access to the payloads in Redis; records which payloads exist or can go."""
 
     def __init__(self, broker: Broker, token: str) -> None:
         """`token`: the token of the run's owner (`Owner.token`)."""
@@ -150,7 +150,7 @@ class Held(Payloads):
         """(sample, host's mailbox) of each refused payload that `settle` has not deleted yet."""
 
     def read(self) -> None:
-        """Deletes posted payloads that were not accepted, and records anew which payloads Redis has."""
+        """Deletes posted payloads that were not accepted, and records again which payloads Redis holds."""
         self.delete_posted()
         self._names = {_sample(key.rpartition(":")[2]) for key in self._broker.keys("payload:")}
         self._accepted, self._void = [], []
@@ -198,6 +198,9 @@ class Held(Payloads):
         self._accepted, self._void = [], []
 
     def delete_posted(self, mailbox: str = "") -> None:
-        """Deletes posted payloads that `settle` has not moved: of the host with this mailbox; "": of all."""
+        """Deletes payloads (encoded trajectories) that a host posted and that `settle` has not moved since.
+
+        `mailbox`: the host's mailbox; "": deletes such payloads of all hosts.
+        """
         keys = self._broker.keys("posted:")
         self._broker.delete([key for key in keys if not mailbox or key.endswith(f"@{mailbox}")])

@@ -6,7 +6,7 @@ The devices of `trainer.mesh` are divided evenly among the trainer's P processes
 evaluation process have `runtime.host_tensor` devices. If all of these fit on one machine of
 `launch.machine_devices` GPUs or CPUs, the run uses one machine. Otherwise the trainer uses the machines from
 rank 0 on, and the hosts use the machines after those. Controller, reward process and Redis are on the machine
-of rank 0, the head. evaluate-0 is placed like a further host if it evaluates, and on the head if it only
+of rank 0. evaluate-0 is placed like a further host if it evaluates, and on the machine of rank 0 if it only
 exports.
 """
 
@@ -38,7 +38,7 @@ class Process:
     name: str
     machine: int
     devices: tuple[int, ...] = ()
-    """Indices of the machine's devices that the process computes on; empty: it needs none."""
+    """Indices of the machine's devices that the process computes on; empty: the process needs none."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,8 @@ def make_plan(config: Config, accelerator: str = "gpu", one_machine: bool = Fals
 def environment(plan: Plan, process: Process, visible: Sequence[str] = ()) -> dict[str, str]:
     """Returns environment variables that restrict a process to its own devices.
 
-    They also keep jax from falling back to another kind of device. `visible`: the names of the GPUs that this
-    machine's job may use, into which `process.devices` are indices; empty: all GPUs of the machine.
+    The variables also keep jax from falling back to another kind of device. `visible`: the names of the GPUs
+    that this machine's job may use, into which `process.devices` are indices; empty: all GPUs of the machine.
     """
     common = {"PYTHONUNBUFFERED": "1"}
     if not process.devices or plan.accelerator == "cpu":

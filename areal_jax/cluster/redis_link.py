@@ -30,7 +30,7 @@ T = TypeVar("T")
 SOCKET_S = 10.0
 """Seconds that Redis may take to answer one request before the connection counts as lost."""
 PAUSES_S = (0.02, 1.0)
-"""The first and the longest pause between two attempts, in seconds; the pause doubles each time."""
+"""First and longest pause before an operation is repeated, in seconds; the pause doubles each time."""
 OLDEST = (6, 2)
 """The oldest version (major, minor) of Redis that has every command that areal-jax uses."""
 _REMEDIES: dict[type[Exception], str] = {
@@ -109,7 +109,7 @@ class Link:
         self._is_away = self._is_closed = False
 
     def run(self, work: Callable[[Any], T], deadline_s: float | None = None) -> T:
-        """Returns `work(client)`, where `client` is the redis client; repeats it while Redis does not answer.
+        """Returns `work(client)`, with the redis client; calls `work` again while Redis does not answer.
 
         Raises `refusal` if Redis has not answered after `deadline_s` seconds (0: after one attempt; None: the
         link's deadline), and at once if Redis refuses the operation.
@@ -158,12 +158,12 @@ class Link:
         if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
             raise self._refusal(
                 f"{self.shown} is Redis {version}, which is too old; install "
-                f"{'.'.join(map(str, OLDEST))} or newer"
+                f"Redis {'.'.join(map(str, OLDEST))} or newer"
             )
         if policy.startswith("allkeys"):
             raise self._refusal(
                 f"{self.shown} deletes keys when its memory is full (maxmemory-policy {policy}): set "
-                "maxmemory-policy noeviction in its redis.conf"
+                "maxmemory-policy noeviction in the server's redis.conf"
             )
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """A redis-server for one run or for tests, with a password and without data files.
 
-It ends with the block that started it; on Linux also if the program that started it ends in any other way.
+The server ends with the `with` block that started it; on Linux also if the program that started it ends in
+any other way.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class RedisServer:
     _start: Callable[[int], tuple[subprocess.Popen[bytes], int]] = field(repr=False)
 
     def tend(self) -> None:
-        """Starts the server again, at the same port, if it has ended. Its data are lost; the run continues.
+        """Starts the server again, at the same port, if it has ended. The data are lost; the run continues.
 
         Slurm's scancel, for example, ends the server before the run's processes have sent their last
         messages.

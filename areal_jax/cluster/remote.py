@@ -69,8 +69,8 @@ class RemoteHosts:
     def take_in(self, heartbeats: Mapping[str, Any]) -> None:
         """Records the newest heartbeats: `heartbeats` is mailbox -> body of its heartbeat.
 
-        Ignores bodies without `totals`, since only hosts and trainers send these. The token rate of a host
-        without a heartbeat becomes 0.
+        Ignores bodies without `totals` (seconds per activity), which only hosts and trainers send. The token
+        rate of a host without a heartbeat becomes 0.
         """
         living = {mailbox.rpartition(".")[0] for mailbox in heartbeats}
         for host in self.hosts:

@@ -29,8 +29,8 @@ T = TypeVar("T")
 HEAD_FILE = "launch/head.json"
 CONNECT_S = 5.0
 MEET_S = 600.0
-"""Seconds that an agent waits for the file of the head, the agent of rank 0. Long, since gcloud creates
-machines one after the other.
+"""Seconds that an agent waits for the file that the head, the agent of rank 0, writes. Long, because gcloud
+creates machines one after the other.
 """
 POLL_S = 0.5
 
@@ -109,7 +109,7 @@ class Meeting:
             pipe.execute()
 
     def close(self) -> None:
-        """Deletes the shared state; only the head calls this, after the other agents have ended."""
+        """Deletes the agents' shared state; only rank 0 calls this, after the other agents have ended."""
         self._run(lambda client: client.delete(self._key))
 
     def join(self) -> None:
@@ -161,10 +161,10 @@ def lead(folder: Path, url: str, run: str, coordinator: str, secret: str) -> Mee
 
 
 def find(folder: Path, run: str, rank: int, deadline_s: float = MEET_S) -> Meeting:
-    """Waits for the file of the head (the agent of rank 0), then joins the shared state as agent `rank`.
+    """Waits for the file that rank 0 writes, then adds agent `rank` to the agents' shared state in Redis.
 
-    Returns the access to that state. Raises LaunchError if no head with a running Redis is found within
-    `deadline_s` seconds.
+    Returns the access to that state. Raises LaunchError if no file that names a running Redis of this run
+    is found within `deadline_s` seconds.
     """
     end_s, seen = time.monotonic() + deadline_s, "the file is missing"
     while time.monotonic() < end_s:
@@ -196,7 +196,7 @@ def find(folder: Path, run: str, rank: int, deadline_s: float = MEET_S) -> Meeti
 def place(
     rank: int | None, first_rank: int, machines: int | None, address: str, env: Mapping[str, str] = os.environ
 ) -> Place:
-    """Returns this machine's rank, address and number of machines, by default from the scheduler's `env`.
+    """Returns this machine's rank, address and number of machines; `env`: the scheduler's variables.
 
     `rank` is by default `first_rank` plus SLURM_PROCID (Slurm) or JOB_COMPLETION_INDEX (Kubernetes);
     `first_rank` is the rank of the job's first machine. `machines` is by default SLURM_STEP_NUM_TASKS, else

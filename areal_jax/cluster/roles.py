@@ -1,8 +1,7 @@
 """The generate and trainer roles. A process of either role starts to work when the controller sends Begin.
 
-The controller sends Begin again at each new epoch: after its own restart, and after Redis lost its data. A
-process then forgets the commands of earlier epochs, but keeps its weights, its compiled programs and its
-train state.
+The controller sends Begin again after its own restart, and after Redis lost its data. A process then forgets
+all commands from before this Begin, but keeps its weights, its compiled programs and its train state.
 """
 
 from __future__ import annotations
@@ -246,7 +245,7 @@ class _Training:
     def begin(self, version: int) -> None:
         """Trains journaled batches again up to `version`, the newest trained version in the journal.
 
-        Then starts the trainer's thread and sends Ready. If the thread was started in an earlier epoch, only
+        Then starts the trainer's thread and sends Ready. If the thread was started by an earlier call, only
         sends Ready.
         """
         self._goal = max(version, 0)
@@ -257,7 +256,7 @@ class _Training:
             self._catch_up()
 
     def _catch_up(self) -> None:
-        """Sends Ready with the step of the next journaled batch to train again, which requests that batch.
+        """Requests the next journaled batch to train again, by sending Ready with the batch's step.
 
         If no such batch is left, publishes the weights, starts the trainer's thread and sends Ready without a
         step.
@@ -285,8 +284,8 @@ class _Training:
     def take(self, action: Train, payload: Mapping[str, Any]) -> None:
         """Queues a batch for the trainer's thread; while catching up with the journal, trains it at once.
 
-        `payload`: as in `messages.Command`. Ignores a batch that is trained or queued already: in a new epoch
-        the controller sends the current batch again.
+        `payload`: as in `messages.Command`. Ignores a batch that is trained or queued already, because a
+        restarted controller sends the current batch again.
         """
         plan = BatchPlan.from_wire(payload["plan"])
         batch = TrainBatch(action.step, action.ordinals, plan, self._fetch)
@@ -338,7 +337,7 @@ def _index(name: str) -> int:
 
 
 class _Spent:
-    """Makes a heartbeat's part `totals`: activity -> seconds that `component` has spent on each so far."""
+    """Makes the entry `totals` of a heartbeat: activity -> seconds that `component` spent on it so far."""
 
     def __init__(self, component: str, timeline: Timeline) -> None:
         self._component, self._timeline = component, timeline

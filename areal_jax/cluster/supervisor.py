@@ -39,7 +39,7 @@ collective and cannot end by themselves.
 """
 POLL_S = 0.05
 MOVED = -1
-"""Returned by `run` if rank 0 was replaced: start the processes again with the new head's addresses."""
+"""Returned by `run` if another agent of rank 0 has started, so that the addresses have changed."""
 
 
 @dataclass(frozen=True)
@@ -47,20 +47,20 @@ class Command:
     name: str
     words: tuple[str, ...]
     env: Mapping[str, str]
-    """Environment variables in addition to those of the agent."""
+    """Environment variables in addition to the node agent's own."""
 
 
 @dataclass(frozen=True)
 class Unit:
     commands: tuple[Command, ...]
     ends_run: bool = False
-    """Whether the run is complete once this unit has ended with status 0."""
+    """Whether the run is complete once all processes of this unit have ended with status 0."""
     is_group: bool = False
-    """Whether the processes belong to the trainer's group, which may include other machines."""
+    """Whether the processes belong to the trainer, which may have processes on other machines."""
 
     @property
     def is_needed(self) -> bool:
-        """Whether the run fails if this unit fails more often than launch.restarts."""
+        """Whether the run fails if the unit's processes fail more often than launch.restarts."""
         return self.ends_run or self.is_group
 
     @property
@@ -101,13 +101,13 @@ class Supervisor:
         backoff_s: float = 1.0,
         grace_s: float = GRACE_S,
     ) -> None:
-        """`units`: the processes to run. `logs`: the folder of their logs; `out`: where output is printed.
+        """`units`: sets of processes that restart together. `logs`: the folder of the processes' logs.
 
-        `meeting`: access to the state that the agents of all machines share. The run fails if Redis is
-        unreachable for `away_s` seconds. `restarts`: how many failures of a unit are followed by a restart.
-        `tend`: called again and again, also while processes end; restarts Redis if it has ended. `backoff_s`:
-        seconds before the first restart, doubled for each further restart. `grace_s`: seconds from SIGTERM to
-        SIGKILL.
+        `out`: where the processes' output is printed. `meeting`: access to the state that the agents of all
+        machines share. The run fails if Redis is unreachable for `away_s` seconds. `restarts`: how many
+        failures of a unit are followed by a restart. `tend`: called again and again, also while processes
+        end; restarts Redis if it has ended. `backoff_s`: seconds before the first restart, doubled for each
+        further restart. `grace_s`: seconds from SIGTERM to SIGKILL.
         """
         self._kept = [_Kept(unit) for unit in units]
         self._logs, self._out, self._restarts = logs, out, restarts
@@ -159,7 +159,7 @@ class Supervisor:
         time.sleep(POLL_S)
 
     def _look(self, kept: _Kept) -> int | None:
-        """Checks a unit, and starts or restarts it if that is due.
+        """Checks a unit (processes that restart together), and starts or restarts it if that is due.
 
         Returns the run's exit status if the unit has ended the run, else None.
         """
@@ -183,7 +183,7 @@ class Supervisor:
         return None
 
     def _failed(self, kept: _Kept, why: str) -> int | None:
-        """Ends the unit's other processes and schedules its restart. `why`: the failure, for the user.
+        """Ends the unit's other processes and schedules the unit's restart. `why`: the failure, for the user.
 
         Returns 1 if the unit has no restart left and the run fails with it, else None.
         """
@@ -217,7 +217,7 @@ class Supervisor:
     # --- the other agents -------------------------------------------------------------------------------
 
     def _consult(self) -> int | None:
-        """Reads the state that the agents share in Redis, and adds this agent to it if it is missing there.
+        """Reads the state that the agents share in Redis; adds this agent's rank if it is missing there.
 
         Returns the run's exit status if the run has ended, MOVED if a new agent of rank 0 has started, 1 if
         Redis was unreachable for `away_s` seconds; else None.
@@ -235,7 +235,7 @@ class Supervisor:
                 return None
             self.note(
                 "this node agent ends all its processes, because Redis has been unreachable for "
-                f"{self._away_s:g} s (runtime.deadline_s); restore it and resume the run: {error}"
+                f"{self._away_s:g} s (runtime.deadline_s); restore Redis and resume the run: {error}"
             )
             return 1
         self._met_s = now
@@ -306,7 +306,7 @@ class Supervisor:
         self._print("launch", line)
 
     def _await_all(self) -> None:
-        """Waits, at most the grace period, until all processes have ended by the controller's message End."""
+        """Waits until all processes have ended by the controller's order, at most the grace period."""
         end_s = time.monotonic() + self._grace_s
         while _running(self._kept) and not self._signal:
             if time.monotonic() >= end_s:

@@ -15,9 +15,9 @@ import jax
 from areal_jax.types import ArealError
 
 HEARTBEAT_S = 30
-"""If jax's coordination service gets no heartbeat from a process for so many seconds, all processes end."""
+"""If jax's coordination service gets no heartbeat of a process for this many seconds, all end."""
 SHUTDOWN_S = 20
-"""Seconds that a process that leaves the group waits for the others to leave it too."""
+"""Seconds that a process that leaves the group waits for the other processes to leave too."""
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def joined(
     indices. On CPUs, collectives use Gloo, and each process has `jax_num_cpu_devices` devices. Process 0
     listens at the coordinator's address without a password, so only the trainer's machines should reach it.
 
-    `heartbeat_s`: seconds without a heartbeat of one process after which jax ends all of them. If the block
+    `heartbeat_s`: seconds without a heartbeat of one process after which jax ends all processes. If the block
     raises, this process does not wait for the others. Raises ArealError if `index` or `coordinator` is
     invalid, or if the other processes do not join within `deadline_s` seconds.
     """

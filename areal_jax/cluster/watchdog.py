@@ -58,16 +58,15 @@ class Deadlines(NamedTuple):
     first_s: float
     """Longest time without a report while an activity runs for the first time, and so compiles programs."""
     later_s: float
-    """Longest time without a report in later runs of an activity; above the activity's own deadlines."""
+    """Longest time without a report in later runs of an activity; must exceed all timeouts within it."""
     grace_s: float = 20.0
-    """Time from SIGTERM or Ctrl-C to SIGKILL."""
+    """Seconds from SIGTERM or Ctrl-C to SIGKILL."""
 
     @classmethod
     def beside(cls, deadline_s: float) -> Deadlines:
         """Returns limits longer than the process's own `deadline_s`.
 
-        So the process can first raise its own error, which names the cause, and is killed only if it does
-        not.
+        So the process can first raise an error that names the cause, and is killed only if it does not.
         """
         return cls(first_s=deadline_s + MARGIN_S + COMPILING_S, later_s=deadline_s + MARGIN_S)
 
@@ -188,7 +187,7 @@ class _Watcher:
         return "alive"
 
     def _dump(self) -> None:
-        """Makes the process write the stacks of its threads to the file of stacks, unless it is stopped."""
+        """Makes the process write its threads' stacks to the stacks file, unless the process is stopped."""
         if self._state() == "stopped":
             return
         # faulthandler's handler is C code and runs while the interpreter hangs. The dump is complete once the

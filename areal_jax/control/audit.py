@@ -83,25 +83,25 @@ def _oldest_trained(config: Config) -> int | None:
 
 @dataclass
 class _Account:
-    """What the audit knows of one group after the rows checked so far."""
+    """What the audit knows of one group, from the journal's rows that it has checked so far."""
 
     attempt: int = 0
     host: str = ""
     asked: dict[str, int] = field(default_factory=dict)
-    """Host -> lowest `min_version` of the Dispatches to it since the group's start or last restart."""
+    """Host -> lowest weights version that the group's commands Dispatch required of that host."""
     oldest: dict[int, int] = field(default_factory=dict)
     """Index of each finished sample of the group -> weights version of the sample's oldest token."""
     newest: dict[int, int] = field(default_factory=dict)
     """Index of each finished sample of the group -> weights version of the sample's newest token."""
     is_scored: bool = False
     is_again: bool = False
-    """Whether the group was restarted or lost its host; the strategy one_step then promises no versions."""
+    """Whether the group was restarted or lost its host; one_step then does not fix its tokens' versions."""
     fate: str = "live"
-    """live, trained, unknown (never admitted), or the reason for which it was dropped."""
+    """live, trained, unknown (never admitted), or the reason for which the group was dropped."""
 
 
 class _Books:
-    """What the audit knows of the run so far.
+    """What the audit knows of the run, from the journal's rows that it has checked so far.
 
     Each `_on_` method checks one kind of event or action, and records what the event or action changes.
     """

@@ -12,7 +12,7 @@ def may_admit(admitted: int, dropped: int, version: int, batch_size: int, max_st
     """Whether the next group, number `admitted` of the run (counted from 1), may start now.
 
     The condition: floor((admitted - dropped - 1) / B) <= version + eta. `dropped`: number of groups dropped
-    so far; B: `batch_size` in groups; `version`: the last committed version; eta: `max_staleness` in
+    so far; B: `batch_size` in groups; `version`: the newest committed version; eta: `max_staleness` in
     versions, None = unbounded.
 
     This is equation 3 of AReaL (Fu et al., arXiv:2505.24298). The condition bounds the mean age of the

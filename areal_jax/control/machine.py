@@ -21,7 +21,7 @@ from areal_jax.control.strategies import STRATEGIES
 from areal_jax.types import ArealError
 
 MAX_FAILURES = 2
-"""A group is dropped at this failure of a sample or of its scoring; earlier failures restart the group."""
+"""Number of failures, of a sample or of the scoring, at which a group is dropped and not restarted."""
 
 
 class ControlError(ArealError):
@@ -47,7 +47,11 @@ class ControlPlane:
     def fold(
         cls, config: Config, events: Iterable[Event], snapshot: Mapping[str, Any] | None = None
     ) -> ControlPlane:
-        """Returns a control plane that has handled `events`; `snapshot`: the state before the first event."""
+        """Returns a control plane that has handled `events`.
+
+        `snapshot`: the state before the first event, as `snapshot()` returned it; None: the state of a run
+        that has not started.
+        """
         plane = cls(config)
         if snapshot is not None:
             plane.state = from_plain(snapshot)
@@ -142,7 +146,7 @@ class ControlPlane:
         s, size = self.state, self._config.algorithm.group_size
         if len(event.rewards) != size:
             raise ControlError(
-                f"group {event.ordinal} has {size} samples, but {len(event.rewards)} rewards came for it; "
+                f"group {event.ordinal} has {size} samples, but got {len(event.rewards)} rewards; "
                 "start the reward process again with the run's config"
             )
         if self._config.algorithm.group_filter == "signal" and len(set(event.rewards)) == 1:
@@ -227,7 +231,7 @@ class ControlPlane:
                 yield from self._reissue(s.groups[ordinal], "over_age")
 
     def _form_batch(self) -> Iterator[Action]:
-        """Issues Train for the first complete groups, if they fill a batch and the strategy allows it."""
+        """Issues Train for the scored groups with the lowest ordinals, if a batch of them may be trained."""
         s, size = self.state, self._config.trainer.batch_size
         ordinals = tuple(s.complete[:size])
         if len(ordinals) < size or not self._strategy.trains(s, ordinals):

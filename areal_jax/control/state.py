@@ -23,13 +23,13 @@ class GroupState:
 
     ordinal: int
     oldest: tuple[int | None, ...]
-    """For each sample of the group: the oldest weights version of its tokens; None until it is finished."""
+    """For each sample: the oldest weights version of its tokens; None until the sample is finished."""
     stage: str = "waiting"
     attempt: int = 0
     host: str = ""
     """The host that decodes the unfinished samples; "" at any stage other than decoding."""
     min_version: int = -1
-    """`min_version` of the first Dispatch since the group's start or last restart; -1 before that command."""
+    """The newest committed version when the group was first dispatched since its last restart; else -1."""
     failures: int = 0
 
     @property
@@ -120,7 +120,7 @@ class State:
         return group is not None and (group.stage, group.attempt) == ("scoring", attempt)
 
     def began(self, but: Collection[int]) -> list[int]:
-        """Returns, in ordinal order, the weights version under which each group began, without groups `but`.
+        """Returns the weights version under which each group began, in ordinal order, except groups `but`.
 
         Trained and dropped groups are left out too. A group that was not dispatched since its start or last
         restart counts as begun under the newest committed version.

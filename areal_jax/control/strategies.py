@@ -1,4 +1,4 @@
-"""Strategies of asynchrony: which groups may start, and when the trainer has to wait.
+"""Strategies of asynchrony (control.strategy): which groups may start, and when the trainer must wait.
 
 A strategy reads the control plane's state and never changes it. To add a strategy, write a class in this
 module and add it to `STRATEGIES`. `Config.on_update` says what a host does with half-decoded samples when a
@@ -17,7 +17,7 @@ from areal_jax.control.state import State
 
 @dataclass(frozen=True)
 class Ahead:
-    """Hosts generate up to `max_staleness` batches ahead of the trainer, which trains each batch at once.
+    """Hosts generate up to `max_staleness` batches ahead; the trainer trains each batch once it is complete.
 
     `batch_size`: groups in a batch. `max_staleness`: None = unbounded. This is AReaL (Fu et al.,
     arXiv:2505.24298) if hosts recompute the KV cache of half-decoded samples when they adopt a version, and

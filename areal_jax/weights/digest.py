@@ -44,7 +44,7 @@ def name_sums(params: Any, sums: jax.Array) -> dict[str, str]:
 
 
 def to_plain(tree: Any) -> dict[str, Any]:
-    """Returns the tree as a flat dict, leaf path -> leaf. Versions on disk have this form for other tools."""
+    """Returns the tree as a flat dict, leaf path -> leaf, as versions are stored: any tool can read it."""
     named = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in named}
 

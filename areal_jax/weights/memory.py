@@ -1,4 +1,4 @@
-"""The in-memory ParamStore, for a trainer and hosts in one process.
+"""The store of weights versions in memory, for a trainer and hosts in one process.
 
 `publish` copies (and casts) the parameters at once, so the store shares no buffer with the train state, which
 the trainer's next update donates. If the only host shares the trainer's device, the copy is written over the

@@ -1,4 +1,4 @@
-"""The ParamStore on a shared file system: a publisher writes versions, readers in any process load them.
+"""Weights versions in a shared folder: a publisher writes versions, readers in any process load them.
 
 `publish` copies the parameters on the device and returns. A thread then writes the version to disk, calls
 `before_commit`, and commits the version by renaming its folder. Readers need only the folder: they load a

@@ -1,7 +1,7 @@
 """Prefetching of weights: a thread loads, checks and lays out a newer version while the host decodes.
 
 The host then adopts that version without a copy: it only replaces a reference. This works with every
-ParamReader.
+store of weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ AGAIN_S = 0.2
 
 
 class Prefetcher:
-    """The host's ParamReader: a thread loads the newest version before the host asks for that version.
+    """A host's source of weights: a thread loads the newest version before the host asks for that version.
 
     `reader` loads the version onto `shardings`; then `lay_out` converts it to the form that the host decodes
     with. At most one version is ready at a time; once `load` has returned that version, the thread loads the

@@ -1,4 +1,4 @@
-"""Publishing of weights: the caller's thread starts a copy of them, and another thread commits the copy."""
+"""Publishing of weights: the caller's thread copies the parameters, and another thread commits the copy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class Outgoing(NamedTuple):
     """A version to commit. `wire`: the copy of the parameters that readers will load.
 
     `sums`: the checksum of each leaf of the copy. `canary`: log-probs of a fixed sequence under the copy. The
-    devices may still be computing `sums` and `canary`. `before_commit`: called before readers can load it.
+    devices may still be computing `sums` and `canary`. `before_commit` is called before readers can load
+    the version.
     """
 
     wire: VersionedParams
@@ -39,7 +40,7 @@ class Outgoing(NamedTuple):
     before_commit: BeforeCommit | None
 
     def leaves(self) -> dict[str, str]:
-        """Returns each leaf's digest by name. Raises WeightsError if they do not give `wire.digest`."""
+        """Returns each leaf's digest by name. Raises WeightsError if they contradict `wire.digest`."""
         leaves = name_sums(self.wire.params, self.sums)
         if (found := combine(leaves)) != self.wire.digest:
             raise WeightsError(
@@ -57,8 +58,8 @@ class Outgoing(NamedTuple):
 class Publisher(Writer, ABC):
     """Publishes weights versions: a thread commits one version at a time, in order of publication.
 
-    A subclass defines the commit (`_commit`). `what`: the thread's work in the words of error messages. Only
-    one thread at a time may call the publisher's methods.
+    A subclass defines the commit (`_commit`). `what`: what the thread does, for error messages. Only one
+    thread at a time may call the publisher's methods.
     """
 
     def __init__(self, what: str, settings: PublisherSettings) -> None:

@@ -15,7 +15,7 @@ The processes of a jax.distributed world write and read together, on a shared fi
 own shards, and the first process everything else. They wait for each other after each phase, and an error
 names the process that did not arrive.
 
-Trainer checkpoints and the Orbax ParamStore both use this layout.
+Trainer checkpoints and published weights versions (`weights.orbax`) both use this layout.
 """
 
 from __future__ import annotations
@@ -145,7 +145,10 @@ def write(
             "are intact"
         ) from error
     except DisagreementError as error:
-        raise StagedError(f"{final} was not written, since another process failed: {error}") from None
+        raise StagedError(
+            f"{final} was not written, because another process failed; resume the run: earlier versions are "
+            f"intact. That process's error: {error}"
+        ) from None
     finally:
         if leads():
             shutil.rmtree(staged, ignore_errors=True)
@@ -217,7 +220,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def described(what: str, leaves: Mapping[str, str], shardings: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns leaf path -> shape and dtype, read from the leaf's digest in `leaves`, and its sharding.
+    """Returns leaf path -> sharding, and shape and dtype, which are read from the digests `leaves`.
 
     `what`: the source of the leaves, named in errors. Raises VersionDamagedError if `shardings` and `leaves`
     have different leaf paths, or if a digest does not have the form `dtype[shape]:sum`.
@@ -259,7 +262,9 @@ def read(path: Path, like: Any, is_part: bool = False) -> Any:
             _require_files(path, manifest)
             found = _restore(path, plain)
     except DisagreementError as error:
-        raise StagedError(f"{path} is refused, since another process could not read it: {error}") from None
+        raise StagedError(
+            f"{path} is not used, because another process could not read it. That process's error: {error}"
+        ) from None
     # Outside the agreement: every process computes the digests of whole leaves, so all refuse or none does.
     for name, digest in leaf_digests(found).items():
         if digest != manifest.leaves[name]:

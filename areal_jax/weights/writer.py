@@ -15,7 +15,7 @@ OnFailure = Callable[[BaseException], None]
 class Writer:
     """Runs one write at a time in a thread, in order; at most `waiting` further writes wait in a queue.
 
-    `what`: the writes in the words of error messages. If a write fails, the thread calls `on_failure` with
+    `what`: what the thread does, for error messages. If a write fails, the thread calls `on_failure` with
     the error at once, and the next method call raises the same error.
     """
 

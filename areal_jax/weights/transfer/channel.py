@@ -33,7 +33,7 @@ STRANGER_BYTES = 1 << 10
 PROOF_S = 10.0
 """Seconds that a peer may take to prove that it knows the secret."""
 MOST_PEERS = 256
-"""Number of connections that a listener serves at once; it closes further ones."""
+"""Number of connections that a listener serves at once; it closes further connections."""
 PROTOCOL = 3
 """The protocol's version, increased with every change that older programs cannot understand."""
 
@@ -71,7 +71,7 @@ def require_safe(address: str, secret: str | None) -> tuple[str, int]:
         found = ipaddress.ip_address(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
     except (OSError, ValueError) as error:
         raise ChannelError(
-            f"the address {address!r} cannot be resolved: {error}; check its host name"
+            f"the address {address!r} cannot be resolved: {error}; check the host name"
         ) from None
     if found.is_unspecified:
         raise ChannelError(
@@ -128,7 +128,7 @@ def _exactly(peer: socket.socket, size: int, end_s: float) -> bytes:
         peer.settimeout(_left(end_s))
         part = peer.recv(min(size - len(data), 1 << 20))
         if not part:
-            raise ConnectionResetError("the process there disconnected; see that process's log")
+            raise ConnectionResetError("the process at that address disconnected; see its log")
         data += part
     return bytes(data)
 
@@ -197,7 +197,7 @@ class Listener:
     def __init__(
         self, address: str, secret: str | None, begin: Callable[[], Session], deadline_s: float
     ) -> None:
-        """`begin()` makes a peer's session. `deadline_s`: longest time between two requests, in seconds.
+        """`begin()` makes a peer's session. `deadline_s`: seconds without a request until disconnection.
 
         Raises ChannelError if `require_safe` rejects the address, or the port cannot be opened.
         """

@@ -16,7 +16,7 @@ from jax.sharding import Sharding
 
 Box = tuple[tuple[int, int], ...]
 Device = Any
-"""A jax.Device."""
+"""A jax.Device, one of the devices that hold a part of an array."""
 
 
 def own_pieces(array: jax.Array) -> list[tuple[Box, jax.Array]]:

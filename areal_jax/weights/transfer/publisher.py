@@ -1,4 +1,4 @@
-"""The ParamStore between processes: from device to device, without files.
+"""Weights versions sent from device to device between processes, without files: the publisher.
 
 A publisher copies a version on its devices and serves that copy until a newer version is committed; readers
 in any process and on any mesh pull the leaves that changed. Parameters go through jax.experimental.transfer.
@@ -34,7 +34,7 @@ LONGEST_WAIT_S = 30.0
 
 
 class TransferStore(Publisher):
-    """The ParamPublisher from which TransferReaders, in other processes, pull weights versions.
+    """Publishes weights versions, which readers in other processes (TransferReader) pull from its devices.
 
     The store holds one copy of the parameters, the latest version. A second copy exists from a publish until
     its commit, and while a reader pulls an older version. If readers pull several older versions, only the
@@ -65,7 +65,7 @@ class TransferStore(Publisher):
             return max(self._versions, default=None)
 
     def close(self, deadline_s: float) -> None:
-        """Waits as `wait` does, then disconnects readers; their hosts keep the versions they adopted."""
+        """Waits until all versions are committed, then disconnects readers; hosts keep their versions."""
         super().close(deadline_s)
         self._listener.close()
 

@@ -214,7 +214,7 @@ class Pull:
 
 
 def _spec(box: Box, like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Returns shape, dtype and device of a leaf's piece at position `box`, to pull it.
+    """Describes the leaf's piece at position `box` for its pull: shape, dtype and the device to pull it onto.
 
     `like`: the leaf's shape, dtype and sharding on the reader's mesh. The device is the one that needs most
     of the piece.
