@@ -160,9 +160,9 @@ def visible_gpus() -> list[str]:
 def _supervise(
     launch: Launch, plan: Plan, out: TextIO, meeting: Meeting, tend: Callable[[], None] = lambda: None
 ) -> int:
-    """Runs the processes of this machine; returns the exit status or MOVED, as `Supervisor.run` does.
+    """Runs the processes of this machine until the run ends, and returns the result of `Supervisor.run`.
 
-    `tend()` is called again and again meanwhile, and restarts Redis if it has ended.
+    `tend()` is called again and again until then, and restarts Redis if it has ended.
     """
     units, logs = units_of(plan, meeting.rank, launch, meeting), launch.folder / "logs"
     restarts, away_s = launch.config.launch.restarts, launch.config.runtime.deadline_s

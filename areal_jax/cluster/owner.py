@@ -77,7 +77,7 @@ class Controller(NamedTuple):
 
 
 class Owner:
-    """A controller's claim on a run, which lapses unless it is renewed within `lease_s` seconds.
+    """A controller's claim on a run; it ends unless the controller renews it within `lease_s` seconds.
 
     Operations raise BrokerError if Redis cannot be used.
     """

@@ -15,7 +15,7 @@ import jax
 from areal_jax.types import ArealError
 
 HEARTBEAT_S = 30
-"""If jax's coordination service gets no heartbeat of a process for this many seconds, all end."""
+"""Seconds without a heartbeat of one process to jax's coordination service until jax ends all processes."""
 SHUTDOWN_S = 20
 """Seconds that a process that leaves the group waits for the other processes to leave too."""
 
