@@ -122,10 +122,10 @@ class Weights:
 class Command:
     """An action of the control plane, with the data that the receiver needs to carry it out.
 
-    `payload`: the prompt's tokens for Dispatch; [text, tokens, stop reason] of each completion for Score;
-    None for Cancel. For Train, a dict with the batch's `plan` as `BatchPlan.to_wire` returns it; if a
-    journaled batch is trained again, also with the journaled digests `digest` and `published` (as in
-    `recovery.Journaled`).
+    `payload` for Dispatch: the prompt's tokens. For Score: [text, tokens, stop reason] of each completion.
+    For Cancel: None. For Train: a dict with the batch's `plan`, as `BatchPlan.to_wire` returns it; if a
+    journaled batch is trained again, the dict also has the batch's journaled digests `digest` and `published`
+    (see `recovery.Journaled`).
     """
 
     epoch: str

@@ -163,8 +163,8 @@ def lead(folder: Path, url: str, run: str, coordinator: str, secret: str) -> Mee
 def find(folder: Path, run: str, rank: int, deadline_s: float = MEET_S) -> Meeting:
     """Waits for rank 0's file with the address of Redis, then joins the run's node agents as agent `rank`.
 
-    Returns the access to the state that the agents share in Redis. Raises LaunchError if
-    no file that names a running Redis of this run is found within `deadline_s` seconds.
+    Returns the access to the state that the agents share in Redis. Raises LaunchError if no file
+    that names a running Redis of this run is found within `deadline_s` seconds.
     """
     end_s, seen = time.monotonic() + deadline_s, "the file is missing"
     while time.monotonic() < end_s:

@@ -88,7 +88,7 @@ class _Account:
     attempt: int = 0
     host: str = ""
     asked: dict[str, int] = field(default_factory=dict)
-    """Host -> lowest weights version that the group's commands Dispatch required of that host."""
+    """Host -> lowest weights version that a Dispatch of this group to that host required."""
     oldest: dict[int, int] = field(default_factory=dict)
     """Index of each finished sample of the group -> weights version of the sample's oldest token."""
     newest: dict[int, int] = field(default_factory=dict)

@@ -29,7 +29,7 @@ class GroupState:
     host: str = ""
     """The host that decodes the unfinished samples; "" at any stage other than decoding."""
     min_version: int = -1
-    """The newest committed version when the group was first dispatched since its last restart; else -1."""
+    """The newest committed version when the group was first dispatched since its last restart; -1 before."""
     failures: int = 0
 
     @property
