@@ -151,9 +151,9 @@ class Held(Payloads):
 
     def read(self) -> None:
         """Deletes posted payloads that were not accepted, and records again which payloads Redis holds."""
+        self._accepted, self._void = [], []
         self.delete_posted()
         self._names = {_sample(key.rpartition(":")[2]) for key in self._broker.keys("payload:")}
-        self._accepted, self._void = [], []
 
     def posted(self, announced: Sequence[tuple[SampleId, str]]) -> dict[tuple[SampleId, str], bytes]:
         """Returns the payloads that hosts posted for these (sample, host's mailbox); omits missing ones."""
@@ -198,9 +198,10 @@ class Held(Payloads):
         self._accepted, self._void = [], []
 
     def delete_posted(self, mailbox: str = "") -> None:
-        """Deletes payloads (encoded trajectories) that a host posted and that `settle` has not moved since.
+        """Deletes payloads (encoded trajectories) that a host posted and whose events were not accepted.
 
         `mailbox`: the host's mailbox; "": deletes such payloads of all hosts.
         """
-        keys = self._broker.keys("posted:")
+        accepted = {self._posted(*one) for one in self._accepted}
+        keys = set(self._broker.keys("posted:")) - accepted
         self._broker.delete([key for key in keys if not mailbox or key.endswith(f"@{mailbox}")])
