@@ -51,32 +51,29 @@ def decode(
     `fraction_of_bandwidth` is (bytes of weights and of live samples' KV) / `seconds` / memory bandwidth
     measured here; `fraction_of_nominal_bandwidth` uses the vendor's bandwidth (None for an unknown device).
     """
-    engine, value = bench_engine(shape, slots, dtype, prompt, tokens, decode_steps, page_tokens, kv_dtype)
-    return decode_figures(engine, value, shape=shape, prompt=prompt, tokens=tokens, repeats=repeats)
-
-
-def bench_engine(
-    shape: str,
-    slots: int,
-    dtype: str,
-    prompt: int,
-    tokens: int,
-    decode_steps: int,
-    page_tokens: int | None = None,
-    kv_dtype: str = "auto",
-) -> tuple[Engine, VersionedParams]:
-    """Returns an engine for prompts of `prompt` and completions of `tokens` tokens, and random parameters."""
-    model = random_model(shape, dtype)
-    length = prompt + tokens + decode_steps
-    length += -length % (page_tokens or length)
-    engine = Engine(
-        model,
+    engine, value = bench_engine(
+        shape,
+        dtype,
+        prompt + tokens,
         slots=slots,
-        length=length,
         decode_steps=decode_steps,
         page_tokens=page_tokens,
         kv_dtype=kv_dtype,
     )
+    return decode_figures(engine, value, shape=shape, prompt=prompt, tokens=tokens, repeats=repeats)
+
+
+def bench_engine(
+    shape: str, dtype: str, tokens: int, *, decode_steps: int, page_tokens: int | None = None, **sizes: Any
+) -> tuple[Engine, VersionedParams]:
+    """Returns an engine for samples of `tokens` tokens, prompt included, and random parameters in its layout.
+
+    `sizes`: other arguments of `Engine`.
+    """
+    model = random_model(shape, dtype)
+    length = tokens + decode_steps
+    length += -length % (page_tokens or length)
+    engine = Engine(model, length=length, decode_steps=decode_steps, page_tokens=page_tokens, **sizes)
     return engine, engine.load_params(VersionedParams(0, random_params(model, dtype), ""))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from areal_jax.assembly.devices import machine
 from areal_jax.bench.decode import decode, prefill, sample
-from areal_jax.bench.gpu.schedule import gpu
+from areal_jax.bench.gpu.timed_stages import gpu
 from areal_jax.bench.hosting import room, serve, swap
 from areal_jax.bench.loop import loop
 from areal_jax.bench.measure import bench_learner, compile_s, matrix_peak, timed_s, updates

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 
 import jax
 import pytest
@@ -325,6 +326,20 @@ def test_diagnose_names_versions_and_devices():
     assert found["devices"] == [f"cpu {jax.devices()[0].device_kind}"] * jax.device_count()
     assert found["placement"] == "split"
     assert found["missing"] == []  # `make` installs them all
+
+
+def test_a_checkout_that_is_not_installed_can_be_measured(monkeypatch):
+    def of_installed(package: str) -> str:
+        if package == "areal-jax":
+            raise PackageNotFoundError(package)
+        return "1.2.3"
+
+    monkeypatch.setattr(devices, "version", of_installed)
+    found = devices.machine("tiny", "float32", [2.0, 1.0, 3.0])
+    assert found["versions"] == dict.fromkeys(("jax", "jaxlib", "flax"), "1.2.3") | {
+        "areal-jax": "not installed"
+    }
+    assert (found["seconds"], found["seconds_min"], found["seconds_max"]) == (2.0, 1.0, 3.0)
 
 
 def test_diagnose_says_what_code_tasks_lack(monkeypatch):

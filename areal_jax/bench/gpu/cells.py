@@ -20,7 +20,7 @@ import numpy as np
 
 from areal_jax.assembly.devices import installed_version
 from areal_jax.bench.decode import bench_engine, decode_figures, filled, prefill, sample
-from areal_jax.bench.gpu.programs import large_copies, products_by_dtype, traced
+from areal_jax.bench.gpu.inspection import large_copies, products_by_dtype, traced
 from areal_jax.bench.hosting import swap
 from areal_jax.bench.loop import loop, whole_run
 from areal_jax.bench.measure import (
@@ -90,7 +90,9 @@ def packed_kernel(
     timed.
     """
     kernel = packed_attention.KERNELS[path]
-    trial = packed_attention.self_test(kernel, heads, kv_heads, head_dim, "bfloat16", length, rows)
+    trial = packed_attention.self_test(
+        kernel, heads, kv_heads, head_dim, "bfloat16", length=length, rows=rows
+    )
     ids = jnp.asarray(packed_attention.ragged_rows(rows, length))
     shapes = [(rows, length, n, head_dim) for n in (heads, kv_heads, kv_heads)]
     q, k, v = (jax.random.normal(jax.random.key(i), shape, "bfloat16") for i, shape in enumerate(shapes))
@@ -180,12 +182,18 @@ def decoding(
 ) -> dict[str, Any]:
     """Measures decode steps as `bench decode` does, and what a call costs the host and the device.
 
-    `layout`: "stacked" (all layers in one array per matrix) or "split" (arrays of each layer, with a row per
-    output). In the result, `dispatch_s` is the time until a decode call returns to Python, while the device
-    still computes; `kernels` and `device_to_host` are per call, from a trace of the device (None on a CPU).
+    `layout`: "auto" (what the engine chooses for this device) or "split" (arrays of each layer, with a row
+    per output). In the result, `dispatch_s` is the time until a decode call returns to Python, while the
+    device still computes; `kernels` and `device_to_host` are per call, from a trace of the device (None on a
+    CPU).
     """
     engine, value = bench_engine(
-        shape, slots, dtype, prompt, 8 * decode_steps, decode_steps, min(page_tokens, prompt)
+        shape,
+        dtype,
+        prompt + 8 * decode_steps,
+        slots=slots,
+        decode_steps=decode_steps,
+        page_tokens=min(page_tokens, prompt),
     )
     if layout == "split":
         value = value._replace(params=serving_layout(engine.model, value.params, "cpu"))
@@ -227,7 +235,9 @@ def moves(
     In the result, `large_copies` lists the copies in the compiled programs that are as large as one of the
     arrays of the pool of KV pages: such a copy moves all slots' KV for one slot.
     """
-    engine, value = bench_engine(shape, slots, dtype, prompt, prompt, 4, min(64, prompt))
+    engine, value = bench_engine(
+        shape, dtype, 2 * prompt, slots=slots, decode_steps=4, page_tokens=min(64, prompt)
+    )
     state = filled(engine, value, prompt)
     prefix = engine.prefill(params=value, padded_tokens=np.arange(prompt) % 200, true_length=prompt)
     states = [state]

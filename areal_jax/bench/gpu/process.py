@@ -1,6 +1,6 @@
 """A process of `bench gpu`: measures one cell after the other, and writes a line of JSON as each one ends.
 
-`bench.gpu.schedule` starts it and writes the stage, the cells and the file's name as JSON to its standard
+`bench.gpu.timed_stages` starts it and writes the stage, the cells and the file's name as JSON to its standard
 input.
 """
 

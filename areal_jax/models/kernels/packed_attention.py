@@ -155,7 +155,7 @@ def ragged_rows(rows: int, length: int) -> Int[np.ndarray, "B T"]:
 
 
 def self_test(
-    kernel: Kernel, heads: int, kv_heads: int, head_dim: int, dtype: str, length: int = 256, rows: int = 4
+    kernel: Kernel, heads: int, kv_heads: int, head_dim: int, dtype: str, *, length: int = 256, rows: int = 4
 ) -> Trial:
     """Tests a kernel on this device, forward and backward, on `ragged_rows`.
 

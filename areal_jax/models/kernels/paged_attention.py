@@ -177,7 +177,7 @@ def self_test(
     """
     places = -(-length // page_tokens)
     litter = jnp.array([jnp.nan, LARGE])  # an argument: XLA would take seconds to fold constant pages
-    first, second, want = _trials(heads, kv_heads, head_dim, kv_dtype, page_tokens, places, litter)
+    first, second, want = _trials(heads, kv_heads, head_dim, kv_dtype, page_tokens, places, litter=litter)
     run = jax.jit(kernel)
     try:
         got, again = (np.asarray(run(*trial)) for trial in (first, second))
@@ -206,7 +206,7 @@ LARGE = 1e30
 
 @partial(jax.jit, static_argnums=range(6))
 def _trials(
-    heads: int, kv_heads: int, head_dim: int, kv_dtype: str, page_tokens: int, places: int, litter: Array
+    heads: int, kv_heads: int, head_dim: int, kv_dtype: str, page_tokens: int, places: int, *, litter: Array
 ) -> tuple[tuple, tuple, Array]:
     """Returns two trials that are equal only in the slot WATCHED, and the expected output of the first.
 

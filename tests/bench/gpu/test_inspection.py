@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from areal_jax.bench.gpu.programs import TOP, large_copies, products_by_dtype, summary, traced
+from areal_jax.bench.gpu.inspection import TOP, large_copies, products_by_dtype, summary, traced
 
 
 def test_products_are_counted_by_the_dtypes_of_their_operands():

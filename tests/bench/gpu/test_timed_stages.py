@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from areal_jax.bench.gpu import schedule
+from areal_jax.bench.gpu import timed_stages
 from areal_jax.bench.gpu.cells import CALLS
 from areal_jax.bench.gpu.process import measured
-from areal_jax.bench.gpu.schedule import gpu
 from areal_jax.bench.gpu.stages import Cell, Stage, stages
 from areal_jax.bench.gpu.table import LONGEST, lines
+from areal_jax.bench.gpu.timed_stages import gpu
 from areal_jax.models.config import SHAPES
 from areal_jax.plugin import check_settings
 from areal_jax.types import ArealError
@@ -29,7 +29,7 @@ def cell(call: str, **rest: Any) -> Cell:
 
 
 def run(monkeypatch: pytest.MonkeyPatch, out: Path, *given: Stage, budget: float = 60.0) -> dict[str, Any]:
-    monkeypatch.setattr(schedule, "stages", lambda shape: given)
+    monkeypatch.setattr(timed_stages, "stages", lambda shape: given)
     return gpu(shape="tiny", budget=budget, out=str(out))
 
 
@@ -52,8 +52,8 @@ def test_ceilings_and_decoding_are_measured(tmp_path: Path):
     assert set(figures["versions"]["devices"]) == {"cpu"}
     assert figures["versions"]["packages"]["tokamax"] == "not installed"
     assert min(figures["memory"].values()) > 1e8 and figures["float32 product"]["flops_per_s"] > 1e8
-    for slots, layout in ((4, "stacked"), (4, "split"), (2, "stacked")):
-        of_cell = figures[f"{slots} slots, {layout}"]
+    for slots, layout, rest in ((4, "auto", ""), (4, "split", ", split weights"), (2, "auto", "")):
+        of_cell = figures[f"{slots} slots{rest}"]
         assert of_cell["tokens_per_s"] == pytest.approx(slots / of_cell["seconds"])
         assert (of_cell["layout"], of_cell["kernels"]) == (layout, None)
         assert 0 < of_cell["dispatch_s"] < 1
