@@ -10,16 +10,16 @@ from areal_jax.tasks.errors import TaskError
 from areal_jax.types import Prompt
 
 PLACE = "{problem}"
-"""The placeholder in a question that the problem replaces."""
+"""The placeholder in `Chat.question`; each prompt has the text of its problem there instead."""
 
 SPLITS = ("train", "test")
 
 
 @dataclass(frozen=True)
 class Chat:
-    """Makes chat prompts; the user's message is `question`, in which the problem replaces {problem}.
+    """Makes chat prompts: the user's message is `question` with the problem's text in place of {problem}.
 
-    `system` is the system message; None: there is none.
+    `system`: the system message before the user's; None: the prompt has no system message.
     """
 
     question: str

@@ -15,8 +15,8 @@ class TaskError(ArealError):
 def import_extra(module: str, what: str, extra: str) -> Any:
     """Imports and returns `module`, which needs an optional package.
 
-    Raises TaskError if the package is not installed. Its message begins with `what`, the feature that needs
-    the package, and names `extra`, the extra of areal-jax (as in areal-jax[extra]) that installs it.
+    Raises TaskError if the package is not installed. The message begins with `what`, a clause that says what
+    needs the package, and names `extra`: installing areal-jax[extra] installs the package.
     """
     try:
         return importlib.import_module(module)

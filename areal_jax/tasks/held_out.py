@@ -15,9 +15,9 @@ SPLIT = "test"
 
 
 def held_out(given: Mapping[str, Mapping[str, Any]]) -> dict[str, WeightedTask]:
-    """Returns the tasks of `given`, a config's `tasks` section, with split=test unless the section sets it.
+    """Returns the tasks of `given`, a config's `tasks` section; split=test unless the section sets `split`.
 
-    A task without the setting `split` has all its prompts. Raises ArealError if the section is empty or a
+    A task that has no setting `split` offers all its prompts. Raises ArealError if the section is empty or a
     task cannot be made.
     """
     if not given:

@@ -22,22 +22,21 @@ from areal_jax.tasks.tokenizers import REPLACEMENT, plain_chat
 from areal_jax.types import Prompt
 
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
-"""Special tokens that a chat template may use."""
+"""Keys in tokenizer_config.json of the special tokens that a chat template may use."""
 
 
 @dataclass(frozen=True)
 class HFTokenizer:
-    """A Hugging Face tokenizer, stored as the contents of its files: it can be pickled and compared."""
+    """A Hugging Face tokenizer, stored as its files' contents so that it can be pickled and compared."""
 
     backend_json: str = field(repr=False)
     """The contents of tokenizer.json."""
     special: tuple[tuple[str, str], ...]
-    """(name, text) of each of bos_token, eos_token, pad_token and unk_token that the folder's config has.
-    """
+    """(name, text) of bos_token, eos_token, pad_token and unk_token, if tokenizer_config.json has them."""
     adds_bos: bool | None
     """add_bos_token of tokenizer_config.json. None: unset, so tokenizer.json's post-processor decides."""
     templates: tuple[tuple[str, str], ...] = field(repr=False)
-    """(name, template) of each chat template; a single one is named `default`."""
+    """(name, template) of each chat template; a template without a name gets the name `default`."""
     folder: str = field(compare=False)
     """The folder of the files, for error messages."""
 
@@ -45,8 +44,8 @@ class HFTokenizer:
     def from_folder(folder: Path) -> HFTokenizer:
         """Reads tokenizer.json, tokenizer_config.json and any chat_template.jinja; returns the tokenizer.
 
-        Raises TaskError if one of the first two is missing, a file is broken, or tokenizer_config.json names
-        no end token (eos_token).
+        Raises TaskError if tokenizer.json or tokenizer_config.json is missing, a file is broken, or
+        tokenizer_config.json names no end token (eos_token).
         """
         config = _read_config(folder / "tokenizer_config.json")
         tokenizer = HFTokenizer(
@@ -70,15 +69,15 @@ class HFTokenizer:
 
     @cached_property
     def pad_id(self) -> int:
-        """The id of the pad token; without one, of the end token."""
+        """The id of the pad token or, if the tokenizer has none, of the end token (eos)."""
         return self._special_id("pad_token") if "pad_token" in dict(self.special) else self.eos_id
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of text; a special token's text in it, such as <|im_end|>, is ordinary text."""
+        """Returns the ids of text; the text of a special token, such as <|im_end|>, is ordinary text."""
         return self._encode(self._plain, text)
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Returns the ids of a rendered prompt; a special token's text in it becomes that special token."""
+        """Returns the ids of a rendered prompt; the text of a special token becomes that token's id."""
         return self._encode(self._backend, text)
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -94,10 +93,10 @@ class HFTokenizer:
     def render(self, prompt: Prompt) -> list[int]:
         """Returns the ids of a prompt, which is given as text, as messages or as tokens.
 
-        The chat template renders messages; without a template they are encoded as lines `role: content`. Text
-        is encoded after bos, if the tokenizer adds one; a special token's text in it becomes that special
-        token, because the text may be a rendered prompt. Tokens are returned as they are. Raises TaskError if
-        the template fails, the text cannot be encoded, or a token is unknown.
+        The chat template renders messages; without a template, messages are encoded as lines `role: content`.
+        Text is encoded with bos before it, if the tokenizer adds bos; the text of a special token becomes
+        that token's id, because the text may be a rendered prompt. Tokens are returned as they are. Raises
+        TaskError if the template fails, the text cannot be encoded, or a token is unknown.
         """
         if prompt.text is not None:
             return [*self._prefix, *self.encode_rendered(prompt.text)]
@@ -113,10 +112,10 @@ class HFTokenizer:
 
     @cached_property
     def _plain(self) -> Backend:
-        """A second copy of the backend, which encodes the text of special tokens as ordinary text.
+        """A second backend (tokenizers.Tokenizer), which encodes the text of special tokens as ordinary text.
 
-        One copy cannot do both: the choice is a setting of the copy, and threads that share it must not
-        switch it.
+        One backend cannot encode both ways, because the choice is a setting of the backend, and threads that
+        share a backend must not change its settings.
         """
         backend = self._load()
         backend.encode_special_tokens = True
@@ -141,7 +140,7 @@ class HFTokenizer:
 
     @cached_property
     def _prefix(self) -> list[int]:
-        """The ids of the special tokens that the tokenizer puts before every text: usually bos, or none."""
+        """Ids of the special tokens that the tokenizer puts before every text, such as bos; may be empty."""
         if self.adds_bos is not None:
             return [self._special_id("bos_token")] if self.adds_bos else []
         # The post-processor puts the same special tokens before every text: encoding a short one shows which.
@@ -249,19 +248,19 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _token_text(value: Any) -> str | None:
-    """Returns the text of a special token; None if `value`, its entry in tokenizer_config.json, has none.
+    """Returns the text of a special token; `value` is the token's entry in tokenizer_config.json.
 
-    The entry is the text, or an object with the text as `content`.
+    The entry is the text itself, or an object with the text as `content`; for any other entry, returns None.
     """
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else None
 
 
 def _read_templates(folder: Path, config: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    """Returns (name, template) of every chat template; an empty tuple if there is none.
+    """Returns (name, template) of every chat template; an empty tuple if there is no template.
 
-    The source is chat_template.jinja or, without that file, the config's chat_template: one template, or a
-    list of named ones.
+    The templates are in chat_template.jinja or, without that file, in the entry chat_template of `config`
+    (tokenizer_config.json), which is one template, or a list of objects with name and template.
     """
     file = folder / "chat_template.jinja"
     if file.exists():

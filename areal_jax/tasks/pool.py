@@ -23,7 +23,7 @@ from areal_jax.tasks.worker import EXIT_0, LOAD_DEADLINE_S, WorkerContext, porta
 from areal_jax.types import Completion, Prompt
 
 _LAUNCHES = 3
-"""A group fails once this many process pools have broken before it was scored."""
+"""Number of process pools that are tried for a group; if each pool breaks, scoring the group fails."""
 
 _TICK_S = 0.25
 _JOIN_S = 10.0
@@ -47,9 +47,9 @@ class RewardPool:
     """
 
     def __init__(self, tasks: Mapping[str, Task], workers: int, timeout_s: float) -> None:
-        """`tasks`: name -> task, of which each prompt's `task` selects one; `workers`: number of processes.
+        """`tasks`: name -> task, where a prompt's field `task` is the name; `workers`: number of processes.
 
-        `timeout_s`: time limit in seconds for scoring one group, counted from when a worker begins it. Raises
+        `timeout_s`: time limit in seconds for scoring one group; the time in the queue does not count. Raises
         TaskError if a task cannot be pickled.
         """
         self._blob = portable(tasks)
@@ -57,7 +57,7 @@ class RewardPool:
         self._timeout_s = timeout_s
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._pending: dict[int, _Job] = {}
-        """id(job) -> job of each job that was taken from `_jobs` and not reported yet."""
+        """id(job) -> job, for each job that was taken from `_jobs` and has no reported result yet."""
         self._closed = threading.Event()
         # A worker dies with the thread that made it, so this thread lives as long as the pool.
         self._owner = threading.Thread(target=self._own, name="reward-pool", daemon=True)
@@ -71,11 +71,11 @@ class RewardPool:
         completions: Sequence[Completion],
         on_done: Callable[[Outcome], None],
     ) -> None:
-        """Queues a group for scoring; a thread of the pool later calls `on_done(outcome)`, exactly once.
+        """Queues a group for scoring; a thread of the pool later calls `on_done(outcome)` once.
 
-        `ordinal`, `attempt`: the prompt's place in the run's order, and how often its group was sampled
-        again; the outcome repeats them. `on_done` must not block; it is not called after `close`. Raises
-        TaskError if the pool is already closed.
+        `ordinal`: the prompt's place in the run's order; `attempt`: how often its group was sampled again.
+        The outcome repeats these two numbers. `on_done` must not block; `close` prevents calls that have not
+        been made yet. Raises TaskError if the pool is already closed.
         """
         if self._closed.is_set():
             raise TaskError(
@@ -99,7 +99,7 @@ class RewardPool:
     # --- the pool's own thread ---------------------------------------------------------------------------
 
     def _own(self) -> None:
-        """The thread's work: until `close`, gives groups to a pebble pool, and replaces it if it breaks."""
+        """The thread's work until `close`: gives groups to a process pool, and replaces a broken pool."""
         pool = self._launch()
         while not self._closed.is_set():
             try:
@@ -126,7 +126,7 @@ class RewardPool:
         return pool
 
     def _again(self, pool: ProcessPool) -> None:
-        """Gives a broken pebble pool's groups to the new `pool`; fails those with _LAUNCHES broken pools."""
+        """Gives a broken pool's unscored groups to `pool`; fails a group after _LAUNCHES (3) broken pools."""
         for job in list(self._pending.values()):
             job.launches += 1
             if job.launches < _LAUNCHES:
@@ -142,7 +142,10 @@ class RewardPool:
         try:
             blob = cloudpickle.dumps((job.prompt, job.completions))  # users' own classes may be in `info`
         except Exception as error:  # noqa: BLE001 - anything may be in `info`; counted as a failed reward
-            message = f"{job.prompt.task}: prompt.info cannot be pickled for a reward worker: {error!r}"
+            message = (
+                f"{job.prompt.task}: prompt.info cannot be pickled for a reward worker ({error!r}); put only "
+                "plain data in info"
+            )
             self._report(job, failed(job.ordinal, job.attempt, GROUP, message))
             return
         try:

@@ -12,8 +12,8 @@ from areal_jax.types import NOT_SAMPLED, Prompt, SampleId, Sampling, Trajectory
 def reference_trajectory(sample: SampleId, prompt: Prompt, task: Task, tokenizer: Tokenizer) -> Trajectory:
     """Returns prompt, reference answer and EOS as a trajectory; its loss mask selects answer and EOS.
 
-    No policy sampled it, so the version of every token is NOT_SAMPLED, and the behaviour log-probs are 0.
-    Raises TaskError for a task without reference answers.
+    No policy sampled the answer, so the version of every token is NOT_SAMPLED, and the behaviour log-probs
+    are 0. Raises TaskError for a task without reference answers.
     """
     asked = tokenizer.render(prompt)
     tokens = np.array([*asked, *tokenizer.encode(task.reference(prompt)), tokenizer.eos_id], np.int32)

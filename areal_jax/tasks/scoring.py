@@ -29,9 +29,9 @@ def score_group(
 ) -> Outcome:
     """Scores a group in this process; returns RewardScored with the rewards in the order of `completions`.
 
-    Returns RewardFailed if the task raises an exception, or returns too few or too many rewards, or one that
-    is not a finite float32. `ordinal`, `attempt`: the prompt's place in the run's order, and how often its
-    group was sampled again; the result repeats them.
+    Returns RewardFailed if the task raises an exception, returns too few or too many rewards, or returns a
+    reward that is not a finite float32. `ordinal`: the prompt's place in the run's order; `attempt`: how
+    often its group was sampled again. The result repeats these two numbers.
     """
     rewards: list[Reward] | None = None
     try:
@@ -60,10 +60,11 @@ def failed(ordinal: int, attempt: int, member: int, message: str) -> RewardFaile
 
 
 def _values(task: Task, prompt: Prompt, completions: Sequence[Completion]) -> Iterable[Any]:
-    """Returns the scores in the order of `completions`: the result of the task's own `score_group`, if any.
+    """Returns the completions' scores, in order, by the task's own `score_group` if the task defines one.
 
-    Otherwise each iteration computes one completion's `score`, so that the caller knows which completion an
-    error concerns. Raises _BadRewardError if `score_group` returns too few or too many scores.
+    Otherwise the result is a generator that calls `score` for one completion at a time, so that the caller
+    knows which completion an error concerns. Raises _BadRewardError if `score_group` returns too few or too
+    many scores.
     """
     if type(task).score_group is Task.score_group:
         return (task.score(prompt, completion) for completion in completions)

@@ -1,4 +1,4 @@
-"""Loads a run's tasks, and finds the prompt at each ordinal: at each place in the run's order."""
+"""Loads a run's tasks, and finds the prompt at each ordinal (place in the run's order)."""
 
 from __future__ import annotations
 
@@ -24,29 +24,30 @@ BUILTIN = {
     "math": "areal_jax.tasks.datasets.math_data:Math",
     "reasoning_gym": "areal_jax.tasks.datasets.reasoning_gym:ReasoningGym",
 }
-"""Name of a built-in task -> module:Name of its class, whose docstring begins with the task's description."""
+"""Name of a built-in task -> module:Name of the class; the docstring there begins with a description."""
 
 BLOCK = 1000
-"""Number of consecutive ordinals, a block, in which every task gets exactly its fraction by weight."""
+"""Number of consecutive prompts in which each task gets its fraction by weight, rounded to whole prompts."""
 
 
 @dataclass(frozen=True)
 class WeightedTask:
-    """A task and its weight: a task's fraction of the prompts is its weight over the sum of all weights."""
+    """A task and its weight: a task's fraction of the prompts is its weight / the sum of all weights."""
 
     task: Task
     weight: float = 1.0
     split: str | None = None
-    """The task's setting `split`; None for a task without one, which has all its prompts."""
+    """The task's setting `split`, such as train or test; None: the config does not set it."""
 
 
 def load_tasks(
     settings: Mapping[str, Mapping[str, Any]], objects: Sequence[Task] = ()
 ) -> dict[str, WeightedTask]:
-    """Returns tasks by name: `objects` if there are any, else those of `settings`, a `tasks` section.
+    """Returns tasks by name: `objects` or, if that is empty, the tasks that `settings` describes.
 
-    An object is named after its class; a second object of the class CLASS is named CLASS-2. Raises ArealError
-    if there is no task, or if one cannot be made.
+    `settings` is the section `tasks` of a config: task name -> settings. An object is named after its class;
+    a second object of the class CLASS is named CLASS-2. Raises ArealError if there is no task, or if a task
+    cannot be made.
     """
     if objects:
         return _named(objects)
@@ -95,19 +96,20 @@ def _load(name: str, given: Mapping[str, Any]) -> WeightedTask:
 
 
 class PromptStream:
-    """A run's prompts by ordinal (the place in the run's order); a pure function of (seed, ordinal).
+    """A run's prompts by ordinal (place in the run's order), a pure function of tasks, seed and ordinal.
 
-    So a resumed run repeats them. A task's prompts are shuffled again for each epoch of that task. In every
-    block of BLOCK (1000) consecutive ordinals each task gets its fraction by weight, in an order drawn at
-    random for that block. Shuffles depend on a task's position in `tasks` and not on its name, so that
-    `generation.rollout`, which names a task after its class, gets the same prompts as a run.
+    So a resumed run gets the same prompts again. Each epoch of a task, one pass over its prompts, has its own
+    shuffle. In every block of BLOCK (1000) consecutive ordinals each task gets its fraction by weight; which
+    task comes at which place is drawn at random for each block. Shuffles depend on a task's position in
+    `tasks`, not on its name, because `generation.rollout` names a task after its class and must get the same
+    prompts as a run.
     """
 
     def __init__(self, tasks: Mapping[str, WeightedTask], seed: int) -> None:
-        """Raises TaskError if a task has no prompts, or so small a weight that it gets none of BLOCK."""
+        """Raises TaskError if a task has no prompts, or a weight too small for one prompt in BLOCK."""
         for name, weighted in tasks.items():
             if len(weighted.task) < 1:
-                raise TaskError(f"tasks.{name} has no prompts; check its settings, or leave it out")
+                raise TaskError(f"tasks.{name} has no prompts; check its settings, or leave the task out")
         self._names = list(tasks)
         self._tasks = [tasks[name].task for name in self._names]
         self._seed = seed
@@ -128,12 +130,12 @@ class PromptStream:
         return self._names[number], int(self._permutation(number, epoch)[turn])
 
     def prompt(self, ordinal: int) -> Prompt:
-        """Returns the prompt at place `ordinal` in the run's order, with `task` set to its task's name."""
+        """Returns the prompt at place `ordinal` in the run's order, with the task's name as `task`."""
         name, index = self.place(ordinal)
         return replace(self._tasks[self._names.index(name)][index], task=name)
 
     def _order(self, block: int) -> np.ndarray:
-        """Returns the number of the task at each position of a block."""
+        """Returns the number of the task (0 is the first) for each of the BLOCK places in block `block`."""
         turns = np.repeat(np.arange(len(self._names)), self._quotas)
         return turns[_shuffled(BLOCK, f"{self._seed}/mixture/{block}")]
 
@@ -144,8 +146,8 @@ class PromptStream:
 def _quotas(weights: Mapping[str, float]) -> np.ndarray:
     """Returns each task's number of prompts in a block of BLOCK ordinals; the numbers add up to BLOCK.
 
-    They are rounded by largest remainder; if remainders are equal, the earlier task's is rounded up. Raises
-    TaskError if a task would get none.
+    Shares by weight are rounded by largest remainder; of equal remainders, the earlier task's is rounded up.
+    Raises TaskError if a task would get no prompt.
     """
     shares = np.array(list(weights.values())) * (BLOCK / sum(weights.values()))
     # 1e-9: a share that is an integer but for rounding is not rounded down.

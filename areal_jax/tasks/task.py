@@ -23,7 +23,10 @@ class Task:
     """
 
     tokenizer: Tokenizer | None = None
-    """The task's own tokenizer, used unless the model is pretrained or model.tokenizer=byte."""
+    """The task's own tokenizer, used unless the model is pretrained or model.tokenizer=byte.
+
+    None: the task is for any tokenizer.
+    """
 
     def __len__(self) -> int:
         raise TaskError(f"{type(self).__name__} has no __len__; define it to return the number of prompts")
@@ -36,15 +39,18 @@ class Task:
     def score(self, prompt: Prompt, completion: Completion) -> Reward | float:
         """Returns the reward of one completion.
 
-        An exception or a NaN is a failure, not a reward of 0: a training run samples all completions of the
-        prompt again, and drops the prompt if that fails too.
+        An exception or a NaN is a failure, not a reward of 0: a training run then samples all completions of
+        the prompt again, and drops the prompt at the second failure.
         """
         raise TaskError(
             f"{type(self).__name__} has no score; define it: (prompt, completion) -> Reward or float"
         )
 
     def score_group(self, prompt: Prompt, completions: Sequence[Completion]) -> Sequence[Reward | float]:
-        """Returns the rewards of a prompt's completions. Override it if they depend on one another."""
+        """Returns the rewards of a prompt's completions, in the same order.
+
+        Override this method if a completion's reward depends on the prompt's other completions.
+        """
         return [self.score(prompt, completion) for completion in completions]
 
     def reference(self, prompt: Prompt) -> str:
@@ -61,11 +67,11 @@ class Task:
     def from_rows(
         rows: Sequence[Mapping[str, Any]], score: Score, *, prompt: str | Callable[[Any], Prompt] = "prompt"
     ) -> Task:
-        """Returns a task with a prompt per row; `prompt`: a column's name, or a function from row to Prompt.
+        """Returns a task with one prompt per row, scored by `score(prompt, completion)`.
 
-        `score(prompt, completion)` returns the reward. A named column must contain text, messages or token
-        ids: it becomes the prompt, and all other columns its `info`. Raises TaskError if a row lacks that
-        column or has another kind of value in it.
+        `prompt` is the name of the prompt's column, or a function that makes a Prompt of a row. A named
+        column must contain text, messages or token ids; all other columns become the prompt's `info`. Raises
+        TaskError if the named column is missing from a row, or contains another kind of value.
         """
         return _Rows(rows, score, prompt)
 
@@ -94,18 +100,23 @@ class _Rows(Task):
 
 
 def column_of(row: Mapping[str, Any], column: str, where: str) -> Any:
-    """Returns a row's value in `column`; if it has none, raises a TaskError that begins with `where`."""
+    """Returns a row's value in `column`; raises TaskError if the row has no such column.
+
+    `where` names the row, for example by file and line, at the start of the error's message.
+    """
     if column not in row:
         raise TaskError(
-            f"{where} has no column {column!r}; its columns are {', '.join(map(str, row)) or 'none'}: add it"
+            f"{where} has no column {column!r}; its columns are {', '.join(map(str, row)) or 'none'}: "
+            "add the column"
         )
     return row[column]
 
 
 def row_prompt(row: Mapping[str, Any], column: str, where: str) -> Prompt:
-    """Returns a row's prompt, the value in `column`, with all other columns as `info`.
+    """Returns the Prompt made of a row's value in `column`; all other columns become its `info`.
 
-    If the column is missing or its value is not a prompt, raises a TaskError that begins with `where`.
+    Raises TaskError if the column is missing or the value is not a prompt. `where` names the row, for example
+    by file and line, at the start of the error's message.
     """
     value = column_of(row, column, where)
     info = {name: other for name, other in row.items() if name != column}

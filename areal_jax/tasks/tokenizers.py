@@ -30,16 +30,16 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Returns the text of ids; leaves out special tokens. Never raises: a policy may sample any id."""
+        """Returns the text of ids, without special tokens. Never raises, as a policy may sample any id."""
         ...
 
     def render(self, prompt: Prompt) -> list[int]:
-        """Returns a prompt's ids, special tokens included; raises TaskError if it cannot be encoded."""
+        """Returns a prompt's ids with special tokens. Raises TaskError if the prompt cannot be encoded."""
         ...
 
 
 class CharTokenizer:
-    """Ids: 0 is pad, 1 is eos, and from 2 on one id per character of `alphabet`, in its order."""
+    """One id per character: 0 is pad, 1 is eos, 2 is the first character of `alphabet`, and so on."""
 
     pad_id = 0
     eos_id = 1
@@ -62,7 +62,7 @@ class CharTokenizer:
         except KeyError as error:
             raise TaskError(
                 f"the character {error.args[0]!r} of {text[:40]!r} is not in the alphabet {self.alphabet!r}; "
-                "use model.tokenizer=byte, or add it to the alphabet"
+                "use model.tokenizer=byte, or add the character to the alphabet"
             ) from None
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -1,6 +1,6 @@
-"""A reward worker process: how the parent starts it, how it scores, and how it ends.
+"""The code that a reward worker process runs, and the code by which the parent starts and kills a worker.
 
-The process imports this file and what the tasks import; it imports neither jax nor the parent's main module.
+A worker imports this file and what the tasks import, but neither jax nor the parent's main module.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ LOAD_DEADLINE_S = 60
 """A new worker that has not loaded the tasks after this many seconds is killed."""
 
 EXIT_0 = 1 << 16
-"""The exit code that `_Process.exitcode` returns for a worker that ended with status 0; see there."""
+"""Stands for a worker's exit status 0, because pebble would wait forever for a result after a 0."""
 
 _PR_SET_PDEATHSIG = 1
 _SPAWNING = threading.Lock()
 
 _WORKER: dict[str, Any] = {}
-"""In a worker process: its tasks, or the problem that kept them from loading; set by `start_worker`."""
+"""In a worker process, set by `start_worker`: "tasks" -> the tasks, or "problem" -> why loading failed."""
 
 
 # --- in the worker ------------------------------------------------------------------------------------
 
 
 def start_worker(parent: int, blob: bytes) -> None:
-    """Prepares a new worker: it ends with the process `parent` (an id), ignores Ctrl-C, and loads its tasks.
+    """Prepares a new worker: makes it end when its parent ends and ignore Ctrl-C, and loads the tasks.
 
-    `blob`: the tasks as `portable` pickles them. If they cannot be loaded, the worker goes on, and each group
-    that it should score fails with that error.
+    `parent`: the parent's process id; `blob`: the tasks as `portable` pickles them. If the tasks cannot be
+    loaded, the worker stays alive, and every group given to it fails with the error of loading.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -111,13 +111,13 @@ def _is_importable(module: str) -> bool:
 
 
 class _Process(SpawnProcess):
-    """A worker process that does not run the parent's main module, and is killed with its child processes."""
+    """A worker process: it does not run the parent's main module; killing it also kills its children."""
 
     @staticmethod
     def _Popen(process_obj: Any) -> Any:
         """Starts the worker so that it does not import the parent's main script again.
 
-        The module `__main__` is not changed, because the script's own threads may read its `__file__`.
+        The module `__main__` stays as it is, because the script's threads may read `__main__.__file__`.
         """
         spawning = threading.get_ident()
 
@@ -147,7 +147,7 @@ class _Process(SpawnProcess):
 
     @property
     def exitcode(self) -> int | None:
-        """The exit code, but EXIT_0 instead of 0: after a 0, pebble would wait forever for a result."""
+        """The exit code; EXIT_0 instead of 0, because after a 0 pebble would wait forever for a result."""
         code = super().exitcode
         return EXIT_0 if code == 0 else code
 

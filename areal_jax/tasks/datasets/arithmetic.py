@@ -21,7 +21,7 @@ _TEST_ONE_IN = 10
 _MAX_DIGITS = 12
 _MAX_TERMS = 16
 _TAIL_CHARS = 2_000
-"""Number of characters at a completion's end in which the answer is searched."""
+"""Number of characters at a completion's end that are searched for the answer."""
 
 # A minus right after a digit, a letter or a closing bracket is subtraction, not a sign: "3-5" ends in 5.
 _NUMBER = re.compile(r"(?:(?<![\w)\]])[-−])?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
@@ -107,7 +107,7 @@ class Arithmetic(Task):
     def _draw(self, i: int) -> tuple[list[int], list[str]]:
         """Returns (numbers, operations) of prompt i.
 
-        Draws problems from a random stream that depends on i alone, until one is in this task's split.
+        Draws problems from a random stream that depends on i alone, until a problem is in this task's split.
         """
         stream = np.random.Philox(key=i)
         while True:
@@ -123,7 +123,7 @@ class Arithmetic(Task):
 
 
 def last_number(text: str) -> Decimal | None:
-    r"""Returns the last number of the last \boxed{} or, without one, of the text; None if it has no number.
+    r"""Returns the last number of the last \boxed{} or, without one, of the text; None if no number is there.
 
     Only the last _TAIL_CHARS characters of the text count. "1,234" is one number; a minus sign belongs to the
     number unless it directly follows a digit, letter or closing bracket.

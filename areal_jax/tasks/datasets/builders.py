@@ -21,15 +21,15 @@ COLUMNS = ("problem", "solution", "answer")
 """The fields of a problem."""
 
 ParseRow = Callable[[Mapping[str, Any], str], dict[str, str]]
-"""(JSON object of a line, file and line for messages) -> the problem: the text of each of COLUMNS."""
+"""Makes a problem (a text for each of COLUMNS) of a line's object; file and line are for messages."""
 
 VERSION = "1.0.0"
-"""Version of the stored form; if it changes, every data set is prepared again at its next use."""
+"""Version of the form in which data sets are stored; after a change, all data sets are prepared again."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Files(tfds.core.BuilderConfig):
-    """A data set's local `files` or download `urls`, by split; `parse` makes a problem of a line's object."""
+    """A data set's local `files` or `urls`, by split; `parse` makes a problem from a line's object."""
 
     files: dict[str, list[Path]] = field(default_factory=dict)
     urls: dict[str, str] = field(default_factory=dict)
@@ -41,7 +41,10 @@ class ArealProblems(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
     VERSION = tfds.core.Version(VERSION)
     url_infos = None
-    """Set, so that tfds searches for no checksums: that would import importlib_resources, perhaps missing."""
+    """Set to None, so that tfds does not look for checksums.
+
+    The search would import importlib_resources, which may not be installed.
+    """
 
     def _log_download_bytes(self) -> None:
         """Prints nothing, unlike the base class: stdout may be a command's JSON."""
@@ -71,8 +74,8 @@ class ArealProblems(tfds.core.GeneratorBasedBuilder, skip_registration=True):
     def _generate_examples(self, paths: list[Path], parse: ParseRow) -> Iterator[tuple[int, dict[str, str]]]:
         """Yields (number, fields) of each problem: one per non-blank line, numbered from 0 across all files.
 
-        Raises TaskError, which names file and line, for a line without a usable problem; also if all files
-        are empty.
+        Raises TaskError for a line without a usable problem (the message names file and line), and if all
+        files are empty.
         """
         count = 0
         for path in paths:

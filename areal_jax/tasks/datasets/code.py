@@ -38,10 +38,10 @@ class Code(JsonLines):
 
     Lines of stdout are compared without trailing spaces, outputs by ==, except that a tuple equals a list.
     The answer never shares a process with the expected values. Asserts get only plain data from the answer
-    (numbers, text, lists, tuples, sets, dicts); they can call its other objects, read their attributes and
-    pass them back, but not compare them. So an assert that needs more, such as `==` on a class of the answer,
-    fails for a right answer too. Every failure of the answer scores 0, with the reason in the note. Raises
-    SandboxError if the sandbox itself fails.
+    (numbers, text, lists, tuples, sets, dicts). An assert can call any other object of the answer, read the
+    object's attributes and pass the object back, but not compare it. So an assert that needs more, such as
+    `==` on a class of the answer, fails even if the answer is right. Every failure of the answer scores 0,
+    with the reason in the note. `score` raises SandboxError if the sandbox itself fails.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class Code(JsonLines):
         timeout_s: float = 6.0,
         memory_mib: int = 512,
     ) -> None:
-        """`path`: the JSONL file; or `data_dir`: a folder with exactly one `<split>*.jsonl`.
+        """Give either `path`, the JSONL file, or `data_dir`, a folder with exactly one `<split>*.jsonl`.
 
-        `test_timeout_s` limits one run of the answer: one test with stdin, or all calls, or all asserts. No
-        run starts later than `timeout_s` after the first, so scoring a group of G samples takes at most G *
-        (timeout_s + test_timeout_s): runtime.reward_timeout_s must be longer. `memory_mib` limits the address
-        space of each process, in MiB.
+        `test_timeout_s` limits one run of the answer, in seconds: one test with stdin, or all calls, or all
+        asserts. No run starts later than `timeout_s` seconds after the sample's first run, so scoring a group
+        of G samples takes at most G * (timeout_s + test_timeout_s): runtime.reward_timeout_s must be longer.
+        `memory_mib` limits the address space of each process, in MiB.
         """
         if test_timeout_s <= 0 or timeout_s <= 0 or memory_mib < 64:
             raise TaskError(
@@ -95,10 +95,10 @@ class Code(JsonLines):
         return f"```python\n{solution.strip()}\n```"
 
     def _judge_programs(self, source: str, inputs: Sequence[str], outputs: Sequence[str]) -> list[str]:
-        """Runs the answer with each of `inputs` as stdin; returns per test what went wrong, "" if it passed.
+        """Runs the answer once per test, with stdin from `inputs`; returns each test's failure, "" if passed.
 
-        After a test that timed out, or after `timeout_s` in all, the other tests do not run, and their texts
-        say so.
+        After a test that timed out, or after `timeout_s` seconds in all, the remaining tests do not run; they
+        fail for that reason.
         """
         problems = []
         end_s = time.monotonic() + self._timeout_s
@@ -117,7 +117,7 @@ class Code(JsonLines):
     def _judge_values(
         self, source: str, tests: Sequence[Mapping[str, Any]], wanted: Sequence[Any]
     ) -> list[str]:
-        """Runs calls or asserts of the answer; returns one text per test: what went wrong, "" if it passed.
+        """Runs `tests`, calls or asserts, on the answer; returns each test's failure, "" if passed.
 
         `wanted` has the expected value of each call, and None for an assert, which has no value.
         """
@@ -148,7 +148,7 @@ class Code(JsonLines):
 
 
 def extract_python(text: str) -> str:
-    """Returns the last ```python block of a completion, or the whole text if it has none."""
+    """Returns the last ```python block of a completion, or the whole text if there is no such block."""
     blocks = _BLOCK.findall(text)
     return blocks[-1] if blocks else text
 
@@ -171,7 +171,10 @@ def _file(path: str, data_dir: str, split: str) -> Path:
 
 
 def _check_tests(tests: Any, where: str) -> None:
-    """Raises TaskError, which begins with `where`, unless `tests` has a form listed in Code and a test."""
+    """Raises TaskError unless `tests` has one of the three forms listed in Code, with at least one test.
+
+    `where` names file, line and column at the start of the message.
+    """
     forms = '{"stdin", "stdout"}, {"function", "inputs", "outputs"} or {"asserts"}'
     if not isinstance(tests, dict):
         raise TaskError(f"{where} is {tests!r:.60}, but must be an object: {forms}")
@@ -189,7 +192,7 @@ def _check_tests(tests: Any, where: str) -> None:
     texts = [tests["function"]] if "function" in tests else chain.from_iterable(lists.values())
     for text in texts:
         if not isinstance(text, str):
-            raise TaskError(f"{where} contains {text!r:.60} where text is required")
+            raise TaskError(f"{where} contains {text!r:.60} where text is required; put it in quotes")
     for args in tests.get("inputs", ()):
         if not isinstance(args, list):
             raise TaskError(
@@ -205,7 +208,8 @@ def _compare(wanted: Any, got: Any) -> str:
 def _compare_value(wanted: Any, value: Any) -> str:
     """Returns what is wrong with `value`, the encoded value of a call, or "" if it equals `wanted`.
 
-    The value is decoded, then converted to JSON and back, as the expected value was: tuples become lists.
+    The value is decoded, then converted to JSON and back, because the expected value comes from JSON: so
+    tuples become lists.
     """
     try:
         found = sandboxed.decode(value, lambda _: object())
@@ -237,7 +241,7 @@ def _exit(code: int | None) -> str:
 
 
 def _note(problems: Sequence[str]) -> str:
-    """Returns how many tests passed and the first problem, as text; a problem of "" means passed."""
+    """Returns a text: how many tests passed, and the first problem. A test with the problem "" passed."""
     failed = [(number, problem) for number, problem in enumerate(problems, 1) if problem != _PASSED]
     passed = f"{len(problems) - len(failed)} of {len(problems)} tests"
     note = f"{passed}; test {failed[0][0]}: {failed[0][1]}" if failed else passed

@@ -1,4 +1,4 @@
-"""The quickstart's task: count down from a letter. Answers vary in length, and a tiny model learns it."""
+"""The quickstart's task: count down from a letter. Answers vary in length; a tiny model learns the task."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ class Countdown(Task):
     def score(self, prompt: Prompt, completion: Completion) -> Reward:
         """Returns (length of the completion's correct prefix) / max(completion's length, answer's length).
 
-        Lengths are in tokens, EOS included. Dividing by the longer of the two teaches the policy to stop.
+        Lengths are in tokens, EOS included. A completion that is too long gets less reward, so the policy
+        learns to stop.
         """
         right = [*self._chars.encode(prompt.info["answer"]), self._chars.eos_id]
         agree = [one == other for one, other in zip(right, completion.tokens, strict=False)]
@@ -72,7 +73,7 @@ class Countdown(Task):
     def _below(self, i: int) -> int:
         """Returns the length of prompt i's answer: a lognormal number, rounded and clipped to 1..letters-1.
 
-        It is computed from raw random bits, which are the same in every release of numpy.
+        The length is computed from raw random bits, which are the same in every release of numpy.
         """
         bits = int(np.random.Philox(key=i).random_raw())
         # 53 bits choose the middle of one of 2**53 intervals: `inv_cdf` accepts neither 0 nor 1.

@@ -17,19 +17,22 @@ class JsonLines(Task):
     """Prompts and answers of a JSONL file, scored by exact match.
 
     The reward is 1 for a completion equal to the answer, else 0. Whitespace around completion and answer is
-    ignored. All lines are checked when the task is made: a TaskError names the file, the line and the
-    problem. Later each prompt is read from the file when it is needed. Override `score` for another reward.
+    ignored. The constructor reads every line; for a line without a usable prompt or answer it raises a
+    TaskError that names the file, the line and the problem. Later each prompt is read from the file when it
+    is needed. Override `score` for another reward.
     """
 
     def __init__(self, *, path: str, prompt: str = "prompt", answer: str = "answer") -> None:
-        """`path`: the file; `prompt`, `answer`: the keys of a line's prompt and answer in its object."""
+        """`path`: the JSONL file; `prompt`, `answer`: names of the columns with prompts and answers."""
         self._path = Path(path)
         self._prompt = prompt
         self._answer = answer
         try:
             self._numbers, self._offsets = self._index()
         except OSError as error:
-            raise TaskError(f"{path} cannot be read: {error.strerror}; give tasks.jsonl.path=FILE") from error
+            raise TaskError(
+                f"{path} cannot be read: {error.strerror}; set the task's `path` to a JSONL file"
+            ) from error
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -73,7 +76,10 @@ class JsonLines(Task):
 
 
 def parse_object(line: bytes, where: str) -> dict[str, Any]:
-    """Returns the JSON object on a line; if the line is none, raises a TaskError that begins with `where`."""
+    """Returns the JSON object on a line. Raises TaskError if the line is not UTF-8 or not a JSON object.
+
+    `where` names file and line at the start of the error's message.
+    """
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:

@@ -21,13 +21,13 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?|-?\.\d+")
 class ProblemSet(Task, ABC):
     """Problems with worked solutions; the reward is 1 for the right final answer, else 0.
 
-    Prompt i is the non-blank line i, counted from 0, of the split's files. `tasks.datasets.verify` finds the
-    answer in a completion and compares it.
+    Prompt i is non-blank line number i, counted from 0, of the split's files. `tasks.datasets.verify` finds a
+    completion's answer and compares it with the right answer.
     """
 
     name: ClassVar[str]
     url: ClassVar[str]
-    """The URL to download a split from if no data_dir is given; {split} stands for its name."""
+    """The URL of a split's file, downloaded if no data_dir is given; {split} stands for the split's name."""
     question: ClassVar[str]
     """The user's message if the setting `question` is not given."""
 
@@ -39,11 +39,11 @@ class ProblemSet(Task, ABC):
         question: str | None = None,
         system: str | None = None,
     ) -> None:
-        """`data_dir` is a folder with <split>*.jsonl; without it the problems are downloaded.
+        """`data_dir`: a folder with files <split>*.jsonl; None: the problems are downloaded.
 
-        `split`: train or test. `question` is the user's message and must contain {problem}; None: that of the
-        data set. `system` is the system message, null for none. Converts the problems to array_record, and
-        opens them. Raises TaskError if they cannot be converted.
+        `split`: train or test. `question` is the user's message and must contain {problem}; None: the class's
+        own `question`. `system` is the system message, null for none. The constructor converts the files to
+        array_record and opens the result. Raises TaskError if a file is missing or cannot be converted.
         """
         check_split(split)
         self._chat = Chat(self.question if question is None else question, system)
@@ -70,9 +70,10 @@ class ProblemSet(Task, ABC):
     @staticmethod
     @abstractmethod
     def parse(row: Mapping[str, Any], where: str) -> dict[str, str]:
-        """Returns the problem, solution and answer of `row`; in the solution `score` finds this answer.
+        """Returns the problem, solution and answer of `row`, a line's object, by these three names.
 
-        If a column is missing or has no usable text, raises a TaskError that begins with `where`.
+        The solution contains the answer in a form in which `score` finds it. Raises TaskError if a column is
+        missing or has no usable text; `where` names file and line at the start of the message.
         """
 
 
@@ -133,7 +134,8 @@ class Math(ProblemSet):
 def _text(row: Mapping[str, Any], column: str, where: str) -> str:
     """Returns a row's value in `column`, text or a number, as text without surrounding whitespace.
 
-    If the column is missing, blank or of another type, raises a TaskError that begins with `where`.
+    Raises TaskError if the column is missing, blank or of another type; `where` names file and line at the
+    start of the message.
     """
     value = column_of(row, column, where)
     if isinstance(value, bool) or not isinstance(value, (str, int, float)) or not str(value).strip():

@@ -1,4 +1,4 @@
-"""Problem sets of JSONL files, prepared once as array_record by tensorflow-datasets and read by index."""
+"""Problem sets from JSONL files, stored once as array_record by tensorflow-datasets and read by index."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _REACH_S = 15.0
 
 
 class Problems:
-    """The problems of one split, in the order of their lines, read from the files when they are needed.
+    """The problems of one split, in the order of the files' lines; each is read when it is needed.
 
-    A pickled copy has no open files: a reward worker, which reads no problems, opens none.
+    A pickled copy has no open file, so a reward worker, which reads no problems, opens no file.
     """
 
     def __init__(self, folder: Path, split: str) -> None:
-        """`folder`: the folder of a prepared data set. Raises TaskError if it cannot be read."""
+        """`folder`: a prepared data set; `split`: train or test. Raises TaskError if it cannot be read."""
         self._folder = folder
         self._split = split
         _ = self._source  # a damaged folder fails now, not at the first prompt
@@ -57,8 +57,8 @@ class Problems:
 def from_folder(name: str, folder: str, split: str, parse: ParseRow) -> Problems:
     """Returns the problems of a folder's <split>*.jsonl files, in order of file name, then of line.
 
-    `name` is the data set's name, for messages and the cache; `parse` makes a problem of a line's object. The
-    prepared form is kept in the user's cache folder under a digest of the files, so changed files are
+    `name` is the data set's name, for messages and the cache; `parse` makes a problem from a line's object.
+    The prepared form is kept in the user's cache folder under a digest of the files, so changed files are
     prepared again. Raises TaskError if the folder or the files are missing, or `parse` rejects a line.
     """
     files = _files(name, Path(folder), split)
@@ -74,8 +74,9 @@ def from_folder(name: str, folder: str, split: str, parse: ParseRow) -> Problems
 def from_web(name: str, urls: Mapping[str, str], split: str, parse: ParseRow) -> Problems:
     """Returns the problems of the split `split` of the data set `name`; `urls`: split -> URL of its file.
 
-    All splits are downloaded, parsed by `parse` and stored once, in tensorflow-datasets' data folder. Raises
-    TaskError if that fails; the message then names data_dir as an alternative.
+    The first use downloads all splits, makes their problems by `parse`, and stores them in
+    tensorflow-datasets' data folder. Raises TaskError if that fails; the message names the setting data_dir
+    as an alternative.
     """
     builders = _builders()
     root = Path(builders.tfds.core.constants.DATA_DIR).expanduser()  # set by TFDS_DATA_DIR
@@ -107,10 +108,10 @@ def _files(name: str, folder: Path, split: str) -> list[Path]:
 
 
 def _prepared(config: Any, root: Path) -> Path:
-    """Returns the folder of the prepared data set below `root`; prepares it first if it is missing.
+    """Returns the folder below `root` of the prepared data set; prepares the data set if that is missing.
 
-    The data set (`config`: a builders.Files) is built in a temporary folder and then renamed, so it is
-    complete or absent even if several processes build it at once.
+    `config`: the data set, a builders.Files. The data set is built in a temporary folder, which is then
+    renamed, so the folder is complete or absent even if several processes build it at once.
     """
     builders = _builders()
     folder = root / builders.ArealProblems.name / config.name / builders.VERSION
@@ -134,7 +135,7 @@ def _prepared(config: Any, root: Path) -> Path:
 
 
 def _reach(url: str) -> None:
-    """Raises TaskError if the URL does not open within 15 s: tensorflow-datasets would retry for minutes."""
+    """Raises TaskError if `url` does not open within 15 s; tensorflow-datasets would retry for minutes."""
     try:
         urllib.request.urlopen(url, timeout=_REACH_S).close()
     except OSError as error:

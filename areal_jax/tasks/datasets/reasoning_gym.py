@@ -14,7 +14,7 @@ from areal_jax.types import Completion, Prompt, Reward
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _TEST_SEEDS = 2**30
-"""The first seed of the test split's items."""
+"""Added to the seed of the training split's item i to get the seed of the test split's item i."""
 
 _NOTE_CHARS = 60
 
@@ -39,11 +39,12 @@ class ReasoningGym(Task):
         question: str = "{problem}",
         system: str | None = "Give the final answer between <answer> and </answer>.",
     ) -> None:
-        """`dataset`: name in reasoning-gym; `settings`: that data set's settings; `size`: number of prompts.
+        """`dataset`: name in reasoning-gym; `settings`: the data set's settings; `size`: number of prompts.
 
-        `seed`: the first training prompt's seed; `split`: train or test. `question` is the user's message and
-        must contain {problem}; `system` is the system message, null for none. Raises ArealError for an
-        unknown data set or setting, and for a data set that generates different items each time it is made.
+        `seed`: seed of the training split's first prompt; `split`: train or test. `question` is the user's
+        message and must contain {problem}; `system` is the system message, null for none. Raises ArealError
+        for an unknown data set or setting, and for a data set that generates different items each time it is
+        made.
         """
         check_split(split)
         if not 1 <= size <= _TEST_SEEDS - seed or seed < 0:

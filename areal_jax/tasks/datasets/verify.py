@@ -1,9 +1,9 @@
-r"""Decides whether a completion's final answer equals the gold answer; math-verify compares the two.
+r"""Decides whether a completion's final answer equals the gold (right) answer; math-verify compares them.
 
 The answer is the first of these parts that the completion has:
 
 1. the content of the last complete \boxed{...}
-2. the text after the last "####" on its line, as in GSM8K, if it begins like a number or a formula
+2. the rest of the line after the last "####", as in GSM8K, if that begins like a number or a formula
 3. the text after the last "answer is" or "answer:", to the end of the sentence
 4. the last expression or number that math-verify finds
 
@@ -23,7 +23,7 @@ from areal_jax.tasks.errors import TaskError, import_extra
 TAIL_CHARS = 4_000
 ANSWER_CHARS = 300
 TIMEOUT_S = 5
-"""Seconds for reading an answer, and for comparing two; only code that signals can interrupt is stopped."""
+"""Limit, in seconds, for parsing an answer and for comparing two; `verify_math` tells its exceptions."""
 
 _NOTE_CHARS = 60
 _BOXED = re.compile(r"\\boxed\s*\{")
@@ -59,8 +59,8 @@ def verify_math(text: str, gold: str) -> tuple[bool, str]:
 def find_answer(text: str) -> str | None:
     r"""Returns the answer that a text marks by \boxed{}, "####" or "answer is"; None if it marks none.
 
-    The first of these three marks that occurs decides, and of it the last one. A boxed answer is returned
-    with \boxed{} around it.
+    If the text has several kinds of marks, the one listed first here counts; of several marks of that kind,
+    the last. A boxed answer is returned with \boxed{} around it.
     """
     tail = _tail(text)
     boxed = last_boxed(tail)
@@ -113,9 +113,9 @@ def _read_gold(gold: str) -> tuple[Any, ...]:
 
 
 def _read(answer: str) -> list[Any]:
-    """Returns what math-verify reads in an answer: its value and its text; an empty list if it reads none.
+    """Returns what math-verify parses from an answer: the value and its text; an empty list if nothing.
 
-    Raises VerifierError if that takes longer than TIMEOUT_S.
+    Raises VerifierError if parsing takes longer than TIMEOUT_S.
     """
     # math-verify reads LaTeX only in a box or between math delimiters.
     if "\\" in answer and not answer.startswith("\\boxed") and not _IN_MATH.search(answer):
@@ -138,7 +138,7 @@ def _is_same(wanted: tuple[Any, ...], found: list[Any]) -> bool:
 
 
 def _timeout_s() -> int | None:
-    """Returns the time limit for math-verify in seconds; outside the main thread None: no limit.
+    """Returns math-verify's time limit in seconds; None (no limit) outside the main thread.
 
     The limit uses alarm signals, which only the main thread can set; a reward worker scores in its main
     thread.
