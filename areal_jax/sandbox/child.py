@@ -44,8 +44,8 @@ _MADE_OF_ITEMS = {"tuple": tuple, "set": set, "frozenset": frozenset, "bytes": b
 def encode(value: Any, refs: list[Any] | None = None) -> Any:
     """Returns plain data as JSON; dicts, and types that JSON lacks, become {"type": ..., "items": ...}.
 
-    Of a Remote only its number is encoded. Any other object is appended to the list `refs`, and its index
-    there is encoded; if `refs` is None, such an object raises TypeError.
+    A Remote is encoded as its number. Any other object is appended to the list `refs` and encoded as its
+    index in `refs`; if `refs` is None, such an object raises TypeError.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value  # JSON drops a subclass, and with it an __eq__ that always holds
@@ -69,9 +69,10 @@ def encode(value: Any, refs: list[Any] | None = None) -> Any:
 
 
 def decode(value: Any, ref: Any = None) -> Any:
-    """Inverts `encode`; `ref(i)` returns what stands for the object that was encoded as index i.
+    """Returns the value that `encode` turned into `value`.
 
-    None is enough for `ref` if only plain data was encoded.
+    `ref(i)` returns the object, or its stand-in, for an object that was encoded as number i; `ref` may be
+    None if only plain data was encoded.
     """
     if isinstance(value, list):
         return [decode(item, ref) for item in value]
@@ -122,8 +123,7 @@ def main() -> None:
 def _fork() -> int:
     """Forks; returns 0 in the answer's process, and in process 1, the parent, the id of the answer's process.
 
-    From then on process 1 also watches the process that started the sandbox: once that one ends, so does the
-    sandbox.
+    From then on, a thread of process 1 ends the sandbox as soon as the process that started the sandbox ends.
     """
     # PR_SET_PDEATHSIG cannot do this: bubblewrap, the parent, may not signal another user's process.
     child = os.fork()
@@ -173,7 +173,7 @@ def _load(source: str, name: str) -> dict[str, Any]:
 def run_program(source: str) -> None:
     """Runs the answer as a program; exits with the status and traceback that the interpreter would give.
 
-    If it runs out of memory, it exits with the status OUT_OF_MEMORY instead.
+    An answer that runs out of memory exits with the status OUT_OF_MEMORY instead.
     """
     try:
         _load(source, "__main__")
@@ -193,10 +193,11 @@ def run_program(source: str) -> None:
 
 
 def answer_questions(source: str, questions: int, replies: int) -> None:
-    """Runs the answer, then serves requests for its names, attributes and calls until `questions` closes.
+    """Runs the answer as a module, then replies to requests until the pipe `questions` closes.
 
-    `questions`, `replies`: file descriptors of the pipes for requests and replies. If the answer raises an
-    exception when it is run, every reply is that error.
+    A request asks for a global of the answer, an attribute of an object or the result of a call.
+    `questions`, `replies`: file descriptors of the pipes for requests and replies. If running the module
+    raises an exception, every reply is that error.
     """
     problem: BaseException | None = None
     names: dict[str, Any] = {}
@@ -230,7 +231,7 @@ def _do(request: dict[str, Any], names: dict[str, Any], refs: list[Any]) -> Any:
 def _find(name: str, names: dict[str, Any]) -> Any:
     """Returns the answer's global `name` or, without it, the method `name` of a new object of class Solution.
 
-    `names`: the answer's globals. Raises NameError if there is neither.
+    `names`: the answer's globals. Raises NameError if neither the global nor the method exists.
     """
     if name in names:
         return names[name]
@@ -250,12 +251,12 @@ class Answer:
         self._replies = os.fdopen(replies, encoding="utf-8", errors="replace")
 
     def ask(self, **request: Any) -> Any:
-        """Sends a request to the answer's process and returns the value it replies with.
+        """Sends a request to the answer's process and returns the value in the reply.
 
         `request`: {name} asks for a global, {ref, attribute} for an object's attribute, {ref, args, kwargs}
-        for the result of a call. If the answer raises an exception, the built-in exception of the same name
-        is raised here, or RuntimeError if there is none. Raises RuntimeError if the answer's process has
-        ended.
+        for the result of a call. If the answer raises an exception, raises the built-in exception of the same
+        name, or RuntimeError if no built-in exception has that name. Raises RuntimeError if the answer's
+        process has ended.
         """
         line = json.dumps(request) + "\n"
         try:
@@ -278,9 +279,9 @@ class Answer:
 
 
 class Remote:
-    """Stands for an object in the answer's process: tests call it, read its attributes and pass it back.
+    """Stands for an object in the answer's process: a test can call it, read its attributes and pass it back.
 
-    Passed back as an argument of a call, it becomes the object itself.
+    If a test passes a Remote as an argument of a call, the answer gets the object itself.
     """
 
     def __init__(self, answer: Answer, number: int) -> None:
@@ -313,8 +314,8 @@ def run_tests(tests: list[dict[str, Any]], answer: Answer, verdicts: Any) -> Non
     """Runs the tests and writes one JSON line for each to the file `verdicts`.
 
     A test is a call of the answer, or code with assertions (see `runner.run_tests`). {"value": ...} contains
-    the call's encoded value, {} means that the assertions held, {"problem": text} that the test raised an
-    exception.
+    the call's encoded value, {} means that the assertions held, and {"problem": text} means that the test
+    raised an exception.
     """
     names = Names(answer)
     for test in tests:

@@ -5,7 +5,7 @@
 
 The sandbox has the interpreter with its standard library, /usr read-only, and an empty /tmp of limited size.
 It has no network, no /proc and none of the caller's environment variables; it sees no process outside, and
-cannot make new namespaces (seccomp.py). An unprivileged user runs the program, with limits on processor time,
+cannot make new namespaces (seccomp.py). The program runs as an unprivileged user, with limits on CPU time,
 memory, processes and files. The sandbox's first process, process 1 (child.py), ends when the program or the
 calling process ends; the kernel then kills all other processes in the sandbox.
 
@@ -41,7 +41,7 @@ Outcome = Literal["ok", "error", "timed_out", "out_of_memory", "too_much_output"
 
 _NOBODY = 65534
 _TRANSIENT_UIDS = range(61184, 65520)
-"""systemd's range of temporary user ids. Each run gets a random one, since RLIMIT_NPROC counts by user."""
+"""systemd's range of temporary user ids. Each run gets a random id, because RLIMIT_NPROC counts per user."""
 
 _SYSTEM = ("/bin", "/lib", "/lib32", "/lib64", "/libx32", "/sbin")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
@@ -49,7 +49,7 @@ _CHUNK_BYTES = 1 << 16
 _GRACE_S = 5.0
 """Time limit, in seconds, for a killed sandbox to end."""
 
-_GET = "install bubblewrap: apt-get install bubblewrap, dnf install bubblewrap"
+_GET = "install bubblewrap: apt-get install bubblewrap, or dnf install bubblewrap"
 _NAMESPACES = (
     "code tasks need user namespaces, or root with CAP_SYS_ADMIN: sysctl user.max_user_namespaces above 0, "
     "kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0; for a container, "
@@ -62,7 +62,7 @@ class Limits:
     """Limits of one run of a program in the sandbox."""
 
     seconds: float = 4.0
-    """Wall time, the sandbox's start included; rounded up, also the CPU time of each process."""
+    """Limit on wall time, with the sandbox's start; rounded up, also the limit on a process's CPU time."""
     memory_bytes: int = 512 << 20
     """Maximum address space of each process."""
     processes: int = 16
@@ -70,7 +70,7 @@ class Limits:
     disk_bytes: int = 32 << 20
     """Size of /tmp; also the maximum size of one file."""
     output_bytes: int = 1 << 20
-    """Maximum size of stdout, and of stderr; one byte more ends the run."""
+    """Maximum size of stdout, and of stderr; a run that exceeds it by more than a few bytes is ended."""
     open_files: int = 64
 
 
@@ -80,7 +80,7 @@ class Ran:
 
     outcome: Outcome
     exit_code: int | None
-    """The exit status; 128 + n if signal n ended the program, None if `outcome` names a limit that did."""
+    """The exit status; 128 + n if signal n ended the program, None if a limit (see `outcome`) ended it."""
     stdout: str
     stderr: str
 
@@ -89,7 +89,7 @@ class Ran:
 def require_sandbox() -> None:
     """Checks, once per process, that the sandbox works on this machine, by running one line in it.
 
-    Raises SandboxError if it does not; the message names what is missing and how to install it.
+    Raises SandboxError if the sandbox does not work; the message names what is missing and the remedy.
     """
     ran = run_python("import os; os.fork(); print('alive')", limits=Limits(seconds=30.0))
     if ran.outcome != "ok" or ran.stdout != "alive\n" * 2:
@@ -100,7 +100,7 @@ def require_sandbox() -> None:
 
 
 def run_python(source: str, *, stdin: str = "", limits: Limits | None = None) -> Ran:
-    """Runs the program `source` with the input `stdin`; returns its result, even if the program fails.
+    """Runs the program `source` with the input `stdin`; returns the result, even if the program fails.
 
     `limits`: None means the defaults, `Limits()`. Raises SandboxError only if the sandbox itself fails.
     """
@@ -110,11 +110,11 @@ def run_python(source: str, *, stdin: str = "", limits: Limits | None = None) ->
 def run_tests(source: str, tests: Sequence[Mapping[str, Any]], limits: Limits | None = None) -> Ran:
     """Runs `tests` of the answer `source`, the text of a Python module, in the sandbox.
 
-    A test is a call, `{"function": name, "args": [...]}`, or `{"code": assertions}`, Python text. The
+    A test is a call, {"function": name, "args": [...]}, or Python code with assertions, {"code": text}. The
     result's stdout has one JSON line for each test that ran, in order: {"value": ...} for a call (see
     `child.decode`), {} for code that raised nothing, {"problem": text} otherwise. The answer runs in another
-    process than the tests: it sees the arguments of calls, but not the values that tests expect. Raises
-    SandboxError only if the sandbox itself fails.
+    process than the tests, so the answer sees the arguments of calls, but not the values that tests expect.
+    Raises SandboxError only if the sandbox itself fails.
     """
     return _run(source, json.dumps(list(tests)), limits or Limits(), has_tests=True)
 
@@ -247,10 +247,10 @@ def _memory_file(content: str | bytes) -> Iterator[int]:
 def _watch(
     process: subprocess.Popen[bytes], deadline_s: float, output_bytes: int
 ) -> tuple[Outcome | None, bytes, bytes]:
-    """Reads the process's output until it ends or exceeds a limit; returns (outcome, stdout, stderr).
+    """Reads the output of `process` until the process ends or a limit is exceeded.
 
-    The outcome is timed_out, too_much_output, or None if the process ended by itself. `deadline_s` is a time
-    of time.monotonic(); `output_bytes` is the maximum for stdout, and for stderr.
+    Returns (outcome, stdout, stderr); the outcome is timed_out, too_much_output, or None if the process ended
+    by itself. `deadline_s`: a time of time.monotonic(); `output_bytes`: maximum size of stdout, and of stderr.
     """
     assert process.stdout is not None and process.stderr is not None
     outputs = {process.stdout: bytearray(), process.stderr: bytearray()}
@@ -281,10 +281,10 @@ def _watch(
 
 
 def _end(process: subprocess.Popen[bytes], info_fd: int) -> None:
-    """Kills the sandbox, if it still runs, and waits until all of its processes have ended.
+    """Kills the sandbox if it still runs, and waits until all processes of the sandbox have ended.
 
-    `process`: bubblewrap; `info_fd`: the pipe on which it reports the id of the sandbox's first process,
-    which is killed.
+    `process`: bubblewrap; `info_fd`: the pipe on which bubblewrap reports the id of process 1, the sandbox's
+    first process, which is the one to kill.
     """
     # Process 1 is killed, not bubblewrap: bubblewrap ends after process 1, and by then the kernel has killed
     # all other processes of the sandbox.
@@ -318,8 +318,8 @@ def _result(code: int, verdict: Outcome | None, out: bytes, err: bytes, seconds:
 def _explain(message: str, verdict: Outcome | None, seconds: float) -> None:
     """Raises SandboxError with the reason why the sandbox did not start, and the remedy.
 
-    `message`: bubblewrap's stderr; `verdict`: the outcome that `_watch` returned; `seconds`: how long the
-    attempt took.
+    `message`: bubblewrap's stderr; `verdict`: the outcome that `_watch` returned; `seconds`: the time
+    from the start until bubblewrap ended.
     """
     if verdict == "timed_out":
         raise SandboxError(

@@ -1,9 +1,9 @@
 """The system calls that code in the sandbox may not make, as a filter for bubblewrap's --seccomp.
 
-The sandbox's limits hold only without these calls: new namespaces would bring file systems of unlimited size,
-shared memory outlives the address space that RLIMIT_AS bounds, and the other calls give access to other
-processes or to the kernel. The calls' numbers are those of Linux's unistd.h; linux/filter.h and
-linux/seccomp.h define the filter's form.
+With these calls a program could evade the sandbox's limits: new namespaces bring file systems of unlimited
+size, shared memory continues to exist when it has left the address space that RLIMIT_AS bounds, and the other
+calls give access to other processes or to the kernel. The calls' numbers come from Linux's unistd.h;
+linux/filter.h and linux/seccomp.h define the filter's form.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 
 
 def seccomp_filter() -> bytes:
-    """Returns the BPF filter for this machine; raises SandboxError unless that is x86_64 or aarch64."""
+    """Returns the BPF filter for this machine. Raises SandboxError unless it is x86_64 or aarch64."""
     machine = platform.machine()
     if machine not in _AUDIT_ARCH:
         raise SandboxError(
@@ -86,6 +86,6 @@ def seccomp_filter() -> bytes:
 def _step(code: int, operand: int, *, yes: int = 0, no: int = 0) -> bytes:
     """Returns the BPF instruction with the opcode `code` and the constant `operand`.
 
-    A comparison that is true skips the next `yes` instructions, a false one the next `no`.
+    A true comparison skips the next `yes` instructions, a false comparison the next `no`.
     """
     return struct.pack("=HBBI", code, yes, no, operand)
