@@ -250,7 +250,7 @@ def _watch(
     """Reads the output of `process` until the process ends or a limit is exceeded.
 
     Returns (outcome, stdout, stderr); the outcome is timed_out, too_much_output, or None if the process ended
-    by itself. `deadline_s`: a time of time.monotonic(); `output_bytes`: maximum size of stdout, and of stderr.
+    by itself. `deadline_s`: a time of time.monotonic(); `output_bytes`: maximum size of stdout and stderr.
     """
     assert process.stdout is not None and process.stderr is not None
     outputs = {process.stdout: bytearray(), process.stderr: bytearray()}

@@ -1,6 +1,6 @@
-"""A generation host behind gRPC, in `areal-jax serve` and in the hosts of a training run.
+"""The gRPC server of a generation host, in `areal-jax serve` and in a training run.
 
-It needs two threads: one drives the host; the other runs the event loop and owns every socket.
+Two threads do the work: one runs the host's decode loop; the other runs the event loop and owns every socket.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ QUEUE = 64
 """Maximum number of samples of clients' requests that wait for a slot on a host of a training run."""
 
 UNREAD = 4096
-"""Maximum number of tokens of one request that its client has not read yet."""
+"""Maximum number of a request's tokens that the client has not read yet; with more, the request fails."""
 
 
 class Endpoint:
     """The gRPC server of one generation host.
 
-    First make the endpoint, then the host with the callbacks `streams.emit` and `streams.hear` of the
-    endpoint; then call `attach(host)` and `start`. `served`: limits and defaults for requests; `slots`: the
-    host's number of slots for requests; `queue`: maximum number of samples that wait for one; `unread`:
-    maximum number of tokens of a request that its client has not read yet. `publish`: called by the RPC Swap
-    to load weights; None: Swap, Pause and Resume are refused, because a training run controls the host.
+    First make the endpoint, then the host, with the endpoint's `streams.hear` and `streams.emit` (beside a
+    training run: `streams.beside`) as callbacks; then call `attach(host)` and `start`. `served`: limits and
+    defaults for requests; `slots`: how many samples of requests the host decodes at once; `queue`: maximum
+    number of samples that wait for a slot; `unread`: maximum number of a request's tokens that the client has
+    not read yet. `publish`: called by the RPC Swap to load weights; None: Swap, Pause and Resume are refused,
+    because a training run controls the host.
     """
 
     def __init__(
@@ -61,10 +62,10 @@ class Endpoint:
         self.metrics = Metrics(host.statistics)
 
     def start(self, host: str, port: int, secret: Secret | None, option: str) -> None:
-        """Starts the server on address `host`; if `secret` is None, it serves any client.
+        """Starts the server on address `host`; if `secret` is None, the server accepts any client.
 
-        Port 0 selects a free port. Raises ArealError if the port cannot be opened; its message names
-        `option`, the option or config key with which the user sets the port.
+        Port 0 selects a free port. Raises ArealError if the port cannot be opened; the message names
+        `option`, the command-line option or config key with which the user sets the port.
         """
         self._thread.start()
         try:
@@ -74,7 +75,7 @@ class Endpoint:
             raise
 
     def stop(self) -> None:
-        """Ends requests in progress with gRPC status UNAVAILABLE, closes the port and ends its thread."""
+        """Ends requests in progress with gRPC status UNAVAILABLE, closes the port and ends the event loop."""
         self.streams.end()
         try:
             self.in_loop(self._grpc.stop(GRACE_S), STOP_S)
@@ -109,7 +110,10 @@ class Endpoint:
 
 
 class TrainingEndpoint(Endpoint):
-    """The gRPC server of a training run's host `index`; requests use only generation.serve_slots slots."""
+    """The gRPC server of host number `index` of a training run.
+
+    Clients' requests use only the generation.serve_slots slots that the host reserves for them.
+    """
 
     def __init__(self, config: Config, index: int, engine: Engine, secret: Secret | None) -> None:
         g = config.generation

@@ -1,4 +1,4 @@
-"""The HTTP endpoints of a server: /metrics for Prometheus; /health, with JSON, for probes and users."""
+"""The HTTP endpoints of a server: /metrics for Prometheus; /health (JSON) for health checks and users."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ class Metrics:
 def http_app(model: str, streams: Streams, metrics: Metrics, secret: Secret | None) -> Starlette:
     """Returns an ASGI application with /health and /metrics; if `secret` is given, both require it.
 
-    `model`: the name in /health's answer. `streams`: those of the host that /health describes. `metrics`:
-    what /metrics shows.
+    `model`: the name of the model, which /health returns. `streams`: the open requests of a generation host;
+    /health describes that host. `metrics`: the counters that /metrics returns.
     """
 
     async def health(_: Request) -> Response:

@@ -30,7 +30,7 @@ LONGEST_ID = 256
 
 
 class RequestError(ArealError):
-    """The request cannot be served; `code` is the name of the gRPC status that its client gets."""
+    """The request cannot be served; `code` is the name of the gRPC status that the client gets."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -43,10 +43,10 @@ def invalid(message: str) -> RequestError:
 
 @dataclass(frozen=True)
 class Served:
-    """What a server offers: the limits for requests, and the defaults of their fields."""
+    """A server's limits for requests, and its defaults for fields that a request does not set."""
 
     name: str
-    """The name that requests may give as `model`: that of the served model or training run."""
+    """The name of the served model or training run; a request's field `model` must be this name or empty."""
     tokenizer: Tokenizer
     length: int
     """Maximum number of tokens of a sample, prompt and completion together."""
@@ -64,13 +64,13 @@ class Ask:
     """A client's request for `n` completions, after all checks."""
 
     start: Start
-    """The command to the host that decodes them, without the samples' ids."""
+    """The command that makes the host decode the completions; `Streams.submitted` adds the samples' ids."""
     n: int = 1
     request_id: str = ""
 
 
 def parsed(kind: type[M], data: bytes) -> M:
-    """Returns the message of type `kind` that `data` encodes; raises RequestError if it encodes none."""
+    """Returns the message of type `kind` that `data` encodes; raises RequestError for malformed bytes."""
     try:
         return kind.FromString(data)
     except (DecodeError, UnicodeDecodeError) as error:

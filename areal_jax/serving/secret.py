@@ -1,4 +1,4 @@
-"""The secret shared by a server and its clients. It is required if other machines can reach the server."""
+"""The secret shared by a server and its clients, required if other machines can reach the server."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Secret:
         self._expected = f"Bearer {text}".encode()
 
     def is_in(self, header: str | bytes | None) -> bool:
-        """Whether `header`, the authorization header or None, is `Bearer <secret>`; takes constant time."""
+        """Whether `header`, the authorization header or None, is `Bearer <secret>`, in constant time."""
         given = header.encode("utf-8", "replace") if isinstance(header, str) else header or b""
         return hmac.compare_digest(given, self._expected)
 
 
 def read_secret(file: Path | None) -> Secret | None:
-    """Returns the secret in `file`; if `file` is None, that in AREAL_JAX_SECRET, or None if this is unset.
+    """Returns the secret in `file` or, if `file` is None, in AREAL_JAX_SECRET; None if neither is given.
 
     Raises ArealError if the file cannot be read, or the secret is too short or not printable ASCII.
     """

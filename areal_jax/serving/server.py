@@ -47,21 +47,21 @@ WATCH_S = 0.2
 class ServeSettings:
     host: str = "127.0.0.1"
     port: int = 9000
-    """gRPC port; 0 selects a free one."""
+    """gRPC port; 0 selects a free port."""
     http_port: int = 9001
     queue: int = 1024
     """Maximum number of samples that wait for a slot."""
     unread: int = UNREAD
-    """Maximum number of tokens of one request that its client has not read yet."""
+    """Maximum number of a request's tokens that the client has not read yet; with more, the request fails."""
     is_sampled: bool = False
-    """If true, JetStream's Decode samples by the config's generation.*; otherwise it is greedy."""
+    """Whether JetStream's Decode requests are sampled by the config's generation.*; otherwise greedily."""
     weights: tuple[Path, ...] = ()
-    """Folders from which Swap may load weights, their subfolders included; empty: Swap is refused."""
+    """Folders from which a Swap request may load weights, with subfolders; empty: Swap is refused."""
     secret: Secret | None = None
 
 
 class Server:
-    """One host's gRPC services and HTTP endpoints; both answer once `start` has returned, until `stop`."""
+    """A generation host with gRPC services and HTTP endpoints, which answer from `start` until `stop`."""
 
     def __init__(
         self,
@@ -74,9 +74,9 @@ class Server:
     ) -> None:
         """`engine` must be made with has_penalties=True, because requests may have penalties.
 
-        `name`: the model's name in requests and in /health; `params`: the first weights; `sampling`: the
-        defaults of requests; `on_update`: as generation.on_update. Raises ArealError if other machines can
-        reach settings.host and settings.secret is None.
+        `name`: the model's name in requests and in /health; `params`: the weights to start with; `sampling`:
+        the defaults of requests; `on_update`: what a Swap does to live samples, as generation.on_update.
+        Raises ArealError if other machines can reach settings.host and settings.secret is None.
         """
         require_secret(settings.host, settings.secret)
         self._settings, self._engine = settings, engine
@@ -123,7 +123,7 @@ class Server:
         self._decoding.start()
 
     def wait(self) -> None:
-        """Blocks until the decode loop ends; if an exception ended it, raises that."""
+        """Blocks until the decode loop ends; if an exception ended the loop, raises that exception."""
         while self._decoding.is_alive():
             self._decoding.join(WATCH_S)
         if self._failures:
@@ -159,8 +159,8 @@ class Server:
     def _publish(self, path: str, version: int) -> VersionedParams:
         """Loads weights from folder `path`, publishes them to the host and returns them with their version.
 
-        `version` is the version that the host has now. Of a folder with versions the newest is loaded; a
-        Hugging Face model gets the number `version` + 1. Raises RequestError if the folder is not below one
+        `version` is the version that the host has now. From a folder with versions, the newest is loaded; a
+        Hugging Face model becomes version `version` + 1. Raises RequestError if the folder is not below one
         of settings.weights, or has neither a model nor a version above `version`.
         """
         folder = self._allowed(path)
@@ -200,7 +200,7 @@ class Server:
     def _of_model(self, folder: Path) -> Any:
         """Returns the parameters in a Hugging Face folder, on the engine's mesh.
 
-        Raises ArealError if they have other shapes than the served model's.
+        Raises ArealError if their shapes differ from the shapes of the served model's parameters.
         """
         model, theirs = self._engine.model, open_folder(folder)
         shapes = [
@@ -249,8 +249,8 @@ def make_server(name: str, words: Sequence[str], settings: ServeSettings) -> Ser
 def serve(name: str, words: Sequence[str], settings: ServeSettings, say: Callable[[str], None]) -> None:
     """Serves the model `name` until Ctrl-C, which raises KeyboardInterrupt.
 
-    `name` and `words` (YAML files and section.key=value) are the arguments of `areal-jax serve`; `say` is
-    called with a line to print, which has the addresses. Raises ArealError if the server cannot start, or the
+    `name` and `words` (YAML files and section.key=value) are the arguments of `areal-jax serve`; `say(line)`
+    prints a line, which has the server's addresses. Raises ArealError if the server cannot start, or the
     exception that ended the decode loop.
     """
     server = make_server(name, words, settings)

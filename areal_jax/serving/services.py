@@ -34,7 +34,7 @@ from areal_jax.types import ArealError, Trajectory, VersionedParams
 POLL_S = 0.005
 
 DEADLINE_S = 120.0
-"""Time limit, in seconds, for the host to pause, resume or swap after a request to do so."""
+"""Time limit, in seconds, for the host to carry out a Pause, Resume or Swap request."""
 
 protocol = jetstream.protocol()
 
@@ -55,7 +55,7 @@ class Services:
 
     # A DecodeRequest has no sampling fields: it is greedy unless `serve` samples.
     async def Decode(self, request: Any, context: Any) -> None:
-        """Streams tokens as they are sampled, EOS included; for a text prompt also the text that they add."""
+        """Streams tokens as they are sampled, EOS included; for a text prompt also the tokens' text."""
         started_s = time.monotonic()
         ask = await asyncio.to_thread(decode_ask, request, self._served)
         has_text = request.WhichOneof("content") == "text_content"
@@ -99,9 +99,9 @@ class Services:
         return self._described(await self._until(lambda now: not now.is_paused, "resumed"))
 
     async def Swap(self, request: Any, context: Any) -> Any:
-        """Loads the weights at the request's path, and answers once the host has changed to them.
+        """Loads the weights at the request's path, and answers once the host decodes with these weights.
 
-        Raises RequestError if the host has not changed to them after DEADLINE_S (120 s).
+        Raises RequestError if the host does not use the weights within DEADLINE_S (120 s).
         """
         publish = self._require_control()
         async with self._swapping:
@@ -136,10 +136,10 @@ class Services:
         return messages.StatisticsResponse(model=self._served.name, **figures)
 
     async def _until(self, holds: Callable[[Statistics], bool], what: str) -> Statistics:
-        """Waits until `holds(statistics)` is True for the host's statistics, and returns these.
+        """Waits until `holds(statistics)` is true of the host's statistics; returns those statistics.
 
-        Raises RequestError if the host ends first, or after DEADLINE_S (120 s). `what`: the awaited state,
-        for the message, such as "paused".
+        Raises RequestError if the host ends before that, or after DEADLINE_S (120 s). `what`: the awaited
+        state, for the message, such as "paused".
         """
         end_s = time.monotonic() + DEADLINE_S
         while self._streams.is_live and time.monotonic() < end_s:
@@ -160,7 +160,7 @@ class Services:
 
 
 async def _timed(stream: Stream, metrics: Metrics, started_s: float) -> AsyncIterator[Item]:
-    """Yields the stream's items; records in `metrics` the time from `started_s`, in seconds, to the first."""
+    """Yields the stream's items; records in `metrics` the seconds from `started_s` to the first item."""
     is_first = True
     async for item in stream.items():
         if is_first:

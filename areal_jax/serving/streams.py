@@ -1,8 +1,9 @@
 """Connects the decode loop's thread with the clients' event loop: requests in, tokens out.
 
-`Streams` runs the host's decode loop in a thread of its own (`run`), or receives the events of a host in a
-training run's loop (`beside`); requests are submitted and cancelled in the event loop. No client can make the
-host wait: a stream buffers a limited number of unread tokens, and ends with an error when the buffer is full.
+In `areal-jax serve`, a thread runs the host's decode loop by `Streams.run`; in a training run, the run drives
+the host and `Streams.beside` receives the events of clients' samples. Requests are submitted and cancelled in
+the event loop. No client can make the host wait: a stream buffers a limited number of unread tokens, and ends
+with an error when the buffer is full.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ ENDED = "the generation host has ended (its log has the reason); retry once it i
 
 
 Item = tuple[int, Tokens | Trajectory]
-"""(number of the completion in its request, from 0; tokens that a decode call added to it, or its end)"""
+"""(number of the completion in the request, from 0; new tokens, or the trajectory of an ended completion)"""
 
 
 class Stream:
-    """The output of one request: items with its tokens, and one with the trajectory of each completion.
+    """The output of one request: items with new tokens and, for each ended completion, its trajectory.
 
     `samples`: the ids of the request's completions; `room_tokens`: maximum number of tokens that the client
     has not read yet.
@@ -60,7 +61,7 @@ class Stream:
         self._items.put_nowait((member, output))
 
     def fail(self, code: str, message: str) -> None:
-        """Drops unread items and makes the next read raise RequestError; the first call's error is kept."""
+        """Drops unread items, and makes the next read raise RequestError; of several errors, the first."""
         error = RequestError(code, message)
         while not self._items.empty():
             unread = self._items.get_nowait()
@@ -71,9 +72,10 @@ class Stream:
 class Streams:
     """The streams of all open requests to one generation host.
 
-    `loop`: the clients' event loop; `slots`: the host's number of slots for requests; `queue`: maximum number
-    of samples that wait for a slot; `room_tokens`: maximum number of unread tokens of a request. Construct
-    the host with the methods `emit` and `hear` of this object as callbacks, then assign it to `host`.
+    `loop`: the clients' event loop; `slots`: how many samples of requests the host decodes at once; `queue`:
+    maximum number of samples that wait for a slot; `room_tokens`: maximum number of unread tokens of a
+    request. Construct the host with the methods `emit` (or `beside`) and `hear` of this object as callbacks,
+    then assign the host to `host`.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, slots: int, queue: int, room_tokens: int) -> None:
@@ -88,21 +90,22 @@ class Streams:
     # --- in the host's thread -------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Runs the host's decode loop until it fails or gets a Stop without samples; then calls `end`."""
+        """Runs the host's decode loop until an exception or a Stop command without samples; calls `end`."""
         try:
             self.host.run(is_idle_bounded=False)
         finally:
             self.end()
 
     def end(self) -> None:
-        """Ends every request in progress with gRPC status UNAVAILABLE, and refuses new ones."""
+        """Ends every request in progress with gRPC status UNAVAILABLE, and refuses later requests."""
         self.is_live = False
         self._loop.call_soon_threadsafe(self._end_all)
 
     def beside(self, emit: Emit) -> Emit:
         """Returns the event callback for the host of a training run that also serves clients.
 
-        It passes events of clients' samples to this object, and all others to `emit`, the run's callback.
+        The callback passes events of clients' samples to this object, and all other events to `emit`, the
+        run's callback.
         """
 
         def emit_both(event: Event, trajectory: Trajectory | None) -> None:
@@ -119,7 +122,7 @@ class Streams:
             self.hear(trajectory.sample, trajectory)
 
     def hear(self, sample: SampleId, output: Tokens | Trajectory | str) -> None:
-        """Passes new tokens, the end (a trajectory) or the failure (its reason) of a sample to its stream."""
+        """Passes a sample's new tokens, final trajectory or reason of failure to the request's stream."""
         self._heard.append((sample, output))
         # A delivery takes all that was heard before it, so one that has not begun yet takes this too.
         if len(self._heard) == 1:
@@ -129,7 +132,7 @@ class Streams:
 
     @contextmanager
     def submitted(self, ask: Ask) -> Iterator[Stream]:
-        """Context manager: submits the request and yields its stream; its exit stops unfinished samples.
+        """Context manager that submits a request and yields its stream; at exit, stops unfinished samples.
 
         Raises RequestError if the queue has too little space, the host has ended, the request_id is in use,
         or the request's min_version is newer than the served version.
@@ -150,7 +153,7 @@ class Streams:
                 del self._named[ask.request_id]
 
     def cancel(self, request_id: str) -> bool:
-        """Ends the open request `request_id` with gRPC status CANCELLED; returns False if there is none."""
+        """Ends the open request `request_id` with gRPC status CANCELLED; returns False if it is not open."""
         stream = self._named.get(request_id)
         if stream is None:
             return False
@@ -174,8 +177,8 @@ class Streams:
         if ask.n > room:
             raise RequestError(
                 "RESOURCE_EXHAUSTED",
-                f"{self.open_samples} samples fill {self._slots} slots and a queue of {self._queue}, which "
-                f"leaves space for {room}, but {ask.n} were requested; retry later",
+                f"{self.open_samples} open samples leave space for {room} in {self._slots} slots and a queue "
+                f"of {self._queue}, but {ask.n} were requested; retry later",
             )
         latest = self.host.statistics().version
         # Before the host has its first version a request waits for it, as rollouts do.

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from areal_jax.tasks.tokenizers import REPLACEMENT, Tokenizer
 
 CONTEXT_TOKENS = 8
-"""Number of earlier tokens that are decoded together with new ones: the text of a token may depend on the
-tokens before it, as a decoder may join neighbours or drop the space before the first word.
+"""Number of earlier tokens that are decoded together with new tokens.
+
+A token's text may depend on the tokens before it, because a tokenizer may join neighbours, or drop the space
+before the first word.
 """
 
 UNFINISHED_TOKENS = 3
-"""Maximum number of tokens held back until a character is complete: UTF-8 has at most 4 bytes for one."""
+"""Maximum number of tokens held back until a character is complete; a UTF-8 character has 1 to 4 bytes."""
 
 
 class TextStream:

@@ -356,7 +356,7 @@ def test_a_full_queue_is_said_at_once():
         stub = OrchestratorStub(opened)
         streams = [stub.Decode(by_tokens(PROMPT), timeout=DEADLINE_S) for _ in range(SLOTS + 1)]
         wait_until(lambda: server.streams.open_samples == SLOTS + 1, "asked for")
-        with refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "a queue of 1, which leaves space for 0"):
+        with refused(grpc.StatusCode.RESOURCE_EXHAUSTED, f"space for 0 in {SLOTS} slots and a queue of 1"):
             list(stub.Decode(by_tokens(PROMPT), timeout=DEADLINE_S))
         server.streams.tell(Unpause())
         assert [len(list(stream)) for stream in streams] == [10] * (SLOTS + 1)
