@@ -1,8 +1,8 @@
-"""Ablations: runs for several values of one config key, arms and seeds, and the table of their results.
+"""Ablations: a run for each value of one config key, each arm and each seed, and a table of the results.
 
-An arm is a named set of config overrides. Every run uses the real engine and learner. Under the virtual
-clock, trained samples have the requested staleness, and equal arguments give the same table bit for bit.
-Ablations about speed are local runs under the wall clock.
+An arm is a named set of config overrides. Every run uses the real engine and learner. Runs under the virtual
+clock train samples of the requested staleness, and equal arguments give the same table bit for bit. An
+ablation that measures speed uses local runs under the wall clock.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from areal_jax.trainer.learner import Learner
 from areal_jax.types import ArealError
 
 PUBLISH_S = 0.02
-"""Virtual seconds of a publication; a training step takes 1."""
+"""Virtual seconds until a trained version is published; a training step takes 1 virtual second."""
 
 
 Row = Mapping[str, Any]
@@ -66,7 +66,7 @@ class Ablation:
     """
     claims: Mapping[str, Callable[[Table], bool]]
     """Expected result -> function that returns whether the table confirms it, and raises KeyError if the
-    table lacks a run that it needs.
+    table lacks a run that the function needs.
     """
 
 
@@ -188,7 +188,10 @@ class Workbench:
 
 
 def schedule(config: Config, speed: float) -> Schedule:
-    """Return a schedule: 1 virtual s per training step, 1 / `speed` to decode a batch of longest samples."""
+    """Return a schedule in which a training step takes 1 virtual second.
+
+    Decoding one batch of completions of maximum length takes 1 / `speed` virtual seconds.
+    """
     samples = config.trainer.batch_size * config.algorithm.group_size
     rounds = math.ceil(samples / (config.runtime.hosts * config.generation.rollout_slots))
     return Schedule(
@@ -218,7 +221,8 @@ def _settings(*, values: Any = None, arms: Any = None, seeds: Any = None, speed:
 def _read(name: str, ablation: Ablation, words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Split `words` of the form key=value into the ablation's settings and config overrides.
 
-    Settings are values, arms, seeds and speed, with defaults. Raises ArealError for an invalid word.
+    Settings are values, arms, seeds and speed; by default, those of `ablation`. Raises ArealError for an
+    invalid word. `name`: the ablation's name, for messages.
     """
     given: dict[str, Any] = {}
     overrides: list[str] = []
@@ -250,7 +254,7 @@ def _read(name: str, ablation: Ablation, words: Sequence[str]) -> tuple[dict[str
 
 
 def _check(name: str, ablation: Ablation, settings: Mapping[str, Any]) -> None:
-    """Raise ArealError for an invalid setting; the config checks the elements of `values` later."""
+    """Raise ArealError for an invalid setting; the elements of `values` are checked later, by each config."""
     if ablation.speed is None and settings["speed"] is not None:
         raise ArealError(f"speed={settings['speed']}: ablation {name} uses the wall clock; leave speed out")
     for key in ("values", "arms"):

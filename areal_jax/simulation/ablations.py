@@ -1,4 +1,7 @@
-"""The named ablations. To add one, add an entry here, and a recipe in `configs` if none fits."""
+"""The named ablations. To add an ablation, add an entry to ABLATIONS and, if no recipe fits, a config file.
+
+A recipe is a config file that the package contains.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,19 @@ UNBOUNDED = "unbounded"
 STALENESS = (0, 1, 2, 4, 8, 16, UNBOUNDED)
 
 ORACLE_MARGIN = 0.03
-"""Largest accepted difference in mean reward between runs of arm decoupled at max_staleness 1, 2 or 4 and
-those at 0.
-"""
+"""Largest accepted difference in mean reward, in arm decoupled, between max_staleness 1, 2 or 4 and 0."""
 
 LATE = 4
-"""Final figures are means over the last 1 / LATE of the steps."""
+"""Final figures are means over the last 1 / LATE (a quarter) of the steps."""
 
 WARM_UP = 5
-"""Rates and speeds leave out the first 1 / WARM_UP of the steps, in which programs are compiled."""
+"""Rates and speeds leave out the first 1 / WARM_UP (a fifth) of the steps, which compile programs."""
 
 INTERRUPTION_GAIN = 1.10
 CONSTANT_GAIN = 1.05
-"""Largest accepted ratio of trained tokens/s with interruption to that without, if all completions are
-equally long.
+"""Largest accepted ratio of trained tokens/s in arm recompute to those in arm drain, for equal lengths.
+
+Equal lengths: all completions are equally long, so that interrupting them gains little.
 """
 
 
@@ -35,7 +37,7 @@ def _mean(figure: str) -> Callable[[Sequence[Row]], float]:
 
 
 def last_mean(figure: str) -> Callable[[Sequence[Row]], float]:
-    """Return a function of a run's metrics rows: the mean of `figure` over the last 1 / LATE of the rows."""
+    """Return a function of a run's metrics rows: the mean of `figure` over the last quarter (1 / LATE)."""
     return lambda rows: _mean(figure)(rows[-max(1, len(rows) // LATE) :])
 
 
@@ -46,7 +48,7 @@ def _warm(figure: str) -> Callable[[Sequence[Row]], float]:
 def per_s(figure: str) -> Callable[[Sequence[Row]], float]:
     """Return a function of a run's metrics rows: the sum of the field `figure` per second of wall time.
 
-    The first 1 / WARM_UP of the rows, at least one, are left out.
+    The first fifth (1 / WARM_UP) of the rows, but at least one row, is left out.
     """
 
     def rate(rows: Sequence[Row]) -> float:
@@ -66,8 +68,9 @@ def _decoupled_holds(table: Table) -> bool:
 
 
 def _naive_earns_less(table: Table) -> bool:
-    """Whether, at each max_staleness of at least 4, every run of arm naive has a lower reward than every run
-    of arm decoupled.
+    """Whether every run of arm naive has a lower reward than every run of arm decoupled.
+
+    Runs of equal max_staleness are compared, for each max_staleness of at least 4.
     """
     return all(
         max(table[eta, "naive"]["reward"]) < min(table[eta, "decoupled"]["reward"]) for eta in STALENESS[3:]
@@ -91,14 +94,14 @@ def _unbounded_costs(table: Table) -> bool:
 def _swap_ms(rows: Sequence[Row]) -> float:
     """Return the mean milliseconds that a host needs to adopt a version, recomputing of KV included.
 
-    The first 1 / WARM_UP of the rows are left out; 0 if no version was adopted in the others.
+    The first fifth (1 / WARM_UP) of the rows is left out. Returns 0 if the rest adopted no version.
     """
     late = rows[len(rows) // WARM_UP :]
     return 1e3 * sum(row["swap_s"] for row in late) / max(1, sum(row["swaps"] for row in late))
 
 
 def _recomputed_share(rows: Sequence[Row]) -> float:
-    """Return recomputed tokens per generated token; the first 1 / WARM_UP of the rows are left out."""
+    """Return recomputed tokens per generated token, without the first fifth (1 / WARM_UP) of the rows."""
     late = rows[len(rows) // WARM_UP :]
     return sum(row["recomputed_tokens"] for row in late) / sum(row["generated_tokens"] for row in late)
 

@@ -1,4 +1,4 @@
-"""Decoders of simulated hosts: the `Decoder` interface, and one that draws completion lengths at random.
+"""Decoders of simulated hosts: the interface `Decoder`, and a decoder of completions of random lengths.
 
 `simulation.real_machines.EngineDecoder` implements the same interface with the real engine.
 """
@@ -25,21 +25,21 @@ class Call:
     """The result of one step of a decoder."""
 
     adopted: e.HostAdopted | None
-    """The version that the host adopted at the start of the step; None if it adopted none."""
+    """The version that the host adopted at the start of the step; None if the host kept its version."""
     prefills: int
-    """Number of samples that got a slot."""
+    """Number of samples that got a slot in this step."""
     live: int
     """Number of slots that decoded; 0 if there was nothing to decode."""
     tokens: int
     ended: tuple[Incoming, ...]
-    """Samples that ended, with their trajectories; the host reports them after the step's virtual time has
-    passed.
+    """An event for each sample that ended, with its trajectory.
+
+    The host reports these events after the step's virtual time has passed.
     """
     recomputed: int = 0
     """Number of tokens whose KV was recomputed under the adopted version."""
     passes: int = 1
-    """Number of different versions under which live slots decoded; each takes one pass over its
-    parameters.
+    """Number of different versions under which live slots decoded; a version's slots take one pass together.
     """
     held: int = 1
     """Number of versions whose parameters the host had to keep."""
@@ -64,9 +64,9 @@ class Work:
     """Number of tokens that the completion will have."""
     fails: bool = False
     min_version: PolicyVersion = 0
-    """The oldest version under which the sample's dispatch allows it to start."""
+    """The oldest version under which the sample may start, as its dispatch says."""
     version: PolicyVersion = -1
-    """The version under which the sample decodes; -1 before it has a slot."""
+    """The version under which the sample decodes: set when it gets a slot (-1 before), and at adoptions."""
     tokens: int = 0
     spans: list[VersionSpan] = field(default_factory=list)
     interruptions: int = 0
@@ -104,12 +104,12 @@ class Work:
 
 
 class DrawnDecoder:
-    """Decodes, as the host `name`, completions of random lengths in a fixed number of slots.
+    """Decodes completions of random lengths in a fixed number of slots, as the host `name`.
 
-    `work(sample)` draws the length; `latest()` returns the newest committed version and its digest, which the
-    next step adopts. With on_update=drain it is adopted only when no slot is in use, and the next waiting
-    sample, if any, requires a newer version than the current one: so all samples of a group have the same
-    version.
+    `work(sample)` draws a completion's length. `latest()` returns the newest committed version and its
+    digest; each step first adopts that version. With on_update=drain, a step adopts a version only if no slot
+    is in use, and if the first waiting sample, if any, may not start under the host's current version; so all
+    samples of a group decode under the same version.
     """
 
     def __init__(
@@ -151,8 +151,8 @@ class DrawnDecoder:
     def _adopt(self) -> tuple[e.HostAdopted | None, int]:
         """Adopt the newest version; return the event (None if nothing is adopted) and the tokens recomputed.
 
-        Nothing is adopted if the host has this version or, with on_update=drain, still has samples for its
-        current one.
+        Nothing is adopted if the host already has the newest version or, with on_update=drain, still has
+        samples to decode under its current version.
         """
         version, digest = self._latest()
         if version <= self._version or (self._on_update == "drain" and (self._live or self._is_due())):

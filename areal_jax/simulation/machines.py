@@ -1,4 +1,4 @@
-"""The decoders, reward pool and trainer of a simulated run: an interface, and ones with random results."""
+"""Decoders, reward pool and trainer of a simulated run: an interface, and machines with random results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from areal_jax.types import Completion, Group, PolicyVersion, Prompt, SampleId, 
 class Machines(Protocol):
     """Interface of the decoders, reward pool and trainer of a simulated run.
 
-    The simulation calls them one at a time, in the order of virtual time; none has a clock of its own.
+    The simulation calls one method at a time, in the order of virtual time; a machine has no clock.
     """
 
     @property
@@ -42,7 +42,7 @@ class Machines(Protocol):
 
 
 class EmptyPrompts:
-    """Prompts and completions without content, for `DrawnMachines`, which read neither."""
+    """Prompts and completions without content, because `DrawnMachines` reads neither."""
 
     _prompt, _completion = Prompt(""), Completion("", (), "")
 
@@ -59,7 +59,7 @@ class EmptyPrompts:
 class DrawnMachines:
     """Machines with random results, drawn from the schedule's seed.
 
-    A result depends only on the seed and on the sample, group or version that it belongs to.
+    A result depends only on the seed and on the sample, group or version to which the result belongs.
     """
 
     def __init__(self, config: Config, schedule: Schedule) -> None:
@@ -90,7 +90,7 @@ class DrawnMachines:
         return self.publish(action.step + 1), {}
 
     def publish(self, version: PolicyVersion) -> str:
-        """Return the version's digest, a text made from its number: training it again gives the same one."""
+        """Return a digest made from the version's number, so that training a version again repeats it."""
         return f"digest-{version}"
 
     def _work(self, sample: SampleId) -> Work:

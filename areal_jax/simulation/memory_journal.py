@@ -1,4 +1,4 @@
-"""The journal of a simulated run, in memory. Nothing else survives a simulated crash."""
+"""The in-memory journal of a simulated run, which survives simulated crashes of the driver."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ class MemoryJournal:
         return len(self.rows)
 
     def group(self, ordinal: int, attempt: int, size: int) -> tuple[Trajectory, ...]:
-        """Return the `size` trajectories of a group's attempt in member order, with rewards if it was scored.
+        """Return a group's `size` trajectories in member order, with rewards if the group was scored.
 
+        `ordinal`: the prompt's place in the run's order; `attempt`: how often its group was sampled again.
         Raises KeyError if a trajectory is missing.
         """
         members = tuple(self._payloads[SampleId(ordinal, member, attempt)] for member in range(size))
@@ -37,6 +38,6 @@ class MemoryJournal:
         return members
 
     def forget(self, ordinals: Sequence[int]) -> None:
-        """Delete the trajectories of all attempts at these groups."""
+        """Delete all trajectories of the groups with these ordinals, also if a group was sampled again."""
         gone = set(ordinals)
         self._payloads = {s: payload for s, payload in self._payloads.items() if s.ordinal not in gone}

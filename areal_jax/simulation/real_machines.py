@@ -85,8 +85,9 @@ class EngineDecoder:
 class RealMachines:
     """The machines of one run: `engines`, one for each host, and the learner in `parts`.
 
-    The learner trains from `state` on and donates its buffers. It cannot train a batch twice, so the schedule
-    must not contain faults. Raises ArealError unless algorithm.samples is policy.
+    Training starts from `state`; each update overwrites (donates) the buffers of the state before it, so a
+    batch cannot be trained twice, and the schedule must not contain faults. Raises ArealError unless
+    algorithm.samples is policy.
     """
 
     def __init__(self, parts: Parts, state: TrainState, engines: Sequence[Engine]) -> None:
@@ -102,9 +103,9 @@ class RealMachines:
         self._trained: dict[PolicyVersion, VersionedParams] = {0: parts.learner.publish(state)}
 
     def decoder(self, name: str, latest: Callable[[], PolicyVersion]) -> EngineDecoder:
-        """Return a decoder on the next unused engine; it adopts the newest published version.
+        """Return the decoder of the host `name`, on the next unused engine.
 
-        It reads that from the weight store and does not call `latest`.
+        The decoder reads the newest version from the weight store; it does not call `latest`.
         """
         return EngineDecoder(name, self._parts, self._engines.pop(0), self._store)
 

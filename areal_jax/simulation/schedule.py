@@ -39,9 +39,9 @@ class Schedule:
     """Median length of a completion; lengths are lognormal, clipped at generation.max_tokens."""
     sigma_tokens: float = 0.8
     token_s: float = 0.01
-    """Seconds of one decode step of an almost empty host, in which it reads the parameters of one version."""
+    """Seconds of one decode step (a token per live slot) if few slots are live, all under one version."""
     crowd_slots: float = 16.0
-    """Number of live slots at which a decode step takes twice `token_s`."""
+    """Number of live slots, all under one version, at which a decode step takes twice `token_s`."""
     prefill_s: float = 0.02
     swap_s: float = 0.05
     """Seconds that a host needs to adopt a version, without recomputing KV."""
@@ -52,13 +52,13 @@ class Schedule:
     reward_s: float = 0.05
     jitter: float = 0.2
     equal_rewards: float = 0.0
-    """Fraction of groups without a signal: all rewards are equal."""
+    """Fraction of groups in which every reward is 0, so that the group filter may drop the group."""
     failed_rewards: float = 0.0
     failed_samples: float = 0.0
     delayed: float = 0.0
-    """Fraction of ended samples whose event arrives up to `delay_s` late."""
+    """Fraction of ended samples that are reported late, by up to `delay_s` seconds."""
     duplicated: float = 0.0
-    """Fraction of ended samples whose event arrives a second time."""
+    """Fraction of ended samples that are reported twice."""
     delay_s: float = 2.0
     faults: tuple[Fault, ...] = ()
     max_virtual_s: float = 1e6
@@ -68,7 +68,7 @@ class Schedule:
 def random_schedule(seed: int) -> tuple[Config, Schedule]:
     """Return the config and schedule, drawn from `seed`, of a small run for finding bugs.
 
-    It has 2 or 3 hosts, and at least 50 groups, 5 versions and 3 faults.
+    The run has 2 or 3 hosts and 3 to 6 faults, and trains at least 50 groups in at least 7 batches.
     """
     rng = np.random.default_rng([seed, 1])
     size = int(rng.integers(4, 9))

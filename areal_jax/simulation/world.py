@@ -1,9 +1,10 @@
 """Simulates a run under a virtual clock, with the driver's core of a real run and random latencies.
 
-`simulate(config, schedule)` takes sizes and rules from the config. The times that hosts, trainer and reward
-pool take are drawn at random from the schedule's seed. So are their results, unless machines are given that
-compute them (those of `simulation.real_machines` decode and train). Equal arguments give equal rows. If a run
-hangs or becomes inconsistent, the error names the seed and what each part waits for.
+`simulate(config, schedule)` takes sizes and rules from the config. How long hosts, trainer and reward pool
+take, and what they return, is drawn at random from the schedule's seed; with the machines of
+`simulation.real_machines`, a real engine, task and learner compute the results instead. Equal arguments give
+equal journal rows. If a run hangs or becomes inconsistent, the error names the seed and what each part of the
+run waits for.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ class SimulationError(ArealError):
 
 @dataclass
 class Meters:
-    """Counts the events and trained groups of a simulated run, which the driver passes to it."""
+    """Counters of a simulated run; the driver calls `see` for each event and `make` for each batch."""
 
     head_ages: Counter[int] = field(default_factory=Counter)
-    """Number of trained samples by age: trained version - version of the first token."""
+    """Number of trained samples by age: version at the start of the update - version of the first token."""
     token_ages: Counter[int] = field(default_factory=Counter)
-    """Number of trained tokens by age: trained version - version of the token."""
+    """Number of trained tokens by age: version at the start of the update - version of the token."""
     faults: Counter[str] = field(default_factory=Counter)
     """Number of faults that occurred, by kind."""
     interruptions: int = 0
@@ -54,7 +55,7 @@ class Meters:
     held: Counter[int] = field(default_factory=Counter)
     """Number of decode calls by the number of versions whose parameters the host had in memory."""
     tokens: int = 0
-    """Number of tokens decoded, including those of samples that were lost with their host."""
+    """Number of tokens decoded, including tokens of samples that later were lost with their host."""
     host_busy_s: float = 0.0
     """Virtual seconds that hosts spent working, summed over hosts."""
 
@@ -66,7 +67,7 @@ class Meters:
     def make(
         self, step: int, groups: Sequence[Group], trained: dict[str, float], digest: str
     ) -> dict[str, float]:
-        """Count the token ages in a trained batch; return `trained`, the trainer's metrics, as it is.
+        """Count the ages of a trained batch's tokens; return `trained`, the trainer's metrics, unchanged.
 
         An age is `step`, the version at the start of the update, minus the token's version.
         """
@@ -85,7 +86,7 @@ class SimResult(Meters):
     rows: list[Row]
     audit: AuditResult
     virtual_s: float
-    """Virtual seconds until the last batch was trained."""
+    """Virtual seconds from the start until every group was trained or dropped."""
     versions: int
     """Number of versions committed, without the initial one."""
 
@@ -93,9 +94,9 @@ class SimResult(Meters):
 def simulate(config: Config, schedule: Schedule, machines: Machines | None = None) -> SimResult:
     """Simulate a run to its end and audit it. `machines` decode, score and train; None = random results.
 
-    Raises SimulationError if the run hangs or becomes inconsistent, or if `machines` are given and the
-    schedule has faults: they cannot train a batch again after a crash. Violations that the audit finds do not
-    raise; they are in the result.
+    Raises SimulationError if the run hangs or becomes inconsistent; also if `machines` are given and the
+    schedule has faults, because given machines cannot train a batch again after a crash. Violations that the
+    audit finds are in the result; they raise nothing.
     """
     if machines is not None and schedule.faults:
         raise SimulationError(
@@ -108,7 +109,7 @@ def simulate(config: Config, schedule: Schedule, machines: Machines | None = Non
 class Host:
     """A simulated host, which steps its decoder while there is work.
 
-    It reports the results of a step once the virtual time that the step takes has passed.
+    The host reports the results of a step once the step's virtual time has passed.
     """
 
     def __init__(self, name: str, decoder: Decoder, world: World) -> None:
@@ -157,9 +158,9 @@ class Host:
 
 
 class World:
-    """A simulation's virtual clock and journal, and the endpoints to which the driver's core sends actions.
+    """A simulation: virtual clock, journal, and the hosts, trainer and reward pool that carry out actions.
 
-    Scheduled callbacks of a process that has died do nothing.
+    A callback that was scheduled for a process does nothing if the process has died since.
     """
 
     def __init__(self, config: Config, schedule: Schedule, machines: Machines) -> None:
@@ -174,9 +175,7 @@ class World:
         self._faults = list(schedule.faults)
         self._hosts: dict[str, Host] = {}
         self._trainer = 0
-        """Number of the current trainer process, one higher after each crash; results of earlier ones are
-        lost.
-        """
+        """Number of the current trainer process; a crash adds 1. Results of earlier processes are ignored."""
         self._is_trainer_up = True
         self._published_s = 0.0
         self._checkpoint = 0
@@ -222,10 +221,9 @@ class World:
         return seconds * float(np.exp(self.schedule.jitter * self._noise.standard_normal()))
 
     def deliver(self, event: Event, trajectory: Trajectory | None = None) -> None:
-        """Record the event and the control plane's decisions, carry out the actions, then let faults occur.
+        """Record the event and the control plane's actions, carry these out, then let faults occur.
 
-        These are the faults scheduled for this journal row; before a driver_crash the actions are not carried
-        out.
+        The faults are those due by this journal row. If one is a driver_crash, no action is carried out.
         """
         state = self.control.state
         before = state.version
@@ -249,8 +247,8 @@ class World:
     def _follow(self, event: Event) -> None:
         """Do what follows a journaled event without an action of the control plane.
 
-        A trained version is published and, every trainer.checkpoint_every versions, checkpointed; hosts may
-        adopt a committed one.
+        A trained version is published and, every trainer.checkpoint_every versions, checkpointed. After a
+        commit, idle hosts wake to adopt the version.
         """
         if isinstance(event, e.BatchTrained):
             self._journal.forget(event.ordinals)
@@ -308,10 +306,10 @@ class World:
             )
 
     def _crash(self, down_s: float) -> None:
-        """Simulate a crash of the driver: lose all but the journal, work in progress too; resume later.
+        """Simulate a crash of the driver, which loses all work in progress; resume from the journal later.
 
-        `down_s`: virtual seconds until then. Fails the simulation if the control plane rebuilt from the
-        journal has another state than before.
+        `down_s`: virtual seconds until the run resumes. Raises SimulationError if the control plane's state,
+        rebuilt from the journal, differs from the state before the crash.
         """
         self._pending.clear()
         for host in self._hosts.values():
@@ -375,7 +373,7 @@ class World:
         self.later(self._published_s - self.now_s, self._committed, self._trainer, version)
 
     def _republish(self) -> None:
-        """Start a new trainer process: it loads the last checkpoint and publishes the later versions anew."""
+        """Start a new trainer process: load the last checkpoint, and publish newer versions once more."""
         self._published_s, self._is_trainer_up = self.now_s, True
         state = self.control.state
         is_checkpoint_published = state.version >= self._checkpoint
