@@ -1,8 +1,8 @@
 """`areal-jax eval`: evaluates a model or a run on held-out tasks.
 
-A model is evaluated with the config DEFAULTS (below), a run with its own config and its newest version that
-is stored completely; settings on the command line override either config. A run may be in progress: the
-evaluation does not lock its folder, and only appends a line to its evals.jsonl.
+A model is evaluated with the config DEFAULTS (below); a run is evaluated with the run's config, at its newest
+complete version. Settings on the command line override the config. A run may be in progress: the evaluation
+does not lock the run's folder, and only appends a line to evals.jsonl in that folder.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def eval_model_or_run(
     samples: int = EvalSettings.samples,
     progress: Progress = lambda *_: None,
 ) -> dict[str, Any]:
-    """Evaluates a model or a run; returns its figures as plain values, and appends a run's to evals.jsonl.
+    """Evaluates a model or a run; returns the figures, and appends a run's figures to its evals.jsonl.
 
     `name` is a run's folder, a value of `model.source`, a model's folder or file, or a built-in model size,
     which gets random parameters. `words`: settings that override the config, each `section.key=value`.
     `limit`: number of each task's prompts, None: all; `samples`: sampled completions per prompt, besides a
     greedy one. `progress`: see `evaluation.run.Progress`. Raises ArealError if there is no such model or run,
-    or it cannot be evaluated.
+    or the evaluation is impossible.
     """
     folder = Path(name)
     if (folder / JOURNAL).exists():

@@ -52,7 +52,7 @@ class Evaluator:
 
 
 def as_served(value: VersionedParams, config: Config) -> VersionedParams:
-    """Returns `value` as generation hosts get it: parameters in weights.wire_dtype, and their digest."""
+    """Returns `value` as generation hosts get it: the parameters in weights.wire_dtype, with a digest."""
     dtype = config.weights.wire_dtype
     if any(leaf.dtype != dtype_in(leaf.dtype, dtype) for leaf in jax.tree.leaves(value.params)):
         return wire_copy(value, dtype)

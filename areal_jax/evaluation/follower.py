@@ -1,9 +1,9 @@
 """Exports and evaluates the checkpoints of a run while it trains, on devices that do not train.
 
 An export is a Hugging Face folder. Training does not wait for an evaluation; only the end of the run waits
-until the last checkpoint is evaluated, so that the report has its figures. If a new checkpoint is written
-before the previous one is evaluated, only the newest is evaluated next. What this or another process has
-already exported or evaluated is not done again.
+until the last checkpoint is evaluated, because the report shows that checkpoint's figures. If several
+checkpoints are written during an evaluation, only the newest of them is evaluated next. An export or
+evaluation that already exists, also from another process, is not repeated.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class _Stopped(Exception):
 
 
 class Follower:
-    """Exports and evaluates a run's new checkpoints in its own thread; if several wait, only the newest.
+    """Exports and evaluates a run's checkpoints in a thread; if several wait, only the newest checkpoint.
 
-    Call `start()`; then, after the last checkpoint, `finish()`, which waits for its evaluation; and in any
-    case, even after an error, `stop()`.
+    Call `start()`; after the last checkpoint, call `finish()`, which waits until that checkpoint is
+    evaluated; at the end, even after an error, call `stop()`.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class Follower:
     ) -> None:
         """`inputs`: the run's config, model and held-out tasks; `folder`: the run's folder.
 
-        Evaluations run on `mesh`; if it is None, checkpoints are only exported. The thread calls `note` with
-        a line of text for every result and every failed checkpoint, and `fail` with an unexpected exception,
-        which ends the thread.
+        `mesh`: the devices for evaluations; None: checkpoints are exported but not evaluated. The thread calls
+        `note` with a line of text for every result and every failed checkpoint, and `fail` with an unexpected
+        exception, which ends the thread.
         """
         c = self._config = inputs.config
         self._folder, self._source, self._note, self._fail = folder, inputs.source, note, fail
@@ -71,7 +71,7 @@ class Follower:
             with explained("observe.exports"):  # a missing package fails now, not at the first checkpoint
                 import_module("areal_jax.models.io.huggingface")
         self.steps = 0
-        """Number of steps done so far. While it grows, an evaluation is slow, not stuck."""
+        """Count of progress calls and of checkpoints begun; while it grows, an evaluation is not stuck."""
         self._error: BaseException | None = None
         self._seen: tuple[PolicyVersion, int] | None = None
         self._is_last, self._is_stopped, self._ended = (threading.Event() for _ in range(3))
@@ -132,7 +132,10 @@ class Follower:
             self._ended.set()
 
     def _new_checkpoint(self) -> PolicyVersion | None:
-        """Returns the newest checkpoint's version; None if there is none, or none new since the last call."""
+        """Returns the newest checkpoint's version; None if the last call returned that very checkpoint.
+
+        Also returns None if the run has no checkpoint.
+        """
         # Compared by time as well: a resumed run may write other bits under the same version.
         folder = self._folder / CHECKPOINTS
         for version in reversed(committed(folder)):
@@ -147,7 +150,7 @@ class Follower:
         return None
 
     def _take(self, version: PolicyVersion) -> None:
-        """Exports and evaluates one checkpoint; `note` reports a failure, and the thread then goes on."""
+        """Exports and evaluates one checkpoint; `note` reports a failure, after which the thread goes on."""
         self.steps += 1
         try:
             found = checkpoint_params(self._folder, version, self._source.model, self._shardings())
@@ -196,8 +199,8 @@ class Follower:
     def _export(self, params: Params, digest: str, version: PolicyVersion) -> None:
         """Writes the parameters to exports/<version>, unless an export with this `digest` is there already.
 
-        First deletes exports of this and later versions: the run wrote them before it was resumed at an
-        earlier version. At the end, deletes all but the newest `observe.exports` exports.
+        Before writing, deletes exports of this and later versions: the run wrote those exports before it was
+        resumed at an earlier version. At the end, deletes all but the newest `observe.exports` exports.
         """
         from areal_jax.models.io.huggingface import export_folder
 

@@ -28,21 +28,21 @@ class Failure(NamedTuple):
     """A prompt that could not be scored; its samples count neither as right nor as wrong."""
 
     prompt: str
-    """task/index"""
+    """The prompt's task and its index in the task, as "task/index"."""
     outcome: str  # failed | timed_out
     message: str
 
 
 @dataclass(frozen=True)
 class PassResult:
-    """Results of prompts decoded in one way, greedily or at one temperature; each task's in index order."""
+    """Results of prompts decoded in one way, greedily or at one temperature; by task, then by index."""
 
     samples: int
     temperature: float
     prompts: tuple[ScoredPrompt, ...] = ()
     failures: tuple[Failure, ...] = ()
     tokens: int = 0
-    """Number of sampled tokens, those of prompts with a failed reward included."""
+    """Number of sampled tokens, including tokens of prompts with a failed reward."""
     seconds: float = 0.0
 
     def __add__(self, other: PassResult) -> PassResult:
@@ -53,9 +53,12 @@ class PassResult:
 class TaskResult:
     prompts: int
     too_long: tuple[str, ...]
-    """task/index of prompts that are not evaluated, because they leave no token of generation.length."""
+    """"task/index" of prompts that are not evaluated, because they have generation.length tokens or more."""
     cramped: int
-    """Number of evaluated prompts after which fewer than generation.max_tokens fit into generation.length."""
+    """Number of evaluated prompts that leave less than generation.max_tokens for a completion.
+
+    Prompt and completion together may have generation.length tokens.
+    """
     passes: Mapping[str, PassResult]
     """The result of each way of decoding: "greedy" and, unless no samples were asked for, "sampled"."""
 
@@ -65,18 +68,18 @@ class TaskResult:
 
 
 def _added(one: Any, other: Any, names: Sequence[str]) -> Any:
-    """Returns a copy of `one` in which each field in `names` has the field of `other` added to it."""
+    """Returns a copy of `one` in which each field in `names` is the sum of `one`'s and `other`'s field."""
     return replace(one, **{name: getattr(one, name) + getattr(other, name) for name in names})
 
 
 def overall(tasks: Mapping[str, TaskResult]) -> TaskResult:
-    """Returns the sum of the tasks' results: the result of all their prompts, as if they were one task's."""
+    """Returns the result of all prompts of all tasks, as if the prompts belonged to one task."""
     first, *rest = tasks.values()
     return sum(rest, first)
 
 
 def task_figures(result: TaskResult) -> dict[str, Any]:
-    """Returns a result's figures as plain values: numbers of prompts, the greedy and any sampled figures."""
+    """Returns a result's figures as plain values: numbers of prompts, then the figures of each pass."""
     return {
         "prompts": result.prompts,
         "too_long": len(result.too_long),

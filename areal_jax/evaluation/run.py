@@ -1,8 +1,9 @@
 """Evaluation: decodes each prompt greedily, then several times with sampling, and scores the completions.
 
-It uses the same generation engine, host and reward pool as a run; decoding and scoring overlap. A sample's
-PRNG key depends only on run.seed, the prompt's index in its task, and the sample's number within the prompt.
-So the figures depend neither on the number of decode slots, nor on other tasks, nor on when a reward arrives.
+Evaluation and training share the code of generation engine, host and reward pool; decoding and scoring
+overlap. A sample's PRNG key depends only on run.seed, the prompt's index in its task, and the sample's number
+within the prompt. So the figures depend neither on the number of decode slots, nor on other tasks, nor on
+when a reward arrives.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def evaluate(
         for name, task in by_name.items():
             count = min(len(task), settings.limit or len(task))
             if not count:
-                raise ArealError(f"tasks.{name} has no prompts; check its settings, or leave it out")
+                raise ArealError(f"tasks.{name} has no prompts; check its settings, or leave the task out")
             prompts = _fitting(name, task, count, engine)
             passes = {}
             for way, samples, sampling in ways:
@@ -89,11 +90,14 @@ class _Prompts(NamedTuple):
     fitting: dict[int, tuple[Prompt, tuple[int, ...]]]
     """Index -> (prompt, its token ids) of each prompt shorter than generation.length."""
     too_long: tuple[str, ...]
-    """task/index of each other prompt."""
+    """"task/index" of each prompt of at least generation.length tokens; these are not evaluated."""
 
 
 def _fitting(name: str, task: Task, count: int, engine: Engine) -> _Prompts:
-    """Returns the first `count` prompts of a task; raises ArealError for a prompt without tokens."""
+    """Returns the first `count` prompts of task `name`, sorted into those that fit and those too long.
+
+    Raises ArealError for a prompt without tokens.
+    """
     fitting, too_long = {}, []
     for index in range(count):
         prompt = replace(task[index], task=name)
@@ -122,7 +126,7 @@ class _Pass:
         settings: EvalSettings,
         tell: Callable[[int], None],
     ) -> None:
-        """`tell` is called with the number of prompts scored, failed or too long so far."""
+        """`tell(count)` is called with the number of prompts that are scored, failed or too long so far."""
         self._engine, self._pool, self._prompts, self._tell = engine, pool, prompts, tell
         self._samples, self._sampling, self._version = samples, sampling, params.version
         self._deadline_s = settings.config.runtime.deadline_s
@@ -184,7 +188,7 @@ class _Pass:
     def _collect(self, _: Event, trajectory: Trajectory | None) -> None:
         """Stores a finished sample; once a prompt's samples are complete, submits them to the reward pool.
 
-        `trajectory` is None for events that finish no sample; they are ignored.
+        Events that finish no sample, for which `trajectory` is None, are ignored.
         """
         if trajectory is None:
             return
