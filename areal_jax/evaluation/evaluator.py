@@ -34,7 +34,7 @@ class Evaluator:
         """Evaluates one version and returns its figures as plain values.
 
         `progress(task, "greedy" or "sampled", prompts, prompts done)` is called at the start and as rewards
-        arrive; an exception that it raises ends the evaluation. Raises ArealError if the evaluation fails.
+        arrive; an exception in `progress` ends the evaluation. Raises ArealError if the evaluation fails.
         """
         settings = self._settings
         value = as_served(value, settings.config)

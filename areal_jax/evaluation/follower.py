@@ -40,7 +40,7 @@ class _Stopped(Exception):
 
 
 class Follower:
-    """Exports and evaluates a run's checkpoints in a thread; if several wait, only the newest checkpoint.
+    """Exports and evaluates a run's checkpoints in a thread; of several that wait, takes only the newest.
 
     Call `start()`; after the last checkpoint, call `finish()`, which waits until that checkpoint is
     evaluated; at the end, even after an error, call `stop()`.
@@ -56,7 +56,7 @@ class Follower:
     ) -> None:
         """`inputs`: the run's config, model and held-out tasks; `folder`: the run's folder.
 
-        `mesh`: the devices for evaluations; None: checkpoints are exported but not evaluated. The thread calls
+        `mesh`: the devices for evaluations; None: checkpoints are exported, not evaluated. The thread calls
         `note` with a line of text for every result and every failed checkpoint, and `fail` with an unexpected
         exception, which ends the thread.
         """

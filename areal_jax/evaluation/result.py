@@ -35,7 +35,7 @@ class Failure(NamedTuple):
 
 @dataclass(frozen=True)
 class PassResult:
-    """Results of prompts decoded in one way, greedily or at one temperature; by task, then by index."""
+    """Results of prompts decoded in one way (greedily or at one temperature), ordered by task and index."""
 
     samples: int
     temperature: float
@@ -60,7 +60,7 @@ class TaskResult:
     Prompt and completion together may have generation.length tokens.
     """
     passes: Mapping[str, PassResult]
-    """The result of each way of decoding: "greedy" and, unless no samples were asked for, "sampled"."""
+    """Way of decoding -> result: "greedy" and, if completions are also sampled, "sampled"."""
 
     def __add__(self, other: TaskResult) -> TaskResult:
         passes = {way: result + other.passes[way] for way, result in self.passes.items()}

@@ -59,8 +59,8 @@ def evaluate(
     """Evaluates `params` on each task's first `settings.limit` prompts (None: all); returns task -> result.
 
     The tasks' weights are ignored. `progress(task, "greedy" or "sampled", prompts, prompts done)` is called
-    as rewards arrive. Raises ArealError for a task without prompts or a prompt without tokens, WaitTimeout if
-    no reward arrives for runtime.deadline_s seconds.
+    as rewards arrive. Raises ArealError for a task without prompts or a prompt without tokens, and
+    WaitTimeout if no reward arrives for runtime.deadline_s seconds.
     """
     g, r = settings.config.generation, settings.config.runtime
     ways = [("greedy", 1, Sampling(temperature=0.0, max_tokens=g.max_tokens))]

@@ -44,8 +44,8 @@ _MADE_OF_ITEMS = {"tuple": tuple, "set": set, "frozenset": frozenset, "bytes": b
 def encode(value: Any, refs: list[Any] | None = None) -> Any:
     """Returns plain data as JSON; dicts, and types that JSON lacks, become {"type": ..., "items": ...}.
 
-    A Remote is encoded as its number. Any other object is appended to the list `refs` and encoded as its
-    index in `refs`; if `refs` is None, such an object raises TypeError.
+    A Remote (stand-in for an object of the answer) is encoded as its number. Any other object is appended to
+    the list `refs` and encoded as its index in `refs`; if `refs` is None, such an object raises TypeError.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value  # JSON drops a subclass, and with it an __eq__ that always holds
@@ -63,7 +63,7 @@ def encode(value: Any, refs: list[Any] | None = None) -> Any:
     if isinstance(value, Remote):
         return {"type": "ref", "items": value._number}
     if refs is None:
-        raise TypeError(f"a {type(value).__name__} cannot be passed to the answer: only plain data can")
+        raise TypeError(f"a {type(value).__name__} cannot be passed to the answer; pass plain data")
     refs.append(value)
     return {"type": "ref", "items": len(refs) - 1}
 
@@ -121,7 +121,7 @@ def main() -> None:
 
 
 def _fork() -> int:
-    """Forks; returns 0 in the answer's process, and in process 1, the parent, the id of the answer's process.
+    """Forks process 1; returns 0 in the child, the answer's process, and the child's id in process 1.
 
     From then on, a thread of process 1 ends the sandbox as soon as the process that started the sandbox ends.
     """

@@ -66,11 +66,11 @@ class Limits:
     memory_bytes: int = 512 << 20
     """Maximum address space of each process."""
     processes: int = 16
-    """Maximum number of processes and threads at one time, including the two threads of process 1."""
+    """Maximum number of processes and threads at one time, of which the sandbox itself needs two."""
     disk_bytes: int = 32 << 20
     """Size of /tmp; also the maximum size of one file."""
     output_bytes: int = 1 << 20
-    """Maximum size of stdout, and of stderr; a run that exceeds it by more than a few bytes is ended."""
+    """Maximum size of stdout, and of stderr; an output larger by more than a few bytes ends the run."""
     open_files: int = 64
 
 
@@ -108,7 +108,7 @@ def run_python(source: str, *, stdin: str = "", limits: Limits | None = None) ->
 
 
 def run_tests(source: str, tests: Sequence[Mapping[str, Any]], limits: Limits | None = None) -> Ran:
-    """Runs `tests` of the answer `source`, the text of a Python module, in the sandbox.
+    """Runs `tests` on the answer, the Python module with the text `source`, in the sandbox.
 
     A test is a call, {"function": name, "args": [...]}, or Python code with assertions, {"code": text}. The
     result's stdout has one JSON line for each test that ran, in order: {"value": ...} for a call (see

@@ -51,7 +51,7 @@ _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 
 
 def seccomp_filter() -> bytes:
-    """Returns the BPF filter for this machine. Raises SandboxError unless it is x86_64 or aarch64."""
+    """Returns the BPF filter for this machine. Raises SandboxError unless that is x86_64 or aarch64."""
     machine = platform.machine()
     if machine not in _AUDIT_ARCH:
         raise SandboxError(

@@ -61,7 +61,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Ask:
-    """A client's request for `n` completions, after all checks."""
+    """A client's request for `n` completions, checked and completed with the server's defaults."""
 
     start: Start
     """The command that makes the host decode the completions; `Streams.submitted` adds the samples' ids."""
@@ -157,8 +157,8 @@ def checked_ids(ids: Iterable[int], served: Served, name: str) -> tuple[int, ...
     for token in checked:
         if not 0 <= token < size:
             raise invalid(
-                f"{name} has the id {token}, and the tokenizer's ids are 0..{size - 1}; encode it with the "
-                "served model's tokenizer"
+                f"{name} has the id {token}, and the tokenizer's ids are 0..{size - 1}; use the served "
+                "model's tokenizer"
             )
     return checked
 
@@ -222,7 +222,7 @@ def _penalties(request: Any, served: Served) -> Penalties | None:
     if penalties == Penalties():
         return None
     if not served.has_penalties:
-        raise invalid("a training run's host has no programs for penalties and logit_bias; leave them out")
+        raise invalid("a training run's host does not support penalties and logit_bias; leave them out")
     return penalties
 
 

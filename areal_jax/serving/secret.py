@@ -30,7 +30,7 @@ class Secret:
         self._expected = f"Bearer {text}".encode()
 
     def is_in(self, header: str | bytes | None) -> bool:
-        """Whether `header`, the authorization header or None, is `Bearer <secret>`, in constant time."""
+        """Whether `header` (None: absent) is `Bearer <secret>`; the comparison takes constant time."""
         given = header.encode("utf-8", "replace") if isinstance(header, str) else header or b""
         return hmac.compare_digest(given, self._expected)
 

@@ -54,7 +54,7 @@ class ServeSettings:
     unread: int = UNREAD
     """Maximum number of a request's tokens that the client has not read yet; with more, the request fails."""
     is_sampled: bool = False
-    """Whether JetStream's Decode requests are sampled by the config's generation.*; otherwise greedily."""
+    """True: JetStream's Decode requests are sampled by the config's generation.*; False: decoded greedily."""
     weights: tuple[Path, ...] = ()
     """Folders from which a Swap request may load weights, with subfolders; empty: Swap is refused."""
     secret: Secret | None = None

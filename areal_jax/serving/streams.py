@@ -61,7 +61,10 @@ class Stream:
         self._items.put_nowait((member, output))
 
     def fail(self, code: str, message: str) -> None:
-        """Drops unread items, and makes the next read raise RequestError; of several errors, the first."""
+        """Drops unread items, and makes the next read raise RequestError(code, message).
+
+        If `fail` was called before, the error of the first call is raised.
+        """
         error = RequestError(code, message)
         while not self._items.empty():
             unread = self._items.get_nowait()
@@ -90,7 +93,7 @@ class Streams:
     # --- in the host's thread -------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Runs the host's decode loop until an exception or a Stop command without samples; calls `end`."""
+        """Runs the host's decode loop until an exception, or a Stop without samples, ends it; calls `end`."""
         try:
             self.host.run(is_idle_bounded=False)
         finally:
@@ -153,7 +156,7 @@ class Streams:
                 del self._named[ask.request_id]
 
     def cancel(self, request_id: str) -> bool:
-        """Ends the open request `request_id` with gRPC status CANCELLED; returns False if it is not open."""
+        """Ends the open request `request_id` with gRPC status CANCELLED; returns whether it was open."""
         stream = self._named.get(request_id)
         if stream is None:
             return False
@@ -212,12 +215,15 @@ class Streams:
                 )
 
     def _fail(self, stream: Stream, code: str, message: str) -> None:
-        """Ends the request with gRPC status `code`; frees its slots before the client can read the error."""
+        """Ends `stream`'s request with gRPC status `code`, and frees the request's slots.
+
+        The host gets the command to free the slots before the client reads the status.
+        """
         stream.fail(code, message)
         self._release(stream)
 
     def _release(self, stream: Stream) -> None:
-        """Makes the host stop decoding the request's unfinished samples."""
+        """Makes the host stop decoding the unfinished samples of `stream`'s request."""
         if stream.unfinished:
             for sample in stream.unfinished:
                 self._streams.pop(sample, None)

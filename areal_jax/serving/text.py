@@ -21,8 +21,8 @@ class TextStream:
     """Decodes one sample's tokens as they arrive: `push(tokens)` returns the text that these tokens add.
 
     The results of all pushes and of `finish`, joined, are the sample's text. If a character's bytes are
-    spread over several tokens, the push with the last of them returns it. Bytes that are not valid UTF-8
-    become replacement characters.
+    spread over several tokens, the push with the last of these tokens returns the character. Bytes that are
+    not valid UTF-8 become replacement characters.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

@@ -231,7 +231,8 @@ def _read(name: str, ablation: Ablation, words: Sequence[str]) -> tuple[dict[str
         key, equals, text = word.partition("=")
         if not equals:
             raise ArealError(
-                f"{word} is not key=value; leave it out: {name} uses only the config {ablation.recipe}"
+                f"{word} is not key=value; leave the word out, because ablation {name} uses the config "
+                f"{ablation.recipe}"
             )
         if key == ablation.key:
             raise ArealError(f"{word}: ablation {name} varies {key} itself; give values=[{text}]")

@@ -94,7 +94,7 @@ def _unbounded_costs(table: Table) -> bool:
 def _swap_ms(rows: Sequence[Row]) -> float:
     """Return the mean milliseconds that a host needs to adopt a version, recomputing of KV included.
 
-    The first fifth (1 / WARM_UP) of the rows is left out. Returns 0 if the rest adopted no version.
+    The first fifth (1 / WARM_UP) of the rows is left out. Returns 0 if no version was adopted in the others.
     """
     late = rows[len(rows) // WARM_UP :]
     return 1e3 * sum(row["swap_s"] for row in late) / max(1, sum(row["swaps"] for row in late))
@@ -187,7 +187,7 @@ ABLATIONS: Mapping[str, Ablation] = {
 
 
 def find(name: str) -> Ablation:
-    """Return the ablation with that name. Raises ArealError if there is none."""
+    """Return the ablation `name`. Raises ArealError if there is no such ablation."""
     if name not in ABLATIONS:
         hint = did_you_mean(name, ABLATIONS, f"choose from: {', '.join(ABLATIONS)}")
         raise ArealError(f"there is no ablation {name}; {hint}")

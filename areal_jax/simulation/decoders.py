@@ -37,12 +37,11 @@ class Call:
     The host reports these events after the step's virtual time has passed.
     """
     recomputed: int = 0
-    """Number of tokens whose KV was recomputed under the adopted version."""
+    """Number of tokens for which the KV was recomputed under the adopted version."""
     passes: int = 1
-    """Number of different versions under which live slots decoded; a version's slots take one pass together.
-    """
+    """Number of different versions under which live slots decoded; each needs a forward pass."""
     held: int = 1
-    """Number of versions whose parameters the host had to keep."""
+    """Number of versions of the parameters that the host had to keep in memory."""
 
 
 class Decoder(Protocol):
@@ -66,7 +65,7 @@ class Work:
     min_version: PolicyVersion = 0
     """The oldest version under which the sample may start, as its dispatch says."""
     version: PolicyVersion = -1
-    """The version under which the sample decodes: set when it gets a slot (-1 before), and at adoptions."""
+    """The version under which the sample decodes; -1 before it has a slot. An adoption may change it."""
     tokens: int = 0
     spans: list[VersionSpan] = field(default_factory=list)
     interruptions: int = 0
@@ -107,9 +106,9 @@ class DrawnDecoder:
     """Decodes completions of random lengths in a fixed number of slots, as the host `name`.
 
     `work(sample)` draws a completion's length. `latest()` returns the newest committed version and its
-    digest; each step first adopts that version. With on_update=drain, a step adopts a version only if no slot
-    is in use, and if the first waiting sample, if any, may not start under the host's current version; so all
-    samples of a group decode under the same version.
+    digest; each step first adopts that version. With on_update=drain, a step adopts a version only if
+    the host has nothing to decode under its current version; so all samples of a group decode under the same
+    version.
     """
 
     def __init__(

@@ -90,7 +90,7 @@ class DrawnMachines:
         return self.publish(action.step + 1), {}
 
     def publish(self, version: PolicyVersion) -> str:
-        """Return a digest made from the version's number, so that training a version again repeats it."""
+        """Return a digest made from the version's number; it is the same if the version is trained again."""
         return f"digest-{version}"
 
     def _work(self, sample: SampleId) -> Work:

@@ -11,7 +11,7 @@ from areal_jax.types import SampleId, Trajectory
 
 
 class MemoryJournal:
-    """In-memory counterpart of `SqliteQueue`, with the methods that the driver's core and the audit use."""
+    """In-memory counterpart of `SqliteQueue`, the journal of a real run, with the methods needed here."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
@@ -38,6 +38,6 @@ class MemoryJournal:
         return members
 
     def forget(self, ordinals: Sequence[int]) -> None:
-        """Delete all trajectories of the groups with these ordinals, also if a group was sampled again."""
+        """Delete all trajectories of the groups with these ordinals (places in the run's order)."""
         gone = set(ordinals)
         self._payloads = {s: payload for s, payload in self._payloads.items() if s.ordinal not in gone}

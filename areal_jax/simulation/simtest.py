@@ -11,7 +11,7 @@ from areal_jax.simulation.world import SimulationError, simulate
 
 
 def simtest(schedules: int, first_seed: int) -> dict[str, Any]:
-    """Simulate `schedules` runs, with consecutive seeds from `first_seed` on; return totals over them.
+    """Simulate `schedules` runs, with consecutive seeds from `first_seed` on; return totals over all runs.
 
     `failed` in the result maps the seed of each run that hung or broke an invariant to the reason.
     """

@@ -51,9 +51,9 @@ class Meters:
     swaps: int = 0
     """Number of version changes on hosts; adopting version 0 is not counted."""
     recomputed_tokens: int = 0
-    """Number of tokens whose KV was recomputed at version changes."""
+    """Number of tokens for which the KV was recomputed at version changes."""
     held: Counter[int] = field(default_factory=Counter)
-    """Number of decode calls by the number of versions whose parameters the host had in memory."""
+    """Number of decode calls, by how many versions of the parameters the host had in memory."""
     tokens: int = 0
     """Number of tokens decoded, including tokens of samples that later were lost with their host."""
     host_busy_s: float = 0.0

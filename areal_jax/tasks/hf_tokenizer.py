@@ -34,7 +34,7 @@ class HFTokenizer:
     special: tuple[tuple[str, str], ...]
     """(name, text) of bos_token, eos_token, pad_token and unk_token, if tokenizer_config.json has them."""
     adds_bos: bool | None
-    """add_bos_token of tokenizer_config.json. None: unset, so tokenizer.json's post-processor decides."""
+    """Whether bos is put before text (add_bos_token); None: tokenizer.json's post-processor decides."""
     templates: tuple[tuple[str, str], ...] = field(repr=False)
     """(name, template) of each chat template; a template without a name gets the name `default`."""
     folder: str = field(compare=False)

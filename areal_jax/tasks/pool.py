@@ -74,8 +74,8 @@ class RewardPool:
         """Queues a group for scoring; a thread of the pool later calls `on_done(outcome)` once.
 
         `ordinal`: the prompt's place in the run's order; `attempt`: how often its group was sampled again.
-        The outcome repeats these two numbers. `on_done` must not block; `close` prevents calls that have not
-        been made yet. Raises TaskError if the pool is already closed.
+        The outcome repeats these two numbers. `on_done` must not block, and is not called after `close`.
+        Raises TaskError if the pool is already closed.
         """
         if self._closed.is_set():
             raise TaskError(

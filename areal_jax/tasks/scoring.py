@@ -71,7 +71,8 @@ def _values(task: Task, prompt: Prompt, completions: Sequence[Completion]) -> It
     values = list(task.score_group(prompt, completions))
     if len(values) != len(completions):
         raise _BadRewardError(
-            f"score_group returned {len(values)} rewards for {len(completions)} completions; return one each"
+            f"score_group returned {len(values)} rewards for {len(completions)} completions; return "
+            "one reward per completion"
         )
     return values
 

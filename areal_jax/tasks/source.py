@@ -24,7 +24,7 @@ BUILTIN = {
     "math": "areal_jax.tasks.datasets.math_data:Math",
     "reasoning_gym": "areal_jax.tasks.datasets.reasoning_gym:ReasoningGym",
 }
-"""Name of a built-in task -> module:Name of the class; the docstring there begins with a description."""
+"""Name of a built-in task -> module:Name of the class. The class's docstring describes the task."""
 
 BLOCK = 1000
 """Number of consecutive prompts in which each task gets its fraction by weight, rounded to whole prompts."""
@@ -89,7 +89,7 @@ def _load(name: str, given: Mapping[str, Any]) -> WeightedTask:
     try:
         task = make(**own)
     except (TypeError, ValueError) as error:
-        raise TaskError(f"{key} cannot be made with the settings {own}: {error}") from error
+        raise TaskError(f"{key} cannot be made with the settings {own}: {error}; correct them") from error
     if not isinstance(task, Task):
         raise TaskError(f"{key} returned a {type(task).__name__}, not a Task; subclass areal_jax.Task")
     return WeightedTask(task, float(weight), own.get("split"))

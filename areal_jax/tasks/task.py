@@ -47,7 +47,7 @@ class Task:
         )
 
     def score_group(self, prompt: Prompt, completions: Sequence[Completion]) -> Sequence[Reward | float]:
-        """Returns the rewards of a prompt's completions, in the same order.
+        """Returns the rewards of a prompt's completions, in the order of `completions`.
 
         Override this method if a completion's reward depends on the prompt's other completions.
         """

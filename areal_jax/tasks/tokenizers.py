@@ -110,7 +110,7 @@ def plain_chat(messages: Sequence[Mapping[str, str]]) -> str:
     """
     for message in messages:
         if not {"role", "content"} <= message.keys():
-            raise TaskError(f"the message {dict(message)!r:.80} lacks role or content; give it both")
+            raise TaskError(f"the message {dict(message)!r:.80} lacks role or content; give both")
     return "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant: "
 
 

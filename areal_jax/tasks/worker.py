@@ -27,7 +27,7 @@ LOAD_DEADLINE_S = 60
 """A new worker that has not loaded the tasks after this many seconds is killed."""
 
 EXIT_0 = 1 << 16
-"""Stands for a worker's exit status 0, because pebble would wait forever for a result after a 0."""
+"""Reported in place of a worker's exit status 0, after which pebble's pool would wait for a result."""
 
 _PR_SET_PDEATHSIG = 1
 _SPAWNING = threading.Lock()

@@ -49,7 +49,7 @@ def asked_while(thread: threading.Thread, port: int) -> tuple[int, set[int], lis
         ]:
             with pytest.raises(grpc.RpcError, match="belongs to a training run"):
                 call(request, timeout=60)
-        with pytest.raises(grpc.RpcError, match="no programs for penalties"):
+        with pytest.raises(grpc.RpcError, match="does not support penalties"):
             list(ours.Generate(messages.GenerateRequest(text="ab", presence_penalty=1.0), timeout=60))
         while thread.is_alive():
             try:

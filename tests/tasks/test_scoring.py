@@ -91,7 +91,7 @@ def test_a_failing_group_score_blames_no_single_member_but_a_bad_reward_does():
     short = whole([1.0])
     assert (short.member, short.message) == (
         GROUP,
-        "Whole: score_group returned 1 rewards for 2 completions; return one each",
+        "Whole: score_group returned 1 rewards for 2 completions; return one reward per completion",
     )
     assert whole([1.0, float("nan")]).member == 1
 

@@ -81,7 +81,7 @@ class Arithmetic(Task):
 
     def __getitem__(self, i: int) -> Prompt:
         if not 0 <= i < self._size:
-            raise IndexError(f"there is no prompt {i}: the task has {self._size}")
+            raise IndexError(f"there is no prompt {i}: the task has {self._size}, numbered from 0")
         numbers, operations = self._draw(i)
         problem = str(numbers[0])
         for operation, number in zip(operations, numbers[1:], strict=True):
@@ -123,7 +123,7 @@ class Arithmetic(Task):
 
 
 def last_number(text: str) -> Decimal | None:
-    r"""Returns the last number of the last \boxed{} or, without one, of the text; None if no number is there.
+    r"""Returns the last number of the last \boxed{} or, without \boxed{}, of the text; None if there is none.
 
     Only the last _TAIL_CHARS characters of the text count. "1,234" is one number; a minus sign belongs to the
     number unless it directly follows a digit, letter or closing bracket.

@@ -21,7 +21,7 @@ COLUMNS = ("problem", "solution", "answer")
 """The fields of a problem."""
 
 ParseRow = Callable[[Mapping[str, Any], str], dict[str, str]]
-"""Makes a problem (a text for each of COLUMNS) of a line's object; file and line are for messages."""
+"""Function (a line's JSON object, file and line for messages) -> problem, a text for each of COLUMNS."""
 
 VERSION = "1.0.0"
 """Version of the form in which data sets are stored; after a change, all data sets are prepared again."""
@@ -68,7 +68,7 @@ class ArealProblems(tfds.core.GeneratorBasedBuilder, skip_registration=True):
             try:
                 files[split] = [Path(dl_manager.download(url))]
             except (OSError, DownloadError) as error:
-                raise TaskError(f"{url} cannot be downloaded: {error}") from error
+                raise TaskError(f"{url} cannot be downloaded: {error}; check the network") from error
         return {split: self._generate_examples(paths, config.parse) for split, paths in files.items()}
 
     def _generate_examples(self, paths: list[Path], parse: ParseRow) -> Iterator[tuple[int, dict[str, str]]]:

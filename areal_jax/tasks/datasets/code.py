@@ -188,7 +188,7 @@ def _check_tests(tests: Any, where: str) -> None:
             raise TaskError(f"{where}: {name} is {values!r:.60}, but must be a list with one entry per test")
     if len({len(values) for values in lists.values()}) > 1:
         counts = " and ".join(f"{len(lists[name])} {name}" for name in sorted(lists))
-        raise TaskError(f"{where} has {counts}; give one of each per test")
+        raise TaskError(f"{where} has {counts}; give each list one entry per test")
     texts = [tests["function"]] if "function" in tests else chain.from_iterable(lists.values())
     for text in texts:
         if not isinstance(text, str):

@@ -52,7 +52,7 @@ class Countdown(Task):
 
     def __getitem__(self, i: int) -> Prompt:
         if not 0 <= i < self._size:
-            raise IndexError(f"there is no prompt {i}: the task has {self._size}")
+            raise IndexError(f"there is no prompt {i}: the task has {self._size}, numbered from 0")
         below = self._below(i)
         return Prompt(LETTERS[below] + ASK, info={"answer": LETTERS[:below][::-1]})
 

@@ -124,7 +124,8 @@ class Math(ProblemSet):
         answer = boxed if row.get("answer") is None else _text(row, "answer", where)
         if not answer:
             raise TaskError(
-                f"{where} has no answer: neither a column 'answer' nor a \\boxed{{}} in its solution; add one"
+                f"{where} has no answer: neither a column 'answer' nor a \\boxed{{}} in the solution; add "
+                "the column"
             )
         if boxed != answer:
             solution = f"{solution.rstrip()}\nThe answer is \\boxed{{{answer}}}."

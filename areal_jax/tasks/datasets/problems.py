@@ -26,7 +26,7 @@ class Problems:
     """
 
     def __init__(self, folder: Path, split: str) -> None:
-        """`folder`: a prepared data set; `split`: train or test. Raises TaskError if it cannot be read."""
+        """`folder`: a prepared data set; `split`: train or test. Raises TaskError if reading fails."""
         self._folder = folder
         self._split = split
         _ = self._source  # a damaged folder fails now, not at the first prompt
@@ -36,7 +36,7 @@ class Problems:
 
     def __getitem__(self, i: int) -> dict[str, str]:
         if not 0 <= i < len(self):
-            raise IndexError(f"there is no problem {i}: the data set has {len(self)}")
+            raise IndexError(f"there is no problem {i}: the data set has {len(self)}, numbered from 0")
         row = self._source[i]
         return {name: row[name].decode() for name in _builders().COLUMNS}
 
@@ -108,7 +108,7 @@ def _files(name: str, folder: Path, split: str) -> list[Path]:
 
 
 def _prepared(config: Any, root: Path) -> Path:
-    """Returns the folder below `root` of the prepared data set; prepares the data set if that is missing.
+    """Returns the folder below `root` of the prepared data set; prepares a data set that is missing.
 
     `config`: the data set, a builders.Files. The data set is built in a temporary folder, which is then
     renamed, so the folder is complete or absent even if several processes build it at once.
@@ -128,18 +128,21 @@ def _prepared(config: Any, root: Path) -> Path:
         if folder.is_dir():  # another process was first; its folder has the same digest
             return folder
         raise TaskError(
-            f"the data set {config.name} cannot be prepared in {root}: {error}; check its "
-            f"permissions and space"
+            f"the data set {config.name} cannot be prepared in {root}: {error}; check "
+            "that folder's permissions and free space"
         ) from error
     return folder
 
 
 def _reach(url: str) -> None:
-    """Raises TaskError if `url` does not open within 15 s; tensorflow-datasets would retry for minutes."""
+    """Raises TaskError if `url` does not open within 15 s.
+
+    Without this check, tensorflow-datasets would retry the download for minutes.
+    """
     try:
         urllib.request.urlopen(url, timeout=_REACH_S).close()
     except OSError as error:
-        raise TaskError(f"{url} cannot be downloaded: {error}") from error
+        raise TaskError(f"{url} cannot be downloaded: {error}; check the network") from error
 
 
 def _builders() -> Any:

@@ -23,7 +23,7 @@ class ReasoningGym(Task):
     """One of reasoning-gym's procedural data sets, by name (dataset=chain_sum), with its own score.
 
     The reward is the data set's score of the answer, from 0 to 1. The answer is the content of the
-    completion's last <answer>...</answer>, or its last line if it has no such tag. Item i is generated with
+    completion's last <answer>...</answer>, or the last line if there is no such tag. Item i is generated with
     the seed `seed` + i; the test split uses other seeds than the training split. A data set with few distinct
     problems may still have the same problem in both splits.
     """
@@ -67,7 +67,7 @@ class ReasoningGym(Task):
 
     def __getitem__(self, i: int) -> Prompt:
         if not 0 <= i < self._size:
-            raise IndexError(f"there is no prompt {i}: the task has {self._size}")
+            raise IndexError(f"there is no prompt {i}: the task has {self._size}, numbered from 0")
         entry = self._dataset()[i]
         return self._chat.prompt(entry["question"], entry)
 
@@ -112,7 +112,9 @@ class ReasoningGym(Task):
         try:
             return library.create_dataset(self._name, **self._settings, **self._seeds)
         except (AssertionError, TypeError, ValueError) as error:
-            raise TaskError(f"dataset={self._name} cannot be made with {self._settings}: {error}") from error
+            raise TaskError(
+                f"dataset={self._name} cannot be made with {self._settings}: {error}; correct the settings"
+            ) from error
 
 
 def find_answer(text: str) -> str:

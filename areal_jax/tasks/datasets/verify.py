@@ -23,7 +23,7 @@ from areal_jax.tasks.errors import TaskError, import_extra
 TAIL_CHARS = 4_000
 ANSWER_CHARS = 300
 TIMEOUT_S = 5
-"""Limit, in seconds, for parsing an answer and for comparing two; `verify_math` tells its exceptions."""
+"""Time limit, in seconds, for parsing one answer and for comparing two answers (see `verify_math`)."""
 
 _NOTE_CHARS = 60
 _BOXED = re.compile(r"\\boxed\s*\{")
@@ -57,7 +57,7 @@ def verify_math(text: str, gold: str) -> tuple[bool, str]:
 
 
 def find_answer(text: str) -> str | None:
-    r"""Returns the answer that a text marks by \boxed{}, "####" or "answer is"; None if it marks none.
+    r"""Returns the answer that a text marks by \boxed{}, "####" or "answer is"; None without such a mark.
 
     If the text has several kinds of marks, the one listed first here counts; of several marks of that kind,
     the last. A boxed answer is returned with \boxed{} around it.
@@ -74,7 +74,7 @@ def find_answer(text: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Returns the content of the last \boxed{...} with closed braces; None if there is none."""
+    r"""Returns the content of the last \boxed{...} with closed braces; None if the text has no such box."""
     for start in reversed([match.end() for match in _BOXED.finditer(text)]):
         depth = 1
         for place in range(start, len(text)):
@@ -113,7 +113,7 @@ def _read_gold(gold: str) -> tuple[Any, ...]:
 
 
 def _read(answer: str) -> list[Any]:
-    """Returns what math-verify parses from an answer: the value and its text; an empty list if nothing.
+    """Returns what math-verify parses from an answer, the value and its text; [] if it finds nothing.
 
     Raises VerifierError if parsing takes longer than TIMEOUT_S.
     """
@@ -124,7 +124,9 @@ def _read(answer: str) -> list[Any]:
     try:
         return library.parse(answer, parsing_timeout=_timeout_s(), raise_on_error=True)
     except library.errors.TimeoutException as error:
-        raise VerifierError(f"parsing {answer[-_NOTE_CHARS:]!r} took longer than {TIMEOUT_S} s") from error
+        raise VerifierError(
+            f"parsing {answer[-_NOTE_CHARS:]!r} took longer than {TIMEOUT_S} s; the group gets no reward"
+        ) from error
 
 
 def _is_same(wanted: tuple[Any, ...], found: list[Any]) -> bool:
@@ -133,7 +135,8 @@ def _is_same(wanted: tuple[Any, ...], found: list[Any]) -> bool:
         return library.verify(list(wanted), found, timeout_seconds=_timeout_s(), raise_on_error=True)
     except library.errors.TimeoutException as error:
         raise VerifierError(
-            f"comparing the answer with {_written(list(wanted))!r:.80} took longer than {TIMEOUT_S} s"
+            f"comparing the answer with {_written(list(wanted))!r:.80} took longer than {TIMEOUT_S} s; "
+            "the group gets no reward"
         ) from error
 
 

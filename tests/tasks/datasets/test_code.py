@@ -283,7 +283,7 @@ def test_a_file_is_found_by_split_and_the_task_by_name(tmp_path: Path):
         ({}, "has no keys; its keys must be"),
         ({"stdin": ["1"]}, "has stdin; its keys must be"),
         ({"stdin": ["1"], "stdout": []}, r"stdout is \[\], but must be a list"),
-        ({"stdin": ["1"], "stdout": ["1", "2"]}, "has 1 stdin and 2 stdout; give one of each"),
+        ({"stdin": ["1"], "stdout": ["1", "2"]}, "1 stdin and 2 stdout; give each list one entry"),
         ({"stdin": [1], "stdout": ["1"]}, "contains 1 where text is required"),
         ({"asserts": "assert f()"}, "asserts is 'assert f()"),
         ({"function": "f", "inputs": [1], "outputs": [1]}, "an entry of inputs is 1, but must be the list"),
