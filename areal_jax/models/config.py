@@ -12,15 +12,16 @@ from areal_jax.plugin import did_you_mean
 from areal_jax.types import ArealError
 
 PROJECTIONS = ("q", "k", "v", "out", "gate", "up", "down")
-"""Names of the matrices of a block; each matrix can have an adapter."""
+"""Names of the weight matrices of a transformer block; each of them can have a LoRA adapter."""
 
 
 @dataclass(frozen=True)
 class Lora:
-    """Adapters of rank `rank`, scaled by alpha / rank: LoRA, Hu et al. (arXiv:2106.09685).
+    """Settings of LoRA adapters, low-rank matrices that are added to projections (arXiv:2106.09685).
 
-    The regular expression `targets` selects the projections: it must match their names in full. Raises
-    ArealError if it matches none.
+    An adapter adds alpha / rank times a product of two matrices, with inner dimension `rank`. A projection
+    has an adapter if the regular expression `targets` matches the projection's full name. Raises ArealError
+    if `targets` matches no name in PROJECTIONS.
     """
 
     rank: int
@@ -67,13 +68,13 @@ class ModelConfig:
     dtype: str = "float32"
     """dtype of the operands of matrix products, which accumulate in float32."""
     lora: Lora | None = None
-    """Adapters of the projections, the trained leaves; None for a model without adapters."""
+    """LoRA adapters of the projections; None: the model has no adapters."""
     quantize: str = "none"  # none | int8 | int4 | nf4
     """How the blocks' projections are stored. Quantised projections (any value but none) are not trained."""
     numerics: str = "bounded"  # bounded | exact
-    """exact: generator and trainer compute bit-identical log-probs (`models.exact`)."""
+    """exact: generator and trainer compute bit-identical log-probs (`models.exact`); bounded: only close."""
     params_dtype: str = "float32"
-    """dtype in which parameters are published; every forward pass rounds its float32 parameters to it."""
+    """dtype in which parameters are published; every forward pass rounds float32 parameters to this dtype."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "layers", "width", "heads", "kv_heads", "head_dim", "mlp_width"):
@@ -119,8 +120,8 @@ NO_SIZES = {"dtype", "rope_scaling", "lora", "quantize", "numerics", "params_dty
 def model_config(shape: str, vocab_size: int, dtype: str = "float32", /, **overrides: Any) -> ModelConfig:
     """Returns the config of the built-in model size `shape`, with the fields in `overrides` replaced.
 
-    The vocabulary has at least `vocab_size` ids; `dtype` is that of the operands of matrix products. Raises
-    ArealError if `shape` or a key of `overrides` is unknown, or if a size is invalid.
+    `vocab_size`: fewest ids of the model's vocabulary. `dtype`: dtype of the operands of matrix products.
+    Raises ArealError if `shape` or a key of `overrides` is unknown, or if a size is invalid.
     """
     if shape not in SHAPES:
         hint = did_you_mean(shape, SHAPES, f"choose one of: {', '.join(SHAPES)}")

@@ -1,13 +1,14 @@
 """`numerics: exact`: the generator's and the trainer's log-probs are equal in every bit.
 
-XLA chooses the order of a sum by shapes and by the operations that it fuses, so equal mathematics does not
-give equal bits; equal programs do. Here the forward pass computes everything in tiles of TILE tokens, by the
-body of one loop with optimisation barriers around its inputs and outputs. Prefill, decode, the prefill after
-a change of weights and the trainer's packed forward differ in the number of tiles and in where keys are
-stored, never in a tile's program. The number of tiles is computed at run time: XLA would inline a loop with a
-constant count of 1 and fuse it with the code around it. Gradients are those of the computation without tiles,
-called bounded here. Shapes: n rows (tokens), B x T of packed rows or N slots x C tokens; H query heads, K kv
-heads, h head dimension.
+XLA chooses the order of a sum by the arrays' shapes and by the operations that it fuses, so two programs with
+the same formula may give different bits. Here the forward pass therefore computes in tiles of TILE tokens: a
+loop over the tiles runs the same program on each. Optimisation barriers around the loop body's inputs and
+outputs keep XLA from fusing the body with other code. Prefill, decode, the prefill after a change of weights
+and the trainer's packed forward pass differ only in the number of tiles and in where keys are stored. The
+number of tiles is computed at run time, because XLA would inline a loop with a constant count of 1.
+
+Gradients come from the computation without tiles, which is called bounded here. Shapes: n rows (tokens), B x
+T of packed rows or N slots x C tokens; H query heads, K kv heads, h head dimension.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from areal_jax.types import Batch
 TILE = 8
 """Rows (tokens) per tile: enough for fast bfloat16 products on a CPU."""
 KV_BLOCK = 32
-"""Keys that a row attends to per step, counted from its sample's first token on."""
+"""Keys that a row attends to per step; the first block begins at the first token of the row's sample."""
 
 MATRICES = frozenset((*PROJECTIONS, *(f"{name}_lora" for name in PROJECTIONS)))
 
@@ -43,8 +44,8 @@ MATRICES = frozenset((*PROJECTIONS, *(f"{name}_lora" for name in PROJECTIONS)))
 def in_tiles(f: Callable[..., Any], *rows: Any, is_live: Bool[Array, " n"] | None = None) -> Any:
     """Returns `f(*rows)`, computed TILE rows at a time; `rows` are trees of arrays with n as the first axis.
 
-    Row i of the result of `f` must depend only on row i of its arguments. `is_live`: mask of the rows that
-    count (None: all); a tile without one is not computed, and its results are 0.
+    Row i of the result of `f` must depend only on row i of `rows`. `is_live`: mask of the rows that have to
+    be computed (None: all). A tile without a live row is skipped; the results of its rows are 0.
     """
     count = len(jax.tree.leaves(rows)[0])
     tiles = -(-count // TILE)
@@ -78,7 +79,7 @@ def in_tiles(f: Callable[..., Any], *rows: Any, is_live: Bool[Array, " n"] | Non
 def _bits(x: Array) -> Array:
     """Returns a bfloat16 array as its bits (uint16), any other array unchanged.
 
-    Writing into a bfloat16 array is slow on a CPU: it casts the whole array to float32 and back.
+    Writing into a bfloat16 array is slow on a CPU, because XLA casts the whole array to float32 and back.
     """
     return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
 
@@ -89,7 +90,7 @@ def _bits(x: Array) -> Array:
 def rounded(x: Float[Array, "..."], dtype: str) -> Float[Array, "..."]:
     """Returns float32 `x` rounded to values of `dtype`, still as float32; returns any other `x` unchanged.
 
-    A cast to `dtype` and back would not do: XLA may remove it.
+    A cast to `dtype` and back is no substitute, because XLA may remove both casts.
     """
     if dtype == "float32" or x.dtype != jnp.float32:
         return x
@@ -99,7 +100,7 @@ def rounded(x: Float[Array, "..."], dtype: str) -> Float[Array, "..."]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def as_published(params: Any, dtype: str) -> Any:
-    """Returns the parameters rounded to `dtype`, as generators get them; gradients pass through unchanged."""
+    """Returns the parameters rounded to `dtype`, in which they are published; gradients pass unchanged."""
     return jax.tree.map(lambda leaf: rounded(leaf, dtype), params)
 
 
@@ -111,7 +112,7 @@ as_published.defvjp(
 def with_matrices_in(params: Any, dtype: str) -> Any:
     """Returns a layer's parameters with float32 projections and adapters cast to `dtype`.
 
-    They are cast here once, instead of once per tile.
+    The cast is made here once per layer, instead of once per tile.
     """
 
     def one(path: Any, leaf: Array) -> Array:
@@ -127,15 +128,15 @@ def with_matrices_in(params: Any, dtype: str) -> Any:
 
 
 class ExactPackedAttention(struct.PyTreeNode):
-    """`PackedAttention` for exact numerics: in tiles of TILE queries, KV_BLOCK keys per step, in order."""
+    """`PackedAttention` with exact numerics: tiles of TILE queries read KV_BLOCK keys per step, in order."""
 
     bounded: PackedAttention
-    """The attention from which gradients are computed."""
+    """The same attention without tiles, from which gradients are computed."""
     positions: Int[Array, "B T"]
     own: Int[Array, "B T"]
-    """Index, among all B T tokens, that the sample's first token would have if all were in its segment."""
+    """The segment's token at position p of its sample has index `own` + p among all B T tokens."""
     shared: Int[Array, "B T"]
-    """Number of the sample's tokens in another segment, its group's shared prompt; 0 without one."""
+    """Number of tokens in the shared prompt, a segment of its own that the sample begins with; 0: none."""
     context: Int[Array, "B T"]
     """Index, among all B T tokens, of the shared prompt's first token; 0 without a shared prompt."""
 
@@ -143,9 +144,10 @@ class ExactPackedAttention(struct.PyTreeNode):
     def of(
         cls, bounded: PackedAttention, positions: Int[Array, "B T"], previous: Int[Array, "B T"] | None
     ) -> ExactPackedAttention:
-        """Returns the exact form of `bounded`.
+        """Returns the attention that computes `bounded` with exact numerics.
 
-        `previous`, the column of each token's predecessor in its sample, may be None if no prompt is shared.
+        `positions`: each token's position in its sample. `previous`: column of the token before it in the
+        sample; may be None if no prompt is shared.
         """
         rows, length = positions.shape
         columns = jnp.arange(length)[None]
@@ -153,7 +155,7 @@ class ExactPackedAttention(struct.PyTreeNode):
         own, none = row + columns - positions, jnp.zeros_like(positions)
         if bounded.context_ids is None:
             return cls(bounded, positions, own, none, none)
-        assert previous is not None, "rows with shared prompts need `previous`, each token's predecessor"
+        assert previous is not None, "a batch with shared prompts has previous=None; pass Batch.previous"
         ids = bounded.segment_ids
         is_first = ids != jnp.pad(ids[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
         first = jax.lax.cummax(jnp.where(is_first, columns, 0), axis=1)
@@ -178,7 +180,7 @@ class ExactPackedAttention(struct.PyTreeNode):
 
 
 class ExactPagedAttention(PagedAttention):
-    """`PagedAttention` for exact numerics: in tiles of TILE queries, KV_BLOCK keys per step; no kernel."""
+    """`PagedAttention` with exact numerics: tiles of TILE queries read KV_BLOCK keys per step; no kernel."""
 
     def rows(self, f: Callable[..., Any], *args: Any) -> Any:
         return _by_rows(f, args, self.is_written)
@@ -218,10 +220,11 @@ def _attend(
     positions: Array,
     place: Any,
 ) -> Float[Array, "1 n H h"]:
-    """Returns the causal attention of one tile of n rows in float32.
+    """Returns the causal attention output, float32, of one tile of n queries `q` at `positions`.
 
-    `fetch(place, seen)` returns the keys and values, (n, KV_BLOCK, K, h), at the positions `seen` of each
-    row's sample; `place` says where they are stored. Keys after a row's position change no bit of its output.
+    `fetch(place, seen)` returns the keys and values, (n, KV_BLOCK, K, h) each, at the positions `seen` of
+    each query's sample; `place` tells where the samples' keys are stored. Keys at later positions than a
+    query's change no bit of the query's output.
     """
     rows, heads, head_dim = q.shape[1:]
     positions, place = positions[0], jax.tree.map(lambda x: x[0], place)
@@ -253,8 +256,8 @@ def packed_attention(
 ) -> Attention:
     """Returns the attention over a batch's packed rows, exact or bounded as `config.numerics` says.
 
-    `kernel` computes it (None: JAX code), with exact numerics only in the backward pass. `mesh`: the
-    trainer's; each device computes its own rows. None: XLA chooses the split.
+    `kernel`: the attention kernel to use (None: JAX code); with exact numerics only the backward pass uses
+    it. `mesh`: the trainer's mesh, on which each device computes its own rows; None: XLA chooses the split.
     """
     bounded = PackedAttention(batch.segment_ids, batch.context_ids, kernel, mesh)
     if config.numerics == "bounded":
@@ -271,9 +274,9 @@ def paged_attention(
 ) -> Attention:
     """Returns the attention over pages of KV, exact or bounded as `config.numerics` says.
 
-    `table`: page numbers of each slot. `positions`: of the tokens in their samples. `is_written`: False for
-    padding tokens. `kernel` computes calls with one token per slot (None: JAX code); exact numerics ignore
-    it.
+    `table`: page numbers of each slot. `positions`: each token's position in its sample. `is_written`: False
+    for padding tokens. `kernel`: computes calls with one token per slot (None: JAX code does); unused with
+    exact numerics.
     """
     if config.numerics == "exact":
         return ExactPagedAttention(table, positions, is_written)
@@ -290,10 +293,11 @@ def rows_of(attend: Attention) -> Callable[..., Any]:
 
 
 def as_attended(run: Callable[..., Any], attend: Attention, fixed: Any, inputs: Any) -> Any:
-    """Returns `run(attend, fixed, inputs)`.
+    """Returns `run(attend, fixed, inputs)`, with a gradient that is computed without tiles.
 
-    If `attend` is exact attention over packed rows, the gradient with respect to `inputs` is instead that of
-    `run(attend.bounded, fixed, inputs)`, which computes without tiles.
+    If `attend` is exact attention over packed rows, the gradient with respect to `inputs` is the gradient of
+    `run(attend.bounded, fixed, inputs)`, and `fixed` has none. Any other `attend` computes without tiles, or
+    needs no gradient.
     """
     if not isinstance(attend, ExactPackedAttention):
         return run(attend, fixed, inputs)
@@ -310,9 +314,10 @@ def _keep_arguments(run: Any, attend: Any, fixed: Any, inputs: Any) -> tuple[Any
 
 
 def _slopes_of_bounded(run: Any, kept: Any, slope: Any) -> tuple[None, None, Any]:
-    """Returns the gradients with respect to `attend`, `fixed` (none) and `inputs`.
+    """Returns (None, None, gradient with respect to `inputs`) of the computation without tiles.
 
-    The forward pass stores only its arguments; from them this computes the bounded form and its gradient.
+    `kept`: the arguments of the forward pass, which stores nothing else, so the computation is run again
+    here. `slope`: the gradient with respect to its result.
     """
     attend, fixed, inputs = kept
     return None, None, jax.vjp(partial(run, attend.bounded, fixed), inputs)[1](slope)[0]

@@ -19,15 +19,16 @@ LARGEST = 3e38
 
 
 class KVPages(struct.PyTreeNode):
-    """The keys and values of all layers, in pages. Page 0 is scratch: padding tokens are written there.
+    """The keys and values of all layers, in pages of `page_tokens` tokens.
 
-    On a CPU bfloat16 is stored as its bits, which are copied without a cast. int8 codes have one scale per
-    token and kv head. A token with a non-finite value vector is stored with value 0 and key NaN: the output
-    of a query that sees the token is NaN; to a query that masks it the token adds weight 0 times value 0.
+    Page 0 is scratch: padding tokens are written there. On a CPU bfloat16 numbers are stored as their bits
+    (uint16), because XLA casts a whole bfloat16 array when it writes into the array. int8 codes have one
+    scale per token and kv head. A token with a non-finite value vector is stored with value 0 and key NaN:
+    the output of a query that attends to the token is NaN; a query that masks the token is not affected.
     """
 
     k: Array
-    """(L, P, K, page, h): float32, bfloat16 (on a CPU uint16, its bits) or int8."""
+    """(L, P, K, page_tokens, h): float32, bfloat16 (on a CPU uint16, the bits of bfloat16) or int8."""
     v: Array
     k_scale: Float[Array, "L P K page 1"] | None = None
     v_scale: Float[Array, "L P K page 1"] | None = None
@@ -36,7 +37,7 @@ class KVPages(struct.PyTreeNode):
     def zeros(
         cls, layers: int, pages: int, page_tokens: int, kv_heads: int, head_dim: int, dtype: str
     ) -> KVPages:
-        """Returns `pages` pages of zeros, and the scratch page 0; `dtype` is float32, bfloat16 or int8."""
+        """Returns `pages` pages of zeros and the scratch page 0; `dtype` is float32, bfloat16 or int8."""
         shape = (layers, pages + 1, kv_heads, page_tokens, head_dim)
         held = jnp.uint16 if dtype == "bfloat16" and jax.default_backend() == "cpu" else dtype
         scales = [jnp.zeros((*shape[:-1], 1)) for _ in range(2)] if dtype == "int8" else [None, None]
@@ -49,9 +50,9 @@ class KVPages(struct.PyTreeNode):
     def written(
         self, layer: Any, page: Int[Array, "N C"], place: Int[Array, "N C"], k: Any, v: Any
     ) -> KVPages:
-        """Returns the pages after writing each token's k and v, (N, C, K, h), to a layer.
+        """Returns the pages with the keys `k` and values `v`, (N, C, K, h), written into layer `layer`.
 
-        A token goes to entry `place` of page number `page`.
+        Each token is written to index `place` within page number `page`.
         """
         # All leading axes are indexed: with heads as a slice between them, XLA:GPU may transpose the whole
         # pool to move them to the front.
@@ -68,7 +69,7 @@ class KVPages(struct.PyTreeNode):
 
 
 def _held(x: Float[Array, "... h"], dtype: Any) -> tuple[Array, Array | None]:
-    """Returns `x` in the form that pages of `dtype` store, and the scale of int8 codes, else None."""
+    """Returns (`x` in the form that pages of `dtype` store, its scale); the scale is None unless int8."""
     if dtype == jnp.uint16:
         return jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16), None
     if dtype != jnp.int8:

@@ -18,7 +18,7 @@ SUFFIX = "_lora"
 
 
 def leaves_of(params: Any, sep: str | None = None) -> dict[Any, Any]:
-    """Returns the leaves by path: a tuple of names, or with `sep` the names joined by it."""
+    """Returns path -> leaf; a path is a tuple of names or, if `sep` is given, the names joined by `sep`."""
     return flatten_dict(params, sep=sep)
 
 

@@ -1,4 +1,4 @@
-"""A model: a static graph definition, kept apart from its parameters, which are a plain tree of arrays."""
+"""A model without its parameters: pure functions that take the parameters, a tree of arrays, as argument."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Params = Any
 """Nested dict of arrays; layers are stacked along axis 0 of every leaf under `blocks`.
 
 On a CPU `generation.device_layout` converts the tree for decoding: `blocks` is then a tuple of layers,
-matrices are `FeatureMajor`, and `head` is such a matrix even if the LM head is tied to the embedding.
+matrices are `FeatureMajor`, and the LM head's matrix is stored as `head`, even if the model is tied.
 """
 
 
@@ -50,7 +50,7 @@ class Model:
 
     @cached_property
     def logical_axes(self) -> Params:
-        """Logical axis names of the parameters: a tree with a PartitionSpec per leaf."""
+        """Names of each parameter's axes (embed, mlp, ...): a tree with a PartitionSpec per leaf."""
         return nnx.to_pure_dict(nnx.get_partition_spec(self._abstract[1]))
 
     @property
@@ -61,7 +61,7 @@ class Model:
 
     @cached_property
     def base(self) -> Model:
-        """The same model without quantisation and adapters, the form of pretrained and merged parameters."""
+        """This model without quantisation and adapters: the model of pretrained and of merged parameters."""
         plain = dataclasses.replace(self.config, lora=None, quantize="none")
         return self if plain == self.config else Model(plain, self.tokenizer)
 
@@ -72,10 +72,11 @@ class Model:
         return self.from_base(self.base.init(seed), seed)
 
     def from_base(self, params: Params, seed: int) -> Params:
-        """Returns this model's parameters, computed from `params`, those of `base`.
+        """Returns this model's parameters, computed from `params`, the parameters of the model `base`.
 
-        Matrices are quantised and adapters added as the config says. An adapter is random, from `seed`, but
-        at first does not change its matrix. All other leaves are the given arrays, not copies.
+        Matrices are quantised and adapters added as the config says. Adapters are drawn from `seed`, but do
+        not change the model's outputs until they are trained. All other leaves are the arrays in `params`,
+        not copies.
         """
         if self.config.quantize != "none":
             params = quantize_tree(params, self.config.quantize)
@@ -88,7 +89,7 @@ class Model:
         return adapters_of(self._random(key))
 
     def merged(self, params: Params) -> Params:
-        """Returns float32 parameters of `base`; W with an adapter (a, b) becomes W + (alpha / rank) a b."""
+        """Returns float32 parameters of `base`: a matrix W with adapter (a, b) is W + (alpha / rank) a b."""
         lora, params = self.config.lora, dequantize_tree(params, self.config.quantize)
         return params if lora is None else merge_adapters(params, lora.scale)
 
@@ -111,7 +112,7 @@ class Model:
     ) -> tuple[Float[Array, "B T D"], Any]:
         """Returns the hidden states after the last norm, and the cache with these tokens' KV added.
 
-        `cache` is what `attend` takes: KVPages for paged attention, None for packed rows.
+        `cache`: KVPages if `attend` is paged attention, None if it is attention over packed rows.
         """
         chex.assert_rank(tokens, 2)
         chex.assert_equal_shape([tokens, positions])
@@ -129,27 +130,30 @@ class Model:
         return self.head_by_rows(self.head_weight(params), hidden)
 
     def head_by_rows(self, weight: Array, hidden: Float[Array, "n D"]) -> Float[Array, "n V"]:
-        """Returns `head(weight, hidden)`; with exact numerics computed by `in_tiles`, without a gradient."""
+        """Returns `head(weight, hidden)`; with exact numerics computed in tiles and without a gradient."""
         if self.config.numerics == "bounded":
             return self.head(weight, hidden)
         weight = rounded(weight, self.config.dtype).astype(self.config.dtype)  # once for all tiles
         return in_tiles(partial(self.head, weight), hidden)
 
     def head_weight(self, params: Params) -> Array:
-        """Returns the LM head's matrix: the embedding (V, D) if the head is tied to it, else (D, V)."""
+        """Returns the LM head's matrix, rounded to `params_dtype`.
+
+        If the head is tied to the embedding, this is the embedding, (V, D); else the matrix is (D, V).
+        """
         return as_published(params["head" if "head" in params else "embedding"], self.config.params_dtype)
 
     def in_rows(self, f: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns `f`; with exact numerics, a form that is computed by `in_tiles` and has no gradient.
+        """Returns `f`; with exact numerics, a function that computes `f` in tiles and has no gradient.
 
-        Row i of the result of `f` may depend only on row i of its arguments.
+        Row i of the result of `f` may depend only on row i of its arguments (`exact.in_tiles`).
         """
         return f if self.config.numerics == "bounded" else partial(in_tiles, f)
 
     def head(self, weight: Array, hidden: Float[Array, "n D"]) -> Float[Array, "n V"]:
-        """Returns the float32 logits of hidden states, for the LM head's matrix `head_weight(params)`.
+        """Returns the float32 logits of hidden states; ids beyond the tokenizer's vocabulary get -inf.
 
-        Ids beyond the tokenizer's vocabulary get -inf.
+        `weight`: the LM head's matrix, as `head_weight` returns it.
         """
         dtype = self.config.dtype
         if not self.config.is_tied or isinstance(weight, FeatureMajor):
@@ -163,7 +167,7 @@ class Model:
         return jnp.where(jnp.arange(self.config.vocab_size) < known, logits, -jnp.inf)
 
     def kv_pages(self, pages: int, page_tokens: int, dtype: str) -> KVPages:
-        """Returns `pages` pages of `page_tokens` tokens, all zeros, and the scratch page.
+        """Returns KV pages of zeros: the scratch page 0 and `pages` pages, of `page_tokens` tokens each.
 
         Raises ArealError if numerics are exact and `dtype` would round keys or values.
         """

@@ -4,8 +4,8 @@ A matrix W (L, I..., O...) of L layers, with input axes I and output axes O, bec
 one scale for each output and each tile of inputs, so that W is about codes x scale. nf4's 16 values are the
 quantiles of a normal distribution (QLoRA, Dettmers et al., arXiv:2305.14314). A byte stores two codes of 4
 bits, which are neighbours along the last axis. Scales are rounded to bfloat16, so that publishing weights in
-bfloat16 does not change them; this adds an error of at most a quarter of a step of int8 codes, and a
-negligible one for the others.
+bfloat16 does not change the scales. The rounding adds an error of at most a quarter of the distance between
+two codes for int8, and a negligible error for int4 and nf4.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from areal_jax.plugin import needing
 
 CODES, SCALE = "codes", "scale"
 TILE = 64
-"""Most inputs per tile; a tile has gcd(TILE, size of the last input axis) inputs, which share a scale."""
+"""Upper limit of a tile's inputs, which share a scale: a tile has gcd(TILE, size of the last input axis)."""
 
 
 def inputs_of(name: str) -> int:
@@ -34,8 +34,8 @@ def inputs_of(name: str) -> int:
 def quantized(matrix: Float[Array, "L ..."], kind: str, inputs: int) -> dict[str, Array]:
     """Returns {"codes", "scale"} of a projection's matrices in all layers.
 
-    `kind`: int8, int4 or nf4. `inputs`: the number of axes, after that of the layers, that are input axes
-    (`inputs_of`).
+    `kind`: int8, int4 or nf4. `inputs`: the matrix's number of input axes, which follow the axis of layers
+    (`inputs_of` returns this number).
     """
     qwix = _qwix()
     tile = math.gcd(matrix.shape[inputs], TILE)

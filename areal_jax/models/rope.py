@@ -1,4 +1,4 @@
-"""Rotary frequencies: the geometric series, and the scalings that published models apply to it."""
+"""Frequencies of rotary embeddings: a geometric series, and published models' changes for long contexts."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3.1's scaling: it depends on a frequency's number t of full rotations in the original context.
+    """Llama 3.1's scaling: divides only those frequencies that rotate slowly (arXiv:2407.21783).
 
-    t = original_length * frequency / 2 pi, with original_length in tokens. A frequency with t >= `high_turns`
-    is unchanged, one with t <= `low_turns` is divided by `factor`; in between the two results are mixed
-    linearly in t (Llama team, arXiv:2407.21783; the formula is in the released model code).
+    In the context of pretraining, `original_length` tokens, a frequency makes t = original_length *
+    frequency / 2 pi full rotations. A frequency with t >= `high_turns` is unchanged, a frequency with t <=
+    `low_turns` is divided by `factor`; in between the two results are mixed linearly in t. The formula is
+    in the released model code.
     """
 
     factor: float
@@ -44,8 +45,8 @@ RopeScaling = LinearScaling | Llama3Scaling
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
     """Returns each pair's rotation per position in radians, (head_dim / 2,) float32.
 
-    It is theta^(-2 i / head_dim) for pair i (Su et al., arXiv:2104.09864), changed by `scaling`, if any;
-    computed in float64.
+    The rotation of pair i is theta^(-2 i / head_dim) (Su et al., arXiv:2104.09864), changed by `scaling`
+    unless that is None; it is computed in float64.
     """
     frequencies = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     return (scaling(frequencies) if scaling else frequencies).astype(np.float32)
