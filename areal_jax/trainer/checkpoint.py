@@ -1,8 +1,9 @@
 """Checkpoints of the train state: a run resumes from them bit for bit, on any mesh.
 
-`checkpoints/<version>/` contains every leaf of the TrainState. It is written under a hidden name and renamed
-when it is complete (`weights.staged`). If a checkpoint is damaged, the one before it is used, and the damaged
-one is reported. Checkpoints do not contain the control plane's state, which is computed from the journal.
+`checkpoints/<version>/` contains every leaf of the TrainState. A checkpoint is written under a hidden name
+and renamed when it is complete (`weights.staged`). If the newest checkpoint is damaged, the damage is
+reported and an older checkpoint is used. Checkpoints do not contain the control plane's state, which is
+computed from the journal.
 
 If several processes train as one, each saves its own shards. Any number of processes can restore them.
 """
@@ -23,21 +24,21 @@ from areal_jax.weights.writer import OnFailure, Writer
 
 
 class Restored(NamedTuple):
-    """The result of `restore`: a state, and why newer checkpoints were not used."""
+    """The result of `restore`: a train state, and the reasons why newer checkpoints were not used."""
 
     state: TrainState | None
-    """The state of the newest usable checkpoint; None if there is none."""
+    """The state of the newest undamaged checkpoint; None if no checkpoint is undamaged."""
     refused: tuple[str, ...]
-    """For each newer checkpoint, the reason why it was refused."""
+    """For each checkpoint that is newer than `state`, the damage because of which it was not used."""
 
 
 class Checkpointer(Writer):
-    """Writes checkpoints in a thread, one at a time; `save` returns after copying the state to the host."""
+    """Writes checkpoints in a thread, one at a time; `save` waits only for a copy in host memory."""
 
     def __init__(
         self, folder: Path, restored: int | None = None, on_failure: OnFailure | None = None
     ) -> None:
-        """`restored`: version of the complete checkpoint from which the run resumes; None for a new run.
+        """`restored`: version of the checkpoint from which the run resumes; None for a new run.
 
         If a write fails, `on_failure` is called at once, and the next call of any method raises the error.
         """
@@ -47,13 +48,13 @@ class Checkpointer(Writer):
         folder.mkdir(parents=True, exist_ok=True)
 
     def save(self, state: TrainState, on_commit: Callable[[int], None], deadline_s: float) -> None:
-        """Write `state` in the background; the caller may donate it as soon as this returns.
+        """Write `state` in the background; the caller may donate `state` as soon as this returns.
 
-        First waits up to `deadline_s` seconds for an earlier write; raises its error, or StagedError if it
-        has not ended. Once the checkpoint is complete on disk, the writing thread calls `on_commit(version)`;
-        if several processes train as one, only that of the first does. Does nothing if this version was the
-        last one saved or restored. Overwrites any other checkpoint of this version: it is a damaged one from
-        before a restart, after which the version was trained again.
+        First waits up to `deadline_s` seconds for the previous write; raises that write's error, or
+        StagedError if the write has not ended. Once the checkpoint is complete on disk, the writing thread
+        calls `on_commit(version)`; if several processes train as one, only process 0 does. A state of the
+        version that was saved or restored last is not written again. Any other checkpoint of this version is
+        overwritten: it was damaged, so the run resumed from an older one and trained the version again.
         """
         self.wait(deadline_s)
         version = int(state.version)
@@ -73,9 +74,9 @@ class Checkpointer(Writer):
 def prune(folder: Path, newest: int, keep: int) -> None:
     """Of the checkpoints up to version `newest`, remove all but the `keep` newest ones.
 
-    Newer checkpoints, which `restore` refused as damaged, are neither counted nor removed. Call this only
-    once the journal contains the event CheckpointCommitted of `newest`: until then a resumed run starts from
-    an older checkpoint.
+    Checkpoints newer than `newest`, which `restore` found damaged, are neither counted nor removed. Call this
+    only once the journal contains the event CheckpointCommitted of `newest`: until then a resumed run starts
+    from an older checkpoint.
     """
     before = [version for version in committed(folder) if version < newest]
     staged.remove(folder, before[: max(0, len(before) - keep + 1)])
@@ -84,9 +85,9 @@ def prune(folder: Path, newest: int, keep: int) -> None:
 def discard_newer(folder: Path, than: int) -> list[int]:
     """Remove the checkpoints newer than version `than` and return their versions.
 
-    Call it on a resume, with the journal's last version. A newer checkpoint exists if the run was killed
-    between writing it and journaling the batch's event; the resumed run trains that version again, maybe on
-    other samples.
+    Call this when a run resumes, with the journal's last version. A newer checkpoint exists if the run was
+    killed after writing the checkpoint and before journaling the batch's event. The resumed run trains that
+    version again, maybe on other samples.
     """
     void = [version for version in committed(folder) if version > than]
     staged.remove(folder, void)
@@ -94,10 +95,10 @@ def discard_newer(folder: Path, than: int) -> list[int]:
 
 
 def restore(folder: Path, like: TrainState) -> Restored:
-    """Returns the newest undamaged checkpoint, and the reasons why newer ones were refused.
+    """Returns the state of the newest undamaged checkpoint, and the reasons why newer ones were not used.
 
     A checkpoint is damaged if it differs from its manifest, a list of its files, leaves and checksums. The
-    result's state is None if there is no other. `like`: a tree of jax.ShapeDtypeStruct with the shardings of
+    state is None if no checkpoint is undamaged. `like`: a tree of jax.ShapeDtypeStruct with the shardings of
     the restored state (`Learner.abstract_state`).
     """
     refused = []
@@ -110,8 +111,9 @@ def restore(folder: Path, like: TrainState) -> Restored:
 
 
 def restore_params(path: Path, like: Params) -> Params:
-    """Returns only the parameters of the checkpoint `path`; `like` describes them as in `restore`.
+    """Returns only the parameters of the checkpoint in the folder `path`.
 
-    Raises StagedError if the checkpoint is damaged, or is pruned while it is read.
+    `like`: the parameters as a tree of jax.ShapeDtypeStruct with shardings. Raises StagedError if the
+    checkpoint is damaged, or is pruned while it is read.
     """
     return staged.read(path, {"params": like}, is_part=True)["params"]

@@ -1,7 +1,7 @@
 """A learner's jitted programs: the shapes for which each was compiled, and the memory that each needs.
 
-A run needs few shapes, all known before its first step. A program that is called with another shape reports
-it, because each compilation takes seconds during which nothing is trained.
+A run needs few shapes. A program reports every call with shapes that no earlier call had, because each
+compilation takes seconds during which nothing is trained.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ class Compiled(NamedTuple):
 
     program: str
     shapes: tuple[str, ...]
-    """The new shapes, each in the form "micro.tokens int32[8,256]"."""
+    """Argument leaves with shapes that no earlier call had, such as "[1].tokens int32[8, 256]"."""
 
 
 class Forecast(NamedTuple):
-    """Forecast of the memory that a training step needs on one device, in bytes."""
+    """Forecast of the bytes of memory that an update needs on one device."""
 
     resident: int
-    """Bytes of the arrays that stay in memory during all programs of the step."""
+    """Bytes of the arrays that stay in memory during all programs of the update."""
     needs: Mapping[str, int]
     """Bytes that each program, by name, needs in addition to `resident`."""
 
@@ -40,10 +40,10 @@ class Forecast(NamedTuple):
 
 
 class Program:
-    """`jax.jit(function, **options)`, which calls `report` at each call with argument shapes new to it.
+    """A jitted function that calls `report` when its arguments have shapes that no earlier call had.
 
-    A program is called like `function`; `options` (donation, shardings) are those of jax.jit. `name`
-    identifies it in reports.
+    A program is called like `function`; `options` (donation, shardings) are passed to jax.jit. `name`
+    identifies the program in reports.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class Program:
         return self._jitted(*args)
 
     def lower(self, *args: Any) -> Any:
-        """Returns the jitted function lowered (jax.stages.Lowered) for arrays or jax.ShapeDtypeStruct."""
+        """Returns the function lowered (jax.stages.Lowered) for `args`, arrays or jax.ShapeDtypeStruct."""
         return self._jitted.lower(*args)
 
     def beyond_arguments(self, *args: Any) -> int:
-        """Compiles the program for `args`; returns the bytes it needs on one device besides its arguments.
+        """Compiles the program for `args`; returns the bytes needed on one device besides the arguments.
 
         `args` are arrays or jax.ShapeDtypeStruct. Returns 0 if the backend does not report memory.
         """

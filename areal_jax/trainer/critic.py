@@ -1,9 +1,9 @@
-"""The critic: a separate transformer, or a head on the policy's trunk.
+"""The critic, which estimates values: a separate transformer, or a head on the policy's hidden states.
 
-Its parameters, `TrainState.critic`, have an optimiser state of their own. They are {"head"}, and for a
-separate transformer also {"trunk"}. Initially the trunk is a copy of the policy's, and the head is 0, so
-every value is 0 until the first update. If only some of the policy's leaves are trained, "trunk" contains
-only those; the others are read from the policy.
+The critic's parameters, `TrainState.critic`, are {"head"}, and for a separate transformer also {"trunk"};
+they have an optimiser state of their own. At version 0 the trunk is a copy of the policy's transformer, and
+the head is 0, so every value is 0 until the first update. If only some of the policy's leaves are trained,
+"trunk" contains only these leaves; the frozen leaves are read from the policy.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from areal_jax.types import Batch
 
 @dataclass(frozen=True)
 class Critic:
-    """The critic of one policy: a function of parameters, which the train state holds."""
+    """The critic of one policy: pure functions of the critic's parameters, which the train state holds."""
 
     policy: Model
     kind: str  # separate | shared
@@ -36,7 +36,7 @@ class Critic:
 
     @cached_property
     def trunk(self) -> Model | None:
-        """The separate critic's transformer, without an LM head; None if the critic uses the policy's."""
+        """The separate critic's transformer, without an LM head; None if the policy's hidden states serve."""
         if self.kind == "shared":
             return None
         # A tied model has no parameters for an LM head; critics are never published, so never rounded.
@@ -45,12 +45,12 @@ class Critic:
 
     @property
     def parameter_count(self) -> int:
-        """Number of trained parameters of the critic, those of the policy not included."""
+        """Number of the critic's own trained parameters, the policy's not included."""
         head = self.policy.config.width + 1
         return head + (0 if self.trunk is None else self.trainable.count(self.trunk))
 
     def first(self, params: Params) -> Params:
-        """Returns the critic's parameters at version 0; the trunk's are copied from the policy's `params`."""
+        """Returns the critic's parameters at version 0; the trunk is copied from the policy's `params`."""
         critic = {"head": self._first_head()}
         if self.trunk is None:
             return critic
@@ -90,10 +90,10 @@ class Critic:
 
 
 def before(after: Float[Array, "B T"], previous: Int[Array, "B T"]) -> Float[Array, "B T"]:
-    """Returns the value of the state before each token: the value after the token that precedes it.
+    """Returns the value of the state before each token, which is the value after the token's predecessor.
 
-    `after` has the value after each token, `previous` the column of the token that precedes it in the sample.
-    The result is 0 for a sample's first token (`previous` -1).
+    `after`: the value after each token. `previous`: the column of each token's predecessor in its sample; -1
+    for a sample's first token, where the result is 0.
     """
     chex.assert_equal_shape([after, previous])
     values = jnp.take_along_axis(after, jnp.maximum(previous, 0), axis=1)

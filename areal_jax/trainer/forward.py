@@ -37,9 +37,7 @@ class Forward:
         self.execution = Execution(remat, rows_over(mesh))
         self.has_entropy_gradient = has_entropy_gradient
         self.kernel = on_mesh(choice, mesh, c.kv_heads)
-        """The first attention kernel that passes its self-test; None: plain JAX code, which computes
-        attention by pairs of blocks.
-        """
+        """The attention kernel, the first that passed its self-test on this device; None: plain JAX code."""
 
     def logp(self, params: Params, micro: Batch) -> Float[Array, "R T"]:
         """Returns the log-probs of the loss tokens under `params`; 0 elsewhere."""
@@ -55,7 +53,7 @@ class Forward:
     def stats(self, params: Params, hidden: Float[Array, "R T D"], micro: Batch) -> TokenStats:
         """Returns each loss token's log-prob and entropy (`TokenStats`), and 0 at other tokens.
 
-        `hidden` is the result of the method `hidden`. Each device computes the statistics of its rows.
+        `hidden`: the hidden states that the method `hidden` returns. Each device computes its own rows.
         """
         mesh, model = self.mesh, self.model
         shards = mesh.shape["data"] * mesh.shape["fsdp"]
@@ -82,9 +80,9 @@ class Forward:
     def _values(
         self, weight: Array, hidden: Array, tokens: Array, temperature: Array, support: Array | None
     ) -> TokenStats:
-        """Returns the statistics of n tokens, computed in tiles as in the generator, for equal bits.
+        """Returns the statistics of n tokens, computed in tiles, so that the bits equal the generator's.
 
-        `weight` is the LM head's, `hidden` (n, D).
+        `weight`: the LM head's matrix. `hidden`: (n, D).
         """
         logits = self.model.head_by_rows(weight, hidden)
         return self.model.in_rows(token_stats)(logits, tokens, temperature, support)

@@ -1,8 +1,9 @@
-"""The gap between proximal and behaviour log-probs, over all loss tokens and by their age.
+"""The gap between proximal and behaviour log-probs, over all loss tokens and by the tokens' age.
 
-At age 0 the gap is the mismatch: trainer and generator computed the log-prob under the same version. At
-greater ages it also contains what the policy learned since the token was sampled. The gap is 0 if the two
-log-probs are equal in every bit, even if both are infinite.
+A token's age is the trainer's version minus the version that sampled the token. At age 0 the gap is only the
+numerical mismatch between trainer and generator, because they used the same version. At greater ages the gap
+also contains what the policy learned since the token was sampled. The gap is 0 if the two log-probs are equal
+in every bit, even if both are infinite.
 
 The sums of micro-batches can be added. |gap| is counted in bins, with edges from 1e-8 to 100 nats that are a
 factor of 10^(1/32) apart, so that quantiles are exact to 3.7 %. Shapes: A age buckets, N bins.
@@ -29,7 +30,7 @@ OLDEST = (0, 1, 2, 3, 4, 8)
 
 PER_DECADE, SMALLEST, LARGEST = 32, -8, 2
 BINS = (LARGEST - SMALLEST) * PER_DECADE + 2
-"""Number of bins, with one for |gap| below the smallest edge and one for |gap| at or above the largest."""
+"""Number of bins, including one for |gap| below the smallest edge and one for |gap| from the largest on."""
 
 
 class Gaps(NamedTuple):
@@ -59,7 +60,7 @@ def gap_sums(
     ages: Int[Array, "B T"],
     mask: Bool[Array, "B T"],
 ) -> Gaps:
-    """Returns the sums over the tokens with `mask` True, from their log-probs and ages in versions."""
+    """Returns the sums over the tokens with `mask` True, from the tokens' log-probs and ages in versions."""
     chex.assert_equal_shape([proximal, behavior, ages, mask])
     chex.assert_type([proximal, behavior, ages, mask], [float, float, int, bool])
     proximal, behavior = keep(proximal, mask), keep(behavior, mask)
@@ -90,7 +91,7 @@ def _bits(x: Float[Array, "..."]) -> Int[Array, "..."]:
 
 
 def gap_figures(gaps: Gaps) -> dict[str, float]:
-    """Returns metrics by name, over all tokens, and again over each age bucket that has tokens.
+    """Returns metrics by name, over all tokens, and the same metrics over each age bucket that has tokens.
 
     A bucket's names end in "/age_<bucket>". The metrics are mean, 99.9th percentile and maximum of |gap| in
     nats, the mean KL estimate, and the number of tokens for which the two log-probs differ in at least one
@@ -106,7 +107,7 @@ def gap_figures(gaps: Gaps) -> dict[str, float]:
 
 
 def _figures(gaps: Gaps) -> dict[str, float]:
-    """Returns the metrics of one bucket, or of all tokens: `gaps` without the axis of ages."""
+    """Returns the metrics of one age bucket, or of all tokens; `gaps` are sums without the axis of ages."""
     tokens = max(float(gaps.counts.sum()), 1.0)
     return {
         "logp_gap_mean": float(gaps.absolute) / tokens,

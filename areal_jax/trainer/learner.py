@@ -1,9 +1,9 @@
-"""`prepare` and `update` of one algorithm: loops over the programs of `learner_programs`.
+"""`prepare` and `update` of one algorithm: loops that call the compiled programs of `learner_programs`.
 
 `prepare` computes log-probs and values by micro-batches, then advantages and weights over the whole batch. In
 `update` each micro-batch adds its gradient (`accumulate`), and each minibatch takes one optimiser step
-(`apply`). Other work that runs between two programs does not change the results. Shapes: R rows of T tokens a
-micro-batch, S sequences.
+(`apply`). Other work that the device does between two programs does not change the results. Shapes: R rows of
+T tokens a micro-batch, S sequences.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from areal_jax.weights.store import dtype_in, wire_copy
 
 
 class Teacher(NamedTuple):
-    """A frozen model for distillation: `prepare` adds the log-probs that it gives the batch's tokens."""
+    """A frozen model for distillation: `prepare` adds the teacher's log-probs of the tokens to the batch."""
 
     model: Model
     load: Callable[[Any], Params]
@@ -50,13 +50,14 @@ class Teacher(NamedTuple):
 
 
 class Learner:
-    """Trains one model by one algorithm on a mesh. The caller owns the state; `update` donates it.
+    """Trains one model by one algorithm on a mesh. The caller holds the train state; `update` donates it.
 
-    A micro-batch is `rows` x `length` tokens. `max_tokens`: the longest completion (None: `length`), for
-    Dr.GRPO's constant and the overlong penalty. `logp_chunk`: number of tokens for which logits are in memory
-    at once. `remat`: what the backward pass recomputes. `teacher`: given exactly if `algorithm.teacher` is
-    set. `optimizer_memory`: where the optimiser's moments are stored. `trainable`: regular expression that
-    must match in full the path of each leaf to train (None: all leaves).
+    A micro-batch is `rows` x `length` tokens. `max_tokens`: tokens of the longest completion (None:
+    `length`), for Dr.GRPO's constant and the overlong penalty. `mesh`: None means one device. `logp_chunk`:
+    number of tokens for which logits are in memory at once. `remat`: what the backward pass recomputes.
+    `teacher`: required if `algorithm.teacher` is set, else forbidden. `optimizer_memory`: where the
+    optimiser's moments are stored between two steps. `trainable`: a leaf is trained if this regular
+    expression matches the leaf's full path (None: all leaves are trained).
     """
 
     def __init__(
@@ -121,15 +122,15 @@ class Learner:
     def takes_shared_prompts(self) -> bool:
         """Whether samples in a batch may share a prompt's tokens (`Batch.context_ids`).
 
-        This is so only without an attention kernel: kernels do not support it.
+        False if an attention kernel is used, because kernels do not support shared prompts.
         """
         return self.objective.forward.kernel is None
 
     def forecast(self, state: TrainState, batch: Batch, is_alone: bool = True) -> Forecast:
-        """Returns the device memory that `update` needs for this prepared batch; compiles its programs.
+        """Returns the device memory that `update` needs for this prepared batch; compiles the programs.
 
-        `resident` counts state, batch and micro-batches. `is_alone` is False if `update` will be called with
-        a function `between`; `update` then runs other programs.
+        The result's `resident` counts state, batch and micro-batches. `is_alone` is False if `update` will be
+        called with a function `between`, since `update` then runs other programs.
         """
         programs, sums = self.programs, self.programs.abstract_sums()
         size = bytes_on_one_device(sums)
@@ -154,8 +155,8 @@ class Learner:
     def init(self, params: Params, donate: bool = False) -> TrainState:
         """Returns the state of version 0, with a copy of `params`; a reference policy gets a second copy.
 
-        If `donate`, the state takes over the buffers of `params` that already have its shardings, without
-        copying them; the caller must not use `params` again.
+        If `donate`, the state takes over the buffers of `params` that already have the state's shardings,
+        without copying them; the caller must not use `params` again.
         """
         if not donate:
             params = jax.tree.map(lambda leaf: jnp.array(leaf, dtype_in(leaf.dtype, "float32")), params)
@@ -168,14 +169,14 @@ class Learner:
         return jax.eval_shape(first, self.model.abstract_params)
 
     def versioned(self, state: TrainState) -> VersionedParams:
-        """Returns the state's parameters with version and digest (a hash), without a copy.
+        """Returns the state's parameters, not a copy, with version and digest (a hash of their bits).
 
-        They become invalid when the state is donated to `update`.
+        The parameters become invalid when the state is donated to `update`.
         """
         return VersionedParams(int(state.version), state.params, digest(state.params))
 
     def publish(self, state: TrainState) -> VersionedParams:
-        """Returns a copy of the state's parameters, with version and digest, that `update` leaves intact."""
+        """Returns a copy of the state's parameters, which `update` leaves intact, with version and digest."""
         return wire_copy(self.versioned(state), "float32")
 
     # --- prepare --------------------------------------------------------------------------------------------
@@ -185,9 +186,10 @@ class Learner:
     ) -> Batch:
         """Returns the batch on the trainer's mesh with all that `update` needs; `state` is not donated.
 
-        That is: proximal log-probs, advantages, the reduction's weights and the off-policy weight. If the
-        mesh spans several processes, each passes only its rows of the batch (`own_rows`). `between` is called
-        after each micro-batch, as `update` describes.
+        Added to the batch are ages, advantages and the reduction's weights; also proximal log-probs and
+        off-policy weights, unless `update` computes these. If the mesh spans several processes, each process
+        passes only its own rows of the batch (`own_rows`). `between` is called after each micro-batch, as
+        `update` describes.
         """
         batch = self._to_device(batch)
         arrive = partial(self.programs.arrive, state.params, state.critic)
@@ -209,7 +211,7 @@ class Learner:
 
     @cached_property
     def _score_teacher(self) -> Callable[[Batch], Array]:
-        """Scores a micro-batch by the teacher; its parameters are loaded when `prepare` first needs them."""
+        """A function from a micro-batch to the teacher's log-probs; the first access loads the teacher."""
         assert self.teacher is not None
         model = self.teacher.model
         params = self.teacher.load(param_shardings(model.logical_axes, model.abstract_params, self.mesh))
@@ -254,10 +256,10 @@ class Learner:
         batch: Batch,
         between: Callable[[Array], None] | None,
     ) -> Any:
-        """Calls `program` for each micro-batch; returns its results, joined to (B, T) each.
+        """Calls `program` for each micro-batch; returns the results, joined to (B, T) each.
 
         A micro-batch without a loss token is skipped: its result is `nothing`. `between` is called after each
-        other one, as `update` describes.
+        micro-batch that is not skipped, as `update` describes.
         """
         scores = []
         for micro in itertools.chain.from_iterable(self.micro_batches(batch)):
@@ -274,9 +276,9 @@ class Learner:
         """Train on a prepared batch: returns the next state and the metrics; donates `state`.
 
         Each minibatch takes one optimiser step. `between(array)` is called after each micro-batch's program
-        is started, with an array of its result: it may wait for the array and then let a generation host use
-        the device. If `between` is None, a mesh of one device runs several micro-batches and their step as
-        one program, with the same bits.
+        is started, with an array of the program's result: `between` may wait for the array and then let a
+        generation host use the device. If `between` is None, a mesh of one device runs all micro-batches of a
+        minibatch and the optimiser step as one program, which returns the same bits.
         """
         metrics = []
         minibatches = self.micro_batches(batch)
@@ -306,6 +308,6 @@ class Learner:
 def _padded(live: Sequence[Batch], count: int) -> tuple[tuple[Batch, ...], np.int32]:
     """Returns the micro-batches `live`, padded to `count` by copies of the first, and the length of `live`.
 
-    `live` are those with loss tokens: with the padding, a program has one shape for any number of them.
+    `live`: the micro-batches with loss tokens. Padding lets one compiled program run any number of them.
     """
     return (*live, *[live[0]] * (count - len(live))), np.int32(len(live))

@@ -30,8 +30,8 @@ GradientSums = Any
 class LearnerPrograms:
     """The compiled programs for micro-batches of `rows` x `length` tokens.
 
-    A program calls `report` when it is called with new shapes. `accumulate` donates its argument `sums`,
-    `apply` and `step` donate `state`.
+    `report` is called when a program's arguments have shapes that no earlier call of the program had.
+    `accumulate` donates its argument `sums`; `apply` and `step` donate `state`.
     """
 
     def __init__(
@@ -95,7 +95,8 @@ class LearnerPrograms:
     def _begin(self, state: TrainState, micro: Batch) -> GradientSums:
         """Returns the gradient and the metric sums of one micro-batch.
 
-        If a minibatch has only one, they are its sums: this saves adding them to zeros.
+        If a minibatch has only one micro-batch, these are already the minibatch's sums, and no zeros are
+        added.
         """
         return self._objective.gradient(state.params, state.critic, micro, state.kl_control)
 
@@ -108,7 +109,7 @@ class LearnerPrograms:
     ) -> tuple[TrainState, dict[str, Any]]:
         """Returns the state after an optimiser step on the first `count` of `micros`, and the metric sums.
 
-        This one program accumulates and applies the gradients. `is_last`: whether `micros` are the batch's
+        A single program accumulates and applies the gradients. `is_last`: whether `micros` are the batch's
         last minibatch.
         """
         # Arrays per sequence are the whole batch's in every micro-batch: they are not stacked.

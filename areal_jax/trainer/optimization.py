@@ -1,4 +1,4 @@
-"""The first train state, the placement of its leaves, and the optimiser step.
+"""The train state of version 0, the placement of its leaves on a mesh, and the optimiser step.
 
 Policy and critic use the same optax transformation with separate states, so that clipping the gradient of one
 never scales the step of the other.
@@ -40,7 +40,8 @@ class Optimization:
     def first(self, params: Params) -> TrainState:
         """Returns the train state of version 0, which contains the arrays of `params`, not copies.
 
-        Reference policy and critic, if the algorithm has them, get copies of the trained leaves.
+        A reference policy and a critic's trunk, if the algorithm has them, are copies of the leaves that
+        training changes (`Trainable` selects these leaves; the others are frozen).
         """
         a, zero = self.algorithm, jnp.zeros((), jnp.int32)
         trained = self.trainable.of(params)
@@ -92,8 +93,8 @@ class Optimization:
     ) -> tuple[TrainState, Sums]:
         """Returns the state after one optimiser step, and the minibatch's metrics.
 
-        `sums`: the minibatch's gradients of policy and critic (None without), and its metric sums. `is_last`:
-        whether it is the batch's last minibatch; the version then increases by 1.
+        `sums`: the minibatch's gradients of policy and critic (None without a critic), and its metric sums.
+        `is_last`: whether this is the batch's last minibatch; the version then increases by 1.
         """
         grads, metrics = sums
         trained, optimizer = self._step(grads[0], state.optimizer, self.trainable.of(state.params))
@@ -122,7 +123,8 @@ class Optimization:
     def _move_reference(self, state: TrainState, metrics: Sums, is_last: Bool[Array, ""]) -> TrainState:
         """Returns the state with the reference's moving average and the adaptive KL coefficient updated.
 
-        They change only at the batch's last minibatch (`is_last`), and only if the algorithm has them.
+        Average and coefficient change only at the batch's last minibatch (`is_last`), and only if the
+        algorithm has them; before that, the minibatches' KL is only summed.
         """
         a = self.algorithm
         if a.reference == "ema":

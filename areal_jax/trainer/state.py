@@ -17,8 +17,8 @@ LARGEST_ERROR = 0.2
 class KLControl(struct.PyTreeNode):
     """The adaptive coefficient of the KL to the reference policy.
 
-    `kl` is the sum of the tokens' KL (nats), `tokens` the number of loss tokens, over the batch's minibatches
-    so far.
+    `coef` is the coefficient. `kl` is the sum of the tokens' KL (nats) and `tokens` the number of loss tokens
+    over the batch's minibatches so far; between two batches `kl` and `tokens` are 0.
     """
 
     coef: Float[Array, ""]
@@ -39,10 +39,10 @@ class KLControl(struct.PyTreeNode):
     ) -> KLControl:
         """Returns the control after a minibatch with a KL sum of `kl` over `tokens` loss tokens.
 
-        At the batch's last minibatch (`is_last`) coef *= 1 + clip(KL / target - 1, +-0.2) min(tokens /
-        horizon, 1), where KL is the batch's mean per token and tokens their number, and the sums return to 0.
-        Ziegler et al. (arXiv:1909.08593), Eq. 4 and 5; bounding tokens / horizon by 1 keeps the coefficient
-        above 0 for a batch of any size.
+        At the batch's last minibatch (`is_last`) coef *= 1 + clip(KL / target - 1, +-0.2) min(n / horizon,
+        1), where KL is the mean over the batch's n loss tokens, and the sums return to 0. `target` is in nats
+        per token, `horizon` in tokens. Ziegler et al. (arXiv:1909.08593), Eq. 4 and 5; bounding n / horizon
+        by 1 keeps the coefficient above 0 for a batch of any size.
         """
         kl, tokens = self.kl + kl, self.tokens + tokens
         error = kl / jnp.maximum(tokens, 1) / target - 1
@@ -57,12 +57,12 @@ class KLControl(struct.PyTreeNode):
 
 
 def kl_coef(a: AlgorithmConfig, control: KLControl | None) -> Array | float:
-    """Returns the KL's coefficient β: that of `control` if the coefficient adapts, else the config's."""
+    """Returns the KL's coefficient β: `control.coef` if the coefficient adapts, else the config's."""
     return a.kl.coef if control is None else control.coef
 
 
 class TrainState(struct.PyTreeNode):
-    """The state that an update changes. It has no PRNG key: random numbers are derived from counters."""
+    """All state that an update replaces. It has no PRNG key: random numbers are derived from counters."""
 
     step: Int[Array, ""]
     """Number of optimiser steps taken so far."""
@@ -73,7 +73,7 @@ class TrainState(struct.PyTreeNode):
     optimizer: Any
     """optax state of the trained parameters."""
     reference: Any = None
-    """The reference policy's leaves that are trained (`Trainable.of`); None without a reference policy."""
+    """The reference policy without the policy's frozen leaves (`Trainable.of`); None: no reference policy."""
     critic: Any = None
     """Parameters of the critic; None if the algorithm has no critic."""
     critic_optimizer: Any = None

@@ -32,9 +32,9 @@ def supervised_start(
 ) -> Params:
     """Returns `params` after `c.supervised_steps` supervised updates; unchanged if that is 0.
 
-    `length`: tokens of a row. `seed` is that of the run; another one, derived from it, decides which prompts
-    are drawn. Raises TaskError if a task has no reference answers, PackingError if a prompt and its answer
-    are longer than a row.
+    `length`: tokens of a row. `seed`: the run's seed; the prompts are drawn by another seed derived from it.
+    Raises TaskError if a task has no reference answers, PackingError if a prompt and its answer are longer
+    than a row.
     """
     if not c.supervised_steps:
         return params

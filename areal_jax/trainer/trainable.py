@@ -1,8 +1,8 @@
 """Selects the leaves to train by their paths: takes the trained part out of a tree and puts it back.
 
 The trained part has the tree's structure, with None for frozen leaves: jax and optax skip None, so a frozen
-leaf has no gradient, no moments and no weight decay. Of the reference policy and of a critic's trunk only the
-trained part is stored, too; their frozen leaves are the policy's.
+leaf has no gradient, no moments and no weight decay. The reference policy and a critic's trunk store only the
+trained part, too, because their frozen leaves equal the policy's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from areal_jax.weights.digest import to_plain
 
 @dataclass(frozen=True)
 class Trainable:
-    """Selects the leaves with a path that `pattern` matches in full; None selects all."""
+    """Selects the leaves with a path that the regular expression `pattern` matches in full; None: all."""
 
     pattern: str | None = None
 
@@ -38,9 +38,10 @@ class Trainable:
         )
 
     def require(self, model: Model) -> None:
-        """Raise ArealError if the pattern matches no leaf of the model, or a quantised matrix.
+        """Raise ArealError if the pattern matches no leaf of the model, or matches a quantised matrix.
 
-        Quantised codes have no gradient. If nothing matches, the message lists the most similar paths.
+        A quantised matrix cannot be trained, because integer codes have no gradient. If nothing matches, the
+        message lists the most similar paths.
         """
         names, trained = list(to_plain(model.abstract_params)), list(to_plain(self.of(model.abstract_params)))
         quantised = [name for name in trained if name.endswith((f".{CODES}", f".{SCALE}"))]

@@ -1,9 +1,9 @@
 """The mathematics of an update: pure functions of parameters and a packed batch.
 
 The objective, which is minimised, is the sum over loss tokens of weights x (off-policy weight x loss + KL -
-entropy + value loss). The weights are computed over the whole minibatch, so its gradient is the sum of the
-gradients of its micro-batches, however it is split. Shapes: R rows of T tokens a micro-batch, B rows a
-batch, S sequences.
+entropy + value loss). The weights are computed over the whole minibatch, so the minibatch's gradient is the
+sum of its micro-batches' gradients, however the minibatch is split. Shapes: R rows of T tokens a micro-batch,
+B rows a batch, S sequences.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from areal_jax.types import Batch, PolicyOutputs
 class Objective:
     """The objective of one algorithm over one model.
 
-    In its methods, `params` and `critic` are the parameters of policy and critic. `control` has the KL's
-    coefficient if that adapts; None: it is the config's.
+    The methods' arguments `params` and `critic` are the parameters of policy and critic. `control` holds the
+    KL's adaptive coefficient; None: the coefficient is the config's.
     """
 
     forward: Forward
@@ -53,7 +53,7 @@ class Objective:
 
     @property
     def on_arrival(self) -> tuple[str, ...]:
-        """Names of the scores that `arrive` returns: proximal_logp, values_after, both or none."""
+        """Names of the scores that `arrive` computes: proximal_logp, values_after, both or none."""
         recomputed = ("proximal_logp",) if self.algorithm.proximal_form == "recompute" else ()
         return recomputed + (("values_after",) if self.critic else ())
 
@@ -73,9 +73,9 @@ class Objective:
     ) -> Batch:
         """Returns the batch ready for the update: with the final loss mask, ages, advantages and weights.
 
-        Off the loss mask these are 0. `version` is the trainer's. `scores` are (B, T) arrays: proximal_logp,
-        ref_logp, teacher_logp and values_after, as far as the algorithm uses them. If proximal_logp is not
-        recomputed, the batch gets `proximal_mix` instead, from which the update interpolates it.
+        Ages, advantages and weights are 0 off the loss mask. `version` is the trainer's version. `scores` are
+        (B, T) arrays: proximal_logp, ref_logp, teacher_logp and values_after, as far as the algorithm uses
+        them. If the update interpolates the proximal log-probs, the batch gets `proximal_mix` in their place.
         """
         a, sequences = self.algorithm, batch.reward.shape[0]
         check_batch(batch, *scores.values())
@@ -127,7 +127,7 @@ class Objective:
         return batch
 
     def _with_off_policy(self, batch: Batch) -> Batch:
-        """Returns the batch with its off-policy weights (1 off the loss mask), and whether each was cut."""
+        """Returns the batch with its off-policy weights, 1 off the loss mask, and whether each was cut."""
         a = self.algorithm
         weight, is_cut = self.functions.off_policy(batch, **a.off_policy_settings)
         check_result((weight, is_cut), batch, f"algorithm.off_policy={a.off_policy}")
@@ -142,7 +142,7 @@ class Objective:
     ) -> tuple[tuple[Params, Params | None], Sums]:
         """Returns the micro-batch's gradient for (trained leaves, critic), and its metric sums.
 
-        The sum over micro-batches is the minibatch's gradient.
+        The sum of the gradients of a minibatch's micro-batches is the minibatch's gradient.
         """
 
         def value(trained: tuple[Params, Params | None]) -> tuple[Array, Sums]:
@@ -153,9 +153,9 @@ class Objective:
     def value(
         self, params: Params, micro: Batch, critic: Params | None = None, control: KLControl | None = None
     ) -> tuple[Float[Array, ""], Sums]:
-        """Returns the micro-batch's part of the minibatch's objective, which is a sum, and its metric sums.
+        """Returns the micro-batch's term of the minibatch's objective, and the micro-batch's metric sums.
 
-        Without `critic` there is no value loss.
+        The objective is the sum of these terms. Without `critic` it contains no value loss.
         """
         hidden = self.forward.hidden(params, micro)
         stats, value = self.forward.stats(params, hidden, micro), None
@@ -168,9 +168,9 @@ class Objective:
     def _terms(
         self, stats: TokenStats, value: Array | None, micro: Batch, control: KLControl | None
     ) -> tuple[Float[Array, "R T"], Sums]:
-        """Returns each token's term of the objective, before the weights, and the metric sums.
+        """Returns each token's term of the objective, not yet multiplied by its weight, and the metric sums.
 
-        `value` is the critic's before each token, or None.
+        `value`: the critic's value of the state before each token; None without a critic.
         """
         a, mask = self.algorithm, micro.loss_mask
         now = PolicyOutputs(masked.keep(stats.logp, mask), masked.keep(stats.entropy, mask), value)
@@ -198,7 +198,7 @@ class Objective:
         return objective, metrics
 
     def no_metrics(self, rows: int, length: int) -> Sums:
-        """Returns sums of 0 for micro-batches of `rows` x `length`; traces the loss for the metric names."""
+        """Returns metric sums of 0 for micro-batches of `rows` x `length`; the names come from a trace."""
 
         def trace() -> Sums:
             token = jnp.zeros((rows, length))

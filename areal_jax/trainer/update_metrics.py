@@ -16,7 +16,7 @@ from areal_jax.trainer.gaps import Gaps, gap_figures, gap_sums
 from areal_jax.types import Batch
 
 Sums = dict[str, Any]
-"""Scalar sums by name; but `gaps` is a Gaps, and `values`, which exists with a critic, a ValueSums."""
+"""Metric name -> scalar sum; except `gaps`, which is a Gaps, and with a critic `values`, a ValueSums."""
 
 OF_MINIBATCHES = ("grad_norm", "critic_grad_norm", "kl_coef")
 """Names of metrics that are one number per minibatch instead of a sum over tokens."""
@@ -34,9 +34,9 @@ class ValueSums(NamedTuple):
 
 
 def token_sums(micro: Batch, stats: TokenStats, own: dict[str, Array]) -> Sums:
-    """Returns metrics summed over the loss mask: the framework's, and those that the loss returned, `own`.
+    """Returns the framework's metrics and the loss function's metrics `own`, summed over the loss mask.
 
-    If both have a metric of the same name, the framework's is returned.
+    If a metric in `own` has the name of a framework's metric, the framework's metric is returned.
     """
     mask = micro.loss_mask
     sums = {
@@ -58,9 +58,9 @@ def value_sums(
     returns: Float[Array, "B T"],
     mask: Bool[Array, "B T"],
 ) -> ValueSums:
-    """Returns the sums over the tokens with `mask` True; `values` are the critic's before the update.
+    """Returns the sums of the critic's metrics over the tokens with `mask` True.
 
-    `loss` and `is_clipped` are the results of `value_loss`.
+    `loss` and `is_clipped` are the results of `value_loss`; `values` are the critic's before the update.
     """
     errors = returns - values
     each = (loss, is_clipped.astype(jnp.float32), returns, returns**2, errors, errors**2)
@@ -77,7 +77,7 @@ def add_metrics(left: Sums, right: Sums) -> Sums:
 
 
 def to_floats(minibatches: Sequence[Sums]) -> dict[str, float]:
-    """Returns each metric's mean over loss tokens; gradient norms and KL coefficient: over minibatches."""
+    """Returns metrics by name: means over loss tokens; gradient norms and KL coefficient over minibatches."""
     tokens = sum(float(m["tokens"]) for m in minibatches)
     out = {"trained_tokens": tokens}
     for name, first in minibatches[0].items():
