@@ -1,9 +1,10 @@
 """Advantage estimators: pure functions `advantage(rewards, batch, *, settings)` that return (B, T).
 
 `rewards` (S,) is one reward per sequence; `batch.token_rewards`, if not None, is a further reward per token.
-An estimator with one advantage per sequence adds their sum to the sequence's reward, the others add each at
-its token; `ones` ignores them. An estimator that trains a critic returns an `Estimate`. Results at tokens off
-the loss mask are undefined. Shapes: B rows, T columns, S sequences; all tokens of a sequence are in one row.
+An estimator with one advantage per sequence adds the sequence's token rewards to its reward; the other
+estimators add each token reward at its token; `ones` ignores all rewards. An estimator that trains a critic
+returns an `Estimate`. Results at tokens off the loss mask are undefined. Shapes: B rows, T columns, S
+sequences; all tokens of a sequence are in one row.
 """
 
 from __future__ import annotations
@@ -41,16 +42,16 @@ class Estimate(NamedTuple):
 def overlong_penalty(lengths: Float[Array, " S"], max_tokens: float, margin: float) -> Float[Array, " S"]:
     """Returns each sequence's penalty for its length, from -1 to 0; the caller adds it to the reward.
 
-    `lengths` are numbers L of loss tokens. The penalty is 0 for L up to max_tokens - margin, -1 for L of at
-    least max_tokens, and (max_tokens - margin - L) / margin in between. DAPO, Yu et al. (arXiv:2503.14476),
-    Eq. 13.
+    `lengths`: each sequence's number L of loss tokens. The penalty is 0 for L up to max_tokens - margin, -1
+    for L of at least max_tokens, and (max_tokens - margin - L) / margin in between. DAPO, Yu et al.
+    (arXiv:2503.14476), Eq. 13.
     """
     chex.assert_rank(lengths, 1)
     return jnp.clip((max_tokens - margin - lengths) / margin, -1.0, 0.0)
 
 
 def with_overlong_penalty(batch: Batch, max_tokens: float, margin: float) -> Float[Array, " S"]:
-    """Returns each sequence's reward plus its `overlong_penalty` (which explains the arguments)."""
+    """Returns each sequence's reward plus its `overlong_penalty`, for the same `max_tokens` and `margin`."""
     lengths = per_sequence(batch.loss_mask.astype(jnp.float32), batch.segment_ids, batch.reward.shape[0])
     return batch.reward + overlong_penalty(lengths, max_tokens, margin)
 
@@ -137,7 +138,7 @@ def teacher_gap(rewards: Float[Array, " S"], batch: Batch) -> Float[Array, "B T"
     """
     check_batch(batch._replace(reward=rewards))
     if batch.teacher_logp is None:
-        raise ArealError("advantage=teacher_gap needs a teacher; set algorithm.teacher like model.source")
+        raise ArealError("advantage=teacher_gap needs a teacher; set algorithm.teacher to a model")
     mask = batch.loss_mask
     return keep(batch.teacher_logp, mask) - keep(batch.behavior_logp, mask) + _token_rewards(batch)
 
@@ -155,15 +156,15 @@ def gae(
     """Returns the generalised advantage estimates A and the critic's targets A + V (arXiv:1506.02438).
 
     A_t = d_t + gamma lam A' and d_t = r_t + gamma V' - V_t, with reward r_t of loss token t and value V_t
-    before it. A' and V' are those of the sequence's next loss token: tokens in between (a tool's output) are
-    skipped and not discounted. At the last loss token A' is 0 and V' is `batch.bootstrap`: the critic's value
-    if the length limit cut the sample, else 0. Neither result is whitened.
+    before it. A' and V' are A and V at the sequence's next loss token: tokens in between (a tool's output)
+    are skipped and not discounted. At the last loss token A' is 0 and V' is `batch.bootstrap`: the critic's
+    value if the length limit cut the sample, else 0. Advantages and targets are not whitened.
 
-    `lam_length` replaces lam by max(0, 1 - 1 / (lam_length L)) for a sequence of L loss tokens; None: it does
-    not. `critic_lam` is the lam of the targets; None: that of the advantages (VAPO, arXiv:2504.05118). With
-    step=turn, t counts turns: V_t is the value before the turn's first token, and all its tokens get the
-    turn's advantage and target; a token reward is then added to the advantage of its own token only, and to
-    no target.
+    `lam_length` replaces lam by max(0, 1 - 1 / (lam_length L)) for a sequence of L loss tokens; None: lam
+    stays. `critic_lam` is the lam of the targets; None: the lam of the advantages (VAPO, arXiv:2504.05118).
+    With step=turn, t counts turns: V_t is the value before the turn's first token, and all tokens of the turn
+    get the turn's advantage and target; a token reward is then added to the advantage of its own token only,
+    and to no target.
 
     Raises ArealError if the batch has no critic's values.
     """
@@ -258,8 +259,8 @@ def _backwards(
     """Returns the advantages A of `gae` at the tokens where the mask `at` is True, and 0 elsewhere.
 
     `values` are the values before the tokens, `after` is the value after a segment's last token. The scan
-    goes backwards token by token: in an associative scan the bits of a result would depend on the row's other
-    segments.
+    goes backwards token by token, because in an associative scan the bits of a result would depend on the
+    row's other segments.
     """
 
     def column(carry: tuple[Array, Array], x: tuple[Array, ...]) -> tuple[tuple[Array, Array], Array]:
@@ -301,7 +302,7 @@ class _Turns:
 
 
 def _statistics(x: Float[Array, " S"], ids: Int[Array, " S"], ddof: int) -> tuple[Array, Array, Array]:
-    """Returns, for each element of `x`, its group's mean and std, and whether the group's values are equal.
+    """Returns for each element of `x` its group's mean and std, and whether all the group's values are equal.
 
     A group is the elements with the same id in `ids`. The std is the root of the sum of squared deviations
     over the group's size minus `ddof`. Each result is (S,).
@@ -318,9 +319,10 @@ def _statistics(x: Float[Array, " S"], ids: Int[Array, " S"], ddof: int) -> tupl
 
 
 def _unit(largest: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns the largest power of two that is at most `largest`, the largest magnitude of some values.
+    """Returns the largest power of two up to `largest`, the largest magnitude of some values.
 
-    Division of the values by it is exact, and the squares of the results neither overflow nor underflow.
+    The result is limited to 2^-120..2^120. Dividing the values by the result is exact, and the squares of the
+    quotients do not overflow.
     """
     # XLA may multiply by the reciprocal instead of dividing: the reciprocal must be a normal float32 too.
     exponent = jnp.clip(jnp.frexp(largest)[1] - 1, -120, 120)
@@ -330,4 +332,4 @@ def _unit(largest: Float[Array, "..."]) -> Float[Array, "..."]:
 ADVANTAGES: Mapping[str, Any] = {
     f.__name__: f for f in (group_normalized, leave_one_out, reward_to_go, gae, teacher_gap, ones)
 }
-"""An estimator's name in a config is that of its function."""
+"""The built-in estimators by their names in a config, which are the names of the functions."""

@@ -1,9 +1,9 @@
 """Losses that use the ratio r = exp(logp - behavior_logp) of the current to the behaviour policy.
 
-Such a loss itself corrects for tokens that an older policy sampled, so another correction by an off-policy
-weight is an error: the losses in `presets.OWN_RATIO` require `off_policy: none`, and a user's loss function
-requires it by its attribute `off_policy = "none"`. `losses` describes arguments and results. A is the
-advantage; sg stops gradients.
+Such a loss itself corrects for tokens that an older policy sampled, so an off-policy weight would correct for
+them twice. Therefore the losses in `presets.OWN_RATIO` require the setting `off_policy: none`; a user's loss
+function requires this setting by having the attribute `off_policy = "none"`. The module `losses` describes
+arguments and results. A is the advantage; sg stops gradients.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def aipo(
 ) -> tuple[Array, dict[str, Array]]:
     """Returns -sg(min(r, cap)) A logp, r = exp(logp - behavior_logp), advantage A; sg stops gradients.
 
-    The bound on r is the same for either sign of A. LlamaRL (arXiv:2505.24034), with cap 2 to 10. On policy
-    its gradient is that of REINFORCE.
+    The bound on r is the same for either sign of A. LlamaRL (arXiv:2505.24034), with cap 2 to 10. On policy,
+    where r = 1, the gradient is that of REINFORCE.
     """
     return _truncated(now, batch, cap)
 
@@ -62,7 +62,7 @@ def dppo(
 
     A is the advantage. A token moved too far if A > 0 and r > 1, or A < 0 and r < 1, and the current policy's
     `divergence` from the behaviour policy exceeds `delta`: total_variation is |e^logp - e^behavior_logp|,
-    binary_kl is KL(behaviour | current) over two events, this token and any other; for it the authors set
+    binary_kl is KL(behaviour | current) over two events, this token and any other, for which the authors set
     delta 0.05. Qi et al. (arXiv:2602.04879).
     """
     if divergence not in ("total_variation", "binary_kl"):

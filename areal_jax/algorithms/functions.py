@@ -24,7 +24,7 @@ class Functions(NamedTuple):
     loss: Loss
     advantage: Callable[..., Array | Estimate]
     off_policy: Callable[..., tuple[Array, Array]]
-    """Called as `off_policy(batch, *, settings)`; a parameter `minibatches` is already bound."""
+    """Called as `off_policy(batch, *, settings)`; a parameter `minibatches` already has its value."""
 
     @classmethod
     def of(cls, a: AlgorithmConfig) -> Functions:
@@ -47,9 +47,9 @@ class Functions(NamedTuple):
 def fitting(
     loss: Callable[..., Any], off_policy: Callable[..., Any], a: AlgorithmConfig
 ) -> Callable[..., Any]:
-    """Returns `off_policy` as a function `(batch, *, settings)`; checks that it fits the loss and `a`.
+    """Returns the off-policy weight as a function `(batch, *, settings)`, if the config `a` allows it.
 
-    If it has a parameter `minibatches`, that is set to `a.minibatches`. Raises ArealError if the loss
+    A parameter `minibatches` of `off_policy` is bound to `a.minibatches`. Raises ArealError if the loss
     corrects for the behaviour policy itself and so requires another off-policy weight, or if `off_policy` has
     the parameter `minibatches` and the proximal policy is not recomputed.
     """

@@ -18,10 +18,10 @@ def kl_loss(
 ) -> Float[Array, "B T"]:
     """Returns each token's estimate of KL(current | reference), times w = exp(logp - behavior_logp).
 
-    `estimator` is k1, k2 or k3 (`ratios.kl_estimate`). w corrects for tokens that come from the behaviour
-    policy: in expectation the gradients of k2 and k3 are that of the KL. Only with k3 does the gradient flow
-    through w. The expectation of k1's gradient is 0: as a loss it only adds noise, so it needs
-    `algorithm.kl.allow_biased`. arXiv:2510.01555, arXiv:2512.21852.
+    `estimator` is k1, k2 or k3 (`ratios.kl_estimate`). The behaviour policy sampled the tokens; w corrects
+    for this, so that the gradients of k2 and k3 are in expectation the gradient of the KL. Only with k3 does
+    the gradient flow through w. k1 is refused without `algorithm.kl.allow_biased`, because the expectation of
+    its gradient is 0: as a loss it only adds noise. arXiv:2510.01555, arXiv:2512.21852.
     """
     chex.assert_type([logp, ref_logp, behavior_logp], float)
     if estimator == "k3":
@@ -37,10 +37,10 @@ def _weighted_k3(logp: Array, ref_logp: Array, behavior_logp: Array) -> Array:
 
 @_weighted_k3.defjvp
 def _slope_of_weighted_k3(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
-    """Returns the weighted k3, w (e^d - 1 - d), and its tangent, that of logp times w (logp - ref_logp).
+    """Returns the weighted k3, w (e^d - 1 - d), and its tangent: logp's tangent times w (logp - ref_logp).
 
-    w = exp(logp - behavior_logp), d = ref_logp - logp. Automatic differentiation would subtract two terms of
-    size w e^d instead: from about d = 15 on float32 cannot represent their difference.
+    w = exp(logp - behavior_logp), d = ref_logp - logp. Automatic differentiation would instead subtract two
+    terms of size w e^d, and from about d = 15 on float32 cannot represent the difference.
     """
     logp, ref_logp, behavior_logp = primals
     gap = logp - ref_logp

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 class TokenStats(NamedTuple):
-    """Per token, float32: its log-prob, and the entropy (nats) of the distribution that it was drawn from."""
+    """Each token's log-prob and the entropy (nats) of the distribution that it was drawn from, float32."""
 
     logp: Array
     entropy: Array
@@ -33,8 +33,8 @@ def token_stats(
 ) -> TokenStats:
     """Returns the statistics of softmax(logits / temperature), renormalised over `support` if it is given.
 
-    A row of `support` lists the ids that sampling kept, padded with -1; with only -1 all ids are kept. At
-    temperature 0 (greedy sampling) the statistics are those at temperature 1.
+    A row of `support` lists the ids that sampling kept for a token, padded with -1; a row of only -1 keeps
+    all ids. At temperature 0 (greedy sampling) the statistics are those at temperature 1.
     """
     chex.assert_rank([logits, tokens, temperature], [2, 1, 1])
     chex.assert_equal_shape_prefix([logits, tokens, temperature, *([] if support is None else [support])], 1)
@@ -68,7 +68,7 @@ Head = Callable[[Array, Array], Array]
 """Called as `head(weight, hidden)`; returns the float32 logits (n, V) of hidden states (n, D)."""
 
 Values = Callable[[Array, Array, Array, Array, Array | None], TokenStats]
-"""Called as `values(weight, hidden, tokens, temperature, support)`; returns `token_stats` of the logits."""
+"""Called as `values(weight, hidden, tokens, temperature, support)`; returns the TokenStats of n tokens."""
 
 
 class PackedTokens(NamedTuple):
@@ -94,16 +94,16 @@ def packed_stats(
 ) -> TokenStats:
     """Returns `token_stats` of packed rows, (B, T): entry t describes token t given the tokens before it.
 
-    `head(weight, hidden)` returns logits; `asked` has the tokens, and the mask of those to describe. Results
-    off the mask are 0. A token's logits come from the hidden state of the sample's token before it, in column
-    `asked.previous`. A first token (previous -1) counts as off the mask, so it never reads the state of
-    another segment.
+    `head(weight, hidden)` returns logits; `asked` has the tokens, and the mask of the tokens to describe.
+    Results off the mask are 0. A token's logits come from the hidden state of the sample's token before it,
+    in column `asked.previous`. A first token (previous -1) counts as off the mask, so it never reads the
+    state of another segment.
 
     The LM head runs over about `chunk` tokens at a time, so no (B, T, V) array exists, not even in the
-    backward pass. Each row's tokens on the mask are moved to its front, and chunks without such a token are
-    skipped: prompts cost nothing. Gradients flow into `hidden` and `weight` through logp, and through entropy
-    if `has_entropy_gradient`. `values`, if given, computes the results in place of `head` and `token_stats`;
-    the gradients are still theirs.
+    backward pass. Each row's tokens on the mask are moved to the row's front, and chunks without such a token
+    are skipped, so prompts cost nothing. Gradients flow into `hidden` and `weight` through logp, and through
+    entropy if `has_entropy_gradient`. `values`, if given, computes the results in place of `head` and
+    `token_stats`, from which the gradients are still computed.
     """
     chex.assert_rank([hidden, asked.tokens], [3, 2])
     chex.assert_equal_shape([asked.tokens, asked.previous, asked.mask, asked.temperature])

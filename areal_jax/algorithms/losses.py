@@ -5,8 +5,9 @@ minimised; the framework multiplies it by `batch.weights * batch.off_policy_weig
 the loss mask are ignored. Metrics are (B, T) arrays, which the framework averages over the loss mask. The
 settings are the keyword-only arguments; their annotations limit the valid values.
 
-The losses here compare the current with the proximal policy, and the off-policy weight corrects the proximal
-policy's distance from the behaviour policy. `behavior_losses` has those that correct for it themselves.
+The losses here compare the current with the proximal policy, and the off-policy weight corrects for the
+proximal policy's distance from the behaviour policy. The losses in `behavior_losses` compare the current with
+the behaviour policy and have no off-policy weight.
 """
 
 from __future__ import annotations
@@ -86,4 +87,4 @@ def policy_gradient(now: PolicyOutputs, batch: Batch) -> tuple[Array, dict[str, 
 LOSSES: Mapping[str, Any] = {
     loss.__name__: loss for loss in (ppo_clip, sapo, importance, policy_gradient, cispo, aipo, dppo)
 }
-"""A loss's name in a config is that of its function."""
+"""The built-in losses by their names in a config, which are the names of the functions."""

@@ -31,7 +31,7 @@ def total(values: Float[Array, "..."], mask: Bool[Array, "..."]) -> Float[Array,
 
 
 def mean(values: Float[Array, "..."], mask: Bool[Array, "..."]) -> Float[Array, ""]:
-    """Returns the mean of the values on the mask; 0 if no value is on it."""
+    """Returns the mean of the values on the mask; 0 if the mask is False everywhere."""
     return total(values, mask) / jnp.maximum(mask.sum(), 1)
 
 
@@ -53,7 +53,7 @@ def per_token(values: Float[Array, " S"], segment_ids: Int[Array, "B T"]) -> Flo
 def per_sequence(
     values: Float[Array, "B T"], segment_ids: Int[Array, "B T"], sequences: int
 ) -> Float[Array, " S"]:
-    """Returns the sum of `values` over all tokens of each sequence; `sequences` is the number S of them."""
+    """Returns the sum of `values` over all tokens of each sequence; `sequences` is the number S."""
     chex.assert_rank(values, 2)
     chex.assert_equal_shape([values, segment_ids])
     chex.assert_type(segment_ids, int)
@@ -69,8 +69,8 @@ def of_sequence(
 ) -> Float[Array, "B T"]:
     """Returns at each token the `aggregate` (mean, sum or max) of its sequence's values on the mask.
 
-    It is 0 for a sequence without tokens on the mask. Values off the mask and those of other sequences do not
-    change a bit of it. `sequences` is the number of sequences in the batch.
+    The result is 0 for a sequence without tokens on the mask. Values off the mask and values of other
+    sequences do not change a bit of a sequence's result. `sequences`: number of sequences in the batch.
     """
     chex.assert_equal_shape([values, mask, segment_ids])
     if aggregate == "max":
@@ -78,7 +78,9 @@ def of_sequence(
         each = jax.ops.segment_max(lowest, segment_ids.ravel(), sequences + 1)[1:]
         return per_token(jnp.where(each == -jnp.inf, 0.0, each), segment_ids)
     if aggregate not in ("mean", "sum"):
-        raise ArealError(f"off_policy_settings.aggregate={aggregate!r} is unknown; use mean, sum or max")
+        raise ArealError(
+            f"algorithm.off_policy_settings.aggregate={aggregate!r} is unknown; use mean, sum or max"
+        )
     each = per_sequence(keep(values, mask), segment_ids, sequences)
     if aggregate == "mean":
         each = each / jnp.maximum(per_sequence(mask.astype(values.dtype), segment_ids, sequences), 1)

@@ -1,8 +1,8 @@
 """The proximal policy without recomputation: interpolated between behaviour and current policy by token age.
 
 proximal = sg(behaviour + mix (current - behaviour)) in log-probs; sg stops gradients, age is in versions.
-With mix 1 it is the current policy: exact if the batch is one minibatch, as the two policies are equal before
-its only update.
+With mix 1 the result is the current policy. This is exact if the batch is one minibatch, because proximal and
+current policy are equal before the batch's only update.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def proximal_mix(ages: Int[Array, "B T"], minibatches: int, form: str) -> Float[
     rows.
 
     reuse: 1. loglinear: age / (age + k / n), 1 for k = 0: the position of the proximal policy, version s,
-    between the behaviour policy, s - age, and the current one, s + k / n. loglinear_published: 1 - 1 / age, 0
-    for age 0, as published (A-3PO, arXiv:2512.06547): the proximal policy is then one version before the
-    current one.
+    between the behaviour policy, version s - age, and the current policy, version s + k / n.
+    loglinear_published: 1 - 1 / age, 0 for age 0, as published (A-3PO, arXiv:2512.06547): the proximal policy
+    is then one version before the current policy.
     """
     chex.assert_rank(ages, 2)
     chex.assert_type(ages, int)

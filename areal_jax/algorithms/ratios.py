@@ -51,7 +51,9 @@ def ratio_at(
     if level == "token":
         return ratio(logp, center)
     if level not in ("sequence", "sequence_token"):
-        raise ArealError(f"loss_settings.level={level!r} is unknown; use token, sequence or sequence_token")
+        raise ArealError(
+            f"algorithm.loss_settings.level={level!r} is unknown; use token, sequence or sequence_token"
+        )
     mean = of_sequence("mean", logp - center, batch.loss_mask, batch.segment_ids, batch.group_ids.shape[0])
     s = jnp.where(batch.loss_mask, exp_bounded(mean), 1.0)  # so that tokens off the mask do not contribute
     return (
@@ -114,4 +116,4 @@ DIVERGENCES: Mapping[str, Callable[[Array, Array], Array]] = {
     "k3": lambda p, q: kl_estimate(p, q, "k3"),
     "binary_kl": widest_binary_kl,
 }
-"""Metrics of the off-policy weight `mask` other than the ratio; called as f(behavior_logp, proximal_logp)."""
+"""Divergences by which the off-policy weight `mask` can cut; called as f(behavior_logp, proximal_logp)."""

@@ -50,8 +50,8 @@ def map_batch(per_token: Callable[..., Any], per_sequence: Callable[..., Any], *
 def check_batch(batch: Batch, *per_token: Array | None) -> None:
     """Raise AssertionError if an array of the batch or in `per_token` has a wrong shape or kind of dtype.
 
-    `AXES` lists the right ones (bool, int, float) for the batch; arrays in `per_token` must be (B, T) float.
-    None is not checked.
+    `AXES` lists the required shapes and kinds (bool, int, float) of the batch's arrays; arrays in `per_token`
+    must be (B, T) float. A field or argument that is None is skipped.
     """
     chex.assert_rank([batch.segment_ids, batch.group_ids], [2, 1])
     sizes = dict(zip("BTS", (*batch.segment_ids.shape, *batch.group_ids.shape), strict=True))
@@ -75,7 +75,7 @@ def check_result(result: Any, batch: Batch, what: str) -> None:
 def empty_batch(rows: int, length: int) -> Batch:
     """Returns a prepared batch of `rows` x `length` zeros, to trace a function.
 
-    It has one sequence, no loss tokens and no support.
+    The batch has one sequence, no loss tokens, no support and no shared prompts.
     """
     sizes = {"B": rows, "T": length, "S": 1}
 

@@ -1,13 +1,13 @@
 """The two weights that multiply a token's loss: the reduction weight and the off-policy weight.
 
 Reduction weights turn the sum over tokens into a mean over tokens or sequences. They are computed over whole
-minibatches, before these are split into micro-batches; so the gradient of a minibatch is the sum over its
-micro-batches, however it is split.
+minibatches, before these are split into micro-batches; so a minibatch's gradient is the sum of its
+micro-batches' gradients, however the minibatch is split.
 
 Off-policy weights correct for the ratio of the proximal to the behaviour policy. They are functions
 `off_policy(batch, *, settings) -> (weight, is_cut)`; both results are (B, T), have no gradient and are
-ignored off the loss mask. `batch` may be a micro-batch (a sequence is always in one row), but a function with
-a second parameter `minibatches`, their number, gets only whole batches.
+ignored off the loss mask. `batch` may be a micro-batch (a sequence is always in one row). But a function with
+a second parameter `minibatches` (the number of minibatches) gets only whole batches.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def truncate(
     """Returns min(w, cap) and whether w > cap, w = exp(proximal_logp - behavior_logp).
 
     level=sequence: w is one number per sequence, exp of the `aggregate` (mean, sum or max) of the log-ratios
-    of its loss tokens. AReaL (arXiv:2505.24298), Eq. 4.
+    of the sequence's loss tokens. AReaL (arXiv:2505.24298), Eq. 4.
     """
     weight = exp_bounded(_at(level, aggregate, _log_ratio(batch), batch))
     return jnp.minimum(weight, cap), weight > cap
@@ -101,12 +101,12 @@ def mask(
 ) -> tuple[Array, Array]:
     """Returns each token's weight, cut to 0 unless lower <= metric <= upper, and whether it is cut.
 
-    A bound None is no bound. `weight` is ratio, exp(proximal_logp - behavior_logp), or one. `metric` is that
-    ratio, or an estimate of KL(behaviour | proximal): k1, k2, k3 (`ratios.kl_estimate`; k1 may be negative),
-    or binary_kl, the larger of the two directions of KL over the events this token and any other. With
-    level=sequence the metric is the `aggregate` (mean, sum or max) over the sequence's loss tokens: of the
-    log-ratio, which then also gives the whole sequence's weight, or of the KL, where each token keeps its own
-    weight.
+    A bound of None does not cut. `weight`: ratio, exp(proximal_logp - behavior_logp), or one, weight 1.
+    `metric`: the same ratio, or an estimate of KL(behaviour | proximal): k1, k2, k3 (`ratios.kl_estimate`; k1
+    may be negative), or binary_kl, the larger of the two directions of KL over the events this token and any
+    other. With level=sequence the metric is the `aggregate` (mean, sum or max) over the sequence's loss
+    tokens. If it aggregates log-ratios, all tokens of the sequence have the ratio exp(aggregate); if it
+    aggregates an estimate of the KL, each token keeps its own weight.
     """
     log_weight = _log_ratio(batch)
     if metric == "ratio":
@@ -115,7 +115,9 @@ def mask(
     elif metric in DIVERGENCES:
         measured = _at(level, aggregate, DIVERGENCES[metric](batch.behavior_logp, batch.proximal_logp), batch)
     else:
-        raise ArealError(f"metric={metric!r} of mask is unknown; use ratio, {', '.join(DIVERGENCES)}")
+        raise ArealError(
+            f"algorithm.off_policy_settings.metric={metric!r} is unknown; use ratio, {', '.join(DIVERGENCES)}"
+        )
     is_cut = jnp.zeros_like(batch.loss_mask)
     if lower is not None:
         is_cut |= measured < lower
@@ -135,7 +137,7 @@ def m2po(
 
     In each of the `minibatches` minibatches as few tokens as possible are cut to 0 (is_cut) so that the mean
     d^2 of the others is at most `budget`; tokens with equal d^2 are cut together, so the order of rows does
-    not matter. `proximal_logp` must be that before the update. M2PO, Zheng et al. (arXiv:2510.01161).
+    not matter. `proximal_logp` must be recomputed before the update. M2PO, Zheng et al. (arXiv:2510.01161).
     """
     gap = _log_ratio(batch)
     # inf sorts tokens off the mask behind all others, so they do not enter the means of loss tokens.
@@ -169,7 +171,7 @@ def _at(level: str, aggregate: Aggregate, values: Float[Array, "B T"], batch: Ba
 
 
 def _without(is_cut: Bool[Array, "B T"], weight: Float[Array, "B T"]) -> Float[Array, "B T"]:
-    """Returns `weight`, but 0 for cut tokens; a NaN weight stays NaN, even if cut: it ends the run."""
+    """Returns `weight`, but 0 for cut tokens; NaN stays NaN, even if cut, so that the run ends."""
     return jnp.where(is_cut & ~jnp.isnan(weight), 0.0, weight)
 
 

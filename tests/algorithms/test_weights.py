@@ -198,7 +198,7 @@ def test_a_log_ratio_that_is_no_number_is_never_a_weight(name: str, settings: di
             "algorithm.off_policy_settings.level='group' is unknown; use token or sequence",
         ),
         ("truncate", {"level": "sequence", "aggregate": "min"}, "aggregate='min'.*use mean, sum or max"),
-        ("mask", {"metric": "kl"}, "metric='kl' of mask is unknown; use ratio, k1, k2, k3, binary_kl"),
+        ("mask", {"metric": "kl"}, "metric='kl' is unknown; use ratio, k1, k2, k3, binary_kl"),
     ],
 )
 def test_a_level_metric_or_aggregate_that_is_none(name: str, settings: dict[str, Any], message: str):
