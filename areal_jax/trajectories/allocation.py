@@ -1,4 +1,4 @@
-"""Assigns sequences to rows by AReaL's dynamic batching, extended: a row stores a group's prompt once."""
+"""Assigns sequences to rows by AReaL's dynamic batching, and stores a group's prompt once per row."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import numpy as np
 
 
 def allocate(lengths: np.ndarray, capacity: int, groups: np.ndarray, prompts: np.ndarray) -> list[list[int]]:
-    """Returns bins, each a list of indices into `lengths`; every index is in exactly one bin.
+    """Returns bins (rows), each a list of indices into `lengths`; every index is in exactly one bin.
 
-    `lengths`: tokens of each sequence, at most `capacity`; `capacity`: most tokens of a bin. Sequences are
-    placed longest first. Each joins, of the bins with enough space left, the one with the fewest sequences
-    (the first of several), or opens a new bin if there is none. Fu et al., AReaL: A Large-Scale Asynchronous
-    RL System for Language Reasoning, Algorithm 1 with k_min = 1.
+    `lengths`: tokens of each sequence, at most `capacity`, the number of tokens that a bin can hold.
+    Sequences are placed longest first. A sequence goes into the bin with the fewest sequences among the bins
+    with enough space (the first of several), or into a new bin if no bin has enough. Fu et al., AReaL: A
+    Large-Scale Asynchronous RL System for Language Reasoning, Algorithm 1 with k_min = 1.
 
     Sequence i is in group g = `groups[i]`; all sequences of the group begin with the same `prompts[g]`
     tokens. A bin stores these tokens once for all its sequences of the group, so the sequences of a group are
-    placed one after the other, preferably in a bin that already has their prompt.
+    placed one after the other, preferably in a bin that already has the group's prompt.
     """
     shared = prompts[groups]
     bins: list[list[int]] = []
@@ -47,9 +47,9 @@ def allocate(lengths: np.ndarray, capacity: int, groups: np.ndarray, prompts: np
 def _order(lengths: np.ndarray, groups: np.ndarray, shared: np.ndarray) -> np.ndarray:
     """Returns the indices of the sequences in the order of their placement.
 
-    Longest first, but sequences of a group with a shared prompt follow each other, at the place of their
-    longest. `lengths`: tokens of each sequence; `groups`: its group; `shared`: prompt tokens that it shares,
-    or 0.
+    Longest first, but sequences of a group with a shared prompt follow each other, at the place of the
+    group's longest sequence. For each sequence, `lengths` is the number of tokens, `groups` the group, and
+    `shared` the number of prompt tokens shared with the group (0: none).
     """
     of_group = np.zeros(groups.max(initial=0) + 1, np.int64)
     np.maximum.at(of_group, groups, lengths)

@@ -43,13 +43,14 @@ def encode(trajectory: Trajectory) -> bytes:
 
 
 def decode(blob: bytes) -> Trajectory:
-    """Returns the trajectory that `encode` made into `blob`; its arrays are read-only. Raises CodecError if
-    the bytes are damaged, or not a trajectory.
+    """Returns the trajectory that `encode` turned into the bytes `blob`; its arrays are read-only.
+
+    Raises CodecError if the bytes are damaged or are not a trajectory.
     """
     if blob[: len(MAGIC)] != MAGIC:
         raise CodecError(
-            f"{len(blob)} bytes that begin with {bytes(blob[:4])!r} are not a trajectory (it begins with "
-            f"{MAGIC!r}); if another version of areal-jax wrote the journal, read it with that version"
+            f"{len(blob)} bytes that begin with {bytes(blob[:4])!r} are not a trajectory, which begins with "
+            f"{MAGIC!r}; if another version of areal-jax wrote the journal, use that version"
         )
     body = memoryview(blob)[_HEAD_BYTES:]
     if int.from_bytes(blob[len(MAGIC) : _HEAD_BYTES], "little") != zlib.crc32(body):

@@ -15,8 +15,9 @@ LOCAL = (
 
 
 def is_local(folder: str | Path, mounts: Path = MOUNTS) -> bool:
-    """Whether the folder's file system is on this machine only; False if that cannot be found out. `mounts`:
-    the kernel's table of mounts.
+    """Whether the folder's file system is on this machine only; False if this cannot be found out.
+
+    `mounts`: the kernel's table of mounts.
     """
     folder = Path(folder).resolve()
     found = (Path("/"), "")

@@ -21,8 +21,9 @@ class JournalError(ArealError):
 
 @dataclass(frozen=True)
 class Entry:
-    """An event to append to the journal, the control plane's actions in answer to it and, for a
-    SampleFinished, the sample's trajectory.
+    """An event to append to the journal, with the control plane's actions in answer to the event.
+
+    `trajectory`: the finished sample's trajectory if the event is a SampleFinished, else None.
     """
 
     event: Event
@@ -31,8 +32,9 @@ class Entry:
 
 
 class Row(NamedTuple):
-    """One event read from the journal, with its sequence number, the time at which it was written (seconds
-    since 1970), and the control plane's actions in answer to it.
+    """One event read from the journal, with the control plane's actions in answer to the event.
+
+    `seq`: the event's number in the journal. `wall_s`: when the event was written, in seconds since 1970.
     """
 
     seq: int

@@ -1,4 +1,4 @@
-"""One writer per journal: an OS lock on a file beside it, which the kernel releases when its holder dies."""
+"""One writer per journal: an OS lock on a file beside it, released by the kernel if the writer dies."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ class WriterLock:
         self._file: int | None = None
 
     def acquire(self) -> str | None:
-        """Takes the lock and returns None; if another process has it, returns "process P on HOST", or
-        "another process" if its id is not known.
+        """Takes the lock and returns None; if another process holds the lock, returns that process.
+
+        The process is returned as "process P on HOST", or as "another process" if its id is not known.
         """
         file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:

@@ -40,13 +40,13 @@ def plan_batch(
 ) -> BatchPlan:
     """Returns the plan of these groups' batch: micro-batches of `rows` rows of `length` tokens.
 
-    `minibatches`: number of equal parts of the batch. Each has the same number of micro-batches, a power of
-    two, so that few shapes are compiled; unused rows are padding. A trajectory's tokens in a row are a
-    segment. Segments count from 1 in the order (group, member), the groups sorted by ordinal. With `prompts`
-    "shared", the prompt tokens that all trajectories of a group begin with are stored and computed once per
-    row, as a segment of their own, to which the group's other segments in that row attend. With "repeated",
-    each trajectory is stored with its own prompt. Raises PackingError if `minibatches` does not divide the
-    groups, or a trajectory cannot be packed.
+    `minibatches`: number of equal parts of the batch. Each part has the same number of micro-batches, a power
+    of two, so that few shapes are compiled; unused rows are padding. A trajectory's tokens in a row are a
+    segment. Segments are numbered from 1 in the order (group, member), with groups sorted by ordinal. With
+    `prompts` "shared", the prompt tokens that all trajectories of a group begin with are stored and computed
+    once per row, as a segment of their own, to which the group's other segments in that row attend. With
+    "repeated", each trajectory is stored with its own prompt. Raises PackingError if `minibatches` does not
+    divide the number of groups, or if a trajectory cannot be packed.
     """
     groups = _in_order(groups)
     if not groups or len(groups) % minibatches:
@@ -81,9 +81,9 @@ def _in_order(groups: Sequence[Group]) -> list[Group]:
 
 
 def _common_tokens(group: Group) -> int:
-    """Returns how many tokens at the start of their prompts all members share; 0 if there is one member.
+    """Returns the number of prompt tokens that all members of a group begin with; 0 for a group of one.
 
-    A trajectory's last token is never counted, so that at least one token stays its own.
+    A trajectory's last token is never counted, so that its own segment has at least one token.
     """
     if len(group.trajectories) == 1:
         return 0
@@ -109,9 +109,9 @@ def _bins(
 ) -> tuple[list[tuple[int, list[int]]], int]:
     """Returns (row, indices of its trajectories) for every row in use, and the micro-batches per minibatch.
 
-    `lengths`, `group_ids`: tokens and group of each trajectory; `shared`: prompt tokens that a group shares.
-    Minibatch i has the trajectories from `bounds[i]` up to, but without, `bounds[i + 1]`. A micro-batch has
-    `rows` rows of `length` tokens.
+    `lengths`, `group_ids`: number of tokens and group of each trajectory; `shared`: number of prompt tokens
+    that each group's trajectories share. Minibatch i has the trajectories `bounds[i]` up to, but without,
+    `bounds[i + 1]`. A micro-batch has `rows` rows of `length` tokens.
     """
     parts = [
         allocate(lengths[start:end], length, group_ids[start:end], shared) for start, end in pairwise(bounds)
@@ -129,10 +129,10 @@ def _bins(
 def _pieces(
     bins: Sequence[tuple[int, list[int]]], lengths: np.ndarray, group_ids: np.ndarray, shared: np.ndarray
 ) -> Pieces:
-    """Returns the positions of all pieces: first each trajectory without a shared prompt, then the prompts.
+    """Returns the positions of all pieces: each trajectory's own tokens, then the shared prompts.
 
-    `bins`: as `_bins` returns them; `lengths`, `group_ids`: tokens and group of each trajectory; `shared`:
-    prompt tokens that each group shares.
+    `bins`: the rows in use, as `_bins` returns them. `lengths`, `group_ids`: number of tokens and group of
+    each trajectory; `shared`: number of prompt tokens that each group's trajectories share.
     """
     size, owner, prompts = lengths.tolist(), group_ids.tolist(), shared.tolist()
     own: list[tuple[int, ...]] = [()] * len(size)
@@ -155,10 +155,10 @@ def _pieces(
 
 
 def _check(flat: list[Trajectory], lengths: np.ndarray, length: int) -> None:
-    """Raises PackingError for the first trajectory that cannot be part of the batch.
+    """Raises PackingError if a trajectory cannot be part of the batch.
 
-    It is empty or longer than `length` tokens, has no reward, or differs from the first one in its number of
-    kept token ids per position. `lengths`: tokens of each trajectory.
+    A trajectory cannot if it is empty or longer than `length` tokens, has no reward, or has another number of
+    kept token ids per position than the batch's first trajectory. `lengths`: tokens of each trajectory.
     """
     width = None if flat[0].support is None else flat[0].support.shape[1:]
     for trajectory, tokens in zip(flat, lengths.tolist(), strict=True):

@@ -1,7 +1,7 @@
-"""The plan of a batch: the position of every token in its rows.
+"""The plan of a batch: the row and column of every token of its trajectories.
 
-The process that has the complete batch makes the plan once; it is small, a few numbers per trajectory. Every
-process then fills the rows on its own devices, and needs only the trajectories in those rows.
+The process that has the complete batch makes the plan once; the plan is small, a few numbers per trajectory.
+Every process then fills the rows on its own devices, and needs only the trajectories in those rows.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ PER_TOKEN = {
     "versions": np.int32(NOT_SAMPLED),
     "turn_ids": np.int32(-1),
 }
-"""Name -> padding value of each array of a batch that is copied from trajectories, token by token."""
+"""Name -> padding value, for each array of a batch that is copied token by token from trajectories."""
 
 
 class PackingError(ArealError):
-    """Trajectories cannot be packed into a batch; the message names the sample and the setting to change."""
+    """Trajectories cannot be packed into a batch; the message names the cause and what to do."""
 
 
 class Pieces(NamedTuple):
-    """Positions of pieces, runs of consecutive tokens, in the packed rows; one int64 per piece in each array.
+    """Where pieces (runs of consecutive tokens) lie in the packed rows; each array has one int64 per piece.
 
-    A piece is a complete trajectory, a prompt shared by several trajectories, or a trajectory without that
-    prompt.
+    A piece is a complete trajectory, a prompt shared by several trajectories, or the rest of a trajectory
+    after its shared prompt.
     """
 
     source: np.ndarray  # the piece's trajectory: its index in the order (group, member)
@@ -50,7 +50,8 @@ class Pieces(NamedTuple):
 class BatchPlan(NamedTuple):
     """Where each trajectory of a batch lies in its packed rows.
 
-    The batch has B rows of T tokens and S trajectories in the order (group, member)."""
+    The batch has B rows of T tokens and S trajectories in the order (group, member).
+    """
 
     rows: int  # B
     length: int  # T
@@ -65,7 +66,7 @@ class BatchPlan(NamedTuple):
     pieces: Pieces
 
     def sources(self, rows: np.ndarray) -> dict[int, SampleId]:
-        """Returns the samples with tokens in these rows, by their trajectories' indices in the plan."""
+        """Returns the samples with tokens in the given rows: index of the trajectory in the plan -> id."""
         places = np.unique(self.pieces.source[np.isin(self.pieces.row, rows)]).tolist()
         return {place: SampleId(*self.samples[place].tolist()) for place in places}
 
@@ -89,11 +90,12 @@ class BatchPlan(NamedTuple):
 
 
 def fill(plan: BatchPlan, rows: np.ndarray, trajectories: Mapping[int, Trajectory]) -> Batch:
-    """Returns the rows `rows` (ascending indices) of the planned batch.
+    """Returns the rows with the ascending indices `rows` of the planned batch.
 
-    Arrays with a value per token are (len(rows), T); those with a value per trajectory are (S,), for the
-    whole batch. `trajectories`: by index in the plan, at least those that `plan.sources(rows)` names. Raises
-    PackingError if one is missing or differs from the plan in sample or length.
+    Arrays with a value per token are (len(rows), T); arrays with a value per trajectory are (S,), for the
+    whole batch. `trajectories`: index in the plan -> trajectory, for at least the indices in
+    `plan.sources(rows)`. Raises PackingError if a trajectory is missing, or if its sample or length is not
+    the planned one.
     """
     pieces = plan.pieces.where(np.isin(plan.pieces.row, rows))
     places, owner = np.unique(pieces.source, return_inverse=True)
@@ -149,13 +151,14 @@ def _from_plain(value: Any) -> Any:
 
 
 def _planned(plan: BatchPlan, place: int, trajectories: Mapping[int, Trajectory]) -> Trajectory:
-    """Returns the trajectory with index `place` in the plan. Raises PackingError if `trajectories` lacks it,
-    or if its sample or length is not the planned one.
+    """Returns the trajectory with index `place` in the plan.
+
+    Raises PackingError if `trajectories` lacks it, or if its sample or length is not the planned one.
     """
     sample = SampleId(*plan.samples[place].tolist())
     found = trajectories.get(place)
     if found is None or found.sample != sample or len(found.tokens) != plan.tokens[place]:
-        got = "none" if found is None else f"{found.sample} of {len(found.tokens)}"
+        got = "none" if found is None else f"{found.sample} of {len(found.tokens)} tokens"
         raise PackingError(
             f"trajectory {place} of the batch plan is {sample} of {plan.tokens[place]} tokens, but {got} "
             "was given; pass the trajectories that BatchPlan.sources names for these rows"

@@ -3,9 +3,9 @@
 An event, the actions that answered it and the trajectory that came with it are written in one transaction, so
 a crash keeps all of them or none. One process writes; any number of others read at the same time.
 
-In a run of one process an OS lock keeps a second writer out. On a cluster the controller, the only writer,
-may hang and be replaced while it holds that lock. So there the file names its owner, the newest controller,
-and every transaction first checks that its writer is that owner.
+In a run of one process an OS lock keeps a second writer out. On a cluster the controller is the only writer;
+it may hang and be replaced while it holds that lock. Therefore a cluster's file also names its owner, the
+controller that started last, and every transaction first checks that its writer is the owner.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class SqliteQueue:
         self._lock, self._is_readonly, self._owner = lock, readonly, owner
         self._guard = threading.RLock()
         self.header: dict[str, Any] = unpack(self._one("SELECT value FROM header")[0])
-        """The values that determine the run's bits, as they were when the journal was created."""
+        """Values on which the bits of the run's results depend, stored when the journal was created."""
 
     @classmethod
     def create(cls, path: str | Path, header: dict[str, Any], owner: str | None = None) -> SqliteQueue:
@@ -85,12 +85,13 @@ class SqliteQueue:
 
     @classmethod
     def open(cls, path: str | Path, readonly: bool = False, owner: str | None = None) -> SqliteQueue:
-        """Opens an existing journal: read-only, even while a run writes it, or to continue the run.
+        """Opens an existing journal to continue the run, or with `readonly` to read it during the run.
 
-        `owner`: on a cluster, a random string that names this start of the controller. It becomes the only
-        writer: transactions of an earlier controller are refused from then on, and each of its own is flushed
-        to the disk. None: a run of one process. Raises JournalError if the file is missing or has another
-        format, or if another process writes it and this call has neither `readonly` nor `owner`.
+        `owner`: on a cluster, a random string that names this start of the controller. This controller
+        becomes the only writer: from then on transactions of an earlier controller are refused, and each
+        transaction of this one is flushed to the disk. None: a run of one process. Raises JournalError if the
+        file is missing or has another format, or if another process writes the file and this call has neither
+        `readonly` nor `owner`.
         """
         path = Path(path)
         if not path.is_file():
@@ -115,9 +116,9 @@ class SqliteQueue:
     def append(self, entries: Sequence[Entry], durable: bool = False) -> int:
         """Writes all entries in one transaction; returns the sequence number of the last one.
 
-        `durable`: the entries survive a power loss, not only the end of this process. If a sample gets a
-        second trajectory, or a group second rewards, as from a host that was declared lost, the first ones
-        are kept. Raises TypeError for a value that has no plain form.
+        `durable`: the entries survive a power loss, not only the end of this process. A sample's second
+        trajectory and a group's second rewards, such as from a host that was declared lost, are not stored.
+        Raises TypeError for a value that is not made of numbers, text, lists and dicts.
         """
         with self._guard, self._transaction(durable) as db:
             wall_s, last = time.time(), self.last_seq
@@ -140,27 +141,27 @@ class SqliteQueue:
     def snapshot(self, seq: int, state: dict[str, Any]) -> None:
         """Stores the control plane's state after the event with sequence number `seq`.
 
-        `state` has plain values only; tuples are read back as lists.
+        `state` contains only numbers, text, lists and dicts; tuples are read back as lists.
         """
         with self._guard, self._transaction(durable=True) as db:
             db.execute("INSERT OR REPLACE INTO snapshots VALUES (?, ?)", (seq, pack(state)))
 
     def forget(self, ordinals: Sequence[int]) -> None:
-        """Deletes the trajectories of all attempts at these groups; keeps the groups' events and rewards."""
+        """Deletes all trajectories of these groups, reissued ones included; keeps events and rewards."""
         with self._guard, self._transaction() as db:
             db.executemany(
                 "DELETE FROM trajectories WHERE ordinal = ?", [(int(ordinal),) for ordinal in ordinals]
             )
 
     def require_owner(self) -> None:
-        """Raises JournalError if another controller took the journal over; without an owner, does nothing."""
+        """Raises JournalError if another controller took over the journal of a cluster's run."""
         if self._owner is None:
             return
         if self._one("SELECT token FROM owner")[0] != self._owner:
             raise JournalError(
                 f"{self.path} was taken over by another controller, because this one was paused and did not "
                 "renew its lease in time. The other controller continues the run; this one ends and writes "
-                "nothing more. Check why its process or machine was paused"
+                "nothing more. Check why this one's process or machine was paused"
             )
 
     # --- reading --------------------------------------------------------------------------------------------
@@ -183,8 +184,9 @@ class SqliteQueue:
             after_seq = chunk[-1][0]
 
     def trajectory(self, sample: SampleId) -> Trajectory:
-        """Returns a sample's trajectory, with its reward if the group was scored. Raises JournalError if the
-        journal does not have it, or has deleted it.
+        """Returns a sample's trajectory, with its reward if the group was scored.
+
+        Raises JournalError if the journal never had the trajectory, or if it was deleted.
         """
         ordinal, member, attempt = sample
         statement = "SELECT payload FROM trajectories WHERE ordinal = ? AND attempt = ? AND member = ?"
@@ -207,13 +209,14 @@ class SqliteQueue:
         found = dict(self._all(statement, (ordinal, attempt)))
         if list(found) != list(range(size)):
             raise JournalError(
-                f"{self.path} holds members {list(found)} of group {ordinal} (attempt {attempt}), not {size}"
-                ": the others never finished, or were deleted after training (raise observe.keep_groups)"
+                f"{self.path} holds members {list(found)} of group {ordinal} (attempt {attempt}), but the "
+                f"group has {size} members: the others never finished, or were deleted after training (raise "
+                "observe.keep_groups to keep more)"
             )
         return self._rewarded(ordinal, attempt, [decode(payload) for payload in found.values()])
 
     def latest_snapshot(self) -> tuple[int, dict[str, Any]] | None:
-        """Returns (sequence number of the last event in it, state) of the newest snapshot; None if none."""
+        """Returns the newest snapshot as (number of its last event, state); None if there is no snapshot."""
         found = self._all("SELECT seq, state FROM snapshots ORDER BY seq DESC LIMIT 1")
         return (found[0][0], unpack(found[0][1])) if found else None
 
@@ -270,9 +273,9 @@ class SqliteQueue:
 
 
 def _make(path: Path, header: dict[str, Any]) -> None:
-    """Creates an empty journal with this header under another name and renames it once it is complete.
+    """Creates an empty journal with this header, under another name until it is complete.
 
-    So a killed process leaves no partial journal.
+    So a process that is killed meanwhile leaves no partial journal at `path`.
     """
     unfinished = path.with_name(path.name + ".new")
     for left in (unfinished, path.with_name(unfinished.name + "-journal")):
@@ -306,7 +309,7 @@ def _set_mode(path: Path, db: sqlite3.Connection) -> None:
 
 
 def _own(db: sqlite3.Connection, owner: str) -> None:
-    """Makes the controller with the token `owner` the file's owner; from then on others cannot write."""
+    """Makes the controller with the token `owner` the file's owner: no other controller can write then."""
     db.execute("PRAGMA synchronous = FULL")
     db.execute("BEGIN IMMEDIATE")
     for statement in (_OWNER, "DELETE FROM owner"):
@@ -373,10 +376,11 @@ def _explained(path: Path) -> Iterator[None]:
 
 
 def _take(path: Path, owner: str | None) -> WriterLock:
-    """Takes the writer's lock and returns it. Without `owner`, raises JournalError if another process has it.
+    """Returns the writer's lock, held by this process if possible.
 
-    With an `owner`, the token of a cluster's controller, that process may be a former controller that hangs:
-    the lock is then returned without being held. The token in the journal keeps that controller from writing.
+    Raises JournalError if another process holds the lock and `owner` is None. If `owner` is the token of a
+    cluster's controller, the other process may be a former controller that hangs: the lock is then returned
+    without being held, and the token in the journal keeps the former controller from writing.
     """
     lock = WriterLock(path)
     holder = lock.acquire()
