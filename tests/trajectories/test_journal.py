@@ -115,7 +115,7 @@ def test_an_event_and_its_payload_are_written_together_or_not_at_all(queue: Sqli
 def test_a_group_is_complete_or_an_error_and_gets_its_rewards_once_scored(queue: SqliteQueue):
     entries = [finished(SampleId(5, member, 1), reward=None) for member in (1, 0)]
     queue.append(entries[:1])
-    with pytest.raises(JournalError, match=r"members \[1\] of group 5 \(attempt 1\), not 2"):
+    with pytest.raises(JournalError, match=r"members \[1\] of group 5 \(attempt 1\), but the group has 2"):
         queue.group(5, 1, 2)
     queue.append(entries[1:])
     unscored = queue.group(5, 1, 2)
