@@ -1,6 +1,7 @@
 """The canary: log-probs of a fixed token sequence, which show whether a host got the trainer's weights.
 
-The publisher of a version and each of its readers compute them; they must agree up to rounding.
+The process that publishes a weights version and each process that reads the version compute the canary; the
+results must agree up to rounding.
 """
 
 from __future__ import annotations

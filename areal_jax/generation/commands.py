@@ -1,4 +1,4 @@
-"""Commands to a generation host, its record of each sample (`Work`), and its statistics."""
+"""Commands to a generation host, the host's record of each sample (`Work`), and the host's statistics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from areal_jax.types import PolicyVersion, SampleId, Sampling
 
 @dataclass(frozen=True)
 class Start:
-    """Command: decode these samples of one prompt (token ids) with weights version `min_version` or newer.
+    """Command: decode samples of one prompt (token ids) with weights version `min_version` or newer.
 
     If `sampling` or `seed` is None, the host's default is used. Only clients' requests may have `penalties`.
     """
@@ -28,15 +28,18 @@ class Start:
     stop_tokens: tuple[int, ...] = ()
     """Ids that end a sample, in addition to the host's stop tokens."""
     drawn_as: int | None = None
-    """Ordinal in the keys of the random draws; None: that of the samples. Equal keys give equal draws."""
+    """Ordinal that replaces the samples' own in the keys of their random draws; None: not replaced."""
     is_request: bool = False
-    """Whether a client requested the samples; False: they are rollouts. A draining host starts no request."""
+    """Whether a client requested the samples; False: they are rollouts, samples to train on.
+
+    A host that drains (on_update=drain) starts no request until it has loaded the newer weights.
+    """
 
     def works(self, sampling: Sampling, seed: int, stops: tuple[int, ...]) -> list[Work]:
         """Returns a new record (Work) of each sample of this command.
 
-        The arguments are the host's own: `sampling` and `seed` are used where this command has None, and the
-        token ids `stops` end a sample in addition to `stop_tokens`.
+        The arguments are the host's defaults: `sampling` and `seed` are used where this command has None, and
+        the token ids `stops` end a sample in addition to this command's `stop_tokens`.
         """
         seed = seed if self.seed is None else self.seed
         sampling, stops = self.sampling or sampling, stops + self.stop_tokens
@@ -45,14 +48,14 @@ class Start:
 
 @dataclass(frozen=True)
 class Stop:
-    """Command: drop `samples`, waiting or live, without a result; if none are given, end the host's loop."""
+    """Command: drop `samples` without a result, waiting or in a slot; if empty, end the host's loop."""
 
     samples: tuple[SampleId, ...] = ()
 
 
 @dataclass(frozen=True)
 class Pause:
-    """Command: decode nothing and start no sample until Unpause; live samples keep their slots and KV."""
+    """Command: decode nothing and start no sample until Unpause; samples in slots keep slots and KV."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +65,12 @@ class Unpause:
 
 @dataclass(frozen=True)
 class Wake:
-    """Command: take one more step, if idle; in it the host adopts a newer version, if there is one."""
+    """Command: an idle host takes one more step, in which it loads newer weights if there are any."""
 
 
 @dataclass(frozen=True)
 class HandOver:
-    """Command: remove `sample` from this host and call `to` with its record, tokens and KV included.
+    """Command: remove `sample` from this host and call `to` with the sample's record, tokens and KV included.
 
     If the sample is not on this host, `to` is called with None.
     """
@@ -78,10 +81,10 @@ class HandOver:
 
 @dataclass(frozen=True)
 class TakeOver:
-    """Command: continue a sample of another host, `work`, without a prefill.
+    """Command: continue `work`, a sample of another host, with the KV computed there instead of a prefill.
 
-    Its KV was computed with one version's parameters. If this host does not hold these parameters, or lays
-    out KV pages differently, it does not take the sample and calls `refused` with `work` and the reason.
+    If this host does not hold the parameters with which the KV was computed, or lays out KV pages
+    differently, the host does not take the sample and calls `refused` with `work` and the reason.
     """
 
     work: Work
@@ -101,9 +104,9 @@ class Tokens(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SoFar:
-    """A half-decoded sample without a slot: records and KV of its n tokens, prompt included.
+    """A half-decoded sample without a slot: records and KV of the sample's n tokens, prompt included.
 
-    A token's record has its id, log-prob and weights version, among others.
+    A token's record contains its id, log-prob, weights version and more.
     """
 
     rows: np.ndarray  # (n,) of `live_slots.Records`
@@ -112,24 +115,24 @@ class SoFar:
 
 @dataclass(eq=False)
 class Work:
-    """A host's record of one sample, from the sample's arrival to its end."""
+    """A host's record of one sample, kept from the sample's arrival at the host until the sample ends."""
 
     sample: SampleId
     start: Start
-    """The command that created the sample. The next three fields are its values, or the host's defaults."""
+    """The command that created the sample, from which `Start.works` computes the next three fields."""
     sampling: Sampling
     seed: int
     stops: tuple[int, ...]
     so_far: SoFar | None = None
     """Tokens and KV while the sample is half-decoded and has no slot; else None."""
     version: PolicyVersion = -1
-    """The version of the parameters that the sample is decoded under; -1 before it first gets a slot."""
+    """Weights version that decodes the sample's next token; -1 until the sample first gets a slot."""
     digest: str = ""
-    """Digest of those parameters."""
+    """Digest (hash) of the parameters of `version`."""
     is_stale: bool = False
-    """Whether its KV was computed under an older version and must be rebuilt."""
+    """Whether the sample's KV was computed under an older version than `version` and must be recomputed."""
     prompt_version: PolicyVersion = -1
-    """The version under which its prompt was prefilled; -1: the pages of its prompt cannot be shared."""
+    """Version under which the prompt was prefilled; -1: other samples cannot share the prompt's pages."""
     interruptions: int = 0
 
     # Samples of equal keys draw the same numbers, whatever slots and neighbours they have.
@@ -137,7 +140,7 @@ class Work:
     def key(self) -> SampleId:
         """The id that, together with the seed, determines the sample's random draws.
 
-        It is `sample`, but with the ordinal `start.drawn_as` unless that is None.
+        This is `sample`, with `start.drawn_as` in place of the ordinal unless `drawn_as` is None.
         """
         ordinal = self.start.drawn_as
         return self.sample if ordinal is None else self.sample._replace(ordinal=ordinal)
@@ -149,7 +152,7 @@ class Work:
 
 @dataclass
 class Statistics:
-    """A host's state after its last step or command; version -1: it has not adopted one yet.
+    """A host's state after its last step or command; `version` is -1 until the host has loaded weights.
 
     `generated_tokens` and the fields after it are totals since the host's start.
     """
@@ -167,7 +170,7 @@ class Statistics:
     interruptions: int = 0
     """Number of version changes in the middle of samples (after their first token), summed over samples."""
     recomputed_tokens: int = 0
-    """Number of tokens for which the KV was rebuilt under a newer version."""
+    """Number of tokens for which the KV was computed again under a newer version."""
     swaps: int = 0
     swap_s: float = 0.0
     evictions: int = 0

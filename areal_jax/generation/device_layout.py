@@ -1,10 +1,10 @@
 """The layout of parameters during decoding: the form that the host's device reads fastest.
 
-On a CPU a decode step is bound by reading weights, and XLA would copy each layer's weights out of the arrays
-that stack all layers before reading them. On a CPU, therefore, each layer has arrays of its own, and a matrix
-has a row for each output (`FeatureMajor`). A host converts a version once, when it adopts it. On other
-devices, and with trainer.numerics=exact, parameters stay as they are: generator and trainer then run the same
-matrix products.
+On a CPU a decode step is bound by reading weights, and XLA would first copy each layer's weights out of the
+arrays that stack all layers. On a CPU, therefore, each layer has arrays of its own, and a matrix has a row
+for each output (`FeatureMajor`). A host converts each weights version once, when it loads the version. On
+other devices, and with trainer.numerics=exact, parameters stay as they are: generator and trainer then run
+the same matrix products.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def is_laid_out(params: Params) -> bool:
 
 
 def serving_layout(model: Model, params: Params, platform: str) -> Params:
-    """Returns the parameters in the layout that decodes fastest on `platform`.
+    """Returns the parameters in the layout that decodes fastest on `platform`, a jax platform name.
 
-    They are converted only on a CPU, and not with exact numerics or if they lie on several devices.
+    Parameters are converted only on a CPU, with bounded numerics, and only if each leaf is on one device.
     """
     is_settled = isinstance(params["blocks"], tuple) or model.config.numerics == "exact"
     if platform != "cpu" or is_settled or any(len(leaf.devices()) > 1 for leaf in jax.tree.leaves(params)):

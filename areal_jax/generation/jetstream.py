@@ -1,9 +1,10 @@
-"""JetStream's engine API, which our engine implements; no other file imports that package.
+"""JetStream's engine API, which our engine implements; no other file imports the package JetStream.
 
-If the package is installed, the base classes are its own, else plain stand-ins; a run needs nothing else of
-it. JetStream 0.2.2 imports seqio, and with it TensorFlow, for two classes that only its text vocabularies
-use. While it is imported here, a stand-in takes the place of seqio and is then removed, so that a real seqio
-can still be imported. The package's orchestrator is not imported here, since it changes the root logger.
+If JetStream is installed, our engine derives from JetStream's base classes, else from plain stand-ins; a run
+needs nothing else of JetStream. JetStream 0.2.2 imports seqio, and with seqio TensorFlow, for two classes
+that only JetStream's text vocabularies use. While this module imports JetStream, a stand-in takes the place
+of seqio; the stand-in is removed afterwards, so that other code can import the real seqio. JetStream's
+orchestrator is not imported here, because importing it changes the root logger.
 """
 
 from __future__ import annotations
@@ -31,14 +32,19 @@ REMEDY = (
 
 
 def require_version(name: str = PACKAGE) -> str:
-    """Returns the installed version of the package `name`. Raises ArealError unless 0.2.2 <= it < 0.3."""
+    """Returns the installed version of the package `name`.
+
+    Raises ArealError unless 0.2.2 <= version < 0.3.
+    """
     try:
         found = metadata.version(name)
     except metadata.PackageNotFoundError:
         raise ArealError(f"{name} is not installed; {REMEDY}") from None
     numbers = tuple(int(part) for part in found.split(".")[:3] if part.isdigit())
     if not OLDEST <= numbers < BELOW:
-        raise ArealError(f"{name} is {found}, but only 0.2.2 to below 0.3 is known to work; {REMEDY}")
+        raise ArealError(
+            f"{name} {found} is installed, but only 0.2.2 up to below 0.3 is known to work; {REMEDY}"
+        )
     return found
 
 
@@ -95,7 +101,7 @@ class Engine(abc.ABC):  # noqa: B024 - its members are those that JetStream's do
 
 @struct.dataclass
 class SlotData:
-    """One slot's results of a decode call: k tokens, which of them are valid, and the completion's length."""
+    """One slot's results of a decode call: k tokens, whether each is valid, and the completion's length."""
 
     tokens: Any
     valid: Any
@@ -134,9 +140,9 @@ class Tokenizer:
         self.stop_tokens = {self.eos_id, self.pad_id}
 
     def encode(self, s: str, **kwargs: Any) -> tuple[Any, int]:
-        """Returns (the ids of BOS and of the tokens of `s`, with padding; their number without padding).
+        """Returns (padded token ids of `s`, with BOS first; number of ids without the padding).
 
-        JetStream's `pad_tokens` adds the padding; `kwargs` are passed to it.
+        JetStream's function `pad_tokens` adds BOS and padding, and receives `kwargs`.
         """
         kwargs.setdefault("is_bos", True)
         tokens = np.array(self._tokenizer.encode(s), np.int64)

@@ -1,7 +1,7 @@
 """A host that returns the tasks' reference answers instead of sampling: for supervised training.
 
 To the control plane it is a generation host like any other, so a supervised run has the same journal,
-checkpoints, resume and report as an RL run. It holds no parameters and adopts no version.
+checkpoints, resume and report as an RL run. The host holds no parameters and loads no weights version.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class ReferenceHost:
         self.gaps_s: deque[float] = deque()
 
     def statistics(self) -> Statistics:
-        """Returns statistics with only `generated_tokens` set; there are no versions or slots to count."""
+        """Returns statistics with only `generated_tokens` set, since this host has no versions or slots."""
         return Statistics(generated_tokens=self.generated_tokens)
 
     def run(self) -> None:
-        """Answer the samples of each command until a Stop without samples arrives.
+        """Report the reference answers of each command's samples until a Stop without samples arrives.
 
-        Raises WaitTimeout if no command arrives within the constructor's `deadline_s`.
+        Raises WaitTimeout if no command arrives within `deadline_s` seconds (see the constructor).
         """
         while True:
             command = get(
@@ -71,7 +71,8 @@ class ReferenceHost:
             if len(trajectory.tokens) > self._length:
                 raise ArealError(
                     f"prompt and reference answer together have {len(trajectory.tokens)} tokens, more than "
-                    f"generation.length={self._length}; raise it, or leave this row out of the task's data"
+                    f"generation.length={self._length}; raise generation.length, or leave this row out of "
+                    "the task's data"
                 )
         except ArealError as error:
             self._emit(SampleFailed(sample, self.name, str(error)), None)

@@ -1,4 +1,4 @@
-"""A synchronous rollout without a run: one host decodes until all samples end; this process scores them."""
+"""A rollout outside a run: one host decodes all samples to their end, then this process scores them."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ def rollout(
 ) -> list[Group]:
     """Sample and score `group_size` completions of each prompt, under `params`; returns a group per prompt.
 
-    `ordinals`: numbers of the prompts in the order that `seed` determines; groups are returned in this order.
-    `task`: one task, or several by name. `sampling` None: the default, up to the engine's `length`. Raises
-    ArealError if the engine cannot decode a prompt, TaskError if a reward fails: nothing is retried here.
+    `ordinals`: places of the prompts in the order that `seed` determines; groups are returned by ascending
+    ordinal. `task`: one task, or several by name. `sampling`: None means the default settings and at most
+    `engine.length` tokens. Raises ArealError if the engine cannot decode a prompt, TaskError if a reward
+    fails; a reward is not tried again.
     """
     tasks = load_tasks({}, [task]) if isinstance(task, Task) else task
     prompts = PromptStream(tasks, seed)
@@ -63,7 +64,7 @@ def sampled(
     sampling: Sampling,
     seed: int,
 ) -> dict[int, list[Trajectory]]:
-    """Samples `group_size` completions of each prompt; returns ordinal -> its trajectories, without rewards.
+    """Samples `group_size` completions of each prompt; returns ordinal -> trajectories, without rewards.
 
     `prompts`: ordinal -> token ids. `seed` and the ordinal determine the random draws. Raises ArealError if
     the engine cannot decode a prompt.

@@ -1,8 +1,8 @@
 """Steps that all processes of one jax.distributed world take together: all succeed, or all raise an error.
 
-The error names the processes that failed. Processes synchronise through jax's coordination service instead of
-a device collective, so every wait has a deadline, and a thread that writes files can wait while the devices
-compute.
+The error names the processes that failed. Processes wait for each other through jax's coordination service
+instead of a device collective, so every wait has a deadline, and a thread that writes files can wait while
+the devices compute.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from areal_jax.types import ArealError
 
 
 class DisagreementError(ArealError):
-    """Raised if the step failed in another process; the message gives that process and the reason."""
+    """A step of `together` failed in other processes; the message gives these processes and the reasons."""
 
 
 def leads() -> bool:
-    """Whether this is process 0 of its jax.distributed world, which does what only one process may do."""
+    """Whether this is process 0 of its jax.distributed world: it does what only one process may do."""
     return jax.process_index() == 0
 
 
 @contextmanager
 def together(what: str, deadline_s: float) -> Iterator[None]:
-    """Run the block, then wait until every process of the world has run its block with the same name `what`.
+    """Run the `with` block, then wait until every process of the world has run its block named `what`.
 
-    If the block raises an exception, it is raised again once the other processes have received it. Raises
+    An exception of the block is raised again once the other processes have received its text. Raises
     DisagreementError if the block succeeded here but raised in another process, ArealError if another process
-    has not finished its block within `deadline_s` after this one.
+    has not finished its block `deadline_s` seconds after this one.
     """
     failure = None
     try:
@@ -51,8 +51,9 @@ _rounds: Counter[str] = Counter()
 def _meet(what: str, deadline_s: float, failure: Exception | None) -> None:
     """Publish this process's outcome of the step `what`, and wait for the outcomes of all others.
 
-    `failure`: the exception that the step raised here; None: it succeeded. Raises DisagreementError if it
-    failed only in others, ArealError if a process has not published its outcome within `deadline_s`.
+    `failure`: the exception that the step raised here; None if the step succeeded. Raises DisagreementError
+    if the step failed only in other processes, ArealError if a process has not published its outcome within
+    `deadline_s` seconds.
     """
     client = distributed.global_state.client
     assert client is not None  # there is more than one process
@@ -68,12 +69,12 @@ def _meet(what: str, deadline_s: float, failure: Exception | None) -> None:
     except RuntimeError as error:
         raise ArealError(
             f"process {jax.process_index()} of {jax.process_count()} ends, because it waited {deadline_s:g} "
-            f"s for the others at '{what}'. {_brief(error)}. See in the run's logs/ what they did last; if "
-            "they were only slow, raise runtime.deadline_s"
+            f"s for the others at the step '{what}'. {_brief(error)}. See in the run's logs/ what those did "
+            "last; if they were only slow, raise runtime.deadline_s"
         ) from failure or error
     reasons = [f"process {key.rpartition('/')[2]}: {reason}" for key, reason in said if reason]
     if failure is None and reasons:
-        raise DisagreementError(f"'{what}' failed in {'; '.join(reasons)}")
+        raise DisagreementError(f"the step '{what}' failed in {'; '.join(reasons)}")
 
 
 def _brief(error: RuntimeError) -> str:

@@ -29,7 +29,7 @@ ROWS = PartitionSpec(("data", "fsdp"))
 
 
 def make_mesh(shape: Mapping[str, int], devices: Sequence[Any], owner: str) -> Mesh:
-    """Returns a mesh of `shape` (axis name -> size) over as many of the first `devices` as it needs.
+    """Returns a mesh of `shape` (axis name -> size), made of the first devices in `devices`.
 
     Raises ArealError if there are too few devices; the message names `owner`, such as "the trainer".
     """
@@ -38,14 +38,14 @@ def make_mesh(shape: Mapping[str, int], devices: Sequence[Any], owner: str) -> M
         axes = " x ".join(f"{axis}={size}" for axis, size in shape.items() if size > 1)
         raise ArealError(
             f"{owner}'s mesh {axes or 'of one device'} needs {needed} devices, but only {len(devices)} are "
-            "there; make it smaller (trainer.mesh, runtime.host_tensor), or on a CPU use more virtual "
+            "there; make the mesh smaller (trainer.mesh, runtime.host_tensor), or on a CPU use more virtual "
             "devices (runtime.placement=split creates them)"
         )
     return Mesh(np.array(devices[:needed]).reshape(tuple(shape.values())), tuple(shape))
 
 
 def own_rows(mesh: Mesh, rows: int) -> np.ndarray:
-    """Returns the indices, ascending, of those of a batch's `rows` rows that are on this process's devices.
+    """Returns the ascending indices of the rows, of a batch of `rows` rows, that this process's devices hold.
 
     A single process has all rows. Raises ArealError if the mesh has no device of this process.
     """
@@ -61,11 +61,11 @@ def own_rows(mesh: Mesh, rows: int) -> np.ndarray:
 
 
 def param_shardings(logical_axes: Any, abstract_params: Any, mesh: Mesh) -> Any:
-    """Returns, for each leaf of `abstract_params`, the NamedSharding that splits its axes over the mesh.
+    """Returns, for each leaf of `abstract_params`, the NamedSharding that splits the leaf over the mesh.
 
-    `logical_axes` names the axes of each leaf, and RULES map each name to a mesh axis. An axis of a leaf
-    stays unsplit if the mesh lacks that mesh axis, or if the mesh axis's size does not divide the leaf axis's
-    size.
+    `logical_axes` names the axes of each leaf, and RULES maps each name to a mesh axis. A leaf's axis stays
+    unsplit if the mesh lacks the mesh axis, or if the size of the mesh axis does not divide the size of the
+    leaf's axis.
     """
 
     def place(names: PartitionSpec, leaf: jax.ShapeDtypeStruct) -> NamedSharding:

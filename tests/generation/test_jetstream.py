@@ -222,7 +222,7 @@ def test_bos_is_prepended_once_and_only_where_asked():
 @pytest.mark.parametrize("found", ["0.2.1", "0.3.0", "1.0"])
 def test_another_version_is_refused_with_the_remedy(monkeypatch, found):
     monkeypatch.setattr(jetstream.metadata, "version", lambda _: found)
-    with pytest.raises(ArealError, match=rf"google-jetstream is {found}.*pip install"):
+    with pytest.raises(ArealError, match=rf"google-jetstream {found} is installed.*pip install"):
         jetstream.require_version()
 
 

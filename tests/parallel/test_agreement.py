@@ -47,12 +47,12 @@ def test_two_processes_agree_or_hear_why_not():
     assert first[:4] == [
         "True",
         "well",
-        "DisagreementError: 'write' failed in process 1: the disk is full",
+        "DisagreementError: the step 'write' failed in process 1: the disk is full",
         "well",
     ]
     assert second == ["False", "well", "OSError: the disk is full", "well", "well"]
     assert first[4].startswith(
-        "ArealError: process 0 of 2 ends, because it waited 1 s for the others at 'read'. "
+        "ArealError: process 0 of 2 ends, because it waited 1 s for the others at the step 'read'. "
     )
     assert "1/2" in first[4]
     assert first[5:] == ["True", "well"]
