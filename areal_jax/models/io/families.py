@@ -2,7 +2,7 @@
 
 A family is a Hugging Face architecture. The tables convert a `config.json` of transformers 4 (`rope_theta`,
 `rope_scaling`) or transformers 5 (`rope_parameters`) to a `ModelConfig`. A `config.json` is written in the
-format of transformers 4, which both versions read. An option that the model does not compute is an error.
+format of transformers 4, which both versions read. An option that is not implemented raises ArealError.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Family:
     has_qkv_bias: bool = False
     has_qk_norm: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values of keys that `config.json` may omit, as in transformers; it must have all other sizes."""
+    """Values of keys that `config.json` may omit, as in transformers; all other sizes must be in the file."""
     refused: tuple[str, ...] = ()
     """Options in `config.json` that are not implemented: each must be false or missing."""
 
@@ -54,20 +54,20 @@ SIZES = {
     "head_dim": "head_dim",
     "intermediate_size": "mlp_width",
 }
-"""Key of a size in `config.json` -> its field in `ModelConfig`."""
+"""Key of a size in `config.json` -> name of the field of `ModelConfig`."""
 
 
 class Tensor(NamedTuple):
     """One leaf of the parameter tree (`path`) and its names in files; `{}` in a name is the layer's number.
 
-    `theirs` lists the axes in Hugging Face files, `ours` those in the parameter tree: V vocab, D width, F MLP
-    width, H heads, K kv heads, h head dimension. `H*h` is one axis for both. A leaf of `blocks` has a further
-    first axis, the layers, which `ours` omits.
+    `theirs` lists the axes in Hugging Face files, `ours` the axes in the parameter tree: V vocab, D width, F
+    MLP width, H heads, K kv heads, h head dimension. `H*h` is a single axis of size H * h. A leaf of `blocks`
+    has a further first axis, the layers, which `ours` omits.
     """
 
     path: str
     name: str
-    """The tensor's name in Hugging Face files; `gguf` is that in GGUF files."""
+    """The tensor's name in Hugging Face files; `gguf` is the name in GGUF files."""
     gguf: str
     theirs: str
     ours: str
@@ -180,11 +180,13 @@ def write_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
 def _family_of(raw: Mapping[str, Any]) -> Family:
     """Returns the family that a `config.json` names.
 
-    Raises ArealError if it names none, several, or one that is not implemented.
+    Raises ArealError if the file names no family, several families, or a family that is not implemented.
     """
     architectures, model_type = raw.get("architectures") or [None], raw.get("model_type")
     if isinstance(architectures, list) and len(set(architectures)) > 1:
-        raise ArealError(f"{architectures=} names several; keep one in config.json: that of the tensors")
+        raise ArealError(
+            f"{architectures=} names several architectures; keep in config.json only the one of the tensors"
+        )
     named = architectures[0] if isinstance(architectures, list) else architectures
     for family in FAMILIES:
         if named != family.architecture and (named is not None or model_type != family.model_type):
@@ -234,7 +236,8 @@ def _read_rope(raw: Mapping[str, Any]) -> tuple[RopeScaling | None, float]:
     """Returns the scaling of rotary frequencies (None: not scaled) and theta, from a `config.json`.
 
     transformers 5 writes both to the key `rope_parameters`, transformers 4 the scaling to `rope_scaling`. If
-    a config has both keys, transformers 5 reads only `rope_scaling`; this raises ArealError if they differ.
+    a config has both keys, transformers 5 reads only `rope_scaling`; here ArealError is raised if the values
+    of the two keys differ.
     """
     given = {key: raw[key] for key in ("rope_parameters", "rope_scaling") if raw.get(key)}
     found = [_read_one_rope(raw, rope) for rope in given.values()] or [_read_one_rope(raw, {})]

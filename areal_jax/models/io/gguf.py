@@ -42,8 +42,8 @@ LLAMA3_TURNS = (1.0, 4.0, 8192)
 def convert_gguf(path: Path, folder: Path) -> None:
     """Write the model and tokenizer of a GGUF file into a new Hugging Face folder.
 
-    Raises ArealError if the file is truncated or has another format, or if something in it, named in the
-    message, is not implemented; FolderExists if `folder` exists.
+    Raises ArealError if the file is truncated, has another format, or contains something that is not
+    implemented (the message names it); FolderExists if `folder` exists.
     """
     with staged(folder) as stage:
         try:
@@ -194,8 +194,8 @@ def _rope_scaling(fields: Fields, kind: str, base: np.ndarray, factors: Any) -> 
     """Returns the file's scaling of the unscaled frequencies `base`; None for no scaling.
 
     The field `<kind>.rope.scaling.type` names the scaling; `kind` is the architecture. Files of Llama 3.1 to
-    3.3 store a tensor with a divisor for each frequency instead, from which the scaling is recovered:
-    `factors`; None in other files.
+    3.3 instead store the tensor `factors` (None in other files), a divisor for each frequency, from which the
+    scaling is recovered.
     """
     scaling = fields(f"{kind}.rope.scaling.type", "none")
     if scaling == "none" and factors is None:
@@ -231,7 +231,7 @@ def _entries(config: ModelConfig, tensors: Mapping[str, Any], kind: str) -> list
             if tuple(int(size) for size in reversed(found.shape)) != shape:
                 raise ArealError(
                     f"{source} has the shape {found.shape[::-1].tolist()}, but the GGUF file's fields "
-                    f"require {list(shape)}; download it again"
+                    f"require {list(shape)}; download the file again"
                 )
             if found.tensor_type.name not in TYPES:
                 raise ArealError(

@@ -56,8 +56,8 @@ class Pretrained:
         """Returns float32 parameters with these shardings; without shardings, on the first local device.
 
         Each device's shard is read by itself, so that host memory contains at most one shard in addition to
-        the parameters. Raises ArealError if the config ties the head to the embedding, but the
-        folder's head differs.
+        the parameters. Raises ArealError if the config ties the head to the embedding, but the head in the
+        folder differs from the embedding.
         """
         self._check_tie()
         tensors = {tensor.path: tensor for tensor in tensors_of(self.config)}
@@ -72,9 +72,9 @@ class Pretrained:
         return jax.tree_util.tree_map_with_path(place, *trees)
 
     def _read(self, tensor: Tensor, shape: tuple[int, ...], index: Any) -> np.ndarray:
-        """Returns the part `index`, a slice per axis, of a parameter leaf, which has the shape `shape`.
+        """Returns the part `index` (a slice per axis) of a parameter leaf with the shape `shape`.
 
-        A leaf of the layers has them as its first axis; each layer's tensor is read by itself.
+        If the leaf's first axis is the layers, each layer's tensor is read by itself.
         """
         ranges = [range(*piece.indices(size)) for piece, size in zip(index, shape, strict=True)]
         names = tensor.names(self.config.layers)
@@ -86,10 +86,10 @@ class Pretrained:
         return out
 
     def _read_one(self, tensor: Tensor, name: str, ranges: list[range]) -> np.ndarray:
-        """Returns a part of the stored tensor `name`, float32: `ranges`, one for each axis of `tensor.ours`.
+        """Returns a part of the stored tensor `name`, float32: one of `ranges` for each axis of `tensor.ours`.
 
-        If a stored axis combines two of these (H*h), the range of the first is read from the file, and that
-        of the second is then cut out.
+        If a stored axis combines two axes (H*h), the range of the first axis is read from the file, and the
+        range of the second axis is then cut out.
         """
         sizes = axis_sizes(self.config)
         wanted = dict(zip(tensor.ours.split(), ranges, strict=True))
@@ -106,7 +106,7 @@ class Pretrained:
         return piece.astype(np.float32, copy=False)
 
     def _check_tie(self) -> None:
-        """Raise ArealError if the config ties the head to the embedding, but the stored head differs.
+        """Raise ArealError if the config ties the head to the embedding, but the stored head differs from it.
 
         transformers would silently ignore the stored head.
         """
@@ -150,14 +150,16 @@ def _check_tensors(folder: Path, config: ModelConfig, stored: Mapping[str, Store
     }
     missing = [name for name in expected if name not in stored]
     if missing:
-        raise ArealError(f"{folder} lacks {_some(missing)} of {len(expected)} tensors; download it again")
+        raise ArealError(
+            f"{folder} lacks {_some(missing)} of {len(expected)} tensors; download the folder again"
+        )
     if config.is_tied and "lm_head.weight" in stored:
         expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
     surplus = [name for name in stored if name not in expected and not name.endswith("rotary_emb.inv_freq")]
     if surplus:
         raise ArealError(
-            f"{folder}: its architecture does not use {_some(surplus)} of the tensors; use the {CONFIG} that "
-            f"belongs to them"
+            f"{folder}: the architecture in {CONFIG} does not use {_some(surplus)} of the tensors; use the "
+            f"{CONFIG} that belongs to the tensors"
         )
     for name, shape in expected.items():
         if stored[name].shape != shape:
@@ -221,7 +223,8 @@ def _stored(tensor: Tensor, leaf: jax.Array, layer: int, sizes: Mapping[str, int
 def _companions(source: Path | None, stage: Path) -> dict[str, Any]:
     """Copy the files that COMPANIONS names, such as the tokenizer's, from `source` to `stage`.
 
-    Returns the items of the source's config.json that an export keeps (CARRIED); {} without a source."""
+    Returns the items of the source's config.json that an export keeps (CARRIED); {} without a source.
+    """
     if source is None:
         return {}
     for name in COMPANIONS:

@@ -26,9 +26,10 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 def export_adapter(
     folder: Path, config: ModelConfig, params: Params, base: str, dtype: str = "float32"
 ) -> None:
-    """Write the adapters in `params` as a folder for peft; `base`: name or folder of the model they change.
+    """Write the adapters in `params` as a folder for peft.
 
-    Raises ArealError if the model has no adapters, `dtype` cannot be exported, or the folder exists.
+    `base`: name or folder of the model that the adapters change. Raises ArealError if the model has no
+    adapters, `dtype` cannot be exported, or the folder exists.
     """
     lora = config.lora
     if lora is None:

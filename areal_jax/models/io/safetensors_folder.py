@@ -1,4 +1,4 @@
-"""Folders of safetensors files: reads their headers, then tensors piece by piece; writes new folders.
+"""Folders of safetensors files: reads the files' headers, then parts of tensors; writes new folders.
 
 A new folder is written under a hidden name in the same parent folder, and renamed when it is complete.
 """
@@ -34,7 +34,7 @@ class FolderExists(ArealError):
 
 
 class Stored(NamedTuple):
-    """A tensor in a file: its name, dtype and shape from the file's header, without its data."""
+    """A tensor in a file: the name, dtype and shape from the file's header, without the data."""
 
     file: Path
     name: str
@@ -44,7 +44,7 @@ class Stored(NamedTuple):
     def read(self, *index: slice) -> np.ndarray:
         """Returns the tensor's data, or the part `index` of it.
 
-        The file is opened for each call, so that none of its memory pages stay mapped afterwards.
+        Each call opens the file anew, so that no memory pages of the file stay mapped afterwards.
         """
         with safe_open(self.file, "np") as file:
             return file.get_slice(self.name)[index or (slice(None),)]
@@ -104,7 +104,7 @@ def _indexed(folder: Path) -> list[Path]:
 
 
 class Entry(NamedTuple):
-    """A tensor to write; `value()` returns its data and is called just before its file is written."""
+    """A tensor to write; `value()` returns the data and is called just before the file is written."""
 
     name: str
     shape: tuple[int, ...]
@@ -112,7 +112,7 @@ class Entry(NamedTuple):
 
 
 def write_tensors(folder: Path, entries: Sequence[Entry], dtype: str) -> None:
-    """Write the tensors to one file, or to several files and an index if one would exceed SHARD_BYTES."""
+    """Write the tensors to one file, or to several and an index if one file would exceed SHARD_BYTES."""
     width = np.dtype(DTYPES[dtype]).itemsize
     shards = list(_shards(entries, width))
     names = [SINGLE]
@@ -174,9 +174,9 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 @contextmanager
 def staged(folder: Path) -> Iterator[Path]:
-    """Yields a hidden folder beside `folder`; after the block renames it to `folder`, on an error removes it.
+    """Yields a hidden folder, which is renamed to `folder` after the `with` block, or removed on an error.
 
-    Raises FolderExists if `folder` exists before or after the `with` block; ArealError if it cannot be
+    Raises FolderExists if `folder` exists before or after the block; ArealError if the folder cannot be
     written.
     """
     there = FolderExists(f"{folder} exists already; give another folder")

@@ -170,7 +170,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "two architectures": (
         {**LLAMA, "architectures": ["LlamaForCausalLM", "MistralForCausalLM"]},
-        "architectures=['LlamaForCausalLM', 'MistralForCausalLM'] names several; keep one",
+        "architectures=['LlamaForCausalLM', 'MistralForCausalLM'] names several architectures; keep",
     ),
     "no factor": (
         {**LLAMA, "rope_scaling": without(LLAMA3, "low_freq_factor")},

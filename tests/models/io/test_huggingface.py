@@ -255,11 +255,11 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "tensors missing": (
         lambda f: edit(f, lambda t: (t.pop(K_PROJ), t.pop("model.norm.weight"))),
-        rf"lacks 2 \(model.norm.weight, {K_PROJ}\) of 20 tensors; download it again",
+        rf"lacks 2 \(model.norm.weight, {K_PROJ}\) of 20 tensors; download the folder again",
     ),
     "tensors left over": (
         lambda f: edit(f, lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": np.ones(32)})),
-        r"its architecture does not use 1 \(model.layers.0.self_attn.q_proj.bias\) of the tensors",
+        r"the architecture in config.json does not use 1 \(model.layers.0.self_attn.q_proj.bias\) of the tensors",
     ),
     "another shape": (
         lambda f: edit(f, lambda t: t.update({K_PROJ: np.ones((32, 32), np.float32)})),
