@@ -23,8 +23,8 @@ from areal_jax.algorithms.shapes import check_batch
 from areal_jax.types import ArealError, Batch
 
 HEADROOM = 0.125
-"""Rewards are multiplied by this power of two, without rounding, and results divided by it: so differences
-and standard deviations stay finite even for the largest float32 rewards.
+"""Rewards are multiplied by this power of two, without rounding, and results are divided by this power, so
+that differences and standard deviations stay finite even for the largest float32 rewards.
 """
 
 
@@ -121,8 +121,8 @@ def reward_to_go(rewards: Float[Array, " S"], batch: Batch, *, baseline: float =
     """Returns the sum of the rewards from each token to the end of its sequence.
 
     A token's reward is its `batch.token_rewards`; the sequence's last loss token also gets the sequence's
-    reward minus `baseline`. REINFORCE, Williams (1992); with the KL in the reward and whitened advantages it
-    is REINFORCE++ (arXiv:2501.03262).
+    reward minus `baseline`. REINFORCE, Williams (1992); with the KL in the reward and whitened advantages
+    REINFORCE++ (arXiv:2501.03262).
     """
     check_batch(batch._replace(reward=rewards))
     earned = _at_last_token(rewards - baseline, batch) + _token_rewards(batch)
@@ -297,7 +297,7 @@ class _Turns:
         self._count = shape[0] * (shape[1] + 1)
 
     def spread(self, x: Float[Array, "B T"]) -> Float[Array, "B T"]:
-        """Returns at every token the sum of `x` over the tokens of its turn."""
+        """Returns at every token the sum of `x` over all tokens of the token's turn."""
         return jax.ops.segment_sum(x.ravel(), self._place.ravel(), self._count)[self._place]
 
 
@@ -319,9 +319,9 @@ def _statistics(x: Float[Array, " S"], ids: Int[Array, " S"], ddof: int) -> tupl
 
 
 def _unit(largest: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns the largest power of two up to `largest`, the largest magnitude of some values.
+    """Returns the largest power of two up to `largest`, the largest magnitude in an array.
 
-    The result is limited to 2^-120..2^120. Dividing the values by the result is exact, and the squares of the
+    The result is limited to 2^-120..2^120. Dividing the array by the result is exact, and the squares of the
     quotients do not overflow.
     """
     # XLA may multiply by the reciprocal instead of dividing: the reciprocal must be a normal float32 too.

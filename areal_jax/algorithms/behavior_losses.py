@@ -37,7 +37,7 @@ def aipo(
     """Returns -sg(min(r, cap)) A logp, r = exp(logp - behavior_logp), advantage A; sg stops gradients.
 
     The bound on r is the same for either sign of A. LlamaRL (arXiv:2505.24034), with cap 2 to 10. On policy,
-    where r = 1, the gradient is that of REINFORCE.
+    where r = 1, the gradient is REINFORCE's gradient.
     """
     return _truncated(now, batch, cap)
 

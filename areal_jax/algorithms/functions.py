@@ -19,7 +19,7 @@ from areal_jax.types import ArealError
 
 
 class Functions(NamedTuple):
-    """The three functions that an algorithm's config names, loaded and with checked settings."""
+    """The three functions that an algorithm's config names, loaded; they accept the config's settings."""
 
     loss: Loss
     advantage: Callable[..., Array | Estimate]

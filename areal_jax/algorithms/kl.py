@@ -53,7 +53,8 @@ def kl_reward(
 ) -> Float[Array, "B T"]:
     """Returns each token's estimate of KL(behaviour | reference), without a gradient.
 
-    The caller multiplies it by the KL's coefficient and subtracts it from the token rewards. Only with k1 is
-    the resulting policy gradient that of the KL; k2 and k3 are biased and need `algorithm.kl.allow_biased`.
+    The caller multiplies the estimate by the KL's coefficient and subtracts the product from the token
+    rewards. Only with k1 is the resulting policy gradient the gradient of the KL; k2 and k3 are biased and
+    need `algorithm.kl.allow_biased`.
     """
     return jax.lax.stop_gradient(kl_estimate(behavior_logp, ref_logp, estimator))

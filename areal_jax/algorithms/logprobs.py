@@ -1,7 +1,7 @@
 """The log-prob of a token: log softmax(logits / temperature) over the ids that sampling kept (the support).
 
-The generator computes it from the logits from which it samples, the trainer from the logits of packed rows,
-both by `token_stats`. Symbols: n tokens, V vocabulary, K ids of a support.
+The generator computes log-probs from the logits from which it samples, the trainer from the logits of packed
+rows; generator and trainer use `token_stats`. Symbols: n tokens, V vocabulary, K ids of a support.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def token_stats(
     """Returns the statistics of softmax(logits / temperature), renormalised over `support` if it is given.
 
     A row of `support` lists the ids that sampling kept for a token, padded with -1; a row of only -1 keeps
-    all ids. At temperature 0 (greedy sampling) the statistics are those at temperature 1.
+    all ids. At temperature 0 (greedy sampling) the statistics are computed as at temperature 1.
     """
     chex.assert_rank([logits, tokens, temperature], [2, 1, 1])
     chex.assert_equal_shape_prefix([logits, tokens, temperature, *([] if support is None else [support])], 1)
@@ -140,7 +140,7 @@ def packed_stats(
 Chunks = Any
 """((tokens (c, n), temperature (c, n), support (c, n, K) or None), count): c chunks of n tokens.
 
-Only the first `count` chunks contain tokens on the mask; the statistics of the others are 0.
+Only the first `count` chunks contain tokens on the mask; the statistics of the other chunks are 0.
 """
 
 

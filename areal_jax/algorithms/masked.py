@@ -1,7 +1,7 @@
 """Reductions and gathers under a mask: the only module that sums over padded arrays.
 
-Values off the mask (mask False) may be anything, even NaN or infinite: they are replaced first, so that they
-change neither a sum nor a gradient.
+Values off the mask (mask False) may be anything, even NaN or infinite, because a function with a mask first
+replaces these values, so that they change neither a result nor a gradient.
 """
 
 from __future__ import annotations

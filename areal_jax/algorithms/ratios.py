@@ -1,8 +1,8 @@
 """Ratios of policies and measures of their distance, from log-probs of the sampled tokens; (B, T) float32.
 
 Log-ratios are clamped to +-20 before exp, so that neither a value nor a gradient overflows. A log-ratio that
-is not finite is an error in the log-probs: it makes the result and every gradient through it NaN, and NaN
-ends the run with an error instead of training with a wrong weight.
+is not finite shows an error in the log-probs. The result and every gradient through the result are then NaN,
+so that the run ends with an error instead of training with a wrong weight.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def ratio(of: Float[Array, "..."], to: Float[Array, "..."]) -> Float[Array, "...
 def ratio_at(
     level: Level, logp: Float[Array, "B T"], center: Float[Array, "B T"], batch: Batch
 ) -> Float[Array, "B T"]:
-    """Returns at each token the ratio of the current policy to the one with log-probs `center`.
+    """Returns at each token the ratio of the current policy to the policy with the log-probs `center`.
 
     level=token: exp(logp - center). level=sequence: s, the geometric mean of these ratios over the sequence's
-    loss tokens, with gradients to all of them. level=sequence_token: the value of s, but with only the
-    gradient of the token's own log-prob. GSPO and GSPO-token, Zheng et al. (arXiv:2507.18071).
+    loss tokens, with a gradient to each of these tokens. level=sequence_token: the value of s, but with a
+    gradient only to the token itself. GSPO and GSPO-token, Zheng et al. (arXiv:2507.18071).
     """
     if level == "token":
         return ratio(logp, center)
@@ -82,7 +82,10 @@ def binary_kl(p: Float[Array, "B T"], q: Float[Array, "B T"]) -> Float[Array, "B
 
 
 def _log_pair(logp: Float[Array, "B T"]) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """Returns `logp` and log(1 - e^logp), that of all other tokens together, clamped as in `binary_kl`."""
+    """Returns the log-probs of a token and of all other tokens together, clamped as in `binary_kl`.
+
+    `logp`: the token's log-prob; the second result is log(1 - e^logp).
+    """
     least, most = math.log(LEAST_PROBABILITY), math.log1p(-LEAST_PROBABILITY)
     others = jnp.log(jnp.clip(-jnp.expm1(logp), LEAST_PROBABILITY, 1 - LEAST_PROBABILITY))
     return jnp.clip(logp, least, most), others

@@ -99,14 +99,14 @@ def mask(
     upper: float | None = 5.0,
     weight: Literal["ratio", "one"] = "ratio",
 ) -> tuple[Array, Array]:
-    """Returns each token's weight, cut to 0 unless lower <= metric <= upper, and whether it is cut.
+    """Returns each token's weight, cut to 0 unless lower <= metric <= upper, and whether the weight is cut.
 
     A bound of None does not cut. `weight`: ratio, exp(proximal_logp - behavior_logp), or one, weight 1.
     `metric`: the same ratio, or an estimate of KL(behaviour | proximal): k1, k2, k3 (`ratios.kl_estimate`; k1
     may be negative), or binary_kl, the larger of the two directions of KL over the events this token and any
     other. With level=sequence the metric is the `aggregate` (mean, sum or max) over the sequence's loss
-    tokens. If it aggregates log-ratios, all tokens of the sequence have the ratio exp(aggregate); if it
-    aggregates an estimate of the KL, each token keeps its own weight.
+    tokens. With metric=ratio log-ratios are aggregated, and all tokens of the sequence have the ratio
+    exp(aggregate); with an estimate of the KL as metric, each token keeps its own ratio.
     """
     log_weight = _log_ratio(batch)
     if metric == "ratio":
@@ -136,8 +136,9 @@ def m2po(
     """Returns exp(d), d = proximal_logp - behavior_logp, but 0 for tokens with the largest d^2; and is_cut.
 
     In each of the `minibatches` minibatches as few tokens as possible are cut to 0 (is_cut) so that the mean
-    d^2 of the others is at most `budget`; tokens with equal d^2 are cut together, so the order of rows does
-    not matter. `proximal_logp` must be recomputed before the update. M2PO, Zheng et al. (arXiv:2510.01161).
+    d^2 of the other tokens is at most `budget`; tokens with equal d^2 are cut together, so the order of rows
+    does not matter. `proximal_logp` must be computed before the update. M2PO, Zheng et al.
+    (arXiv:2510.01161).
     """
     gap = _log_ratio(batch)
     # inf sorts tokens off the mask behind all others, so they do not enter the means of loss tokens.

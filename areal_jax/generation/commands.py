@@ -28,7 +28,7 @@ class Start:
     stop_tokens: tuple[int, ...] = ()
     """Ids that end a sample, in addition to the host's stop tokens."""
     drawn_as: int | None = None
-    """Ordinal that replaces the samples' own in the keys of their random draws; None: not replaced."""
+    """Ordinal from which random draws are derived instead of the samples' ordinal; None: the samples'."""
     is_request: bool = False
     """Whether a client requested the samples; False: they are rollouts, samples to train on.
 

@@ -50,7 +50,7 @@ def require_version(name: str = PACKAGE) -> str:
 
 @contextmanager
 def without_seqio() -> Iterator[None]:
-    """Within the block, `import seqio` gets a stand-in, unless the real seqio is already imported."""
+    """In the `with` block, `import seqio` imports a stand-in, unless the real seqio is already imported."""
     if "seqio" in sys.modules:
         yield
         return
@@ -79,15 +79,17 @@ def _module(name: str) -> Any:
 def engine_api() -> Any:
     """Returns JetStream's module engine_api.
 
-    Raises ArealError if JetStream or a package that it needs is missing, or its version is unsupported.
+    Raises ArealError if JetStream or a package that JetStream needs is missing, or for another version than
+    0.2.2 up to below 0.3.
     """
     return _module("engine.engine_api")
 
 
 def protocol() -> Any:
-    """Returns JetStream's module of protobuf messages for its Orchestrator service.
+    """Returns JetStream's module of protobuf messages for the Orchestrator service.
 
-    Raises ArealError if JetStream or a package that it needs is missing, or its version is unsupported.
+    Raises ArealError if JetStream or a package that JetStream needs is missing, or for another version than
+    0.2.2 up to below 0.3.
     """
     return _module("core.proto.jetstream_pb2")
 

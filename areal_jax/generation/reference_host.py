@@ -18,7 +18,7 @@ from areal_jax.types import ArealError, SampleId, Trajectory
 
 
 class ReferenceHost:
-    """Reports the trajectory `answer(sample)`, the task's reference answer, for each sample that it gets.
+    """Reports the trajectory `answer(sample)`, the task's reference answer, for each sample of a Start.
 
     Emits SampleFailed instead if `answer` raises ArealError, or if the trajectory exceeds `length` tokens.
     """

@@ -70,9 +70,12 @@ class ModelConfig:
     lora: Lora | None = None
     """LoRA adapters of the projections; None: the model has no adapters."""
     quantize: str = "none"  # none | int8 | int4 | nf4
-    """How the blocks' projections are stored. Quantised projections (any value but none) are not trained."""
+    """none: the blocks' projections are stored as floats; else as integer codes, which are not trained."""
     numerics: str = "bounded"  # bounded | exact
-    """exact: generator and trainer compute bit-identical log-probs (`models.exact`); bounded: only close."""
+    """exact: generator and trainer compute bit-identical log-probs (`models.exact`).
+
+    bounded: the log-probs of generator and trainer differ by rounding.
+    """
     params_dtype: str = "float32"
     """dtype in which parameters are published; every forward pass rounds float32 parameters to this dtype."""
 

@@ -2,10 +2,10 @@
 
 XLA chooses the order of a sum by the arrays' shapes and by the operations that it fuses, so two programs with
 the same formula may give different bits. Here the forward pass therefore computes in tiles of TILE tokens: a
-loop over the tiles runs the same program on each. Optimisation barriers around the loop body's inputs and
-outputs keep XLA from fusing the body with other code. Prefill, decode, the prefill after a change of weights
-and the trainer's packed forward pass differ only in the number of tiles and in where keys are stored. The
-number of tiles is computed at run time, because XLA would inline a loop with a constant count of 1.
+loop over the tiles runs the same program on each tile. Optimisation barriers around the loop body's inputs
+and outputs keep XLA from fusing the body with other code. Prefill, decode, the prefill after a change of
+weights and the trainer's packed forward pass differ only in the number of tiles and in where keys are stored.
+The number of tiles is computed at run time, because XLA would inline a loop with a constant count of 1.
 
 Gradients come from the computation without tiles, which is called bounded here. Shapes: n rows (tokens), B x
 T of packed rows or N slots x C tokens; H query heads, K kv heads, h head dimension.
@@ -100,7 +100,7 @@ def rounded(x: Float[Array, "..."], dtype: str) -> Float[Array, "..."]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def as_published(params: Any, dtype: str) -> Any:
-    """Returns the parameters rounded to `dtype`, in which they are published; gradients pass unchanged."""
+    """Returns the parameters rounded to `dtype`, as if published in `dtype`; gradients pass unchanged."""
     return jax.tree.map(lambda leaf: rounded(leaf, dtype), params)
 
 
@@ -296,8 +296,8 @@ def as_attended(run: Callable[..., Any], attend: Attention, fixed: Any, inputs: 
     """Returns `run(attend, fixed, inputs)`, with a gradient that is computed without tiles.
 
     If `attend` is exact attention over packed rows, the gradient with respect to `inputs` is the gradient of
-    `run(attend.bounded, fixed, inputs)`, and `fixed` has none. Any other `attend` computes without tiles, or
-    needs no gradient.
+    `run(attend.bounded, fixed, inputs)`, and `fixed` has no gradient. For any other `attend` the gradient is
+    the result of automatic differentiation.
     """
     if not isinstance(attend, ExactPackedAttention):
         return run(attend, fixed, inputs)

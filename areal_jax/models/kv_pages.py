@@ -69,7 +69,7 @@ class KVPages(struct.PyTreeNode):
 
 
 def _held(x: Float[Array, "... h"], dtype: Any) -> tuple[Array, Array | None]:
-    """Returns (`x` in the form that pages of `dtype` store, its scale); the scale is None unless int8."""
+    """Returns (`x` in the form that pages of `dtype` store, scale of int8 codes or None for other dtypes)."""
     if dtype == jnp.uint16:
         return jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16), None
     if dtype != jnp.int8:

@@ -23,7 +23,7 @@ from areal_jax.plugin import needing
 
 CODES, SCALE = "codes", "scale"
 TILE = 64
-"""Upper limit of a tile's inputs, which share a scale: a tile has gcd(TILE, size of the last input axis)."""
+"""Most inputs that share a scale; the number is gcd(TILE, size of the last input axis)."""
 
 
 def inputs_of(name: str) -> int:

@@ -22,7 +22,7 @@ class DisagreementError(ArealError):
 
 
 def leads() -> bool:
-    """Whether this is process 0 of its jax.distributed world: it does what only one process may do."""
+    """Whether this process is number 0 of its jax.distributed world: number 0 does what only one may do."""
     return jax.process_index() == 0
 
 

@@ -29,11 +29,11 @@ class Restored(NamedTuple):
     state: TrainState | None
     """The state of the newest undamaged checkpoint; None if no checkpoint is undamaged."""
     refused: tuple[str, ...]
-    """For each checkpoint that is newer than `state`, the damage because of which it was not used."""
+    """What is damaged in each checkpoint that is newer than `state`; one message per checkpoint."""
 
 
 class Checkpointer(Writer):
-    """Writes checkpoints in a thread, one at a time; `save` waits only for a copy in host memory."""
+    """Writes checkpoints in a thread, one at a time, from copies of the train state in host memory."""
 
     def __init__(
         self, folder: Path, restored: int | None = None, on_failure: OnFailure | None = None

@@ -18,7 +18,7 @@ class Compiled(NamedTuple):
 
     program: str
     shapes: tuple[str, ...]
-    """Argument leaves with shapes that no earlier call had, such as "[1].tokens int32[8, 256]"."""
+    """Leaves of the arguments with shapes that no earlier call had, such as "[1].tokens int32[8, 256]"."""
 
 
 class Forecast(NamedTuple):

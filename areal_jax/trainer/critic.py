@@ -36,7 +36,7 @@ class Critic:
 
     @cached_property
     def trunk(self) -> Model | None:
-        """The separate critic's transformer, without an LM head; None if the policy's hidden states serve."""
+        """The separate critic's transformer, without an LM head; None for a head on the policy's states."""
         if self.kind == "shared":
             return None
         # A tied model has no parameters for an LM head; critics are never published, so never rounded.

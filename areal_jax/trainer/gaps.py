@@ -1,7 +1,7 @@
 """The gap between proximal and behaviour log-probs, over all loss tokens and by the tokens' age.
 
 A token's age is the trainer's version minus the version that sampled the token. At age 0 the gap is only the
-numerical mismatch between trainer and generator, because they used the same version. At greater ages the gap
+numerical mismatch between trainer and generator, because both used the same version. At greater ages the gap
 also contains what the policy learned since the token was sampled. The gap is 0 if the two log-probs are equal
 in every bit, even if both are infinite.
 
@@ -119,10 +119,10 @@ def _figures(gaps: Gaps) -> dict[str, float]:
 
 
 def _quantile(counts: np.ndarray, share: float, largest: float) -> float:
-    """Returns the quantile `share` (0 to 1) of |gap|: the middle of its bin, but at most `largest`.
+    """Returns the quantile `share` (0 to 1) of |gap|, from the number of tokens per bin, `counts`.
 
-    `counts` is the number of tokens per bin, `largest` the largest |gap|. In the first bin the quantile is 0,
-    in the last it is `largest`.
+    The result is the middle of the bin with the quantile, but at most `largest`, the largest |gap|. The
+    result is 0 for the first bin and `largest` for the last bin.
     """
     number = int(np.searchsorted(np.cumsum(counts), share * counts.sum()))
     if number == 0:

@@ -169,7 +169,7 @@ class Learner:
         return jax.eval_shape(first, self.model.abstract_params)
 
     def versioned(self, state: TrainState) -> VersionedParams:
-        """Returns the state's parameters, not a copy, with version and digest (a hash of their bits).
+        """Returns the state's parameters, not a copy, with version and digest (a hash of the bits).
 
         The parameters become invalid when the state is donated to `update`.
         """

@@ -86,8 +86,8 @@ def make_optimizer(c: TrainerConfig, optimizer_steps: int) -> optax.GradientTran
     """Returns AdamW (Loshchilov & Hutter, arXiv:1711.05101) on gradients clipped by their global norm.
 
     For lr_warmup_steps steps the learning rate rises linearly, from learning_rate / lr_warmup_steps to
-    learning_rate. Then it follows lr_schedule: constant, or cosine, which falls to a tenth of learning_rate
-    at step `optimizer_steps`.
+    learning_rate. Then the rate follows lr_schedule: constant, or cosine, which falls to a tenth of
+    learning_rate at step `optimizer_steps`.
     """
     rates = {
         "constant": optax.constant_schedule(c.learning_rate),

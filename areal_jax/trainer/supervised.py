@@ -30,9 +30,9 @@ def supervised_start(
     seed: int,
     mesh: Mesh | None = None,
 ) -> Params:
-    """Returns `params` after `c.supervised_steps` supervised updates; unchanged if that is 0.
+    """Returns `params` after `c.supervised_steps` supervised updates; with 0 steps unchanged.
 
-    `length`: tokens of a row. `seed`: the run's seed; the prompts are drawn by another seed derived from it.
+    `length`: tokens of a row. `seed`: the run's seed; the prompts are drawn by another, derived seed.
     Raises TaskError if a task has no reference answers, PackingError if a prompt and its answer are longer
     than a row.
     """

@@ -32,7 +32,7 @@ class Trainable:
         return jax.tree.unflatten(jax.tree.structure(tree), kept)
 
     def whole(self, trained: Params, tree: Params) -> Params:
-        """Returns `tree` with its trained leaves replaced by those of `trained` (a result of `of`)."""
+        """Returns `tree`, with its trained leaves replaced by the leaves of `trained`, a result of `of`."""
         return jax.tree.map(
             lambda new, old: old if new is None else new, trained, tree, is_leaf=lambda leaf: leaf is None
         )

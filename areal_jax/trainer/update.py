@@ -155,7 +155,7 @@ class Objective:
     ) -> tuple[Float[Array, ""], Sums]:
         """Returns the micro-batch's term of the minibatch's objective, and the micro-batch's metric sums.
 
-        The objective is the sum of these terms. Without `critic` it contains no value loss.
+        The objective is the sum of these terms, without a value loss if `critic` is None.
         """
         hidden = self.forward.hidden(params, micro)
         stats, value = self.forward.stats(params, hidden, micro), None
@@ -198,7 +198,7 @@ class Objective:
         return objective, metrics
 
     def no_metrics(self, rows: int, length: int) -> Sums:
-        """Returns metric sums of 0 for micro-batches of `rows` x `length`; the names come from a trace."""
+        """Returns metric sums of 0 for micro-batches of `rows` x `length`; traces the loss to get the names."""
 
         def trace() -> Sums:
             token = jnp.zeros((rows, length))

@@ -60,7 +60,8 @@ def value_sums(
 ) -> ValueSums:
     """Returns the sums of the critic's metrics over the tokens with `mask` True.
 
-    `loss` and `is_clipped` are the results of `value_loss`; `values` are the critic's before the update.
+    `loss` and `is_clipped` are the results of `value_loss`; `values` are the critic's values before the
+    update.
     """
     errors = returns - values
     each = (loss, is_clipped.astype(jnp.float32), returns, returns**2, errors, errors**2)
@@ -77,7 +78,7 @@ def add_metrics(left: Sums, right: Sums) -> Sums:
 
 
 def to_floats(minibatches: Sequence[Sums]) -> dict[str, float]:
-    """Returns metrics by name: means over loss tokens; gradient norms and KL coefficient over minibatches."""
+    """Returns metrics by name: means over loss tokens, or over minibatches for those in OF_MINIBATCHES."""
     tokens = sum(float(m["tokens"]) for m in minibatches)
     out = {"trained_tokens": tokens}
     for name, first in minibatches[0].items():

@@ -66,7 +66,7 @@ class BatchPlan(NamedTuple):
     pieces: Pieces
 
     def sources(self, rows: np.ndarray) -> dict[int, SampleId]:
-        """Returns the samples with tokens in the given rows: index of the trajectory in the plan -> id."""
+        """Returns, for the trajectories with tokens in the given rows: index in the plan -> SampleId."""
         places = np.unique(self.pieces.source[np.isin(self.pieces.row, rows)]).tolist()
         return {place: SampleId(*self.samples[place].tolist()) for place in places}
 

@@ -201,7 +201,8 @@ class SqliteQueue:
     def group(self, ordinal: int, attempt: int, size: int) -> tuple[Trajectory, ...]:
         """Returns a group's trajectories in member order, with their rewards if the group was scored.
 
-        Raises JournalError if one of the `size` trajectories is missing.
+        `attempt`: how often the group was reissued before. `size`: samples of the group. Raises JournalError
+        if a trajectory is missing.
         """
         statement = (
             "SELECT member, payload FROM trajectories WHERE ordinal = ? AND attempt = ? ORDER BY member"
@@ -309,7 +310,7 @@ def _set_mode(path: Path, db: sqlite3.Connection) -> None:
 
 
 def _own(db: sqlite3.Connection, owner: str) -> None:
-    """Makes the controller with the token `owner` the file's owner: no other controller can write then."""
+    """Makes the controller with the token `owner` the file's owner, the only controller that may write."""
     db.execute("PRAGMA synchronous = FULL")
     db.execute("BEGIN IMMEDIATE")
     for statement in (_OWNER, "DELETE FROM owner"):

@@ -68,8 +68,8 @@ def cached_folder(path: Path) -> Path:
     """Returns the Hugging Face folder of a GGUF file in the user's cache; converts the file on first use.
 
     The folder's name contains a hash of the file's content. The cache is in $XDG_CACHE_HOME, or ~/.cache. If
-    two processes convert a file at once, both get the folder of the first to finish. Raises ArealError if the
-    file cannot be read, or as `convert_gguf` does.
+    two processes convert a file at once, both get the folder of the process that finishes first. Raises
+    ArealError if the file cannot be read or converted (`convert_gguf`).
     """
     try:
         with path.open("rb") as file:
@@ -215,10 +215,12 @@ def _rope_scaling(fields: Fields, kind: str, base: np.ndarray, factors: Any) -> 
 
 
 def _entries(config: ModelConfig, tensors: Mapping[str, Any], kind: str) -> list[Entry]:
-    """Returns the tensors to write, in the order of `tensors_of`; `tensors` are the GGUF file's, by name.
+    """Returns the tensors to write, in the order of `tensors_of`.
+
+    `tensors`: name -> tensor of the GGUF file. `kind`: the architecture that the file names.
 
     Raises ArealError if a tensor is missing, has another shape or a type that is not implemented, or if the
-    file has a tensor that the model does not use. `kind`: the architecture that the file names.
+    file has a tensor that the model does not use.
     """
     sizes, entries, used = axis_sizes(config), [], set()
     for tensor in tensors_of(config):

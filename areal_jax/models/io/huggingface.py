@@ -86,10 +86,11 @@ class Pretrained:
         return out
 
     def _read_one(self, tensor: Tensor, name: str, ranges: list[range]) -> np.ndarray:
-        """Returns a part of the stored tensor `name`, float32: one of `ranges` for each axis of `tensor.ours`.
+        """Returns a part of the stored tensor `name`, float32.
 
-        If a stored axis combines two axes (H*h), the range of the first axis is read from the file, and the
-        range of the second axis is then cut out.
+        `ranges`: the part's range of indices in each axis of `tensor.ours`. If a stored axis combines two
+        axes (H*h), the range of the first axis is read from the file, and the range of the second axis is
+        then cut out.
         """
         sizes = axis_sizes(self.config)
         wanted = dict(zip(tensor.ours.split(), ranges, strict=True))

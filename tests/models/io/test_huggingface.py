@@ -259,7 +259,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "tensors left over": (
         lambda f: edit(f, lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": np.ones(32)})),
-        r"the architecture in config.json does not use 1 \(model.layers.0.self_attn.q_proj.bias\) of the tensors",
+        r"config.json does not use 1 \(model.layers.0.self_attn.q_proj.bias\) of the tensors",
     ),
     "another shape": (
         lambda f: edit(f, lambda t: t.update({K_PROJ: np.ones((32, 32), np.float32)})),
