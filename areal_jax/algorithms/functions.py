@@ -24,7 +24,7 @@ class Functions(NamedTuple):
     loss: Loss
     advantage: Callable[..., Array | Estimate]
     off_policy: Callable[..., tuple[Array, Array]]
-    """Called as `off_policy(batch, *, settings)`; a parameter `minibatches` already has its value."""
+    """Called as `off_policy(batch, *, settings)`; the argument `minibatches`, if any, is preset."""
 
     @classmethod
     def of(cls, a: AlgorithmConfig) -> Functions:

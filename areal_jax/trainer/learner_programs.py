@@ -24,7 +24,7 @@ from areal_jax.trainer.update_metrics import add_metrics
 from areal_jax.types import Batch
 
 GradientSums = Any
-"""((gradient of the policy, of the critic or None), metric sums), each a sum over micro-batches."""
+"""((policy's gradient, critic's gradient or None), metric sums); each is a sum over micro-batches."""
 
 
 class LearnerPrograms:

@@ -1,4 +1,4 @@
-"""The trainer's state between batches, its optimiser, and the adaptive coefficient of the KL."""
+"""The trainer's state between batches, the optimiser, and the KL's adaptive coefficient."""
 
 from __future__ import annotations
 

@@ -61,5 +61,5 @@ class Trainable:
         )
 
     def count(self, model: Model) -> int:
-        """Returns the number of trained parameters."""
+        """Returns the number of the model's parameters that are trained."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.of(model.abstract_params)))

@@ -58,7 +58,7 @@ class Objective:
         return recomputed + (("values_after",) if self.critic else ())
 
     def arrive(self, params: Params, critic: Params | None, micro: Batch) -> dict[str, Array]:
-        """Returns a micro-batch's scores in `on_arrival`, before the batch's first update; (R, T) each."""
+        """Returns a micro-batch's scores (see `on_arrival`), (R, T) each, before the batch's first update."""
         hidden = self.forward.hidden(params, micro)  # the compiler drops it if nothing reads it
         out = {}
         if "proximal_logp" in self.on_arrival:
@@ -198,7 +198,7 @@ class Objective:
         return objective, metrics
 
     def no_metrics(self, rows: int, length: int) -> Sums:
-        """Returns metric sums of 0 for micro-batches of `rows` x `length`; traces the loss to get the names."""
+        """Returns zero metric sums, named by tracing the loss on a micro-batch of `rows` x `length`."""
 
         def trace() -> Sums:
             token = jnp.zeros((rows, length))

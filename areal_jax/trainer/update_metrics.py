@@ -23,7 +23,7 @@ OF_MINIBATCHES = ("grad_norm", "critic_grad_norm", "kl_coef")
 
 
 class ValueSums(NamedTuple):
-    """Sums of the critic's metrics over loss tokens, a scalar each; `errors` sums return - value."""
+    """Sums of the critic's metrics over loss tokens, a scalar each; an error is return - value."""
 
     loss: Any
     is_clipped: Any

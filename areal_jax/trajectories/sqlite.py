@@ -154,7 +154,7 @@ class SqliteQueue:
             )
 
     def require_owner(self) -> None:
-        """Raises JournalError if another controller took over the journal of a cluster's run."""
+        """Raises JournalError if a newer controller of the cluster's run has taken over the journal."""
         if self._owner is None:
             return
         if self._one("SELECT token FROM owner")[0] != self._owner:
