@@ -20,10 +20,10 @@ def proximal_mix(ages: Int[Array, "B T"], minibatches: int, form: str) -> Float[
     `algorithm.proximal`. The n = `minibatches` minibatches k = 0, 1, ... are equal, consecutive parts of the
     rows.
 
-    reuse: 1. loglinear: age / (age + k / n), 1 for k = 0: the position of the proximal policy, version s,
-    between the behaviour policy, version s - age, and the current policy, version s + k / n.
-    loglinear_published: 1 - 1 / age, 0 for age 0, as published (A-3PO, arXiv:2512.06547): the proximal policy
-    is then one version before the current policy.
+    reuse: mix is 1. loglinear: mix is age / (age + k / n), and 1 for k = 0; in version numbers this is where
+    the proximal policy (s) lies between the behaviour policy (s - age) and the current policy (s + k / n).
+    loglinear_published: mix is 1 - 1 / age, and 0 for age 0, as published (A-3PO, arXiv:2512.06547); the
+    proximal policy is then one version before the current policy.
     """
     chex.assert_rank(ages, 2)
     chex.assert_type(ages, int)

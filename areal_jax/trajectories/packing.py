@@ -129,7 +129,7 @@ def _bins(
 def _pieces(
     bins: Sequence[tuple[int, list[int]]], lengths: np.ndarray, group_ids: np.ndarray, shared: np.ndarray
 ) -> Pieces:
-    """Returns the positions of all pieces: each trajectory's own tokens, then the shared prompts.
+    """Returns the positions of all pieces (`Pieces`): each trajectory's own tokens, then the shared prompts.
 
     `bins`: the rows in use, as `_bins` returns them. `lengths`, `group_ids`: number of tokens and group of
     each trajectory; `shared`: number of prompt tokens that each group's trajectories share.
