@@ -45,9 +45,10 @@ def decode(
     """Measures sampled tokens per second of the whole engine with every slot live, log-probs included.
 
     Each slot samples about `tokens` tokens after `prompt` prompt tokens; other settings: see `Engine`. In the
-    result, `seconds` is the time of a decode step (one token per slot) of the engine, and `bare_seconds` that
-    of the model alone with greedy decoding; the two take turns. `limit` is the tokens per second if a step
-    only read all weights once, or only multiplied by them for every slot, whichever is slower.
+    result, `seconds` is the time of a decode step (one token per slot) of the engine, and `bare_seconds` the
+    time of a greedy decode step of the model alone; both are measured in turn. `limit` is the tokens per
+    second if a step only read all weights once, or only multiplied by them for every slot, whichever is
+    slower.
     `fraction_of_bandwidth` is (bytes of weights and of live samples' KV) / `seconds` / memory bandwidth
     measured here; `fraction_of_nominal_bandwidth` uses the vendor's bandwidth (None for an unknown device).
     """
@@ -110,7 +111,7 @@ def call_s(
     call: Callable[[DecodeState], DecodeState],
     calls: int = 1,
 ) -> float:
-    """Returns the mean seconds of `calls` calls of `call`, each on the state that the previous one returned.
+    """Returns the mean seconds of `calls` calls of `call`, each on the state that the call before returned.
 
     In the first state, every slot is live and holds a prompt of `prompt` tokens, prefilled under `value`.
     """
@@ -127,7 +128,7 @@ def call_s(
 def _limits(engine: Engine, dtype: str, seconds: float, live_tokens: float) -> dict[str, Any]:
     """Returns the entries of `decode`'s result that compare a decode step with this machine's limits.
 
-    The step took `seconds`; each slot held `live_tokens` tokens of KV. The weights are in `dtype`.
+    `seconds`: the step's time. `live_tokens`: KV tokens that each slot held. `dtype`: the weights' type.
     """
     slots, count, bandwidth = engine.slots, engine.model.parameter_count, read_bandwidth()
     weight_bytes = count * jnp.dtype(dtype).itemsize

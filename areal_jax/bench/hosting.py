@@ -44,7 +44,7 @@ def serve(
     throughput of an ideal schedule: each request starts, in order, in the slot that becomes free first, and
     only decode steps and one prefill per request take time. The seconds of a decode step with all slots live
     and of a prefill are measured in this run. `static_tokens_per_s` is computed for static batches: all slots
-    start together, and the next requests start when the longest completion has ended.
+    start together, and other requests start only when the longest completion of the batch has ended.
     """
     model = random_model(shape, dtype)
     length = prompt + longest
@@ -94,9 +94,10 @@ def room(
 ) -> dict[str, Any]:
     """Measures which fraction of its KV memory a host uses while requests of skewed lengths wait for a slot.
 
-    `longest`, `sigma`: see `skewed_lengths`. In the result, `fraction_of_limit` is that fraction, and `limit`
-    the number of slots that would fill the KV memory, at the measured number of KV tokens per live slot.
-    `whole` is the number of slots that fit if each reserves memory for a prompt and `longest` sampled tokens.
+    `longest`, `sigma`: see `skewed_lengths`. In the result, `fraction_of_limit` is the fraction of KV memory
+    used, and `limit` the number of slots that would fill the KV memory, at the measured number of KV tokens
+    per live slot. `whole` is the number of slots that fit if each slot reserves memory for a prompt and
+    `longest` sampled tokens.
     """
     model = random_model(shape, "float32")
     length = -(-(prompt + longest) // page_tokens) * page_tokens
@@ -175,7 +176,7 @@ def skewed_lengths(count: int, longest: int, sigma: float) -> list[int]:
 
 
 def makespan(lengths: Sequence[int], slots: int) -> int:
-    """Returns how many decode steps `slots` slots need for sequences of these lengths, in tokens.
+    """Returns how many decode steps `slots` slots need for sequences of `lengths` tokens.
 
     Sequences start in order, each in the slot that becomes free first; a step decodes one token per slot.
     """
@@ -189,7 +190,7 @@ def makespan(lengths: Sequence[int], slots: int) -> int:
 
 
 class _Watched(Engine):
-    """An engine that records, at each decode call, how many slots are live and the KV tokens they hold."""
+    """An engine that records, at each decode call, its number of live slots, and of the KV tokens in them."""
 
     def __init__(self, model: Model, **sizes: Any) -> None:
         super().__init__(model, **sizes)
@@ -207,7 +208,7 @@ class _Watched(Engine):
 
 
 def published(engine: Engine, params: Any) -> MemoryStore:
-    """Returns an in-memory store for `engine` with `params` as version 0, in their own dtype."""
+    """Returns an in-memory weight store for `engine`, with `params` published as version 0 in their dtype."""
     store = MemoryStore(engine.canary, dtype=str(jax.tree.leaves(params)[0].dtype))
     store.publish(VersionedParams(0, params, digest(params)))
     return store
@@ -216,7 +217,7 @@ def published(engine: Engine, params: Any) -> MemoryStore:
 def started(engine: Engine, store: MemoryStore, starts: Iterable[Start]) -> Host:
     """Returns a host that has queued the samples of `starts` and has not decoded yet.
 
-    Its weights come from `store`. No token id ends a sample, so each has its greatest length.
+    The host reads its weights from `store`. No token id ends a sample, so each reaches its maximum length.
     """
     host = Host("bench", engine, store, lambda *_: None, seed=0, sampling=Sampling(), stops=())
     for start in starts:
@@ -233,7 +234,10 @@ def drain(host: Host) -> int:
 
 
 def starts_of(lengths: Sequence[int], prompt: int, engine: Engine) -> list[Start]:
-    """Returns a Start per length n: one sample with `prompt` prompt tokens and at most n sampled ones."""
+    """Returns for each length n a Start, the command to a host to sample at most n tokens after a prompt.
+
+    Each command is for one sample; its prompt has `prompt` tokens.
+    """
     vocab = engine.tokenizer.vocab_size
     return [
         Start(

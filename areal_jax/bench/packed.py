@@ -84,8 +84,8 @@ def skewed_groups(
 def padded(groups: list[Group], rows: int, length: int) -> Batch:
     """Returns a batch with one sequence per row of `length` tokens.
 
-    It has as many micro-batches of `rows` rows as needed: the batch that `pack` would return if no two of the
-    sequences fitted into one row.
+    The batch has as many micro-batches of `rows` rows as needed. `pack` would return the same batch if no two
+    of the sequences fitted into one row.
     """
     plan = plan_batch(groups, rows, length, prompts="repeated")
     count = len(plan.tokens)

@@ -62,12 +62,12 @@ def parity(
     numerics: Sequence[str] = NUMERICS,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Returns the settings and `rows`: what `compared` returns for each of `numerics` with each of `dtypes`.
+    """Returns the settings and `rows`: the figures of `compared` for each of `numerics` with each of `dtypes`.
 
-    `name` is a run's folder, a model's folder or GGUF file, a built-in size, random, or smollm2. For a row,
-    each of `prompts` prompts gets `members` completions of at most `max_tokens` tokens. Before each row,
-    `progress` is called with the row's name. Raises ArealError if `name` is unknown or a prompt cannot be
-    sampled from.
+    `name` is a run's folder, a model's folder or GGUF file, a built-in model size, random, or smollm2. For a
+    row, each of `prompts` prompts gets `members` completions of at most `max_tokens` tokens. Before each row,
+    `progress` is called with the row's name. Raises ArealError if `name` is unknown, or if no completion can
+    be sampled for a prompt.
     """
     config, asked = _open(name, prompts, seed)
     use_compilation_cache()
@@ -132,9 +132,9 @@ def scorer(model: Model, length: int) -> Learner:
 
 
 def recomputed_logp(learner: Learner, params: Params, groups: Sequence[Group]) -> list[np.ndarray]:
-    """Returns, per trajectory, the log-probs of its sampled tokens from the learner's packed forward pass.
+    """Returns for each trajectory the log-probs of its sampled tokens, by a packed forward pass of `learner`.
 
-    Trajectories are in order of (group, member).
+    Trajectories are in order of (group, member). `params`: the parameters of the forward pass.
     """
     batch = pack(groups, learner.rows, learner.length)
     logp = np.asarray(learner.logp(params, batch))
@@ -145,7 +145,7 @@ def recomputed_logp(learner: Learner, params: Params, groups: Sequence[Group]) -
 def _open(name: str, prompts: int, seed: int) -> tuple[Config, list[Prompt]]:
     """Returns a config that loads the model `name`, and `prompts` prompts to sample from.
 
-    If `name` is a run's folder, `seed` selects the prompts from the run's tasks; else they are those of
+    If `name` is a run's folder, `seed` selects the prompts from the run's tasks; otherwise the prompts are
     TEXTS, repeated as often as needed.
     """
     if (Path(name) / JOURNAL).exists():

@@ -1,7 +1,7 @@
-"""Measures how long new weights (a version) take from the trainer to a generation host.
+"""Measures how long the weights of a new policy version take from the trainer to a generation host.
 
-They are sent in memory, from device to device between two processes, and through files. For comparison, Orbax
-with its defaults, safetensors, and one plain copy of the bytes are measured in turn with these.
+The weights are sent in memory, from device to device between two processes, and through files. For
+comparison, Orbax with its default settings, safetensors, and one plain copy of the bytes are measured too.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ from areal_jax.weights.transfer.reader import TransferReader
 TMPFS = "/dev/shm"
 
 Times = dict[str, float]
-"""Part of a transfer -> seconds. `whole`: from the start of publishing until a host can decode."""
+"""Part of a transfer -> seconds. `whole`: from the start of publishing until a host can decode. `bytes` is no
+time, but the number of bytes sent.
+"""
 Arm = Callable[[int], Times]
-"""A measurement, one of several that each run once in each round; called with the round's number."""
+"""A function that makes one measurement. Each round calls every one once, with the round's number."""
 
 
 def sync(
@@ -54,8 +56,8 @@ def sync(
     Weights are sent in `dtype`. Files are written below `folder` (None: the system's temporary folder), and
     to tmpfs if there is one. In the result, `medians_s` has the seconds of each path: `pause` is how long a
     host's decode loop stops to adopt a version that is already laid out for decoding, `stall` how long the
-    trainer stops to publish it. `seconds` is the whole transfer between two processes; `limit` is the time in
-    which numpy copies the bytes once in memory.
+    trainer stops to publish a version. `seconds` is the duration of the whole transfer between two processes;
+    `limit` is the time in which numpy copies the bytes once in memory.
     """
     use_virtual_cpus(2)
     model = random_model(shape, "float32")
@@ -113,10 +115,11 @@ def _summary(rounds: list[dict[str, Times]], shape: str, dtype: str, params: Par
 
 
 def _in_memory(engines: list[Engine], params: Params, dtype: str) -> dict[str, Arm]:
-    """Returns functions, by name, that each measure one thing within this process.
+    """Returns name -> function for the measurements that need only this process.
 
-    They measure: a transfer in `dtype` to the engine on the publisher's device, one to the engine on another
-    device, a plain copy, a digest, and the conversion to the layout for decoding.
+    Measured are: sending `params` in `dtype` to the decoding engine on the same device (`engines[0]`) and on
+    another device (`engines[1]`), a plain copy of the bytes, the digest of `params`, and their conversion to
+    the layout for decoding.
     """
     here, there = engines
     source = np.concatenate([np.asarray(leaf.astype(dtype)).ravel() for leaf in jax.tree.leaves(params)])
@@ -140,11 +143,11 @@ def _in_memory(engines: list[Engine], params: Params, dtype: str) -> dict[str, A
 
 
 def _between_processes(open_now: ExitStack, shape: str, dtype: str) -> dict[str, Arm]:
-    """Returns two functions, by name, that measure a transfer from another process's device to this one's.
+    """Returns name -> function for the measurements of a transfer between two processes' devices.
 
-    `transfer` sends a version in which all parameters changed. `transfer_adapters` sends two in which only
-    the LoRA adapters changed and measures the second: from the first one on, the reader keeps the other
-    parameters. Closing `open_now` ends the other process.
+    `transfer` sends a version in which all parameters changed. `transfer_adapters` sends two versions in
+    which only the LoRA adapters changed, and measures the second, because the reader keeps unchanged
+    parameters only from the first on. The sender is another process, which closing `open_now` ends.
     """
     engine = Engine(adapted_model(shape), slots=1, length=32)
     address, publish = open_now.enter_context(publisher(shape, dtype))
@@ -210,7 +213,7 @@ def _adopt(ahead: Prefetcher, version: int, engine: Engine, held: list[Versioned
 
 
 def _wait_for(reader: ParamReader, version: int) -> None:
-    """Waits until `version` is the newest one of `reader`; raises ArealError after DEADLINE_S seconds."""
+    """Waits until `version` is the newest version that `reader` finds; raises ArealError after DEADLINE_S."""
     end_s = time.monotonic() + DEADLINE_S
     while reader.latest() != version:
         if time.monotonic() > end_s:
@@ -222,7 +225,7 @@ def _wait_for(reader: ParamReader, version: int) -> None:
 
 
 def _per_layer(params: Params) -> dict[str, Any]:
-    """Returns the parameters with the arrays of each layer apart, not stacked, as other frameworks save."""
+    """Returns the parameters with separate arrays for each layer, as other frameworks save them."""
     rest = {name: leaf for name, leaf in params.items() if name != "blocks"}
     count = len(jax.tree.leaves(params["blocks"])[0])
     layers = {f"layer_{i}": jax.tree.map(lambda leaf, i=i: leaf[i], params["blocks"]) for i in range(count)}
@@ -230,7 +233,7 @@ def _per_layer(params: Params) -> dict[str, Any]:
 
 
 def _orbax_defaults(tree: Any, path: Path) -> Times:
-    """Saves and restores `tree` with Orbax's default settings; returns the seconds of both."""
+    """Saves and restores `tree` with Orbax's default settings; returns the seconds of each."""
     import orbax.checkpoint as ocp
 
     shutil.rmtree(path, ignore_errors=True)
@@ -247,7 +250,7 @@ def _orbax_defaults(tree: Any, path: Path) -> Times:
 
 
 def _safetensors(tree: Any, path: Path) -> Times:
-    """Saves `tree` by safetensors through numpy, loads it onto the device; returns the seconds of both."""
+    """Saves `tree` by safetensors through numpy, loads it onto a device; returns the seconds of each."""
     from safetensors.numpy import load_file, save_file
 
     plain = to_plain(tree)

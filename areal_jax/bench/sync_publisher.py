@@ -33,17 +33,17 @@ def adapted_model(shape: str) -> Model:
 
 
 Publish = Callable[[int, str], tuple[float, float]]
-"""`publish(version, what)` makes the child process change `what` of its parameters, all or adapters, and
-publish them as `version`. It returns the time when publishing began (time.time()), and for how many seconds
+"""`publish(version, what)` makes the child process change its parameters (`what`: all or adapters), and then
+publish them as `version`. Returns the time when publishing began (time.time()), and for how many seconds
 publishing blocked the child.
 """
 
 
 @contextmanager
 def publisher(shape: str, dtype: str) -> Iterator[tuple[str, Publish]]:
-    """Starts a child process that publishes weights from device to device; yields its address and `Publish`.
+    """Context manager: starts a child process that publishes weights; yields its address and a `Publish`.
 
-    At the end of the block the process is killed.
+    Weights go from device to device. At the end of the block the process is killed.
     """
     context = mp.get_context("spawn")
     here, there = context.Pipe()
