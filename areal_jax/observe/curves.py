@@ -21,7 +21,7 @@ BY_TASK = {
 
 
 def task_names(rows: Rows) -> list[str]:
-    """Returns the sorted names of the run's tasks; empty if it has only one.
+    """Returns the sorted names of the run's tasks; empty if the run has only one task.
 
     The names are read from the fields `reward_mean/<task>`, which the rows of a run with several tasks have.
     """
@@ -51,7 +51,7 @@ def task_curve(rows: Rows, field: str, title: str) -> Figure | None:
 
 
 def failure_curve(rows: Rows) -> Figure | None:
-    """Draws over the steps the cumulative number of groups that could not be scored, one line per task.
+    """Draws the cumulative number of groups that could not be scored over the steps, one line per task.
 
     Returns None if every group was scored.
     """
@@ -77,9 +77,9 @@ def _share_top(*columns: np.ndarray) -> float:
 
 
 def length_curve(rows: Rows) -> Figure | None:
-    """Draws the mean and 99th percentile of completion lengths, and below them the fraction that was cut off.
+    """Draws over the steps the mean and 99th percentile of completion lengths, and the fraction cut off.
 
-    The fraction is that of completions that reached their length limit. Returns None if there are no rows.
+    A completion is cut off if it reaches its length limit. Returns None if there are no rows.
     """
     if not rows:
         return None
@@ -154,10 +154,9 @@ Points = dict[int, tuple[float, float, float]]
 
 
 def _eval_series(evals: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], Points]:
-    """Returns for each curve, keyed by (task's label, `greedy` or `pass@1`), version -> (value, low, high).
+    """Returns the points of each curve: (task's label, `greedy` or `pass@1`) -> Points.
 
-    `low` and `high` are the ends of the 95 % interval. The label has the task's name, number of prompts and
-    split.
+    The label contains the task's name, number of prompts and split. `evals`: the objects of evals.jsonl.
     """
     series: dict[tuple[str, str], Points] = {}
     for line in evals:

@@ -11,7 +11,7 @@ import numpy as np
 
 CONFIDENCE = 0.95
 Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
-"""Two-sided normal quantile of CONFIDENCE, 1.96."""
+"""A normal value is within this many standard deviations of the mean with probability CONFIDENCE: 1.96."""
 
 
 class Estimate(NamedTuple):
@@ -46,11 +46,11 @@ def wilson(share: float, count: float) -> tuple[float, float]:
 def share_estimate(values: Sequence[float] | np.ndarray) -> Estimate:
     """Returns the mean m of `values`, one in [0, 1] per prompt, with a 95 % Wilson interval.
 
-    A value may be the mean of several samples, which varies less than 0 or 1. So the interval's number of
-    trials is not n, the number of prompts, but n m(1 - m) / s²: C. Franco et al., J. Survey Stat. and
-    Methodology 7 (2019) 334. s² is the variance of the values, averaged with z² more prompts (z = 1.96) of
-    the largest possible variance, m(1 - m), because the variance of few values is often too small. If all
-    values are 0 or 1, this is the plain Wilson interval.
+    A value may be the mean of several samples of its prompt, which varies less than a single 0 or 1. The
+    interval's number of trials is therefore not n, the number of prompts, but n m(1 - m) / s²: C. Franco et
+    al., J. Survey Stat. and Methodology 7 (2019) 334. s² is the variance of the values, computed as if z²
+    more prompts (z = 1.96) had the largest possible variance, m(1 - m), because the variance of few values is
+    often too small. If all values are 0 or 1, the result is the plain Wilson interval.
     """
     x = np.asarray(values, np.float64)
     if not x.size:
@@ -83,10 +83,10 @@ def mean_estimate(values: Sequence[float] | np.ndarray) -> Estimate:
 def pass_at_k(samples: int, right: int, k: int) -> float:
     """Returns the unbiased estimate of pass@k: the probability that at least one of k samples is right.
 
-    It uses n = `samples` samples, of which c = `right` were right: 1 - C(n - c, k) / C(n, k). The form 1 -
-    Π_{i = n-c+1..n} (1 - k/i) neither overflows nor cancels. M. Chen et al., Evaluating Large Language Models
-    Trained on Code, arXiv:2107.03374, eq. 1. Raises ValueError unless 0 <= right <= samples and 1 <= k <=
-    samples.
+    With n = `samples` samples, of which c = `right` were right, the estimate is 1 - C(n - c, k) / C(n, k). It
+    is computed as 1 - Π_{i = n-c+1..n} (1 - k/i), which neither overflows nor cancels. M. Chen et al.,
+    Evaluating Large Language Models Trained on Code, arXiv:2107.03374, eq. 1. Raises ValueError unless
+    0 <= right <= samples and 1 <= k <= samples.
     """
     if not 0 <= right <= samples or not 1 <= k <= samples:
         raise ValueError(

@@ -134,9 +134,9 @@ def _notes(name: str, task: Mapping[str, Any]) -> list[str]:
 def eval_progress(stream: TextIO) -> Iterator[Callable[[str, str, int, int], None]]:
     """Context manager: yields a function that shows the progress of an evaluation's passes on `stream`.
 
-    A pass decodes one task's prompts, greedily or sampled: the function's arguments are the task, the way,
-    the number of prompts and the number of those done. In a terminal each pass has a progress bar; elsewhere
-    one line is written when a pass begins.
+    A pass decodes all prompts of one task, either greedily or by sampling. The function's arguments are the
+    task's name, `greedy` or `sampled`, the number of prompts, and the number of prompts done. In a terminal
+    each pass has a progress bar; elsewhere one line is written when a pass begins.
     """
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     bars: dict[tuple[str, str], TaskID] = {}

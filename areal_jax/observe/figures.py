@@ -134,10 +134,10 @@ def column(rows: Rows, name: str) -> np.ndarray:
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Returns for each step the mean of `values` over this step and those just before it.
+    """Returns the running mean of `values`, which has one value per step.
 
-    The window has max(len(values) // 20, 1) steps. Values that are not finite are left out; a mean of none is
-    nan.
+    A mean is over max(len(values) // 20, 1) steps, the last of which is the step itself. Values that are not
+    finite are left out; a mean without a finite value is nan.
     """
     width = max(len(values) // 20, 1)
     kernel = np.ones(width)
@@ -156,8 +156,8 @@ def plot_lines(
 ) -> Any:
     """Draw a line over the steps of `rows` for each entry of `columns` (label -> values); return the axes.
 
-    Line i has colour i of `colours`, which repeat if they are too few. `most_columns`: maximum number of
-    columns of the legend.
+    Line i has colour i of `colours`; with more lines than colours, colours repeat. `most_columns`: maximum
+    number of columns of the legend.
     """
     axes = figure.subplots()
     for number, (label, values) in enumerate(columns.items()):
@@ -168,7 +168,7 @@ def plot_lines(
 
 
 def last_tenth(values: np.ndarray) -> float:
-    """Returns the mean of the finite values in the last tenth of `values`; nan if there is none."""
+    """Returns the mean of the finite values in the last tenth of `values`; nan if none of them is finite."""
     return _mean(values[-max(len(values) // 10, 1) :])
 
 

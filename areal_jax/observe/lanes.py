@@ -1,4 +1,4 @@
-"""Draws what each thread or process did, as lanes of a timeline: of the whole run and of its last seconds."""
+"""Draws timelines with one lane for each thread or process: of the whole run, and of its last seconds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ of the timeline's file.
 """
 
 HEIGHT = 0.82
-"""Fraction of a lane's height that is drawn; the rest is the gap to the next lane."""
+"""Fraction of a lane's height that is coloured; the rest is the gap to the lane above."""
 
 ZOOM_S = 3.0
 """Seconds that the timeline's close-up covers; a run shorter than twice this gets no close-up."""
@@ -25,8 +25,8 @@ ZOOM_S = 3.0
 def timeline(intervals: Sequence[Interval]) -> Figure | None:
     """Draws the whole run with one lane per component (thread or process); returns None without intervals.
 
-    A lane consists of columns of equal time. In a column, the height of each colour is the fraction of that
-    time that an activity took.
+    A lane consists of columns of equal duration. In a column, the height of a colour is the fraction of the
+    column's duration that the colour's activity took.
     """
     if not intervals:
         return None
@@ -54,10 +54,10 @@ def timeline(intervals: Sequence[Interval]) -> Figure | None:
 
 
 def timeline_zoom(intervals: Sequence[Interval]) -> Figure | None:
-    """Draws the last ZOOM_S seconds of work, each interval as it was recorded.
+    """Draws the last ZOOM_S seconds in which a component worked, every interval at its recorded time.
 
-    They end when the last component stopped working. Returns None if no component worked, or if the run was
-    shorter than 2 ZOOM_S.
+    The figure ends when the last component stopped working. Returns None if no component worked, or if the
+    run was shorter than 2 ZOOM_S.
     """
     working = [each.end_s for each in intervals if not is_idle(each.activity)]
     if not working or max(working) - min(each.start_s for each in intervals) < 2 * ZOOM_S:
@@ -79,7 +79,7 @@ def timeline_zoom(intervals: Sequence[Interval]) -> Figure | None:
 
 
 def totals(intervals: Sequence[Interval]) -> dict[str, dict[str, float]]:
-    """Returns component -> activity -> total seconds."""
+    """Returns component -> activity -> total seconds of the activity's intervals."""
     spent: dict[str, dict[str, float]] = {}
     for each in intervals:
         mine = spent.setdefault(each.component, {})
@@ -88,10 +88,10 @@ def totals(intervals: Sequence[Interval]) -> dict[str, dict[str, float]]:
 
 
 class Orchestration(NamedTuple):
-    """Seconds of control plane work and of idle devices, from the first update's start to the last one's end.
+    """Seconds of control plane work and of idle devices, from the first update's start to the last's end.
 
-    `idle_s` and `alone_s` compare components and are approximate, because the timeline's file joins intervals
-    shorter than WINDOW_NS. The field `control_alone_share` of metrics rows is exact.
+    `idle_s` and `alone_s` are approximate, because they depend on which intervals overlap, and the timeline's
+    file joins intervals shorter than WINDOW_NS. The field `control_alone_share` of metrics rows is exact.
     """
 
     whole_s: float
@@ -125,9 +125,9 @@ def orchestration(intervals: Sequence[Interval]) -> Orchestration:
 def _merged(
     spans: Sequence[tuple[float, float]], window: tuple[float, float], gap_s: float = 0.0
 ) -> list[tuple[float, float]]:
-    """Returns the times within the window that at least one span covers, as spans that do not overlap.
+    """Returns the parts of `window` that at least one of `spans` covers, in order and without overlaps.
 
-    Spans are joined if the gap between them is at most `gap_s`.
+    A span is (start, end) in seconds. Spans are joined if the gap between them is at most `gap_s`.
     """
     merged: list[tuple[float, float]] = []
     for start, end in sorted(spans):
@@ -200,7 +200,7 @@ def _shares(spans: Sequence[tuple[float, float]], edges: np.ndarray) -> np.ndarr
 
 
 def _elapsed(instants: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """Returns for each edge the seconds from an instant to the edge, summed over all instants before it."""
+    """Returns for each of `edges` the sum of the seconds from every earlier instant to the edge."""
     instants = np.sort(instants)
     count = np.searchsorted(instants, edges)
     return count * edges - np.concatenate([[0.0], np.cumsum(instants)])[count]

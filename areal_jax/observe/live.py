@@ -19,9 +19,9 @@ RECENT = 20
 def make_view(
     stream: TextIO, is_live: bool, total_steps: int, earlier: Sequence[Mapping[str, Any]] = ()
 ) -> View:
-    """Returns a live view if `is_live` and the stream is a terminal, otherwise a plain one.
+    """Returns a live view if `is_live` and the stream is a terminal, otherwise a plain view.
 
-    `earlier`: metrics rows from before a resume, which the totals include.
+    `earlier`: metrics rows of the steps trained before a resume, which the totals include.
     """
     tally = Tally(total_steps)
     for row in earlier:
@@ -56,7 +56,7 @@ class Tally:
         self._seen_s = self._now_s()
 
     def mean(self, name: str) -> float:
-        """Returns the mean of the field `name` over the last RECENT rows, leaving out nulls; 0 if all are."""
+        """Returns the mean of the field `name` over the last RECENT rows without nulls; 0 if all are null."""
         values = [row[name] for row in self.recent if row.get(name) is not None]
         return statistics.fmean(values) if values else 0.0
 
@@ -65,12 +65,12 @@ class Tally:
 
     @property
     def elapsed_s(self) -> float:
-        """Wall time of the run so far in seconds: that in the last row, plus the time since it was added."""
+        """The run's wall time in seconds: `wall_s` of the last row, plus the time since the row was added."""
         return float(self.last("wall_s") or 0.0) + self._now_s() - self._seen_s
 
     @property
     def remaining_s(self) -> float | None:
-        """Estimated seconds to the run's end at the pace of recent steps; None before the second step."""
+        """Estimated seconds to the run's end at the pace of recent steps; None before the second row."""
         if len(self.recent) < 2:
             return None
         first, last = self.recent[0], self.recent[-1]

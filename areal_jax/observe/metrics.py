@@ -32,9 +32,9 @@ REQUIRED = (
 class MetricsWriter:
     """Appends rows to metrics.jsonl, TensorBoard and Weights & Biases.
 
-    If the folder already contains rows, the writer continues the file, and TensorBoard discards what it has
-    of the steps after the last row. After a crash call `rewrite` first, since the last line may be
-    incomplete. `wandb`: the arguments of `wandb.init`; None disables Weights & Biases.
+    If the folder already contains rows, the writer continues the file, and TensorBoard discards its data of
+    steps after the last row. After a crash call `rewrite` before making a writer, because the file's last
+    line may be incomplete. `wandb`: the arguments of `wandb.init`; None disables Weights & Biases.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ def read_objects(path: Path, remedy: str) -> list[dict[str, Any]]:
     """Returns the objects of a file with one JSON object per line; empty if there is no file.
 
     Ignores text after the last line break: a line that a crash cut short. Raises ArealError for a line that
-    is not a JSON object; its message ends with `remedy`.
+    is not a JSON object; the error's message ends with `remedy`.
     """
     if not path.exists():
         return []

@@ -43,7 +43,7 @@ class ReportData:
     lengths: Sequence[int] = ()
     """Number of completion tokens of each trained sample."""
     samples: Sequence[tuple[str, Sequence[SampleView]]] = ()
-    """(title, the samples shown under it), in the order of the page."""
+    """(title, the samples shown under this title), in the report's order."""
     samples_missing: str = ""
     """Why no sample can be shown; empty if samples can be shown."""
     evals: Sequence[Mapping[str, Any]] = ()
@@ -58,7 +58,7 @@ def page_css() -> str:
 
 
 def render(data: ReportData) -> str:
-    """Returns the report as HTML; a run without a trained step has a report too."""
+    """Returns the report as HTML, also for a run without a trained step."""
     style = page_css()
     body = "\n".join(
         [
@@ -132,9 +132,9 @@ def _total(rows: Sequence[Mapping[str, Any]], name: str) -> int:
 
 
 def drops_by_reason(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Returns reason -> number of groups dropped for it in the whole run.
+    """Returns reason -> number of groups that the whole run dropped for this reason.
 
-    The drops of rows without the field `dropped_by_reason` have the reason `dropped`.
+    The drops of rows without the field `dropped_by_reason` are counted under `dropped`.
     """
     counts: Counter[str] = Counter()
     for row in rows:
@@ -145,7 +145,7 @@ def drops_by_reason(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 def mean_share(rows: Sequence[Mapping[str, Any]], name: str) -> float:
     """Returns the mean of the field `name`, a fraction of each step's time, weighted by the steps' wall time.
 
-    Rows in which it is null are left out; 0 if it is null in all rows.
+    Rows in which the field is null are left out; the result is 0 if the field is null in all rows.
     """
     total, weights, before = 0.0, 0.0, 0.0
     for row in rows:
@@ -183,7 +183,7 @@ def _learning(data: ReportData) -> str:
 
 
 def _failures(data: ReportData) -> str:
-    """Returns HTML with the curve of failed rewards and a table of their messages; empty if none failed.
+    """Returns HTML with the curve of failed rewards and a table of their messages; "" if no reward failed.
 
     The newest message comes first; equal messages share one line.
     """

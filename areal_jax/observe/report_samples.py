@@ -13,11 +13,13 @@ TINTS = 7
 """Number of background tints in report.css; version v has tint v % TINTS."""
 
 FIRST, LAST = 900, 300
-"""Tokens shown from the start and the end of a long completion; every token is an element of the page."""
+"""Numbers of tokens shown from the start and the end of a longer completion, to keep report.html small: each
+token shown is an HTML element.
+"""
 
 
 NARROW = 160
-"""Maximum of prompt characters plus completion tokens for samples to be laid out side by side."""
+"""Samples appear side by side if each has at most this many prompt characters plus completion tokens."""
 
 
 def sample_groups(groups: Sequence[tuple[str, Sequence[SampleView]]]) -> str:

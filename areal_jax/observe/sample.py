@@ -25,8 +25,8 @@ SHADES = (
     (0.01, "black on bright_red"),
     (0.0, "bold white on red"),
 )
-"""(minimum probability, style) of tokens coloured by log-prob; the first row whose minimum is reached
-applies. Every terminal has these colours.
+"""(minimum probability, style) of tokens coloured by log-prob: a token has the style of the first row with a
+minimum that its probability reaches. Every terminal has these colours.
 """
 
 
@@ -46,7 +46,7 @@ class SampleView:
     """
 
     sample: str
-    """ORDINAL/MEMBER or ORDINAL/MEMBER/ATTEMPT."""
+    """The sample's name: ORDINAL/MEMBER, or ORDINAL/MEMBER/ATTEMPT if its group was started again."""
     prompt: str
     pieces: Sequence[Piece]
     reward: float | None
@@ -59,7 +59,7 @@ class SampleView:
     interruptions: int = 0
     """Number of times that the version changed in the middle of the sample."""
     completion: str = ""
-    """The completion's text without special tokens; the pieces include them."""
+    """The completion's text without special tokens, which the pieces include."""
 
     @property
     def spans(self) -> list[VersionSpan]:
@@ -113,8 +113,9 @@ def version_name(version: PolicyVersion) -> str:
 def render_sample(view: SampleView, is_coloured: bool = True) -> Group:
     """Returns the sample as a rich renderable.
 
-    In colour the completion appears twice: coloured by version, then by log-prob. In the first, tokens with a
-    probability below 0.1 at sampling are underlined, and those below 0.01 are bold as well.
+    If `is_coloured`, the completion appears twice: coloured by version, then by log-prob. In the copy
+    coloured by version, tokens with a probability below 0.1 at sampling are underlined, and tokens below 0.01
+    are bold as well.
     """
     lines = [Text(view.title, style="bold"), Text(view.headline)]
     if view.reward_note:

@@ -64,7 +64,7 @@ class Figure(NamedTuple):
 def draw_svg(name: str, draw: Callable[[Any], None], size: tuple[float, float], alt: str) -> str:
     """Returns the inline SVG of what `draw(figure)` draws; `size`: inches; `alt`: the figure in words.
 
-    `name` is the prefix of every id in it, because all figures share one page.
+    `name`: prefix of every id in the SVG, because all figures share one page, on which ids must be unique.
     """
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG

@@ -10,7 +10,7 @@ from typing import Any
 def reporting_thread(
     name: str, body: Callable[[], Any], fail: Callable[[BaseException], None]
 ) -> threading.Thread:
-    """Returns a daemon thread, not started yet, that runs `body` and, if it raises, calls `fail(error)`."""
+    """Returns an unstarted daemon thread that runs `body` and, if `body` raises, calls `fail(error)`."""
 
     def run() -> None:
         try:

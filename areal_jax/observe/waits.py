@@ -25,10 +25,12 @@ T = TypeVar("T")
 NS = 1_000_000_000
 
 EXACT_NS = 5 * NS
-"""Age up to which a timeline keeps every interval as recorded; older intervals are coalesced."""
+"""Age in nanoseconds up to which a timeline keeps every interval as recorded; WINDOW_NS says how older
+intervals are joined.
+"""
 
 WINDOW_NS = NS // 4
-"""Window of coalescing: within a window, an activity's intervals are joined to one with their total length.
+"""Nanoseconds of a window in which an activity's short intervals are joined to one of their total length.
 
 Totals by activity stay exact, and a component with four activities writes at most about 1000 intervals a
 minute.
@@ -92,7 +94,7 @@ class Clock:
         self._follower = hear
 
     def switch(self, activity: str) -> str:
-        """End the current activity and begin `activity`. Returns the one that ended."""
+        """End the current activity and begin `activity`. Returns the activity that ended."""
         former = self._switch(activity)
         self._follower(activity)
         return former
@@ -116,9 +118,9 @@ class Clock:
         self.switch(former)
 
     def take_totals(self) -> dict[str, float]:
-        """Returns activity -> seconds since the last call, or since the clock was created.
+        """Returns activity -> seconds spent on it since the last call, or since the clock was created.
 
-        They add up to the elapsed time.
+        The seconds of all activities add up to the elapsed time.
         """
         with self._lock:
             self._settle()
@@ -128,7 +130,7 @@ class Clock:
     def take_intervals(self, is_final: bool = False) -> list[tuple[str, int, int]]:
         """Removes and returns intervals to write to the file, as (activity, start, end) in nanoseconds.
 
-        If `is_final`, these are all intervals; otherwise those older than EXACT_NS.
+        If `is_final`, these are all intervals not yet written; otherwise only intervals older than EXACT_NS.
         """
         with self._lock:
             self._settle()
@@ -147,8 +149,8 @@ class Clock:
 class _Record:
     """A clock's intervals that are not yet written to the file.
 
-    They are kept as recorded until they are EXACT_NS old. Then an activity's short intervals within WINDOW_NS
-    are joined to one of their total length.
+    An interval is kept as recorded until it is EXACT_NS old. Then an activity's short intervals within
+    WINDOW_NS are joined to one interval of their total length.
     """
 
     def __init__(self) -> None:
@@ -199,7 +201,7 @@ class Timeline:
     """The clocks of a run, and the file to which their intervals are written.
 
     An existing file is continued. If `path` is None, only totals are kept. `zero_ns`: the value of `now_ns()`
-    at the file's time 0; None = time goes on from the end of the file's last interval, so the time between a
+    at the file's time 0. None: time goes on from the end of the file's last interval, so the time between a
     run's end and its resume is not counted.
     """
 
@@ -223,7 +225,7 @@ class Timeline:
         self._zero = zero_ns
 
     def clock(self, name: str, activity: str = "wait: start") -> Clock:
-        """Returns the clock with that name; creates it, starting in `activity`, if there is none."""
+        """Returns the clock with that name; if it does not exist, creates it, starting in `activity`."""
         with self._lock:
             if name not in self._clocks:
                 note = partial(self._note, name)
@@ -231,7 +233,7 @@ class Timeline:
             return self._clocks[name]
 
     def _note(self, component: str, activity: str) -> None:
-        """Called when `component` begins `activity`; times how long only the control plane works."""
+        """Called when `component` begins `activity`; measures how long only the control plane works."""
         with self._working_lock:
             (self._working.discard if is_idle(activity) else self._working.add)(component)
             self._alone.switch("decide" if self._working == {CONTROL} else "wait")
@@ -239,8 +241,8 @@ class Timeline:
     def take_totals(self) -> dict[str, dict[str, float]]:
         """Returns component -> activity -> seconds since the last call, or since the clock was created.
 
-        If the control plane and other components have clocks here, the key CONTROL_ALONE is added: its
-        `decide` is the time in which only the control plane worked, its `wait` the rest.
+        If the control plane and other components have clocks here, the result also has the key CONTROL_ALONE:
+        its activity `decide` is the time in which only the control plane worked, its `wait` all other time.
         """
         # A copy, because other threads may add clocks.
         totals = {name: clock.take_totals() for name, clock in self._clocks.copy().items()}
@@ -249,11 +251,11 @@ class Timeline:
         return totals
 
     def close(self) -> None:
-        """Append all intervals to the file that are not in it yet."""
+        """Append to the file all intervals that it does not contain yet."""
         self.flush(is_final=True)
 
     def flush(self, is_final: bool = False) -> None:
-        """Append the intervals older than EXACT_NS to the file; if `is_final`, the rest too."""
+        """Append the intervals older than EXACT_NS to the file; if `is_final`, younger intervals too."""
         if self._path is None:
             return
         lines = [
@@ -276,7 +278,7 @@ _OLD_NAMES: dict[str, str] = {"actor": "component"}
 
 
 def read_intervals(path: Path) -> list[Interval]:
-    """Returns all intervals in a timeline's file, without lines that a crash cut short; empty if no file."""
+    """Returns all intervals in a timeline's file; skips lines that a crash cut short. No file: empty list."""
     if not path.exists():
         return []
     intervals = []
@@ -290,14 +292,14 @@ def read_intervals(path: Path) -> list[Interval]:
 
 
 def process_timeline(folder: Path, name: str) -> Timeline:
-    """Returns the timeline of process `name` in a run of several processes: its own file, in Unix time."""
+    """Returns the timeline of process `name` in a run of several processes, with a file of its own."""
     return Timeline(folder / "logs" / f"timeline-{name}.jsonl", time.time_ns, zero_ns=0)
 
 
 def read_timelines(folder: Path) -> list[Interval]:
     """Returns all intervals of a run: of its single timeline, or of the timelines of all its processes.
 
-    In the second case, times in which none of the processes was running are cut out.
+    From the timelines of several processes, times in which no process was running are cut out.
     """
     logs = folder / "logs"
     if (path := logs / "timeline.jsonl").exists():
