@@ -1,4 +1,4 @@
-"""The verb `role`: `role node` starts a machine's processes of a run; any other role is one such process."""
+"""The command `role`: `role node` starts a machine's processes of a run; each other role is one process."""
 
 from __future__ import annotations
 
@@ -127,8 +127,8 @@ def trainer(
 def _train(config: Path, run: Path, words: list[str] | None, name: str, coordinator: str, beat: Beat) -> None:
     """Runs trainer process `name` (trainer-INDEX) of a run, in the child process that `watched` starts.
 
-    `coordinator`: HOST:PORT of trainer-0; "" if it is the only one. `beat`: called with the name of each
-    activity that begins, so that the parent process can detect a stuck one.
+    `coordinator`: HOST:PORT of trainer-0; "" if there is no other trainer process. `beat`: called with the
+    name of each activity that begins, so that the parent process can detect an activity that hangs.
     """
     settings = _begin(config, run, words)
     from areal_jax.cluster.roles import train
@@ -137,10 +137,10 @@ def _train(config: Path, run: Path, words: list[str] | None, name: str, coordina
 
 
 def _begin(config: Path, run: Path, words: list[str] | None) -> Config:
-    """Returns the run's config; from now on the first SIGTERM acts like Ctrl-C, and later ones are ignored.
+    """Returns the run's config; from now on the first SIGTERM acts like Ctrl-C, and others do nothing.
 
-    A process may get one SIGTERM from Slurm and one from the node agent that started it; the second would
-    interrupt the checkpoint that the process writes after the first.
+    A process may get one SIGTERM from Slurm and another from its node agent. The second would interrupt the
+    checkpoint that the process writes after the first.
     """
 
     def once(number: int, frame: Any) -> None:

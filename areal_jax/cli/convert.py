@@ -1,4 +1,4 @@
-"""The verb `convert`, which writes a model as a Hugging Face folder."""
+"""The command `convert`, which writes a model as a Hugging Face folder."""
 
 from __future__ import annotations
 

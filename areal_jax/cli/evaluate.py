@@ -1,4 +1,4 @@
-"""The verb `eval`, which measures a model's accuracy on its tasks."""
+"""The command `eval`, which measures a model's accuracy on tasks."""
 
 from __future__ import annotations
 

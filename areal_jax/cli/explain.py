@@ -1,4 +1,4 @@
-"""Verbs that explain keys, presets, tasks and this machine: config, algorithms, tasks, doctor."""
+"""The commands config, algorithms, tasks and doctor: they explain keys, presets, tasks and this machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def config(
     }
     if not shown:
         hint = did_you_mean(key, every, "`areal-jax config` lists all keys")
-        raise ConfigError(f"no config key {key}; {hint}")
+        raise ConfigError(f"there is no config key {key}; {hint}")
     lines = (
         f"{name} = {leaf['default']!r}  ({leaf['type']})\n    {' '.join(leaf['doc'].split())}"
         for name, leaf in shown.items()

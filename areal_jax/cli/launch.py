@@ -1,4 +1,4 @@
-"""The verb `launch`, which starts a run as several processes, on one machine or more."""
+"""The command `launch`, which starts a run as several processes, on one machine or more."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def launch(
         status = run_node(asked, ONLY, sys.stdout)
         if status:
             typer.echo(
-                f"the run ended with status {status}; `areal-jax launch local {asked.folder}` resumes it",
+                f"the run ended with status {status}; read {asked.folder}/logs for the cause; "
+                f"`areal-jax launch local {asked.folder}` resumes the run",
                 err=True,
             )
             raise typer.Exit(status)

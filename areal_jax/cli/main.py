@@ -1,4 +1,4 @@
-"""The command `areal-jax` and its verbs; each verb is a thin shell that imports its code when called."""
+"""The program `areal-jax` and its commands; a command imports the code that it needs only when called."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VERBS = {
     "tasks": explain.tasks,
     "doctor": explain.doctor,
 }
-"""The verbs in the order of --help."""
+"""Name -> function of each command, in the order in which --help lists them."""
 
 app = typer.Typer(
     name="areal-jax",

@@ -1,4 +1,4 @@
-"""Verbs that measure: bench, ablate, simtest."""
+"""Commands that measure: bench, ablate, simtest."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def simtest(
 def _with_huge_pages() -> None:
     """Restarts this process with huge pages for large buffers, unless GLIBC_TUNABLES is set already.
 
-    A restart is needed because glibc reads this variable only when a process starts.
+    A restart is needed because glibc reads GLIBC_TUNABLES only when a process starts.
     """
     if sys.platform == "linux" and "GLIBC_TUNABLES" not in os.environ:
         os.execve(

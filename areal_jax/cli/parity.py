@@ -1,4 +1,4 @@
-"""The verb `parity`, which compares the log-probs of generator and trainer."""
+"""The command `parity`, which compares the log-probs of generator and trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verbs that read a run's folder: audit, inspect, report."""
+"""Commands that read a run's folder: audit, inspect, report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verb `serve`, which answers requests over gRPC and HTTP."""
+"""The command `serve`, which answers requests over gRPC and HTTP."""
 
 from __future__ import annotations
 

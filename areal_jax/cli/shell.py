@@ -1,4 +1,4 @@
-"""Shared by all verbs: errors without tracebacks, results as one JSON object, and common options."""
+"""Shared by all commands: errors without tracebacks, results as one JSON object, and common options."""
 
 from __future__ import annotations
 

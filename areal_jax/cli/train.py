@@ -1,4 +1,4 @@
-"""Verbs that train: quickstart, run, resume."""
+"""Commands that train: quickstart, run, resume."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ def _finish(job: Callable[[Any], RunResult], folder: Path, json: bool) -> None:
 
 
 def _fresh_folder(words: list[str]) -> list[str]:
-    """Returns the settings `words`, plus an unused run.name unless they set run.name or run.dir.
+    """Returns the settings `words`, plus an unused run.name unless `words` sets run.name or run.dir.
 
-    So every quickstart gets a folder of its own.
+    An unused name gives every quickstart a folder of its own.
     """
     if any(word.startswith(("run.dir=", "run.name=")) for word in words):
         return words
