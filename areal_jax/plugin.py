@@ -66,7 +66,7 @@ def load_object(spec: str, builtin: Mapping[str, Any], what: str) -> Any:
 def install_extra(extra: str) -> str:
     """Returns the shell command that installs the extra `extra` of areal-jax, for messages.
 
-    It installs from the repository, because areal-jax is not on a package index.
+    The command installs from the repository, because areal-jax is not on a package index.
     """
     return f"pip install '.[{extra}]' in a checkout of areal-jax (or 'FILE.whl[{extra}]' from its wheel)"
 
@@ -78,7 +78,8 @@ def needing(
     """Context manager: in its block, the import error of a missing package becomes an ArealError.
 
     The message says that `what` needs the package, and how to install the extra `extra`; it ends with
-    `instead`, a text with another remedy. `packages`: the top-level modules to which this applies; None: all.
+    `instead`, a text with another remedy. `packages`: the top-level modules for which the error is replaced;
+    None: all modules.
     """
     try:
         yield

@@ -17,21 +17,24 @@ PolicyVersion = int
 """0 for the initial weights, +1 per trained batch, even if the gradient was zero."""
 
 NOT_SAMPLED: PolicyVersion = -1
-"""The version of a token that this run did not sample, such as one of a prompt or a reference answer."""
+"""The version of each token that this run did not sample: prompt tokens and reference answers."""
 
 
 class SampleId(NamedTuple):
-    """Identifies a sample: completion number `member` of the prompt at place `ordinal` in the run's order."""
+    """Identifies a sample: completion number `member` of prompt number `ordinal` in the run's order."""
 
     ordinal: int
     member: int
     attempt: int = 0
-    """Number of times that the control plane reissued the group; part of the random keys: tokens differ."""
+    """Number of times that the group was started again, with other random keys and so other tokens."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a sample's tokens are chosen. Log-probs depend on the temperature and on the ids that are kept."""
+    """How a sample's tokens are drawn.
+
+    A token's log-prob depends on the temperature, and on the ids that top_k, top_p and min_p keep.
+    """
 
     temperature: float = 1.0
     """0: greedy decoding; log-probs are then those of temperature 1."""
@@ -44,7 +47,7 @@ class Sampling:
     max_tokens: int = 256
     """Longest completion in tokens, the stop token included."""
     stop: tuple[str, ...] = ()
-    """Texts that end a completion. The token that completes such a text is the last one kept."""
+    """Texts that end a completion. The token that completes such a text is the completion's last token."""
 
     @property
     def is_truncated(self) -> bool:
@@ -53,7 +56,10 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt: exactly one of text, messages (a chat), tokens is set; `info`: data to score completions."""
+    """A prompt, given as exactly one of text, messages (a chat) or tokens.
+
+    `info`: the task's data for scoring completions, such as the right answer.
+    """
 
     text: str | None = None
     info: Mapping[str, Any] = field(default_factory=dict)
@@ -64,12 +70,12 @@ class Prompt:
     def __post_init__(self) -> None:
         given = [name for name in ("text", "messages", "tokens") if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ValueError(f"a Prompt has exactly one of text, messages, tokens; got {given or 'none'}")
+            raise ValueError(f"a Prompt needs exactly one of text, messages, tokens; got {given or 'none'}")
 
 
 @dataclass(frozen=True)
 class Completion:
-    """The policy's answer: its text and the exact tokens, the stop token included."""
+    """The policy's answer to a prompt, as text and as exact tokens, the stop token included."""
 
     text: str
     tokens: tuple[int, ...]
@@ -112,13 +118,13 @@ class Trajectory:
     reward_note: str = ""
     interruptions: int = 0
     on_update: str = "recompute"
-    """How the host treats KV when the version changes: recompute | keep | pinned | drain."""
+    """generation.on_update of the host that sampled the trajectory: recompute | keep | pinned | drain."""
 
     @property
     def is_reproducible(self) -> bool:
-        """Whether a forward pass with the parameters of a token's version gives its recorded log-prob again.
+        """Whether the parameters of each token's version give the token's recorded log-prob again.
 
-        False if the sample continued with the KV of an older version.
+        False if the sample went on with KV computed under an older version than its next token's.
         """
         return self.on_update != "keep" or self.interruptions == 0
 
@@ -133,7 +139,7 @@ class Trajectory:
 
     @property
     def first_version(self) -> PolicyVersion:
-        """Version of the first sampled token, the sample's oldest; NOT_SAMPLED (-1) if it has none."""
+        """Version of the first sampled token, the sample's oldest; NOT_SAMPLED if no token was sampled."""
         sampled = self.versions[self.loss_mask]
         return int(sampled[0]) if sampled.size else NOT_SAMPLED
 
@@ -157,8 +163,8 @@ class Group:
 class Batch(NamedTuple):
     """Packed trajectories, in B rows. The fields from `ages` on are None until Learner.prepare sets them.
 
-    The rows are divided into equal minibatches, each for one optimiser step, and these into micro-batches,
-    each for one backward pass: of M minibatches, number m has the rows [m * B / M, (m + 1) * B / M). Rows
+    The rows are divided into M equal minibatches, each for one optimiser step: minibatch m has the rows
+    [m * B / M, (m + 1) * B / M). A minibatch is divided into micro-batches, each for one backward pass. Rows
     without tokens are padding.
     """
 
@@ -200,7 +206,10 @@ class PolicyOutputs(NamedTuple):
 
 
 class VersionedParams(NamedTuple):
-    """A version, its parameters and a digest of their bits; parts of the system pass weights in this form."""
+    """A policy version's number, its parameters and a digest of the parameters' bits.
+
+    Trainer, weight stores and hosts pass weights to each other in this form.
+    """
 
     version: PolicyVersion
     params: Any

@@ -20,13 +20,13 @@ from areal_jax.weights.staged import committed, read
 from areal_jax.weights.store import StagedError, dtype_in
 
 ATTEMPTS = 20
-"""Maximum number of versions that the reader tries before it gives up; a version may be pruned during the
+"""Maximum number of versions that the reader tries before it gives up; a run may delete a version during its
 read.
 """
 
 
 def is_dealt_with(folder: Path, version: PolicyVersion, config: Config) -> bool:
-    """Returns whether checkpoint `version` is evaluated and exported, as far as `config` asks for it."""
+    """Returns whether checkpoint `version` has its evaluation and its export, if `config` asks for them."""
     o = config.observe
     is_evaluated = not o.evaluate or version in {line["version"] for line in read_evals(folder)}
     return is_evaluated and (not o.exports or (folder / EXPORTS / str(version)).is_dir())
@@ -36,7 +36,7 @@ class Committed(NamedTuple):
     value: VersionedParams
     """The parameters: in the requested `dtype` from a published version, in float32 from a checkpoint."""
     refused: tuple[str, ...]
-    """One message for each newer version that exists but could not be read."""
+    """One message for each version newer than `value` that exists but could not be read."""
 
 
 def committed_params(
@@ -44,10 +44,10 @@ def committed_params(
 ) -> Committed:
     """Loads the newest committed version of the run in `folder`, laid out by `shardings`, one for each leaf.
 
-    Reads the newest checkpoint, in float32, or the newest version published to the hosts if that is at least
-    as new and stored in `dtype`. `config` is the run's own. The run may go on meanwhile: if it deletes the
-    version during the read, the next newest is read. The result also says why any newer version could not be
-    read. Raises ArealError if the run has no version, or none that can be read.
+    Reads the newest checkpoint, in float32, or the newest version published to the hosts, if this is at least
+    as new and stored in `dtype`. `config`: the config of that run. If the run deletes the version during the
+    read, the newest remaining version is read. The result also says why any newer version could not be read.
+    Raises ArealError if the run has no version, or none that can be read.
     """
     checkpoints = folder / CHECKPOINTS
     like = {checkpoints: _like(model, shardings, "float32")}
@@ -81,8 +81,8 @@ def committed_params(
 def checkpoint_params(folder: Path, version: PolicyVersion, model: Model, shardings: Any) -> VersionedParams:
     """Loads the float32 parameters of checkpoint `version` of the run in `folder`.
 
-    They are laid out by `shardings`, one for each leaf. Raises StagedError if the checkpoint is damaged, or
-    if the run deletes it during the read.
+    The parameters are laid out by `shardings`, one for each leaf. Raises StagedError if the checkpoint is
+    damaged, or if the run deletes the checkpoint during the read.
     """
     try:
         params = restore_params(folder / CHECKPOINTS / str(version), _like(model, shardings, "float32"))
@@ -94,7 +94,8 @@ def checkpoint_params(folder: Path, version: PolicyVersion, model: Model, shardi
 def _newest_first(folders: Iterable[Path]) -> list[Path]:
     """Returns the paths of all committed versions in `folders`, newest first.
 
-    A folder contains checkpoints or published versions. If a version is in both, the published one is first.
+    A folder contains either checkpoints or published versions. Of a version that is in two folders, the
+    published copy comes first.
     """
     found = [
         (version, folder.name != CHECKPOINTS, folder) for folder in folders for version in committed(folder)

@@ -19,7 +19,7 @@ MERGED, ADAPTER, BASE = FORMS = ("merged", "adapter", "base")
 
 
 def convert(source: str, target: Path, dtype: str = "float32", form: str = MERGED) -> dict[str, Any]:
-    """Write the model of `source`, a value of `model.source`, to `target`, a new folder for transformers.
+    """Write the model `source`, a value of `model.source`, to `target`, a new folder for transformers.
 
     Of a run, the newest committed version is written. `form`, for a run with adapters: merged (the base model
     with the adapters added to its matrices), adapter (the adapters alone, for peft) or base (the base model
@@ -76,11 +76,11 @@ def _write_adapter(
 
 
 def base_name(run: str, config: Config, opened: Source) -> str:
-    """Returns the folder of the base model to which a run's adapters belong, or the command that writes it.
+    """Returns the folder of the base model to which a run's adapters belong, or a text on how to make it.
 
-    The command, as a text, if no folder contains that model: the run started from random parameters or from
-    another run, or had supervised steps. `run`: the run's folder; `config`: its config; `opened`: the source
-    from which it started.
+    The text names the command that writes the base model. It is returned if no folder contains this model,
+    because the run started from random parameters or from another run, or had supervised steps. `run`: the
+    run's folder; `config`: the run's config; `opened`: the source from which the run started.
     """
     is_as_read = not (Path(config.model.source) / RUN_CONFIG).exists() and not config.trainer.supervised_steps
     if opened.folder is not None and is_as_read:

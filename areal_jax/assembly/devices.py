@@ -73,9 +73,9 @@ def host_mesh(config: Config, what: str) -> Mesh:
 def place(config: Config) -> Devices:
     """Returns the meshes of trainer, hosts and evaluation (if observe.evaluate is set).
 
-    With runtime.placement=split each has devices of its own; with shared every mesh begins at the first
-    device; auto is split if there are enough devices. Raises ArealError if there are too few devices, or if
-    evaluation would have to share one.
+    With runtime.placement=split each mesh has devices of its own; with shared every mesh begins at the first
+    device; auto selects split if there are enough devices. Raises ArealError if there are too few devices, or
+    if evaluation would have to share a device.
     """
     r = config.runtime
     hosts = r.hosts + bool(config.observe.evaluate)
@@ -114,9 +114,9 @@ def memory_table(
 
     Owner and content are texts, such as trainer and "gradient, float32". `placement`: split or shared. Not
     included: temporaries of the programs. The trainer needs 4 bytes per parameter for master weights, and per
-    trained parameter 8 for Adam and 4 for the gradient. Hosts decode with a single copy if publishing
-    overwrites it; else the trainer has a published copy, and each host the current and the next version
-    (with on_update=pinned, more). `teacher`: None without distillation.
+    trained parameter 8 for Adam and 4 for the gradient. If publishing overwrites the host's weights in place,
+    there is one copy of the published weights; otherwise the trainer holds one, and each host holds the
+    current and the next version (with on_update=pinned, more). `teacher`: None without distillation.
     """
     c, g, dtype = model.config, config.generation, config.weights.wire_dtype
     shards, host_shards = config.trainer.mesh.fsdp * config.trainer.mesh.tensor, config.runtime.host_tensor
@@ -192,7 +192,7 @@ def overwrites_serving(config: Config, placement: str) -> bool:
 
 
 def usable_cores() -> int:
-    """Returns the number of CPU cores that this process may use; if the system does not report it, of all."""
+    """Returns the number of CPU cores that this process may use; all cores if the system cannot tell."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -205,7 +205,7 @@ def installed_version(package: str) -> str:
 
 
 def header(config: Config) -> dict[str, Any]:
-    """Returns what may change bits of results on this machine: its devices, cores, jaxlib and XLA flags.
+    """Returns what of this machine may change the bits of results: devices, cores, jaxlib and XLA flags.
 
     A new run stores this dict in its journal; a resumed run warns if it differs.
     """
@@ -221,8 +221,9 @@ def header(config: Config) -> dict[str, Any]:
 def diagnose() -> dict[str, Any]:
     """Returns the dict that `areal-jax doctor` shows.
 
-    It has package versions, devices, the first one's memory in bytes, CPU cores, default placement, missing
-    optional packages, the code sandbox ("ok", or why it cannot be used) and the attention implementations.
+    The dict has package versions, devices, the first device's memory in bytes, CPU cores, default placement,
+    missing optional packages, the code sandbox ("ok", or why it cannot be used) and the attention
+    implementations.
     """
     devices = jax.devices()
     stats = devices[0].memory_stats() or {}
@@ -240,10 +241,11 @@ def diagnose() -> dict[str, Any]:
 
 
 def _attention(platform: str) -> dict[str, Any]:
-    """Returns the attention implementations that runs would use on `platform`, and why they reject others.
+    """Returns texts: which attention implementations runs would use on `platform`, and why not others.
 
-    Key attention: the one for packed rows in training. Key decode_attention: the one for pages of KV in
-    decode steps. Self-tests on this device choose both, with the head sizes of Qwen2.5-1.5B in bfloat16.
+    Key `attention`: the implementation for packed rows in training. Key `decode_attention`: the one for pages
+    of KV in decode steps. Self-tests on this device choose both, with the head sizes of Qwen2.5-1.5B in
+    bfloat16.
     """
     heads, kv_heads, head_dim, dtype, page_tokens = 12, 2, 128, "bfloat16", 64
     return {
@@ -275,7 +277,7 @@ def use_compilation_cache() -> None:
 
 
 def machine(shape: str, dtype: str, runs: Sequence[float]) -> dict[str, Any]:
-    """Returns what every benchmark reports: its seconds, and the device, packages and load of this machine.
+    """Returns what every benchmark reports: the seconds, and this machine's device, packages and load.
 
     `runs`: the seconds of each repetition, reported as median, minimum and maximum. `shape`: what was
     measured, such as the name of the model size.

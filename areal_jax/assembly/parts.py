@@ -25,7 +25,7 @@ from areal_jax.trainer.supervised import supervised_start
 from areal_jax.types import ArealError, Completion, Prompt, SampleId, Trajectory
 
 CHECKED_PROMPTS = 256
-"""Number of prompts, from ordinal 0 on, whose length is checked before a run starts."""
+"""Number of prompts, from ordinal 0 on, that are checked for being empty or too long before a run starts."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Inputs:
         return self.prompts.prompt(ordinal)
 
     def completion(self, trajectory: Trajectory) -> Completion:
-        """Returns what the reward function gets of a finished sample: its completion as tokens and text."""
+        """Returns what the reward function gets of a finished sample: the completion as tokens and text."""
         return completion_of(trajectory, self.model.tokenizer)
 
     def reference(self, sample: SampleId) -> Trajectory:
@@ -61,8 +61,8 @@ class Inputs:
     def prompt_tokens(self, ordinal: int) -> tuple[int, ...]:
         """Returns the tokens of prompt number `ordinal` in the run's order, counted from 0.
 
-        Raises ArealError if there are none, or so many that generation.length leaves no token for the
-        completion.
+        Raises ArealError if the prompt has no tokens, or so many that generation.length leaves no token for
+        the completion.
         """
         prompt = self.prompts.prompt(ordinal)
         tokens = tuple(self.model.tokenizer.render(prompt))
@@ -83,7 +83,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Parts(Inputs):
-    """The inputs of a run, and what one process needs to run them: devices, learner, teacher (or None)."""
+    """A run's inputs, and what one process needs to train on them: devices, learner, teacher (or None)."""
 
     devices: Devices
     learner: Learner
@@ -95,7 +95,7 @@ class Parts(Inputs):
         return make_engine(g, self.model, on, reserved_slots=g.reserved_slots, seed=self.config.run.seed)
 
     def first_state(self) -> TrainState:
-        """Returns the trainer's state at version 0, after any supervised steps; the config determines it."""
+        """Returns the trainer's state at version 0 (after supervised steps); the config alone determines it."""
         return self.learner.init(first_params(self), donate=True)
 
 
@@ -103,7 +103,7 @@ def open_inputs(config: Config, tasks: Sequence[Task] = ()) -> Inputs:
     """Loads the tasks and opens the model of a config, and checks the length of the first 256 prompts.
 
     No parameter is read. `tasks`, if given, replace the config's tasks. Raises ArealError if a task or the
-    model cannot be opened, or if one of these prompts is empty or too long.
+    model cannot be opened, or if one of the checked prompts is empty or too long.
     """
     loaded = load_tasks(config.tasks, tasks)
     source, asked = open_source(config, loaded), None
@@ -118,9 +118,9 @@ def open_inputs(config: Config, tasks: Sequence[Task] = ()) -> Inputs:
 def assemble(config: Config, tasks: Sequence[Task] = (), learner: Learner | None = None) -> Parts:
     """Builds a run's parts on this process's devices, after checking config, tasks and prompts.
 
-    `tasks`, if given, replace the config's tasks. `learner`: None makes a new one; that of another run saves
-    compiling, if both runs have the same model, run.steps, sections algorithm and trainer, generation.length
-    and generation.max_tokens. Raises ArealError if a check fails.
+    `tasks`, if given, replace the config's tasks. `learner`: another run's learner, which saves compiling its
+    programs again; both runs must have the same model, run.steps, sections algorithm and trainer,
+    generation.length and generation.max_tokens. None: a new learner. Raises ArealError if a check fails.
     """
     if config.weights_backend == "transfer":
         raise ArealError(
@@ -160,7 +160,7 @@ def first_params(parts: Parts) -> Params:
     """Returns the parameters of version 0, on the trainer's mesh.
 
     These are the parameters of model.source after trainer.supervised_steps, plus new adapters if the config
-    has any. The supervised steps train all parameters; a run with adapters then freezes the result.
+    has any. The supervised steps train all parameters; a run with adapters then freezes them.
     """
     c, base, mesh = parts.config, parts.model.base, parts.devices.trainer
     params = supervised_start(

@@ -48,8 +48,8 @@ class Source:
 def open_source(config: Config, tasks: Mapping[str, WeightedTask]) -> Source:
     """Opens `config.model.source` without reading a parameter.
 
-    With source=random the tokenizer is that of `tasks`. Raises ArealError if the source does not exist, or
-    contradicts the tasks or other settings, such as a task that needs another tokenizer.
+    With source=random the tokenizer is the one that `tasks` define. Raises ArealError if the source does not
+    exist, or contradicts the tasks or other settings, such as a task that needs another tokenizer.
     """
     name = config.model.source
     if name == RANDOM:
@@ -95,9 +95,9 @@ def open_teacher(config: Config, tasks: Mapping[str, WeightedTask], student: Mod
 
 
 def _other_ids(student: Tokenizer, teacher: Tokenizer) -> str | None:
-    """Returns the first difference between two vocabularies, as text for a message; None if there is none.
+    """Returns the first difference between two vocabularies, as text for a message; None if they are equal.
 
-    Their sizes, their EOS ids and the text of each id are compared.
+    The vocabularies' sizes, their EOS ids and the text of each id are compared.
     """
     if student == teacher:
         return None
@@ -142,10 +142,10 @@ def _held(sizes: ModelConfig, config: Config) -> ModelConfig:
 
 
 def _own_tokenizer(config: Config, tasks: Mapping[str, WeightedTask]) -> Tokenizer:
-    """Returns the tokenizer that the tasks define, or a byte tokenizer if none does.
+    """Returns the tokenizer that the tasks define, or a byte tokenizer if no task defines one.
 
-    With model.tokenizer=byte, it is always a byte tokenizer. Raises ArealError if the tasks define tokenizers
-    of different types.
+    With model.tokenizer=byte, the result is always a byte tokenizer. Raises ArealError if the tasks define
+    tokenizers of different types.
     """
     if config.model.tokenizer == "byte":
         return ByteTokenizer()
@@ -205,8 +205,8 @@ def _pretrained(config: Config, tasks: Mapping[str, WeightedTask], folder: Path)
 def _of_run(config: Config, folder: Path) -> Source:
     """Returns the source of a run that starts from the model of another run, the one in `folder`.
 
-    `config`: the new run's. Parameters are those of the other run's newest committed version, with its
-    adapters merged into the matrices.
+    `config`: the new run's config. The parameters are those of the other run's newest committed version, with
+    the other run's adapters merged into the matrices.
     """
     theirs, source = run_source(folder, config.model.dtype)
     model = Model(_held(source.model.base.config, config), source.model.tokenizer)
@@ -222,7 +222,7 @@ def _of_run(config: Config, folder: Path) -> Source:
 
 
 def run_source(folder: Path, dtype: str = "float32") -> tuple[Config, Source]:
-    """Returns the config of the run in `folder`, with model.dtype=`dtype`, and the source it started from."""
+    """Returns the config of the run in `folder`, with model.dtype=`dtype`, and the source of its model."""
     theirs = load_config(folder / RUN_CONFIG)
     settings = theirs.model.model_copy(update={"dtype": dtype})
     theirs = theirs.model_copy(update={"model": settings})
@@ -233,7 +233,8 @@ def run_source(folder: Path, dtype: str = "float32") -> tuple[Config, Source]:
 def run_params(folder: Path, config: Config, model: Model, shardings: Any = None) -> Params:
     """Loads the parameters of the newest committed version of the run in `folder`, in float32.
 
-    `config`: that run's; `shardings`: a tree with one for each leaf, or None: all on the first device.
+    `config`: that run's config; `shardings`: a tree with a sharding for each leaf; None: all leaves on the
+    first device.
     """
     if shardings is None:
         here = SingleDeviceSharding(jax.local_devices()[0])
