@@ -95,7 +95,7 @@ class Parts(Inputs):
         return make_engine(g, self.model, on, reserved_slots=g.reserved_slots, seed=self.config.run.seed)
 
     def first_state(self) -> TrainState:
-        """Returns the trainer's state at version 0 (after supervised steps); the config alone determines it."""
+        """Returns the trainer's state at version 0, after supervised steps; the config alone decides it."""
         return self.learner.init(first_params(self), donate=True)
 
 
