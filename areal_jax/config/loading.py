@@ -28,9 +28,9 @@ class ConfigError(ArealError):
 def load_config(*sources: str | Path | Mapping[str, Any]) -> Config:
     """Composes YAML files, mappings and `section.key=value` words; later sources override earlier ones.
 
-    Raises ConfigError for an invalid config. A source with another algorithm.preset discards the algorithm
+    Raises ConfigError for an invalid config. A source that changes algorithm.preset discards the algorithm
     settings of earlier sources, since settings of one algorithm do not apply to another. Consecutive words
-    count as one source: an algorithm.preset among them, at any position, discards none of them.
+    count as one source: an algorithm.preset among these words, at any position, discards none of the words.
     """
     tree: dict[str, Any] = {}
     for are_words, layer in groupby(sources, key=_is_word):
@@ -49,7 +49,10 @@ def _is_word(source: str | Path | Mapping[str, Any]) -> bool:
 
 
 def make_config(tree: Mapping[str, Any]) -> Config:
-    """Returns the config of `tree`, nested dicts by section; raises ConfigError, which names invalid keys."""
+    """Returns the config with the values of `tree`: section -> key -> value.
+
+    Raises ConfigError for unknown keys and invalid values; its message names each key with the remedy.
+    """
     tree = _merge({}, tree)
     _refuse_unknown(tree, Config, "")
     try:
@@ -71,7 +74,7 @@ def resolved(config: Config) -> dict[str, Any]:
 
 
 def to_yaml(config: Config) -> str:
-    """Returns the resolved config as YAML; loading this gives the same run."""
+    """Returns the resolved config as YAML; a run with this YAML as its config repeats the run."""
     return yaml.safe_dump(resolved(config), sort_keys=False, width=110)
 
 
@@ -183,4 +186,4 @@ def _explain(item: Any) -> str:
     if item["type"] == "value_error" and not key:
         return str(item["ctx"]["error"])
     value = f" (got {item['input']!r})" if not isinstance(item["input"], Mapping) else ""
-    return f"{key}: {item['msg']}{value}; `areal-jax config {key}` explains it"
+    return f"{key}: {item['msg']}{value}; `areal-jax config {key}` explains the key"

@@ -22,7 +22,7 @@ class Preset(NamedTuple):
 
 
 OWN_RATIO = ("cispo", "aipo", "dppo")
-"""Losses with their own ratio to the behavior policy; they need off_policy=none."""
+"""Losses that contain a ratio to the behavior policy and therefore need off_policy=none."""
 
 MINIBATCH_STATISTICS = ("m2po",)
 """Off-policy weights that are computed from statistics of a minibatch, and so need proximal=recompute."""
@@ -279,9 +279,11 @@ PIECES = ("loss", "advantage", "off_policy")
 
 
 def preset_settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the section `algorithm`: the keys in `given`, and for all others the values of its preset.
+    """Returns the section `algorithm`: the keys in `given`, and for all other keys the preset's values.
 
-    The preset is given["preset"], by default grpo. Raises ValueError for an unknown preset.
+    The preset is given["preset"], by default grpo. If `given` names another loss, advantage or off_policy
+    than the preset, the preset's settings of that function are left out. Raises ValueError for an unknown
+    preset.
     """
     name = given.get("preset", "grpo")
     if name not in PRESETS:

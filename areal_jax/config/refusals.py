@@ -1,7 +1,7 @@
-"""Combinations of keys that type-check but would train something else than they say.
+"""Refuses combinations of config keys that are valid one by one, but together would not train what they say.
 
-Each is refused before anything starts, with the reason and the remedy. No combination is refused because of a
-user's own loss or estimator (module:name), since what such a function reads is unknown here.
+A combination is refused before anything starts, with the reason and the remedy. No combination is refused
+because of a user's own loss or estimator (module:name), since it is unknown which keys such a function reads.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from areal_jax.config.presets import MINIBATCH_STATISTICS, NO_REWARD, OWN_RATIO
 from areal_jax.config.sections import AlgorithmConfig, ControlConfig
 
 WIDEST_SEQUENCE_CLIP = 0.1
-"""Clip ranges from this on are refused with ratios of sequences. Their geometric mean changes by thousandths,
-so a range made for tokens, such as 0.2, would never clip.
+"""Clip ranges of at least this value are refused for a loss that clips the ratio of a whole sequence. Such a
+ratio is a geometric mean over tokens and changes only by thousandths, so that a range made for the ratios of
+tokens, such as 0.2, would never clip.
 """
 
 
@@ -234,7 +235,8 @@ def _of_reductions(a: AlgorithmConfig) -> Iterator[str]:
     if a.reduction_constant is not None and a.reduction != "constant":
         yield (
             f"algorithm.reduction_constant={a.reduction_constant} has no effect with "
-            f"algorithm.reduction={a.reduction}; set algorithm.reduction=constant, or leave it out"
+            f"algorithm.reduction={a.reduction}; set algorithm.reduction=constant, or leave "
+            "algorithm.reduction_constant out"
         )
 
 
@@ -274,7 +276,7 @@ ON_UPDATE: Mapping[str, tuple[str, ...]] = {
 """control.strategy -> the values of generation.on_update that it allows; the first is the default."""
 
 FIXED_STALENESS: Mapping[str, int] = {"sync": 0, "one_step": 1}
-"""control.strategy -> its staleness in versions, for strategies that fix it."""
+"""control.strategy -> staleness in versions, for strategies with a fixed staleness."""
 
 _TWO_VERSIONS = "a sample that is live when a version commits would have tokens of two versions, but"
 _BROKEN: Mapping[tuple[str, str], str] = {
@@ -310,7 +312,7 @@ def _remedy(strategy: str, on_update: str) -> str:
 def control_refusals(control: ControlConfig, max_staleness: int | None, on_update: str) -> Iterator[str]:
     """Yields a message for each setting that contradicts control.strategy.
 
-    `max_staleness`, `on_update`: the values with defaults filled in; max_staleness=None: unbounded.
+    `max_staleness` (None: unbounded), `on_update`: the config's values with defaults filled in.
     """
     strategy, eta = control.strategy, "unbounded" if max_staleness is None else max_staleness
     fixed = FIXED_STALENESS.get(strategy)

@@ -94,10 +94,12 @@ class KLConfig(Section):
     """Estimator of a token's KL. kl.place=reward needs k1; kl.place=loss needs k2 or k3, importance-weighted.
     """
     target: float | None = Field(default=None, gt=0)
-    """Target KL per token: each step adapts the coefficient towards it. None: the coefficient stays fixed."""
+    """Target KL per token: each step adapts the coefficient to bring the KL to this value. None: the
+    coefficient stays fixed.
+    """
     horizon: int = Field(default=10_000, ge=1)
-    """Read with kl.target: number of loss tokens over which the coefficient changes by the relative error of
-    the KL, at most by a fifth. More tokens adapt it more slowly.
+    """Read with kl.target: number of loss tokens after which the coefficient has changed by the relative
+    error of the KL, at most by a fifth. A longer horizon adapts the coefficient more slowly.
     """
     allow_biased: bool = False
     """Allow k1 in the loss, or k2 or k3 in the reward, although the gradient is then not that of the KL."""
@@ -116,8 +118,8 @@ class CriticConfig(Section):
 
 class AlgorithmConfig(Section):
     preset: str = "grpo"
-    """Name of a set of defaults for this section, as listed by `areal-jax algorithms`. Keys that are given
-    override it.
+    """Name of a set of defaults for this section, as listed by `areal-jax algorithms`. Keys that are set here
+    override the preset's.
     """
     group_size: int = Field(default=8, ge=1)
     """Number of samples for each prompt (G)."""
@@ -146,8 +148,8 @@ class AlgorithmConfig(Section):
     proximal: Literal["auto", "recompute", "reuse", "loglinear", "loglinear_published", "none"] = "auto"
     """Log-probs of the proximal policy, the centre of the trust region. recompute: an extra forward pass when
     the batch arrives. reuse: the update's own forward pass, at no cost; only for minibatches=1. loglinear and
-    loglinear_published: interpolated between behavior and current policy by token age. none: the sampled
-    ones. auto: reuse with one minibatch and a built-in off_policy other than m2po, else recompute.
+    loglinear_published: interpolated between behavior and current policy by token age. none: the behavior
+    policy's. auto: reuse with one minibatch and a built-in off_policy other than m2po, else recompute.
     """
     off_policy: str = "truncate"
     """How the ratio exp(proximal - behavior) weighs a token: truncate, mask, m2po, none, or module:name."""
@@ -156,8 +158,8 @@ class AlgorithmConfig(Section):
     kl: KLConfig = KLConfig()
     """KL penalty to the reference policy."""
     reference: Literal["none", "frozen", "ema"] = "frozen"
-    """Reference policy of the KL: version 0 (frozen) or a moving average (ema). In memory only if kl.coef >
-    0.
+    """Reference policy of the KL. frozen: version 0. ema: a moving average of the versions. none: no
+    reference; needs kl.coef=0. With kl.coef=0, no reference is kept in memory.
     """
     reference_decay: float = Field(default=0.99, gt=0, lt=1)
     """Read with reference=ema: weight of the previous average when a new version is averaged in."""
@@ -168,9 +170,9 @@ class AlgorithmConfig(Section):
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus in the loss. 0: no bonus."""
     truncation: Literal["keep", "mask", "soft_penalty"] = "keep"
-    """Treatment of samples that reach generation.max_tokens. keep: as all others. mask: no token is trained,
-    but the reward still enters the group's statistics. soft_penalty (DAPO): within the last overlong_margin
-    tokens before max_tokens, the reward is lowered in proportion, by up to 1.
+    """Treatment of samples that reach generation.max_tokens. keep: as all other samples. mask: no token is
+    trained, but the reward still enters the group's statistics. soft_penalty (DAPO): the reward falls
+    linearly with each token in the last overlong_margin tokens before max_tokens, by up to 1.
     """
     overlong_margin: int = Field(default=0, ge=0)
     """Read with truncation=soft_penalty: the penalty begins this many tokens before generation.max_tokens. 0:
@@ -209,18 +211,18 @@ class GenerationConfig(Section):
     top_k: int = Field(default=0, ge=0)
     """Sample only from the k likeliest ids. 0 keeps all."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Keep the fewest likeliest ids with this total probability. Below 1 it needs top_k. 1 keeps all."""
+    """Keep the fewest likeliest ids with at least this total probability. Below 1 it needs top_k. 1: all."""
     min_p: float = Field(default=0.0, ge=0, lt=1)
     """Keep ids at least this many times as likely as the likeliest. Above 0 it needs top_k. 0 keeps all."""
     support_size: int = Field(default=0, ge=0, le=4096)
-    """Number of kept ids recorded for each token (K), at least top_k; the trainer needs them to recompute
-    log-probs of truncated sampling. 0: without top_k, top_p and min_p.
+    """Number of ids kept by top_k, top_p and min_p that are recorded for each token (K); at least top_k. The
+    trainer needs these ids to recompute log-probs. 0: for sampling without top_k, top_p and min_p.
     """
     decode_steps: int = Field(default=4, ge=1)
     """Tokens that each slot decodes per jitted call. A host adopts new weights only between calls."""
     page_tokens: int | None = Field(default=None, ge=1)
-    """KV tokens per page; must divide generation.length. None: its largest divisor up to 64, or one page a
-    slot if that divisor is below 8.
+    """KV tokens per page; must divide generation.length. None: the largest divisor of generation.length up to
+    64, or one page per slot if that divisor is below 8.
     """
     kv_tokens: int | None = Field(default=None, ge=2)
     """Capacity of a host's KV cache in tokens, for all slots together. None: slots * length, which always
@@ -238,7 +240,7 @@ class GenerationConfig(Section):
     """What a host does with its live samples when a newer version commits. recompute: rebuild their KV under
     the new version. keep: decode on with the old KV. pinned: finish them under their own version, while new
     samples start under the newest. drain: finish them before adopting the new version; no new ones start.
-    None: recompute for control.strategy=interruptible, keep for keep, pinned for pinned, drain for sync,
+    None: recompute for control.strategy=interruptible, keep for keep, pinned for pinned, drain for sync and
     one_step.
     """
 
@@ -289,10 +291,10 @@ class GenerationConfig(Section):
 class ControlConfig(Section):
     strategy: Literal["sync", "one_step", "interruptible", "keep", "pinned"] = "interruptible"
     """How generation and training overlap. sync: they alternate; every token is of the newest version.
-    one_step: batch n + 1 is generated while batch n is trained, by the version before that update.
-    interruptible (AReaL): live samples continue under each new version with recomputed KV. keep (PipelineRL):
-    the same with the old KV. pinned (DORA): each sample is of one version; none older than max_staleness is
-    trained.
+    one_step: while batch n is trained, the version before this update generates batch n + 1. interruptible
+    (AReaL): live samples continue under each new version with recomputed KV. keep (PipelineRL): live samples
+    continue with the old KV. pinned (DORA): each sample is of one version; no sample older than max_staleness
+    is trained.
     """
     max_staleness: int | Literal["unbounded"] | None = None
     """Bound on staleness in versions (η): a group may start if (admitted - dropped - 1) // batch_size <=
@@ -301,7 +303,7 @@ class ControlConfig(Section):
     max_concurrent.
     """
     max_token_age: int | None = Field(default=None, ge=0)
-    """Largest age of a trained token, in versions; a group that exceeds it is generated again. None: no
+    """Largest age of a trained token, in versions; a group with an older token is generated again. None: no
     bound.
     """
     max_concurrent: int | None = Field(default=None, ge=1)
@@ -390,8 +392,8 @@ class TrainerConfig(Section):
     """Number of newest checkpoints to keep. Trajectories trained after the oldest kept one are kept too."""
     trainable: Pattern | None = None
     """Which parameters are trained: a regular expression that a parameter's complete path, such as
-    blocks.mlp.up, must match. The others have neither gradient nor optimiser state. None: the adapters if
-    model.lora.rank > 0, else all parameters.
+    blocks.mlp.up, must match. Other parameters have neither gradient nor optimiser state. None: the adapters
+    if model.lora.rank > 0, else all parameters.
     """
     numerics: Literal["bounded", "exact"] = "bounded"
     """How closely sampled and recomputed log-probs agree. bounded: to float rounding. exact: in every bit;
@@ -419,7 +421,7 @@ class WeightsConfig(Section):
     keep_versions: int = Field(default=3, ge=1)
     """Read with backend=orbax: number of newest versions kept on disk during the run."""
     wire_dtype: Literal["float32", "bfloat16"] = "float32"
-    """dtype in which parameters are published to the hosts, and with which these decode."""
+    """dtype of the parameters that the trainer publishes to the hosts and that the hosts decode with."""
 
 
 class RuntimeConfig(Section):

@@ -52,7 +52,7 @@ class Config(Section):
 
     @property
     def max_staleness(self) -> int | None:
-        """Bound on staleness (η) in versions: the key's value, else control.strategy's; None: unbounded."""
+        """Bound on staleness (η) in versions: control.max_staleness or its default; None: unbounded."""
         if self.control.max_staleness is None:
             return FIXED_STALENESS.get(self.control.strategy, 2)
         return None if self.control.max_staleness == "unbounded" else self.control.max_staleness
@@ -145,7 +145,10 @@ def _impossible(c: Config) -> Iterator[str]:
             f"generation.slots={g.slots}; raise generation.slots or lower generation.serve_slots"
         )
     if g.serve_port is not None and a.samples == "reference":
-        yield "algorithm.samples=reference decodes nothing, also no requests; leave generation.serve_port out"
+        yield (
+            f"generation.serve_port={g.serve_port} with algorithm.samples=reference: the hosts of such a run "
+            "do not decode, so they cannot answer requests; leave generation.serve_port out"
+        )
     if g.kv_tokens is not None and g.kv_tokens < g.length * (1 + g.reserved_slots):
         yield (
             f"generation.kv_tokens={g.kv_tokens} is too small for one rollout of "
