@@ -1,4 +1,4 @@
-"""Submits a run to Google Cloud: gcloud_gpu.sh creates VMs, gcloud_tpu.sh TPU slices, and starts it there."""
+"""Submits a run to Google Cloud: gcloud_gpu.sh starts it on new VMs, gcloud_tpu.sh on new TPU slices."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ from areal_jax.cluster.placement import LaunchError, Plan
 from areal_jax.launch.submission import Submission, folder_on_volume, launcher_file
 
 NUMBER_PER_DEVICE = {"v5litepod": 1, "v6e": 1, "v5p": 2, "v4": 2}
-"""TPU family -> the number in a TPU type per jax device (chip): 2 for families whose types count cores."""
+"""TPU family -> by how much one jax device (chip) raises the number in the name of a TPU type, such as
+v5litepod-8: by 1, or by 2 in families that count cores.
+"""
 
 
 def submission(plan: Plan, launch: Launch) -> Submission:
     """Returns what `areal-jax launch gcloud` has to run: the command and its environment variables.
 
-    `plan`: the run's processes and their machines; `launch`: its config and folder. Raises LaunchError if
-    launch.zone, machine, image or volume is missing or not valid.
+    `plan`: the run's processes and their machines; `launch`: the run's config and folder. Raises LaunchError
+    if launch.zone, machine, image or volume is missing or not valid.
     """
     c, is_tpu = plan.config.launch, plan.accelerator == "tpu"
     for key in ("zone", "machine", "image"):
         if getattr(c, key) is None:
             raise LaunchError(
-                f"launch.{key} is not set, but gcloud needs it to create machines; see `areal-jax "
-                "config launch`"
+                f"launch.{key} is not set, but gcloud needs it to create machines; set it (`areal-jax "
+                f"config launch.{key}` shows examples)"
             )
     if not is_tpu and "/" not in str(c.image):
         raise LaunchError(f"launch.image={c.image} is not a VM image; name one as PROJECT/FAMILY")

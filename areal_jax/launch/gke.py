@@ -24,8 +24,8 @@ TOPOLOGY = {
 def submission(plan: Plan, launch: Launch) -> Submission:
     """Returns what `areal-jax launch gke` has to run: the kubectl commands and the manifest of the JobSet.
 
-    `plan`: the run's processes and their machines; `launch`: its config and folder. Raises LaunchError if
-    launch.image, machine or volume is missing or not valid, or launch.setup is set.
+    `plan`: the run's processes and their machines; `launch`: the run's config and folder. Raises LaunchError
+    if launch.image, machine or volume is missing or not valid, or launch.setup is set.
     """
     c = plan.config.launch
     if c.image is None:
@@ -34,12 +34,14 @@ def submission(plan: Plan, launch: Launch) -> Submission:
         )
     if c.setup:
         raise LaunchError(
-            "launch.setup works with slurm and gcloud only; remove it, and build its effect into launch.image"
+            f"launch.setup={c.setup!r} works with slurm and gcloud only; leave launch.setup out, and put "
+            "what its commands do into launch.image"
         )
     if c.machine is None or plan.accelerator == "cpu":
         raise LaunchError(
-            f"launch.machine={c.machine}, launch.accelerator={plan.accelerator}: GKE finds nodes by label; "
-            "set launch.machine to an accelerator's label (nvidia-h100-80gb), launch.accelerator to gpu/tpu"
+            f"launch.machine={c.machine} with launch.accelerator={plan.accelerator}: GKE finds nodes by "
+            "their accelerator's label; set launch.machine to such a label (nvidia-h100-80gb), and "
+            "launch.accelerator to gpu or tpu"
         )
     manifest = "tpu.yaml" if plan.accelerator == "tpu" else "gpu.yaml"
     text = Template(launcher_file(f"gke/{manifest}").read_text()).substitute(_settings(plan))

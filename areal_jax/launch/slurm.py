@@ -10,14 +10,14 @@ from areal_jax.cluster.placement import LaunchError, Plan
 from areal_jax.launch.submission import Submission, launcher_file
 
 BETWEEN = ":"
-"""Separator in launch.options, as for sbatch: options after it apply to the hosts' machines."""
+"""Separator in launch.options, as for sbatch: options after the separator apply to the hosts' machines."""
 
 
 def submission(plan: Plan, launch: Launch) -> Submission:
     """Returns what `areal-jax launch slurm` has to run: the sbatch command and its environment variables.
 
-    `plan`: the run's processes and their machines; `launch`: its config and folder. Raises LaunchError if the
-    run uses TPUs.
+    `plan`: the run's processes and their machines; `launch`: the run's config and folder. Raises LaunchError
+    if the run uses TPUs.
     """
     c = plan.config.launch
     if plan.accelerator == "tpu":

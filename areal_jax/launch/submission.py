@@ -48,7 +48,7 @@ def launcher_file(name: str) -> Path:
 def folder_on_volume(plan: Plan) -> PurePosixPath:
     """Returns the absolute path of the run's folder on launch.volume, which all machines mount at MOUNT.
 
-    MOUNT is /mnt/areal-jax. Raises LaunchError if launch.volume is not set, or run.dir is outside of MOUNT.
+    Raises LaunchError if launch.volume is not set, or if run.dir is outside of MOUNT, /mnt/areal-jax.
     """
     if plan.config.launch.volume is None:
         raise LaunchError(
@@ -68,7 +68,7 @@ def submit(launch: Launch, submission: Submission) -> str:
     """Writes the run's config and the submission's files, runs its commands, and returns their stdout.
 
     Raises LaunchError if `submission.program` is not installed, or if a command fails or takes longer than
-    that program may (SUBMIT_DEADLINE_S).
+    SUBMIT_DEADLINE_S allows.
     """
     program = submission.program
     if shutil.which(program) is None:
@@ -95,8 +95,11 @@ def _run(words: list[str], submission: Submission) -> str:
         )
     except subprocess.TimeoutExpired:
         raise LaunchError(
-            f"`{shown}` was stopped after {deadline_s} s; run it by hand to see what it waits for"
+            f"`{shown}` was stopped after {deadline_s} s; run this command by hand to see what it waits for"
         ) from None
     if done.returncode:
-        raise LaunchError(f"`{shown}` failed (status {done.returncode}); read its error above, launch again")
+        raise LaunchError(
+            f"`{shown}` failed with status {done.returncode}; correct the cause, which the command printed "
+            "above, and launch again"
+        )
     return done.stdout
