@@ -188,7 +188,7 @@ def test_no_secret_is_in_what_is_printed(shape, tmp_path):
         (
             "gke",
             [*SHAPES["gke-gpu"], "launch.setup=module load x"],
-            "launch.setup works with slurm and gcloud only",
+            "launch.setup='module load x' works with slurm and gcloud only",
         ),
         ("gke", [*SHAPES["gke-gpu"], "launch.machine=null"], "launch.machine=None.*nvidia-h100-80gb"),
         ("gke", [*SHAPES["gke-tpu"], "launch.machine=tpu-v5p-slice", "launch.accelerator=gpu"], None),
