@@ -36,7 +36,7 @@ class RunContext:
     folder: Path
     journal: SqliteQueue
     control: ControlPlane
-    """The control plane, folded from the journal's events; its version is -1 for a new run."""
+    """The control plane, rebuilt from the journal's events; its version is -1 for a new run."""
     view: View
     metrics: MetricsWriter
     timeline: Timeline
@@ -63,11 +63,11 @@ def make_folder(config: Config, folder: Path) -> None:
 def open_context(
     config: Config, folder: Path, journal: SqliteQueue, timeline: Timeline, stream: TextIO | None = None
 ) -> Iterator[RunContext]:
-    """Rebuild the control plane from the journal's events, and open the view and the metrics writer.
+    """Context manager: rebuild the control plane from the journal; open the view and the metrics writer.
 
-    First rewrites metrics.jsonl from the journal. The view writes progress to `stream`; None = stdout. If a
-    resumed run has another device, number of cores, jaxlib or XLA flags than the journal's header, the view
-    shows each difference; if all of its steps are trained, the view says so.
+    Before that, metrics.jsonl is rewritten from the journal. The view writes progress to `stream`; None:
+    stdout. If a resumed run has another device, number of cores, jaxlib or XLA flags than the journal's
+    header, the view shows each difference; if all steps of the run are trained, the view says so.
     """
     seq, snapshot = journal.latest_snapshot() or (0, None)
     control = ControlPlane.fold(config, (row.event for row in journal.rows(seq)), snapshot)
@@ -84,8 +84,9 @@ def open_context(
             for key, value in header(config).items():
                 if (then := journal.header.get(key)) != value:
                     view.note(
-                        f"this machine differs from the run's first: {key} was {then!r}, now {value!r}; the "
-                        "run continues, but steps that are trained again may give different parameters"
+                        f"this machine differs from the one on which the run started: {key} was {then!r}, "
+                        f"now {value!r}; the run continues, but steps that are trained again may give "
+                        "different parameters"
                     )
             if control.state.trained_version >= config.run.steps:
                 view.note(

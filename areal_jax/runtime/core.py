@@ -105,10 +105,11 @@ class DriverCore:
         self._drops = 0
 
     def record(self, incoming: Iterable[Incoming]) -> list[Entry]:
-        """Let the control plane decide on each event; journal the events with their actions, and return them.
+        """Let the control plane decide on each event; write events and actions into the journal.
 
-        `incoming`: each event with its trajectory or None. Raises ControlError for an event that the control
-        plane refuses. The events before it are written all the same, so that state and journal always agree.
+        `incoming`: each event with its trajectory or None. Returns the journaled entries. Raises ControlError
+        for an event that the control plane refuses; earlier events are written all the same, so that state
+        and journal always agree.
         """
         entries: list[Entry] = []
         try:

@@ -1,6 +1,6 @@
 """Forecasts a training step's device memory, measures it afterwards, and reports late compilations.
 
-A compilation is late if it is after the first step.
+A compilation is late if it happens after the first step that this process trains.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ GIB = 2**30
 class MemoryWatch:
     """Calls `note(text)` with forecasts of the memory that a learner needs on one device.
 
-    It also notes each program that is compiled after step 0, since that takes time and memory. A forecast is
-    based on what the compiler reports for the learner's programs. It leaves out the memory of a generation
-    host on the same device; the table of `areal-jax run --dry-run` lists that.
+    `note` is also called for each program that is compiled after the first step of this process, since
+    compiling takes time and memory. A forecast is based on what the compiler reports for the learner's
+    programs. The memory of a generation host on the same device is left out; the table of
+    `areal-jax run --dry-run` lists it.
     """
 
     def __init__(self, learner: Learner, note: Callable[[str], None]) -> None:
@@ -57,16 +58,17 @@ class MemoryWatch:
         )
 
     def after(self) -> dict[str, float]:
-        """Return metrics of the finished step: programs compiled in it, forecast in bytes, and peak in bytes.
+        """Return metrics of the finished step: compiled programs, and device memory in bytes.
 
-        The peak is left out if the device does not report it.
+        The memory is the largest forecast so far, and the peak since the process started; the peak is left
+        out if the device does not report it.
         """
         compiled, self._learner.compiled[:] = list(self._learner.compiled), []
         if self._steps:
             for program, shapes in compiled:
                 self._note(
-                    f"the program {program} was compiled again after the first step (new shapes: "
-                    f"{_some(shapes)}); the run continues, but this took time"
+                    f"the program {program} was compiled again after the first step, because the shapes of "
+                    f"its arguments changed (now {_some(shapes)}); the run continues, but compiling took time"
                 )
         self._steps += 1
         figures = {
@@ -81,7 +83,7 @@ class MemoryWatch:
 
 
 def _some(shapes: Sequence[str], most: int = 3) -> str:
-    named = ", ".join(shapes[:most]) or "a new combination of known shapes"
+    named = ", ".join(shapes[:most]) or "a combination of earlier shapes"
     return named + (f" and {len(shapes) - most} more" if len(shapes) > most else "")
 
 

@@ -1,4 +1,4 @@
-"""The driver of a real run, not a simulated one: `DriverCore`, and the files that it updates after events."""
+"""The driver of a real (not simulated) run: `DriverCore`, and the updates of the run's files after events."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Driver:
         hosts: Sequence[HostFigures],
         take_totals: Totals,
     ) -> None:
-        """`endpoints` receive the actions.
+        """`endpoints`: receive the control plane's actions.
 
-        For the metrics rows, `hosts` give figures, and `take_totals()` returns component -> activity ->
-        seconds.
+        For the metrics rows, `hosts` give counts and rates, and `take_totals()` returns component -> activity
+        -> seconds since its last call.
         """
         self._config, self._journal = context.config, context.journal
         self._checkpoints = context.folder / CHECKPOINTS
@@ -53,7 +53,10 @@ class Driver:
         self._core.act(action for entry in entries for action in entry.actions)
 
     def start(self, version: PolicyVersion, digest: str) -> None:
-        """Record that the run starts or, if its journal has events, resumes, with these weights published."""
+        """Record that the run starts or, if its journal has events, resumes.
+
+        `version`, `digest`: those of the weights that are published at this moment.
+        """
         steps = self._config.run.steps
         first: list[Event] = [e.RunStarted(digest, steps)]
         if self.control.state.version >= 0:
@@ -61,7 +64,7 @@ class Driver:
         self.handle([(event, None) for event in first])
 
     def ask_again(self) -> None:
-        """If a batch is in training, send its Train action again, because a restarted trainer has lost it."""
+        """If a batch is in training, send its Train action again: a restarted trainer has lost the batch."""
         if (batch := self.control.state.training) is not None:
             self._core.act([batch])
 
@@ -100,8 +103,8 @@ class Driver:
     def _forget_trained(self) -> None:
         """Delete the trajectories of groups that no resume can train again.
 
-        These groups were trained before the oldest kept checkpoint was written. Those of the newest
-        observe.keep_groups groups are kept for inspection.
+        These groups were trained before the oldest kept checkpoint was written. The trajectories of the
+        newest observe.keep_groups trained groups are kept for `areal-jax inspect`.
         """
         kept = committed(self._checkpoints)
         is_needed_from = kept[0] if len(kept) >= self._config.trainer.keep_checkpoints else 0

@@ -13,9 +13,9 @@ from typing import Any
 def kept_interrupts() -> Iterator[Callable[[], bool]]:
     """Yield a function that returns whether SIGINT or SIGTERM has arrived since the block began.
 
-    The signal's own handler runs as well. Python ignores an exception raised inside a finaliser or a garbage
-    collector's callback, and jax registers such a callback: an interrupt that arrives there would be lost.
-    Only signals with a handler in Python are noticed, and none if the block runs outside the main thread.
+    The signal's former handler runs as well. Python ignores an exception raised inside a finaliser or a
+    garbage collector's callback, and jax registers such a callback: an interrupt that arrives there would be
+    lost. Only signals with a handler in Python are noticed; outside the main thread, no signal is.
     """
     came: list[int] = []
     former: dict[int, Any] = {}

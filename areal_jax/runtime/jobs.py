@@ -40,7 +40,7 @@ dot at its end stands for all keys of that section.
 def run(config: Config, tasks: Sequence[Task] = (), stream: TextIO | None = None) -> RunResult:
     """Start a new run and train it to the end.
 
-    `tasks`, if given, replace those of the config. Progress is shown on `stream`; None = stdout. Raises
+    `tasks`, if given, replace the config's tasks. Progress is shown on `stream`; None: stdout. Raises
     ArealError if the run's folder exists or the run fails. A run that ended early can be resumed.
     """
     folder = config.run.folder
@@ -106,7 +106,7 @@ def read_config(folder: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def dry_run(config: Config, tasks: Sequence[Task] = ()) -> dict[str, Any]:
-    """Describe a run without starting it; `tasks`, if given, replace those of the config.
+    """Describe a run without starting it; `tasks`, if given, replace the config's tasks.
 
     Returns the resolved config, placement (whether trainer and hosts share a device), meshes, number of
     parameters and memory table (bytes per device).
@@ -137,7 +137,7 @@ def dry_run(config: Config, tasks: Sequence[Task] = ()) -> dict[str, Any]:
 def _naming(config: Config, parts: Parts) -> Config:
     """Return the config with the names of `parts.tasks`, which are Python objects, instead of its own tasks.
 
-    Given this config, `resume` requires the same objects, instead of training on the config's own tasks.
+    The names make `resume` ask for the same objects, instead of training on the config's own tasks.
     """
     is_text = all(weighted.task.tokenizer is None for weighted in parts.tasks.values())
     model = config.model.model_copy(update={"tokenizer": "byte"}) if is_text else config.model
@@ -145,9 +145,9 @@ def _naming(config: Config, parts: Parts) -> Config:
 
 
 def _train(parts: Parts, journal: SqliteQueue, folder: Path, stream: TextIO | None) -> RunResult:
-    """Train a run to its end: a new one from the initial state, a resumed one from where its journal ends.
+    """Train a run to its end: a new run from the initial state, a resumed run from where its journal ends.
 
-    To get there, a resumed run loads the newest checkpoint and trains the journaled batches after it again.
+    A resumed run loads the newest checkpoint, then trains the journaled batches after that checkpoint again.
     """
     timeline = Timeline(folder / "logs" / "timeline.jsonl")
     with (

@@ -38,7 +38,7 @@ from areal_jax.weights.publishing import PublisherSettings
 from areal_jax.weights.store import ParamStore
 
 STOP_S = 60.0
-"""Seconds that the main thread waits for a thread to end after its stop command."""
+"""Seconds that the main thread waits for a thread to end after sending the thread a stop command."""
 
 
 Message = Incoming | BaseException
@@ -46,9 +46,9 @@ Message = Incoming | BaseException
 
 
 class LocalRun:
-    """One run in this process, new or resumed; its training starts from the given state.
+    """One run in this process, new or resumed; training starts from `state`.
 
-    `run()` returns when the run is complete. If an error ends it earlier, `run()` raises that error, and
+    `run()` returns when the run is complete. If an error ends the run earlier, `run()` raises that error, and
     `resume` can continue the run from its journal.
     """
 
@@ -88,10 +88,11 @@ class LocalRun:
     def _make_host(
         self, index: int, engine: Engine, turns: OneDevice | None
     ) -> tuple[Host | ReferenceHost, Callable[[], None]]:
-        """Make host number `index`; return it with the function to run in its thread.
+        """Make host number `index`; return the host, and the function to run in its thread.
 
-        `turns` decides when it may use the device that it shares with the trainer, if it shares one. With
-        algorithm.samples=reference it does not decode: it returns the tasks' reference answers.
+        `turns` decides when the host may use the device that it shares with the trainer; None: it shares no
+        device. With algorithm.samples=reference the host does not decode, but returns the tasks' reference
+        answers.
         """
         c, name = self._parts.config, f"host-{index}"
         clock = self._timeline.clock(name)
@@ -156,12 +157,13 @@ class LocalRun:
         self.trainer.inbox.put(None)
         self._pool.close()
         for thread in self._threads:
+            wait_s = STOP_S + (self._deadline_s if thread.name == "trainer" else 0)
             if thread.is_alive():
-                thread.join(STOP_S + (self._deadline_s if thread.name == "trainer" else 0))
+                thread.join(wait_s)
             if thread.is_alive():
                 self._view.note(
-                    f"{thread.name} is still running {STOP_S:g} s after its stop command; the run ends "
-                    "without it"
+                    f"the thread {thread.name} did not end within {wait_s:g} s of its stop command; the run "
+                    "ends without waiting any longer"
                 )
         rest = self._waiting()
         crashed = [message for message in rest if isinstance(message, BaseException)]

@@ -26,7 +26,7 @@ from areal_jax.trajectories.sqlite import SqliteQueue
 from areal_jax.types import ArealError, SampleId
 
 LATE = 256
-"""The report shows a selection of this many newest trained samples."""
+"""Number of newest trained samples from which the report selects the samples that it shows."""
 
 LISTED = 200
 """Number of newest failed rewards whose messages the report lists."""
@@ -99,7 +99,8 @@ def write_timeline(folder: Path, target: Path) -> None:
     figure = timeline(intervals)
     if figure is None:
         raise ArealError(
-            f"{folder} has no timeline in logs/: the run ended before it recorded one; resume it first"
+            f"{folder} has no timeline in logs/, because the run ended before it recorded one; continue the "
+            f"run with `areal-jax resume {folder}`"
         )
     target.write_text(standalone(figure, page_css()), encoding="utf-8")
 
@@ -107,7 +108,7 @@ def write_timeline(folder: Path, target: Path) -> None:
 def write_report(folder: Path, config: Config, tasks: Mapping[str, WeightedTask] | None = None) -> Path:
     """Write report.html into the run's folder and return its path.
 
-    `tasks`: the run's tasks by name; None: those of the config.
+    `tasks`: the run's tasks by name; None: the config's tasks.
     """
     with open_journal(folder) as journal:
         found = find(journal)
@@ -139,8 +140,8 @@ def _samples(
 ) -> tuple[list[tuple[str, list[SampleView]]], str, Callable[[int], str]]:
     """Return the samples to show by title, why none can be shown, and a function that names a group's task.
 
-    The second is "" if samples can be shown. The function takes the ordinal of a group that could not be
-    scored.
+    The reason is "" if samples can be shown. The function takes an ordinal, and only the ordinal of a group
+    that could not be scored.
     """
     try:
         viewer = Viewer(journal, config, tasks)

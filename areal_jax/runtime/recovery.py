@@ -1,4 +1,4 @@
-"""Restores a trainer: loads the newest complete checkpoint, then trains the journaled batches after it."""
+"""Restores a trainer: loads the newest complete checkpoint, trains the journaled batches after it again."""
 
 from __future__ import annotations
 
@@ -23,18 +23,21 @@ def start_state(
 ) -> tuple[TrainState, PolicyVersion | None]:
     """Restore the newest complete checkpoint up to `last`, the version with which the journal ends.
 
-    Newer checkpoints are deleted, and damaged ones (other bits than in the manifest) are not used;
-    `note(text)` reports each. Returns the restored state and its version; if no checkpoint is left, the
-    initial state and None.
+    Checkpoints newer than `last` are deleted, and damaged checkpoints (other bits than in their manifest) are
+    not used; `note(text)` reports each of them. Returns the restored state and its version; if no checkpoint
+    is left, the initial state and None.
     """
     for version in discard_newer(folder / "checkpoints", max(last, 0)):
         note(
             f"checkpoint {version} is deleted, because it is newer than the journal, which ends at version "
-            f"{last}; the run continues from an older state"
+            f"{last}; the run continues from an older checkpoint or, without one, from its start"
         )
     restored = restore(folder / "checkpoints", parts.learner.abstract_state())
     for reason in restored.refused:
-        note(f"refused: checkpoint {reason}; the run resumes from an older one or else from the start")
+        note(
+            f"refused: checkpoint {reason}; the run continues from an older checkpoint or, without one, from "
+            "its start"
+        )
     if restored.state is None:
         return parts.first_state(), None
     return restored.state, int(restored.state.version)
@@ -48,7 +51,7 @@ class Journaled:
     digest: str
     """Digest of the trainer's parameters after this batch."""
     published: str
-    """Digest of the same version as published to hosts; "" if it was not published."""
+    """Digest of this version's weights as published to the hosts; "" if the version was not published."""
 
 
 def journaled_batches(journal: SqliteQueue, first: int, last: int) -> list[Journaled]:
@@ -69,7 +72,7 @@ def journaled_batches(journal: SqliteQueue, first: int, last: int) -> list[Journ
 
 
 def journaled_groups(inputs: Inputs, journal: SqliteQueue, train: Train) -> tuple[Group, ...]:
-    """Returns the groups of the batch `train`, with the trajectories from the journal.
+    """Returns the groups of the batch `train`, with their trajectories from the journal.
 
     Raises JournalError if one of the trajectories was deleted from the journal.
     """
@@ -85,18 +88,19 @@ def require_one_run(first: int, last: int) -> None:
     if first > last:
         raise ArealError(
             f"the restored checkpoint has version {first}, but the journal ends at version {last}, so "
-            "they are not of one run; restore the whole run folder from one copy, then resume"
+            "checkpoint and journal are not of one run; restore the whole run folder from one backup, then "
+            "resume the run"
         )
 
 
 def retrain(
     trainer: Trainer, batch: TrainBatch, digest: str, published: str, wire_dtype: str, note: Note
 ) -> VersionReissued | None:
-    """Train a journaled batch again; compare the new parameters with the journaled hash of them, `digest`.
+    """Train a journaled batch again, and compare the digest of the parameters with the journaled `digest`.
 
-    If they differ, `note(text)` reports it, and the event that records the change is returned if this version
-    was published; otherwise None. `published`: the journaled hash of the published weights, which have the
-    dtype `wire_dtype`; "" if the version was not published.
+    If the digests differ, `note(text)` reports the difference. If, besides, this version was published,
+    returns the event that records its new digest; otherwise None. `published`: the journaled digest of the
+    version as published in the dtype `wire_dtype`; "" if the version was not published.
     """
     value, _ = trainer.train(batch)
     if value.digest == digest:
@@ -115,8 +119,9 @@ def train_again(
 ) -> list[VersionReissued]:
     """Train the journaled batches after the trainer's version again, up to version `last`.
 
-    Returns an event for each published version that now has other parameters than the journaled ones;
-    `note(text)` reports these. Raises ArealError if the trainer's version is newer than `last`.
+    Returns an event for each published version that now has other parameters than the journal records;
+    `note(text)` reports each version that differs. Raises ArealError if the trainer's version is newer than
+    `last`.
     """
     first = int(trainer.state.version)
     require_one_run(first, last)

@@ -15,11 +15,11 @@ from areal_jax.observe.waits import CONTROL, CONTROL_ALONE, idle_share
 from areal_jax.types import NOT_SAMPLED, Group
 
 BY_TASK = ("reward_mean", "signal_share", "completion_tokens_mean", "truncated_share")
-"""Figures that a run with several tasks has in each row for each task too, besides `failed_rewards`."""
+"""Fields of a metrics row that a run with several tasks also has for each task, besides `failed_rewards`."""
 
 HOST_COUNTS = ("swaps", "swap_s", "recomputed_tokens", "evictions")
-"""Fields of the hosts' `Statistics` that a row sums: versions adopted, seconds spent on adopting them, tokens
-recomputed, samples evicted because pages ran out."""
+"""Fields of the hosts' `Statistics` that a metrics row sums: versions adopted, seconds spent on adopting
+versions, tokens recomputed, samples evicted because pages ran out."""
 
 
 Totals = Callable[[], Mapping[str, Mapping[str, float]]]
@@ -29,9 +29,9 @@ Totals = Callable[[], Mapping[str, Mapping[str, float]]]
 
 
 class HostFigures(Protocol):
-    """The figures that a row reads from a host, which may run in another process.
+    """The figures that a metrics row reads from a host, which may run in another process.
 
-    `gaps_s`: seconds between its decode calls; making a row removes all entries.
+    `gaps_s`: seconds between successive decode calls of the host; making a row removes all entries.
     """
 
     name: str
@@ -42,9 +42,9 @@ class HostFigures(Protocol):
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens per second between the last two heartbeats; None for a host of this process.
+        """Tokens per second between the host's last two heartbeats; None for a host of this process.
 
-        The `generated_tokens` of such a host are always up to date.
+        A host of this process sends no heartbeats, because its `generated_tokens` are always up to date.
         """
         ...
 
@@ -55,8 +55,8 @@ class RowMaker:
     """Counts events between two rows and makes the rows.
 
     `take_totals()` returns component -> activity -> seconds since its last call. `start_s`: seconds that the
-    run took before this process. `tasks`: names of the run's tasks; with several, a row also has figures for
-    each task. `task_of(ordinal)` returns the name of the group's task.
+    run took before this process. `tasks`: names of the run's tasks; with several tasks, a row also has
+    figures for each task. `task_of(ordinal)` returns the name of the group's task.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class RowMaker:
     def _rate(self, counted: float) -> float:
         """Return the tokens per second that all hosts generate: the sum of the rates that hosts report.
 
-        If no host reports one, this is `counted`: the tokens counted since the last row, per second.
+        If no host reports a rate, this is `counted`: the tokens counted since the last row, per second.
         """
         rates = [host.tokens_per_s for host in self._hosts if host.tokens_per_s is not None]
         return sum(rates) if rates else counted
@@ -172,10 +172,9 @@ def batch_figures(step: int, groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _control_shares(totals: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Return the fraction of time in which the control plane was busy and that in which only it was busy.
+    """Return two fractions of the time since the last row: control plane busy, only the control plane busy.
 
-    The time is that since the last row. The second fraction is present only for a run in one process.
-    `totals`: component -> activity -> seconds.
+    The second fraction is present only for a run in one process. `totals`: component -> activity -> seconds.
     """
     named = {"control_busy_share": CONTROL, "control_alone_share": CONTROL_ALONE}
     return {
@@ -199,8 +198,8 @@ def _reward_figures(groups: Sequence[Group]) -> dict[str, float]:
 def _age_figures(step: int, groups: Sequence[Group]) -> dict[str, float]:
     """Return the least, median, mean and largest age of the trained tokens, and the mean age of first tokens.
 
-    An age is `step`, the version at the start of the update, minus the token's version; 0 in reference
-    answers.
+    An age is `step`, the version at the start of the update, minus the token's version. Tokens of reference
+    answers have age 0.
     """
     trajectories = [t for group in groups for t in group.trajectories]
     versions = np.concatenate([t.versions[t.loss_mask] for t in trajectories])

@@ -1,8 +1,8 @@
 """The trainer's loop: trains batches and publishes the new versions of the weights.
 
-It runs in a thread, or in each process of one jax.distributed world. A batch arrives with a plan that gives
-the row and column of each token. Every process reads only the trajectories of its own rows, from memory or
-from a journal. Only the first process reports events.
+The loop runs in a thread, or in each process of one jax.distributed world. A batch arrives with a plan that
+gives the row and column of each token. Every process reads only the trajectories of its own rows, from memory
+or from Redis. Only the first process reports events.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from areal_jax.types import ArealError, Group, SampleId, Trajectory, VersionedPa
 from areal_jax.weights.store import ParamPublisher
 
 Source = Callable[[Mapping[int, SampleId]], Mapping[int, Trajectory]]
-"""`source(samples)` returns the scored trajectories of at least these samples. Argument and result have one
-key: the trajectory's index in the batch's plan.
+"""`source(samples)` returns the scored trajectories of at least these samples. The keys of `samples` and of the
+result are the trajectories' indices in the batch's plan.
 """
 
 
@@ -80,10 +80,10 @@ def train_batch(
 ) -> tuple[TrainState, VersionedParams, dict[str, float]]:
     """Do one update; return the next state, its version, parameters and digest, and the metrics.
 
-    The parameters are the arrays of the state, not copies. The old `state` is donated: it must not be used
-    afterwards. `between(array)`, if given, is called after each micro-batch, so that hosts may use the device
-    (see `Learner.update`). `memory`, if given, adds memory use to the metrics. Raises ArealError if the
-    gradient's norm is not finite.
+    The parameters are the arrays of the returned state, not copies. The argument `state` is donated and must
+    not be used afterwards. `between(array)`, if given, is called after each micro-batch, so that hosts may
+    use the device (see `Learner.update`). `memory`, if given, adds memory use to the metrics. Raises
+    ArealError if the gradient's norm is not finite.
     """
     learner, plan = parts.learner, batch.plan
     with clock.doing("pack"):

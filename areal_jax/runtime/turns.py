@@ -77,7 +77,7 @@ class OneDevice:
     def _take(self, role: str, clock: Clock) -> None:
         """Wait for the turn of `role`; raises WaitTimeout after deadline_s.
 
-        The trainer goes first, then hosts in the order of their calls, so that no host starves.
+        The trainer goes before all hosts; hosts go in the order of their calls, so that no host starves.
         """
         line, ticket = self._lines[role], object()
 
@@ -106,7 +106,7 @@ class OneDevice:
     def _give_back(self, role: str) -> None:
         """End the turn of `role`; does nothing if `role` does not have the device.
 
-        That is so if `between` ended the turn and then timed out before taking the device back.
+        The trainer does not have it if `between` ended its turn and timed out before taking the device back.
         """
         with self._changed:
             if self._holder != role:

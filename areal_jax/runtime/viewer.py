@@ -17,7 +17,7 @@ from areal_jax.trajectories.sqlite import SqliteQueue
 from areal_jax.types import ArealError, SampleId
 
 SHOWN = 3
-"""Most samples of each kind (best, worst, most interrupted) that a report shows."""
+"""Maximum number of samples of each kind (best, worst, most interrupted) that a report shows."""
 
 
 class Late(NamedTuple):
@@ -31,7 +31,7 @@ class Late(NamedTuple):
 class Viewer:
     """Reads the samples of one run from its journal as text.
 
-    `tasks`: the run's tasks by name; None: those of the config.
+    `tasks`: the run's tasks by name; None: the config's tasks.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Viewer:
         return PromptStream(self._tasks, self._config.run.seed)
 
     def task_of(self, ordinal: int) -> str:
-        """Return the name of group `ordinal`'s task; "" if the run has several and they cannot be loaded."""
+        """Return the name of group `ordinal`'s task; "" if the run's several tasks cannot be loaded."""
         names = self._config.tasks if self._given is None else self._given
         if len(names) == 1:
             return next(iter(names))
@@ -83,15 +83,15 @@ class Viewer:
     def chosen(self, late: Sequence[Late]) -> list[tuple[str, list[SampleView]]]:
         """Return (title, samples) for the best, worst and most interrupted of the samples `late`.
 
-        If all rewards are equal, the newest replace the best and worst. No sample appears twice; samples that
-        the journal has deleted are left out.
+        If all rewards are equal, the newest samples replace the best and worst. No sample appears twice;
+        samples that the journal has deleted are left out.
         """
         kinds = [(title, samples) for title, samples in _kinds(late) if samples]
         shown: set[SampleId] = set()
         return [(title, views) for title, samples in kinds if (views := self._first(samples, shown))]
 
     def _first(self, samples: Iterable[SampleId], shown: set[SampleId]) -> list[SampleView]:
-        """Return at most SHOWN of the `samples`, the first ones that are not in `shown`; add them to `shown`.
+        """Return at most SHOWN of the `samples`: the first that are not in `shown`; adds them to `shown`.
 
         Samples that the journal has deleted, and further samples of the same prompt, are left out.
         """
@@ -119,9 +119,9 @@ def _kinds(late: Sequence[Late]) -> list[tuple[str, list[SampleId]]]:
 
 
 def token_texts(tokens: Sequence[int], tokenizer: Tokenizer) -> list[str]:
-    """Return the text that each token adds.
+    """Return for each token the text that it adds.
 
-    If a character consists of several tokens, the last of them adds it, and the others add "".
+    If a character consists of several tokens, the last one adds the character, and the others add "".
     """
     texts: list[str] = []
     stream = TextStream(tokenizer)

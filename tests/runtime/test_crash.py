@@ -99,7 +99,7 @@ def test_a_checkpoint_that_the_journal_never_came_to_is_discarded(tmp_path, monk
     resume(folder, stream=said)
     assert (
         f"checkpoint {version} is deleted, because it is newer than the journal, which ends at version "
-        f"{version - 1}; the run continues from an older state" in said.getvalue()
+        f"{version - 1}; the run continues from an older checkpoint or" in said.getvalue()
     )
     assert f"training steps {version - EVERY} to {version - 2} again" in said.getvalue()
     check_whole(folder, untouched)

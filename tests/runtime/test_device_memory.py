@@ -22,10 +22,11 @@ def test_programs_compiled_late_are_told_in_a_line_however_many_arguments_they_h
     learner.compiled = [Compiled("step", shapes), Compiled("split", shapes[:3]), Compiled("finish", ())]
     assert watch.after()["compiled_programs"] == 3
     assert said == [
-        "the program step was compiled again after the first step (new shapes: a int32[2], b int32[2], c "
-        "int32[2] and 2 more); the run continues, but this took time",
-        "the program split was compiled again after the first step (new shapes: a int32[2], b int32[2], c "
-        "int32[2]); the run continues, but this took time",
-        "the program finish was compiled again after the first step (new shapes: a new combination of known "
-        "shapes); the run continues, but this took time",
+        f"the program {program} was compiled again after the first step, because the shapes of its arguments "
+        f"changed (now {now}); the run continues, but compiling took time"
+        for program, now in (
+            ("step", "a int32[2], b int32[2], c int32[2] and 2 more"),
+            ("split", "a int32[2], b int32[2], c int32[2]"),
+            ("finish", "a combination of earlier shapes"),
+        )
     ]
