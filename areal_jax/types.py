@@ -124,7 +124,7 @@ class Trajectory:
     def is_reproducible(self) -> bool:
         """Whether the parameters of each token's version give the token's recorded log-prob again.
 
-        False if the sample went on with KV computed under an older version than its next token's.
+        False if the sample went on with KV of the older version after the version changed.
         """
         return self.on_update != "keep" or self.interruptions == 0
 

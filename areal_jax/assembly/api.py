@@ -28,7 +28,7 @@ def load_model(
     file or a run's folder. A built-in size has random parameters, drawn from `seed`; its tokens are bytes
     unless `tokenizer` is given; `overrides` change its sizes, such as layers=4. `dtype`: type of the inputs
     of matrix products. Raises ArealError if `source` does not exist, or if `tokenizer` or `overrides` are
-    given for a source that has its own.
+    given for a source with its own tokenizer and sizes.
     """
     if source in SHAPES:
         tokenizer = tokenizer or ByteTokenizer()

@@ -20,13 +20,13 @@ from areal_jax.weights.staged import committed, read
 from areal_jax.weights.store import StagedError, dtype_in
 
 ATTEMPTS = 20
-"""Maximum number of versions that the reader tries before it gives up; a run may delete a version during its
-read.
+"""Maximum number of versions that `committed_params` tries to read before it gives up; a run may delete a
+version while it is read.
 """
 
 
 def is_dealt_with(folder: Path, version: PolicyVersion, config: Config) -> bool:
-    """Returns whether checkpoint `version` has its evaluation and its export, if `config` asks for them."""
+    """Returns whether checkpoint `version` has the evaluation and the export that `config` asks for."""
     o = config.observe
     is_evaluated = not o.evaluate or version in {line["version"] for line in read_evals(folder)}
     return is_evaluated and (not o.exports or (folder / EXPORTS / str(version)).is_dir())
@@ -73,8 +73,8 @@ def committed_params(
         )
     raise ArealError(
         f"{folder} has no committed version yet; the run writes its first checkpoint after step "
-        f"{min(config.trainer.checkpoint_every, config.run.steps)} (trainer.checkpoint_every), or when it "
-        "is stopped; repeat this command then"
+        f"{min(config.trainer.checkpoint_every, config.run.steps)} (trainer.checkpoint_every), or when the "
+        "run is stopped; repeat this command then"
     )
 
 

@@ -95,7 +95,8 @@ def place(config: Config) -> Devices:
     if wanted == "shared" and config.observe.evaluate:
         raise ArealError(
             f"observe.evaluate={config.observe.evaluate} needs a device of its own, but with "
-            "runtime.placement=shared all share one; use split, or evaluate=0 and later `areal-jax eval RUN`"
+            "runtime.placement=shared all meshes share one; set runtime.placement=split, or set "
+            "observe.evaluate=0 and evaluate the run later with `areal-jax eval RUN`"
         )
     trainer = make_mesh(config.trainer.mesh.shape, devices, "the trainer")
     first = trainer_devices if wanted == "split" else 0
@@ -207,7 +208,7 @@ def installed_version(package: str) -> str:
 def header(config: Config) -> dict[str, Any]:
     """Returns what of this machine may change the bits of results: devices, cores, jaxlib and XLA flags.
 
-    A new run stores this dict in its journal; a resumed run warns if it differs.
+    A new run stores this dict in its journal; a resumed run warns of each value that differs.
     """
     return {
         "device_kind": jax.devices()[0].device_kind,

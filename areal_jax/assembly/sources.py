@@ -128,7 +128,7 @@ def _random(config: Config, tasks: Mapping[str, WeightedTask]) -> Source:
 
 
 def _held(sizes: ModelConfig, config: Config) -> ModelConfig:
-    """Returns `sizes` with the config's dtypes, adapters, quantisation and numerics filled in."""
+    """Returns the model sizes `sizes` with the config's dtypes, adapters, quantisation and numerics."""
     m = config.model
     lora = Lora(m.lora.rank, m.lora.alpha, m.lora.targets) if m.lora.rank else None
     return dataclasses.replace(
@@ -160,9 +160,9 @@ def _own_tokenizer(config: Config, tasks: Mapping[str, WeightedTask]) -> Tokeniz
 
 
 def _model_folder(name: str) -> Path:
-    """Returns the Hugging Face folder of the model `name`: smollm2, a GGUF file, or such a folder.
+    """Returns the Hugging Face folder of the model `name`: smollm2, a GGUF file, or a Hugging Face folder.
 
-    A GGUF file is first converted. Raises ArealError if there is no such file or folder.
+    A GGUF file is first converted. Raises ArealError if no file or folder `name` exists.
     """
     from areal_jax.models.io.gguf import cached_folder, smollm2_gguf
 
@@ -222,7 +222,7 @@ def _of_run(config: Config, folder: Path) -> Source:
 
 
 def run_source(folder: Path, dtype: str = "float32") -> tuple[Config, Source]:
-    """Returns the config of the run in `folder`, with model.dtype=`dtype`, and the source of its model."""
+    """Returns the config of the run in `folder`, with model.dtype=`dtype`, and the run's model source."""
     theirs = load_config(folder / RUN_CONFIG)
     settings = theirs.model.model_copy(update={"dtype": dtype})
     theirs = theirs.model_copy(update={"model": settings})

@@ -225,8 +225,8 @@ def sample(*, slots: int = 16, vocabulary: int = 49_152, repeats: int = 20) -> d
 def _bare(engine: Engine) -> Callable[[Any, DecodeState], DecodeState]:
     """Returns a jitted function (params, state) -> state that makes `engine.decode_steps` decode steps.
 
-    It runs the model and takes the argmax: unlike the engine, it draws nothing, computes no log-probs and
-    ends no sample.
+    The function runs the model and takes the argmax. Unlike the engine, it draws nothing, computes no
+    log-probs and ends no sample.
     """
     model, slots = engine.model, engine.slots
 

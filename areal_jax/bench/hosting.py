@@ -190,7 +190,7 @@ def makespan(lengths: Sequence[int], slots: int) -> int:
 
 
 class _Watched(Engine):
-    """An engine that records, at each decode call, its number of live slots, and of the KV tokens in them."""
+    """An engine that records at each decode call how many slots are live and how many KV tokens they hold."""
 
     def __init__(self, model: Model, **sizes: Any) -> None:
         super().__init__(model, **sizes)

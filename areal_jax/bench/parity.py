@@ -64,10 +64,10 @@ def parity(
 ) -> dict[str, Any]:
     """Returns the settings and `rows`: the figures of `compared` for each of `numerics` with each of `dtypes`.
 
-    `name` is a run's folder, a model's folder or GGUF file, a built-in model size, random, or smollm2. For a
-    row, each of `prompts` prompts gets `members` completions of at most `max_tokens` tokens. Before each row,
-    `progress` is called with the row's name. Raises ArealError if `name` is unknown, or if no completion can
-    be sampled for a prompt.
+    `name` is a run's folder, a model's folder or GGUF file, a built-in model size, random, or smollm2. For
+    each row, each of `prompts` prompts gets `members` completions of at most `max_tokens` tokens. Before each
+    row, `progress` is called with the row's name. Raises ArealError if `name` is unknown, or if no completion
+    can be sampled for a prompt.
     """
     config, asked = _open(name, prompts, seed)
     use_compilation_cache()

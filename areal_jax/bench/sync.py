@@ -41,7 +41,7 @@ Times = dict[str, float]
 time, but the number of bytes sent.
 """
 Arm = Callable[[int], Times]
-"""A function that makes one measurement. Each round calls every one once, with the round's number."""
+"""A function of the round's number that makes one measurement; every round calls each such function once."""
 
 
 def sync(
@@ -146,8 +146,8 @@ def _between_processes(open_now: ExitStack, shape: str, dtype: str) -> dict[str,
     """Returns name -> function for the measurements of a transfer between two processes' devices.
 
     `transfer` sends a version in which all parameters changed. `transfer_adapters` sends two versions in
-    which only the LoRA adapters changed, and measures the second, because the reader keeps unchanged
-    parameters only from the first on. The sender is another process, which closing `open_now` ends.
+    which only the LoRA adapters changed, and measures the second, because the reader keeps a parameter only
+    after it was equal in two versions. The sender is another process, which closing `open_now` ends.
     """
     engine = Engine(adapted_model(shape), slots=1, length=32)
     address, publish = open_now.enter_context(publisher(shape, dtype))
@@ -233,7 +233,7 @@ def _per_layer(params: Params) -> dict[str, Any]:
 
 
 def _orbax_defaults(tree: Any, path: Path) -> Times:
-    """Saves and restores `tree` with Orbax's default settings; returns the seconds of each."""
+    """Saves and restores `tree` with Orbax's defaults; returns the seconds of saving and of restoring."""
     import orbax.checkpoint as ocp
 
     shutil.rmtree(path, ignore_errors=True)
@@ -250,7 +250,7 @@ def _orbax_defaults(tree: Any, path: Path) -> Times:
 
 
 def _safetensors(tree: Any, path: Path) -> Times:
-    """Saves `tree` by safetensors through numpy, loads it onto a device; returns the seconds of each."""
+    """Saves `tree` with safetensors, loads it onto a device; returns the seconds of saving and of loading."""
     from safetensors.numpy import load_file, save_file
 
     plain = to_plain(tree)

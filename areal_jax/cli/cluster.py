@@ -1,4 +1,4 @@
-"""The command `role`: `role node` starts a machine's processes of a run; each other role is one process."""
+"""The command `role`: `role node` starts a machine's processes of a run; every other role is one of them."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def _train(config: Path, run: Path, words: list[str] | None, name: str, coordina
 
 
 def _begin(config: Path, run: Path, words: list[str] | None) -> Config:
-    """Returns the run's config; from now on the first SIGTERM acts like Ctrl-C, and others do nothing.
+    """Returns the run's config; makes the first SIGTERM act like Ctrl-C, and ignores every later SIGTERM.
 
     A process may get one SIGTERM from Slurm and another from its node agent. The second would interrupt the
     checkpoint that the process writes after the first.

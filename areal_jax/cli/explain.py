@@ -1,4 +1,4 @@
-"""The commands config, algorithms, tasks and doctor: they explain keys, presets, tasks and this machine."""
+"""Commands that explain config keys, presets, tasks and this machine: config, algorithms, tasks, doctor."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def launch(
     submission = prepare(launcher, asked)
     if not dry_run:
         typer.echo(submit(asked, submission), nl=False)
-        typer.echo(f"{asked.folder}: to watch it:\n{submission.after}")
+        typer.echo(f"{asked.folder} is submitted; to watch the run:\n{submission.after}")
     elif json:
         figures = {"commands": submission.commands, "env": submission.env, "files": submission.files}
         print_json({"folder": str(asked.folder), **figures})

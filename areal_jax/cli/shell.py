@@ -26,7 +26,7 @@ Model = Annotated[
 
 
 class Verbs(TyperGroup):
-    """A group of commands. If one raises ArealError, prints it without a traceback and exits with code 1."""
+    """A group of commands that prints an ArealError without a traceback, and then exits with code 1."""
 
     def invoke(self, ctx: Context) -> Any:
         try:

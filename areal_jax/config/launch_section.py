@@ -26,7 +26,7 @@ class LaunchConfig(Section):
     cpus: int | None = Field(default=None, ge=1)
     """slurm, gke: CPU cores to request per machine. None: whole machines (slurm), at least 1 core (gke)."""
     hours: float = Field(default=24.0, gt=0)
-    """Time limit in hours: the machines are released after it at the latest."""
+    """Time limit in hours, after which the machines are released even if the run is not complete."""
     plain: bool = False
     """slurm: submit one plain job even if trainer and hosts need machines of different sizes, for sites
     without heterogeneous jobs. Every machine is then as large as the largest one needed.

@@ -1,4 +1,4 @@
-"""Refuses combinations of config keys that are valid one by one, but together would not train what they say.
+"""Refuses combinations of config keys that are valid one by one, but together would train something else.
 
 A combination is refused before anything starts, with the reason and the remedy. No combination is refused
 because of a user's own loss or estimator (module:name), since it is unknown which keys such a function reads.
@@ -12,9 +12,9 @@ from areal_jax.config.presets import MINIBATCH_STATISTICS, NO_REWARD, OWN_RATIO
 from areal_jax.config.sections import AlgorithmConfig, ControlConfig
 
 WIDEST_SEQUENCE_CLIP = 0.1
-"""Clip ranges of at least this value are refused for a loss that clips the ratio of a whole sequence. Such a
-ratio is a geometric mean over tokens and changes only by thousandths, so that a range made for the ratios of
-tokens, such as 0.2, would never clip.
+"""Clip ranges of at least this value are refused for a loss that clips importance ratios of whole sequences.
+Such a ratio is a geometric mean over tokens and changes only by thousandths, so that a range made for the
+ratios of tokens, such as 0.2, would never clip.
 """
 
 

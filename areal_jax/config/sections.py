@@ -34,7 +34,7 @@ class RunConfig(Section):
 
 
 ADAPTERS = r"blocks\..+_lora\.[ab]"
-"""Regular expression over the parameter paths of the LoRA adapters."""
+"""Regular expression that matches the parameter paths of LoRA adapters."""
 
 
 def _regex(pattern: str) -> str:
@@ -91,7 +91,8 @@ class KLConfig(Section):
     """loss: β KL is added to the loss. reward: β KL is subtracted from each token's reward, without gradient.
     """
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of a token's KL. kl.place=reward needs k1; kl.place=loss needs k2 or k3, importance-weighted.
+    """Estimator of a token's KL. kl.place=reward needs k1. kl.place=loss needs k2 or k3, which are then
+    importance-weighted.
     """
     target: float | None = Field(default=None, gt=0)
     """Target KL per token: each step adapts the coefficient to bring the KL to this value. None: the
@@ -298,9 +299,9 @@ class ControlConfig(Section):
     """
     max_staleness: int | Literal["unbounded"] | None = None
     """Bound on staleness in versions (η): a group may start if (admitted - dropped - 1) // batch_size <=
-    version + η. None: 0 for sync, 1 for one_step, 2 for other strategies. With pinned it is a hard bound
-    (DORA's K), and a host holds the parameters of up to K + 1 versions. unbounded: no bound; needs
-    max_concurrent.
+    version + η, where admitted and dropped are the run's numbers of groups so far. None: 0 for sync, 1 for
+    one_step, 2 for other strategies. With pinned it is a hard bound (DORA's K), and a host holds the
+    parameters of up to K + 1 versions. unbounded: no bound; needs max_concurrent.
     """
     max_token_age: int | None = Field(default=None, ge=0)
     """Largest age of a trained token, in versions; a group with an older token is generated again. None: no
@@ -308,7 +309,7 @@ class ControlConfig(Section):
     """
     max_concurrent: int | None = Field(default=None, ge=1)
     """Maximum number of groups in generation or scoring at once. None: only the hosts' slots and
-    max_staleness limit it.
+    max_staleness limit this number.
     """
 
     @field_validator("max_staleness", mode="before")
@@ -365,7 +366,7 @@ class TrainerConfig(Section):
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's decoupled weight decay."""
     grad_clip: float = Field(default=1.0, gt=0)
-    """Largest global norm of the gradient; a larger gradient is scaled down to it."""
+    """Largest global norm of the gradient; a larger gradient is scaled down to this norm."""
     batch_size: int = Field(default=16, ge=1)
     """Number of groups in a batch (B). Each batch makes one policy version."""
     rows: int = Field(default=8, ge=1)
@@ -387,9 +388,9 @@ class TrainerConfig(Section):
     supervised_batch: int = Field(default=128, ge=1)
     """Number of reference answers in each of the supervised_steps."""
     checkpoint_every: int = Field(default=50, ge=1)
-    """Number of steps between checkpoints. The last step always writes one."""
+    """Number of steps between checkpoints. A run always writes a checkpoint after its last step."""
     keep_checkpoints: int = Field(default=2, ge=1)
-    """Number of newest checkpoints to keep. Trajectories trained after the oldest kept one are kept too."""
+    """Number of newest checkpoints to keep. Trajectories trained after the oldest of them are kept too."""
     trainable: Pattern | None = None
     """Which parameters are trained: a regular expression that a parameter's complete path, such as
     blocks.mlp.up, must match. Other parameters have neither gradient nor optimiser state. None: the adapters
@@ -432,7 +433,7 @@ class RuntimeConfig(Section):
     hosts: int = Field(default=1, ge=1)
     """Number of generation hosts."""
     host_tensor: int = Field(default=1, ge=1)
-    """Number of devices of one host, over which it shards its attention heads."""
+    """Number of devices of one host; the host shards its attention heads over them."""
     decode_calls_per_micro_batch: int = Field(default=2, ge=0)
     """Read with placement=shared: decode calls that hosts may make between two micro-batches of an update."""
     reward_workers: int = Field(default=1, ge=1)
@@ -443,8 +444,8 @@ class RuntimeConfig(Section):
     """
     redis: str | None = None
     """Address of the Redis server that carries messages between a run's processes: redis://host:port/number.
-    Its password is the environment variable AREAL_JAX_SECRET. None: `areal-jax launch` starts a server, and
-    `areal-jax run` needs none.
+    The server's password is the environment variable AREAL_JAX_SECRET. None: `areal-jax launch` starts a
+    server, and `areal-jax run` needs none.
     """
     trainer_processes: int = Field(default=1, ge=1)
     """Number of processes over which the trainer's mesh is spread."""
@@ -464,11 +465,11 @@ class ObserveConfig(Section):
     report: bool = True
     """Write report.html into the run's folder when the run is complete."""
     keep_groups: int = Field(default=4096, ge=0)
-    """Number of newest trained groups whose trajectories stay in the journal for `areal-jax inspect`."""
+    """Number of newest trained groups that `areal-jax inspect` can show: their trajectories are kept."""
     evaluate: int = Field(default=0, ge=0)
-    """Number of evaluation prompts of each task, from its held-out split if it has one. At every checkpoint a
-    separate generation host answers each prompt once greedily and 4 times at generation.temperature. 0: no
-    evaluation.
+    """Number of evaluation prompts of each task, from the task's held-out split if there is one. At every
+    checkpoint a separate generation host answers each prompt once greedily and 4 times at
+    generation.temperature. 0: no evaluation.
     """
     exports: int = Field(default=0, ge=0)
     """Number of newest checkpoints that are also kept as Hugging Face folders, in exports/ of the run's

@@ -81,7 +81,7 @@ class Config(Section):
 
     @property
     def trainable(self) -> str | None:
-        """Regular expression that the path of a trained parameter must match; None: all are trained."""
+        """Regular expression that the path of a trained parameter must match; None: train all parameters."""
         return self.trainer.trainable or (ADAPTERS if self.model.lora.rank else None)
 
     @model_validator(mode="before")
@@ -145,10 +145,7 @@ def _impossible(c: Config) -> Iterator[str]:
             f"generation.slots={g.slots}; raise generation.slots or lower generation.serve_slots"
         )
     if g.serve_port is not None and a.samples == "reference":
-        yield (
-            f"generation.serve_port={g.serve_port} with algorithm.samples=reference: the hosts of such a run "
-            "do not decode, so they cannot answer requests; leave generation.serve_port out"
-        )
+        yield "hosts answer no requests with algorithm.samples=reference; leave generation.serve_port out"
     if g.kv_tokens is not None and g.kv_tokens < g.length * (1 + g.reserved_slots):
         yield (
             f"generation.kv_tokens={g.kv_tokens} is too small for one rollout of "

@@ -15,7 +15,7 @@ from areal_jax.cluster.launched import Launch, write
 from areal_jax.cluster.placement import LaunchError, Plan
 
 SUBMIT_DEADLINE_S = {"sbatch": 120, "kubectl": 300, "gcloud": 3600}
-"""Program -> time limit of each of its commands, in seconds; for gcloud it includes creating machines."""
+"""Program -> time limit of each of its commands, in seconds; gcloud's includes the creation of machines."""
 
 MOUNT = PurePosixPath("/mnt/areal-jax")
 """Mount point of launch.volume on the machines and pods of gcloud and gke."""

@@ -154,9 +154,10 @@ Points = dict[int, tuple[float, float, float]]
 
 
 def _eval_series(evals: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], Points]:
-    """Returns the points of each curve: (task's label, `greedy` or `pass@1`) -> Points.
+    """Returns the points of each curve: (task label, `greedy` or `pass@1`) -> version -> (value, low, high).
 
-    The label contains the task's name, number of prompts and split. `evals`: the objects of evals.jsonl.
+    `low`, `high`: the ends of the 95 % interval. The label contains the task's name, number of prompts and
+    split. `evals`: the objects of evals.jsonl.
     """
     series: dict[tuple[str, str], Points] = {}
     for line in evals:

@@ -17,8 +17,8 @@ Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 class Estimate(NamedTuple):
     """A value with the ends of its 95 % interval.
 
-    All three are None if there are no data. Only `low` and `high` are None for a mean of equal values, which
-    has no interval.
+    `value`, `low` and `high` are None if there are no data. Only `low` and `high` are None for a mean of
+    equal values, which has no interval.
     """
 
     value: float | None

@@ -143,9 +143,10 @@ def drops_by_reason(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def mean_share(rows: Sequence[Mapping[str, Any]], name: str) -> float:
-    """Returns the mean of the field `name`, a fraction of each step's time, weighted by the steps' wall time.
+    """Returns the mean of the field `name` over all steps, weighted by each step's wall time.
 
-    Rows in which the field is null are left out; the result is 0 if the field is null in all rows.
+    The field is a fraction of the step's time. Rows in which it is null are left out; the result is 0 if it
+    is null in all rows.
     """
     total, weights, before = 0.0, 0.0, 0.0
     for row in rows:

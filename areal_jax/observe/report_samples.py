@@ -19,7 +19,8 @@ token shown is an HTML element.
 
 
 NARROW = 160
-"""Samples appear side by side if each has at most this many prompt characters plus completion tokens."""
+"""The report shows samples side by side if each has at most this many prompt characters + completion tokens.
+"""
 
 
 def sample_groups(groups: Sequence[tuple[str, Sequence[SampleView]]]) -> str:

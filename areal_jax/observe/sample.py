@@ -97,7 +97,7 @@ class SampleView:
         return f"sample {self.sample}" + (f" of {self.task}" if self.task else "")
 
     def to_json(self) -> dict[str, Any]:
-        """Returns all fields as values that JSON can represent; the pieces are its `tokens`."""
+        """Returns all fields as values that JSON can represent; the pieces have the key `tokens`."""
         fields = {name: value for name, value in vars(self).items() if name != "pieces"}
         return fields | {
             "parts": dict(self.parts),

@@ -62,9 +62,10 @@ class Figure(NamedTuple):
 
 
 def draw_svg(name: str, draw: Callable[[Any], None], size: tuple[float, float], alt: str) -> str:
-    """Returns the inline SVG of what `draw(figure)` draws; `size`: inches; `alt`: the figure in words.
+    """Returns the inline SVG of what `draw(figure)` draws on a matplotlib figure.
 
     `name`: prefix of every id in the SVG, because all figures share one page, on which ids must be unique.
+    `size`: width and height in inches. `alt`: the figure in words.
     """
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG

@@ -30,7 +30,7 @@ intervals are joined.
 """
 
 WINDOW_NS = NS // 4
-"""Nanoseconds of a window in which an activity's short intervals are joined to one of their total length.
+"""Nanoseconds of a window in which an activity's short intervals are joined to one with their total length.
 
 Totals by activity stay exact, and a component with four activities writes at most about 1000 intervals a
 minute.
@@ -239,7 +239,7 @@ class Timeline:
             self._alone.switch("decide" if self._working == {CONTROL} else "wait")
 
     def take_totals(self) -> dict[str, dict[str, float]]:
-        """Returns component -> activity -> seconds since the last call, or since the clock was created.
+        """Returns component -> activity -> seconds spent since the last call, or since the clock was created.
 
         If the control plane and other components have clocks here, the result also has the key CONTROL_ALONE:
         its activity `decide` is the time in which only the control plane worked, its `wait` all other time.
@@ -292,7 +292,7 @@ def read_intervals(path: Path) -> list[Interval]:
 
 
 def process_timeline(folder: Path, name: str) -> Timeline:
-    """Returns the timeline of process `name` in a run of several processes, with a file of its own."""
+    """Returns the timeline of process `name` in a run of several processes: its own file, with Unix times."""
     return Timeline(folder / "logs" / f"timeline-{name}.jsonl", time.time_ns, zero_ns=0)
 
 

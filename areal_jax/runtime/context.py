@@ -91,7 +91,7 @@ def open_context(
             if control.state.trained_version >= config.run.steps:
                 view.note(
                     f"all {config.run.steps} steps of this run (run.steps) are trained already; "
-                    "to train more, resume it with a larger run.steps"
+                    "to train more, resume the run with a larger run.steps"
                 )
         yield RunContext(config, folder, journal, control, view, metrics, timeline, history)
 

@@ -1,9 +1,9 @@
 """The core of every driver (the loop around the control plane): decide on events, record, send actions.
 
-It touches no file, thread, clock or device itself. The control plane answers each event with actions. Events,
-actions and finished trajectories go into the journal in one transaction; only then are the actions sent to
-trainer, hosts and reward pool. The local run, the controller of a cluster and the simulator share this code;
-they differ in where events come from and where actions go.
+The core itself uses no file, thread, clock or device. The control plane answers each event with actions.
+Events, actions and finished trajectories go into the journal in one transaction; only then are the actions
+sent to trainer, hosts and reward pool. The local run, the controller of a cluster and the simulator share
+this code; they differ in where events come from and where actions go.
 """
 
 from __future__ import annotations

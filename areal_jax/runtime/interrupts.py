@@ -15,7 +15,7 @@ def kept_interrupts() -> Iterator[Callable[[], bool]]:
 
     The signal's former handler runs as well. Python ignores an exception raised inside a finaliser or a
     garbage collector's callback, and jax registers such a callback: an interrupt that arrives there would be
-    lost. Only signals with a handler in Python are noticed; outside the main thread, no signal is.
+    lost. Only signals with a handler in Python are noticed; outside the main thread, none is noticed.
     """
     came: list[int] = []
     former: dict[int, Any] = {}

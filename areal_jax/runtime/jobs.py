@@ -75,7 +75,7 @@ def resume(
     if objects and not tasks:
         raise ArealError(
             f"{folder} was given its tasks as Python objects ({', '.join(objects)}), which the command "
-            f"line cannot make; resume it from Python: areal_jax.resume({str(folder)!r}, tasks=[...])"
+            f"line cannot make; resume the run in Python: areal_jax.resume({str(folder)!r}, tasks=[...])"
         )
     use_compilation_cache()
     with SqliteQueue.open(folder / JOURNAL) as journal:
@@ -94,7 +94,7 @@ def read_config(folder: Path, overrides: Sequence[str] = ()) -> Config:
                 "remove the folder and start the run again"
             )
         raise ConfigError(
-            f"{folder} is not a run's folder: it has no {JOURNAL}; start one with `areal-jax run`"
+            f"{folder} is not a run's folder: it has no {JOURNAL}; start a run with `areal-jax run`"
         )
     for word in overrides:
         if not word.split("=")[0].startswith(RESUMABLE_KEYS):

@@ -56,7 +56,7 @@ def audit_run(folder: Path) -> AuditResult:
 
 
 def find(journal: SqliteQueue) -> Found:
-    """Count the report's figures from a journal.
+    """Count from a run's journal the figures that the report shows.
 
     A token's age is the version with which the update that trained it started, minus the token's own version.
     """

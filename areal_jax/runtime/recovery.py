@@ -98,9 +98,9 @@ def retrain(
 ) -> VersionReissued | None:
     """Train a journaled batch again, and compare the digest of the parameters with the journaled `digest`.
 
-    If the digests differ, `note(text)` reports the difference. If, besides, this version was published,
-    returns the event that records its new digest; otherwise None. `published`: the journaled digest of the
-    version as published in the dtype `wire_dtype`; "" if the version was not published.
+    If the digests differ, `note(text)` reports the difference. Returns the event that records the new digest
+    if the digests differ and this version was published; otherwise None. `published`: the journaled digest of
+    the version as published in the dtype `wire_dtype`; "" if the version was not published.
     """
     value, _ = trainer.train(batch)
     if value.digest == digest:

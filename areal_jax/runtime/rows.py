@@ -23,8 +23,8 @@ versions, tokens recomputed, samples evicted because pages ran out."""
 
 
 Totals = Callable[[], Mapping[str, Mapping[str, float]]]
-"""Returns component -> activity -> seconds spent on it since the last call, as
-`Timeline.take_totals` does.
+"""A function that returns component -> activity -> seconds spent on it since the last call, such as
+`Timeline.take_totals`.
 """
 
 

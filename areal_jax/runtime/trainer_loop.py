@@ -29,7 +29,7 @@ from areal_jax.types import ArealError, Group, SampleId, Trajectory, VersionedPa
 from areal_jax.weights.store import ParamPublisher
 
 Source = Callable[[Mapping[int, SampleId]], Mapping[int, Trajectory]]
-"""`source(samples)` returns the scored trajectories of at least these samples. The keys of `samples` and of the
+"""`source(samples)` returns the scored trajectories of at least these samples. Keys of `samples` and of the
 result are the trajectories' indices in the batch's plan.
 """
 
@@ -78,7 +78,7 @@ def train_batch(
     between: Callable | None = None,
     memory: MemoryWatch | None = None,
 ) -> tuple[TrainState, VersionedParams, dict[str, float]]:
-    """Do one update; return the next state, its version, parameters and digest, and the metrics.
+    """Do one update; return the state after it, the new version's parameters and digest, and the metrics.
 
     The parameters are the arrays of the returned state, not copies. The argument `state` is donated and must
     not be used afterwards. `between(array)`, if given, is called after each micro-batch, so that hosts may
@@ -100,8 +100,8 @@ def train_batch(
     if not all(map(math.isfinite, norms.values())):
         raise ArealError(
             f"the run ends at step {batch.step}, because the gradient's norm is not finite ({norms}). Look "
-            f"at its samples with `areal-jax inspect RUN_FOLDER {batch.ordinals[0]}/0`; start a new run with "
-            "a lower trainer.learning_rate, or from the last checkpoint by model.source=RUN_FOLDER"
+            f"at the step's samples with `areal-jax inspect RUN_FOLDER {batch.ordinals[0]}/0`; start a new run "
+            "with a lower trainer.learning_rate, or from the last checkpoint by model.source=RUN_FOLDER"
         )
     return state, value, metrics
 
@@ -125,7 +125,7 @@ class Trainer:
         note: Callable[[str], None],
         turns: OneDevice | None = None,
     ) -> None:
-        """`turns` decides when the trainer may use the device that it shares with hosts; None: no host does.
+        """`turns` decides when the trainer may use a device that it shares with hosts; None: none is shared.
 
         `note(text)` is called with each memory forecast, and with each program that is compiled after the
         first step.

@@ -102,7 +102,7 @@ def test_a_live_run_answers_requests_across_versions_and_learns_the_same(tmp_pat
     [
         (("generation.serve_slots=4",), "leaves no slot for rollouts"),
         (("generation.kv_tokens=24",), "and serve_slots; set"),
-        (("algorithm.preset=sft",), "do not decode, so they cannot answer requests"),
+        (("algorithm.preset=sft",), "hosts answer no requests with algorithm.samples=reference"),
     ],
 )
 def test_settings_without_room_for_rollouts_are_refused(tmp_path, words, says):
