@@ -36,7 +36,8 @@ def load_model(
         return model, model.init(seed)
     if tokenizer is not None:
         raise ArealError(
-            f"model {source!r} has its own tokenizer; leave out tokenizer, or use a built-in size (tiny)"
+            f"model {source!r} has its own tokenizer; leave out the argument tokenizer, or use a built-in "
+            "size (tiny)"
         )
     settings = {"source": source, "dtype": dtype, "overrides": overrides}
     opened = open_source(make_config({"run": {"seed": seed}, "model": settings}), {})

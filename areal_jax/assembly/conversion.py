@@ -76,9 +76,9 @@ def _write_adapter(
 
 
 def base_name(run: str, config: Config, opened: Source) -> str:
-    """Returns the folder of the base model to which a run's adapters belong, or a text on how to make it.
+    """Returns the folder of a run's base model, to which its adapters belong, or a text with a command.
 
-    The text names the command that writes the base model. It is returned if no folder contains this model,
+    The command writes the base model to a folder; it is returned if no folder contains this model yet,
     because the run started from random parameters or from another run, or had supervised steps. `run`: the
     run's folder; `config`: the run's config; `opened`: the source from which the run started.
     """

@@ -242,7 +242,7 @@ def diagnose() -> dict[str, Any]:
 
 
 def _attention(platform: str) -> dict[str, Any]:
-    """Returns texts: which attention implementations runs would use on `platform`, and why not others.
+    """Returns texts that name the attention implementations of runs on `platform`, and why others do not fit.
 
     Key `attention`: the implementation for packed rows in training. Key `decode_attention`: the one for pages
     of KV in decode steps. Self-tests on this device choose both, with the head sizes of Qwen2.5-1.5B in

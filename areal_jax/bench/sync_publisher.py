@@ -41,9 +41,10 @@ publishing blocked the child.
 
 @contextmanager
 def publisher(shape: str, dtype: str) -> Iterator[tuple[str, Publish]]:
-    """Context manager: starts a child process that publishes weights; yields its address and a `Publish`.
+    """Context manager: starts a child process; yields its address and the function that makes it publish.
 
-    Weights go from device to device. At the end of the block the process is killed.
+    The function has the type Publish. Weights go from device to device. At the end of the block the process
+    is killed.
     """
     context = mp.get_context("spawn")
     here, there = context.Pipe()

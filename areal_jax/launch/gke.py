@@ -1,4 +1,4 @@
-"""Submits to GKE: fills in and applies gke/gpu.yaml or gke/tpu.yaml, a JobSet with one pod per machine."""
+"""Submits a run to GKE: fills in and applies gke/gpu.yaml or tpu.yaml, a JobSet with one pod per machine."""
 
 from __future__ import annotations
 

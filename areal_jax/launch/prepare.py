@@ -1,4 +1,4 @@
-"""Builds the submission of a run for the chosen launcher: slurm, gcloud or gke."""
+"""Makes the commands and files that submit a run by the chosen launcher: slurm, gcloud or gke."""
 
 from __future__ import annotations
 

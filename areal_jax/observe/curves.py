@@ -51,7 +51,7 @@ def task_curve(rows: Rows, field: str, title: str) -> Figure | None:
 
 
 def failure_curve(rows: Rows) -> Figure | None:
-    """Draws the cumulative number of groups that could not be scored over the steps, one line per task.
+    """Draws over the steps the cumulative number of groups that could not be scored, one line per task.
 
     Returns None if every group was scored.
     """

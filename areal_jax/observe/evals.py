@@ -43,7 +43,7 @@ def read_evals(folder: Path) -> list[dict[str, Any]]:
 
 
 def print_eval(figures: Mapping[str, Any], stream: TextIO) -> None:
-    """Print the model, a table of each task's figures, and notes on prompts that the figures leave out.
+    """Print an evaluation: the model, a table of each task's figures, and notes on prompts left out.
 
     With several tasks, the table also has the figures over the prompts of all tasks.
     """

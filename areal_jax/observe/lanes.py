@@ -146,8 +146,8 @@ def _length(spans: Sequence[tuple[float, float]]) -> float:
 class _Lanes:
     """The intervals grouped by component and label, for drawing.
 
-    The activities on which most time was spent have labels of their own, as many as SERIES has colours. All
-    other work has the label `other`, and idle time `waits`.
+    The len(SERIES) activities on which most time was spent have their names as labels. All other work has the
+    label `other`, and idle time the label `waits`.
     """
 
     def __init__(self, intervals: Sequence[Interval]) -> None:

@@ -17,7 +17,7 @@ COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")
 """Colours of versions, in rotation; neighbouring versions have different colours."""
 
 RARE, VERY_RARE = math.log(0.1), math.log(0.01)
-"""Tokens with a log-prob below RARE are underlined, those below VERY_RARE are bold too."""
+"""Tokens with a log-prob below RARE are underlined; tokens below VERY_RARE are bold as well."""
 
 SHADES = (
     (0.5, ""),

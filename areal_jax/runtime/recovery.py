@@ -84,7 +84,7 @@ def journaled_groups(inputs: Inputs, journal: SqliteQueue, train: Train) -> tupl
 
 
 def require_one_run(first: int, last: int) -> None:
-    """Raises ArealError if the restored version `first` is newer than `last`, where the journal ends."""
+    """Raises ArealError if the restored version `first` is newer than `last`, the journal's last version."""
     if first > last:
         raise ArealError(
             f"the restored checkpoint has version {first}, but the journal ends at version {last}, so "

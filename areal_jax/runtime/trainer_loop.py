@@ -100,8 +100,9 @@ def train_batch(
     if not all(map(math.isfinite, norms.values())):
         raise ArealError(
             f"the run ends at step {batch.step}, because the gradient's norm is not finite ({norms}). Look "
-            f"at the step's samples with `areal-jax inspect RUN_FOLDER {batch.ordinals[0]}/0`; start a new run "
-            "with a lower trainer.learning_rate, or from the last checkpoint by model.source=RUN_FOLDER"
+            f"at samples of this step with `areal-jax inspect RUN_FOLDER {batch.ordinals[0]}/0`; start a "
+            "new run with a lower trainer.learning_rate, or from the last checkpoint by "
+            "model.source=RUN_FOLDER"
         )
     return state, value, metrics
 

@@ -1,8 +1,8 @@
 """The order in which trainer and hosts use a device that they share: by turns.
 
 A host's turn is one decode call. The trainer's turn is one update, interrupted after each micro-batch for
-`decode_calls` decode calls of the hosts. A thread ends its turn only when the device has finished its
-program. So the device's queue has one program at a time, and the time measured for each thread is its own.
+`decode_calls` decode calls of the hosts. A thread ends its turn only when the device has finished the
+thread's program. So the device's queue has one program at a time, and a thread's measured time is its own.
 """
 
 from __future__ import annotations
