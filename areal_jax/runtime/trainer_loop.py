@@ -1,4 +1,4 @@
-"""The trainer's loop: trains batches and publishes the new versions of the weights.
+"""The trainer's loop: trains batches and publishes each new version of the weights.
 
 The loop runs in a thread, or in each process of one jax.distributed world. A batch arrives with a plan that
 gives the row and column of each token. Every process reads only the trajectories of its own rows, from memory
