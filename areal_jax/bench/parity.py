@@ -62,7 +62,7 @@ def parity(
     numerics: Sequence[str] = NUMERICS,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Returns the settings and `rows`: the figures of `compared` for each of `numerics` with each of `dtypes`.
+    """Returns the settings and `rows`: figures of `compared` for each of `numerics` with each of `dtypes`.
 
     `name` is a run's folder, a model's folder or GGUF file, a built-in model size, random, or smollm2. For
     each row, each of `prompts` prompts gets `members` completions of at most `max_tokens` tokens. Before each
