@@ -12,11 +12,14 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, get_type_hints
 
 from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
 from areal_jax.types import ArealError
+
+NOT_INSTALLED = "not installed"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -61,6 +64,14 @@ def load_object(spec: str, builtin: Mapping[str, Any], what: str) -> Any:
         hint = did_you_mean(name, dir(module), "correct the name", prefix=f"{module_name}:")
         raise ArealError(f"{what} {spec!r}: module {module_name} has no {name}; {hint}")
     return getattr(module, name)
+
+
+def version_of(package: str) -> str:
+    """Returns a package's version; NOT_INSTALLED also for a checkout that is only on Python's path."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return NOT_INSTALLED
 
 
 def install_extra(extra: str) -> str:

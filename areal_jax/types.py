@@ -31,10 +31,7 @@ class SampleId(NamedTuple):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a sample's tokens are drawn.
-
-    A token's log-prob depends on the temperature, and on the ids that top_k, top_p and min_p keep.
-    """
+    """How a sample's tokens are drawn; temperature, top_k, top_p and min_p also affect their log-probs."""
 
     temperature: float = 1.0
     """0: greedy decoding; log-probs are then those of temperature 1."""
@@ -206,10 +203,7 @@ class PolicyOutputs(NamedTuple):
 
 
 class VersionedParams(NamedTuple):
-    """A policy version's number, its parameters and a digest of the parameters' bits.
-
-    Trainer, weight stores and hosts pass weights to each other in this form.
-    """
+    """A policy version: its number, its parameters, and a digest of the parameters' bits."""
 
     version: PolicyVersion
     params: Any

@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from areal_jax.assembly.gpus import gpu_environment, gpu_problems
+from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
 from areal_jax.models.kernels import paged_attention as paged_kernels
 from areal_jax.models.kernels.packed_attention import choose, describe
 from areal_jax.models.model import Model
 from areal_jax.parallel.mesh import make_mesh
+from areal_jax.plugin import version_of
 from areal_jax.sandbox.errors import SandboxError
 from areal_jax.sandbox.runner import require_sandbox
 from areal_jax.trainer.critic import Critic
@@ -197,14 +199,6 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def installed_version(package: str) -> str:
-    """Returns a package's version; "not installed" for a checkout that is only on Python's path."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
-
-
 def header(config: Config) -> dict[str, Any]:
     """Returns what of this machine may change the bits of results: devices, cores, jaxlib and XLA flags.
 
@@ -214,7 +208,7 @@ def header(config: Config) -> dict[str, Any]:
         "device_kind": jax.devices()[0].device_kind,
         "devices": jax.device_count(),
         "usable_cores": usable_cores(),
-        "jaxlib": installed_version("jaxlib"),
+        "jaxlib": version_of("jaxlib"),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
 
@@ -230,9 +224,11 @@ def diagnose() -> dict[str, Any]:
     stats = devices[0].memory_stats() or {}
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
     return {
-        **{package: installed_version(package) for package in packages},
+        **{package: version_of(package) for package in packages},
         "devices": [f"{device.platform} {device.device_kind}" for device in devices],
         "device_memory_bytes": stats.get("bytes_limit"),
+        "gpu_problems": gpu_problems(devices[0].platform),
+        "gpu_environment": gpu_environment(load_config()),
         "usable_cores": usable_cores(),
         "placement": "split" if len(devices) > 1 or devices[0].platform == "cpu" else "shared",
         "missing": [name for name in OPTIONAL if find_spec(name) is None],
@@ -290,7 +286,7 @@ def machine(shape: str, dtype: str, runs: Sequence[float]) -> dict[str, Any]:
         "shape": shape,
         "dtype": dtype,
         "device": jax.devices()[0].device_kind,
-        "versions": {name: installed_version(name) for name in ("jax", "jaxlib", "flax", "areal-jax")},
+        "versions": {name: version_of(name) for name in ("jax", "jaxlib", "flax", "areal-jax")},
         "load": list(os.getloadavg()),
         "allocator": os.environ.get("GLIBC_TUNABLES", "default"),
     }

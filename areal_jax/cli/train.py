@@ -105,6 +105,8 @@ def _print_plan(plan: dict[str, Any], json: bool) -> None:
     for owner, shape in plan["meshes"].items():
         axes = " x ".join(f"{axis}={size}" for axis, size in shape.items())
         typer.echo(f"mesh of {owner}: {axes}")
+    for name, value in plan["gpu_environment"].items():
+        typer.echo(f"on GPUs: {name}={value}")
     table = Table("owner", "content", "MiB")
     for row in plan["memory"]:
         table.add_row(row["owner"], row["content"], f"{row['bytes'] / 2**20:,.2f}")

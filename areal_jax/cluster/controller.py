@@ -456,11 +456,14 @@ class Controller:
         self._lost(ended.name, ended.error)
 
     def _lost(self, name: str, reason: str) -> None:
-        self._view.note(
-            f"{name} is lost ({reason}); its work goes to another process of its role, or waits until such "
-            "a process registers"
-        )
         member = self._membership.lose(name, time.monotonic())
+        if member is not None and member.hello.role == "trainer":
+            after = (
+                "" if self._error else "; the trainer trains its current batch again once it has restarted"
+            )
+        else:
+            after = "; its work goes to another process of its role, or waits until such a process registers"
+        self._view.note(f"{name} is lost ({reason}){after}")
         if member is not None:
             # A process that takes its place has a new incarnation, so a new mailbox.
             self._out.pop(member.mailbox, None)

@@ -7,16 +7,14 @@ other agents wait for the address. Agents communicate only through the run's fol
 
 from __future__ import annotations
 
-import os
 import shlex
-import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
+from areal_jax.assembly.gpus import visible_gpus
 from areal_jax.cluster.launched import Launch, write
 from areal_jax.cluster.placement import PROGRAM, LaunchError, Plan, Process, environment, make_plan, words_of
 from areal_jax.cluster.redis_server import free_port, redis_server
@@ -135,23 +133,6 @@ def describe(plan: Plan, launch: Launch) -> str:
         where = f"# machine {process.machine}\n" if plan.machines > 1 else ""
         lines.append(where + shlex.join(["env", *env, "areal-jax", *words[len(PROGRAM) :]]))
     return "\n".join(lines)
-
-
-def visible_gpus() -> list[str]:
-    """Returns the GPUs that this process may use, by index or name: CUDA_VISIBLE_DEVICES if set, else all.
-
-    All GPUs are listed by nvidia-smi or, if it is not installed, from /dev. Asking jax would reserve the
-    GPUs.
-    """
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if given is not None:
-        return [name for name in given.split(",") if name]
-    if shutil.which("nvidia-smi") is None:
-        return [path.name.removeprefix("nvidia") for path in sorted(Path("/dev").glob("nvidia[0-9]*"))]
-    listed = subprocess.run(
-        ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60, check=False
-    )
-    return [str(n) for n in range(sum(line.startswith("GPU ") for line in listed.stdout.splitlines()))]
 
 
 # --- inside -------------------------------------------------------------------------------------------------

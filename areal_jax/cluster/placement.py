@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from areal_jax.assembly.gpus import FLAGS, gpu_environment
 from areal_jax.config.tree import Config
 from areal_jax.types import ArealError
 
@@ -108,17 +109,22 @@ def make_plan(config: Config, accelerator: str = "gpu", one_machine: bool = Fals
 def environment(plan: Plan, process: Process, visible: Sequence[str] = ()) -> dict[str, str]:
     """Returns environment variables that restrict a process to its own devices.
 
-    The variables also keep jax from falling back to another kind of device. `visible`: the names of the GPUs
-    that this machine's job may use, into which `process.devices` are indices; empty: all GPUs of the machine.
+    The variables also keep jax from falling back to another kind of device. In a run on GPUs, processes on
+    the CPU get the same XLA flags as those on GPUs, because the controller records its flags in the journal.
+    `visible`: the names of the GPUs that this machine's job may use, into which `process.devices` are
+    indices; empty: all GPUs of the machine.
     """
     common = {"PYTHONUNBUFFERED": "1"}
+    on_gpu = gpu_environment(plan.config) if plan.accelerator == "gpu" else {}
+    if on_gpu and not process.devices:
+        return {**common, "JAX_PLATFORMS": "cpu", FLAGS: on_gpu[FLAGS]}
     if not process.devices or plan.accelerator == "cpu":
         count = {"JAX_NUM_CPU_DEVICES": str(len(process.devices))} if process.devices else {}
         return {**common, "JAX_PLATFORMS": "cpu", **count}
     if plan.accelerator == "tpu":
         return {**common, "JAX_PLATFORMS": "tpu"}
     names = [visible[device] if visible else str(device) for device in process.devices]
-    return {**common, "JAX_PLATFORMS": "cuda", "CUDA_VISIBLE_DEVICES": ",".join(names)}
+    return {**common, **on_gpu, "JAX_PLATFORMS": "cuda", "CUDA_VISIBLE_DEVICES": ",".join(names)}
 
 
 def words_of(

@@ -185,7 +185,7 @@ class ControlPlane:
     def _version_reissued(self, event: e.VersionReissued) -> None:
         s = self.state
         if event.version <= s.version:  # a version that was never committed reached no host
-            self._require_digest(event.version, event.old, "the resumed trainer replaced")
+            self._require_digest(event.version, event.old, "the resumed trainer took back")
             s.digests |= {event.version: event.new} if event.version in s.digests else {}
 
     def _checkpoint_committed(self, event: e.CheckpointCommitted) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from areal_jax.assembly.committed import committed_params
 from areal_jax.assembly.devices import host_mesh, use_compilation_cache
+from areal_jax.assembly.gpus import use_gpu_environment
 from areal_jax.assembly.run_folder import JOURNAL
 from areal_jax.assembly.sources import RANDOM, open_source
 from areal_jax.config.loading import load_config
@@ -66,6 +67,7 @@ def _eval_model(
     # Last: the model named on the command line wins.
     config = load_config(DEFAULTS, *words, {"model": model_section(name)})
     settings, asked = EvalSettings(config, limit, samples), held_out(config.tasks)
+    use_gpu_environment(config)
     use_compilation_cache()
     source = open_source(config, asked)
     evaluator = Evaluator(source.model.base, asked, settings, host_mesh(config, "the evaluation"))
@@ -81,6 +83,7 @@ def _eval_run(
     trained = load_config(folder / "config.yaml")
     config = load_config(_base_of(trained), *words)
     settings, asked = EvalSettings(config, limit, samples), held_out(config.tasks)
+    use_gpu_environment(config)
     use_compilation_cache()
     is_tasks_own = config.model.source == RANDOM and config.model.tokenizer == "auto"
     source = open_source(config, load_tasks(trained.tasks) if is_tasks_own else asked)

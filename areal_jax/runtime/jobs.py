@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from areal_jax.assembly.devices import header, memory_table, use_compilation_cache
+from areal_jax.assembly.gpus import gpu_environment, use_gpu_environment
 from areal_jax.assembly.parts import Parts, assemble
 from areal_jax.assembly.run_folder import JOURNAL
 from areal_jax.config.loading import ConfigError, load_config, resolved
@@ -49,6 +50,7 @@ def run(config: Config, tasks: Sequence[Task] = (), stream: TextIO | None = None
             f"the run folder {folder} exists; choose another run.name or run.dir, or continue that run with "
             f"`areal-jax resume {folder}`"
         )
+    use_gpu_environment(config)
     use_compilation_cache()
     parts = assemble(config, tasks)
     config = _naming(config, parts) if tasks else config
@@ -77,6 +79,7 @@ def resume(
             f"{folder} was given its tasks as Python objects ({', '.join(objects)}), which the command "
             f"line cannot make; resume the run in Python: areal_jax.resume({str(folder)!r}, tasks=[...])"
         )
+    use_gpu_environment(config)
     use_compilation_cache()
     with SqliteQueue.open(folder / JOURNAL) as journal:
         return _train(assemble(config, tasks), journal, folder, stream)
@@ -109,8 +112,9 @@ def dry_run(config: Config, tasks: Sequence[Task] = ()) -> dict[str, Any]:
     """Describe a run without starting it; `tasks`, if given, replace the config's tasks.
 
     Returns the resolved config, placement (whether trainer and hosts share a device), meshes, number of
-    parameters and memory table (bytes per device).
+    parameters, memory table (bytes per device), and the environment variables of its processes on GPUs.
     """
+    use_gpu_environment(config)
     parts = assemble(config, tasks)
     meshes = {"trainer": dict(parts.devices.trainer.shape)} | {
         f"host-{i}": dict(mesh.shape) for i, mesh in enumerate(parts.devices.hosts)
@@ -122,6 +126,7 @@ def dry_run(config: Config, tasks: Sequence[Task] = ()) -> dict[str, Any]:
         "placement": parts.devices.placement,
         "meshes": meshes,
         "parameters": parts.model.parameter_count,
+        "gpu_environment": gpu_environment(config),
         "memory": [
             {"owner": owner, "content": content, "bytes": size}
             for owner, content, size in memory_table(

@@ -18,6 +18,7 @@ import jax
 import uvicorn
 
 from areal_jax.assembly.devices import host_mesh, use_compilation_cache
+from areal_jax.assembly.gpus import use_gpu_environment
 from areal_jax.assembly.parts import make_engine
 from areal_jax.assembly.sources import MODEL_CONFIG, open_source
 from areal_jax.config.loading import load_config
@@ -235,6 +236,7 @@ def make_server(name: str, words: Sequence[str], settings: ServeSettings) -> Ser
     """
     require_secret(settings.host, settings.secret)
     config = load_config(DEFAULTS, *words, {"model": model_section(name)})
+    use_gpu_environment(config)
     use_compilation_cache()
     source = open_source(config, {})
     model = source.model.base

@@ -205,8 +205,8 @@ class HFTokenizer:
         for token in checked:
             if token not in self._known:
                 raise TaskError(
-                    f"the prompt's token {token} is unknown to the tokenizer of {self.folder}, which has ids "
-                    f"below {self.vocab_size}; encode the prompt with this tokenizer"
+                    f"the prompt contains the id {token}, but the tokenizer of {self.folder} has no token "
+                    f"with this id (its largest is {self.vocab_size - 1}); encode the prompt with this tokenizer"
                 )
         return checked
 

@@ -49,7 +49,10 @@ class Gaps(NamedTuple):
     """Number of tokens for which the two log-probs differ in at least one bit."""
 
     def joined(self, other: Gaps) -> Gaps:
-        """Returns the sums over the tokens of both `self` and `other`."""
+        """Returns the statistics over the tokens of both `self` and `other`.
+
+        `largest` is the greater of the two; all other fields are added.
+        """
         largest = jnp.maximum(self.largest, other.largest)
         return jax.tree.map(operator.add, self, other)._replace(largest=largest)
 

@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError
 import jax
 import pytest
 
+from areal_jax import plugin
 from areal_jax.assembly import devices
 from areal_jax.assembly.devices import diagnose, header, memory_table, overwrites_serving, place
 from areal_jax.config.loading import load_config
@@ -334,7 +335,7 @@ def test_a_checkout_that_is_not_installed_can_be_measured(monkeypatch):
             raise PackageNotFoundError(package)
         return "1.2.3"
 
-    monkeypatch.setattr(devices, "version", of_installed)
+    monkeypatch.setattr(plugin, "version", of_installed)
     found = devices.machine("tiny", "float32", [2.0, 1.0, 3.0])
     assert found["versions"] == dict.fromkeys(("jax", "jaxlib", "flax"), "1.2.3") | {
         "areal-jax": "not installed"

@@ -102,9 +102,15 @@ def test_a_process_sees_its_own_devices_and_falls_back_to_no_other_kind():
         "1",
         "2",
     ]
+    assert seen["generate-1"]["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.92"
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in seen["controller"]
+    # The controller writes its flags into the journal's header.
+    assert len({seen[name]["XLA_FLAGS"] for name in ("controller", "trainer-0", "generate-0")}) == 1
+    assert "--xla_gpu_enable_latency_hiding_scheduler=true" in seen["trainer-0"]["XLA_FLAGS"]
     on_cpu = plan_of("trainer.mesh.fsdp=4", "runtime.trainer_processes=2", accelerator="cpu")
     trainer = environment(on_cpu, of(on_cpu, "trainer")[1])
     assert (trainer["JAX_PLATFORMS"], trainer["JAX_NUM_CPU_DEVICES"]) == ("cpu", "2")
+    assert "XLA_FLAGS" not in trainer
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from areal_jax.assembly.devices import installed_version
 from areal_jax.bench.decode import bench_engine, decode_figures, filled, prefill, sample
 from areal_jax.bench.gpu.inspection import large_copies, products_by_dtype, traced
 from areal_jax.bench.hosting import swap
@@ -43,6 +42,7 @@ from areal_jax.generation.canary import canary
 from areal_jax.generation.device_layout import serving_layout
 from areal_jax.models.kernels import packed_attention, paged_attention
 from areal_jax.models.kv_pages import KVPages
+from areal_jax.plugin import version_of
 from areal_jax.trajectories.packing import pack
 from areal_jax.types import SampleId, Sampling
 
@@ -59,7 +59,7 @@ def versions() -> dict[str, Any]:
         "devices": [device.device_kind for device in devices],
         "platform_version": devices[0].client.platform_version,
         "memory_bytes": (devices[0].memory_stats() or {}).get("bytes_limit"),
-        "packages": {name: installed_version(name) for name in packages},
+        "packages": {name: version_of(name) for name in packages},
         "environment": {
             name: value for name, value in os.environ.items() if name.startswith(("XLA_", "JAX_", "NCCL_"))
         },

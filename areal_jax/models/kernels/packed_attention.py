@@ -130,7 +130,10 @@ def choose(platform: str, heads: int, kv_heads: int, head_dim: int, dtype: str) 
 
 
 def first_passing(kernels: Mapping[str, Callable], test: Callable[[Any], Trial]) -> Choice:
-    """Returns the choice of the first kernel in which `test` finds no problem, or BLOCKS (JAX code)."""
+    """Returns the first kernel in which `test` finds no problem, or BLOCKS (JAX code) if there is none.
+
+    The result also has the problem of each kernel that was tried before it.
+    """
     rejected: dict[str, str] = {}
     for name, kernel in kernels.items():
         if (problem := test(kernel).problem) is None:

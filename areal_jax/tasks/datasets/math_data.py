@@ -140,5 +140,8 @@ def _text(row: Mapping[str, Any], column: str, where: str) -> str:
     """
     value = column_of(row, column, where)
     if isinstance(value, bool) or not isinstance(value, (str, int, float)) or not str(value).strip():
-        raise TaskError(f"{where}: column {column!r} is {value!r:.60}, but must be text")
+        raise TaskError(
+            f"{where}: column {column!r} is {value!r:.60}, but must be a number, or text that is not blank; "
+            "correct the row"
+        )
     return str(value).strip()
