@@ -206,7 +206,8 @@ class HFTokenizer:
             if token not in self._known:
                 raise TaskError(
                     f"the prompt contains the id {token}, but the tokenizer of {self.folder} has no token "
-                    f"with this id (its largest is {self.vocab_size - 1}); encode the prompt with this tokenizer"
+                    f"with this id (its largest is {self.vocab_size - 1}); encode the prompt with this "
+                    "tokenizer"
                 )
         return checked
 
