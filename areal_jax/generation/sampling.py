@@ -189,7 +189,9 @@ def _least_kept(
     weights = jnp.exp(z - z.max(-1, keepdims=True))
     none = jnp.zeros_like(top_p)
     bound = jax.lax.cond((top_p < 1.0).any(), by_mass, lambda weights: none, weights)
-    return jnp.where(weights >= jnp.maximum(bound, min_p)[:, None], z, jnp.inf).min(-1)
+    # Ids that top-k cut have weight 0, which may be as much as the bound: they are not kept.
+    is_kept = (weights >= jnp.maximum(bound, min_p)[:, None]) & (z > -jnp.inf)
+    return jnp.where(is_kept, z, jnp.inf).min(-1)
 
 
 def _ordered_bits(z: Float[Array, "N V"]) -> UInt32[Array, "N V"]:

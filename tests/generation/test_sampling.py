@@ -225,6 +225,16 @@ def test_frequencies_of_a_truncated_draw():
     assert abs(chi_square(counts[kept], p / p.sum())) < 4
 
 
+@pytest.mark.parametrize("cut", [dict(top_k=4), dict(top_p=0.7), dict(min_p=0.2), dict(top_k=9, min_p=0.2)])
+def test_each_truncation_cuts_by_itself(cut):
+    """Without a recorded support, as on a server: exactly the ids that sorting keeps are drawn."""
+    z = np.random.default_rng(17).normal(0, 1, 20)
+    full = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | cut
+    kept = kept_by_sorting(z.astype(np.float32).astype(float), *full.values())
+    assert len(kept) < 10
+    assert set(drawn(z, DRAWS, 18, **cut).tolist()) == kept
+
+
 def test_frequencies_at_a_vocabulary_of_152064_with_its_tail():
     """Half the mass lies on 150 k ids of 3e-6 each: one uniform over one float32 sum would lose steps."""
     vocabulary, head, rows, count = 152_064, 2_064, 8, 16_000
