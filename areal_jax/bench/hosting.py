@@ -198,13 +198,13 @@ class _Watched(Engine):
         self.used: list[int] = []
 
     def generate(
-        self, params: VersionedParams, decode_state: DecodeState, only: Any = None
+        self, params: VersionedParams, decode_state: DecodeState, *settings: Any
     ) -> tuple[DecodeState, ResultTokens]:
         is_live = np.asarray(decode_state.is_live)
         self.live.append(int(is_live.sum()))
         # A sample's last token has no KV yet: the next step computes it.
         self.used.append(int((np.asarray(decode_state.filled)[is_live] - 1).sum()))
-        return super().generate(params, decode_state, only)
+        return super().generate(params, decode_state, *settings)
 
 
 def published(engine: Engine, params: Any) -> MemoryStore:

@@ -27,7 +27,7 @@ from areal_jax.generation import jetstream
 from areal_jax.generation.canary import canary
 from areal_jax.generation.device_layout import is_laid_out, serving_layout
 from areal_jax.generation.programs import Programs
-from areal_jax.generation.sampling import require_counted_randomness
+from areal_jax.generation.sampling import Truncation, require_counted_randomness
 from areal_jax.generation.slots import (
     MAX_STOP_TOKENS,
     DecodeState,
@@ -115,7 +115,11 @@ class Engine(jetstream.Engine):
         """The attention path of decode steps, and the reasons against each path that was preferred to it."""
         self._kv_pages = partial(model.kv_pages, page_tokens=self.page_tokens, dtype=kv_dtype)
         chunk = min(prefill_chunk, length)
-        self._programs = Programs(model, decode_steps, chunk, support_size, reserved_slots, kernel)
+        ends_early = self._platform == "cpu"
+        self._programs = Programs(
+            model, decode_steps, chunk, support_size, reserved_slots, kernel, ends_early
+        )
+        self._truncation = Truncation.of([self._sampling])
         self._compile(self._programs)
         self._every_slot = np.ones(slots, bool)
         self._freed: set[int] = set()
@@ -135,7 +139,9 @@ class Engine(jetstream.Engine):
         self._empty_state = jax.jit(empty, out_shardings=state)
         self._prefill_chunk = jax.jit(programs.prefill, donate_argnums=1, out_shardings=cache)
         self._insert = jax.jit(programs.insert, donate_argnums=0, out_shardings=state)
-        self._generate = jax.jit(programs.generate, donate_argnums=2, out_shardings=(state, whole))
+        self._generate = jax.jit(
+            programs.generate, static_argnums=4, donate_argnums=2, out_shardings=(state, whole)
+        )
         self._recompute = jax.jit(programs.recompute, donate_argnums=1, out_shardings=state)
         self._release = jax.jit(programs.release, donate_argnums=0, out_shardings=state)
         self._extract = jax.jit(programs.extract, static_argnums=2, out_shardings=prefix)
@@ -233,6 +239,7 @@ class Engine(jetstream.Engine):
             # The ordinal is the number of inserts so far: a fresh decode state draws the same samples again.
             sample, stops = SampleId(int(decode_state.inserted), 0), (self.tokenizer.eos_id,)
             request = self.request(sample, self._seed, self._sampling, int(prefix.true_length), stops)
+        self._truncation = self._truncation.joined(Truncation.of([request]))
         self._freed.discard(slot)  # that call freed the slot's former sample, not this one
         prefix = prefix.replace(cache=jax.device_put(prefix.cache, self._cache))
         return self._insert(decode_state, prefix, slot, request, -1 if sibling is None else sibling)
@@ -242,6 +249,7 @@ class Engine(jetstream.Engine):
         params: VersionedParams,
         decode_state: DecodeState,
         only: Bool[np.ndarray, " N"] | None = None,
+        truncation: Truncation | None = None,
         sampler: Any = None,
         **later: Any,
     ) -> tuple[DecodeState, ResultTokens]:
@@ -249,14 +257,16 @@ class Engine(jetstream.Engine):
 
         `only`: mask of the slots to step (None: all); the others do not change. A slot for which the pool has
         too few free pages does not change either, and is marked `is_starved` in the results. These also
-        contain the version of `params`.
+        contain the version of `params`. `truncation`: what the live slots' requests need; None: what all
+        requests so far needed. Another value compiles another program, at its first call.
         """
         self._refuse(sampler)
         # Later versions of the API free slots without a decode state: the pages are released here instead.
         while self._freed:
             decode_state = self._release(decode_state, self._freed.pop())
         only = self._every_slot if only is None else only
-        state, data = self._generate(params.params, params.version, decode_state, only)
+        truncation = self._truncation if truncation is None else truncation
+        state, data = self._generate(params.params, params.version, decode_state, only, truncation)
         return state, ResultTokens.of(data, self.decode_steps, self.support_size)
 
     # --- extensions ----------------------------------------------------------------------------------------

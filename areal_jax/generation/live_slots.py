@@ -13,6 +13,7 @@ import numpy as np
 
 from areal_jax.generation.commands import SoFar, Tokens, Work
 from areal_jax.generation.engine import Engine
+from areal_jax.generation.sampling import Truncation
 from areal_jax.generation.slots import DecodeState, Prefix
 from areal_jax.observe.waits import Clock
 from areal_jax.types import NOT_SAMPLED, PolicyVersion, Trajectory, VersionedParams
@@ -123,10 +124,12 @@ class LiveSlots:
         versions.
         """
         slots, results = np.arange(self.engine.slots), []
+        truncation = Truncation.of(work.sampling for work in self.works.values())
         for version in sorted({work.version for work in self.works.values()}):
             # Calls of other versions do not change these slots, so the order of versions changes no bit.
             own = [slot for slot, work in self.works.items() if work.version == version]
-            self.state, sampled = self.engine.generate(params[version], self.state, np.isin(slots, own))
+            only = np.isin(slots, own)
+            self.state, sampled = self.engine.generate(params[version], self.state, only, truncation)
             results.append(sampled.rows)
         return results
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from areal_jax.algorithms.logprobs import token_stats
-from areal_jax.generation.sampling import draw, penalized, sample_key, uniforms
+from areal_jax.generation.sampling import Settings, Truncation, draw, penalized, sample_key, uniforms
 from areal_jax.generation.slots import DecodeState, Prefix, Request
 from areal_jax.models.exact import paged_attention
 from areal_jax.models.kv_pages import KVPages, PagedKernel
@@ -33,6 +33,10 @@ class Programs:
     """Number of slots, from slot 0 on, with pages reserved for them."""
     kernel: PagedKernel | None
     """Attention kernel of decode steps; None: attention over blocks, as in prefill and recompute."""
+    ends_early: bool
+    """Whether a search may end as soon as the values allow it, which is faster on a CPU. A GPU would copy the
+    condition to the host at every step of the search; there, False: each search has a fixed number of steps.
+    """
 
     def release(self, state: DecodeState, slot: Array) -> DecodeState:
         pages = state.pages.released(state.slots == slot)
@@ -89,7 +93,7 @@ class Programs:
         return Prefix(cache, state.tokens[slot], state.filled[slot])
 
     def generate(
-        self, params: Params, version: Array, state: DecodeState, only: Array
+        self, params: Params, version: Array, state: DecodeState, only: Array, truncation: Truncation
     ) -> tuple[DecodeState, Int[Array, "N columns"]]:
         was_live = state.is_live
         # Pages are allocated before the steps: a slot without pages for all of them samples nothing, so that
@@ -99,7 +103,7 @@ class Programs:
         reached = places <= last[:, None] // state.cache.page_tokens
         pages, is_served = state.pages.with_pages(reached & (was_live & only)[:, None], self.reserved_slots)
         state = state.replace(pages=pages)
-        one_step = partial(self._one_step, params, only & is_served)
+        one_step = partial(self._one_step, params, only & is_served, truncation)
         # The outputs have the steps on their first axis.
         state, (tokens, is_valid, logp, support) = jax.lax.scan(one_step, state, None, self.decode_steps)
         state = state.replace(pages=state.pages.released(was_live & ~state.is_live))
@@ -123,7 +127,7 @@ class Programs:
         return state, jnp.concatenate(columns, axis=1)
 
     def _one_step(
-        self, params: Params, steps: Bool[Array, " N"], state: DecodeState, _: None
+        self, params: Params, steps: Bool[Array, " N"], truncation: Truncation, state: DecodeState, _: None
     ) -> tuple[DecodeState, tuple[Array, Array, Array, Array | None]]:
         """Returns the next state and each slot's token, whether it is valid, its log-prob and support."""
         going, slots, r = state.is_live & steps, state.slots, state.requests
@@ -138,7 +142,8 @@ class Programs:
         if r.penalty is not None and counts is not None:
             logits = penalized(logits, counts, r.penalty)
         randoms = uniforms(state.key, state.filled)
-        tokens, support = draw(logits, randoms, r.temperature, r.top_k, r.top_p, r.min_p, self.support_size)
+        settings = Settings(r.temperature, r.top_k, r.top_p, r.min_p)
+        tokens, support = draw(logits, randoms, settings, self.support_size, truncation, self.ends_early)
         logp = self.model.in_rows(token_stats)(logits, tokens, r.temperature, support).logp
         if counts is not None:
             counts = counts.at[slots, tokens].add(going)

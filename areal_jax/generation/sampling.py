@@ -1,15 +1,17 @@
 """Samples tokens without sorting the vocabulary, with random numbers fixed by sample key and position.
 
-Thresholds of top-k and top-p are found by bisection over the ordered bits of float32 until one id is left
-between the bounds; if a support (the ids left to draw from) is recorded, they are found in the sorted list of
-the likeliest ids. The draw inverts the cumulative distribution in two steps, first a block of ids, then an
-id, with one uniform number each, so that no float32 cumulative sum runs over the whole vocabulary. Symbols: N
-slots, V vocabulary, K ids of a support.
+Thresholds of top-k and top-p are found by bisection over the ordered bits of float32; if a support (the ids
+left to draw from) is recorded, they are found in the sorted list of the likeliest ids. Which truncations a
+program computes is fixed when it is compiled (`Truncation`): no value decides what runs, because a GPU would
+copy that value to the host for each token. The draw inverts the cumulative distribution in two steps, first a
+block of ids, then an id, with one uniform number each, so that no float32 cumulative sum runs over the whole
+vocabulary. Symbols: N slots, V vocabulary, K ids of a support.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +22,44 @@ from areal_jax.types import ArealError
 
 BLOCK = 128
 GENERATOR = "threefry2x32"  # explicit, so that no setting of jax changes what a key draws
+
+HALVINGS = 32
+"""Halvings after which a bisection over the bits of a float32 has ended, whatever it looks for."""
+
+
+class Settings(NamedTuple):
+    """How each slot's token is chosen, as arrays; the fields are those of `types.Sampling`."""
+
+    temperature: Float[Array, " N"]
+    top_k: Int[Array, " N"]
+    top_p: Float[Array, " N"]
+    min_p: Float[Array, " N"]
+
+
+class Truncation(NamedTuple):
+    """The truncations that a program computes. Samples that use another one need another program."""
+
+    is_any: bool
+    """Whether top_k, top_p or min_p cut any slot's ids."""
+    has_top_k: bool
+    has_top_p: bool
+
+    @classmethod
+    def of(cls, samplings: Iterable[Any]) -> Truncation:
+        """Returns what samples with these settings need; `samplings`: Sampling or Request records."""
+        top_k = top_p = min_p = False
+        for each in samplings:
+            top_k |= bool(each.top_k > 0)
+            top_p |= bool(each.top_p < 1)
+            min_p |= bool(each.min_p > 0)
+        return cls(top_k or top_p or min_p, top_k, top_p)
+
+    def joined(self, other: Truncation) -> Truncation:
+        """Returns what samples of both need."""
+        return Truncation(*(one or another for one, another in zip(self, other, strict=True)))
+
+
+EVERY = Truncation(True, True, True)
 
 
 def sample_key(
@@ -61,42 +101,38 @@ def uniforms(keys: UInt32[Array, "N 2"], positions: Int[Array, " N"]) -> Float[A
 def draw(
     logits: Float[Array, "N V"],
     randoms: Float[Array, "N 2"],
-    temperature: Float[Array, " N"],
-    top_k: Int[Array, " N"],
-    top_p: Float[Array, " N"],
-    min_p: Float[Array, " N"],
+    settings: Settings,
     support_size: int,
+    truncation: Truncation = EVERY,
+    ends_early: bool = True,
 ) -> tuple[Int[Array, " N"], Int[Array, "N K"] | None]:
     """Returns one token per slot and its support: the ids it was drawn from, padded with -1.
 
     The support is all -1 if the slot's settings cut no ids, and None if `support_size` is 0. `randoms`: see
-    `uniforms`.
+    `uniforms`. `truncation` must have every truncation that `settings` use; more of them change no bit of
+    the result. `ends_early`: see `_bisected`.
 
     Order of truncation: top-k (0: none), then top-p of what is left, then min-p. Ties at a threshold are
     kept, but if ids are cut and `support_size` is not 0, at most so many ids are kept: the likeliest, and of
     equals the lower ids. Temperature 0 selects the likeliest kept id.
     """
+    temperature, top_k, top_p, min_p = settings
     z = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
-    is_cut = (top_k > 0) | (top_p < 1.0) | (min_p > 0.0)
-    if not support_size:
-        k = jnp.where(top_k > 0, top_k, z.shape[-1])
-        none = jnp.full(len(z), -jnp.inf)
-        least = jax.lax.cond(is_cut.any(), lambda z: _least_kept(z, k, top_p, min_p), lambda z: none, z)
+    kept = z
+    if truncation.is_any and not support_size:
+        least = _least_kept(z, settings, truncation, ends_early)
         kept = jnp.where(z < least[:, None], -jnp.inf, z)
-        return jnp.where(temperature > 0, _inverse_cdf(kept, randoms), _likeliest(z)), None
-
-    def of_support(z: Array) -> tuple[Array, Array]:
-        k = jnp.where(top_k > 0, jnp.minimum(top_k, support_size), support_size)
-        values, ids = _truncated_support(z, k, top_p, min_p, support_size)
-        place = jnp.where(temperature > 0, _inverse_cdf(values, randoms), 0)
-        inside = jnp.take_along_axis(ids, place[:, None], axis=1)[:, 0]
-        return inside, jnp.where(is_cut[:, None] & (values > -jnp.inf), ids, -1)
-
-    def of_all(z: Array) -> tuple[Array, Array]:
-        return jnp.zeros(len(z), jnp.int32), jnp.full((len(z), support_size), -1, jnp.int32)
-
-    inside, support = jax.lax.cond(is_cut.any(), of_support, of_all, z)
-    tokens = jnp.where(temperature > 0, _inverse_cdf(z, randoms), _likeliest(z))
+    tokens = jnp.where(temperature > 0, _inverse_cdf(kept, randoms), _likeliest(z))
+    if not support_size:
+        return tokens, None
+    if not truncation.is_any:
+        return tokens, jnp.full((len(z), support_size), -1, jnp.int32)
+    is_cut = (top_k > 0) | (top_p < 1.0) | (min_p > 0.0)
+    k = jnp.where(top_k > 0, jnp.minimum(top_k, support_size), support_size)
+    values, ids = _truncated_support(z, k, top_p, min_p, support_size)
+    place = jnp.where(temperature > 0, _inverse_cdf(values, randoms), 0)
+    inside = jnp.take_along_axis(ids, place[:, None], axis=1)[:, 0]
+    support = jnp.where(is_cut[:, None] & (values > -jnp.inf), ids, -1)
     return jnp.where(is_cut, inside, tokens), support
 
 
@@ -146,22 +182,20 @@ def _truncated_support(
 
 
 def _least_kept(
-    z: Float[Array, "N V"], top_k: Int[Array, " N"], top_p: Float[Array, " N"], min_p: Float[Array, " N"]
+    z: Float[Array, "N V"], settings: Settings, truncation: Truncation, ends_early: bool
 ) -> Float[Array, " N"]:
-    """Returns, per slot, the smallest `z` (logit / temperature) that top-k, top-p and min-p all keep.
-
-    The search for top-k runs only if at least one slot uses top-k, and that for top-p likewise.
-    """
+    """Returns, per slot, the smallest `z` (logit / temperature) that top-k, top-p and min-p all keep."""
+    _, top_k, top_p, min_p = settings
 
     def by_count(z: Array) -> Array:
         order = _ordered_bits(z)
         all_ids, lowest = jnp.full_like(top_k, z.shape[-1]), jnp.zeros_like(top_k, jnp.uint32)
         bound = _bisected(
             lambda bound: (order >= bound).sum(-1),
-            top_k,
+            jnp.where(top_k > 0, jnp.minimum(top_k, all_ids), all_ids),
             (lowest, ~lowest),
             all_ids,
-            lambda _, between: between == 1,
+            (lambda _, between: between == 1) if ends_early else None,
         )
         return jnp.where(order >= bound[:, None], z, -jnp.inf)
 
@@ -181,16 +215,16 @@ def _least_kept(
             top_p * total,
             bounds,
             total,
-            is_one,
+            is_one if ends_early else None,
         )
         return jnp.where(top_p < 1.0, _float(bound), 0.0)
 
-    z = jax.lax.cond((top_k < z.shape[-1]).any(), by_count, lambda z: z, z)
+    if truncation.has_top_k:
+        z = by_count(z)
     weights = jnp.exp(z - z.max(-1, keepdims=True))
-    none = jnp.zeros_like(top_p)
-    bound = jax.lax.cond((top_p < 1.0).any(), by_mass, lambda weights: none, weights)
+    least = jnp.maximum(by_mass(weights), min_p) if truncation.has_top_p else min_p
     # Ids that top-k cut have weight 0, which may be as much as the bound: they are not kept.
-    is_kept = (weights >= jnp.maximum(bound, min_p)[:, None]) & (z > -jnp.inf)
+    is_kept = (weights >= least[:, None]) & (z > -jnp.inf)
     return jnp.where(is_kept, z, jnp.inf).min(-1)
 
 
@@ -214,14 +248,14 @@ def _bisected(
     wanted: Array,
     bounds: tuple[UInt32[Array, " N"], UInt32[Array, " N"]],
     most: Array,
-    is_one: Callable[[Array, Array], Bool[Array, " N"]],
+    is_one: Callable[[Array, Array], Bool[Array, " N"]] | None,
 ) -> UInt32[Array, " N"]:
     """Returns, per slot, the largest bound at which `amount(bound)` is at least `wanted`.
 
     `amount` must not increase with the bound. `bounds` are (low, high) to start from: there, amount(low) must
-    be at least `wanted` and at most `most`, and amount(high) must be 0. The search ends early once
+    be at least `wanted` and at most `most`, and amount(high) must be 0. The search may end early once
     `is_one(low, amount(low) - amount(high))` is True for the low and high reached by then: only one element
-    is left between them.
+    is left between them. `is_one` None: it always takes HALVINGS steps.
     """
 
     def halved(state: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -236,11 +270,15 @@ def _bisected(
             jnp.where(is_enough, at_beyond, there),
         )
 
+    start = (*bounds, most, jnp.zeros_like(most))
+    if is_one is None:
+        return jax.lax.fori_loop(0, HALVINGS, lambda _, state: halved(state), start)[0]
+
     def is_open(state: tuple[Array, ...]) -> Array:
         low, beyond, at_low, at_beyond = state
         return ((beyond - low > 1) & ~is_one(low, at_low - at_beyond)).any()
 
-    return jax.lax.while_loop(is_open, halved, (*bounds, most, jnp.zeros_like(most)))[0]
+    return jax.lax.while_loop(is_open, halved, start)[0]
 
 
 def _inverse_cdf(z: Float[Array, "N V"], randoms: Float[Array, "N 2"]) -> Int[Array, " N"]:

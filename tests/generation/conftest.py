@@ -15,6 +15,9 @@ from areal_jax.algorithms.logprobs import PackedTokens, packed_stats
 from areal_jax.generation.engine import Engine
 from areal_jax.models.attention import PackedAttention
 from areal_jax.models.config import model_config
+from areal_jax.models.kernels import paged_attention as paged_kernels
+from areal_jax.models.kernels.packed_attention import Choice
+from areal_jax.models.kernels.paged_attention import softmax_over
 from areal_jax.models.model import Model
 from areal_jax.tasks.tokenizers import CharTokenizer
 from areal_jax.types import Trajectory, VersionedParams
@@ -81,6 +84,23 @@ def support_engine(model: Model) -> Engine:
 def make_engine(model: Model, **changes: Any) -> Engine:
     sizes = {"slots": SLOTS, "length": LENGTH, "decode_steps": STEPS, "page_tokens": 8, "prefill_chunk": 4}
     return Engine(model, **{**sizes, **changes})
+
+
+@pytest.fixture
+def with_kernel(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes engines that found `pages` fit for use; it is another way to compute attention here."""
+    calls = []
+
+    def kernel(q: Any, cache: Any, layer: Any, table: Any, lengths: Any) -> Any:
+        calls.append(q.shape)
+        return softmax_over(q, cache, layer, table, lengths)
+
+    def make(**sizes: Any) -> tuple[Engine, list[tuple[int, ...]]]:
+        monkeypatch.setattr(paged_kernels, "KERNELS", {"pages": kernel})
+        monkeypatch.setattr(paged_kernels, "choose", lambda *_, **__: Choice("pages", {}))
+        return make_engine(model, **sizes), calls
+
+    return make
 
 
 @pytest.fixture(scope="session")

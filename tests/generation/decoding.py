@@ -10,6 +10,7 @@ import numpy as np
 from areal_jax.control.events import Event
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host, Start
+from areal_jax.generation.sampling import Truncation
 from areal_jax.generation.slots import DecodeState
 from areal_jax.types import NOT_SAMPLED, SampleId, Sampling, Trajectory, VersionedParams
 from areal_jax.weights.memory import MemoryStore
@@ -50,12 +51,13 @@ def decode(
     versions = {slot: [NOT_SAMPLED] * len(asked.prompt) for slot, asked in slots.items()}
     blank = [-1] * engine.support_size
     support = {slot: [blank] * len(asked.prompt) for slot, asked in slots.items()}
+    truncation = Truncation.of(asked.sampling for asked in slots.values())
     for call in range(engine.length):
         if between is not None:
             former = params
             params, state = between(call, params, state)
             served = served if params is former else engine.load_params(params)
-        state, results = engine.generate(served, state)
+        state, results = engine.generate(served, state, truncation=truncation)
         rows = results.rows
         for slot in slots:
             for step in np.flatnonzero(rows["valid"][slot]):

@@ -2,40 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import numpy as np
-import pytest
 
 from areal_jax.generation.commands import Start
-from areal_jax.generation.engine import Engine
-from areal_jax.models.kernels import paged_attention as paged_kernels
 from areal_jax.models.kernels.packed_attention import Choice
-from areal_jax.models.kernels.paged_attention import softmax_over
 from areal_jax.types import SampleId, Sampling
 from areal_jax.weights.memory import MemoryStore
-from tests.generation.conftest import LENGTH, make_engine
+from tests.generation.conftest import LENGTH
 from tests.generation.decoding import Asked, Heard, decode, fill, make_host
 
 PROMPT = (5, 9, 2, 14, 3, 3, 7, 1, 4, 4, 6)
-
-
-@pytest.fixture
-def with_kernel(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes engines that found `pages` fit for use; it is another way to compute attention here."""
-    calls = []
-
-    def kernel(q: Any, cache: Any, layer: Any, table: Any, lengths: Any) -> Any:
-        calls.append(q.shape)
-        return softmax_over(q, cache, layer, table, lengths)
-
-    def make(**sizes: Any) -> tuple[Engine, list[tuple[int, ...]]]:
-        monkeypatch.setattr(paged_kernels, "KERNELS", {"pages": kernel})
-        monkeypatch.setattr(paged_kernels, "choose", lambda *_, **__: Choice("pages", {}))
-        return make_engine(model, **sizes), calls
-
-    return make
 
 
 def test_on_a_cpu_an_engine_decodes_by_blocks(engine):

@@ -113,6 +113,8 @@ def test_a_sample_does_not_change_by_a_bit_with_its_slot_or_its_neighbours(
         "longer": {0: asked(7, PROMPT * 4), 2: mine, 4: asked(8, PROMPT * 3, temperature=0.5)},
         "ended": {1: asked(9, max_tokens=1), 3: mine, 0: asked(6, (4,), max_tokens=3)},
         "same": dict.fromkeys(range(SLOTS), mine),
+        # Another program, which also searches for thresholds.
+        "cut": {1: asked(7, top_p=0.7), 2: mine, 3: asked(8, top_k=3, min_p=0.1)},
     }
     for slots in others.values():
         done = decode(used, versions(0), slots)

@@ -14,6 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from areal_jax.generation.sampling import (
+    EVERY,
+    Settings,
+    Truncation,
+    _least_kept,
     _likeliest,
     _pick,
     draw,
@@ -23,7 +27,7 @@ from areal_jax.generation.sampling import (
     uniforms,
 )
 from areal_jax.generation.slots import RequestPenalty
-from areal_jax.types import ArealError
+from areal_jax.types import ArealError, Sampling
 
 SLOTS, VOCABULARY = 4, 24
 KEY, UNIFORMS = [1830458104, 1425310503], [0.696926474571228, 0.2635657787322998]
@@ -34,7 +38,13 @@ LARGEST = np.float32(1 - 2**-24)
 
 DRAWS = 20_000
 
-jitted = jax.jit(draw, static_argnums=6)
+
+@partial(jax.jit, static_argnums=(6, 7, 8))
+def jitted(logits, randoms, temperature, top_k, top_p, min_p, support_size, *program):
+    return draw(logits, randoms, Settings(temperature, top_k, top_p, min_p), support_size, *program)
+
+
+thresholds = jax.jit(_least_kept, static_argnums=(2, 3))
 
 
 def kept_by_sorting(z: np.ndarray, top_k: int, top_p: float, min_p: float) -> set[int]:
@@ -79,6 +89,63 @@ def test_kept_sets_equal_those_found_by_sorting(z, top_k, top_p, min_p):
         kept_by_sorting(z[i], top_k[i], top_p[i], min_p[i]) if is_cut[i] else set() for i in range(SLOTS)
     ]
     assert supports(z, top_k, top_p, min_p) == expected
+
+
+@given(
+    grid,
+    st.lists(st.integers(0, VOCABULARY + 3), min_size=SLOTS, max_size=SLOTS),
+    st.lists(st.sampled_from([1.0, 0.9137, 0.5171, 0.0731]), min_size=SLOTS, max_size=SLOTS),
+    st.lists(st.sampled_from([0.0, 0.0317, 0.2713]), min_size=SLOTS, max_size=SLOTS),
+)
+@settings(max_examples=150)
+def test_a_search_of_fixed_length_finds_the_same_sets(z, top_k, top_p, min_p):
+    cut = Settings(
+        np.ones(SLOTS, np.float32),
+        np.array(top_k, np.int32),
+        np.array(top_p, np.float32),
+        np.array(min_p, np.float32),
+    )
+    least = np.asarray(thresholds(z.astype(np.float32), cut, EVERY, False))
+    for row in range(SLOTS):
+        expected = kept_by_sorting(z[row], top_k[row], top_p[row], min_p[row])
+        assert set(np.flatnonzero(z[row] >= least[row]).tolist()) == expected
+
+
+@pytest.mark.parametrize("first", [-3.7, -1e-30, 0.1, 5.3, 7e20])
+@pytest.mark.parametrize("ends_early", [True, False])
+def test_a_search_separates_neighbouring_floats(first, ends_early):
+    """32 halvings: with one less, some of these ids are kept beside those that top-k keeps."""
+    z = np.empty((8, 12), np.float32)
+    z[:, 0] = np.arange(8) * np.float32(first) / 8 + np.float32(first)
+    for i in range(1, 12):
+        z[:, i] = np.nextafter(z[:, i - 1], np.float32(np.inf))
+    one = np.ones(8, np.float32)
+    cut = Settings(one, np.arange(1, 9, dtype=np.int32), one, 0 * one)
+    least = np.asarray(thresholds(z, cut, Truncation(True, True, False), ends_early))
+    np.testing.assert_array_equal((z >= least[:, None]).sum(-1), np.arange(1, 9))
+
+
+@pytest.mark.parametrize("support_size", [0, 8])
+@pytest.mark.parametrize(
+    "cut", [(0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.9137, 0.0), (0, 1.0, 0.0317), (5, 0.9137, 0.0317)]
+)
+def test_every_program_with_a_samples_truncations_draws_the_same_tokens(cut, support_size):
+    """Also by the program without others, and by a GPU's; among ties, and with 300 ids in three blocks."""
+    rng = np.random.default_rng(16)
+    z = (rng.integers(-12, 9, (64, 300)) / 2).astype(np.float32)
+    randoms, one = rng.random((64, 2), np.float32), np.ones(64, np.float32)
+    rows = z, randoms, one, np.full(64, cut[0], np.int32), cut[1] * one, cut[2] * one
+    tokens, support = jitted(*rows, support_size)
+    own = Truncation.of([Sampling(1.0, *cut)])
+    assert own.is_any == any(own[1:]) or cut[2]
+    for truncation, ends_early in ((own, True), (own, False), (EVERY, False)):
+        others, their_support = jitted(*rows, support_size, truncation, ends_early)
+        np.testing.assert_array_equal(others, tokens)
+        if support_size:
+            np.testing.assert_array_equal(their_support, support)
+    kept = [kept_by_sorting(row, *cut) for row in z.astype(float)]
+    assert all(int(token) in ids for token, ids in zip(tokens, kept, strict=True))
+    assert any(len(ids) < 300 for ids in kept) == any(own)
 
 
 @given(
@@ -164,10 +231,7 @@ def test_no_sort_of_the_vocabulary():
     shapes = (
         jax.ShapeDtypeStruct((SLOTS, 1024), jnp.float32),
         jax.ShapeDtypeStruct((SLOTS, 2), jnp.float32),
-        n,
-        jax.ShapeDtypeStruct((SLOTS,), jnp.int32),
-        n,
-        n,
+        Settings(n, jax.ShapeDtypeStruct((SLOTS,), jnp.int32), n, n),
     )
     sorts = []
     for support_size in (0, 8):
@@ -251,7 +315,7 @@ def test_frequencies_at_a_vocabulary_of_152064_with_its_tail():
         np.zeros(rows, np.float32),
     )
     many = jax.jit(
-        lambda randoms: jax.lax.map(lambda r: draw(jnp.tile(z, (rows, 1)), r, *cut, 0)[0], randoms)
+        lambda randoms: jax.lax.map(lambda r: draw(jnp.tile(z, (rows, 1)), r, Settings(*cut), 0)[0], randoms)
     )
     keys = jnp.tile(sample_key(7, 0, 0, 0), (count, 1))
     tokens = np.asarray(many(uniforms(keys, jnp.arange(count)).reshape(-1, rows, 2))).reshape(-1)

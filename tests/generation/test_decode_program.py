@@ -1,0 +1,91 @@
+"""What a decode call costs besides its arithmetic: no value of it decides what runs, and one read-back."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from areal_jax.generation.commands import Start
+from areal_jax.generation.sampling import EVERY, Truncation
+from areal_jax.types import SampleId, Sampling
+from areal_jax.weights.memory import MemoryStore
+from tests.generation.conftest import SLOTS, STEPS, make_engine
+from tests.generation.decoding import Heard, make_host, start
+
+PROMPT = (5, 9, 2)
+PLAIN = Truncation.of([])
+
+
+def decisions(engine: Any, params: Any, truncation: Truncation, **changes: Any) -> tuple[int, int]:
+    """How many branches and how many loops of the compiled decode call depend on values."""
+    programs = replace(engine._programs, **changes)
+    state = jax.eval_shape(engine.init_decode_state)
+    jitted = jax.jit(programs.generate, static_argnums=4)
+    text = jitted.lower(params, 0, state, engine._every_slot, truncation).compile().as_text()
+    assert text is not None
+    loops = re.findall(r" while\(.*", text)
+    assert any('"known_trip_count":{"n":"2"}' in loop for loop in loops)  # the scan over the call's steps
+    return text.count(" conditional("), sum("known_trip_count" not in loop for loop in loops)
+
+
+@pytest.mark.parametrize("truncation", [PLAIN, EVERY])
+def test_no_value_decides_what_a_decode_call_runs(engine, with_kernel, versions, truncation):
+    """A GPU would copy each such value to the host, for every token, before it could go on."""
+    by_kernel, _ = with_kernel()
+    params = versions(0).params
+    assert decisions(by_kernel, params, truncation, ends_early=False) == (0, 0)
+    # On a CPU, where a condition costs nothing, the searches for top-k and top-p end early.
+    assert decisions(by_kernel, params, truncation, ends_early=True) == (0, 2 if truncation.is_any else 0)
+
+
+def test_a_decode_call_is_read_back_once(model, versions, monkeypatch):
+    """On two devices, where numpy cannot read an array's memory without jax."""
+    engine = make_engine(model, mesh=jax.sharding.Mesh(np.array(jax.devices()[:2]), ("tensor",)))
+    store = MemoryStore(engine.canary)
+    store.publish(versions(0))
+    host = make_host(engine, store, Heard(), sampling=Sampling(max_tokens=20))
+    host.inbox.put(start(0, 3, PROMPT))
+    host.take_commands()
+    host.step()
+    reads, array = [], type(jnp.zeros(()))
+    value = array._value
+
+    def counted(self: Any) -> Any:
+        reads.append(self.shape)
+        return value.fget(self)
+
+    monkeypatch.setattr(array, "_value", property(counted))
+    calls = 0
+    while host.has_work:
+        host.step()
+        calls += 1
+    assert calls == 9 and reads == [(SLOTS, 3 * STEPS + 5)] * calls
+
+
+def test_a_call_runs_the_program_for_the_truncations_of_live_samples(engine, store, monkeypatch):
+    ran, generate = [], engine._generate
+
+    def recorded(*args: Any) -> Any:
+        ran.append(args[4])
+        return generate(*args)
+
+    monkeypatch.setattr(engine, "_generate", recorded)
+    heard = Heard()
+    host = make_host(engine, store, heard, sampling=Sampling(max_tokens=6))
+    host.inbox.put(start(0, 1, PROMPT))
+    host.inbox.put(Start((SampleId(1, 0),), PROMPT, 0, Sampling(top_p=0.5, max_tokens=4)))
+    host.take_commands()
+    while host.has_work:
+        host.step()
+    assert ran == [Truncation(True, False, True)] * 2 + [PLAIN]
+    assert len(heard.done) == 2
+    # Driven without a host, an engine runs what all requests so far needed.
+    assert engine._truncation.has_top_p
+    engine.generate(host._current, engine.init_decode_state())
+    assert ran[-1].has_top_p
