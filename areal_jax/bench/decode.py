@@ -201,13 +201,13 @@ def sample(*, slots: int = 16, vocabulary: int = 49_152, repeats: int = 20) -> d
     cuts = {"plain": (0, 1.0, 0.0, 0), "top_p": (0, 0.9, 0.0, 0), "top_k_256": (256, 0.9, 0.05, 256)}
 
     def drawn(top_k: int, top_p: float, min_p: float, support: int) -> Callable[..., Any]:
-        truncation = Truncation.of([Sampling(1.0, top_k, top_p, min_p)])
+        truncation = Truncation.of(Sampling(1.0, top_k, top_p, min_p))
         settings = Settings(ones, jnp.full(slots, top_k), top_p * ones, min_p * ones)
         run = jax.jit(lambda z, u, s: draw(z, u, s, support, truncation))
         return lambda z, u: run(z, u, settings)  # as arguments: XLA folds constants
 
     def both(z: jax.Array, u: jax.Array) -> Any:
-        chosen = draw(z, u, Settings(ones, tokens, ones, 0 * ones), 0, Truncation.of([]))[0]
+        chosen = draw(z, u, Settings(ones, tokens, ones, 0 * ones), 0, Truncation())[0]
         return chosen, token_stats(z, chosen, ones).logp
 
     calls = {name: drawn(*cut) for name, cut in cuts.items()}

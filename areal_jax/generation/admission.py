@@ -107,6 +107,8 @@ class Admission:
         new sample starts. Yields (sample, reason) for each sample removed because its prompt exceeds device
         memory.
         """
+        if not self.waiting:
+            return
         free = deque(slot for slot in self._slots if slot not in self._live.works)
         # If no sample is live, a prefill stalls nothing, and prompts may take all the chunks they need.
         chunks = CHUNKS * len(free) if self._live.works else self._engine.length

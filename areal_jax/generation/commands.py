@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
+from areal_jax.generation.sampling import Truncation
 from areal_jax.generation.slots import Penalties, Prefix
 from areal_jax.types import PolicyVersion, SampleId, Sampling
 
@@ -144,6 +146,11 @@ class Work:
         """
         ordinal = self.start.drawn_as
         return self.sample if ordinal is None else self.sample._replace(ordinal=ordinal)
+
+    @cached_property
+    def truncation(self) -> Truncation:
+        """What a decode call must compute for this sample."""
+        return Truncation.of(self.sampling)
 
     @property
     def group(self) -> tuple[int, int]:

@@ -119,7 +119,7 @@ class Engine(jetstream.Engine):
         self._programs = Programs(
             model, decode_steps, chunk, support_size, reserved_slots, kernel, ends_early
         )
-        self._truncation = Truncation.of([self._sampling])
+        self._truncation = Truncation.of(self._sampling)
         self._compile(self._programs)
         self._every_slot = np.ones(slots, bool)
         self._freed: set[int] = set()
@@ -239,7 +239,7 @@ class Engine(jetstream.Engine):
             # The ordinal is the number of inserts so far: a fresh decode state draws the same samples again.
             sample, stops = SampleId(int(decode_state.inserted), 0), (self.tokenizer.eos_id,)
             request = self.request(sample, self._seed, self._sampling, int(prefix.true_length), stops)
-        self._truncation = self._truncation.joined(Truncation.of([request]))
+        self._truncation = Truncation.joined([self._truncation, Truncation.of(request)])
         self._freed.discard(slot)  # that call freed the slot's former sample, not this one
         prefix = prefix.replace(cache=jax.device_put(prefix.cache, self._cache))
         return self._insert(decode_state, prefix, slot, request, -1 if sibling is None else sibling)

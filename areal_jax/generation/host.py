@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from queue import Queue
 from threading import TIMEOUT_MAX
 from typing import Any
@@ -313,9 +312,11 @@ class Host:
         if self._last_call_s is not None:
             self.gaps_s.append(now - self._last_call_s)
         for progress in self._slots.collect(results):
-            self._report(progress)
-        youngest = self._slots.evictable
-        if any(rows["is_starved"].any() for rows in results) and youngest is not None:
+            self.generated_tokens += progress.after - progress.before
+            if progress.stop_reason or self._on_tokens is not None:
+                self._report(progress)
+        is_starved = any(rows["is_starved"].any() for rows in results)
+        if is_starved and (youngest := self._slots.evictable) is not None:
             self._queue_of(self._slots.works[youngest]).evict(youngest)
             self._totals.evictions += 1
         # The samples that ended may have been the last ones of their version.
@@ -325,11 +326,10 @@ class Host:
 
     def _report(self, progress: Progress) -> None:
         """Call `on_tokens` with a sample's new tokens; if the sample ended, emit SampleFinished."""
-        slot, work, before, reason = progress
+        slot, work, before, after, reason = progress
         records = self._slots.records
-        self.generated_tokens += (count := int(records.filled[slot]) - before)
         is_heard = work.start.is_request or not self._engine.reserved_slots
-        if self._on_tokens is not None and is_heard and count:
+        if self._on_tokens is not None and is_heard and after > before:
             self._on_tokens(work.sample, records.since(slot, before))
         if reason:
             trajectory = records.trajectory(slot, work, reason, self._on_update)
@@ -338,8 +338,8 @@ class Host:
 
     def _count(self) -> Statistics:
         current = self._current
-        return replace(
-            self._totals,
+        # Once per call: `dataclasses.replace` would take several times as long.
+        counts: dict[str, Any] = vars(self._totals) | dict[str, Any](
             version=current.version if current else -1,
             digest=current.digest if current else "",
             live=len(self._slots.works),
@@ -350,3 +350,4 @@ class Host:
             generated_tokens=self.generated_tokens,
             prefills=sum(queue.prefills for queue in self._queues),
         )
+        return Statistics(**counts)

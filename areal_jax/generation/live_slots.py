@@ -30,6 +30,8 @@ class Progress(NamedTuple):
     work: Work
     before: int
     """Number of the sample's tokens before the call, prompt included."""
+    after: int
+    """Number of its tokens after the call."""
     stop_reason: str
 
 
@@ -42,7 +44,7 @@ class LiveSlots:
     def __init__(self, engine: Engine, clock: Clock) -> None:
         self.engine, self._clock = engine, clock
         self.works: dict[int, Work] = {}
-        self.records = Records(engine.slots, engine.length, engine.support_size)
+        self.records = Records(engine.slots, engine.length, engine.decode_steps, engine.support_size)
         self.free_pages = engine.shared_pages
         self.state: DecodeState = engine.init_decode_state()
 
@@ -123,26 +125,37 @@ class LiveSlots:
         `params`: the parameters by version. Returns each call's `ResultTokens.rows`, in ascending order of
         versions.
         """
-        slots, results = np.arange(self.engine.slots), []
-        truncation = Truncation.of(work.sampling for work in self.works.values())
-        for version in sorted({work.version for work in self.works.values()}):
-            # Calls of other versions do not change these slots, so the order of versions changes no bit.
-            own = [slot for slot, work in self.works.items() if work.version == version]
-            only = np.isin(slots, own)
+        works, results = self.works, []
+        truncation = Truncation.joined({work.truncation for work in works.values()})
+        versions = sorted({work.version for work in works.values()})
+        for version in versions:
+            only = None
+            if len(versions) > 1:
+                # Calls of other versions do not change these slots, so the order of versions changes no bit.
+                only = np.zeros(self.engine.slots, bool)
+                only[[slot for slot, work in works.items() if work.version == version]] = True
             self.state, sampled = self.engine.generate(params[version], self.state, only, truncation)
             results.append(sampled.rows)
         return results
 
     def collect(self, results: list[np.ndarray]) -> list[Progress]:
         """Record `decode`'s results, free the slots of ended samples; returns each sample's Progress."""
-        before = self.records.filled.copy()
+        before = self.records.filled.tolist()
         for sampled in results:
             self.records.add(sampled)
         # Every call returns the state of all slots, so the last one has the final state of each.
-        is_live, self.free_pages = results[-1]["is_live"], int(results[-1]["free_pages"][0])
-        return [self._advance(slot, int(before[slot]), bool(is_live[slot])) for slot in list(self.works)]
+        is_live, self.free_pages = results[-1]["is_live"].tolist(), int(results[-1]["free_pages"][0])
+        after = self.records.filled.tolist()
+        return [
+            # Nearly always a sample just goes on: the loop over slots is most of a call's work in Python.
+            Progress(slot, work, before[slot], after[slot], "")
+            if is_live[slot] and not work.sampling.stop
+            else self._advance(slot, before[slot], bool(is_live[slot]))
+            for slot, work in list(self.works.items())
+        ]
 
     def _advance(self, slot: int, before: int, is_live: bool) -> Progress:
+        """Returns the Progress of a sample that ended, or that a stop text may end; if so, frees its slot."""
         work = self.works[slot]
         is_stopped = self._end_at_text(slot, before)
         if is_live and is_stopped:  # only the host matches stop texts
@@ -151,7 +164,7 @@ class LiveSlots:
             del self.works[slot]  # `generate` has released its pages
             is_stopped |= int(self.records.of(slot)["tokens"][-1]) in work.stops
         reason = "stop" if is_stopped else "" if is_live else "length"
-        return Progress(slot, work, before, reason)
+        return Progress(slot, work, before, int(self.records.filled[slot]), reason)
 
     def _end_at_text(self, slot: int, before: int) -> bool:
         """Cut the slot's record after the first token that completes a stop text; returns whether one did.
@@ -177,17 +190,19 @@ class LiveSlots:
 class Records:
     """The tokens of the sample in each slot, with log-probs, versions and supports, in host memory.
 
-    A token's support is the ids that truncation left to draw from. `rows` is (slots, length), a structured
-    array with an entry per token; slot i uses the first `filled[i]` of its entries, prompt included.
+    A token's support is the ids that truncation left to draw from. `rows` is (slots, length + steps), a
+    structured array with an entry per token; slot i uses the first `filled[i]` of its entries, prompt
+    included, and what the others hold has no meaning. `steps`: tokens that a decode call samples per slot.
     """
 
-    def __init__(self, slots: int, length: int, support_size: int) -> None:
+    def __init__(self, slots: int, length: int, steps: int, support_size: int) -> None:
         ids = (support_size,)
         columns = [("tokens", "i4"), ("logp", "f4"), ("versions", "i4"), ("support", "i4", ids)]
         # What is not sampled, such as the prompt, has no version, log-prob or support.
         self._blank = np.array((0, 0.0, NOT_SAMPLED, np.full(ids, -1)), columns)
-        self.rows = np.full((slots, length), self._blank)
+        self.rows = np.full((slots, length + steps), self._blank)
         self.filled = np.ones(slots, np.int64)
+        self._slots, self._steps = np.arange(slots)[:, None], np.arange(steps)
 
     def begin(self, slot: int, work: Work) -> None:
         """Start the slot's record with the prompt, or with the tokens of a half-decoded sample."""
@@ -203,11 +218,14 @@ class Records:
 
         In each slot, valid tokens come before invalid ones.
         """
-        slots, steps = np.nonzero(results["valid"])
-        at = self.filled[slots] + steps
-        for name in ("tokens", "logp", "support"):
-            self.rows[name][slots, at] = results[name][slots, steps]
-        self.rows["versions"][slots, at] = results["version"][slots]
+        # All slots are written at once: entries that are not valid lie beyond `filled`, and the slot's next
+        # valid ones replace them.
+        slots, at = self._slots, self.filled[:, None] + self._steps
+        self.rows["tokens"][slots, at] = results["tokens"]
+        self.rows["logp"][slots, at] = results["logp"]
+        self.rows["versions"][slots, at] = results["version"][:, None]
+        if self._blank["support"].size:
+            self.rows["support"][slots, at] = results["support"]
         self.filled += results["valid"].sum(axis=1)
 
     def of(self, slot: int, start: int = 0) -> np.ndarray:

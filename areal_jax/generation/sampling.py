@@ -39,24 +39,21 @@ class Settings(NamedTuple):
 class Truncation(NamedTuple):
     """The truncations that a program computes. Samples that use another one need another program."""
 
-    is_any: bool
+    is_any: bool = False
     """Whether top_k, top_p or min_p cut any slot's ids."""
-    has_top_k: bool
-    has_top_p: bool
+    has_top_k: bool = False
+    has_top_p: bool = False
 
     @classmethod
-    def of(cls, samplings: Iterable[Any]) -> Truncation:
-        """Returns what samples with these settings need; `samplings`: Sampling or Request records."""
-        top_k = top_p = min_p = False
-        for each in samplings:
-            top_k |= bool(each.top_k > 0)
-            top_p |= bool(each.top_p < 1)
-            min_p |= bool(each.min_p > 0)
-        return cls(top_k or top_p or min_p, top_k, top_p)
+    def of(cls, sampling: Any) -> Truncation:
+        """Returns what a sample with these settings needs: a Sampling, or a Request of one sample."""
+        has_top_k, has_top_p = bool(sampling.top_k > 0), bool(sampling.top_p < 1)
+        return cls(has_top_k or has_top_p or bool(sampling.min_p > 0), has_top_k, has_top_p)
 
-    def joined(self, other: Truncation) -> Truncation:
-        """Returns what samples of both need."""
-        return Truncation(*(one or another for one, another in zip(self, other, strict=True)))
+    @classmethod
+    def joined(cls, each: Iterable[Truncation]) -> Truncation:
+        """Returns what all of these together need."""
+        return cls(*(any(one) for one in zip(*each, strict=True)))
 
 
 EVERY = Truncation(True, True, True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import jax
@@ -215,16 +216,25 @@ class ResultTokens(jetstream.ResultTokens):
     @property
     def rows(self) -> np.ndarray:
         """(N,): a structured view of `data` in host memory, with the columns by name."""
-        steps = (self.tokens_idx[1],)
-        columns = [
-            ("tokens", np.int32, steps),
-            ("valid", np.int32, steps),
-            ("length", np.int32),
-            ("logp", np.float32, steps),
-            ("version", np.int32),
-            ("is_live", np.int32),
-            ("is_starved", np.int32),
-            ("free_pages", np.int32),
-            ("support", np.int32, (*steps, self.support_size)),
-        ]
+        columns = _columns(self.tokens_idx[1], self.support_size)
         return np.ascontiguousarray(self.data).view(columns)[:, 0]
+
+
+@cache
+def _columns(steps: int, support_size: int) -> np.dtype:
+    """Returns the dtype of a row of `ResultTokens`; it is made once, because making it takes longer than
+    reading a row.
+    """
+    each = (steps,)
+    columns = [
+        ("tokens", np.int32, each),
+        ("valid", np.int32, each),
+        ("length", np.int32),
+        ("logp", np.float32, each),
+        ("version", np.int32),
+        ("is_live", np.int32),
+        ("is_starved", np.int32),
+        ("free_pages", np.int32),
+        ("support", np.int32, (*each, support_size)),
+    ]
+    return np.dtype(columns)

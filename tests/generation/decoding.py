@@ -51,7 +51,7 @@ def decode(
     versions = {slot: [NOT_SAMPLED] * len(asked.prompt) for slot, asked in slots.items()}
     blank = [-1] * engine.support_size
     support = {slot: [blank] * len(asked.prompt) for slot, asked in slots.items()}
-    truncation = Truncation.of(asked.sampling for asked in slots.values())
+    truncation = Truncation.joined(Truncation.of(asked.sampling) for asked in slots.values())
     for call in range(engine.length):
         if between is not None:
             former = params

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from tests.generation.conftest import SLOTS, STEPS, make_engine
 from tests.generation.decoding import Heard, make_host, start
 
 PROMPT = (5, 9, 2)
-PLAIN = Truncation.of([])
+PLAIN = Truncation()
 
 
 def decisions(engine: Any, params: Any, truncation: Truncation, **changes: Any) -> tuple[int, int]:
@@ -89,3 +90,22 @@ def test_a_call_runs_the_program_for_the_truncations_of_live_samples(engine, sto
     assert engine._truncation.has_top_p
     engine.generate(host._current, engine.init_decode_state())
     assert ran[-1].has_top_p
+
+
+def test_a_decode_call_is_few_calls_of_python(engine, store):
+    """Between two calls the device has nothing to do; with a tiny model that is a large part of its time."""
+    host = make_host(engine, store, Heard())
+    host.inbox.put(start(0, SLOTS, PROMPT))
+    host.take_commands()
+    host.step()
+    host.step()
+    calls = []
+    sys.setprofile(
+        lambda frame, event, _: calls.append(frame.f_code) if event in ("call", "c_call") else None
+    )
+    try:
+        host.step()
+    finally:
+        sys.setprofile(None)
+    assert host.statistics().live == SLOTS
+    assert 50 < len(calls) < 165

@@ -71,8 +71,8 @@ def test_a_slot_without_a_page_keeps_still_and_goes_on_to_the_same_bits(narrow, 
     alone = {slot: decode(narrow, versions(0), {0: asked})[0] for slot, asked in slots.items()}
     generate, starved = narrow.generate, []
 
-    def watched(*args):
-        state, results = generate(*args)
+    def watched(*args, **settings):
+        state, results = generate(*args, **settings)
         starved.append(results.rows["is_starved"].tolist())
         assert not (results.rows["valid"].any(axis=1) & results.rows["is_starved"]).any()
         return state, results

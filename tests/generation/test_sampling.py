@@ -136,7 +136,7 @@ def test_every_program_with_a_samples_truncations_draws_the_same_tokens(cut, sup
     randoms, one = rng.random((64, 2), np.float32), np.ones(64, np.float32)
     rows = z, randoms, one, np.full(64, cut[0], np.int32), cut[1] * one, cut[2] * one
     tokens, support = jitted(*rows, support_size)
-    own = Truncation.of([Sampling(1.0, *cut)])
+    own = Truncation.of(Sampling(1.0, *cut))
     assert own.is_any == any(own[1:]) or cut[2]
     for truncation, ends_early in ((own, True), (own, False), (EVERY, False)):
         others, their_support = jitted(*rows, support_size, truncation, ends_early)
