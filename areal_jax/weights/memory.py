@@ -23,7 +23,6 @@ from areal_jax.weights.store import (
     VersionGoneError,
     WeightsError,
     is_published,
-    require_canary,
     wire_copy,
 )
 
@@ -31,11 +30,10 @@ from areal_jax.weights.store import (
 class MemoryStore:
     """Publishes and loads weights versions within one process; holds the latest version only.
 
-    `probe(params) -> (n,)` returns the log-probs of a fixed sequence; a reader must compute the same values
-    as the publisher. `dtype`: the dtype of the published copy. `is_exclusive`: publishing overwrites the
-    parameters that the reader decodes with. There must then be a single reader, on the publisher's device,
-    which adopts the published version before it uses parameters again, and which never runs while the
-    publisher runs (`runtime.turns`).
+    `probe` computes log-probs of a fixed sequence, in which reader and publisher must agree. `dtype`: the
+    dtype of the published copy. `is_exclusive`: publishing overwrites the parameters that the reader decodes
+    with. There must then be a single reader, on the publisher's device, which adopts the published version
+    before it uses parameters again, and which never runs while the publisher runs (`runtime.turns`).
     """
 
     def __init__(self, probe: Probe, dtype: str = "float32", is_exclusive: bool = False) -> None:
@@ -98,7 +96,7 @@ class MemoryStore:
                     f"{found}: its parameters changed during the transfer; resume the run from its last "
                     "checkpoint"
                 )
-            require_canary(version, canary(), np.asarray(self._probe(loaded.params)))
+            self._probe.require(version, canary(), np.asarray(self._probe(loaded.params)))
         return loaded
 
 

@@ -31,7 +31,6 @@ from areal_jax.weights.store import (
     StagedError,
     VersionDamagedError,
     VersionGoneError,
-    require_canary,
 )
 
 CANARY = "canary"
@@ -40,7 +39,7 @@ CANARY = "canary"
 class OrbaxReader:
     """Loads weights versions from a folder, and checks files and leaves as module `staged` describes.
 
-    `probe(params)` returns log-probs of a fixed sequence; a load fails if they differ from the publisher's.
+    `probe` computes log-probs of a fixed sequence; a load fails if they differ from the publisher's.
     """
 
     def __init__(self, folder: Path, probe: Probe) -> None:
@@ -79,7 +78,7 @@ class OrbaxReader:
             self._refused[version] = identity
             raise VersionDamagedError(str(error)) from None
         canary = np.asarray(manifest.about.get(CANARY, ()))
-        require_canary(version, canary, np.asarray(self._probe(params)))
+        self._probe.require(version, canary, np.asarray(self._probe(params)))
         return VersionedParams(version, params, combine(manifest.leaves))
 
     def _identity(self, version: PolicyVersion) -> tuple[int, int] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
@@ -17,11 +18,41 @@ from areal_jax.weights.digest import combine, digest, leaf_sums, name_sums, on_d
 LOAD_ATTEMPTS = 100
 """Number of attempts of `load_newer` if each time the version is removed between `latest` and `load`."""
 
-CANARY_TOLERANCE = 1e-3
-"""Largest accepted difference, in nats, between publisher and reader in a canary's log-prob."""
 
-Probe = Callable[[Any], jax.Array]
-"""`probe(params) -> (n,)`: the canary, log-probs of a fixed sequence, equal at publisher and reader."""
+@dataclass(frozen=True)
+class Probe:
+    """The canary, log-probs of a fixed sequence: a reader must compute the publisher's, up to rounding.
+
+    A leaf's digest proves its bits. The canary finds a reader that reads them in another layout, or that runs
+    another program.
+    """
+
+    log_probs: Callable[[Any], jax.Array]
+    """`log_probs(params) -> (n,)`, in nats."""
+    largest: float = 1e-3
+    """Largest accepted difference between publisher and reader in the log-prob of a token, in nats."""
+    mean: float = 1e-3
+    """Largest accepted mean of these differences, in nats."""
+
+    def __call__(self, params: Any) -> jax.Array:
+        return self.log_probs(params)
+
+    def require(self, version: PolicyVersion, published: np.ndarray, found: np.ndarray) -> None:
+        """Raises WeightsError if `published`, the publisher's log-probs, and `found`, the reader's, differ by
+        more than `largest` or `mean` allow, if they are not the same number, or if one is NaN.
+        """
+        is_alike = found.shape == published.shape
+        gaps = np.abs(found - published) if is_alike else np.full(1, np.nan)
+        largest, mean = float(gaps.max()), float(gaps.mean())
+        # The comparisons are written so that a gap of NaN is refused too.
+        if not (largest <= self.largest and mean <= self.mean):
+            raise WeightsError(
+                f"the canary's log-prob under version {version} differs by {largest:.2g} nats (mean "
+                f"{mean:.2g}) between trainer and host, and at most {self.largest:g} (mean {self.mean:g}) is "
+                "rounding: they compute differently from equal parameters; compare their devices, XLA flags "
+                "and model sections of the config"
+            )
+
 
 BeforeCommit = Callable[[VersionedParams], None]
 """Called with a version, in the form that readers will load (cast), before any reader can load it."""
@@ -143,19 +174,6 @@ def is_published(value: VersionedParams, known: VersionedParams | None) -> bool:
         f"version {value.version} (digest {value.digest}) cannot be published after version {known.version} "
         f"(digest {known.digest}): versions only grow, so publish a newer version"
     )
-
-
-def require_canary(version: PolicyVersion, published: np.ndarray, found: np.ndarray) -> None:
-    """Raises WeightsError if reader and publisher compute different log-probs of a fixed sequence. These,
-    `found` and `published`, may differ by CANARY_TOLERANCE nats, and none may be NaN.
-    """
-    # The comparison below is written so that a gap of NaN is refused too.
-    gap = float(np.max(np.abs(found - published))) if found.shape == published.shape else float("nan")
-    if not gap <= CANARY_TOLERANCE:
-        raise WeightsError(
-            f"the canary's log-prob under version {version} differs by {gap:.2g} nats between trainer "
-            "and host: they compute differently from equal parameters; compare their devices and XLA flags"
-        )
 
 
 def wire_copy(value: VersionedParams, dtype: str, onto: Any = None) -> VersionedParams:

@@ -113,13 +113,14 @@ def probe(model: Any) -> Any:
     import jax.numpy as jnp
 
     from areal_jax.models.attention import PackedAttention
+    from areal_jax.weights.store import Probe
 
     def log_probs(params: Any) -> Any:
         tokens = jnp.arange(16)[None]
         found = model.hidden(params, tokens, tokens, PackedAttention(jnp.ones_like(tokens)))[0]
         return jax.nn.log_softmax(model.logits(params, found[0]))[:, 0]
 
-    return jax.jit(log_probs)
+    return Probe(jax.jit(log_probs))
 
 
 def body(folder: Path, asked: Asked, watcher: int, beat: Beat) -> None:

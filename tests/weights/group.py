@@ -18,6 +18,7 @@ from areal_jax.cluster.trainer_group import joined
 from areal_jax.types import VersionedParams
 from areal_jax.weights.digest import digest
 from areal_jax.weights.publishing import PublisherSettings
+from areal_jax.weights.store import Probe
 from areal_jax.weights.transfer.publisher import TransferStore
 from tests.weights.processes import DEADLINE_S, SECRET, tell_address, wait_for
 
@@ -36,6 +37,7 @@ def params_of(version: int) -> dict[str, np.ndarray]:
     return params | {"frozen": np.arange(32, dtype=np.float32).reshape(8, 4)}
 
 
+@Probe
 @jax.jit
 def probe(params) -> jax.Array:
     return sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(params))[None]

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from areal_jax.weights.memory import MemoryStore
+from areal_jax.weights.store import Probe
 from tests.weights.values import HERE, THERE, pointers, probe, same, value
 
 
@@ -41,7 +42,7 @@ def test_a_reader_where_the_parameters_lie_gets_the_published_arrays():
         calls.append(params)
         return probe(params)
 
-    store = MemoryStore(counted)
+    store = MemoryStore(Probe(counted))
     wire = store.publish(value(0))
     assert pointers(store.load(0, HERE).params) == pointers(wire.params)
     assert calls == []

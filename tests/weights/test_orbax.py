@@ -22,6 +22,7 @@ from areal_jax.weights.orbax import OrbaxStore
 from areal_jax.weights.publishing import PublisherSettings
 from areal_jax.weights.staged import MANIFEST, render
 from areal_jax.weights.store import (
+    Probe,
     VersionDamagedError,
     VersionGoneError,
     WeightsError,
@@ -118,7 +119,7 @@ def test_what_is_published_is_what_stood_there_however_soon_it_is_donated(tmp_pa
     """Large enough that the copy is still on its way when the update that donates its source starts."""
     whole = NamedSharding(HERE["b"].mesh, PartitionSpec())
     update = jax.jit(lambda params: jax.tree.map(lambda leaf: leaf * 0 - 1, params), donate_argnums=0)
-    settings = PublisherSettings(lambda params: params["w"][0, 0, :3], deadline_s=DEADLINE_S)
+    settings = PublisherSettings(Probe(lambda params: params["w"][0, 0, :3]), deadline_s=DEADLINE_S)
     store = OrbaxStore(tmp_path, settings, keep=9)
     wanted = {}
     for version in range(3):

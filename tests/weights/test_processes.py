@@ -94,7 +94,7 @@ def test_a_publisher_killed_between_stage_and_commit_leaves_the_version_before_i
     folder = tmp_path / "weights"
     if kind == "orbax":
         assert (folder / ".staged-2" / "manifest.json").exists()
-        assert OrbaxReader(folder, lambda params: params).latest() == 1
+        assert OrbaxReader(folder, probe).latest() == 1
     again = said(start("processes", 1, "publish", kind, tmp_path, 2, 4))
     adopted = said(host)
     assert [one["version"] for one in adopted] == [0, 1, 2, 3, 4]

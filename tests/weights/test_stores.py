@@ -18,7 +18,7 @@ from areal_jax.weights.digest import digest
 from areal_jax.weights.memory import MemoryStore
 from areal_jax.weights.orbax import OrbaxStore
 from areal_jax.weights.publishing import PublisherSettings
-from areal_jax.weights.store import ParamStore, VersionGoneError, WeightsError, load_newer
+from areal_jax.weights.store import ParamStore, Probe, VersionGoneError, WeightsError, load_newer
 from tests.weights.values import (
     DEADLINE_S,
     HERE,
@@ -226,10 +226,31 @@ def test_a_reader_that_computes_something_else_is_caught_by_the_canary(make: Mak
         calls.append(params)
         return probe(params) * (1.0 if len(calls) == 1 else factor)
 
-    store = make(lies_later)
+    store = make(Probe(lies_later))
     publish(store, value(0))
     with pytest.raises(WeightsError, match="canary's log-prob under version 0 differs by"):
         store.load(0, THERE)
+
+
+@pytest.mark.parametrize(
+    ("gaps", "is_rounding"),
+    [([0.19, 0, 0, 0], True), ([0.21, 0, 0, 0], False), ([0.06] * 4, False), ([0.04] * 4, True)],
+)
+def test_the_probe_says_which_gaps_are_rounding(make: Make, gaps: list[float], is_rounding: bool):
+    """At most 0.2 for each token and 0.05 in the mean of four; both bounds hold in every store."""
+    calls = []
+
+    def differs_later(params) -> jax.Array:
+        calls.append(params)
+        return probe(params) + (0.0 if len(calls) == 1 else 1.0) * jnp.asarray(gaps)
+
+    store = make(Probe(differs_later, largest=0.2, mean=0.05))
+    publish(store, value(0))
+    if is_rounding:
+        assert same(store.load(0, THERE).params, value(0).params)
+    else:
+        with pytest.raises(WeightsError, match=r"differs by .* at most 0\.2 \(mean 0\.05\) is rounding"):
+            store.load(0, THERE)
 
 
 # --- threads ------------------------------------------------------------------------------------------------

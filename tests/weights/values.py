@@ -41,6 +41,7 @@ def value(version: int, seed: int | None = None) -> VersionedParams:
     return VersionedParams(version, params, digest(params))
 
 
+@Probe
 @jax.jit
 def probe(params) -> jax.Array:
     return (params["w"].astype(jnp.float32) * 0.1).sum(axis=0)

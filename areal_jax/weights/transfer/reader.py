@@ -19,7 +19,7 @@ import numpy as np
 from areal_jax.types import PolicyVersion, VersionedParams
 from areal_jax.weights.digest import leaf_sums, name_sums
 from areal_jax.weights.staged import described
-from areal_jax.weights.store import Probe, VersionDamagedError, require_canary
+from areal_jax.weights.store import Probe, VersionDamagedError
 from areal_jax.weights.transfer.channel import Channel, ChannelError
 from areal_jax.weights.transfer.pulling import Pull
 
@@ -42,7 +42,7 @@ class TransferReader:
     def __init__(
         self, address: str, probe: Probe, deadline_s: float = 600.0, secret: str | None = None
     ) -> None:
-        """`probe(params)` returns log-probs of a fixed sequence; each load compares them to the publisher's.
+        """`probe` computes log-probs of a fixed sequence; each load compares them to the publisher's.
 
         `deadline_s`: longest time of one load, in seconds. `secret`: the publisher's secret; None if the
         publisher has no secret.
@@ -108,7 +108,7 @@ class TransferReader:
                 raise
             params = jax.tree.unflatten(jax.tree.structure(shardings), [leaves[name] for name in wanted])
             own = self._probe(params)
-            require_canary(version, pull.canary(), np.asarray(own))
+            self._probe.require(version, pull.canary(), np.asarray(own))
         self._remember(pull.leaves, leaves)
         return VersionedParams(version, params, pull.digest)
 

@@ -220,7 +220,7 @@ def test_a_reader_that_computes_something_else_refuses_at_load(make):
     factor = [1.0]
     store = make(publisher, probe)
     publish(store, value(0))
-    reader = make(TransferReader, store.address, lambda params: probe(params) * factor[0])
+    reader = make(TransferReader, store.address, Probe(lambda params: probe(params) * factor[0]))
     newest_of = lambda: load_newer(reader, THERE)  # noqa: E731
     wait_for(lambda: reader.latest() == 0)
     assert newest_of() is not None
@@ -232,7 +232,7 @@ def test_a_reader_that_computes_something_else_refuses_at_load(make):
 
 
 def test_another_models_tree_is_refused(make):
-    store = make(publisher, lambda params: jnp.zeros(1))
+    store = make(publisher, Probe(lambda params: jnp.zeros(1)))
     params = {"w": jnp.zeros((8, 4)), "other": jnp.zeros(4)}
     publish(store, VersionedParams(0, params, digest(params)))
     reader = reader_of(make, store)
