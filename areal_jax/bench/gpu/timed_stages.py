@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,8 @@ def _run_stage(stage: Stage, file: Path, ends_s: float) -> None:
     """Measures the stage's cells until `ends_s` (time.monotonic); a line is written for each of them."""
     left = list(stage.cells)
     while left:
-        # Cells with an environment have a process of their own; the others share one.
-        part = [cell for cell in left if cell.env is None] or left[:1]
+        # A cell with an environment has a process of its own; those up to the next such cell share one.
+        part = list(takewhile(lambda cell: cell.env is None, left)) or left[:1]
         before = len(read_lines(file))
         problem = _run_process(stage, part, file, ends_s)
         measured = [line["cell"] for line in read_lines(file)[before:]]
