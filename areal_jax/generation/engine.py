@@ -115,7 +115,7 @@ class Engine(jetstream.Engine):
         """The attention path of decode steps, and the reasons against each path that was preferred to it."""
         self._kv_pages = partial(model.kv_pages, page_tokens=self.page_tokens, dtype=kv_dtype)
         chunk = min(prefill_chunk, length)
-        ends_early = self._platform == "cpu"
+        ends_early = self._platform not in ("gpu", "cuda")
         self._programs = Programs(
             model, decode_steps, chunk, support_size, reserved_slots, kernel, ends_early
         )
@@ -142,7 +142,7 @@ class Engine(jetstream.Engine):
         self._generate = jax.jit(
             programs.generate, static_argnums=4, donate_argnums=2, out_shardings=(state, whole)
         )
-        self._recompute = jax.jit(programs.recompute, donate_argnums=1, out_shardings=state)
+        self._recompute = jax.jit(programs.recompute, static_argnums=4, donate_argnums=1, out_shardings=state)
         self._release = jax.jit(programs.release, donate_argnums=0, out_shardings=state)
         self._extract = jax.jit(programs.extract, static_argnums=2, out_shardings=prefix)
 
@@ -335,7 +335,14 @@ class Engine(jetstream.Engine):
 
         `only`: mask of the slots to rebuild; None: all.
         """
-        return self._recompute(params.params, decode_state, self._every_slot if only is None else only)
+        only = self._every_slot if only is None else only
+        known = np.asarray(decode_state.filled) - 1
+        longest = int(np.where(np.asarray(decode_state.is_live) & only, known, 0).max())
+        # One call per chunk: a loop in the program would ask a GPU at each chunk whether another one follows.
+        for start in range(0, longest, self._programs.prefill_chunk):
+            pages = self._pages_read(start + self._programs.prefill_chunk)
+            decode_state = self._recompute(params.params, decode_state, only, start, pages)
+        return decode_state
 
     def free_resource(self, slot: int, decode_state: DecodeState | None = None) -> Any:
         """Returns the decode state with the slot freed, and its pages too unless another slot uses them.
@@ -380,7 +387,9 @@ class Engine(jetstream.Engine):
             request = self.request(SampleId(0, 0), 0, Sampling(max_tokens=1), count)
             state = self.insert(prompt.prefix, state, 0, request=request)
             self.extract(0, state, count)
-        state = self.recompute(params, self.free_resource(0, state))  # no live slot: no chunk is computed
+        state = self.free_resource(0, state)
+        for pages in {self._pages_read(end) for end in range(1, self.length + 1)}:
+            state = self._recompute(params.params, state, self._every_slot, 0, pages)
         jax.block_until_ready(self.generate(params, state)[0])
 
     # --- inside --------------------------------------------------------------------------------------------
@@ -403,6 +412,13 @@ class Engine(jetstream.Engine):
         while pages < used:
             pages *= 4
         return min(pages, self.pages_per_slot)
+
+    def _pages_read(self, end: int) -> int:
+        """Returns how many pages of a slot a chunk of recompute reads that ends before position `end`.
+
+        If attention ends early by itself, that is all of them, so that one program suffices.
+        """
+        return self.pages_per_slot if self._programs.ends_early else self._bucket(min(end, self.length))
 
     def _request_penalty(self, penalties: Penalties | None) -> RequestPenalty | None:
         if not self.has_penalties:

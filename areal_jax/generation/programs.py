@@ -34,8 +34,9 @@ class Programs:
     kernel: PagedKernel | None
     """Attention kernel of decode steps; None: attention over blocks, as in prefill and recompute."""
     ends_early: bool
-    """Whether a search may end as soon as the values allow it, which is faster on a CPU. A GPU would copy the
-    condition to the host at every step of the search; there, False: each search has a fixed number of steps.
+    """Whether searches, and attention over blocks in prefill and recompute, end as soon as values allow it. A
+    GPU would copy the condition to the host at each of their steps; there, False: the number of steps is
+    fixed. Attention over blocks in decode steps, for which a GPU has kernels, always ends early.
     """
 
     def release(self, state: DecodeState, slot: Array) -> DecodeState:
@@ -56,7 +57,7 @@ class Programs:
         """
         positions = jnp.broadcast_to(start + jnp.arange(self.prefill_chunk), tokens.shape)
         at = jnp.minimum(positions, table.shape[1] * cache.page_tokens - 1)
-        attend = paged_attention(self.model.config, table, at, positions < known)
+        attend = paged_attention(self.model.config, table, at, positions < known, ends_early=self.ends_early)
         return self.model.hidden(params, tokens, positions, attend, cache)[1]
 
     def insert(
@@ -160,15 +161,17 @@ class Programs:
         )
         return state, (tokens, going, logp, support)
 
-    def recompute(self, params: Params, state: DecodeState, only: Array) -> DecodeState:
+    def recompute(
+        self, params: Params, state: DecodeState, only: Array, start: Array, pages: int
+    ) -> DecodeState:
+        """Returns the state with a chunk of live slots' KV rebuilt: the tokens from position `start` on.
+
+        `pages`: how many pages of a slot it reads at most.
+        """
         # Without the last token, whose KV is written when the next decode step feeds it.
         known = jnp.where(state.is_live & only, state.filled - 1, 0)
         padded = jnp.pad(state.tokens, ((0, 0), (0, self.prefill_chunk)))
-
-        def one_chunk(i: Array, cache: KVPages) -> KVPages:
-            start = i * self.prefill_chunk
-            tokens = jax.lax.dynamic_slice_in_dim(padded, start, self.prefill_chunk, axis=1)
-            return self._next_chunk(params, cache, state.pages.table, tokens, start, known[:, None])
-
-        chunks = -(-known.max() // self.prefill_chunk)
-        return state.replace(cache=jax.lax.fori_loop(0, chunks, one_chunk, state.cache))
+        tokens = jax.lax.dynamic_slice_in_dim(padded, start, self.prefill_chunk, axis=1)
+        table = state.pages.table[:, :pages]
+        cache = self._next_chunk(params, state.cache, table, tokens, start, known[:, None])
+        return state.replace(cache=cache)

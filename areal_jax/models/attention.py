@@ -80,6 +80,10 @@ class PagedAttention(struct.PyTreeNode):
     """False for padding tokens: their KV goes to the scratch page, and their output is undefined."""
     kernel: PagedKernel | None = struct.field(pytree_node=False, default=None)
     """Used for calls with one token per slot; other calls, and all calls if None, use JAX code."""
+    ends_early: bool = struct.field(pytree_node=False, default=True)
+    """Whether the steps end with the longest slot's last token; otherwise all pages of `table` are read. A
+    GPU copies the condition of a loop that ends early to the host at each of its steps.
+    """
 
     def extended(self, layer: Any, cache: KVPages, k: Any, v: Any) -> KVPages:
         """Returns the cache with this call's keys `k` and values `v` written to the layer's pages."""
@@ -126,8 +130,10 @@ class PagedAttention(struct.PyTreeNode):
 
         shape = (slots, kv_heads, heads // kv_heads, tokens)
         start = (jnp.full(shape, NEGATIVE), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
-        last = jnp.where(self.is_written, self.positions, 0).max()
-        _, total, out = jax.lax.fori_loop(0, last // (joined * size) + 1, visit, start)
+        blocks = table.shape[1] // joined
+        if self.ends_early:
+            blocks = jnp.where(self.is_written, self.positions, 0).max() // (joined * size) + 1
+        _, total, out = jax.lax.fori_loop(0, blocks, visit, start)
         out = out / total[..., None]
         return jnp.moveaxis(out, 3, 1).reshape(slots, tokens, heads, head_dim), cache
 

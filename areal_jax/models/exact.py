@@ -271,16 +271,17 @@ def paged_attention(
     positions: Int[Array, "N C"],
     is_written: Bool[Array, "N C"],
     kernel: PagedKernel | None = None,
+    ends_early: bool = True,
 ) -> Attention:
     """Returns the attention over pages of KV, exact or bounded as `config.numerics` says.
 
     `table`: page numbers of each slot. `positions`: each token's position in its sample. `is_written`: False
-    for padding tokens. `kernel`: computes calls with one token per slot (None: JAX code does); unused with
-    exact numerics.
+    for padding tokens. `kernel`: computes calls with one token per slot (None: JAX code does). `ends_early`:
+    whether that code stops at the last written token. Exact numerics ignore both.
     """
     if config.numerics == "exact":
         return ExactPagedAttention(table, positions, is_written)
-    return PagedAttention(table, positions, is_written, kernel)
+    return PagedAttention(table, positions, is_written, kernel, ends_early)
 
 
 def is_exact(attend: Attention) -> TypeGuard[ExactPackedAttention | ExactPagedAttention]:

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from areal_jax.generation.commands import Start
+from areal_jax.generation.engine import Engine
 from areal_jax.generation.sampling import EVERY, Truncation
+from areal_jax.models import attention
 from areal_jax.types import SampleId, Sampling
 from areal_jax.weights.memory import MemoryStore
 from tests.generation.conftest import SLOTS, STEPS, make_engine
@@ -29,10 +31,15 @@ def decisions(engine: Any, params: Any, truncation: Truncation, **changes: Any) 
     state = jax.eval_shape(engine.init_decode_state)
     jitted = jax.jit(programs.generate, static_argnums=4)
     text = jitted.lower(params, 0, state, engine._every_slot, truncation).compile().as_text()
-    assert text is not None
-    loops = re.findall(r" while\(.*", text)
-    assert any('"known_trip_count":{"n":"2"}' in loop for loop in loops)  # the scan over the call's steps
-    return text.count(" conditional("), sum("known_trip_count" not in loop for loop in loops)
+    assert text is not None and '"known_trip_count":{"n":"2"}' in text  # the scan over the call's steps
+    return text.count(" conditional("), open_loops(text)
+
+
+def open_loops(text: str | None) -> int:
+    """How many loops of a compiled program end when values say so."""
+    loops = re.findall(r" while\(.*", text or "")
+    assert loops
+    return sum("known_trip_count" not in loop for loop in loops)
 
 
 @pytest.mark.parametrize("truncation", [PLAIN, EVERY])
@@ -43,6 +50,55 @@ def test_no_value_decides_what_a_decode_call_runs(engine, with_kernel, versions,
     assert decisions(by_kernel, params, truncation, ends_early=False) == (0, 0)
     # On a CPU, where a condition costs nothing, the searches for top-k and top-p end early.
     assert decisions(by_kernel, params, truncation, ends_early=True) == (0, 2 if truncation.is_any else 0)
+
+
+def with_fixed_loops(engine: Engine) -> Engine:
+    """The engine with the programs that it has on a GPU."""
+    engine._programs = replace(engine._programs, ends_early=False)
+    engine._compile(engine._programs)
+    return engine
+
+
+def test_prefill_and_rebuild_of_a_gpu_have_only_loops_of_fixed_length(engine, versions):
+    counts = {}
+    for ends_early in (True, False):
+        programs, params = replace(engine._programs, ends_early=ends_early), versions(0).params
+        state, only = jax.eval_shape(engine.init_decode_state), engine._every_slot
+        prompt = engine.begin_prefill(np.zeros(9, np.int32), 9).prefix.cache
+        prefill = jax.jit(programs.prefill).lower(params, prompt, np.zeros((1, 4), np.int32), 0, 8)
+        rebuild = jax.jit(programs.recompute, static_argnums=4).lower(params, state, only, 0, 2)
+        counts[ends_early] = [open_loops(lowered.compile().as_text()) for lowered in (prefill, rebuild)]
+    assert counts[False] == [0, 0]
+    assert min(counts[True]) >= 1
+
+
+def test_loops_of_fixed_length_change_no_bit(model, versions, monkeypatch):
+    """Prompts of one page and of four, four blocks of attention, and a swap in the middle of the samples."""
+    monkeypatch.setattr(attention, "KV_BLOCK", 8)
+    found = []
+    for engine in (make_engine(model), with_fixed_loops(make_engine(model))):
+        heard, store, pages = Heard(), MemoryStore(engine.canary), []
+        rebuild = engine._recompute
+        monkeypatch.setattr(engine, "_recompute", lambda *a, r=rebuild, p=pages: p.append(a[4]) or r(*a))
+        store.publish(versions(0))
+        host = make_host(engine, store, heard)
+        for ordinal, count in enumerate([2, 26]):
+            host.inbox.put(start(ordinal, 2, PROMPT[:1] * count))
+        host.take_commands()
+        host.step()
+        store.publish(versions(1))
+        while host.has_work:
+            host.step()
+        assert all(set(done.versions.tolist()) == {-1, 0, 1} for done in heard.done.values())
+        found.append((heard.done, pages))
+    (early, read_early), (fixed, read_fixed) = found
+    # The longest sample has 28 tokens, so 27 of KV: seven chunks of 4.
+    assert read_early == [4] * 7 and read_fixed == [1, 1, 4, 4, 4, 4, 4]
+    for sample, done in early.items():
+        np.testing.assert_array_equal(fixed[sample].tokens, done.tokens)
+        np.testing.assert_array_equal(
+            fixed[sample].behavior_logp.view(np.int32), done.behavior_logp.view(np.int32)
+        )
 
 
 def test_a_decode_call_is_read_back_once(model, versions, monkeypatch):
