@@ -19,6 +19,7 @@ from areal_jax.models.config import ModelConfig
 from areal_jax.models.exact import as_published, in_tiles, rounded
 from areal_jax.models.kv_pages import KVPages
 from areal_jax.models.lora import adapters_of, base_of, merge_adapters, with_adapters
+from areal_jax.models.products import product
 from areal_jax.models.quantize import dequantize_tree, quantize_tree
 from areal_jax.models.transformer import PLAIN, Execution, FeatureMajor, Transformer, project
 from areal_jax.types import ArealError
@@ -160,8 +161,7 @@ class Model:
         if not self.config.is_tied or isinstance(weight, FeatureMajor):
             logits = project(hidden, weight, dtype)
         else:  # reads the embedding untransposed: CPUs transpose bfloat16 slowly
-            operands, last = (hidden.astype(dtype), weight.astype(dtype)), (((1,), (1,)), ((), ()))
-            logits = jax.lax.dot_general(*operands, last, preferred_element_type=jnp.float32)
+            logits = product(hidden, weight, dtype, axis=1)
         known = self.tokenizer.vocab_size
         if known == self.config.vocab_size:
             return logits

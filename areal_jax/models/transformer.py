@@ -25,6 +25,7 @@ from areal_jax.models.attention import Attention
 from areal_jax.models.blockwise import KEPT
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.exact import as_attended, as_published, is_exact, rows_of, with_matrices_in
+from areal_jax.models.products import product
 from areal_jax.models.quantize import dequantized, inputs_of, quantized
 from areal_jax.models.rope import inverse_frequencies
 
@@ -128,8 +129,7 @@ def project(x: Float[Array, "... I"], weight: Array | FeatureMajor, dtype: str) 
     """
     if isinstance(weight, FeatureMajor):
         return weight.product(x, dtype)
-    flat = weight.reshape(x.shape[-1], -1).astype(dtype)
-    out = jnp.dot(x.reshape(-1, x.shape[-1]).astype(dtype), flat, preferred_element_type=jnp.float32)
+    out = product(x.reshape(-1, x.shape[-1]), weight.reshape(x.shape[-1], -1), dtype)
     return out.reshape(*x.shape[:-1], -1)
 
 

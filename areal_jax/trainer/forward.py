@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -16,8 +15,24 @@ from areal_jax.models.exact import packed_attention
 from areal_jax.models.kernels.packed_attention import choose, on_mesh
 from areal_jax.models.model import Model, Params
 from areal_jax.models.transformer import Execution, Remat
-from areal_jax.parallel.mesh import ROWS, rows_over
+from areal_jax.parallel.mesh import ROWS, param_shardings, rows_over
 from areal_jax.types import Batch
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def gathered(shard: Array, axis: int, dtype: str) -> Array:
+    """Returns the matrix of which each fsdp device has a `shard` along `axis`, as values of `dtype`.
+
+    It is cast before the devices exchange it. Its gradient is summed in the shard's dtype, float32, and each
+    device gets the sum of its shard alone.
+    """
+    return jax.lax.all_gather(shard.astype(dtype), "fsdp", axis=axis, tiled=True).astype(shard.dtype)
+
+
+gathered.defvjp(
+    lambda shard, axis, dtype: (gathered(shard, axis, dtype), None),
+    lambda axis, dtype, _, slope: (jax.lax.psum_scatter(slope, "fsdp", scatter_dimension=axis, tiled=True),),
+)
 
 
 class Forward:
@@ -57,18 +72,27 @@ class Forward:
         """
         mesh, model = self.mesh, self.model
         shards = mesh.shape["data"] * mesh.shape["fsdp"]
-        of_rows: Callable[..., TokenStats] = partial(
-            packed_stats,
-            model.head,
-            chunk=max(1, self.chunk // shards),
-            has_entropy_gradient=self.has_entropy_gradient,
-            values=None if model.config.numerics == "bounded" else self._values,
-        )
+        split = self._head_axis()
+
+        def of_rows(weight: Array, hidden: Array, asked: PackedTokens) -> TokenStats:
+            if split is not None:
+                weight = gathered(weight, split, model.config.dtype)
+            return packed_stats(
+                model.head,
+                weight,
+                hidden,
+                asked,
+                max(1, self.chunk // shards),
+                has_entropy_gradient=self.has_entropy_gradient,
+                values=None if model.config.numerics == "bounded" else self._values,
+            )
+
         if shards > 1:  # sums the head's gradient over the devices once, not chunk by chunk
+            by_axis = () if split is None else (*[None] * split, "fsdp")
             of_rows = jax.shard_map(
                 of_rows,
                 mesh=mesh,
-                in_specs=(PartitionSpec(), ROWS, ROWS),
+                in_specs=(PartitionSpec(*by_axis), ROWS, ROWS),
                 out_specs=ROWS,
                 axis_names=set(ROWS[0]),
                 check_vma=False,
@@ -76,6 +100,14 @@ class Forward:
         temperature = masked.per_token(micro.temperature, micro.segment_ids)
         asked = PackedTokens(micro.tokens, micro.previous, micro.loss_mask, temperature, micro.support)
         return of_rows(model.head_weight(params), hidden, asked)
+
+    def _head_axis(self) -> int | None:
+        """Returns the axis along which the LM head's matrix is split over the fsdp devices; None if whole."""
+        model = self.model
+        name = "head" if "head" in model.abstract_params else "embedding"
+        leaf = model.abstract_params[name]
+        spec = param_shardings(model.logical_axes[name], leaf, self.mesh).spec
+        return spec.index("fsdp") if self.mesh.shape["fsdp"] > 1 and "fsdp" in spec else None
 
     def _values(
         self, weight: Array, hidden: Array, tokens: Array, temperature: Array, support: Array | None

@@ -1,0 +1,56 @@
+"""Matrix products with a weight: operands in the model's dtype, sums in float32, forward and backward.
+
+JAX's own backward pass of a bfloat16 product with a float32 result multiplies in float32, at half of a GPU's
+speed and twice the bytes, and then rounds the gradient to bfloat16. Here the two backward products read
+bfloat16 too, and their float32 sums are the gradients. Shapes: n rows, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+def product(x: Float[Array, "n I"], weight: Array, dtype: str, axis: int = 0) -> Float[Array, "n O"]:
+    """Returns float32 x @ weight, of operands cast to `dtype`.
+
+    `axis`: that of the inputs in the weight, which is (I, O), or (O, I) with axis 1.
+    """
+    if dtype == "float32":
+        return _sum(x.astype(dtype), weight.astype(dtype), 1, axis)
+    return _reduced(x, weight, dtype, axis, (x.dtype, weight.dtype))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _reduced(x: Array, weight: Array, dtype: str, axis: int, kinds: Any) -> Array:
+    """Returns `product` with the backward pass of this module; `kinds`: the dtypes of x and weight."""
+    return _forward(x, weight, dtype, axis, kinds)[0]
+
+
+def _forward(x: Array, weight: Array, dtype: str, axis: int, kinds: Any) -> tuple[Array, tuple]:
+    read = x.astype(dtype), weight.astype(dtype)
+    return _sum(*read, 1, axis), read
+
+
+def _backward(dtype: str, axis: int, kinds: Any, kept: tuple, slope: Array) -> tuple[Array, Array]:
+    """Returns the gradients with respect to x and weight.
+
+    `kept`: x and weight as the forward pass read them; `slope`: the gradient with respect to the result.
+    """
+    (x, weight), slope = kept, slope.astype(dtype)
+    of_x = _sum(slope, weight, 1, 1 - axis)
+    of_weight = _sum(x, slope, 0, 0) if axis == 0 else _sum(slope, x, 0, 0)
+    return of_x.astype(kinds[0]), of_weight.astype(kinds[1])
+
+
+_reduced.defvjp(_forward, _backward)
+
+
+def _sum(left: Array, right: Array, left_axis: int, right_axis: int) -> Array:
+    """Returns left times right, summed over the two axes in float32."""
+    numbers = (((left_axis,), (right_axis,)), ((), ()))
+    return jax.lax.dot_general(left, right, numbers, preferred_element_type=jnp.float32)
