@@ -172,7 +172,8 @@ def _head_forward(
         return TokenStats(*(x.at[i].set(now) for x, now in zip(stats, here, strict=True)))
 
     zeros = jnp.zeros(hidden.shape[:2], jnp.float32)
-    stats = jax.lax.fori_loop(0, count, one_chunk, TokenStats(zeros, zeros, zeros))
+    with jax.named_scope("head_chunks"):
+        stats = jax.lax.fori_loop(0, count, one_chunk, TokenStats(zeros, zeros, zeros))
     return stats, (hidden, weight, chunks, stats.logp)
 
 
@@ -201,7 +202,8 @@ def _head_backward(
 
     # The weight's gradient is summed over chunks in float32, also for bfloat16 weights.
     start = (jnp.zeros_like(hidden), jnp.zeros(weight.shape, jnp.float32))
-    of_hidden, of_weight = jax.lax.fori_loop(0, count, one_chunk, start)
+    with jax.named_scope("head_chunks"):
+        of_hidden, of_weight = jax.lax.fori_loop(0, count, one_chunk, start)
     return of_hidden, of_weight.astype(weight.dtype), None
 
 

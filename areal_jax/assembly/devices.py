@@ -72,26 +72,28 @@ def host_mesh(config: Config, what: str) -> Mesh:
     return make_mesh({"tensor": config.runtime.host_tensor}, jax.devices(), what)
 
 
-def place(config: Config) -> Devices:
+def place(config: Config, devices: Sequence[Any] | None = None) -> Devices:
     """Returns the meshes of trainer, hosts and evaluation (if observe.evaluate is set).
 
-    With runtime.placement=split each mesh has devices of its own; with shared every mesh begins at the first
-    device; auto selects split if there are enough devices. Raises ArealError if there are too few devices, or
-    if evaluation would have to share a device.
+    `devices`: the devices to place them on; None: all devices of jax. With runtime.placement=split each mesh
+    has devices of its own; with shared every mesh begins at the first device; auto selects split if there are
+    enough devices. Raises ArealError if there are too few devices, or if evaluation would have to share a
+    device.
     """
     r = config.runtime
     hosts = r.hosts + bool(config.observe.evaluate)
     trainer_devices, host_devices = config.trainer.mesh.devices, hosts * r.host_tensor
     wanted = r.placement
     together = max(trainer_devices, r.host_tensor)
-    use_virtual_cpus(together if wanted == "shared" else trainer_devices + host_devices)
-    devices = jax.devices()
+    if devices is None:
+        use_virtual_cpus(together if wanted == "shared" else trainer_devices + host_devices)
+        devices = jax.devices()
     if wanted == "auto":
         wanted = "split" if len(devices) >= trainer_devices + host_devices else "shared"
     if wanted == "split" and len(devices) < trainer_devices + host_devices:
         raise ArealError(
             f"runtime.placement=split needs {trainer_devices} devices for the trainer and {host_devices} "
-            f"for the hosts, but jax has {len(devices)}; use runtime.placement=shared, or reduce "
+            f"for the hosts, but there are {len(devices)}; use runtime.placement=shared, or reduce "
             "trainer.mesh, runtime.hosts or runtime.host_tensor"
         )
     if wanted == "shared" and config.observe.evaluate:

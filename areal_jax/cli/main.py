@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import typer
 
-from areal_jax.cli import cluster, convert, evaluate, explain, launch, measure, parity, read, serve, train
+from areal_jax.cli import (
+    cluster,
+    convert,
+    evaluate,
+    explain,
+    launch,
+    measure,
+    parity,
+    plan,
+    read,
+    serve,
+    train,
+)
 from areal_jax.cli.shell import Verbs
 
 VERBS = {
     "quickstart": train.quickstart,
     "run": train.run,
     "resume": train.resume,
+    "plan": plan.plan,
     "launch": launch.launch,
     "audit": read.audit,
     "inspect": read.inspect,

@@ -39,7 +39,7 @@ from areal_jax.generation.slots import (
 )
 from areal_jax.models.kernels.paged_attention import choose_for
 from areal_jax.models.model import Model
-from areal_jax.parallel.mesh import make_mesh, param_shardings, replicated
+from areal_jax.parallel.mesh import make_mesh, param_shardings, platform_of, replicated
 from areal_jax.types import ArealError, SampleId, Sampling, VersionedParams
 from areal_jax.weights.store import dtype_in
 
@@ -109,11 +109,13 @@ class Engine(jetstream.Engine):
         self._sampling, self._seed = sampling or Sampling(max_tokens=length), seed
         self._mesh = mesh or make_mesh({"tensor": 1}, jax.devices(), "a generation host")
         self.param_shardings = param_shardings(model.logical_axes, model.abstract_params, self._mesh)
-        self._platform = self._mesh.devices.flat[0].platform
+        self._platform = platform_of(self._mesh)
         kv_dtype = model.config.dtype if kv_dtype == "auto" else kv_dtype
         self.attention, kernel = choose_for(model.config, self._mesh, kv_dtype, self.page_tokens, self.pages)
         """The attention path of decode steps, and the reasons against each path that was preferred to it."""
-        self._kv_pages = partial(model.kv_pages, page_tokens=self.page_tokens, dtype=kv_dtype)
+        self._kv_pages = partial(
+            model.kv_pages, page_tokens=self.page_tokens, dtype=kv_dtype, platform=self._platform
+        )
         chunk = min(prefill_chunk, length)
         ends_early = self._platform not in ("gpu", "cuda")
         self._programs = Programs(
@@ -391,6 +393,28 @@ class Engine(jetstream.Engine):
         for pages in {self._pages_read(end) for end in range(1, self.length + 1)}:
             state = self._recompute(params.params, state, self._every_slot, 0, pages)
         jax.block_until_ready(self.generate(params, state)[0])
+
+    def abstract_calls(self, dtype: str) -> dict[str, tuple[Any, tuple]]:
+        """Returns name -> (jitted function, abstract arguments) of the programs that a host calls.
+
+        Each is of its largest size; `dtype` is that of the parameters. They can be compiled without a device.
+        """
+        params = jax.tree.map(
+            lambda like, on: jax.ShapeDtypeStruct(like.shape, dtype_in(like.dtype, dtype), sharding=on),
+            self.model.abstract_params,
+            self.param_shardings,
+        )
+        state = self._empty_state.eval_shape(self._neutral)
+        cache = self._empty_prefix.eval_shape(self.pages_per_slot)
+        chunk = np.zeros((1, self._programs.prefill_chunk), np.int32)
+        prefix = Prefix(cache, np.zeros(self.length, np.int32), np.int32(0))
+        return {
+            "prefill": (self._prefill_chunk, (params, cache, chunk, 0, 1)),
+            "insert": (self._insert, (state, prefix, 0, self._neutral, -1)),
+            "decode": (self._generate, (params, 0, state, self._every_slot)),
+            "recompute": (self._recompute, (params, state, self._every_slot)),
+            "extract": (self._extract, (state, 0, self.pages_per_slot)),
+        }
 
     # --- inside --------------------------------------------------------------------------------------------
 

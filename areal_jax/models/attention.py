@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 from areal_jax.models.blockwise import NEGATIVE, blockwise_attention
 from areal_jax.models.kernels.packed_attention import Kernel, over_mesh
 from areal_jax.models.kv_pages import KVPages, PagedKernel
+from areal_jax.parallel.mesh import platform_of
 
 BLOCK = 256
 """Tokens per block of a packed row: at any time, scores are in memory for BLOCK queries and BLOCK keys."""
@@ -56,9 +57,10 @@ class PackedAttention(struct.PyTreeNode):
     def __call__(self, layer: Any, q: Any, k: Any, v: Any, cache: None) -> tuple[Array, None]:
         if self.kernel is not None and self.context_ids is None:
             return self.kernel(q.astype(k.dtype), k, v, self.segment_ids).astype(jnp.float32), None
-        if jax.default_backend() == "cpu":  # its products read float32, also over pages
+        is_cpu = platform_of(self.mesh) == "cpu"
+        if is_cpu:  # its products read float32, also over pages
             k, v = k.astype(jnp.float32), v.astype(jnp.float32)
-        block = CPU_BLOCK if jax.default_backend() == "cpu" else BLOCK
+        block = CPU_BLOCK if is_cpu else BLOCK
         ids = [self.segment_ids, *([] if self.context_ids is None else [self.context_ids])]
         attend: Any = partial(blockwise_attention, block=block)
         if self.mesh is not None:
@@ -133,7 +135,8 @@ class PagedAttention(struct.PyTreeNode):
         blocks = table.shape[1] // joined
         if self.ends_early:
             blocks = jnp.where(self.is_written, self.positions, 0).max() // (joined * size) + 1
-        _, total, out = jax.lax.fori_loop(0, blocks, visit, start)
+        with jax.named_scope("kv_blocks"):
+            _, total, out = jax.lax.fori_loop(0, blocks, visit, start)
         out = out / total[..., None]
         return jnp.moveaxis(out, 3, 1).reshape(slots, tokens, heads, head_dim), cache
 

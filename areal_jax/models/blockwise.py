@@ -158,7 +158,8 @@ def _over_seen(i: Array, sight: Sight, visit: Callable, start: tuple[Array, ...]
         mask = mask.reshape(rows, 1, repeats * size, size)
         return jax.lax.cond(visible.any(), partial(visit, j, mask), lambda same: same, carry)
 
-    return jax.lax.fori_loop(0, i + 1, one_pair, start)
+    with jax.named_scope("key_blocks"):
+        return jax.lax.fori_loop(0, i + 1, one_pair, start)
 
 
 def _scores(q: Array, k: Array) -> Float[Array, "B K RQ Q"]:

@@ -35,11 +35,23 @@ class KVPages(struct.PyTreeNode):
 
     @classmethod
     def zeros(
-        cls, layers: int, pages: int, page_tokens: int, kv_heads: int, head_dim: int, dtype: str
+        cls,
+        layers: int,
+        pages: int,
+        page_tokens: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: str,
+        *,
+        platform: str | None = None,
     ) -> KVPages:
-        """Returns `pages` pages of zeros and the scratch page 0; `dtype` is float32, bfloat16 or int8."""
+        """Returns `pages` pages of zeros and the scratch page 0; `dtype` is float32, bfloat16 or int8.
+
+        `platform`: the platform of the devices that hold the pages; None: that of jax's default device.
+        """
         shape = (layers, pages + 1, kv_heads, page_tokens, head_dim)
-        held = jnp.uint16 if dtype == "bfloat16" and jax.default_backend() == "cpu" else dtype
+        is_cpu = (platform or jax.default_backend()) == "cpu"
+        held = jnp.uint16 if dtype == "bfloat16" and is_cpu else dtype
         scales = [jnp.zeros((*shape[:-1], 1)) for _ in range(2)] if dtype == "int8" else [None, None]
         return cls(jnp.zeros(shape, held), jnp.zeros(shape, held), *scales)
 

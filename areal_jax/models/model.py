@@ -167,10 +167,11 @@ class Model:
             return logits
         return jnp.where(jnp.arange(self.config.vocab_size) < known, logits, -jnp.inf)
 
-    def kv_pages(self, pages: int, page_tokens: int, dtype: str) -> KVPages:
+    def kv_pages(self, pages: int, page_tokens: int, dtype: str, *, platform: str | None = None) -> KVPages:
         """Returns KV pages of zeros: the scratch page 0 and `pages` pages, of `page_tokens` tokens each.
 
-        Raises ArealError if numerics are exact and `dtype` would round keys or values.
+        `platform`: that of the devices that hold them; None: of jax's default device. Raises ArealError if
+        numerics are exact and `dtype` would round keys or values.
         """
         c = self.config
         if c.numerics == "exact" and dtype not in ("float32", c.dtype):
@@ -179,4 +180,5 @@ class Model:
                 f"values, but the trainer reads them in model.dtype={c.dtype}; set "
                 f"generation.kv_dtype={c.dtype} or trainer.numerics=bounded"
             )
-        return KVPages.zeros(c.layers, pages, page_tokens, c.kv_heads, c.head_dim, dtype)
+        sizes = (c.layers, pages, page_tokens, c.kv_heads, c.head_dim)
+        return KVPages.zeros(*sizes, dtype, platform=platform)

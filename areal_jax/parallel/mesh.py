@@ -44,6 +44,20 @@ def make_mesh(shape: Mapping[str, int], devices: Sequence[Any], owner: str) -> M
     return Mesh(np.array(devices[:needed]).reshape(tuple(shape.values())), tuple(shape))
 
 
+def platform_of(mesh: Mesh | None) -> str:
+    """Returns the platform of a mesh's devices: cpu, gpu or tpu; None: that of jax's default device."""
+    return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+
+
+def absent_device(mesh: Mesh) -> Any | None:
+    """Returns the mesh's first device if it is not there: programs can be compiled for it, but not run.
+
+    None for a mesh of real devices. `areal-jax plan` makes the others (`plan.absent`).
+    """
+    first = mesh.devices.flat[0]
+    return first if first.client.runtime_type == "compile_only_runtime" else None
+
+
 def own_rows(mesh: Mesh, rows: int) -> np.ndarray:
     """Returns the ascending indices of the rows, of a batch of `rows` rows, that this process's devices hold.
 

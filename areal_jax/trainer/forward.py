@@ -15,7 +15,7 @@ from areal_jax.models.exact import packed_attention
 from areal_jax.models.kernels.packed_attention import choose, on_mesh
 from areal_jax.models.model import Model, Params
 from areal_jax.models.transformer import Execution, Remat
-from areal_jax.parallel.mesh import ROWS, param_shardings, rows_over
+from areal_jax.parallel.mesh import ROWS, absent_device, param_shardings, platform_of, rows_over
 from areal_jax.types import Batch
 
 
@@ -47,11 +47,13 @@ class Forward:
         through the tokens' entropies.
         """
         c = model.config
-        choice = choose(mesh.devices.flat[0].platform, c.heads, c.kv_heads, c.head_dim, c.dtype)
+        sizes = (c.heads, c.kv_heads, c.head_dim, c.dtype)
+        self.attention = choose(platform_of(mesh), *sizes, absent=absent_device(mesh))
+        """The attention path, and the reasons against each kernel that was preferred to it."""
         self.model, self.mesh, self.chunk = model, mesh, chunk
         self.execution = Execution(remat, rows_over(mesh))
         self.has_entropy_gradient = has_entropy_gradient
-        self.kernel = on_mesh(choice, mesh, c.kv_heads)
+        self.kernel = on_mesh(self.attention, mesh, c.kv_heads)
         """The attention kernel, the first that passed its self-test on this device; None: plain JAX code."""
 
     def logp(self, params: Params, micro: Batch) -> Float[Array, "R T"]:

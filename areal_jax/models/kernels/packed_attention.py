@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array, Float, Int
 
 from areal_jax.models.blockwise import blockwise_attention
@@ -116,17 +116,55 @@ def segment_spans(segment_ids: Int[Array, "B T"], most: int) -> tuple[Int[Array,
 
 
 @lru_cache
-def choose(platform: str, heads: int, kv_heads: int, head_dim: int, dtype: str) -> Choice:
+def choose(
+    platform: str,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: str,
+    absent: Any | None = None,
+) -> Choice:
     """Returns the choice of the first kernel that passes `self_test` on this device, or BLOCKS (JAX code).
 
     Each self-test runs in a process of its own. On other devices than GPUs, and unless `dtype` is bfloat16,
-    the choice is BLOCKS without a test.
+    the choice is BLOCKS without a test. `absent`: a device of `platform` that is not there
+    (`parallel.mesh.absent_device`); the choice is then the first kernel that compiles for this device,
+    forward and backward.
     """
     if platform not in ("gpu", "cuda"):
         return Choice(BLOCKS, dict.fromkeys(KERNELS, f"needs CUDA; this device is {platform}"))
     if dtype != "bfloat16":
         return Choice(BLOCKS, dict.fromkeys(KERNELS, f"needs model.dtype=bfloat16; it is {dtype}"))
+    if absent is not None:
+        arrays = [((1, 256, n, head_dim), dtype) for n in (heads, kv_heads, kv_heads)]
+        arguments = abstract_on(absent, *arrays, ((1, 256), "int32"))
+        return first_passing(KERNELS, lambda kernel: compiled_trial(_both(kernel), *arguments))
     return first_passing(KERNELS, lambda each: tried_apart(self_test, each, heads, kv_heads, head_dim, dtype))
+
+
+def _both(kernel: Kernel) -> Callable[..., Any]:
+    """Returns a function that computes the kernel's output and the gradients of the output's sum."""
+
+    def summed(q: Array, k: Array, v: Array, ids: Array) -> tuple[Array, Array]:
+        out = kernel(q, k, v, ids)
+        return out.astype(jnp.float32).sum(), out
+
+    return jax.value_and_grad(summed, argnums=(0, 1, 2), has_aux=True)
+
+
+def abstract_on(device: Any, *arrays: tuple[tuple[int, ...], Any]) -> list[jax.ShapeDtypeStruct]:
+    """Returns abstract arrays on `device`, one for each (shape, dtype)."""
+    here = SingleDeviceSharding(device)
+    return [jax.ShapeDtypeStruct(shape, dtype, sharding=here) for shape, dtype in arrays]
+
+
+def compiled_trial(function: Callable[..., Any], *arguments: Any) -> Trial:
+    """Returns whether `function` compiles for the devices of its abstract arguments; nothing runs."""
+    try:
+        jax.jit(function).lower(*arguments).compile()
+    except Exception as error:  # noqa: BLE001 - a kernel that cannot be compiled may raise anything
+        return Trial(failure(error))
+    return Trial(None)
 
 
 def first_passing(kernels: Mapping[str, Callable], test: Callable[[Any], Trial]) -> Choice:

@@ -20,9 +20,17 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from areal_jax.models.config import ModelConfig
-from areal_jax.models.kernels.packed_attention import BLOCKS, HALF_TOLERANCE, Choice, first_passing
+from areal_jax.models.kernels.packed_attention import (
+    BLOCKS,
+    HALF_TOLERANCE,
+    Choice,
+    abstract_on,
+    compiled_trial,
+    first_passing,
+)
 from areal_jax.models.kernels.trials import Trial, failure, tried_apart
 from areal_jax.models.kv_pages import KVPages, PagedKernel
+from areal_jax.parallel.mesh import absent_device, platform_of
 
 BLOCK = 64
 """Tokens of KV that the Triton kernel multiplies at once."""
@@ -114,10 +122,11 @@ def choose_for(
             f"cannot address {codes} int8 key values per device; change generation.kv_tokens, so that there "
             "are at most 2**31 or more than 2**32 of them"
         ), None
-    platform = mesh.devices.flat[0].platform
+    platform = platform_of(mesh)
     choice = choose(
-        platform, heads, kv_heads, config.head_dim, config.dtype, kv_dtype=kv_dtype, page_tokens=page_tokens
-    )
+        platform, heads, kv_heads, config.head_dim, config.dtype, kv_dtype=kv_dtype, page_tokens=page_tokens,
+        absent=absent_device(mesh),
+    )  # fmt: skip
     if choice.path == BLOCKS or mesh.size == 1:
         return choice, KERNELS.get(choice.path)
     by_head = PartitionSpec(None, "tensor" if shards > 1 else None)
@@ -139,12 +148,21 @@ def _none(reason: str) -> Choice:
 
 @lru_cache
 def choose(
-    platform: str, heads: int, kv_heads: int, head_dim: int, dtype: str, *, kv_dtype: str, page_tokens: int
+    platform: str,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: str,
+    *,
+    kv_dtype: str,
+    page_tokens: int,
+    absent: Any | None = None,
 ) -> Choice:
     """Returns the choice of the first kernel that passes `self_test`, or BLOCKS (JAX code) if none does.
 
     Each self-test runs in a process of its own. Off GPUs, if `dtype` is not bfloat16, or if `kv_dtype` is
-    float32, the choice is BLOCKS without a test.
+    float32, the choice is BLOCKS without a test. `absent`: a device of `platform` that is not there; the
+    choice is then the first kernel that compiles for this device.
     """
     if platform not in ("gpu", "cuda"):
         return _none(f"needs CUDA; this device is {platform}")
@@ -152,6 +170,15 @@ def choose(
         return _none(
             f"needs model.dtype=bfloat16 (it is {dtype}) and bfloat16 or int8 KV pages (they are {kv_dtype})"
         )
+    if absent is not None:
+        q, layer, table, lengths = abstract_on(
+            absent, ((4, heads, head_dim), "float32"), ((), "int32"), ((4, 4), "int32"), ((4,), "int32")
+        )
+        sizes = (2, 16, page_tokens, kv_heads, head_dim, kv_dtype)
+        pool = jax.eval_shape(lambda: KVPages.zeros(*sizes, platform=platform))
+        cache = jax.tree.map(lambda leaf: abstract_on(absent, (leaf.shape, leaf.dtype))[0], pool)
+        arguments = (q, cache, layer, table, lengths)
+        return first_passing(KERNELS, lambda kernel: compiled_trial(kernel, *arguments))
     pages: dict[str, Any] = {"kv_dtype": kv_dtype, "page_tokens": page_tokens}
     return first_passing(
         KERNELS, lambda each: tried_apart(self_test, each, heads, kv_heads, head_dim, **pages)

@@ -1,0 +1,141 @@
+"""The verb `plan`: compiles a recipe's programs for devices that are not there."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any
+
+import typer
+
+from areal_jax.cli.shell import AsJson, print_json
+
+GIB, MIB = 2**30, 2**20
+
+
+def plan(
+    words: Annotated[
+        list[str], typer.Argument(help="YAML files and section.key=value, composed left to right.")
+    ],
+    target: Annotated[
+        str, typer.Option("--target", help="The devices: h100, h100x8, h200xN, a100-80xN, ..., v5e-8, v5p-8.")
+    ],
+    json: AsJson = False,
+) -> None:
+    """Compile a recipe for GPUs or TPUs that are not there: memory, bounds on speed, and what to change."""
+    from areal_jax.plan.targets import FRACTION, environment, missing_extra, parse_target
+
+    fraction = os.environ.get(FRACTION)
+    machine = replace(parse_target(target), fraction=float(fraction) if fraction else None)
+    # jax reads these when it is imported, which the imports below do.
+    os.environ.update(environment(os.environ.get("XLA_FLAGS", "")))
+    from areal_jax.config.loading import load_config
+    from areal_jax.plan import planning
+
+    config = load_config(*words)
+    if missing := missing_extra(machine.target):
+        resident = planning.memory_only(config, machine)
+        if json:
+            print_json(resident | {"missing": missing})
+        else:
+            typer.echo(f"{missing}. Without it there is only what stays in memory:")
+            print_memory(resident["memory"])
+        return
+    figures = planning.plan(config, machine, lambda said: typer.echo(said, err=True))
+    if json:
+        print_json(figures)
+    else:
+        _print(figures)
+    if not figures["fits"]:
+        raise typer.Exit(1)
+
+
+def print_memory(rows: list[dict[str, Any]]) -> None:
+    """Prints a memory table: the rows of `assembly.devices.memory_table` as dicts."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("owner", "content", "MiB")
+    for row in rows:
+        table.add_row(row["owner"], row["content"], f"{row['bytes'] / MIB:,.2f}")
+    Console().print(table)
+
+
+def _print(figures: Mapping[str, Any]) -> None:
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    meshes = "; ".join(
+        f"{role}: {' x '.join(f'{axis}={size}' for axis, size in shape.items() if size > 1) or '1 device'}, "
+        f"attention {figures['attention'][role]}"
+        for role, shape in figures["meshes"].items()
+    )
+    typer.echo(
+        f"{figures['devices']} x {figures['device']}, {figures['placement']}, "
+        f"{figures['parameters']:,} parameters; {meshes}"
+    )
+    columns = (
+        "program", "calls", "compile s", "args", "temp GiB", "TFLOP", "GB", "sent GB", "at least", "by"
+    )  # fmt: skip
+    table = Table(*columns, box=SIMPLE, padding=(0, 1, 0, 0))
+    for column in table.columns[1:-1]:
+        column.justify = "right"
+    for one in figures["programs"]:
+        costs = one["costs"]
+        table.add_row(
+            f"{one['role']} {one['name']}", f"{one['calls']:,.0f}", f"{one['compile_s']:.1f}",
+            f"{one['argument_bytes'] / GIB:.2f}", f"{one['temporary_bytes'] / GIB:.2f}",
+            f"{sum(costs['flops'].values()) / 1e12:.2f}", f"{costs['bytes'] / 1e9:.1f}",
+            f"{costs['sent_bytes'] / 1e9:.2f}", f"{1000 * one['at_least_s']:.2f} ms", one["bound"],
+        )  # fmt: skip
+    Console(width=max(110, Console().width)).print(table)
+    for line in _details(figures):
+        typer.echo(line)
+    typer.echo("")
+    for line in _summary(figures):
+        typer.echo(line)
+
+
+def _details(figures: Mapping[str, Any]) -> list[str]:
+    """Returns a line per program with its products, collectives and kernels, as far as it has any."""
+    lines = []
+    for one in figures["programs"]:
+        costs, parts = one["costs"], []
+        if one["products"]:
+            parts.append("products " + ", ".join(f"{n} {kind}" for kind, n in one["products"].items()))
+        sums: dict[str, float] = {}
+        for which in costs["collectives"]:
+            name = f"{which['kind']} {which['dtype']}"
+            sums[name] = sums.get(name, 0) + which["bytes"] * which["times"]
+        sent = [f"{name} {size / 1e9:.2f} GB" for name, size in sums.items() if size >= 1e7]
+        parts += [", ".join(sent)] if sent else []
+        parts += [f"{_short(name)} x {times:.0f}" for name, times in costs["kernels"].items()]
+        if costs["conditionals"] or costs["dynamic_loops"]:
+            parts.append(
+                f"{costs['conditionals']} conditionals, {costs['dynamic_loops']} loops that depend on data"
+            )
+        if parts:
+            lines.append(f"{one['role']} {one['name']}: {'; '.join(parts)}")
+    return lines
+
+
+def _short(kernel: str) -> str:
+    return re.sub(r"_block_\w*", "", kernel)
+
+
+def _summary(figures: Mapping[str, Any]) -> list[str]:
+    fast, version = figures["speed"], figures["version"]
+    return [
+        *(role["text"] for role in figures["roles"]),
+        f"a batch of samples of full length: at least {fast['step_s']:.2f} s (trainer "
+        f"{fast['trainer_s']:.2f} s, hosts {fast['hosts_s']:.2f} s)",
+        f"at most {fast['trained_tokens_per_s']:,.0f} trained tokens/s (MFU {fast['mfu']:.0%}) and "
+        f"{fast['sampled_tokens_per_s']:,.0f} sampled tokens/s",
+        f"a version: {version['bytes'] / GIB:.2f} GiB, cast in at least {1000 * version['cast_s']:.1f} ms; "
+        f"to the hosts at least {1000 * version['links_s']:.1f} ms over the links, or "
+        f"{1000 * version['host_link_s']:.1f} ms through the hosts' memory",
+        f"{figures['note']}; attention kernels were compiled, not tested",
+    ]

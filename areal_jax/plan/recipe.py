@@ -1,0 +1,301 @@
+"""The programs of a recipe with abstract arguments, by role, to be compiled for devices that are not there.
+
+Times are those of samples of full length: every prompt has generation.length - generation.max_tokens tokens,
+and every completion generation.max_tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from areal_jax.algorithms.shapes import AXES, map_batch
+from areal_jax.assembly.devices import Devices, overwrites_serving, place
+from areal_jax.assembly.parts import make_engine, make_learner
+from areal_jax.assembly.sources import RANDOM, Source, open_source, open_teacher
+from areal_jax.config.tree import Config
+from areal_jax.models.attention import BLOCK, KV_BLOCK
+from areal_jax.models.config import SHAPES
+from areal_jax.models.model import Model
+from areal_jax.parallel.mesh import param_shardings, replicated, rows_over
+from areal_jax.plan.costs import Assumed
+from areal_jax.tasks.source import load_tasks
+from areal_jax.trainer.compiled import bytes_on_one_device
+from areal_jax.trainer.learner import Learner
+from areal_jax.types import Batch
+from areal_jax.weights.digest import leaf_sums
+from areal_jax.weights.store import copy_with_sums, dtype_in
+
+TRAINER, HOST = "trainer", "host"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeProgram:
+    """A jitted function with abstract arguments, and how often a run calls it."""
+
+    role: str  # trainer | host
+    name: str
+    function: Any
+    """Has `lower(*arguments)`: a jitted function, or a `trainer.compiled.Program`."""
+    arguments: tuple
+    calls: float
+    """Number of calls per batch; for a host's program, on each host."""
+    tokens: int = 0
+    """Tokens that one call trains, scores or samples."""
+    beyond: Any = ()
+    """Those arguments that are not in memory all the time (`Side.resident`)."""
+    assumed: Assumed
+    """Trips of loops and other quantities that depend on data, for samples of full length."""
+
+    def lower(self) -> Any:
+        return self.function.lower(*self.arguments)
+
+
+@dataclass(frozen=True)
+class Side:
+    """One role of a recipe: its mesh, its programs, and what stays in the memory of each of its devices."""
+
+    role: str
+    mesh: jax.sharding.Mesh
+    programs: tuple[RecipeProgram, ...]
+    resident: Mapping[str, int]
+    """Content -> bytes on one device."""
+    attention: str
+    """The attention path: the name of a kernel, or blocks (JAX code)."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    config: Config
+    model: Model
+    devices: Devices
+    sides: tuple[Side, Side]
+    """The trainer and one host."""
+    wire_bytes: int
+    """Bytes of a published version."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether trainer and host use the same device."""
+        return self.devices.placement == "shared"
+
+
+def open_recipe(config: Config, devices: Sequence[Any]) -> Recipe:
+    """Returns the recipe's programs on `devices`, which may be absent. Nothing runs and no parameter is read.
+
+    Raises ArealError if there are too few devices, or the model cannot be opened.
+    """
+    placed = place(config, devices)
+    source, teacher = recipe_source(config)
+    learner = make_learner(config, source.model, placed.trainer, teacher)
+    sides = _trainer(config, learner, placed, teacher), _host(config, source.model, placed)
+    return Recipe(config, source.model, placed, sides, _total_bytes(_wire(config, source.model)))
+
+
+def recipe_source(config: Config) -> tuple[Source, Source | None]:
+    """Returns the sources of the recipe's model and of its teacher; tasks are opened only if they must be."""
+    tasks = {} if _has_own_vocabulary(config) else load_tasks(config.tasks)
+    source = open_source(config, tasks)
+    teacher = open_teacher(config, tasks, source.model) if config.algorithm.teacher else None
+    return source, teacher
+
+
+def _has_own_vocabulary(config: Config) -> bool:
+    """Whether the model's vocabulary does not depend on the tasks, which then need not be opened."""
+    sizes = SHAPES.get(config.model.shape, {}) | config.model.overrides
+    return config.model.source != RANDOM or "vocab_size" in sizes
+
+
+def _wire(config: Config, model: Model) -> Any:
+    dtype = config.weights.wire_dtype
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype_in(leaf.dtype, dtype)), model.abstract_params
+    )
+
+
+def _total_bytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+# --- the trainer --------------------------------------------------------------------------------------------
+
+
+def _trainer(config: Config, learner: Learner, devices: Devices, teacher: Source | None) -> Side:
+    programs, state = learner.programs, learner.abstract_state()
+    batch = _abstract_batch(config, learner)
+    micro, micros = _micro(batch, learner.rows, learner), batch.tokens.shape[0] // learner.rows
+    minibatches = config.algorithm.minibatches
+    sums, flag = programs.abstract_sums(), np.bool_(True)
+    arrived = Batch(*micro[: Batch._fields.index("ages")])
+    add = partial(RecipeProgram, role=TRAINER, assumed=_assumed_training(config, learner))
+    tokens = micro.tokens.size
+    found = []
+    if learner.objective.on_arrival:
+        arguments = (state.params, state.critic, arrived)
+        found.append(
+            add(name="arrive", function=programs.arrive, arguments=arguments, calls=micros, tokens=tokens)
+        )
+    if learner.algorithm.has_reference:
+        arguments = (learner.trainable.whole(state.reference, state.params), arrived)
+        found.append(
+            add(name="score", function=programs.score, arguments=arguments, calls=micros, tokens=tokens)
+        )
+    is_single = micros == minibatches
+    found += [
+        add(
+            name="begin", function=programs.begin, arguments=(state, micro),
+            calls=micros * is_single, tokens=tokens,
+        ),
+        add(
+            name="accumulate", function=programs.accumulate, arguments=(state, sums, micro), beyond=sums,
+            calls=micros * (not is_single), tokens=tokens,
+        ),
+        add(
+            name="apply", function=programs.apply, arguments=(state, sums, flag), beyond=sums,
+            calls=minibatches,
+        ),
+        add(
+            name="wire copy", function=jax.jit(copy_with_sums, static_argnums=1),
+            arguments=(state.params, config.weights.wire_dtype), calls=1,
+        ),
+    ]  # fmt: skip
+    resident = {
+        "train state": bytes_on_one_device(state),
+        "batch, and its micro-batches": 2 * bytes_on_one_device(batch),
+    }
+    if not overwrites_serving(config, devices.placement):
+        copies = 2 if config.weights_backend == "orbax" else 1
+        wire = _on(_wire(config, learner.model), learner.state_shardings.params)
+        resident["published weights"] = copies * bytes_on_one_device(wire)
+    if teacher is not None:
+        model = teacher.model
+        shardings = param_shardings(model.logical_axes, model.abstract_params, learner.mesh)
+        resident["teacher"] = bytes_on_one_device(_on(model.abstract_params, shardings))
+    return Side(TRAINER, learner.mesh, tuple(found), resident, learner.objective.forward.attention.path)
+
+
+def _assumed_training(config: Config, learner: Learner) -> Assumed:
+    g, forward = config.generation, learner.objective.forward
+    shards = learner.mesh.shape["data"] * learner.mesh.shape["fsdp"]
+    # As packed_stats divides a row into chunks, and attention a sample into blocks.
+    width = max(1, forward.chunk // shards // (learner.rows // shards))
+    trained = learner.length * g.max_tokens / g.length
+    trips = {
+        "head_chunks": math.ceil(trained / min(width, learner.length)),
+        "key_blocks": math.ceil((g.length / BLOCK + 1) / 2),
+    }
+    return Assumed(trips, keys=g.length / 2)
+
+
+def _on(tree: Any, shardings: Any) -> Any:
+    return jax.tree.map(
+        lambda leaf, on: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on), tree, shardings
+    )
+
+
+def _abstract_batch(config: Config, learner: Learner) -> Batch:
+    """Returns a prepared batch of samples of full length, as abstract arrays on the trainer's mesh."""
+    a, g, length = config.algorithm, config.generation, learner.length
+    samples = config.trainer.batch_size * a.group_size
+    rows = -(-samples // a.minibatches // (length // g.length))
+    micros = -(-rows // learner.rows)
+    # A minibatch has a power of two of micro-batches (trajectories.packing).
+    sizes = {"B": a.minibatches * learner.rows * 2 ** (micros - 1).bit_length(), "T": length, "S": samples}
+    sizes["K"] = g.support_size
+    given = set(Batch._fields[: Batch._fields.index("support")])
+    given |= {"support"} if g.support_size else set()
+    shares = config.trainer.prompts == "shared" and learner.takes_shared_prompts
+    given |= {"context_ids"} if shares else set()
+    kinds = {int: jnp.int32, float: jnp.float32, bool: jnp.bool_}
+
+    def one(name: str) -> jax.ShapeDtypeStruct | None:
+        axes, kind = AXES[name]
+        shape = tuple(sizes[axis] for axis in axes)
+        return jax.ShapeDtypeStruct(shape, kinds[kind]) if name in given else None
+
+    batch = Batch(*map(one, Batch._fields))
+    score = jax.ShapeDtypeStruct((sizes["B"], length), jnp.float32)
+    names = [*learner.objective.on_arrival]
+    names += ["ref_logp"] if a.has_reference else []
+    names += ["teacher_logp"] if a.teacher is not None else []
+    state = learner.abstract_state()
+    finish = learner.objective.finish
+    batch = jax.eval_shape(finish, batch, state.version, state.kl_control, dict.fromkeys(names, score))
+    return _micro(batch, sizes["B"], learner)
+
+
+def _micro(batch: Batch, rows: int, learner: Learner) -> Batch:
+    """Returns the first `rows` rows of an abstract batch, laid out over the trainer's mesh."""
+
+    def put(on: Any, leaf: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=on)
+
+    by_row, whole = rows_over(learner.mesh), replicated(learner.mesh)
+    return map_batch(
+        lambda leaf: put(by_row, leaf, (rows, *leaf.shape[1:])),
+        lambda leaf: put(whole, leaf, leaf.shape),
+        batch,
+    )
+
+
+# --- a host -------------------------------------------------------------------------------------------------
+
+
+def _host(config: Config, model: Model, devices: Devices) -> Side:
+    g, a, mesh = config.generation, config.algorithm, devices.hosts[0]
+    engine = make_engine(g, model, mesh, reserved_slots=g.reserved_slots)
+    functions = engine.abstract_calls(config.weights.wire_dtype)
+    params, state = functions["decode"][1][0], functions["decode"][1][2]
+    cache = functions["prefill"][1][1]
+    prompt = g.length - g.max_tokens
+    chunk = min(g.prefill_chunk, g.length)
+    prompts = config.trainer.batch_size / config.runtime.hosts
+    samples = prompts * a.group_size
+    mean = g.length - g.max_tokens / 2  # tokens of a live sample, over its life
+    step = max(KV_BLOCK, g.tokens_per_page)
+
+    def blocks(tokens: float) -> int:
+        return max(1, math.ceil(tokens / step))
+
+    calls = {
+        "prefill": prompts * math.ceil(prompt / chunk),
+        "insert": samples,
+        "decode": samples * g.max_tokens / (g.rollout_slots * g.decode_steps),
+        "recompute": float(config.on_update == "recompute"),
+        "extract": 0.0,
+    }
+    chunks = math.ceil(g.length / chunk)
+    trips = {
+        "prefill": {"kv_blocks": blocks((prompt + chunk) / 2)},
+        "decode": {"kv_blocks": blocks(mean)},
+        "recompute": {"prefill_chunks": chunks, "kv_blocks": blocks(g.length / 2)},
+    }
+    tokens = {"prefill": chunk, "decode": g.rollout_slots * g.decode_steps}
+    beyond = {"prefill": cache, "insert": cache}
+    programs = [
+        RecipeProgram(
+            role=HOST, name=name, function=function, arguments=arguments, calls=calls[name],
+            tokens=tokens.get(name, 0), beyond=beyond.get(name, ()),
+            assumed=Assumed(trips.get(name, {}), g.sampling.is_truncated, keys=mean),
+        )
+        for name, (function, arguments) in functions.items()
+    ]  # fmt: skip
+    programs.append(
+        RecipeProgram(
+            role=HOST, name="digest", function=jax.jit(leaf_sums), arguments=(params,), calls=1,
+            assumed=Assumed(),
+        )
+    )  # fmt: skip
+    sets = 1 if overwrites_serving(config, devices.placement) else config.parameter_sets
+    resident = {
+        f"weights of {sets} version{'s' * (sets > 1)}": sets * bytes_on_one_device(params),
+        "KV pages and slots": bytes_on_one_device(state),
+    }
+    return Side(HOST, mesh, tuple(programs), resident, engine.attention.path)
