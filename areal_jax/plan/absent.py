@@ -18,7 +18,8 @@ def absent_devices(machine: Machine) -> list[Any]:
     target = machine.target
     try:
         if not target.is_gpu:
-            return list(topologies.get_topology_desc(machine.topology, platform="tpu").devices)
+            alone = {"chips_per_host_bounds": (1, 1, 1)} if machine.count == 1 else {}
+            return list(topologies.get_topology_desc(machine.topology, platform="tpu", **alone).devices)
         _compile_cudnn_for(target.capability)
         described: dict[str, Any] = {"target_config": target.config_text, "topology": machine.topology}
         return list(topologies.get_topology_desc(platform="cuda", **described).devices)

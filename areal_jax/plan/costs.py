@@ -376,10 +376,12 @@ def _writes(module: Module, one: Instruction) -> list[int]:
         return _written_inside(inner, inner.root)
     if one.opcode in ("dynamic-update-slice", "scatter"):
         return [0]  # in place; the update's bytes were read, and are as many
-    if one.opcode.endswith("-start"):  # (operand, result, context), each a tuple if there are several
-        half = one.arrays[len(one.operands) : 2 * len(one.operands)] or one.arrays
-        return [array.bytes for array in half if not array.space]
-    return [array.bytes for array in one.arrays if not array.space]
+    arrays, count = one.arrays, len(one.operands)
+    if one.opcode == "copy-start":  # (result, operand, context)
+        arrays = arrays[:1]
+    elif one.opcode.endswith("-start") and len(arrays) > count:  # (operands, results, context)
+        arrays = arrays[count : 2 * count]
+    return [array.bytes for array in arrays if not array.space]
 
 
 def _written_inside(inner: Computation, root: Instruction) -> list[int]:
@@ -401,5 +403,6 @@ def _device_bytes(one: Instruction) -> int:
 
 
 def _to_or_from_host(computation: Computation, one: Instruction) -> int:
-    arrays = [*one.arrays, *(array for operand in computation.operands(one) for array in operand.arrays)]
+    results = one.arrays[:1] if one.opcode == "copy-start" else one.arrays
+    arrays = [*results, *(array for operand in computation.operands(one) for array in operand.arrays)]
     return sum(array.bytes for array in arrays if array.space == HOST_SPACE)

@@ -34,9 +34,15 @@ def plan(config: Config, machine: Machine, note: Callable[[str], None]) -> dict[
         note(f"{found.role} {found.name}: compiled in {found.compile_s:.1f} s")
         return found
 
-    threads = min(MOST_THREADS, usable_cores())
-    with ThreadPoolExecutor(threads) as pool:
-        programs = list(pool.map(compiled, [one for side in recipe.sides for one in side.programs]))
+    # `accumulate` contains `begin`, and a TPU's compiler takes minutes for either.
+    wanted = [
+        one
+        for side in recipe.sides
+        for one in side.programs
+        if one.name != "begin" or one.calls or machine.target.is_gpu
+    ]
+    with ThreadPoolExecutor(min(MOST_THREADS, usable_cores())) as pool:
+        programs = list(pool.map(compiled, wanted))
     judged = verdicts(recipe, programs, machine)
     return {
         "target": machine.target.name,

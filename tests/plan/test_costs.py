@@ -1,0 +1,239 @@
+"""Costs of small programs that XLA compiled for the CPU, and of lines of other compilers, counted by hand."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from areal_jax.plan.bounds import products, seconds
+from areal_jax.plan.costs import Assumed, Collective, Costs, costs_of, group_size, written
+from areal_jax.plan.hlo import arrays_of, parse
+from areal_jax.plan.targets import TARGETS
+
+
+def compiled(function: Any, *arguments: Any, **options: Any) -> Any:
+    return parse(jax.jit(function, **options).lower(*arguments).compile().as_text())
+
+
+def f32(*shape: int, on: Any = None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=on)
+
+
+def test_a_loops_products_count_as_often_as_it_runs():
+    def five_times(x: Any, w: Any) -> Any:
+        return jax.lax.scan(lambda x, w: (x @ w, None), x, w)[0]
+
+    costs = costs_of(compiled(five_times, f32(8, 16), f32(5, 16, 16)))
+    assert costs.flops == {"f32": 5 * 2 * 8 * 16 * 16}
+    assert costs.dynamic_loops == costs.conditionals == 0
+
+
+def test_a_loop_that_depends_on_data_runs_as_often_as_assumed_for_its_scope():
+    def until(x: Any, w: Any, n: Any) -> Any:
+        with jax.named_scope("rounds"):
+            return jax.lax.fori_loop(0, n, lambda _, x: x @ w, x)
+
+    module = compiled(until, f32(8, 16), f32(16, 16), jax.ShapeDtypeStruct((), jnp.int32))
+    once = 2 * 8 * 16 * 16
+    for trips, times in (({}, 1), ({"rounds": 7}, 7), ({"other": 7}, 1)):
+        costs = costs_of(module, Assumed(trips))
+        assert (costs.flops["f32"], costs.dynamic_loops) == (times * once, 1)
+
+
+def test_of_a_conditional_the_assumed_branch_counts():
+    def either(flag: Any, x: Any, w: Any) -> Any:
+        return jax.lax.cond(flag, lambda x: x @ w @ w, lambda x: x @ w, x)
+
+    module = compiled(either, jax.ShapeDtypeStruct((), jnp.bool_), f32(8, 16), f32(16, 16))
+    once = 2 * 8 * 16 * 16
+    assert costs_of(module, Assumed(takes_costlier=True)).flops["f32"] == 2 * once
+    assert costs_of(module, Assumed(takes_costlier=False)).flops["f32"] == once
+    assert costs_of(module).conditionals == 1
+
+
+def test_a_slice_is_read_and_an_update_in_place_is_written_alone():
+    """Of an array of 4 MB, a row of 4 kB: neither the read nor the donated update moves the array."""
+    pool, row = f32(1024, 1024), f32(1024)
+    at = jax.ShapeDtypeStruct((), jnp.int32)
+    read = costs_of(compiled(lambda pool, i: pool[i] + 1.0, pool, at))
+    assert 8192 <= read.bytes < 8192 + 64
+    module = compiled(lambda pool, row, i: pool.at[i].set(row), pool, row, at, donate_argnums=0)
+    assert 8192 <= costs_of(module).bytes < 3 * 8192
+    assert written(module, 2**22) == []
+
+
+def test_what_writes_a_whole_array_is_found():
+    """Without donation the update needs a copy of the array."""
+    at = jax.ShapeDtypeStruct((), jnp.int32)
+    module = compiled(lambda pool, row, i: pool.at[i].set(row), f32(1024, 1024), f32(1024), at)
+    assert [line.split(": ")[1] for line in written(module, 2**22)] == ["copy"]
+    assert costs_of(module).bytes >= 2 * 2**22
+
+
+def mesh(size: int) -> Mesh:
+    return Mesh(np.array(jax.devices()[:size]), ("x",))
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "size", "sent"),
+    [
+        (lambda x: jax.lax.all_gather(x, "x", tiled=True), "all-gather", 4096, 3072),
+        (lambda x: jax.lax.psum(x, "x"), "all-reduce", 1024, 1536),
+        (lambda x: jax.lax.psum_scatter(x, "x", tiled=True), "reduce-scatter", 1024, 768),
+    ],
+)
+def test_collectives(function: Any, kind: str, size: int, sent: float):
+    """Four devices with 256 float32 numbers each: 1,024 bytes."""
+    devices = mesh(4)
+    spec = PartitionSpec("x")
+    of = jax.shard_map(function, mesh=devices, in_specs=spec, out_specs=spec, check_vma=False)
+    costs = costs_of(compiled(of, f32(1024, on=NamedSharding(devices, spec))))
+    assert costs.collectives == Counter({Collective(kind, "f32", size, 4): 1})
+    assert costs.sent == sent
+
+
+def test_a_collective_in_a_loop_counts_each_time():
+    devices = mesh(4)
+
+    def loop(x: Any) -> Any:
+        return jax.lax.fori_loop(0, 6, lambda _, x: jax.lax.psum(x, "x") / 4, x)
+
+    spec = PartitionSpec("x")
+    of = jax.shard_map(loop, mesh=devices, in_specs=spec, out_specs=spec, check_vma=False)
+    costs = costs_of(compiled(of, f32(1024, on=NamedSharding(devices, spec))))
+    assert costs.collectives[Collective("all-reduce", "f32", 1024, 4)] == 6
+
+
+@pytest.mark.parametrize(
+    ("groups", "size"),
+    [
+        ("replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}", 4),
+        ("replica_groups=[4,2]<=[8], dimensions={0}", 2),
+        ("replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_0'}, use_global_device_ids=true", 4),
+        ("replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_0','axis_1'}, channel_id=3", 8),
+        ("source_target_pairs={{0,1},{1,0}}", 2),
+    ],
+)
+def test_groups_of_a_collective(groups: str, size: int):
+    assert group_size(groups) == size
+
+
+def module_of(*lines: str, more: str = "") -> Any:
+    body = "\n".join(f"  {line}" for line in lines)
+    return parse(f"HloModule test\n\n{more}\nENTRY %main (p: f32[2]) -> f32[2] {{\n{body}\n}}\n")
+
+
+def test_a_tpus_convolution_is_a_product():
+    simple = module_of(
+        "%x = bf16[64,32]{1,0} parameter(0)",
+        "%w = bf16[32,16]{1,0} parameter(1)",
+        "ROOT %y = f32[64,16]{1,0} convolution(%x, %w), dim_labels=bf_io->bf",
+    )
+    assert costs_of(simple).flops == {"bf16": 2 * 64 * 32 * 16}
+    # One axis of size 1, padded by 2 on both sides, under a window of 3: of 9 places 3 hold a number.
+    padded = module_of(
+        "%x = bf16[64,1,32]{2,1,0} parameter(0)",
+        "%w = bf16[3,32,16]{2,1,0} parameter(1)",
+        "ROOT %y = f32[64,3,16]{2,1,0} convolution(%x, %w), window={size=3 pad=2_2}, dim_labels=b0f_0io->b0f",
+    )
+    assert costs_of(padded).flops == {"bf16": 2 * 64 * 32 * 16 * 3}
+
+
+def test_a_loop_without_a_written_number_of_trips_has_it_in_its_condition():
+    """As XLA's TPU compiler leaves it: a counter from 0, compared with a constant."""
+    more = """
+%body (b: (s32[], f32[8,8])) -> (s32[], f32[8,8]) {
+  %b = (s32[]{:T(128)}, f32[8,8]{1,0:T(8,128)}) parameter(0)
+  %i = s32[]{:T(128)} get-tuple-element(%b), index=0
+  %one = s32[]{:T(128)} constant(1)
+  %next = s32[]{:T(128)} add(%i, %one)
+  %x = f32[8,8]{1,0} get-tuple-element(%b), index=1
+  %y = f32[8,8]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %t = (s32[], f32[8,8]) tuple(%next, %y)
+}
+
+%condition (c: (s32[], f32[8,8])) -> pred[] {
+  %c = (s32[]{:T(128)}, f32[8,8]{1,0:T(8,128)}) parameter(0)
+  %limit = s32[]{:T(128)} constant(28)
+  %j = s32[]{:T(128)} get-tuple-element(%c), index=0
+  ROOT %lt = pred[]{:T(512)} compare(%j, %limit), direction=LT
+}
+"""
+    module = module_of(
+        "%zero = s32[] constant(0)",
+        "%start = s32[] copy(%zero)",
+        "%p = f32[8,8]{1,0} parameter(0)",
+        "%both = (s32[], f32[8,8]) tuple(%start, %p)",
+        "ROOT %w = (s32[], f32[8,8]) while(%both), condition=%condition, body=%body",
+        more=more,
+    )
+    costs = costs_of(module)
+    assert (costs.flops["f32"], costs.dynamic_loops) == (28 * 2 * 8**3, 0)
+
+
+def test_an_attention_kernel_costs_its_products_over_the_keys_seen():
+    """cuDNN's forward pass over 2 rows of 64 tokens, 4 heads of 8, where a query sees 32 keys in the mean."""
+    module = module_of(
+        "%q = bf16[2,64,4,8]{3,2,1,0} parameter(0)",
+        "%k = bf16[2,64,2,8]{3,2,1,0} parameter(1)",
+        "%v = bf16[2,64,2,8]{3,2,1,0} parameter(2)",
+        "ROOT %a = (bf16[2,64,4,8]{3,2,1,0}, f32[8,64]{1,0}, u8[0]{0}) custom-call(%q, %k, %v),"
+        ' custom_call_target="__cudnn$fmhaSoftmax", operand_layout_constraints={bf16[2,64,4,8]{3,2,1,0}}',
+    )
+    costs = costs_of(module, Assumed(keys=32))
+    assert costs.kernels == {"cudnn attention fwd": 1}
+    assert costs.flops == {"bf16": 2 * 2 * (2 * 64 * 4 * 8) * 32}
+    assert costs.bytes == 2 * (4096 + 2048 + 2048) + 2 * 4096 + 4 * 8 * 64
+
+
+def test_a_paged_kernel_reads_the_pages_of_its_tables_and_not_the_pool():
+    """3 slots of 2 kv heads, 100 tokens of each in the mean, heads of 16; the pool is far larger."""
+    module = module_of(
+        "%q = bf16[6,1,8,16]{3,2,1,0} parameter(0)",
+        "%k = bf16[1,10000,64,16]{3,2,1,0} parameter(1)",
+        "%v = bf16[1,10000,64,16]{3,2,1,0} parameter(2)",
+        "%table = s32[6,4,1]{2,1,0} parameter(3)",
+        "ROOT %a = bf16[6,1,8,16]{3,2,1,0} custom-call(%q, %k, %v, %table),"
+        ' custom_call_target="__gpu$xla.gpu.triton", backend_config={name = "paged_attention_block_h_16"}',
+    )
+    costs = costs_of(module, Assumed(keys=100))
+    assert costs.bytes == 2 * (6 * 100 * 16 * 2) + 2 * (6 * 8 * 16 * 2)
+
+
+def test_bytes_to_the_hosts_memory_are_counted_apart():
+    module = module_of(
+        "%p = f32[256]{0:S(5)} parameter(0)",
+        "%begun = (f32[256]{0}, f32[256]{0:S(5)}, u32[]) copy-start(%p)",
+        "ROOT %done = f32[256]{0} copy-done(%begun)",
+    )
+    costs = costs_of(module)
+    assert (costs.host_bytes, costs.bytes) == (1024, 1024)
+
+
+def test_arrays_of_a_type():
+    found = arrays_of("(bf16[28,4097]{1,0:T(8,128)(2,1)S(1)}, /*index=5*/pred[], s4[3]{0}, f8e4m3fn[5])")
+    assert [array.bytes for array in found] == [28 * 4097 * 2, 1, 2, 5]
+    assert [array.space for array in found] == [1, 0, 0, 0]
+
+
+def test_products_of_a_lowered_program():
+    def mixed(x: Any, w: Any) -> Any:
+        return (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32) @ w
+
+    text = jax.jit(mixed).lower(f32(8, 16), f32(16, 16)).as_text()
+    assert products(text) == {"bf16 x bf16": 1, "f32 x f32": 1}
+
+
+def test_the_slowest_resource_bounds_the_time():
+    costs = Costs(Counter({"bf16": 989.4e9, "f32": 494.7e9}), bytes=3.352e9)
+    costs.collectives[Collective("all-gather", "bf16", 4_500_000, 4)] = 2
+    found = seconds(costs, TARGETS["h100"])
+    assert found["compute"] == pytest.approx(2e-3)
+    assert found["memory"] == pytest.approx(1e-3)
+    assert found["links"] == pytest.approx(2 * 0.75 * 1e-5)

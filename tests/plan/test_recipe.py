@@ -1,0 +1,89 @@
+"""The abstract arguments of a recipe's programs are those that a run passes: shapes, dtypes, fields."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from areal_jax.assembly.parts import make_engine, make_learner
+from areal_jax.bench.measure import random_trajectory
+from areal_jax.config.loading import load_config
+from areal_jax.plan.recipe import Recipe, open_recipe, recipe_source
+from areal_jax.trajectories.packing import pack
+from areal_jax.types import Group, Prompt, SampleId
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+
+
+def arguments(recipe: Recipe, role: str) -> dict[str, tuple]:
+    return {one.name: one.arguments for side in recipe.sides if side.role == role for one in side.programs}
+
+
+def shapes(tree: Any) -> list[tuple[str, tuple[int, ...], str]]:
+    """Paths, shapes and dtypes of all leaves; of Python numbers only their type, as jit sees them."""
+    return [
+        (jax.tree_util.keystr(path), np.shape(leaf), str(jnp.result_type(leaf)))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("trainer.prompts=repeated", "algorithm.minibatches=2", "algorithm.truncation=mask"),
+        ("generation.top_k=4", "generation.support_size=4", "algorithm.advantage_settings.scale=none"),
+    ],
+)
+def test_a_micro_batch_is_that_of_a_packed_batch_of_full_samples(words: tuple[str, ...]):
+    config = load_config(QUICKSTART, "trainer.rows=8", "trainer.batch_size=4", *words)
+    c, g = config.algorithm, config.generation
+    model = recipe_source(config)[0].model
+    numbers = np.random.default_rng(0)
+
+    def group(ordinal: int) -> Group:
+        made = [
+            random_trajectory(SampleId(ordinal, member), g.length, numbers, 20)
+            for member in range(c.group_size)
+        ]
+        support = np.full((g.length, g.support_size), -1, np.int32) if g.support_size else None
+        return Group(ordinal, Prompt("a"), tuple(replace(one, support=support) for one in made))
+
+    recipe = open_recipe(config, jax.devices())
+    learner = make_learner(config, model, recipe.devices.trainer, None)
+    batch = pack([group(i) for i in range(4)], 8, learner.length, c.minibatches, config.trainer.prompts)
+    state = learner.init(model.init(0))
+    micros = learner.micro_batches(learner.prepare(state, batch))
+    planned = arguments(recipe, "trainer")["begin"]
+    assert shapes(planned[1]) == shapes(micros[0][0])
+    assert shapes(planned[0]) == shapes(state)
+    calls = {one.name: one.calls for one in recipe.sides[0].programs}
+    assert calls["begin"] + calls["accumulate"] == sum(map(len, micros))
+
+
+def test_a_hosts_programs_are_those_that_it_warms_up(monkeypatch: pytest.MonkeyPatch):
+    config = load_config(QUICKSTART)
+    engine = make_engine(config.generation, recipe_source(config)[0].model)
+    seen: dict[str, list[tuple]] = {}
+
+    def record(name: str, jitted: Any) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            seen.setdefault(name, []).append(args)
+            return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jitted.eval_shape(*args))
+
+        return call
+
+    planned = engine.abstract_calls("float32")
+    for name, (jitted, _) in planned.items():
+        attribute = next(key for key, value in vars(engine).items() if value is jitted)
+        monkeypatch.setattr(engine, attribute, record(name, jitted))
+    engine.warm(engine.blank("float32"))
+    for name, (_, args) in planned.items():
+        assert shapes(args) in [shapes(given) for given in seen[name]], name
