@@ -1,5 +1,5 @@
 # make quickstart and make test need Python 3.11 to 3.13 and nothing else: they build .venv when it is missing or old.
-.PHONY: install quickstart test slow check format clean
+.PHONY: install quickstart test slow check accelerators-check format clean
 .DELETE_ON_ERROR:
 
 SUITS = -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'
@@ -40,9 +40,27 @@ check: $(STAMP)
 	$(BIN)/pyright
 	$(BIN)/lint-imports --no-cache
 
+# Compilers for devices that need not be there. Their environments see all packages of .venv, and hold jax's plugin only.
+COMPILERS = .venv-cuda12/.installed .venv-tpu/.installed
+
+$(COMPILERS): .venv-%/.installed: $(STAMP)
+	test -x .venv-$*/bin/python || $(BIN)/python -m venv --without-pip .venv-$*
+	packages=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	    echo "import site; site.addsitedir('$$packages')" \
+	    >"$$(.venv-$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/all.pth"
+	.venv-$*/bin/python -m pip install --quiet --constraint constraints.txt 'jax[$*]'
+	@touch $@
+
+# The CPU of a small machine has two cores; a TPU's compiler uses both for one program.
+accelerators-check: $(COMPILERS)
+	.venv-cuda12/bin/python -m pytest -p tests.accelerators.environment -n 2 --dist loadfile -m accelerators \
+	    tests/accelerators/cuda --durations=8
+	.venv-tpu/bin/python -m pytest -p tests.accelerators.environment -n 2 --dist loadfile -m accelerators \
+	    tests/accelerators/tpu --durations=8
+
 format: $(STAMP)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
 clean:
-	rm -rf .venv
+	rm -rf .venv .venv-cuda12 .venv-tpu

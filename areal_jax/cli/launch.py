@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from areal_jax.cli.shell import print_json
+from areal_jax.cli.shell import POINTER, print_json
 
 
 def launch(
@@ -30,6 +30,8 @@ def launch(
     from areal_jax.launch.prepare import prepare
     from areal_jax.launch.submission import submit
 
+    if dry_run and not json:
+        typer.echo(POINTER, err=True)
     asked = read(words)
     if launcher == "local":
         if dry_run:

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from areal_jax.cli.shell import AsJson, print_json
+from areal_jax.cli.shell import AsJson, print_json, print_memory
 
-GIB, MIB = 2**30, 2**20
+GIB = 2**30
 
 
 def plan(
@@ -50,17 +50,6 @@ def plan(
         _print(figures)
     if not figures["fits"]:
         raise typer.Exit(1)
-
-
-def print_memory(rows: list[dict[str, Any]]) -> None:
-    """Prints a memory table: the rows of `assembly.devices.memory_table` as dicts."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("owner", "content", "MiB")
-    for row in rows:
-        table.add_row(row["owner"], row["content"], f"{row['bytes'] / MIB:,.2f}")
-    Console().print(table)
 
 
 def _print(figures: Mapping[str, Any]) -> None:
@@ -115,7 +104,7 @@ def _details(figures: Mapping[str, Any]) -> list[str]:
         parts += [f"{_short(name)} x {times:.0f}" for name, times in costs["kernels"].items()]
         if costs["conditionals"] or costs["dynamic_loops"]:
             parts.append(
-                f"{costs['conditionals']} conditionals, {costs['dynamic_loops']} loops that depend on data"
+                f"conditionals {costs['conditionals']}, loops that depend on data {costs['dynamic_loops']}"
             )
         if parts:
             lines.append(f"{one['role']} {one['name']}: {'; '.join(parts)}")

@@ -25,6 +25,13 @@ Model = Annotated[
 ]
 
 
+POINTER = (
+    "`areal-jax plan CONFIG --target h100xN` compiles every program for devices that need not be there, and "
+    "says whether the run fits."
+)
+"""Shown with dry runs, whose memory table has no temporaries."""
+
+
 class Verbs(TyperGroup):
     """A group of commands that prints an ArealError without a traceback, and then exits with code 1."""
 
@@ -51,6 +58,17 @@ def show(figures: Mapping[str, Any], is_json: bool, lines: Iterable[str] | None 
         return
     for line in (f"{name}: {value}" for name, value in figures.items()) if lines is None else lines:
         typer.echo(line)
+
+
+def print_memory(rows: Iterable[Mapping[str, Any]]) -> None:
+    """Prints a memory table: rows of `assembly.devices.memory_table` as dicts with owner, content, bytes."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("owner", "content", "MiB")
+    for row in rows:
+        table.add_row(row["owner"], row["content"], f"{row['bytes'] / 2**20:,.2f}")
+    Console().print(table)
 
 
 def print_json(figures: Mapping[str, Any]) -> None:

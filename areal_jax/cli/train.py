@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from areal_jax.cli.shell import AsJson, print_json, stop_on_sigterm
+from areal_jax.cli.shell import POINTER, AsJson, print_json, print_memory, stop_on_sigterm
 
 if TYPE_CHECKING:
     from areal_jax.runtime.context import RunResult
@@ -97,8 +97,6 @@ def _print_plan(plan: dict[str, Any], json: bool) -> None:
         print_json(plan)
         return
     import yaml
-    from rich.console import Console
-    from rich.table import Table
 
     typer.echo(yaml.safe_dump(plan["config"], sort_keys=False))
     typer.echo(f"placement: {plan['placement']}; {plan['parameters']:,} parameters")
@@ -107,7 +105,5 @@ def _print_plan(plan: dict[str, Any], json: bool) -> None:
         typer.echo(f"mesh of {owner}: {axes}")
     for name, value in plan["gpu_environment"].items():
         typer.echo(f"on GPUs: {name}={value}")
-    table = Table("owner", "content", "MiB")
-    for row in plan["memory"]:
-        table.add_row(row["owner"], row["content"], f"{row['bytes'] / 2**20:,.2f}")
-    Console().print(table)
+    print_memory(plan["memory"])
+    typer.echo(f"Without temporaries. {POINTER}")

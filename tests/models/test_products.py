@@ -1,4 +1,4 @@
-"""Products with a weight: gradients of bfloat16 ones are float32 sums; float32 ones have the bits of JAX's own."""
+"""Products with a weight: bfloat16 gradients are float32 sums; float32 ones have the bits of JAX's own."""
 
 from __future__ import annotations
 

@@ -1,0 +1,56 @@
+"""Every attention kernel compiles for the GPUs that it is meant for: Ampere, Ada and Hopper."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from areal_jax.models.kernels import packed_attention, paged_attention
+from areal_jax.plan.absent import absent_devices
+from areal_jax.plan.targets import parse_target
+
+pytestmark = pytest.mark.accelerators
+
+GPUS = ["a100-80", "l40s", "h100"]
+QWEN = (12, 2, 128, "bfloat16")
+SMOLLM2 = (9, 3, 64, "bfloat16")
+
+
+def device(target: str) -> Any:
+    return absent_devices(parse_target(target))[0]
+
+
+def test_the_targets_have_the_compute_capabilities_of_these_gpus():
+    assert [device(target).compute_capability for target in GPUS] == ["8.0", "8.9", "9.0"]
+
+
+@pytest.mark.parametrize("target", GPUS)
+@pytest.mark.parametrize("sizes", [QWEN, SMOLLM2], ids=["qwen2.5", "smollm2"])
+def test_packed_attention(target: str, sizes: tuple, monkeypatch: pytest.MonkeyPatch):
+    """cuDNN's packed layout needs Hopper; Triton compiles everywhere, forward and backward."""
+    packed_attention.choose.cache_clear()
+    choice = packed_attention.choose("gpu", *sizes, absent=device(target))
+    if target == "h100":
+        assert choice.path == "cudnn"
+        without = {"triton": packed_attention.KERNELS["triton"]}
+        monkeypatch.setattr(packed_attention, "KERNELS", without)
+        packed_attention.choose.cache_clear()
+        choice = packed_attention.choose("gpu", *sizes, absent=device(target))
+    else:
+        assert "requires a GPU with at least Hopper architecture" in choice.rejected["cudnn"]
+    assert choice.path == "triton"
+    packed_attention.choose.cache_clear()
+
+
+@pytest.mark.parametrize("target", GPUS)
+@pytest.mark.parametrize("kernel", list(paged_attention.KERNELS))
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+def test_paged_attention(target: str, kernel: str, kv_dtype: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(paged_attention, "KERNELS", {kernel: paged_attention.KERNELS[kernel]})
+    paged_attention.choose.cache_clear()
+    choice = paged_attention.choose(
+        "gpu", *QWEN, kv_dtype=kv_dtype, page_tokens=64, absent=device(target)
+    )  # fmt: skip
+    assert (choice.path, dict(choice.rejected)) == (kernel, {})
+    paged_attention.choose.cache_clear()
