@@ -397,7 +397,8 @@ class Engine(jetstream.Engine):
     def abstract_calls(self, dtype: str) -> dict[str, tuple[Any, tuple]]:
         """Returns name -> (jitted function, abstract arguments) of the programs that a host calls.
 
-        Each is of its largest size; `dtype` is that of the parameters. They can be compiled without a device.
+        Each program has its largest size. `dtype`: the dtype of the parameters. The programs can be compiled
+        without a device.
         """
         params = jax.tree.map(
             lambda like, on: jax.ShapeDtypeStruct(like.shape, dtype_in(like.dtype, dtype), sharding=on),
@@ -411,8 +412,8 @@ class Engine(jetstream.Engine):
         return {
             "prefill": (self._prefill_chunk, (params, cache, chunk, 0, 1)),
             "insert": (self._insert, (state, prefix, 0, self._neutral, -1)),
-            "decode": (self._generate, (params, 0, state, self._every_slot)),
-            "recompute": (self._recompute, (params, state, self._every_slot)),
+            "decode": (self._generate, (params, 0, state, self._every_slot, self._truncation)),
+            "recompute": (self._recompute, (params, state, self._every_slot, 0, self.pages_per_slot)),
             "extract": (self._extract, (state, 0, self.pages_per_slot)),
         }
 

@@ -264,18 +264,18 @@ def _host(config: Config, model: Model, devices: Devices) -> Side:
     def blocks(tokens: float) -> int:
         return max(1, math.ceil(tokens / step))
 
+    chunks = math.ceil(g.length / chunk)
     calls = {
         "prefill": prompts * math.ceil(prompt / chunk),
         "insert": samples,
         "decode": samples * g.max_tokens / (g.rollout_slots * g.decode_steps),
-        "recompute": float(config.on_update == "recompute"),
+        "recompute": chunks * float(config.on_update == "recompute"),
         "extract": 0.0,
     }
-    chunks = math.ceil(g.length / chunk)
     trips = {
         "prefill": {"kv_blocks": blocks((prompt + chunk) / 2)},
         "decode": {"kv_blocks": blocks(mean)},
-        "recompute": {"prefill_chunks": chunks, "kv_blocks": blocks(g.length / 2)},
+        "recompute": {"kv_blocks": blocks(g.length / 2)},
     }
     tokens = {"prefill": chunk, "decode": g.rollout_slots * g.decode_steps}
     beyond = {"prefill": cache, "insert": cache}

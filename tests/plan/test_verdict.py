@@ -111,7 +111,7 @@ def test_how_often_a_batch_calls_each_program(split: Recipe):
     """
     assert calls(split) == {
         "begin": 0, "accumulate": 4, "apply": 1, "wire copy": 1,
-        "prefill": 32, "insert": 128, "decode": 144, "recompute": 1, "extract": 0, "digest": 1,
+        "prefill": 32, "insert": 128, "decode": 144, "recompute": 4, "extract": 0, "digest": 1,
     }  # fmt: skip
     assert calls(recipe("trainer.rows=64"))["begin"] == 1
     assert calls(recipe("algorithm.proximal=recompute"))["arrive"] == 4
