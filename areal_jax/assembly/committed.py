@@ -51,7 +51,7 @@ def committed_params(
     """
     checkpoints = folder / CHECKPOINTS
     like = {checkpoints: _like(model, shardings, "float32")}
-    if config.weights.wire_dtype == dtype:
+    if config.wire_dtype == dtype:
         like[weights_folder(config, folder)] = _like(model, shardings, dtype)
     refused: dict[Path, str] = {}
     for _ in range(ATTEMPTS):

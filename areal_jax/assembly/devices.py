@@ -123,7 +123,7 @@ def memory_table(
     there is one copy of the published weights; otherwise the trainer holds one, and each host holds the
     current and the next version (with on_update=pinned, more). `teacher`: None without distillation.
     """
-    c, g, dtype = model.config, config.generation, config.weights.wire_dtype
+    c, g, dtype = model.config, config.generation, config.wire_dtype
     shards, host_shards = config.trainer.mesh.fsdp * config.trainer.mesh.tensor, config.runtime.host_tensor
     wire = params_bytes(model, dtype)
     moments = "trainer" if config.trainer.optimizer_memory == "device" else "the trainer's host memory"

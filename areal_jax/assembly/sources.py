@@ -81,7 +81,7 @@ def open_teacher(config: Config, tasks: Mapping[str, WeightedTask], student: Mod
         # A teacher is not published, and its log-probs are not compared with a host's.
         own = {
             "trainer": config.trainer.model_copy(update={"numerics": "bounded"}),
-            "weights": WeightsConfig(),
+            "weights": WeightsConfig(wire_dtype="float32"),
         }
         teacher = open_source(config.model_copy(update={"model": settings} | own), tasks)
     except ArealError as error:
@@ -137,7 +137,7 @@ def _held(sizes: ModelConfig, config: Config) -> ModelConfig:
         lora=lora,
         quantize=m.quantize,
         numerics=config.trainer.numerics,
-        params_dtype=config.weights.wire_dtype,
+        params_dtype=config.wire_dtype,
     )
 
 

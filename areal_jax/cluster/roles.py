@@ -113,7 +113,7 @@ class _Hosting:
     ) -> None:
         c, self._link, self._slots = config, link, config.generation.rollout_slots
         self._reader = _reader(config, folder, weights, engine)
-        engine.warm(engine.load_params(engine.blank(config.weights.wire_dtype)))
+        engine.warm(engine.load_params(engine.blank(config.wire_dtype)))
         self._store = Prefetcher(self._reader, engine.param_shardings, engine.load_params)
         self._unfinished: dict[SampleId, None] = {}
         self._adopted = HostAdopted(link.name, -1, "")
@@ -295,7 +295,7 @@ class _Training:
                 self._trainer.inbox.put(batch)
         elif action.step == int(self._trainer.state.version):
             digest, published = payload["digest"], payload["published"]
-            dtype = self._parts.config.weights.wire_dtype
+            dtype = self._parts.config.wire_dtype
             reissued = retrain(self._trainer, batch, digest, published, dtype, self._link.note)
             # All processes of the group trained the batch; one reports the new digest.
             if reissued is not None and leads():
@@ -319,7 +319,7 @@ class _Training:
 
 def _publisher(parts: Parts, folder: Path, fail: Callable[[BaseException], None]) -> ParamPublisher:
     c = parts.config
-    dtype = c.weights.wire_dtype
+    dtype = c.wire_dtype
     settings = PublisherSettings(canary(parts.model), dtype, c.runtime.deadline_s, fail)
     if c.weights_backend == "transfer":
         return TransferStore(settings, f"{own_address(c)}:0", secret())

@@ -69,6 +69,7 @@ def resolved(config: Config) -> dict[str, Any]:
     tree["generation"]["on_update"] = config.on_update
     tree["generation"]["page_tokens"] = config.generation.tokens_per_page
     tree["trainer"]["length"] = config.row_length
+    tree["weights"]["wire_dtype"] = config.wire_dtype
     tree["run"]["dir"] = str(config.run.folder)
     return tree
 

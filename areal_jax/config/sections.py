@@ -421,8 +421,8 @@ class WeightsConfig(Section):
     """
     keep_versions: int = Field(default=3, ge=1)
     """Read with backend=orbax: number of newest versions kept on disk during the run."""
-    wire_dtype: Literal["float32", "bfloat16"] = "float32"
-    """dtype of the parameters that the trainer publishes to the hosts and that the hosts decode with."""
+    wire_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """dtype in which parameters are published to the hosts, which decode with it. auto: model.dtype."""
 
 
 class RuntimeConfig(Section):

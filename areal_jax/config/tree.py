@@ -76,6 +76,11 @@ class Config(Section):
         return "orbax" if self.runtime.redis else "memory"
 
     @property
+    def wire_dtype(self) -> str:
+        """dtype of published parameters."""
+        return self.model.dtype if self.weights.wire_dtype == "auto" else self.weights.wire_dtype
+
+    @property
     def row_length(self) -> int:
         return self.trainer.length or self.generation.length
 

@@ -89,7 +89,7 @@ def _eval_run(
     source = open_source(config, load_tasks(trained.tasks) if is_tasks_own else asked)
     _require_tokenizer(asked, source.model.tokenizer, folder)
     evaluator = Evaluator(source.model, asked, settings, host_mesh(config, "the evaluation"))
-    dtype = config.weights.wire_dtype
+    dtype = config.wire_dtype
     found = committed_params(folder, trained, source.model, evaluator.shardings, dtype)
     named = {"model": None, "run": str(folder), "refused": list(found.refused)}
     return named | evaluator.figures(found.value, progress)

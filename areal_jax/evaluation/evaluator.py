@@ -52,8 +52,8 @@ class Evaluator:
 
 
 def as_served(value: VersionedParams, config: Config) -> VersionedParams:
-    """Returns `value` as generation hosts get it: the parameters in weights.wire_dtype, with a digest."""
-    dtype = config.weights.wire_dtype
+    """Returns `value` as generation hosts get it: parameters in weights.wire_dtype, and their digest."""
+    dtype = config.wire_dtype
     if any(leaf.dtype != dtype_in(leaf.dtype, dtype) for leaf in jax.tree.leaves(value.params)):
         return wire_copy(value, dtype)
     return value._replace(digest=value.digest or digest(value.params))

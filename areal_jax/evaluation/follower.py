@@ -205,7 +205,7 @@ class Follower:
         from areal_jax.models.io.huggingface import export_folder
 
         c, source = self._config, self._source
-        target, dtype = self._folder / EXPORTS / str(version), c.weights.wire_dtype
+        target, dtype = self._folder / EXPORTS / str(version), c.wire_dtype
         if _digest_of(target) != digest:
             for _, path in (one for one in _exports(target.parent) if one[0] >= version):
                 shutil.rmtree(path)

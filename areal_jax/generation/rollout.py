@@ -77,7 +77,7 @@ def sampled(
         if trajectory is not None:
             done[trajectory.sample] = trajectory
 
-    store = MemoryStore(engine.canary)
+    store = MemoryStore(engine.canary, engine.model.config.params_dtype)
     store.publish(params)
     host = Host("rollout", engine, store, collect, seed=seed, sampling=sampling)
     for ordinal, tokens in prompts.items():

@@ -129,7 +129,8 @@ def project(x: Float[Array, "... I"], weight: Array | FeatureMajor, dtype: str) 
     """
     if isinstance(weight, FeatureMajor):
         return weight.product(x, dtype)
-    out = product(x.reshape(-1, x.shape[-1]), weight.reshape(x.shape[-1], -1), dtype)
+    flat = weight.reshape(x.shape[-1], -1)
+    out = product(x.reshape(-1, x.shape[-1]), flat, dtype)
     return out.reshape(*x.shape[:-1], -1)
 
 

@@ -114,7 +114,7 @@ def _has_own_vocabulary(config: Config) -> bool:
 
 
 def _wire(config: Config, model: Model) -> Any:
-    dtype = config.weights.wire_dtype
+    dtype = config.wire_dtype
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype_in(leaf.dtype, dtype)), model.abstract_params
     )
@@ -163,7 +163,7 @@ def _trainer(config: Config, learner: Learner, devices: Devices, teacher: Source
         ),
         add(
             name="wire copy", function=jax.jit(copy_with_sums, static_argnums=1),
-            arguments=(state.params, config.weights.wire_dtype), calls=1,
+            arguments=(state.params, config.wire_dtype), calls=1,
         ),
     ]  # fmt: skip
     resident = {
@@ -251,7 +251,7 @@ def _micro(batch: Batch, rows: int, learner: Learner) -> Batch:
 def _host(config: Config, model: Model, devices: Devices) -> Side:
     g, a, mesh = config.generation, config.algorithm, devices.hosts[0]
     engine = make_engine(g, model, mesh, reserved_slots=g.reserved_slots)
-    functions = engine.abstract_calls(config.weights.wire_dtype)
+    functions = engine.abstract_calls(config.wire_dtype)
     params, state = functions["decode"][1][0], functions["decode"][1][2]
     cache = functions["prefill"][1][1]
     prompt = g.length - g.max_tokens

@@ -108,7 +108,7 @@ def _for_host(recipe: Recipe, side: Side, largest: PlannedProgram, excess: int) 
     pool = side.resident["KV pages and slots"]
     weights = sum(side.resident.values()) - pool
     capacity = g.kv_tokens or g.slots * g.length
-    if c.weights.wire_dtype == "float32" and c.model.dtype == "bfloat16":
+    if c.wire_dtype == "float32" and c.model.dtype == "bfloat16":
         yield "weights.wire_dtype=bfloat16", weights // 2
     if largest.name in ("prefill", "recompute") and g.prefill_chunk > 32:
         chunk = max(32, g.prefill_chunk // 2)

@@ -111,7 +111,7 @@ class LocalRun:
 
     def _make_store(self, engine: Engine, folder: Path) -> ParamStore:
         c = self._parts.config
-        dtype = c.weights.wire_dtype
+        dtype = c.wire_dtype
         if c.weights_backend == "memory":
             return MemoryStore(engine.canary, dtype, overwrites_serving(c, self._parts.devices.placement))
         settings = PublisherSettings(engine.canary, dtype, self._deadline_s, self._inbox.put)

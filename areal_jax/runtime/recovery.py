@@ -130,6 +130,6 @@ def train_again(
     found = []
     for one in journaled_batches(journal, first, last):
         batch = held_batch(parts, one.train.step, journaled_groups(parts, journal, one.train))
-        dtype = parts.config.weights.wire_dtype
+        dtype = parts.config.wire_dtype
         found.append(retrain(trainer, batch, one.digest, one.published, dtype, note))
     return [reissued for reissued in found if reissued is not None]

@@ -81,7 +81,7 @@ class Server:
         """
         require_secret(settings.host, settings.secret)
         self._settings, self._engine = settings, engine
-        self._store = MemoryStore(engine.canary)
+        self._store = MemoryStore(engine.canary, engine.model.config.params_dtype)
         self._store.publish(params)
         served = Served(
             name,

@@ -98,7 +98,7 @@ class RealMachines:
             )
         self.state, self.prompts = state, parts
         self._parts, self._engines = parts, list(engines)
-        self._store = MemoryStore(engines[0].canary, parts.config.weights.wire_dtype)
+        self._store = MemoryStore(engines[0].canary, parts.config.wire_dtype)
         self._clock = Timeline(None).clock("trainer")
         self._trained: dict[PolicyVersion, VersionedParams] = {0: parts.learner.publish(state)}
 
@@ -123,7 +123,7 @@ class RealMachines:
         """
         batch = held_batch(self._parts, action.step, groups)
         self.state, value, metrics = train_batch(self._parts, self.state, batch, self._clock)
-        self._trained[value.version] = wire_copy(value, self._parts.config.weights.wire_dtype)
+        self._trained[value.version] = wire_copy(value, self._parts.config.wire_dtype)
         return value.digest, batch_figures(action.step, groups) | metrics
 
     def publish(self, version: PolicyVersion) -> str:

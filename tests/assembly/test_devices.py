@@ -195,6 +195,16 @@ def test_other_placements_hold_the_published_copy_and_two_served_ones():
     assert table["each host: serving weights"] == 4 * n * (2 + 1 + 1), "one waits in its process"
 
 
+def test_a_bfloat16_model_is_served_in_bfloat16():
+    """By default; a host of another dtype would cast every matrix at every step."""
+    n = model().parameter_count
+    for backend, copies in (("memory", 1), ("orbax", 2)):
+        table = figures("split", "model.dtype=bfloat16", f"weights.backend={backend}")
+        assert table["trainer: published weights"] == 2 * n * copies
+        assert table["each host: serving weights"] == 2 * 2 * n
+    assert figures("split")["each host: serving weights"] == 2 * 4 * n
+
+
 def test_staged_weights_hold_one_version_being_written_and_one_waiting():
     n = model().parameter_count
     for placement in ("split", "shared"):

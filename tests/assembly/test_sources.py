@@ -55,7 +55,8 @@ def opened(config: Config):
 
 def test_a_folder_gives_its_own_sizes_tokenizer_and_parameters(folder):
     source = opened(configured(folder, "model.dtype=bfloat16"))
-    assert source.model.config == ModelConfig(vocab_size=272, dtype="bfloat16", **SIZES)
+    dtypes = dict(dtype="bfloat16", params_dtype="bfloat16")
+    assert source.model.config == ModelConfig(vocab_size=272, **dtypes, **SIZES)
     assert (source.model.tokenizer.vocab_size, source.folder) == (264, folder)
     assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(source.load(None)))
     model, params = load_model(str(folder))

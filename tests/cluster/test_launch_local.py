@@ -86,6 +86,23 @@ def test_a_redis_that_is_killed_is_started_again_and_the_run_goes_on(tmp_path):
     check_whole(folder, steps)
 
 
+@pytest.mark.parametrize("backend", ["orbax", "transfer"])
+def test_a_bfloat16_model_goes_from_an_fsdp_trainer_to_hosts_of_two_devices(tmp_path, backend):
+    """Both sides split products, each in its own way, so their log-probs differ by bfloat16's rounding."""
+    require("redis-server")
+    folder, steps = tmp_path / "run", 3
+    sizes = ["model.shape=5m", "model.dtype=bfloat16", "trainer.mesh.fsdp=4", "runtime.host_tensor=2"]
+    once = ["trainer.supervised_steps=0", "launch.restarts=0", f"weights.backend={backend}"]
+    run = launch(folder, *fresh(folder, steps), *sizes, *once)
+    try:
+        assert run.wait(300) == 0, said(folder)[-4000:]
+    finally:
+        run.kill()
+        run.wait()
+    assert "canary" not in said(folder)
+    check_whole(folder, steps)
+
+
 def redis_of(pid: int) -> int:
     """The redis-server that the process started."""
     for path in Path("/proc").glob("[0-9]*/stat"):

@@ -61,6 +61,25 @@ def test_a_page_is_the_largest_divisor_of_the_length_that_attention_visits_at_on
     assert load_config(*words, f"generation.page_tokens={length}").generation.tokens_per_page == length
 
 
+@pytest.mark.parametrize(
+    ("words", "dtype"),
+    [
+        ((), "float32"),
+        (("model.dtype=bfloat16",), "bfloat16"),
+        (("model.dtype=bfloat16", "weights.wire_dtype=float32"), "float32"),
+        (("weights.wire_dtype=bfloat16",), "bfloat16"),
+    ],
+    ids=str,
+)
+def test_parameters_are_published_in_the_models_dtype_unless_another_is_given(
+    words: tuple[str, ...], dtype: str
+):
+    """The run's own config names it, so a later default changes no run that is resumed."""
+    config = load_config(*words)
+    assert config.wire_dtype == dtype and resolved(config)["weights"]["wire_dtype"] == dtype
+    assert make_config(resolved(config)).wire_dtype == dtype
+
+
 def test_the_longest_completion_follows_from_the_length_unless_it_is_given():
     assert load_config("generation.length=48", "trainer.length=64").generation.max_tokens == 24
     assert load_config("generation.length=48", "generation.max_tokens=7").generation.max_tokens == 7

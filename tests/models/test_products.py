@@ -1,4 +1,4 @@
-"""Products with a weight: bfloat16 gradients are float32 sums; float32 ones have the bits of JAX's own."""
+"""Products with a weight: float32 sums as gradients of bfloat16 ones, JAX's own bits for float32 ones."""
 
 from __future__ import annotations
 

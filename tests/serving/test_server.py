@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
+import jax
 import pytest
 from google.protobuf.json_format import MessageToDict
 
@@ -615,6 +616,14 @@ def test_the_generated_messages_are_those_of_the_proto(tmp_path):
     assert len(made) == 3
     for path in made:
         assert (root / path).read_text() == (tmp_path / path).read_text()
+
+
+def test_a_bfloat16_model_is_served_from_bfloat16_weights():
+    """Widened to float32, they would take twice the memory and be cast at every step."""
+    words = ("model.dtype=bfloat16", "generation.length=32", "generation.slots=2")
+    server = serve.make_server("tiny", words, ServeSettings())
+    published = server._store.load(0, server._engine.param_shardings).params
+    assert {leaf.dtype for leaf in jax.tree.leaves(published)} == {jax.numpy.dtype("bfloat16")}
 
 
 def test_a_shorter_length_alone_is_enough_to_serve_shorter_samples():
