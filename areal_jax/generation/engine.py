@@ -243,7 +243,10 @@ class Engine(jetstream.Engine):
             request = self.request(sample, self._seed, self._sampling, int(prefix.true_length), stops)
         self._truncation = Truncation.joined([self._truncation, Truncation.of(request)])
         self._freed.discard(slot)  # that call freed the slot's former sample, not this one
-        prefix = prefix.replace(cache=jax.device_put(prefix.cache, self._cache))
+        # A sample that was evicted, or that comes from another host, is elsewhere. `device_put` takes longer
+        # than all else that Python does here, also if it has nothing to do.
+        if any(getattr(leaf, "sharding", None) != self._cache for leaf in jax.tree.leaves(prefix.cache)):
+            prefix = prefix.replace(cache=jax.device_put(prefix.cache, self._cache))
         return self._insert(decode_state, prefix, slot, request, -1 if sibling is None else sibling)
 
     def generate(

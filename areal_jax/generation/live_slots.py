@@ -199,15 +199,16 @@ class Records:
         ids = (support_size,)
         columns = [("tokens", "i4"), ("logp", "f4"), ("versions", "i4"), ("support", "i4", ids)]
         # What is not sampled, such as the prompt, has no version, log-prob or support.
-        self._blank = np.array((0, 0.0, NOT_SAMPLED, np.full(ids, -1)), columns)
-        self.rows = np.full((slots, length + steps), self._blank)
+        blank = np.array((0, 0.0, NOT_SAMPLED, np.full(ids, -1)), columns)
+        self.rows = np.full((slots, length + steps), blank)
+        self._blank, self._has_support = self.rows[0].copy(), support_size > 0
         self.filled = np.ones(slots, np.int64)
         self._slots, self._steps = np.arange(slots)[:, None], np.arange(steps)
 
     def begin(self, slot: int, work: Work) -> None:
         """Start the slot's record with the prompt, or with the tokens of a half-decoded sample."""
         self.filled[slot] = count = len(work.start.prompt if work.so_far is None else work.so_far.rows)
-        self.rows[slot] = self._blank
+        self.rows[slot, :count] = self._blank[:count]
         if work.so_far is None:
             self.rows["tokens"][slot, :count] = work.start.prompt
         else:
@@ -224,7 +225,7 @@ class Records:
         self.rows["tokens"][slots, at] = results["tokens"]
         self.rows["logp"][slots, at] = results["logp"]
         self.rows["versions"][slots, at] = results["version"][:, None]
-        if self._blank["support"].size:
+        if self._has_support:
             self.rows["support"][slots, at] = results["support"]
         self.filled += results["valid"].sum(axis=1)
 

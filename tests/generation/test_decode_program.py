@@ -165,3 +165,17 @@ def test_a_decode_call_is_few_calls_of_python(engine, store):
         sys.setprofile(None)
     assert host.statistics().live == SLOTS
     assert 50 < len(calls) < 165
+
+
+def test_a_prompt_on_the_engines_devices_is_not_moved(engine, versions, monkeypatch):
+    """`device_put` of arrays that are where they belong still takes longer than an insert's own Python."""
+    prefix = engine.prefill(params=versions(0), padded_tokens=np.array(PROMPT), true_length=len(PROMPT))
+    moved, put = [], jax.device_put
+    monkeypatch.setattr(jax, "device_put", lambda *args: moved.append(1) or put(*args))
+    state = engine.insert(prefix, engine.init_decode_state(), 0)
+    assert moved == []
+    away = jax.device_get(prefix)
+    state = engine.insert(away, state, 1)
+    assert moved == [1]
+    there = engine.extract(1, state, len(PROMPT)).cache.k
+    np.testing.assert_array_equal(there[:, 1:], prefix.cache.k[:, 1:])  # page 0 is scratch
