@@ -384,7 +384,9 @@ class Engine(jetstream.Engine):
     def warm(self, params: VersionedParams) -> None:
         """Compile every program that a host calls, or load it from the compilation cache.
 
-        It runs each one once, with as little work as possible.
+        Samples with truncations that this engine's `sampling` lacks need another decode program; that one
+        compiles when the first such sample is decoded. The method runs each program once, with as little work
+        as possible.
         """
         state = self.init_decode_state()
         for count in {self._bucket(count): count for count in range(self.length - 1, 0, -1)}.values():
