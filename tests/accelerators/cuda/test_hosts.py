@@ -46,7 +46,6 @@ def test_decoding_touches_no_memory_of_the_host(host: str):
     assert not any(word in found.text for word in (" send(", " recv(", " outfeed(", " infeed("))
 
 
-@pytest.mark.xfail(reason="conditionals and loops choose a truncation until an engine fixes it")
 @every_host
 def test_decoding_has_no_conditional_and_no_loop_that_depends_on_data(host: str):
     costs = compiled(HOSTS[host], "decode").costs
