@@ -210,5 +210,6 @@ def environment(flags: str = "") -> dict[str, str]:
         "TPU_WORKER_HOSTNAMES": "localhost",
         "TPU_ACCELERATOR_TYPE": "v5litepod-8",
         "TPU_MIN_LOG_LEVEL": "3",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
         "XLA_FLAGS": f"{flags} --xla_gpu_autotune_level=0".strip(),
     }

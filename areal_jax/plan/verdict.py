@@ -119,9 +119,10 @@ def _for_host(recipe: Recipe, side: Side, largest: PlannedProgram, excess: int) 
     tokens = int(capacity * (1 - excess / pool)) // g.tokens_per_page * g.tokens_per_page
     if tokens >= g.length * (1 + g.reserved_slots):
         yield f"generation.kv_tokens={tokens}", int(pool * (1 - tokens / capacity))
-    slots = int(g.slots * (1 - excess / pool))
+    by_slot = pool + largest.temporary_bytes if largest.name in ("decode", "recompute") else pool
+    slots = int(g.slots * (1 - excess / by_slot))
     if slots > g.reserved_slots and g.kv_tokens is None:
-        yield f"generation.slots={slots}", int(pool * (1 - slots / g.slots))
+        yield f"generation.slots={slots}", int(by_slot * (1 - slots / g.slots))
     if c.on_update == "pinned" and (c.max_staleness or 0) > 1:
         yield "control.max_staleness=1", weights * (c.parameter_sets - 2) // c.parameter_sets
     if recipe.model.config.kv_heads % (2 * c.runtime.host_tensor) == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,16 @@ def test_a_larger_share_of_the_memory_may_be_enough(split: Recipe):
     assert judged(split, 65, 10)["trainer"].remedies[0] == (
         "XLA_PYTHON_CLIENT_MEM_FRACTION=0.93 in the environment"
     )
+
+
+def test_a_hosts_remedies_are_fewer_slots_or_tokens():
+    """8 slots of 32 tokens in 40 GiB of pages, and 40 GiB of temporaries: 5 slots have 5/8 of both."""
+    of = recipe("runtime.placement=split", "generation.prefill_chunk=8")
+    host = of.sides[1]
+    pages = {"weights of 2 versions": GIB, "KV pages and slots": 40 * GIB}
+    of = replace(of, sides=(of.sides[0], replace(host, resident=pages)))
+    found = judged(of, 1, 40)["host"].remedies
+    assert found[:2] == ("generation.kv_tokens=96 (about 56.0 GiB)", "generation.slots=5 (about 51.0 GiB)")
 
 
 def test_where_no_single_setting_is_enough_the_best_two_are_named(split: Recipe):
