@@ -79,7 +79,7 @@ def test_auto_splits_where_there_are_devices_for_it(four, monkeypatch, count, ex
         ),
         (
             ["runtime.placement=split", "runtime.hosts=4"],
-            "jax has 4; use runtime.placement=shared, or reduce trainer.mesh",
+            "but there are 4; use runtime.placement=shared, or reduce trainer.mesh",
         ),
         (
             ["runtime.placement=shared", "trainer.mesh.tensor=8"],

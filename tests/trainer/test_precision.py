@@ -15,6 +15,7 @@ import pytest
 from areal_jax.algorithms.logprobs import PackedTokens, packed_stats
 from areal_jax.config.presets import preset_settings
 from areal_jax.config.sections import AlgorithmConfig
+from areal_jax.models import attention
 from areal_jax.models.attention import PackedAttention
 from areal_jax.models.config import Lora, ModelConfig
 from areal_jax.models.model import Model
@@ -44,7 +45,7 @@ def model_of(dtype: str, **options: Any) -> Model:
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """On a CPU attention's products read float32, on any other device `model.dtype`."""
     if request.param == "accelerator":
-        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        monkeypatch.setattr(attention, "platform_of", lambda mesh: "gpu")
     return request.param
 
 
