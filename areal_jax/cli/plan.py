@@ -25,7 +25,8 @@ def plan(
     json: AsJson = False,
 ) -> None:
     """Compile a recipe for GPUs or TPUs that are not there: memory, bounds on speed, and what to change."""
-    from areal_jax.plan.targets import FRACTION, environment, missing_extra, parse_target
+    from areal_jax.assembly.gpus import FRACTION
+    from areal_jax.plan.targets import environment, missing_extra, parse_target
 
     fraction = os.environ.get(FRACTION)
     machine = replace(parse_target(target), fraction=float(fraction) if fraction else None)

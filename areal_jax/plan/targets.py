@@ -13,16 +13,14 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
+from areal_jax.assembly.gpus import MEMORY_FRACTION
 from areal_jax.plugin import did_you_mean, install_extra
 from areal_jax.types import ArealError
 
 GIB = 2**30
 
-FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-GPU_FRACTION = 0.75
-"""Share of a GPU's memory that jax allocates unless FRACTION is set."""
-MOST_FRACTION = 0.93
-"""Largest share that leaves room for the driver and the libraries."""
+TPU_FRACTION = 0.97
+"""Share of a TPU's memory that XLA allocates."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +61,9 @@ class Target:
     def usable(self, fraction: float | None = None) -> int:
         """Returns the bytes that XLA allocates of the memory.
 
-        `fraction`: XLA_PYTHON_CLIENT_MEM_FRACTION, on GPUs; None: not set, and jax takes three quarters. The
-        driver, CUDA's libraries and NCCL's buffers need the rest.
+        `fraction`: XLA_PYTHON_CLIENT_MEM_FRACTION, on GPUs; None: not set, and a run sets MEMORY_FRACTION.
         """
-        return int(self.memory * (min(fraction or GPU_FRACTION, MOST_FRACTION) if self.is_gpu else 0.97))
+        return int(self.memory * ((fraction or MEMORY_FRACTION) if self.is_gpu else TPU_FRACTION))
 
     @property
     def config_text(self) -> str:
@@ -150,7 +147,7 @@ class Machine:
     count: int
     topology: str
     fraction: float | None = None
-    """Share of a GPU's memory that XLA allocates; None: jax's default."""
+    """Share of a GPU's memory that XLA allocates; None: MEMORY_FRACTION, which a run sets."""
 
     @property
     def usable(self) -> int:
@@ -170,7 +167,7 @@ def parse_target(text: str) -> Machine:
     known = ", ".join(f"{name}[xN]" if target.is_gpu else f"{name}-N" for name, target in TARGETS.items())
     found = re.fullmatch(r"(?P<name>.+?)(?:x(?P<gpus>\d+)|-(?P<cores>\d+))?", text)
     name = found["name"] if found else text
-    if found and found["cores"] and f"{name}-{found['cores']}" in TARGETS:  # a100-80
+    if text in TARGETS:  # a name may end as a number of devices does: a100-80, rtx4090
         name, found = text, None
     if name not in TARGETS:
         raise ArealError(f"--target {text} is unknown; {did_you_mean(name, TARGETS, f'use one of {known}')}")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from areal_jax.config.tree import Config
 from areal_jax.plan.bounds import PlannedProgram
 from areal_jax.plan.recipe import HOST, TRAINER, Recipe, Side
-from areal_jax.plan.targets import FRACTION, GIB, MOST_FRACTION, Machine, Target
+from areal_jax.plan.targets import GIB, Machine, Target
 
 MOST_REMEDIES = 3
 
@@ -60,8 +60,6 @@ def _verdict(recipe: Recipe, side: Side, programs: Sequence[PlannedProgram], mac
     if peak > usable:
         tried = [(text, peak - saved) for text, saved in options(recipe, side, largest, peak - usable)]
         enough = [f"{text} (about {size / GIB:.1f} GiB)" for text, size in tried if size <= usable]
-        if usable < peak <= machine.target.usable(MOST_FRACTION):
-            enough.insert(0, f"{FRACTION}={MOST_FRACTION:.2f} in the environment")
         remedies = tuple(enough[:MOST_REMEDIES]) or (_together(tried),)
     return Verdict(
         role=side.role, resident=resident, largest=largest.name, peak=peak, usable=usable, remedies=remedies
