@@ -63,4 +63,4 @@ format: $(STAMP)
 	$(BIN)/ruff format
 
 clean:
-	rm -rf .venv .venv-cuda12 .venv-tpu
+	rm -rf .venv .venv-cuda12 .venv-newest .venv-tpu

@@ -103,6 +103,7 @@ class ModelConfig:
             )
 
 
+QWEN25 = dict(rope_theta=1e6, norm_eps=1e-6, has_qkv_bias=True)
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": dict(layers=2, width=64, heads=4, kv_heads=4, head_dim=16, mlp_width=256),
     "5m": dict(layers=6, width=256, heads=8, kv_heads=4, head_dim=32, mlp_width=704),
@@ -110,9 +111,20 @@ SHAPES: dict[str, dict[str, Any]] = {
         layers=30, width=576, heads=9, kv_heads=3, head_dim=64, mlp_width=1536, rope_theta=100_000.0,
         vocab_size=49_152,
     ),
+    "qwen2.5-0.5b": dict(
+        layers=24, width=896, heads=14, kv_heads=2, head_dim=64, mlp_width=4864, vocab_size=151_936, **QWEN25
+    ),
     "qwen2.5-1.5b": dict(
-        layers=28, width=1536, heads=12, kv_heads=2, head_dim=128, mlp_width=8960, rope_theta=1e6,
-        norm_eps=1e-6, has_qkv_bias=True, vocab_size=151_936,
+        layers=28, width=1536, heads=12, kv_heads=2, head_dim=128, mlp_width=8960, vocab_size=151_936,
+        **QWEN25,
+    ),
+    "qwen2.5-7b": dict(
+        layers=28, width=3584, heads=28, kv_heads=4, head_dim=128, mlp_width=18_944, vocab_size=152_064,
+        is_tied=False, **QWEN25,
+    ),
+    "qwen2.5-32b": dict(
+        layers=64, width=5120, heads=40, kv_heads=8, head_dim=128, mlp_width=27_648, vocab_size=152_064,
+        is_tied=False, **QWEN25,
     ),
 }  # fmt: skip
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import jax
-from jax._src import distributed
 
+from areal_jax.parallel.private_jax import coordination_client
 from areal_jax.types import ArealError
 
 
@@ -55,7 +55,7 @@ def _meet(what: str, deadline_s: float, failure: Exception | None) -> None:
     if the step failed only in other processes, ArealError if a process has not published its outcome within
     `deadline_s` seconds.
     """
-    client = distributed.global_state.client
+    client = coordination_client()
     assert client is not None  # there is more than one process
     # Keys are per round: a process past the barrier may begin the next round before others read this one.
     _rounds[what] += 1

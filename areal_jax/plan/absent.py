@@ -6,6 +6,7 @@ from typing import Any
 
 from jax.experimental import topologies
 
+from areal_jax.parallel.private_jax import cudnn_attention
 from areal_jax.plan.targets import Machine
 from areal_jax.types import ArealError
 
@@ -33,7 +34,7 @@ def _compile_cudnn_for(capability: tuple[int, int]) -> None:
     The checks are private functions of jax, which look at the first local device. Where jax has none, cuDNN's
     packed layout would be refused for every target.
     """
-    from jax._src.cudnn import fused_attention_stablehlo as fused
+    fused = cudnn_attention()
 
     def number(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split("."))

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 from areal_jax.models.blockwise import blockwise_attention
 from areal_jax.models.kernels.trials import Trial, failure, tried_apart
 from areal_jax.parallel.mesh import ROWS
+from areal_jax.parallel.private_jax import cudnn_attention
 
 Kernel = Callable[[Array, Array, Array, Array], Array]
 """`kernel(q (B, T, H, h), k (B, T, K, h), v, segment_ids (B, T))` returns (B, T, H, h): attention that is
@@ -55,15 +56,14 @@ def cudnn(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
     and bfloat16 or float16. If a row has more than SEGMENTS (128) segments, JAX code computes the result
     (`blocks`).
     """
-    from jax._src.cudnn import fused_attention_stablehlo as fused
+    fused = cudnn_attention()
 
     def packed(q: Array, k: Array, v: Array) -> Array:
         sizes, offsets = segment_spans(segment_ids, SEGMENTS)
         is_token = (segment_ids > 0)[..., None, None]  # cuDNN writes no output outside segments
         k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
         q, k, v = (jnp.where(is_token, x, 0) for x in (q, k, v))
-        attend: Any = fused.dot_product_attention
-        out = attend(
+        out = fused.dot_product_attention(
             q, k, v, q_seqlen=sizes, kv_seqlen=sizes, q_offsets=offsets, kv_offsets=offsets,
             scale=q.shape[-1] ** -0.5, mask_type=fused.MaskType.PADDING_CAUSAL,
         )  # fmt: skip

@@ -1,0 +1,52 @@
+"""The private names of jax that areal-jax uses. No other module may use one (`tests/test_private_jax.py`).
+
+jax moves or removes private names without notice, so each is looked up here, and an error says which jax has
+it. `tools/check_newest_jax.sh` tries them with the newest jax and sets the upper bound in pyproject.toml.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import jax
+
+from areal_jax.types import ArealError
+
+NAMES = {
+    "cuDNN's packed attention": (
+        "jax._src.cudnn.fused_attention_stablehlo",
+        ("dot_product_attention", "MaskType", "check_compute_capability", "is_cuda_compute_capability_equal"),
+    ),
+    "the coordination service of jax.distributed": ("jax._src.distributed", ("global_state",)),
+}
+"""What areal-jax needs it for -> the private module, and the names in it."""
+
+
+def cudnn_attention() -> Any:
+    """Returns jax's module of fused attention by cuDNN, of which jax.nn offers no packed layout."""
+    return _private("cuDNN's packed attention")
+
+
+def coordination_client() -> Any:
+    """Returns this process's client of the coordination service, which has keys, and barriers with deadlines.
+
+    None before jax.distributed.initialize.
+    """
+    return _private("the coordination service of jax.distributed").global_state.client
+
+
+def _private(purpose: str) -> Any:
+    """Returns the private module; raises ArealError if this jax lacks it or one of its names."""
+    module, names = NAMES[purpose]
+    try:
+        found = importlib.import_module(module)
+    except ImportError:
+        found = None
+    missing = [name for name in names if not hasattr(found, name)]
+    if missing:
+        raise ArealError(
+            f"{purpose}: jax {jax.__version__} has no {module}.{missing[0]}, which areal-jax uses; install a "
+            "jax within the bounds of areal-jax's pyproject.toml"
+        )
+    return found
