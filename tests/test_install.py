@@ -16,7 +16,8 @@ pytestmark = pytest.mark.slow  # packages are downloaded and installed
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
-INSTALLS = re.compile(r"\bpip (?:install|wheel)\b")
+INSTALLS = re.compile(r"\bpip (?:install(?! --no-index)|wheel)\b")
+"""All but those of a machine without a network, from wheels that were gathered for its Python."""
 
 GIGABYTES = re.compile(r"\[[^\]]*(?:cuda|jetstream)")
 """Extras that download gigabytes: pip resolves them, and installs nothing."""

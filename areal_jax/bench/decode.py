@@ -14,7 +14,6 @@ import numpy as np
 from areal_jax.algorithms.logprobs import token_stats
 from areal_jax.assembly.devices import machine
 from areal_jax.bench.measure import (
-    NOMINAL,
     in_turn,
     matrix_peak,
     median_s,
@@ -27,6 +26,7 @@ from areal_jax.generation.engine import Engine
 from areal_jax.generation.sampling import Settings, Truncation, draw
 from areal_jax.generation.slots import DecodeState
 from areal_jax.models.exact import paged_attention
+from areal_jax.plan.targets import target_of
 from areal_jax.types import SampleId, Sampling, VersionedParams
 
 
@@ -136,14 +136,14 @@ def _limits(engine: Engine, dtype: str, seconds: float, live_tokens: float) -> d
     kv = jax.eval_shape(engine.init_decode_state).cache
     kv_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kv))
     read_bytes = weight_bytes + slots * live_tokens * kv_bytes / ((engine.pages + 1) * engine.page_tokens)
-    nominal = NOMINAL.get(jax.devices()[0].device_kind)
+    target = target_of(jax.devices()[0].device_kind)
     return {
         "limit": slots / limit_s,
         "fraction_of_limit": limit_s / seconds,
         "read_bytes": read_bytes,
         "bandwidth": bandwidth,
         "fraction_of_bandwidth": read_bytes / seconds / bandwidth,
-        "fraction_of_nominal_bandwidth": nominal and read_bytes / seconds / nominal.bytes_per_s,
+        "fraction_of_nominal_bandwidth": target and read_bytes / seconds / target.bandwidth,
     }
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.monitoring
@@ -28,18 +28,6 @@ from areal_jax.types import Batch, SampleId, Sampling, Trajectory
 
 T = TypeVar("T")
 
-
-class Nominal(NamedTuple):
-    """A device's speeds from its maker's data sheet."""
-
-    flops_per_s: float
-    """FLOP/s of dense matrix products of bfloat16."""
-    bytes_per_s: float
-    """Bytes per second of device memory."""
-
-
-NOMINAL = {"NVIDIA H100 80GB HBM3": Nominal(990e12, 3.35e12), "NVIDIA H200": Nominal(990e12, 4.8e12)}
-"""Device kind (jax.Device.device_kind) -> its speeds."""
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 """The event that jax records for each program that it compiles or loads from its persistent cache."""

@@ -159,6 +159,11 @@ class Machine:
         return f"{self.count} x {self.target.device}"
 
 
+def target_of(device_kind: str) -> Target | None:
+    """Returns the target whose own name is `device_kind` (jax.Device.device_kind); None if none has it."""
+    return next((target for target in TARGETS.values() if target.device == device_kind), None)
+
+
 def parse_target(text: str) -> Machine:
     """Returns the devices that `text` names: h100, h100x8, v5e-8.
 

@@ -84,7 +84,7 @@ def test_an_answer_that_does_not_fit_is_dropped_and_said(tmp_path):
     dropped = {a.ordinal for row in rows for a in row.actions if isinstance(a, Drop)}
     trained = {o for row in rows if isinstance(row.event, BatchTrained) for o in row.event.ordinals}
     assert failed and failed == {o for o in dropped if o not in trained}
-    assert "raise it" in stream.getvalue() and "generation.length=20" in stream.getvalue()
+    assert "generation.length=20; raise generation.length, or leave this row out" in stream.getvalue()
 
 
 @pytest.mark.parametrize("word", ["algorithm.proximal=recompute", "algorithm.off_policy=truncate"])

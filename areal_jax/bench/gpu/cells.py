@@ -19,11 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.bench.decode import bench_engine, decode_figures, filled, prefill, sample
-from areal_jax.bench.gpu.inspection import large_copies, products_by_dtype, traced
+from areal_jax.bench.gpu.inspection import traced
 from areal_jax.bench.hosting import swap
 from areal_jax.bench.loop import loop, whole_run
 from areal_jax.bench.measure import (
-    NOMINAL,
     bench_learner,
     compile_seconds,
     copy_bandwidth,
@@ -42,6 +41,10 @@ from areal_jax.generation.canary import canary
 from areal_jax.generation.device_layout import serving_layout
 from areal_jax.models.kernels import packed_attention, paged_attention
 from areal_jax.models.kv_pages import KVPages
+from areal_jax.plan.bounds import products
+from areal_jax.plan.costs import written
+from areal_jax.plan.hlo import parse
+from areal_jax.plan.targets import target_of
 from areal_jax.plugin import version_of
 from areal_jax.trajectories.packing import pack
 from areal_jax.types import SampleId, Sampling
@@ -232,8 +235,8 @@ def moves(
 ) -> dict[str, Any]:
     """Measures seconds to insert a prefilled prompt into a slot, and to extract a sample from one.
 
-    In the result, `large_copies` lists the copies in the compiled programs that are as large as one of the
-    arrays of the pool of KV pages: such a copy moves all slots' KV for one slot.
+    In the result, `large_copies` lists the instructions of the compiled programs that write a new array as
+    large as one of those of the pool of KV pages: such a copy moves all slots' KV for one slot.
     """
     engine, value = bench_engine(
         shape, dtype, 2 * prompt, slots=slots, decode_steps=4, page_tokens=min(64, prompt)
@@ -258,7 +261,7 @@ def moves(
         "insert_s": insert_s,
         "extract_s": extract_s,
         "large_copies": {
-            name: large_copies(each.compile().as_text() or "", pool) for name, each in lowered.items()
+            name: written(parse(each.compile().as_text() or ""), pool) for name, each in lowered.items()
         },
     }
 
@@ -290,18 +293,18 @@ def training(
     took = [timed_s(once) for _ in range(repeats)]
     trace = traced(once)
     tokens, seconds = rows * length, statistics.median(took)
-    nominal = NOMINAL.get(jax.devices()[0].device_kind)
+    target = target_of(jax.devices()[0].device_kind)
     flops = learner.model.parameter_count * tokens
     return {
         "seconds": seconds,
         "tokens_per_s": tokens / seconds,
-        "mfu": nominal and 6 * flops / seconds / nominal.flops_per_s,
+        "mfu": target and 6 * flops / seconds / target.flops["bf16"],
         "logp_s": statistics.median(logp_s),
-        "logp_mfu": nominal and 2 * flops / statistics.median(logp_s) / nominal.flops_per_s,
+        "logp_mfu": target and 2 * flops / statistics.median(logp_s) / target.flops["bf16"],
         "compile_s": sum(compiled),
         "forecast_bytes": forecast.peak,
         "peak_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
-        "products": products_by_dtype(lowered.as_text()),
+        "products": dict(products(lowered.as_text())),
         "attention": "blocks" if learner.objective.forward.kernel is None else "kernel",
         "top_kernels": trace and trace.top,
     }
@@ -325,12 +328,13 @@ def canary_log_probs(*, shape: str, dtype: str = "bfloat16") -> dict[str, Any]:
 
 def repeated_update(*, shape: str, rows: int, length: int, dtype: str = "bfloat16") -> dict[str, Any]:
     """Returns whether an update of equal parameters by equal batches gives the same bits twice."""
+    learner, state = bench_learner(shape, rows, length, dtype, remat="layer")
+    vocabulary = learner.model.config.vocab_size
+    given = pack(skewed_groups(rows, length, length, 0.0, length, vocabulary), rows, length)
     digests = []
-    for _ in range(2):
-        learner, state = bench_learner(shape, rows, length, dtype)
-        groups = skewed_groups(4 * rows, length, length / 4, 0.8, 8, learner.model.config.vocab_size)
-        batch = learner.prepare(state, pack(groups, rows, length))
-        digests.append(learner.versioned(learner.update(state, batch)[0]).digest)
+    for one in (state, learner.init(learner.model.init(0))):
+        after, _ = learner.update(one, learner.prepare(one, given))
+        digests.append(learner.versioned(after).digest)
     return {"is_repeatable": digests[0] == digests[1], "digests": digests}
 
 

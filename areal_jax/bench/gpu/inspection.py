@@ -1,8 +1,7 @@
-"""What a program contains and what the device did in it: read from its text, and from a trace of a call."""
+"""What the device did during a call, read from a trace."""
 
 from __future__ import annotations
 
-import re
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -10,12 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import jax.profiler
 
-_PRODUCT = re.compile(r"stablehlo\.dot_general[^\n]*: \(tensor<(?:\w+x)*(\w+)>, tensor<(?:\w+x)*(\w+)>\)")
-_COPY = re.compile(r"= (\w+)\[([\d,]*)\][^ ]* (?:copy|copy-start)\(")
-_WIDTHS = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4}
 TOP = 5
 
 
@@ -59,23 +54,3 @@ def summary(events: list[tuple[str, float]]) -> Trace:
     back = sum(name.startswith("MemcpyD2H") for name in copies)
     top = [(name, float(seconds)) for name, seconds in totals.most_common(TOP)]
     return Trace(len(events) - len(copies), back, top)
-
-
-def products_by_dtype(text: str) -> dict[str, int]:
-    """Returns the number of matrix products in a lowered program's StableHLO `text`, by operand dtypes.
-
-    The keys are of the form "bf16 x f32".
-    """
-    return dict(Counter(" x ".join(found) for found in _PRODUCT.findall(text)))
-
-
-def large_copies(text: str, least: int) -> list[str]:
-    """Returns the copies of at least `least` bytes in a compiled program's HLO `text`, as "bf16[2,65,8]"."""
-    found = []
-    for dtype, sizes in _COPY.findall(text):
-        count = 1
-        for size in filter(None, sizes.split(",")):
-            count *= int(size)
-        if count * _WIDTHS.get(dtype, jnp.dtype("float32").itemsize) >= least:
-            found.append(f"{dtype}[{sizes}]")
-    return found
