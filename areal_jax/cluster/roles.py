@@ -55,7 +55,7 @@ from areal_jax.weights.folder import weights_folder
 from areal_jax.weights.orbax import OrbaxReader, OrbaxStore
 from areal_jax.weights.prefetch import Prefetcher
 from areal_jax.weights.publishing import PublisherSettings
-from areal_jax.weights.store import ParamPublisher, ParamReader
+from areal_jax.weights.store import FetchingReader, ParamPublisher
 from areal_jax.weights.transfer.publisher import TransferStore
 from areal_jax.weights.transfer.reader import TransferReader
 
@@ -177,7 +177,7 @@ class _Hosting:
         self._link.report(event, trajectory)
 
 
-def _reader(config: Config, folder: Path, address: str, engine: Engine) -> ParamReader:
+def _reader(config: Config, folder: Path, address: str, engine: Engine) -> FetchingReader:
     c, deadline_s = config, config.runtime.deadline_s
     if c.weights_backend == "transfer":
         return TransferReader(address, engine.canary, deadline_s, secret())
