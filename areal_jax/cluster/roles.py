@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from areal_jax.assembly.device_memory_remedies import HOST, explained
 from areal_jax.assembly.devices import (
     Devices,
     host_mesh,
@@ -113,7 +114,8 @@ class _Hosting:
     ) -> None:
         c, self._link, self._slots = config, link, config.generation.rollout_slots
         self._reader = _reader(config, folder, weights, engine)
-        engine.warm(engine.load_params(engine.blank(config.wire_dtype)))
+        with explained(HOST, config, engine.model.config):
+            engine.warm(engine.load_params(engine.blank(config.wire_dtype)))
         self._store = Prefetcher(self._reader, engine.param_shardings, engine.load_params)
         self._unfinished: dict[SampleId, None] = {}
         self._adopted = HostAdopted(link.name, -1, "")
