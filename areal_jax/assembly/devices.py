@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from areal_jax.assembly.gpus import gpu_environment, gpu_problems
+from areal_jax.assembly.gpus import gpu_environment, gpu_problems, visible_gpus
 from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
 from areal_jax.models.kernels import paged_attention as paged_kernels
@@ -204,7 +204,8 @@ def usable_cores() -> int:
 def header(config: Config) -> dict[str, Any]:
     """Returns what of this machine may change the bits of results: devices, cores, jaxlib and XLA flags.
 
-    A new run stores this dict in its journal; a resumed run warns of each value that differs.
+    On a machine with GPUs also the environment of the processes on them (`gpu_environment`). A new run stores
+    this dict in its journal; a resumed run warns of each value that differs.
     """
     return {
         "device_kind": jax.devices()[0].device_kind,
@@ -212,6 +213,7 @@ def header(config: Config) -> dict[str, Any]:
         "usable_cores": usable_cores(),
         "jaxlib": version_of("jaxlib"),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        **({"gpu_environment": gpu_environment(config)} if visible_gpus() else {}),
     }
 
 

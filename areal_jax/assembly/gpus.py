@@ -14,6 +14,7 @@ from areal_jax.config.tree import Config
 from areal_jax.plugin import NOT_INSTALLED, install_extra, version_of
 
 FRACTION, FLAGS = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_FLAGS"
+PRECISION = "JAX_DEFAULT_MATMUL_PRECISION"
 MEMORY_FRACTION = 0.92
 """Share of a GPU's memory that a process allocates when it starts. jax's own default, 0.75, leaves a quarter
 unused; the rest is for CUDA, its libraries, and the self-tests of kernels (`models.kernels.trials`).
@@ -82,7 +83,8 @@ def gpu_environment(config: Config, given: Mapping[str, str] = os.environ) -> di
 
     The latency-hiding scheduler overlaps collectives with computation. Deterministic kernels are used if the
     run promises bits: with trainer.numerics=exact, and with control.max_staleness=0, where a run that is
-    started again gives the same parameters.
+    started again gives the same parameters. A float32 model's products are computed in float32, not in TF32,
+    whose 10 bits of mantissa are the default.
     """
     flags = ["--xla_gpu_enable_latency_hiding_scheduler=true"]
     if config.trainer.numerics == "exact" or config.max_staleness == 0:
@@ -92,10 +94,18 @@ def gpu_environment(config: Config, given: Mapping[str, str] = os.environ) -> di
     return {
         FRACTION: given.get(FRACTION, str(MEMORY_FRACTION)),
         FLAGS: " ".join([*own, given.get(FLAGS, "")]).strip(),
+        **({PRECISION: given.get(PRECISION, "highest")} if config.model.dtype == "float32" else {}),
     }
 
 
 def use_gpu_environment(config: Config) -> None:
     """Set `gpu_environment` in this process if it may use GPUs; call it before jax is asked for devices."""
-    if visible_gpus():
-        os.environ.update(gpu_environment(config))
+    if not visible_gpus():
+        return
+    import jax
+
+    chosen = gpu_environment(config)
+    os.environ.update(chosen)
+    if precision := chosen.get(PRECISION):
+        # jax read this variable when it was imported, and the others are read when it looks for devices.
+        jax.config.update("jax_default_matmul_precision", precision)

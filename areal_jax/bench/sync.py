@@ -31,7 +31,7 @@ from areal_jax.weights.memory import MemoryStore
 from areal_jax.weights.orbax import OrbaxReader, OrbaxStore
 from areal_jax.weights.prefetch import Prefetcher
 from areal_jax.weights.publishing import PublisherSettings
-from areal_jax.weights.store import ParamReader
+from areal_jax.weights.store import FetchingReader, ParamReader
 from areal_jax.weights.transfer.reader import TransferReader
 
 TMPFS = "/dev/shm"
@@ -194,7 +194,7 @@ def _in_files(open_now: ExitStack, engine: Engine, params: Params, dtype: str, p
     }
 
 
-def _ahead(open_now: ExitStack, reader: ParamReader, engine: Engine) -> Prefetcher:
+def _ahead(open_now: ExitStack, reader: FetchingReader, engine: Engine) -> Prefetcher:
     ahead = Prefetcher(reader, engine.param_shardings, engine.load_params)
     open_now.callback(ahead.close, DEADLINE_S)
     return ahead

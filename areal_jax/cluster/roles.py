@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from areal_jax.assembly.device_memory_remedies import HOST, explained
 from areal_jax.assembly.devices import (
     Devices,
     host_mesh,
@@ -55,7 +56,7 @@ from areal_jax.weights.folder import weights_folder
 from areal_jax.weights.orbax import OrbaxReader, OrbaxStore
 from areal_jax.weights.prefetch import Prefetcher
 from areal_jax.weights.publishing import PublisherSettings
-from areal_jax.weights.store import ParamPublisher, ParamReader
+from areal_jax.weights.store import FetchingReader, ParamPublisher
 from areal_jax.weights.transfer.publisher import TransferStore
 from areal_jax.weights.transfer.reader import TransferReader
 
@@ -113,7 +114,8 @@ class _Hosting:
     ) -> None:
         c, self._link, self._slots = config, link, config.generation.rollout_slots
         self._reader = _reader(config, folder, weights, engine)
-        engine.warm(engine.load_params(engine.blank(config.wire_dtype)))
+        with explained(HOST, config, engine.model.config):
+            engine.warm(engine.load_params(engine.blank(config.wire_dtype)))
         self._store = Prefetcher(self._reader, engine.param_shardings, engine.load_params)
         self._unfinished: dict[SampleId, None] = {}
         self._adopted = HostAdopted(link.name, -1, "")
@@ -177,7 +179,7 @@ class _Hosting:
         self._link.report(event, trajectory)
 
 
-def _reader(config: Config, folder: Path, address: str, engine: Engine) -> ParamReader:
+def _reader(config: Config, folder: Path, address: str, engine: Engine) -> FetchingReader:
     c, deadline_s = config, config.runtime.deadline_s
     if c.weights_backend == "transfer":
         return TransferReader(address, engine.canary, deadline_s, secret())

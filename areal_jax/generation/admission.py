@@ -19,6 +19,7 @@ from areal_jax.generation.engine import Engine, Prefilling
 from areal_jax.generation.live_slots import LiveSlots
 from areal_jax.generation.slots import MAX_STOP_TOKENS
 from areal_jax.observe.waits import Clock
+from areal_jax.parallel.program_errors import OUT_OF_MEMORY
 from areal_jax.types import PolicyVersion, SampleId, VersionedParams
 
 Group = tuple[int, int]
@@ -26,7 +27,6 @@ Group = tuple[int, int]
 CHUNKS = 4
 """Maximum number of prompt chunks computed between two decode calls, for each free slot."""
 
-OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 """The status name in XLA's error for a failed allocation."""
 
 

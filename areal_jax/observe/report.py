@@ -34,6 +34,8 @@ class ReportData:
     command: str
     """The shell command that repeats this run."""
     config_yaml: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of the run's processes on GPUs; empty for a run without GPUs."""
     rows: Sequence[Mapping[str, Any]] = ()
     intervals: Sequence[Interval] = ()
     token_ages: Mapping[int, int] = field(default_factory=dict)
@@ -264,8 +266,11 @@ def _waits_table(intervals: Sequence[Interval]) -> str:
 
 
 def _reproduce(data: ReportData) -> str:
+    variables = "\n".join(f"{name}={value}" for name, value in data.environment.items())
+    environment = f"<p>Environment of the processes on GPUs</p><pre>{escape(variables)}</pre>"
     return (
         f'<div class="command"><pre id="command">{escape(data.command)}</pre>'
         '<button type="button" data-copy="command">copy</button></div>'
+        f"{environment if variables else ''}"
         f"<details><summary>The resolved config</summary><pre>{escape(data.config_yaml)}</pre></details>"
     )

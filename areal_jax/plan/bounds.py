@@ -94,9 +94,10 @@ def products(lowered: str) -> Counter[str]:
 
 def seconds(costs: Costs, target: Target) -> dict[str, float]:
     """Returns resource -> seconds that the costs take at the target's peak."""
-    slowest = min(target.flops.values())
     return {
-        "compute": sum(flops / target.flops.get(dtype, slowest) for dtype, flops in costs.flops.items()),
+        "compute": sum(
+            flops / target.flops.get(dtype, target.flops["f32"]) for dtype, flops in costs.flops.items()
+        ),
         "memory": costs.bytes / target.bandwidth,
         "links": costs.sent / target.link,
         "host link": costs.host_bytes / target.host_link,

@@ -68,7 +68,7 @@ class Costs:
     """One call of a program on one device."""
 
     flops: Counter[str] = field(default_factory=Counter)
-    """dtype of the operands of matrix products -> FLOPs."""
+    """dtype of the operands of matrix products -> FLOPs; "f32 highest" at jax's precision "highest"."""
     bytes: float = 0.0
     """Bytes read from and written to device memory."""
     host_bytes: float = 0.0
@@ -260,7 +260,7 @@ def _multiply(computation: Computation, one: Instruction, own: Costs) -> None:
         results = one.arrays[0].size
     else:
         results, terms = _of_convolution(left, right, one)
-    own.flops[_slower(left.dtype, right.dtype)] += 2 * results * terms
+    own.flops[_speed(left, right, one)] += 2 * results * terms
 
 
 def _of_convolution(left: Array, right: Array, one: Instruction) -> tuple[int, int]:
@@ -290,9 +290,11 @@ def _of_convolution(left: Array, right: Array, one: Instruction) -> tuple[int, i
     return results["b"] * results["f"] * pairs, kernel["i"]
 
 
-def _slower(left: str, right: str) -> str:
-    """Returns which of two operands' dtypes sets the speed of their product: the wider one."""
-    return max(left, right, key=lambda dtype: Instruction("", "", f"{dtype}[1]", (), "", "", False).bytes)
+def _speed(left: Array, right: Array, one: Instruction) -> str:
+    """Returns the key of `Costs.flops` for a product: the wider operand's dtype, and whether TF32 is off."""
+    dtype = max(left, right, key=lambda array: array.bytes / max(1, array.size)).dtype
+    is_highest = re.search(r"operand_precision\W+highest", one.attributes, re.IGNORECASE)
+    return "f32 highest" if dtype == "f32" and is_highest else dtype
 
 
 def _custom(computation: Computation, one: Instruction, own: Costs, keys: float) -> bool:
@@ -306,7 +308,7 @@ def _custom(computation: Computation, one: Instruction, own: Costs, keys: float)
         found = re.search(r'"lhs_contracting_dimensions":\["?([\d",]*)"?\]', one.attributes)
         axes = [int(axis) for axis in re.findall(r"\d+", found[1])] if found else []
         terms = math.prod(operands[0].shape[axis] for axis in axes)
-        own.flops[_slower(operands[0].dtype, operands[1].dtype)] += 2 * one.arrays[0].size * terms
+        own.flops[_speed(operands[0], operands[1], one)] += 2 * one.arrays[0].size * terms
         return False
     kernel = kernel_name(one)
     if kernel is None:

@@ -7,7 +7,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import jax
+
 from areal_jax.assembly.devices import memory_table, usable_cores
+from areal_jax.assembly.gpus import PRECISION, gpu_environment
 from areal_jax.config.tree import Config
 from areal_jax.plan.absent import absent_devices
 from areal_jax.plan.bounds import PlannedProgram, plan_program
@@ -29,8 +32,11 @@ def plan(config: Config, machine: Machine, note: Callable[[str], None]) -> dict[
     """
     recipe = open_recipe(config, absent_devices(machine))
 
+    precision = gpu_environment(config).get(PRECISION) if machine.target.is_gpu else None
+
     def compiled(one: RecipeProgram) -> PlannedProgram:
-        found = plan_program(one, machine.target)
+        with jax.default_matmul_precision(precision):  # as in a run
+            found = plan_program(one, machine.target)
         note(f"{found.role} {found.name}: compiled in {found.compile_s:.1f} s")
         return found
 

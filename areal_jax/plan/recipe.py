@@ -34,6 +34,8 @@ from areal_jax.weights.digest import leaf_sums
 from areal_jax.weights.store import copy_with_sums, dtype_in
 
 TRAINER, HOST = "trainer", "host"
+STATE, POOL = "train state", "KV pages and slots"
+"""The contents of a device (`Side.resident`) that settings change most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +169,7 @@ def _trainer(config: Config, learner: Learner, devices: Devices, teacher: Source
         ),
     ]  # fmt: skip
     resident = {
-        "train state": bytes_on_one_device(state),
+        STATE: bytes_on_one_device(state),
         "batch, and its micro-batches": 2 * bytes_on_one_device(batch),
     }
     if not overwrites_serving(config, devices.placement):
@@ -296,6 +298,6 @@ def _host(config: Config, model: Model, devices: Devices) -> Side:
     sets = 1 if overwrites_serving(config, devices.placement) else config.parameter_sets
     resident = {
         f"weights of {sets} version{'s' * (sets > 1)}": sets * bytes_on_one_device(params),
-        "KV pages and slots": bytes_on_one_device(state),
+        POOL: bytes_on_one_device(state),
     }
     return Side(HOST, mesh, tuple(programs), resident, engine.attention.path)

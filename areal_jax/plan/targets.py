@@ -35,7 +35,8 @@ class Target:
     bandwidth: float
     """Bytes per second between the device and its memory."""
     flops: Mapping[str, float]
-    """dtype of a product's operands -> FLOP/s. A float32 product on a GPU is computed in TF32."""
+    """dtype of a product's operands -> FLOP/s. A float32 product on a GPU is computed in TF32 (f32), or in
+    float32 at jax's precision "highest" (f32 highest)."""
     link: float
     """Bytes per second that one device can send to the others of its machine (or TPU slice)."""
     link_name: str
@@ -88,9 +89,15 @@ class Target:
         )
 
 
-def _gpu(name: str, device: str, gib: float, bandwidth: float, bf16: float, **more: Any) -> Target:
-    """Returns a GPU; `bf16`: TFLOP/s of bfloat16 products, twice those of TF32; `bandwidth`: GB/s."""
-    flops = {"bf16": bf16 * 1e12, "f16": bf16 * 1e12, "f32": bf16 / 2 * 1e12}
+def _gpu(
+    name: str, device: str, gib: float, bandwidth: float, bf16: float, f32: float, **more: Any
+) -> Target:
+    """Returns a GPU; `bandwidth`: GB/s.
+
+    `bf16`: TFLOP/s of bfloat16 products, twice those of TF32; `f32`: of float32 products, by no tensor core.
+    """
+    speeds = {"bf16": bf16, "f16": bf16, "f32": bf16 / 2, "f32 highest": f32}
+    flops = {dtype: 1e12 * speed for dtype, speed in speeds.items()}
     memory = int(gib * GIB)
     return Target(name=name, device=device, memory=memory, bandwidth=bandwidth * 1e9, flops=flops, **more)
 
@@ -117,16 +124,16 @@ _ADA = dict(capability=(8, 9), shared_memory=101_376, link=32e9, link_name="PCIe
 TARGETS: Mapping[str, Target] = {
     target.name: target
     for target in (
-        _gpu("h100", "NVIDIA H100 80GB HBM3", 79.1, 3352, 989.4, **_HOPPER),
-        _gpu("h200", "NVIDIA H200", 139.8, 4800, 989.4, **_HOPPER),
+        _gpu("h100", "NVIDIA H100 80GB HBM3", 79.1, 3352, 989.4, 66.9, **_HOPPER),
+        _gpu("h200", "NVIDIA H200", 139.8, 4800, 989.4, 66.9, **_HOPPER),
         _gpu(
-            "a100-80", "NVIDIA A100-SXM4-80GB", 79.3, 2039, 312, capability=(8, 0), cores=108,
+            "a100-80", "NVIDIA A100-SXM4-80GB", 79.3, 2039, 312, 19.5, capability=(8, 0), cores=108,
             clock_ghz=1.41, l2=40 * 2**20, shared_memory=166_912, link=300e9, link_name="NVLink",
             host_link=32e9,
         ),
-        _gpu("l40s", "NVIDIA L40S", 44.5, 864, 362.1, cores=142, clock_ghz=2.52, l2=96 * 2**20, **_ADA),
+        _gpu("l40s", "NVIDIA L40S", 44.5, 864, 362.1, 91.6, cores=142, clock_ghz=2.52, l2=96 * 2**20, **_ADA),
         _gpu(
-            "rtx4090", "NVIDIA GeForce RTX 4090", 23.5, 1008, 165.2, cores=128, clock_ghz=2.52,
+            "rtx4090", "NVIDIA GeForce RTX 4090", 23.5, 1008, 165.2, 82.6, cores=128, clock_ghz=2.52,
             l2=72 * 2**20, **_ADA,
         ),
         _tpu("v5e", "TPU v5e", 16, 819, 197, link=200e9, chips=_FLAT),

@@ -1,16 +1,17 @@
 """Whether each role of a recipe fits its devices and which setting to change, and bounds on speed.
 
-Remedies are estimates: temporaries are taken as proportional to the tokens that a program computes at once.
+Remedies are estimates (`assembly.device_memory_remedies`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from areal_jax.assembly.device_memory_remedies import REMEDIES, Need
 from areal_jax.config.tree import Config
 from areal_jax.plan.bounds import PlannedProgram
-from areal_jax.plan.recipe import HOST, TRAINER, Recipe, Side
+from areal_jax.plan.recipe import HOST, POOL, STATE, TRAINER, Recipe, Side
 from areal_jax.plan.targets import GIB, Machine, Target
 
 MOST_REMEDIES = 3
@@ -55,10 +56,15 @@ def _verdict(recipe: Recipe, side: Side, programs: Sequence[PlannedProgram], mac
     largest = max(own, key=lambda one: one.beyond_bytes)
     base = sum(resident.values())
     peak = base + largest.beyond_bytes
-    options = _for_trainer if side.role == TRAINER else _for_host
     remedies: tuple[str, ...] = ()
     if peak > usable:
-        tried = [(text, peak - saved) for text, saved in options(recipe, side, largest, peak - usable)]
+        need = Need(
+            program=largest.name, temporary=largest.temporary_bytes, excess=peak - usable,
+            state=side.resident.get(STATE, 0), pool=side.resident.get(POOL, 0),
+            weights=sum(side.resident.values()) - side.resident.get(POOL, 0),
+        )  # fmt: skip
+        settings = REMEDIES[side.role](recipe.config, recipe.model.config, need)
+        tried = [(text, peak - saved) for text, saved in settings]
         enough = [f"{text} (about {size / GIB:.1f} GiB)" for text, size in tried if size <= usable]
         remedies = tuple(enough[:MOST_REMEDIES]) or (_together(tried),)
     return Verdict(
@@ -70,62 +76,6 @@ def _together(tried: list[tuple[str, int]]) -> str:
     best = sorted(tried, key=lambda one: one[1])[:2]
     several = " and ".join(f"{text} (about {size / GIB:.1f} GiB alone)" for text, size in best)
     return several or "a --target with more memory"
-
-
-def _for_trainer(
-    recipe: Recipe, side: Side, largest: PlannedProgram, excess: int
-) -> Iterator[tuple[str, int]]:
-    """Yields settings and the bytes that each saves, about; the cheapest in speed come first."""
-    t, g = recipe.config.trainer, recipe.config.generation
-    temporary, state = largest.temporary_bytes, side.resident["train state"]
-    shards = t.mesh.data * t.mesh.fsdp
-    if t.remat != "layer":
-        yield "trainer.remat=layer", temporary // 2
-    rows = shards * int(t.rows / shards * max(0.0, 1 - excess / max(1, temporary)))
-    if shards <= rows < t.rows:
-        yield f"trainer.rows={rows}", int(temporary * (1 - rows / t.rows))
-    elif t.rows > shards:
-        yield f"trainer.rows={shards}", int(temporary * (1 - shards / t.rows))
-    if t.logp_chunk > 256:
-        vocabulary = recipe.model.config.vocab_size // t.mesh.tensor
-        saved = 2 * 4 * vocabulary * (t.logp_chunk - 256) // shards  # logits and their gradient
-        yield "trainer.logp_chunk=256", min(saved, temporary)
-    length = recipe.config.row_length
-    shorter = max(g.length, 1024 * int(length * max(0.0, 1 - excess / max(1, temporary)) / 1024))
-    if shorter < length:
-        yield f"trainer.length={shorter}", int(temporary * (1 - shorter / length))
-    if t.optimizer_memory == "device":
-        yield "trainer.optimizer_memory=host", 2 * state // 3  # the moments are 8 of 12 bytes
-    if t.mesh.tensor == 1:
-        yield f"trainer.mesh.fsdp={2 * t.mesh.fsdp}", (state + temporary) // 2
-        yield "trainer.mesh.tensor=2", (state + temporary) // 2
-
-
-def _for_host(recipe: Recipe, side: Side, largest: PlannedProgram, excess: int) -> Iterator[tuple[str, int]]:
-    c, g = recipe.config, recipe.config.generation
-    pool = side.resident["KV pages and slots"]
-    weights = sum(side.resident.values()) - pool
-    capacity = g.kv_tokens or g.slots * g.length
-    if c.wire_dtype == "float32" and c.model.dtype == "bfloat16":
-        yield "weights.wire_dtype=bfloat16", weights // 2
-    if largest.name in ("prefill", "recompute") and g.prefill_chunk > 32:
-        chunk = max(32, g.prefill_chunk // 2)
-        yield (
-            f"generation.prefill_chunk={chunk}",
-            int(largest.temporary_bytes * (1 - chunk / g.prefill_chunk)),
-        )
-    tokens = int(capacity * (1 - excess / pool)) // g.tokens_per_page * g.tokens_per_page
-    if tokens >= g.length * (1 + g.reserved_slots):
-        yield f"generation.kv_tokens={tokens}", int(pool * (1 - tokens / capacity))
-    by_slot = pool + largest.temporary_bytes if largest.name in ("decode", "recompute") else pool
-    slots = int(g.slots * (1 - excess / by_slot))
-    if slots > g.reserved_slots and g.kv_tokens is None:
-        yield f"generation.slots={slots}", int(by_slot * (1 - slots / g.slots))
-    if c.on_update == "pinned" and (c.max_staleness or 0) > 1:
-        yield "control.max_staleness=1", weights * (c.parameter_sets - 2) // c.parameter_sets
-    if recipe.model.config.kv_heads % (2 * c.runtime.host_tensor) == 0:
-        wider = 2 * c.runtime.host_tensor
-        yield f"runtime.host_tensor={wider}", (weights + pool + largest.temporary_bytes) // 2
 
 
 # --- speed --------------------------------------------------------------------------------------------------

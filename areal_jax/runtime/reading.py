@@ -113,10 +113,12 @@ def write_report(folder: Path, config: Config, tasks: Mapping[str, WeightedTask]
     with open_journal(folder) as journal:
         found = find(journal)
         samples, missing, task_of = _samples(journal, config, tasks, found)
+        environment = journal.header.get("gpu_environment", {})
     data = ReportData(
         title=config.run.name,
         command=f"areal-jax run {folder}/config.yaml run.dir={folder}-again",
         config_yaml=(folder / "config.yaml").read_text(),
+        environment=environment,
         rows=read_rows(folder),
         intervals=read_timelines(folder),
         token_ages=found.token_ages,

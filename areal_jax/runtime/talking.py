@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 
+from areal_jax.assembly.device_memory_remedies import HOST, explained
 from areal_jax.config.tree import Config
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Emit, Host
@@ -54,7 +55,11 @@ def training_host(
         clock=clock,
         deadline_s=config.runtime.deadline_s,
     )
-    run = partial(host.run, is_idle_bounded)
+
+    def run() -> None:
+        with explained(HOST, config, engine.model.config):
+            host.run(is_idle_bounded)
+
     if endpoint is not None:
         endpoint.attach(host)
         run = endpoint.around(run)

@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 import queue
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
+from areal_jax.assembly.device_memory_remedies import TRAINER, explained
 from areal_jax.assembly.parts import Parts
 from areal_jax.config.tree import Config
 from areal_jax.control.events import BatchTrained, CheckpointCommitted, Event, VersionCommitted
@@ -141,8 +142,16 @@ class Trainer:
     def run(self) -> None:
         """Train batches until None arrives in the inbox; then write a checkpoint and wait for all writes.
 
-        Raises WaitTimeout if no batch arrives within runtime.deadline_s.
+        Raises WaitTimeout if no batch arrives within runtime.deadline_s, OutOfMemoryError if a program needs
+        more memory than the device has.
         """
+        with self._explained():
+            self._run()
+
+    def _explained(self) -> AbstractContextManager[None]:
+        return explained(TRAINER, self._parts.config, self._parts.model.config)
+
+    def _run(self) -> None:
         while True:
             batch = get(
                 self.inbox,
@@ -178,9 +187,10 @@ class Trainer:
 
         The parameters are the arrays of `self.state`, not copies. `between`: as in `train_batch`.
         """
-        self.state, value, metrics = train_batch(
-            self._parts, self.state, batch, self._clock, between, self._memory
-        )
+        with self._explained():
+            self.state, value, metrics = train_batch(
+                self._parts, self.state, batch, self._clock, between, self._memory
+            )
         return value, metrics
 
     def _checkpoint(self) -> None:

@@ -17,11 +17,13 @@ from typing import Any
 import jax
 import uvicorn
 
+from areal_jax.assembly.device_memory_remedies import HOST, explained
 from areal_jax.assembly.devices import host_mesh, use_compilation_cache
 from areal_jax.assembly.gpus import use_gpu_environment
 from areal_jax.assembly.parts import make_engine
 from areal_jax.assembly.sources import MODEL_CONFIG, open_source
 from areal_jax.config.loading import load_config
+from areal_jax.config.tree import Config
 from areal_jax.evaluation.command import DEFAULTS, model_section
 from areal_jax.evaluation.evaluator import as_served
 from areal_jax.generation.commands import Stop
@@ -80,7 +82,7 @@ class Server:
         Raises ArealError if other machines can reach settings.host and settings.secret is None.
         """
         require_secret(settings.host, settings.secret)
-        self._settings, self._engine = settings, engine
+        self._settings, self._engine, self.model = settings, engine, engine.model
         self._store = MemoryStore(engine.canary, engine.model.config.params_dtype)
         self._store.publish(params)
         served = Served(
@@ -235,17 +237,22 @@ def make_server(name: str, words: Sequence[str], settings: ServeSettings) -> Ser
     `name` and `words` (YAML files and section.key=value) are the arguments of `areal-jax serve`.
     """
     require_secret(settings.host, settings.secret)
-    config = load_config(DEFAULTS, *words, {"model": model_section(name)})
+    config = _config(name, words)
     use_gpu_environment(config)
     use_compilation_cache()
     source = open_source(config, {})
     model = source.model.base
     mesh = host_mesh(config, "the server")
     engine = make_engine(config.generation, model, mesh, has_penalties=True)
-    params = as_served(VersionedParams(0, source.load(engine.param_shardings), ""), config)
-    engine.warm(engine.load_params(params))
+    with explained(HOST, config, model.config):
+        params = as_served(VersionedParams(0, source.load(engine.param_shardings), ""), config)
+        engine.warm(engine.load_params(params))
     on_update = config.generation.on_update or "recompute"
     return Server(name, engine, params, settings, config.generation.sampling, on_update)
+
+
+def _config(name: str, words: Sequence[str]) -> Config:
+    return load_config(DEFAULTS, *words, {"model": model_section(name)})
 
 
 def serve(name: str, words: Sequence[str], settings: ServeSettings, say: Callable[[str], None]) -> None:
@@ -256,6 +263,11 @@ def serve(name: str, words: Sequence[str], settings: ServeSettings, say: Callabl
     exception that ended the decode loop.
     """
     server = make_server(name, words, settings)
+    with explained(HOST, _config(name, words), server.model.config):
+        _run(server, name, settings, say)
+
+
+def _run(server: Server, name: str, settings: ServeSettings, say: Callable[[str], None]) -> None:
     server.start()
     say(
         f"{name} is served: gRPC on {settings.host}:{server.port}, HTTP on {settings.host}:"

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from areal_jax.parallel.program_errors import running
+
 
 class Compiled(NamedTuple):
     """Reported when a program is called with shapes for which it has not been compiled yet."""
@@ -61,7 +63,8 @@ class Program:
         if key not in self._seen:
             self._seen.add(key)
             self._report_new(args)
-        return self._jitted(*args)
+        with running(self.name):
+            return self._jitted(*args)
 
     def lower(self, *args: Any) -> Any:
         """Returns the function lowered (jax.stages.Lowered) for `args`, arrays or jax.ShapeDtypeStruct."""

@@ -26,7 +26,7 @@ from areal_jax.algorithms.shapes import map_batch
 from areal_jax.config.sections import AlgorithmConfig
 from areal_jax.models.model import Model, Params
 from areal_jax.models.transformer import Remat
-from areal_jax.parallel.mesh import make_mesh, own_rows, param_shardings, replicated, rows_over
+from areal_jax.parallel.mesh import make_mesh, own_rows, param_shardings, platform_of, replicated, rows_over
 from areal_jax.trainer.compiled import Compiled, Forecast, bytes_on_one_device
 from areal_jax.trainer.critic import Critic
 from areal_jax.trainer.forward import Forward
@@ -80,6 +80,8 @@ class Learner:
         self.rows, self.length, self.teacher = rows, length, teacher
         self.mesh = mesh or make_mesh({"data": 1, "fsdp": 1, "tensor": 1}, jax.devices(), "the trainer")
         self._shards = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        # Each number of micro-batches in one program is compiled: on a CPU in seconds, on others in minutes.
+        self._joins_micro_batches = self.mesh.size == 1 and platform_of(self.mesh) == "cpu"
         self._require_consistent()
         self.trainable = Trainable(trainable)
         self.trainable.require(model)
@@ -139,7 +141,7 @@ class Learner:
         for micros in minibatches:
             live = [micro for micro in micros if micro is not None]
             # The choice of programs is that of `update`.
-            if is_alone and self.mesh.size == 1 and len(live) > 1:
+            if is_alone and self._joins_micro_batches and len(live) > 1:
                 padded = _padded(live, len(micros))
                 needs["step"] = programs.step.beyond_arguments(state, *padded, np.bool_(True))
                 continue
@@ -277,16 +279,16 @@ class Learner:
 
         Each minibatch takes one optimiser step. `between(array)` is called after each micro-batch's program
         is started, with an array of the program's result: `between` may wait for the array and then let a
-        generation host use the device. If `between` is None, a mesh of one device runs all micro-batches of a
-        minibatch and the optimiser step as one program, which returns the same bits.
+        generation host use the device. If `between` is None, a mesh of one CPU device runs all micro-batches
+        of a minibatch and the optimiser step as one program, which returns the same bits.
         """
         metrics = []
         minibatches = self.micro_batches(batch)
-        is_alone = between is None and self.mesh.size == 1
+        is_joined = between is None and self._joins_micro_batches
         for index, micros in enumerate(minibatches):
             is_last = np.bool_(index == len(minibatches) - 1)
             live = [micro for micro in micros if micro is not None]
-            if is_alone and len(live) > 1:
+            if is_joined and len(live) > 1:
                 state, sums_of_minibatch = self.programs.step(state, *_padded(live, len(micros)), is_last)
             else:
                 state, sums_of_minibatch = self._by_micro_batch(state, live, is_last, between)

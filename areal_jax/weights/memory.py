@@ -23,6 +23,7 @@ from areal_jax.weights.store import (
     VersionGoneError,
     WeightsError,
     is_published,
+    spans_devices,
     wire_copy,
 )
 
@@ -62,7 +63,11 @@ class MemoryStore:
             wire = jax.block_until_ready(wire_copy(value, self._dtype, onto=serving))
             if before_commit is not None:
                 before_commit(wire)
-            self._latest = wire, cache(lambda: np.asarray(self._probe(wire.params)))
+            canary = cache(lambda: np.asarray(self._probe(wire.params)))
+            if spans_devices(jax.tree.map(lambda leaf: leaf.sharding, wire.params)):
+                # Now: a reader's thread must not start collectives beside those of the trainer's next update.
+                canary()
+            self._latest = wire, canary
             return wire
 
     def wait(self, deadline_s: float) -> None:

@@ -11,6 +11,8 @@ else.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from areal_jax.weights.publishing import Outgoing, Publisher, PublisherSettings
 from areal_jax.weights.staged import MANIFEST, Detached
 from areal_jax.weights.store import (
     BeforeCommit,
+    Check,
     Probe,
     StagedError,
     VersionDamagedError,
@@ -61,13 +64,35 @@ class OrbaxReader:
         the version's tree is not that of `shardings`; WeightsError if the log-probs of a fixed sequence
         differ from the publisher's.
         """
+        return self.fetch(version, shardings)()
+
+    def fetch(self, version: PolicyVersion, shardings: Any) -> Check:
+        """Reads `version` as `load` does; the returned function checks digests and log-probs."""
         path, identity = self._folder / str(version), self._identity(version)
         if identity is None:
             raise VersionGoneError.of(version, self.latest())
-        try:
+        with self._refusing(version, identity):
             manifest = staged.read_manifest(path)
             like = staged.described(str(path), manifest.leaves, shardings)
-            params = staged.read(path, jax.tree.unflatten(jax.tree.structure(shardings), like.values()))
+            checked = staged.fetch(path, jax.tree.unflatten(jax.tree.structure(shardings), like.values()))
+
+        def check() -> VersionedParams:
+            with self._refusing(version, identity):
+                params = checked()
+            canary = np.asarray(manifest.about.get(CANARY, ()))
+            self._probe.require(version, canary, np.asarray(self._probe(params)))
+            return VersionedParams(version, params, combine(manifest.leaves))
+
+        return check
+
+    @contextmanager
+    def _refusing(self, version: PolicyVersion, identity: tuple[int, int]) -> Iterator[None]:
+        """Refuses the version if the `with` block finds it damaged; see `load` for the errors.
+
+        `identity`: that of the version when the read began.
+        """
+        try:
+            yield
         except (StagedError, VersionDamagedError) as error:
             # Files that vanish during a read look like damage: only a version that is still there is damaged.
             if self._identity(version) != identity:
@@ -77,9 +102,6 @@ class OrbaxReader:
                 ) from None
             self._refused[version] = identity
             raise VersionDamagedError(str(error)) from None
-        canary = np.asarray(manifest.about.get(CANARY, ()))
-        self._probe.require(version, canary, np.asarray(self._probe(params)))
-        return VersionedParams(version, params, combine(manifest.leaves))
 
     def _identity(self, version: PolicyVersion) -> tuple[int, int] | None:
         """Returns (inode, mtime in ns) of the version's manifest; None if the version does not exist.

@@ -1,7 +1,8 @@
 """Prefetching of weights: a thread loads, checks and lays out a newer version while the host decodes.
 
-The host then adopts that version without a copy: it only replaces a reference. This works with every
-store of weights.
+The host then adopts that version without a copy: it only replaces a reference. On several devices the
+thread only moves bytes, and the host's thread checks the version when it adopts it: collectives of two
+threads could wait for each other, if one device begins with those of one thread and one with the other's.
 """
 
 from __future__ import annotations
@@ -14,7 +15,15 @@ from typing import Any
 import jax
 
 from areal_jax.types import PolicyVersion, VersionedParams
-from areal_jax.weights.store import ParamReader, VersionGoneError, WeightsError, load_newer
+from areal_jax.weights.store import (
+    Check,
+    FetchingReader,
+    VersionGoneError,
+    WeightsError,
+    fetch_newer,
+    load_newer,
+    spans_devices,
+)
 
 LOOK_S = 0.01
 """Seconds between two queries for a newer version while there is none."""
@@ -26,17 +35,20 @@ class Prefetcher:
     """A host's source of weights: a thread loads the newest version before the host asks for that version.
 
     `reader` loads the version onto `shardings`; then `lay_out` converts it to the form that the host decodes
-    with. At most one version is ready at a time; once `load` has returned that version, the thread loads the
-    newest version again. Only the Prefetcher may call `reader.load`. It keeps no reference to a version that
-    `load` has returned, so that the host can free that version.
+    with. If `shardings` have several devices, the thread only fetches the version, and `load` checks and
+    converts it. At most one version is ready at a time; once `load` has returned that version, the thread
+    loads the newest version again. Only the Prefetcher may call `reader.load` and `reader.fetch`. It keeps no
+    reference to a version that `load` has returned, so that the host can free that version.
     """
 
     def __init__(
-        self, reader: ParamReader, shardings: Any, lay_out: Callable[[VersionedParams], VersionedParams]
+        self, reader: FetchingReader, shardings: Any, lay_out: Callable[[VersionedParams], VersionedParams]
     ) -> None:
         self._reader, self._shardings, self._lay_out = reader, shardings, lay_out
+        self._is_split = spans_devices(shardings)
         self._changed = threading.Condition()
-        self._here: VersionedParams | None = None
+        self._here: tuple[PolicyVersion, Check] | None = None
+        """The version that is ready, and what returns it laid out."""
         self._taken: PolicyVersion = -1
         self._moves = 0
         self._error: Exception | None = None
@@ -54,7 +66,7 @@ class Prefetcher:
             if self._error is not None:
                 raise self._error
             if self._here is not None:
-                return self._here.version
+                return self._here[0]
             # Not None between two versions: the host would take that for an empty store.
             return self._taken if self._taken >= 0 else None
 
@@ -62,7 +74,8 @@ class Prefetcher:
         """Returns the version that is ready, converted by `lay_out`.
 
         Raises VersionGoneError if `version` is not the version that is ready, WeightsError if `shardings` are
-        not the shardings given to the constructor.
+        not the shardings given to the constructor. On several devices also raises as `ParamReader.load` does
+        for a version that is not the published one; `latest` then no longer returns it.
         """
         if shardings != self._shardings:
             raise WeightsError(
@@ -71,13 +84,20 @@ class Prefetcher:
             )
         with self._changed:
             here = self._here
-            if here is None or here.version != version:
+            if here is None or here[0] != version:
                 raise VersionGoneError(
                     f"version {version} is not prefetched; load the version that latest() returns"
                 )
-            self._here, self._taken = None, version
-            self._changed.notify_all()
-            return here
+        try:
+            value = here[1]()
+            self._taken = version
+            return value
+        finally:
+            # Not earlier: the thread would fetch the same version again, or the next one during the check.
+            with self._changed:
+                if self._here is here:
+                    self._here = None
+                self._changed.notify_all()
 
     def forget(self) -> None:
         """Discards the version that is ready or being loaded; called when `reader` gets another publisher."""
@@ -116,17 +136,30 @@ class Prefetcher:
         if latest is None or latest <= taken:
             return True
         try:
-            value = load_newer(self._reader, self._shardings, taken)
+            here = self._fetched(taken) if self._is_split else self._loaded(taken)
         except VersionGoneError as error:
             logging.getLogger(__name__).warning("the host keeps its weights and tries again: %s", error)
             return False
-        if value is None:
+        if here is None:
             return False
-        value = self._lay_out(value)
-        # Wait here: the host's loop would otherwise stall until everything is computed.
-        jax.block_until_ready(value.params)
         with self._changed:
             # After `forget` this version is the former publisher's, and may never have been committed.
             if moves == self._moves:
-                self._here = value
+                self._here = here
         return True
+
+    def _loaded(self, taken: PolicyVersion) -> tuple[PolicyVersion, Check] | None:
+        value = load_newer(self._reader, self._shardings, taken)
+        if value is None:
+            return None
+        value = self._lay_out(value)
+        # Wait here: the host's loop would otherwise stall until everything is computed.
+        jax.block_until_ready(value.params)
+        return value.version, lambda: value
+
+    def _fetched(self, taken: PolicyVersion) -> tuple[PolicyVersion, Check] | None:
+        found = fetch_newer(self._reader, self._shardings, taken)
+        if found is None:
+            return None
+        version, check = found
+        return version, lambda: self._lay_out(check())

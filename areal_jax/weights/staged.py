@@ -246,9 +246,15 @@ def _described(what: str, leaf: str, sharding: Sharding) -> jax.ShapeDtypeStruct
 
 
 def read(path: Path, like: Any, is_part: bool = False) -> Any:
-    """Returns the tree in the version's folder `path`, with the shapes, dtypes and shardings of `like`.
+    """Returns the tree in the version's folder `path`, as `fetch` describes, after a check of its leaves."""
+    return fetch(path, like, is_part)()
 
-    Checks all files and leaves against the manifest. `is_part`: True: `like` may lack leaves that the folder
+
+def fetch(path: Path, like: Any, is_part: bool = False) -> Callable[[], Any]:
+    """Reads the tree in the version's folder `path`, with the shapes, dtypes and shardings of `like`.
+
+    Returns a function that checks the leaves' digests on their devices, and returns the tree. All files are
+    checked before, against the manifest. `is_part`: True: `like` may lack leaves that the folder
     has. All processes of a jax.distributed world must call this function, even if another number of processes
     wrote the version; each process reads its own shards. If one process finds that a file or leaf differs
     from what was written, or the tree from `like`, all processes raise StagedError. Raises ArealError if
@@ -265,14 +271,18 @@ def read(path: Path, like: Any, is_part: bool = False) -> Any:
         raise StagedError(
             f"{path} is not used, because another process could not read it. That process's error: {error}"
         ) from None
+
     # Outside the agreement: every process computes the digests of whole leaves, so all refuse or none does.
-    for name, digest in leaf_digests(found).items():
-        if digest != manifest.leaves[name]:
-            raise StagedError(
-                f"{path} is damaged: leaf {name} has digest {digest}, but was written with "
-                f"{manifest.leaves[name]}; check the disk. An older version is used if there is one"
-            )
-    return jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in plain])
+    def checked() -> Any:
+        for name, digest in leaf_digests(found).items():
+            if digest != manifest.leaves[name]:
+                raise StagedError(
+                    f"{path} is damaged: leaf {name} has digest {digest}, but was written with "
+                    f"{manifest.leaves[name]}; check the disk. An older version is used if there is one"
+                )
+        return jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in plain])
+
+    return checked
 
 
 def _require_leaves(path: Path, manifest: Manifest, plain: Mapping[str, Any], is_part: bool) -> None:

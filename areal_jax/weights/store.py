@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -86,6 +86,12 @@ class StagedError(WeightsError):
     """
 
 
+Taken = TypeVar("Taken")
+
+Check = Callable[[], VersionedParams]
+"""Checks digests and canary of a version that was fetched, and returns the version."""
+
+
 class ParamReader(Protocol):
     """The part of a store that a host uses: it finds and loads versions."""
 
@@ -99,6 +105,17 @@ class ParamReader(Protocol):
         Raises VersionGoneError if the store no longer holds the version, VersionDamagedError if its bits
         differ from those published, PublisherLostError if the publisher does not answer, and WeightsError if
         the reader gets other log-probs of a fixed sequence than the publisher.
+        """
+        ...
+
+
+class FetchingReader(ParamReader, Protocol):
+    """A reader that loads in two parts, of which only the second runs programs on several devices at once."""
+
+    def fetch(self, version: PolicyVersion, shardings: Any) -> Check:
+        """Moves the parameters of `version` onto the reader's devices; returns what checks and returns them.
+
+        `fetch(version, shardings)()` is `load(version, shardings)`, and either part raises as `load` does.
         """
         ...
 
@@ -140,12 +157,29 @@ def load_newer(store: ParamReader, shardings: Any, than: PolicyVersion = -1) -> 
     version is damaged, or was removed before it was read, the one that `latest` returns next is tried. Raises
     VersionGoneError after LOAD_ATTEMPTS attempts.
     """
+    found = _newer(store, than, lambda version: store.load(version, shardings))
+    return found and found[1]
+
+
+def fetch_newer(
+    store: FetchingReader, shardings: Any, than: PolicyVersion = -1
+) -> tuple[PolicyVersion, Check] | None:
+    """Returns the newest version above `than`, fetched but not checked, with its check; None as `load_newer`.
+
+    Raises as `load_newer` does; so does the check, except that it fetches no other version.
+    """
+    return _newer(store, than, lambda version: store.fetch(version, shardings))
+
+
+def _newer(
+    store: ParamReader, than: PolicyVersion, take: Callable[[PolicyVersion], Taken]
+) -> tuple[PolicyVersion, Taken] | None:
     for _ in range(LOAD_ATTEMPTS):
         version = store.latest()
         if version is None or version <= than:
             return None
         try:
-            return store.load(version, shardings)
+            return version, take(version)
         except VersionGoneError:
             continue
         except VersionDamagedError as error:
@@ -158,6 +192,11 @@ def load_newer(store: ParamReader, shardings: Any, than: PolicyVersion = -1) -> 
         f"no version could be loaded in {LOAD_ATTEMPTS} attempts: each was removed before it was read; the "
         f"store's latest is {store.latest()}. Raise weights.keep_versions"
     )
+
+
+def spans_devices(shardings: Any) -> bool:
+    """Whether any of a tree's shardings has several devices: their programs may then be collective."""
+    return any(len(sharding.device_set) > 1 for sharding in jax.tree.leaves(shardings))
 
 
 def is_published(value: VersionedParams, known: VersionedParams | None) -> bool:

@@ -15,6 +15,7 @@ import pytest
 from areal_jax import plugin
 from areal_jax.assembly import devices
 from areal_jax.assembly.devices import diagnose, header, memory_table, overwrites_serving, place
+from areal_jax.assembly.gpus import gpu_environment
 from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
 from areal_jax.models.config import Lora, model_config
@@ -329,6 +330,11 @@ def test_the_header_names_what_bits_depend_on():
     assert found["devices"] == jax.device_count()
     assert found["usable_cores"] >= 1
     assert json.loads(json.dumps(found)) == found
+
+
+def test_the_header_of_a_run_on_gpus_names_their_environment(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert header(config())["gpu_environment"] == gpu_environment(config())
 
 
 def test_diagnose_names_versions_and_devices():

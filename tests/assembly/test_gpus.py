@@ -9,7 +9,14 @@ import sys
 import pytest
 
 from areal_jax.assembly import gpus
-from areal_jax.assembly.gpus import FLAGS, FRACTION, gpu_environment, gpu_problems, use_gpu_environment
+from areal_jax.assembly.gpus import (
+    FLAGS,
+    FRACTION,
+    PRECISION,
+    gpu_environment,
+    gpu_problems,
+    use_gpu_environment,
+)
 from areal_jax.config.loading import load_config
 from areal_jax.plugin import NOT_INSTALLED
 
@@ -26,15 +33,15 @@ DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
     ],
 )
 def test_a_run_that_promises_bits_has_deterministic_kernels(words: list[str], flags: str):
-    found = gpu_environment(load_config("configs/quickstart.yaml", *words), {})
+    found = gpu_environment(load_config("configs/quickstart.yaml", "model.dtype=bfloat16", *words), {})
     assert found == {FRACTION: "0.92", FLAGS: flags}
 
 
 def test_what_the_user_set_stays_and_comes_last():
     config = load_config("configs/quickstart.yaml", "control.max_staleness=0")
     own = "--xla_gpu_enable_latency_hiding_scheduler=false --xla_dump_to=there"
-    found = gpu_environment(config, {FRACTION: "0.5", FLAGS: own})
-    assert found == {FRACTION: "0.5", FLAGS: f"{DETERMINISTIC} {own}"}
+    found = gpu_environment(config, {FRACTION: "0.5", FLAGS: own, PRECISION: "high"})
+    assert found == {FRACTION: "0.5", FLAGS: f"{DETERMINISTIC} {own}", PRECISION: "high"}
     assert gpu_environment(config, found) == found  # a process that inherits them adds nothing
 
 
@@ -54,7 +61,7 @@ def test_xla_knows_every_flag():
 
 
 def test_only_a_process_that_may_use_gpus_changes_its_environment(monkeypatch: pytest.MonkeyPatch):
-    config = load_config("configs/quickstart.yaml")
+    config = load_config("configs/quickstart.yaml", "model.dtype=bfloat16")
     for name in (FRACTION, FLAGS):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -65,6 +72,36 @@ def test_only_a_process_that_may_use_gpus_changes_its_environment(monkeypatch: p
     assert (os.environ[FRACTION], os.environ[FLAGS]) == ("0.92", OVERLAP)
     monkeypatch.delenv(FRACTION)
     monkeypatch.delenv(FLAGS)
+
+
+PRECISIONS = """
+import jax, jax.numpy as jnp
+from areal_jax.assembly.gpus import use_gpu_environment
+from areal_jax.config.loading import load_config
+if WORDS is not None:
+    use_gpu_environment(load_config("configs/quickstart.yaml", *WORDS))
+print("HIGHEST" in jax.jit(jnp.dot).lower(jnp.ones((4, 4)), jnp.ones((4, 4))).as_text())
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "given", "is_highest"),
+    [
+        ([], {}, True),
+        (["model.dtype=bfloat16"], {}, False),
+        ([], {PRECISION: "high"}, False),
+        (None, {}, False),
+        (None, {PRECISION: "highest"}, True),  # a process that another one started with this environment
+    ],
+)
+def test_products_of_a_float32_model_are_not_tf32(
+    words: list[str] | None, given: dict[str, str], is_highest: bool
+):
+    """jax reads the variable when it is imported, which is before a process knows its config."""
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "0", **given}
+    code = PRECISIONS.replace("WORDS", repr(words))
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, timeout=120, check=True)
+    assert done.stdout.decode().strip() == str(is_highest)
 
 
 @pytest.mark.parametrize(

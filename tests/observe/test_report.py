@@ -294,6 +294,12 @@ def test_a_run_without_a_step_renders():
     assert re.findall("<h2>(.*?)</h2>", page) == ["Reproduce"]
 
 
+def test_the_environment_of_a_run_on_gpus_is_shown():
+    page = render(ReportData("t", "c", "y", environment={"XLA_FLAGS": "--one=<1> --two", "OTHER": "0.92"}))
+    assert "<pre>XLA_FLAGS=--one=&lt;1&gt; --two\nOTHER=0.92</pre>" in page
+    assert "processes on GPUs" not in render(ReportData("t", "c", "y"))
+
+
 def test_rows_of_nulls_render():
     """A metric that was not finite is null in metrics.jsonl."""
     nulls = {name: None for name in REQUIRED if name not in ("step", "version", "wall_s", "dropped")}

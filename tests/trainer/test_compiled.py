@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+from areal_jax.config.presets import preset_settings
+from areal_jax.config.sections import AlgorithmConfig
+from areal_jax.models.model import Model
+from areal_jax.runtime.device_memory import MemoryWatch
 from areal_jax.trainer.compiled import Compiled, Program, bytes_on_one_device
+from areal_jax.trainer.learner import Learner
 from areal_jax.trainer.update import Objective
 from areal_jax.trajectories.packing import pack
+from areal_jax.types import Group, Trajectory
 from tests.trainer.conftest import LENGTH, MakeLearner, make_groups
 
 
@@ -63,6 +72,64 @@ def test_a_learner_compiles_each_program_once_for_any_number_of_micro_batches(
     of.update(state, of.prepare(state, twice), turns)
     later = {program for program, _ in of.compiled[before:]}
     assert "accumulate" not in later and "apply" not in later
+
+
+def programs_compiled(call: Callable[[], Any]) -> list[str]:
+    """Returns the names of the functions that jax compiled during the call."""
+    found: list[str] = []
+
+    def listen(event: str, _: float, **more: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            found.append(str(more["fun_name"]))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        call()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    return found
+
+
+def shortened(group: Group, tokens: int) -> Group:
+    """Returns the group with so many tokens of each trajectory."""
+
+    def cut(one: Trajectory) -> Trajectory:
+        arrays = {name: x[:tokens] for name, x in vars(one).items() if isinstance(x, np.ndarray)}
+        return replace(one, **arrays)
+
+    return replace(group, trajectories=tuple(map(cut, group.trajectories)))
+
+
+BATCHES = {f"jit({name})" for name in ("_has_tokens", "_split", "finish", "concatenate")}
+"""Programs over a whole batch, without the model: they depend on its number of rows."""
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_on_a_gpu_a_new_number_of_micro_batches_compiles_no_program_with_the_model(
+    params: Any, model: Model, platform: str, monkeypatch: pytest.MonkeyPatch
+):
+    """A compilation takes minutes there; on a CPU all micro-batches of a step are one program."""
+    monkeypatch.setattr("areal_jax.trainer.learner.platform_of", lambda mesh: platform)
+    algorithm = AlgorithmConfig.model_validate(preset_settings({"preset": "grpo", "group_size": 4}))
+    of = Learner(model, algorithm, optax.sgd(0.5), rows=2, length=LENGTH)
+    state = of.init(params)
+
+    watch, counts = MemoryWatch(of, lambda _: None), []
+
+    def step(groups: Sequence[Group]) -> None:
+        """As a step of a run; notes the number of micro-batches."""
+        nonlocal state
+        prepared = of.prepare(state, pack(groups, 2, LENGTH, prompts="repeated"))
+        counts.append(len(prepared.tokens) // 2)
+        watch.before(state, prepared, is_alone=True)
+        state, _ = of.update(state, prepared)
+
+    step([shortened(group, 5) for group in make_groups()])
+    later = programs_compiled(lambda: step(make_groups()))
+    assert counts == [4, 8]
+    assert ("jit(_step)" in later) is (platform == "cpu")
+    if platform == "gpu":
+        assert set(later) <= BATCHES
 
 
 def test_the_forecast_holds_the_state_and_the_largest_program(params: Any, learner: MakeLearner):

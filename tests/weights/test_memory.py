@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import jax
 import jax.numpy as jnp
 
@@ -49,3 +51,22 @@ def test_a_reader_where_the_parameters_lie_gets_the_published_arrays():
     store.load(0, THERE)
     store.load(0, THERE)
     assert len(calls) == 3  # the publisher's once, the reader's at each adoption
+
+
+def test_a_sharded_trainers_canary_is_computed_while_it_publishes():
+    """A reader's thread would start its collectives beside those of the trainer's next update."""
+    computed: list[tuple[int, int]] = []
+
+    def counted(params) -> jax.Array:
+        computed.append((len(params["w"].sharding.device_set), threading.get_ident()))
+        return probe(params)
+
+    store, given = MemoryStore(Probe(counted)), value(0)
+    publishing = threading.Thread(
+        target=lambda: store.publish(given._replace(params=jax.device_put(given.params, THERE)))
+    )
+    publishing.start()
+    ident = publishing.ident
+    publishing.join()
+    store.load(0, HERE)
+    assert computed == [(2, ident), (1, threading.get_ident())]

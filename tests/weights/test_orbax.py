@@ -275,15 +275,15 @@ def test_a_version_pruned_while_it_is_read_gives_way_to_the_next(tmp_path: Path,
     """Its files go between the first look and the last."""
     publish(tmp_path, value(1))
     reader = open_store(tmp_path)
-    read = staged.read
+    fetch = staged.fetch
 
     def slow_read(path, like):
         if path.name == "1":
-            monkeypatch.setattr(staged, "read", read)
+            monkeypatch.setattr(staged, "fetch", fetch)
             publish(tmp_path, value(2))
-        return read(path, like)
+        return fetch(path, like)
 
-    monkeypatch.setattr(staged, "read", slow_read)
+    monkeypatch.setattr(staged, "fetch", slow_read)
     with pytest.raises(VersionGoneError, match="version 1 was removed or replaced while it was read"):
         reader.load(1, HERE)
     assert newest(reader, HERE).version == 2

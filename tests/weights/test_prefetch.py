@@ -1,4 +1,4 @@
-"""Loaded ahead: nothing is read, checked or laid out in the thread that decodes, whatever the store."""
+"""Loaded ahead: on one device nothing is read, checked or laid out in the thread that decodes."""
 
 from __future__ import annotations
 
@@ -7,24 +7,42 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
 
 from areal_jax.types import VersionedParams
+from areal_jax.weights import digest as digests
 from areal_jax.weights.memory import MemoryStore
 from areal_jax.weights.orbax import OrbaxStore
 from areal_jax.weights.prefetch import Prefetcher
 from areal_jax.weights.publishing import PublisherSettings
 from areal_jax.weights.store import (
     ParamStore,
+    Probe,
     PublisherLostError,
     VersionDamagedError,
     VersionGoneError,
     WeightsError,
     load_newer,
 )
-from tests.weights.values import DEADLINE_S, HERE, THERE, Transferred, probe, same, value, wait_for
+from tests.weights.values import (
+    DEADLINE_S,
+    HERE,
+    THERE,
+    Transferred,
+    newest,
+    on,
+    probe,
+    same,
+    value,
+    wait_for,
+)
+
+ALONE = on(2)
+"""A reader's one device."""
+AHEAD = "loading weights ahead"
 
 
 @pytest.fixture(params=["memory", "orbax", "transfer"])
@@ -43,11 +61,11 @@ Ahead = Callable[..., Prefetcher]
 
 @pytest.fixture
 def ahead() -> Iterator[Ahead]:
-    """`ahead(store, lay_out)`: onto THERE; closed in the end."""
+    """`ahead(store, lay_out, shardings)`; closed in the end."""
     made: list[Prefetcher] = []
 
-    def one(store, lay_out=lambda value: value) -> Prefetcher:
-        made.append(Prefetcher(store, THERE, lay_out))
+    def one(store, lay_out=lambda value: value, shardings=ALONE) -> Prefetcher:
+        made.append(Prefetcher(store, shardings, lay_out))
         return made[-1]
 
     yield one
@@ -75,6 +93,9 @@ class Scripted:
     def latest(self) -> int:
         return self.newest
 
+    def fetch(self, version: int, shardings: object) -> Callable[[], VersionedParams]:
+        return lambda: self.load(version, shardings)
+
     def load(self, version: int, shardings: object) -> VersionedParams:
         self.loads.append((version, threading.current_thread().name))
         return self._say(version)
@@ -89,17 +110,17 @@ def test_a_version_is_here_and_laid_out_before_it_is_asked_for(store, ahead):
         return doubled(value)
 
     mine = ahead(store, lay_out)
-    assert mine.latest() is None and load_newer(mine, THERE) is None
+    assert mine.latest() is None and load_newer(mine, ALONE) is None
     for version in (0, 1):
         publish(store, value(version))
         wait_for(lambda version=version: mine.latest() == version)
         before = len(laid_out)
-        loaded = mine.load(version, THERE)
+        loaded = mine.load(version, ALONE)
         assert same(loaded.params, doubled(value(version)).params) and loaded.version == version
-        assert loaded.params["w"].sharding.device_set == THERE["w"].device_set
+        assert loaded.params["w"].sharding.device_set == ALONE["w"].device_set
         assert len(laid_out) == before
-    assert set(laid_out) == {"loading weights ahead"}
-    assert mine.latest() == 1 and load_newer(mine, THERE, than=1) is None
+    assert set(laid_out) == {AHEAD}
+    assert mine.latest() == 1 and load_newer(mine, ALONE, than=1) is None
 
 
 def test_one_version_waits_and_the_next_is_the_newest(store, ahead):
@@ -108,9 +129,9 @@ def test_one_version_waits_and_the_next_is_the_newest(store, ahead):
     wait_for(lambda: mine.latest() == 0)
     publish(store, value(1), value(2), value(3))
     assert mine.latest() == 0
-    mine.load(0, THERE)
+    mine.load(0, ALONE)
     wait_for(lambda: mine.latest() == 3)
-    assert same(mine.load(3, THERE).params, value(3).params)
+    assert same(mine.load(3, ALONE).params, value(3).params)
 
 
 def test_what_waits_is_all_there_is(store, ahead):
@@ -118,12 +139,62 @@ def test_what_waits_is_all_there_is(store, ahead):
     mine = ahead(store)
     wait_for(lambda: mine.latest() == 0)
     with pytest.raises(VersionGoneError, match="version 1 is not prefetched"):
-        mine.load(1, THERE)
+        mine.load(1, ALONE)
     with pytest.raises(WeightsError, match="only with the shardings that it was given"):
         mine.load(0, HERE)
-    mine.load(0, THERE)
+    mine.load(0, ALONE)
     with pytest.raises(VersionGoneError):
-        mine.load(0, THERE)
+        mine.load(0, ALONE)
+
+
+@pytest.mark.parametrize("store", ["orbax", "transfer"], indirect=True)
+def test_programs_on_several_devices_start_in_the_hosts_thread(store, ahead, monkeypatch: pytest.MonkeyPatch):
+    """Beside the decode loop, two devices could begin with collectives of different threads, and hang."""
+    started: list[tuple[str, str]] = []
+
+    def noting(name: str, program: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def call(tree: Any) -> Any:
+            arrays = (leaf for leaf in jax.tree.leaves(tree) if not isinstance(leaf, jax.core.Tracer))
+            if any(len(leaf.sharding.device_set) > 1 for leaf in arrays):
+                started.append((name, threading.current_thread().name))
+            return program(tree)
+
+        return call
+
+    monkeypatch.setattr(digests, "_sums", noting("digest", digests._sums))
+    reader = getattr(store, "reader", store)
+    monkeypatch.setattr(reader, "_probe", Probe(noting("canary", probe)))
+
+    def lay_out(value: VersionedParams) -> VersionedParams:
+        started.append(("layout", threading.current_thread().name))
+        return doubled(value)
+
+    mine = ahead(reader, lay_out, THERE)
+    for version in (0, 1):
+        publish(store, value(version))
+        wait_for(lambda version=version: mine.latest() == version)
+        assert same(mine.load(version, THERE).params, doubled(value(version)).params)
+    here = threading.current_thread().name
+    assert set(started) == {("digest", here), ("canary", here), ("layout", here)}
+
+
+def test_a_fetched_version_that_is_damaged_leaves_the_one_before(ahead):
+    def say(version: int) -> VersionedParams:
+        if version == 1:
+            reader.newest = 0  # as a reader that refuses the version
+            raise VersionDamagedError("version 1 arrived damaged")
+        return value(version)
+
+    reader = Scripted(say)
+    mine = ahead(reader, shardings=THERE)
+    wait_for(lambda: mine.latest() == 0)
+    assert newest(mine, THERE).version == 0
+    reader.newest = 1
+    wait_for(lambda: mine.latest() == 1)
+    assert load_newer(mine, THERE, than=0) is None and mine.latest() == 0
+    reader.newest = 2
+    wait_for(lambda: mine.latest() == 2)
+    assert newest(mine, THERE).version == 2
 
 
 @pytest.mark.parametrize("error", [VersionDamagedError, PublisherLostError, VersionGoneError])
@@ -138,10 +209,10 @@ def test_a_version_that_cannot_be_had_leaves_the_one_before_and_is_tried_again(a
     reader = Scripted(say)
     mine = ahead(reader)
     wait_for(lambda: mine.latest() == 0)
-    mine.load(0, THERE)
+    mine.load(0, ALONE)
     reader.newest = 1
     wait_for(lambda: sum(version == 1 for version, _ in reader.loads) >= 2)
-    assert mine.latest() == 0 and load_newer(mine, THERE, than=0) is None
+    assert mine.latest() == 0 and load_newer(mine, ALONE, than=0) is None
     bad[0] = False
     wait_for(lambda: mine.latest() == 1)
 
@@ -163,7 +234,7 @@ def test_what_nobody_can_mend_is_raised_where_the_host_asks(store, ahead):
 
     wait_for(is_raised)
     with pytest.raises(WeightsError, match="the canary differs"):
-        load_newer(mine, THERE)
+        load_newer(mine, ALONE)
 
 
 @pytest.mark.parametrize("when", ["waiting", "under way"])
@@ -184,14 +255,14 @@ def test_what_another_publisher_published_is_forgotten(ahead, when: str):
     mine.forget()
     gate.set()
     wait_for(lambda: len(reader.loads) == 2 and mine.latest() == 0)
-    assert same(mine.load(0, THERE).params, value(0, seed=5).params)
+    assert same(mine.load(0, ALONE).params, value(0, seed=5).params)
 
 
 def test_it_holds_on_to_no_version_that_was_taken(ahead):
     reader = Scripted(value)
     mine = ahead(reader)
     wait_for(lambda: mine.latest() == 0)
-    held = mine.load(0, THERE)
+    held = mine.load(0, ALONE)
     leaf = weakref.ref(held.params["w"])
     del held
     wait_for(lambda: leaf() is None)
@@ -207,7 +278,7 @@ def test_closing_waits_for_a_load_that_is_under_way():
         return value(version)
 
     reader = Scripted(say)
-    mine = Prefetcher(reader, THERE, lambda value: value)
+    mine = Prefetcher(reader, ALONE, lambda value: value)
     assert begun.wait(DEADLINE_S)
     closing_thread = threading.Thread(target=mine.close, args=(DEADLINE_S,))
     closing_thread.start()

@@ -9,7 +9,8 @@ import logging
 import threading
 import time
 import weakref
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ import numpy as np
 from areal_jax.types import PolicyVersion, VersionedParams
 from areal_jax.weights.digest import leaf_sums, name_sums
 from areal_jax.weights.staged import described
-from areal_jax.weights.store import Probe, VersionDamagedError
+from areal_jax.weights.store import Check, Probe, VersionDamagedError, spans_devices
 from areal_jax.weights.transfer.channel import Channel, ChannelError
 from areal_jax.weights.transfer.pulling import Pull
 
@@ -99,18 +100,36 @@ class TransferReader:
         not the bits published or the tree is not that of `shardings`; WeightsError if reader and publisher
         compute different log-probs of a fixed sequence.
         """
+        return self.fetch(version, shardings)()
+
+    def fetch(self, version: PolicyVersion, shardings: Any) -> Check:
+        """Pulls `version` as `load` does; the returned function checks digests and log-probs.
+
+        On one device the digests of leaves are computed while further leaves are pulled.
+        """
         with closing(Pull(self.address, self._secret, version, self._deadline_s)) as pull:
-            try:
+            with self._refusing(version):
                 wanted = described(f"version {version}", pull.leaves, shardings)
-                leaves = self._proved(pull, wanted)
-            except VersionDamagedError:
-                self._refused.add(version)
-                raise
+                portions = self._pulled(pull, wanted, is_alone=not spans_devices(shardings))
+            published = pull.canary()
+
+        def check() -> VersionedParams:
+            with self._refusing(version):
+                leaves = self._proved(pull, portions)
             params = jax.tree.unflatten(jax.tree.structure(shardings), [leaves[name] for name in wanted])
-            own = self._probe(params)
-            self._probe.require(version, pull.canary(), np.asarray(own))
-        self._remember(pull.leaves, leaves)
-        return VersionedParams(version, params, pull.digest)
+            self._probe.require(version, published, np.asarray(self._probe(params)))
+            self._remember(pull.leaves, leaves)
+            return VersionedParams(version, params, pull.digest)
+
+        return check
+
+    @contextmanager
+    def _refusing(self, version: PolicyVersion) -> Iterator[None]:
+        try:
+            yield
+        except VersionDamagedError:
+            self._refused.add(version)
+            raise
 
     def _at_hand(self, name: str, digest: str, like: jax.ShapeDtypeStruct) -> jax.Array | None:
         """Returns the leaf `name`, with the sharding of `like`, if it need not be pulled; otherwise None.
@@ -125,20 +144,33 @@ class TransferReader:
         leaf = reference() if known == digest else None
         return None if leaf is None or leaf.is_deleted() else jax.device_put(leaf, like.sharding)
 
-    def _proved(self, pull: Pull, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-        """Returns the `wanted` leaves by name, with the published digests; pulls only leaves that changed.
+    def _pulled(
+        self, pull: Pull, wanted: dict[str, jax.ShapeDtypeStruct], is_alone: bool
+    ) -> list[tuple[dict[str, jax.Array], jax.Array | None]]:
+        """Returns the `wanted` leaves by name, in portions; pulls only leaves that changed.
 
-        Raises VersionDamagedError if a leaf's digest is not the published digest. Leaves are pulled several
-        at a time, while the digests of the leaves pulled before are computed.
+        With each portion are its checksums, which the device may still be computing, or None unless
+        `is_alone`: whether all leaves lie on one device.
         """
+        sums = leaf_sums if is_alone else lambda leaves: None
         found = {name: self._at_hand(name, pull.leaves[name], wanted[name]) for name in wanted}
         held = {name: leaf for name, leaf in found.items() if leaf is not None}
-        portions = [(held, leaf_sums(held))] if held else []
+        portions = [(held, sums(held))] if held else []
         for portion in pull.take({name: wanted[name] for name in wanted if name not in held}):
-            portions.append((portion, leaf_sums(portion)))
+            portions.append((portion, sums(portion)))
             self.pulled_bytes += sum(leaf.nbytes for leaf in portion.values())
+        return portions
+
+    def _proved(
+        self, pull: Pull, portions: list[tuple[dict[str, jax.Array], jax.Array | None]]
+    ) -> dict[str, jax.Array]:
+        """Returns the leaves of all portions by name.
+
+        Raises VersionDamagedError if a leaf's digest is not the published digest.
+        """
         leaves: dict[str, jax.Array] = {}
         for portion, sums in portions:
+            sums = leaf_sums(portion) if sums is None else sums
             for name, digest in name_sums(portion, sums).items():
                 if digest != pull.leaves[name]:
                     raise VersionDamagedError(

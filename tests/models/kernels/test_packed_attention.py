@@ -80,6 +80,22 @@ def test_what_must_not_be_used_is_found(kernel: Any, problem: str):
     assert problem in str(self_test(kernel, *SHAPE, length=LENGTH).problem)
 
 
+def test_the_comparison_is_with_products_in_float32(monkeypatch: pytest.MonkeyPatch):
+    """Not in TF32, a GPU's default; the kernel itself is tested at the precision that it has in a run."""
+    read: dict[str, list[str | None]] = {"kernel": [], "blocks": []}
+
+    def noting(name: str) -> Any:
+        def attend(q: Any, k: Any, v: Any, ids: Any) -> Any:
+            read[name].append(jax.config.jax_default_matmul_precision)
+            return blocks(q, k, v, ids)
+
+        return attend
+
+    monkeypatch.setattr(attention_kernels, "blocks", noting("blocks"))
+    assert self_test(noting("kernel"), *SHAPE, length=LENGTH).problem is None
+    assert set(read["kernel"]) == {None} and set(read["blocks"]) == {"highest"}
+
+
 def test_the_choice_names_what_was_rejected(monkeypatch: pytest.MonkeyPatch):
     choose.cache_clear()
     on_cpu = choose("cpu", 4, 2, 16, "bfloat16")
