@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from jax.sharding import Mesh
 
-from areal_jax.assembly.devices import Devices, place
+from areal_jax.assembly.devices import Devices, place, with_layout
 from areal_jax.assembly.sources import Source, open_source, open_teacher
 from areal_jax.config.sections import GenerationConfig
 from areal_jax.config.tree import Config
@@ -91,7 +91,7 @@ class Parts(Inputs):
 
     def engine(self, host: int) -> Engine:
         """Returns a new decoding engine, without weights, for the host with index `host`, on its mesh."""
-        g, on = self.config.generation, self.devices.hosts[host]
+        g, on = with_layout(self.config, self.devices), self.devices.hosts[host]
         return make_engine(g, self.model, on, reserved_slots=g.reserved_slots, seed=self.config.run.seed)
 
     def first_state(self) -> TrainState:
@@ -195,6 +195,7 @@ def make_engine(
         kv_dtype=g.kv_dtype,
         prefill_chunk=g.prefill_chunk,
         support_size=g.support_size,
+        weight_layout=g.weight_layout,
         has_penalties=has_penalties,
         reserved_slots=reserved_slots,
         sampling=g.sampling,

@@ -129,6 +129,17 @@ def _impossible(c: Config) -> Iterator[str]:
     yield from refusals(a, g.max_tokens)
     if t.numerics == "exact":
         yield from exact_refusals(t.mesh.shape, c.runtime.host_tensor, c.on_update)
+    if t.numerics == "exact" and g.weight_layout not in ("auto", "stacked"):
+        yield (
+            f"generation.weight_layout={g.weight_layout} with trainer.numerics=exact: hosts must run the "
+            "trainer's matrix products, so weights must lie as in the trainer; set "
+            "generation.weight_layout=auto"
+        )
+    if g.weight_layout == "feature_major" and c.runtime.host_tensor > 1:
+        yield (
+            f"generation.weight_layout=feature_major with runtime.host_tensor={c.runtime.host_tensor}: a "
+            "feature-major matrix cannot be split over devices; set generation.weight_layout=split, or auto"
+        )
     if t.batch_size % a.minibatches:
         yield (
             f"algorithm.minibatches={a.minibatches} does not divide trainer.batch_size={t.batch_size} "

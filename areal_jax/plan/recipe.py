@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.algorithms.shapes import AXES, map_batch
-from areal_jax.assembly.devices import Devices, overwrites_serving, place
+from areal_jax.assembly.devices import Devices, overwrites_serving, place, with_layout
 from areal_jax.assembly.parts import make_engine, make_learner
 from areal_jax.assembly.sources import RANDOM, Source, open_source, open_teacher
 from areal_jax.config.tree import Config
@@ -250,9 +250,9 @@ def _micro(batch: Batch, rows: int, learner: Learner) -> Batch:
 
 def _host(config: Config, model: Model, devices: Devices) -> Side:
     g, a, mesh = config.generation, config.algorithm, devices.hosts[0]
-    engine = make_engine(g, model, mesh, reserved_slots=g.reserved_slots)
+    engine = make_engine(with_layout(config, devices), model, mesh, reserved_slots=g.reserved_slots)
     functions = engine.abstract_calls(config.wire_dtype)
-    params, state = functions["decode"][1][0], functions["decode"][1][2]
+    published, state = engine.abstract_params(config.wire_dtype), functions["decode"][1][2]
     cache = functions["prefill"][1][1]
     prompt = g.length - g.max_tokens
     chunk = min(g.prefill_chunk, g.length)
@@ -289,13 +289,15 @@ def _host(config: Config, model: Model, devices: Devices) -> Side:
     ]  # fmt: skip
     programs.append(
         RecipeProgram(
-            role=HOST, name="digest", function=jax.jit(leaf_sums), arguments=(params,), calls=1,
+            role=HOST, name="digest", function=jax.jit(leaf_sums), arguments=(published,), calls=1,
             assumed=Assumed(),
         )
     )  # fmt: skip
     sets = 1 if overwrites_serving(config, devices.placement) else config.parameter_sets
     resident = {
-        f"weights of {sets} version{'s' * (sets > 1)}": sets * bytes_on_one_device(params),
+        f"weights of {sets} version{'s' * (sets > 1)}": sets * bytes_on_one_device(published),
         "KV pages and slots": bytes_on_one_device(state),
     }
+    if engine.weight_layout != "stacked":
+        resident["a version as published, while it is converted"] = bytes_on_one_device(published)
     return Side(HOST, mesh, tuple(programs), resident, engine.attention.path)
