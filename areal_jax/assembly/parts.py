@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jax.sharding import Mesh
 
-from areal_jax.assembly.devices import Devices, place, with_layout
+from areal_jax.assembly.devices import Devices, place, usable_cores, with_layout
 from areal_jax.assembly.sources import Source, open_source, open_teacher
 from areal_jax.config.sections import GenerationConfig
 from areal_jax.config.tree import Config
 from areal_jax.generation.engine import Engine
+from areal_jax.generation.fastest_layout import fastest_layout
 from areal_jax.generation.rollout import completion_of
 from areal_jax.models.model import Model, Params
-from areal_jax.parallel.mesh import param_shardings
+from areal_jax.parallel.mesh import param_shardings, platform_of
 from areal_jax.tasks.held_out import held_out, without_splits
 from areal_jax.tasks.reference_answers import reference_trajectory
 from areal_jax.tasks.source import PromptStream, WeightedTask, load_tasks
@@ -154,6 +155,21 @@ def make_learner(config: Config, model: Model, mesh: Mesh, teacher: Source | Non
         teacher=Teacher(teacher.model, teacher.load) if teacher else None,
         trainable=config.trainable,
     )
+
+
+def with_measured_layout(parts: Parts) -> Parts:
+    """Returns the parts of a new run, with generation.weight_layout=auto replaced by a measured layout.
+
+    Only on a CPU, where the fastest layout depends on the kind of CPU. The run's config.yaml and the
+    journal's header name the layout, and a resumed run uses it. The parts stay as they are if the run
+    promises equal bits, which must not depend on a measurement, or if a host has several devices.
+    """
+    c, mesh = parts.config, parts.devices.hosts[0]
+    if c.generation.weight_layout != "auto" or c.promises_bits or platform_of(mesh) != "cpu" or mesh.size > 1:
+        return parts
+    layout = fastest_layout(parts.model, c.generation.slots, usable_cores())
+    generation = c.generation.model_copy(update={"weight_layout": layout})
+    return replace(parts, config=c.model_copy(update={"generation": generation}))
 
 
 def first_params(parts: Parts) -> Params:

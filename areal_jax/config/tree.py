@@ -58,6 +58,11 @@ class Config(Section):
         return None if self.control.max_staleness == "unbounded" else self.control.max_staleness
 
     @property
+    def promises_bits(self) -> bool:
+        """Whether the run promises equal bits: of log-probs, or of the parameters if it is repeated."""
+        return self.trainer.numerics == "exact" or self.max_staleness == 0
+
+    @property
     def on_update(self) -> str:
         return self.generation.on_update or ON_UPDATE[self.control.strategy][0]
 
