@@ -36,9 +36,10 @@ REPEATS = 7
 def fastest_layout(model: Model, slots: int, cores: int) -> Layout | Literal["auto"]:
     """Returns the layout in which `model` decodes fastest with `slots` slots on this machine's CPU.
 
-    A model whose layers have less than MEASURED_BYTES is not measured: the result is auto. `cores`: number of cores that this process may use. The result of a measurement is stored in jax's
-    compilation cache folder, if there is one, for this CPU, `cores`, jaxlib, XLA's flags, the model's sizes
-    and `slots`; the next call reads it there.
+    A model whose layers have less than MEASURED_BYTES is not measured: the result is auto. `cores`: number of
+    cores that this process may use. The result of a measurement is stored in jax's compilation cache folder,
+    if there is one, for this CPU, `cores`, jaxlib, XLA's flags, the model's sizes and `slots`; the next call
+    reads it there.
     """
     if _layer_bytes(model) * model.config.layers < MEASURED_BYTES:
         return "auto"

@@ -325,7 +325,9 @@ def test_what_is_served_is_overwritten_only_where_nobody_else_reads_it(placement
 
 def test_the_header_names_what_bits_depend_on():
     found = header(config())
-    assert set(found) == {"device_kind", "devices", "usable_cores", "jaxlib", "xla_flags"}
+    assert set(found) == {
+        "device_kind", "devices", "usable_cores", "jaxlib", "xla_flags", "weight_layout",
+    }  # fmt: skip
     assert found["devices"] == jax.device_count()
     assert found["usable_cores"] >= 1
     assert json.loads(json.dumps(found)) == found
