@@ -17,12 +17,11 @@ from jax.sharding import Mesh
 
 from areal_jax.assembly.gpus import gpu_environment, gpu_problems
 from areal_jax.config.loading import load_config
-from areal_jax.config.sections import GenerationConfig
 from areal_jax.config.tree import Config
 from areal_jax.models.kernels import paged_attention as paged_kernels
 from areal_jax.models.kernels.packed_attention import choose, describe
 from areal_jax.models.model import Model
-from areal_jax.parallel.mesh import make_mesh, platform_of
+from areal_jax.parallel.mesh import make_mesh
 from areal_jax.plugin import version_of
 from areal_jax.sandbox.errors import SandboxError
 from areal_jax.sandbox.runner import require_sandbox
@@ -195,19 +194,6 @@ def overwrites_serving(config: Config, placement: str) -> bool:
     is_alone = r.hosts == 1 and config.trainer.mesh.devices == 1 and r.host_tensor == 1
     is_in_memory = config.weights_backend == "memory"
     return placement == "shared" and is_alone and is_in_memory and config.on_update in ("recompute", "keep")
-
-
-def with_layout(config: Config, devices: Devices) -> GenerationConfig:
-    """Returns the config's section generation for hosts on `devices`.
-
-    weight_layout=auto becomes stacked on an accelerator where publishing overwrites the host's weights in
-    place: converted weights would be a second copy there.
-    """
-    g = config.generation
-    is_in_place = overwrites_serving(config, devices.placement) and platform_of(devices.hosts[0]) != "cpu"
-    return (
-        g.model_copy(update={"weight_layout": "stacked"}) if g.weight_layout == "auto" and is_in_place else g
-    )
 
 
 def usable_cores() -> int:

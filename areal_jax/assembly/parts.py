@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from jax.sharding import Mesh
 
-from areal_jax.assembly.devices import Devices, place, usable_cores, with_layout
+from areal_jax.assembly.devices import Devices, overwrites_serving, place, usable_cores
 from areal_jax.assembly.sources import Source, open_source, open_teacher
 from areal_jax.config.sections import GenerationConfig
 from areal_jax.config.tree import Config
@@ -154,6 +154,19 @@ def make_learner(config: Config, model: Model, mesh: Mesh, teacher: Source | Non
         optimizer_memory=config.trainer.optimizer_memory,
         teacher=Teacher(teacher.model, teacher.load) if teacher else None,
         trainable=config.trainable,
+    )
+
+
+def with_layout(config: Config, devices: Devices) -> GenerationConfig:
+    """Returns the config's section generation for hosts on `devices`.
+
+    weight_layout=auto becomes stacked on an accelerator where publishing overwrites the host's weights in
+    place: converted weights would be a second copy there.
+    """
+    g = config.generation
+    is_in_place = overwrites_serving(config, devices.placement) and platform_of(devices.hosts[0]) != "cpu"
+    return (
+        g.model_copy(update={"weight_layout": "stacked"}) if g.weight_layout == "auto" and is_in_place else g
     )
 
 

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.algorithms.shapes import AXES, map_batch
-from areal_jax.assembly.devices import Devices, overwrites_serving, place, with_layout
-from areal_jax.assembly.parts import make_engine, make_learner
+from areal_jax.assembly.devices import Devices, overwrites_serving, place
+from areal_jax.assembly.parts import make_engine, make_learner, with_layout
 from areal_jax.assembly.sources import RANDOM, Source, open_source, open_teacher
 from areal_jax.config.tree import Config
 from areal_jax.models.attention import BLOCK, KV_BLOCK

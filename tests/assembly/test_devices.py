@@ -13,7 +13,7 @@ import jax
 import pytest
 
 from areal_jax import plugin
-from areal_jax.assembly import devices
+from areal_jax.assembly import devices, parts
 from areal_jax.assembly.devices import diagnose, header, memory_table, overwrites_serving, place
 from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
@@ -318,6 +318,24 @@ def test_a_critic_and_a_teacher_are_counted():
 )
 def test_what_is_served_is_overwritten_only_where_nobody_else_reads_it(placement, settings, expected):
     assert overwrites_serving(config(*settings), placement) is expected
+
+
+@pytest.mark.parametrize(
+    ("platform", "placement", "words", "expected"),
+    [
+        ("gpu", "shared", [], "stacked"),  # a converted copy would be a second one
+        ("gpu", "split", [], "auto"),
+        ("gpu", "shared", ["generation.weight_layout=split"], "split"),
+        ("cpu", "shared", [], "auto"),
+    ],
+)
+def test_weights_that_are_overwritten_in_place_stay_stacked(
+    monkeypatch, platform, placement, words, expected
+):
+    monkeypatch.setattr(parts, "platform_of", lambda mesh: platform)
+    placed = place(config(f"runtime.placement={placement}", *words))
+    assert placed.placement == placement
+    assert parts.with_layout(config(*words), placed).weight_layout == expected
 
 
 # --- this machine -------------------------------------------------------------------------------------------

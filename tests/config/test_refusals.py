@@ -268,7 +268,7 @@ def test_what_cannot_be_exact_is_refused(words: str, message: str):
 
 def test_feature_major_weights_need_one_device_per_host():
     load_config("runtime.host_tensor=2", "generation.weight_layout=split")
-    with pytest.raises(ConfigError, match="weight_layout=feature_major with runtime.host_tensor=2"):
+    with pytest.raises(ConfigError, match="weight_layout=feature_major with runtime"):
         load_config("runtime.host_tensor=2", "generation.weight_layout=feature_major")
 
 
