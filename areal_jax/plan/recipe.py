@@ -34,6 +34,7 @@ from areal_jax.weights.digest import leaf_sums
 from areal_jax.weights.store import copy_with_sums, dtype_in
 
 TRAINER, HOST = "trainer", "host"
+CONVERTED = "a version as published, while it is converted"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,5 +300,5 @@ def _host(config: Config, model: Model, devices: Devices) -> Side:
         "KV pages and slots": bytes_on_one_device(state),
     }
     if engine.weight_layout != "stacked":
-        resident["a version as published, while it is converted"] = bytes_on_one_device(published)
+        resident[CONVERTED] = bytes_on_one_device(published)
     return Side(HOST, mesh, tuple(programs), resident, engine.attention.path)

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import jax
+
 from areal_jax.config.tree import Config
 from areal_jax.plan.bounds import PlannedProgram
-from areal_jax.plan.recipe import HOST, TRAINER, Recipe, Side
+from areal_jax.plan.recipe import CONVERTED, HOST, TRAINER, Recipe, Side
 from areal_jax.plan.targets import GIB, Machine, Target
 
 MOST_REMEDIES = 3
@@ -105,6 +107,7 @@ def _for_host(recipe: Recipe, side: Side, largest: PlannedProgram, excess: int) 
     c, g = recipe.config, recipe.config.generation
     pool = side.resident["KV pages and slots"]
     weights = sum(side.resident.values()) - pool
+    converted = side.resident.get(CONVERTED, 0)
     capacity = g.kv_tokens or g.slots * g.length
     if c.wire_dtype == "float32" and c.model.dtype == "bfloat16":
         yield "weights.wire_dtype=bfloat16", weights // 2
@@ -122,7 +125,12 @@ def _for_host(recipe: Recipe, side: Side, largest: PlannedProgram, excess: int) 
     if slots > g.reserved_slots and g.kv_tokens is None:
         yield f"generation.slots={slots}", int(by_slot * (1 - slots / g.slots))
     if c.on_update == "pinned" and (c.max_staleness or 0) > 1:
-        yield "control.max_staleness=1", weights * (c.parameter_sets - 2) // c.parameter_sets
+        yield "control.max_staleness=1", (weights - converted) * (c.parameter_sets - 2) // c.parameter_sets
+    if converted:
+        blocks = sum(leaf.size for leaf in jax.tree.leaves(recipe.model.abstract_params["blocks"]))
+        stacked = converted * blocks // recipe.model.parameter_count  # by prefill and recompute, once more
+        is_again = largest.name in ("prefill", "recompute")
+        yield "generation.weight_layout=stacked", converted + is_again * stacked
     if recipe.model.config.kv_heads % (2 * c.runtime.host_tensor) == 0:
         wider = 2 * c.runtime.host_tensor
         yield f"runtime.host_tensor={wider}", (weights + pool + largest.temporary_bytes) // 2
