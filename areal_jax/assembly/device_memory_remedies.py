@@ -35,6 +35,10 @@ class Need:
     """Bytes of the trainer's state."""
     weights: int = 0
     """Bytes of the versions that a host serves."""
+    converted: int = 0
+    """Bytes, of `weights`, of a version as published, which a host holds while it converts the version."""
+    stacked_again: int = 0
+    """Bytes, of `temporary` in prefill and recompute, of layers that they stack again."""
     pool: int = 0
     """Bytes of a host's KV pages and slots."""
 
@@ -88,7 +92,11 @@ def for_host(config: Config, model: ModelConfig, need: Need) -> Iterator[tuple[s
     if slots > g.reserved_slots and g.kv_tokens is None:
         yield f"generation.slots={slots}", int(by_slot * (1 - slots / g.slots))
     if c.on_update == "pinned" and (c.max_staleness or 0) > 1:
-        yield "control.max_staleness=1", weights * (c.parameter_sets - 2) // c.parameter_sets
+        versions = weights - need.converted
+        yield "control.max_staleness=1", versions * (c.parameter_sets - 2) // c.parameter_sets
+    if need.converted and g.weight_layout != "stacked":
+        is_again = need.program in ("prefill", "recompute")
+        yield "generation.weight_layout=stacked", need.converted + is_again * need.stacked_again
     if model.kv_heads % (2 * c.runtime.host_tensor) == 0:
         yield f"runtime.host_tensor={2 * c.runtime.host_tensor}", (weights + pool + need.temporary) // 2
 
@@ -109,7 +117,7 @@ def explained(role: str, config: Config, model: ModelConfig) -> Iterator[None]:
         if OUT_OF_MEMORY not in str(error):
             raise
         program = program_of(error)
-        half = Need(program=program, temporary=2, excess=1, state=2, weights=2, pool=2)
+        half = Need(program=program, temporary=2, excess=1, state=2, weights=2, converted=1, pool=2)
         settings = [text for text, _ in REMEDIES[role](config, model, half)][:MOST_REMEDIES]
         raise OutOfMemoryError(
             f"the {role}'s device ran out of memory in "

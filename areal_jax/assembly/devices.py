@@ -202,7 +202,7 @@ def usable_cores() -> int:
 
 
 def header(config: Config) -> dict[str, Any]:
-    """Returns what of this machine may change the bits of results: devices, cores, jaxlib and XLA flags.
+    """Returns what of this machine may change the bits of results: devices, cores, jaxlib, XLA flags, layout.
 
     On a machine with GPUs also the environment of the processes on them (`gpu_environment`). A new run stores
     this dict in its journal; a resumed run warns of each value that differs.
@@ -213,6 +213,7 @@ def header(config: Config) -> dict[str, Any]:
         "usable_cores": usable_cores(),
         "jaxlib": version_of("jaxlib"),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "weight_layout": config.generation.weight_layout,
         **({"gpu_environment": gpu_environment(config)} if visible_gpus() else {}),
     }
 

@@ -87,7 +87,7 @@ def gpu_environment(config: Config, given: Mapping[str, str] = os.environ) -> di
     whose 10 bits of mantissa are the default.
     """
     flags = ["--xla_gpu_enable_latency_hiding_scheduler=true"]
-    if config.trainer.numerics == "exact" or config.max_staleness == 0:
+    if config.promises_bits:
         flags.append("--xla_gpu_deterministic_ops=true")
     # XLA takes the last of two equal flags: those of the user come last.
     own = [flag for flag in flags if flag.partition("=")[0] not in given.get(FLAGS, "")]

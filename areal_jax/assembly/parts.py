@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jax.sharding import Mesh
 
-from areal_jax.assembly.devices import Devices, place
+from areal_jax.assembly.devices import Devices, overwrites_serving, place, usable_cores
 from areal_jax.assembly.sources import Source, open_source, open_teacher
 from areal_jax.config.sections import GenerationConfig
 from areal_jax.config.tree import Config
 from areal_jax.generation.engine import Engine
+from areal_jax.generation.fastest_layout import fastest_layout
 from areal_jax.generation.rollout import completion_of
 from areal_jax.models.model import Model, Params
-from areal_jax.parallel.mesh import param_shardings
+from areal_jax.parallel.mesh import param_shardings, platform_of
 from areal_jax.tasks.held_out import held_out, without_splits
 from areal_jax.tasks.reference_answers import reference_trajectory
 from areal_jax.tasks.source import PromptStream, WeightedTask, load_tasks
@@ -91,7 +92,7 @@ class Parts(Inputs):
 
     def engine(self, host: int) -> Engine:
         """Returns a new decoding engine, without weights, for the host with index `host`, on its mesh."""
-        g, on = self.config.generation, self.devices.hosts[host]
+        g, on = with_layout(self.config, self.devices), self.devices.hosts[host]
         return make_engine(g, self.model, on, reserved_slots=g.reserved_slots, seed=self.config.run.seed)
 
     def first_state(self) -> TrainState:
@@ -156,6 +157,34 @@ def make_learner(config: Config, model: Model, mesh: Mesh, teacher: Source | Non
     )
 
 
+def with_layout(config: Config, devices: Devices) -> GenerationConfig:
+    """Returns the config's section generation for hosts on `devices`.
+
+    weight_layout=auto becomes stacked on an accelerator where publishing overwrites the host's weights in
+    place: converted weights would be a second copy there.
+    """
+    g = config.generation
+    is_in_place = overwrites_serving(config, devices.placement) and platform_of(devices.hosts[0]) != "cpu"
+    return (
+        g.model_copy(update={"weight_layout": "stacked"}) if g.weight_layout == "auto" and is_in_place else g
+    )
+
+
+def with_measured_layout(parts: Parts) -> Parts:
+    """Returns the parts of a new run, with generation.weight_layout=auto replaced by a measured layout.
+
+    Only on a CPU, where the fastest layout depends on the kind of CPU. The run's config.yaml and the
+    journal's header name the layout, and a resumed run uses it. The parts stay as they are if the run
+    promises equal bits, which must not depend on a measurement, or if a host has several devices.
+    """
+    c, mesh = parts.config, parts.devices.hosts[0]
+    if c.generation.weight_layout != "auto" or c.promises_bits or platform_of(mesh) != "cpu" or mesh.size > 1:
+        return parts
+    layout = fastest_layout(parts.model, c.generation.slots, usable_cores())
+    generation = c.generation.model_copy(update={"weight_layout": layout})
+    return replace(parts, config=c.model_copy(update={"generation": generation}))
+
+
 def first_params(parts: Parts) -> Params:
     """Returns the parameters of version 0, on the trainer's mesh.
 
@@ -195,6 +224,7 @@ def make_engine(
         kv_dtype=g.kv_dtype,
         prefill_chunk=g.prefill_chunk,
         support_size=g.support_size,
+        weight_layout=g.weight_layout,
         has_penalties=has_penalties,
         reserved_slots=reserved_slots,
         sampling=g.sampling,

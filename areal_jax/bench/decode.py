@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.algorithms.logprobs import token_stats
-from areal_jax.assembly.devices import machine
+from areal_jax.assembly.devices import machine, usable_cores
 from areal_jax.bench.measure import (
     in_turn,
     matrix_peak,
@@ -22,10 +23,13 @@ from areal_jax.bench.measure import (
     read_bandwidth,
     timed_s,
 )
+from areal_jax.generation.device_layout import Layout
 from areal_jax.generation.engine import Engine
+from areal_jax.generation.fastest_layout import fastest_layout
 from areal_jax.generation.sampling import Settings, Truncation, draw
 from areal_jax.generation.slots import DecodeState
 from areal_jax.models.exact import paged_attention
+from areal_jax.models.model import Model
 from areal_jax.plan.targets import target_of
 from areal_jax.types import SampleId, Sampling, VersionedParams
 
@@ -40,6 +44,7 @@ def decode(
     decode_steps: int = 8,
     page_tokens: int | None = None,
     kv_dtype: str = "auto",
+    weight_layout: Layout | Literal["auto"] = "auto",
     repeats: int = 5,
 ) -> dict[str, Any]:
     """Measures sampled tokens per second of the whole engine with every slot live, log-probs included.
@@ -60,21 +65,42 @@ def decode(
         decode_steps=decode_steps,
         page_tokens=page_tokens,
         kv_dtype=kv_dtype,
+        weight_layout=weight_layout,
     )
     return decode_figures(engine, value, shape=shape, prompt=prompt, tokens=tokens, repeats=repeats)
 
 
 def bench_engine(
-    shape: str, dtype: str, tokens: int, *, decode_steps: int, page_tokens: int | None = None, **sizes: Any
+    shape: str,
+    dtype: str,
+    tokens: int,
+    *,
+    slots: int,
+    decode_steps: int,
+    page_tokens: int | None = None,
+    weight_layout: Layout | Literal["auto"] = "auto",
+    **sizes: Any,
 ) -> tuple[Engine, VersionedParams]:
     """Returns an engine for samples of `tokens` tokens, prompt included, and random parameters in its layout.
 
-    `sizes`: other arguments of `Engine`.
+    `weight_layout`: auto is, as in a run, what is measured to be fastest on a CPU. `sizes`: other arguments
+    of `Engine`.
     """
     model = random_model(shape, dtype)
+    if weight_layout == "auto" and jax.default_backend() == "cpu":
+        published = Model(dataclasses.replace(model.config, params_dtype=dtype), model.tokenizer)
+        weight_layout = fastest_layout(published, slots, usable_cores())
     length = tokens + decode_steps
     length += -length % (page_tokens or length)
-    engine = Engine(model, length=length, decode_steps=decode_steps, page_tokens=page_tokens, **sizes)
+    engine = Engine(
+        model,
+        slots=slots,
+        length=length,
+        decode_steps=decode_steps,
+        page_tokens=page_tokens,
+        weight_layout=weight_layout,
+        **sizes,
+    )
     return engine, engine.load_params(VersionedParams(0, random_params(model, dtype), ""))
 
 
@@ -100,6 +126,7 @@ def decode_figures(
         "engine_over_bare": seconds / bare_s,
         "runs": took,
         "attention": engine.attention.path,
+        "weight_layout": engine.weight_layout,
         **_limits(engine, dtype, seconds, prompt + (calls * decode_steps - 1) / 2),
     }
 

@@ -234,6 +234,13 @@ class GenerationConfig(Section):
     """dtype of the KV cache. auto: the dtype that the device reads fastest for model.dtype. int8: one scale
     for each token and head; sampled log-probs then agree less closely with the trainer's.
     """
+    weight_layout: Literal["auto", "stacked", "split", "feature_major"] = "auto"
+    """How weights lie in a host's memory during decoding. stacked: as published, an array with a matrix of
+    all layers. split: each layer has arrays of its own. feature_major: as split, with a row for each output;
+    needs runtime.host_tensor=1. auto: stacked on TPUs, with trainer.numerics=exact, and on one GPU that
+    trainer and host share; split on other GPUs; on a CPU feature_major, or split if `areal-jax run` measures
+    that it is faster for this model. The run's config.yaml names the measured choice.
+    """
     prefill_chunk: int = Field(default=32, ge=1)
     """Tokens per chunk: of a prompt in prefill, and of each slot when KV is recomputed under a new version.
     """

@@ -58,6 +58,11 @@ class Config(Section):
         return None if self.control.max_staleness == "unbounded" else self.control.max_staleness
 
     @property
+    def promises_bits(self) -> bool:
+        """Whether the run promises equal bits: of log-probs, or of the parameters if it is repeated."""
+        return self.trainer.numerics == "exact" or self.max_staleness == 0
+
+    @property
     def on_update(self) -> str:
         return self.generation.on_update or ON_UPDATE[self.control.strategy][0]
 
@@ -126,6 +131,7 @@ def _impossible(c: Config) -> Iterator[str]:
                 f"weights.dir={c.weights.dir} is a relative path, which each process would resolve against "
                 "its own working directory; give an absolute path"
             )
+    yield from _impossible_layout(c)
     yield from refusals(a, g.max_tokens)
     if t.numerics == "exact":
         yield from exact_refusals(t.mesh.shape, c.runtime.host_tensor, c.on_update)
@@ -164,6 +170,21 @@ def _impossible(c: Config) -> Iterator[str]:
             "top_k, top_p and min_p need 1 <= generation.top_k <= generation.support_size: the trainer reads "
             f"all kept ids; got top_k={g.top_k}, support_size={g.support_size}, top_p={g.top_p}, "
             f"min_p={g.min_p}. Set generation.top_k=256 generation.support_size=256, or top_p=1 min_p=0"
+        )
+
+
+def _impossible_layout(c: Config) -> Iterator[str]:
+    layout = c.generation.weight_layout
+    if c.trainer.numerics == "exact" and layout not in ("auto", "stacked"):
+        yield (
+            f"generation.weight_layout={layout} with trainer.numerics=exact: hosts must run the "
+            "trainer's matrix products, so weights must lie as in the trainer; set "
+            "generation.weight_layout=auto"
+        )
+    if layout == "feature_major" and c.runtime.host_tensor > 1:
+        yield (
+            f"generation.weight_layout=feature_major with runtime.host_tensor={c.runtime.host_tensor}: a "
+            "feature-major matrix cannot be split over devices; set generation.weight_layout=split, or auto"
         )
 
 

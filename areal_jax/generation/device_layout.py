@@ -1,55 +1,108 @@
 """The layout of parameters during decoding: the form that the host's device reads fastest.
 
-On a CPU a decode step is bound by reading weights, and XLA would first copy each layer's weights out of the
-arrays that stack all layers. On a CPU, therefore, each layer has arrays of its own, and a matrix has a row
-for each output (`FeatureMajor`). A host converts each weights version once, when it loads the version. On
-other devices, and with trainer.numerics=exact, parameters stay as they are: generator and trainer then run
-the same matrix products.
+A decode step is bound by reading weights. Parameters are trained and published stacked: an array has a
+matrix of all layers. XLA would copy each layer's matrix out of it at every step, on CPUs and on GPUs. A host
+therefore converts each weights version once, when it loads the version, to one of the layouts `Layout`.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from areal_jax.models.config import PROJECTIONS
 from areal_jax.models.model import Model, Params
 from areal_jax.models.quantize import inputs_of
 from areal_jax.models.transformer import FeatureMajor
+from areal_jax.parallel.mesh import platform_of, replicated
+
+Layout = Literal["stacked", "split", "feature_major"]
+"""stacked: as published. split: each layer has arrays of its own. feature_major: as split, and a projection's
+matrix has a row for each output (`FeatureMajor`).
+"""
+
+FASTEST: dict[str, Layout] = {"cpu": "feature_major", "gpu": "split", "cuda": "split"}
+"""Platform -> layout that `auto` stands for; stacked for a platform that is not listed.
+
+CPUs: measured (docs/performance.md). GPUs: by the bytes that compiled programs read (docs/gpu.md).
+"""
+
+
+def layout_on(mesh: Mesh, model: Model, wanted: Layout | Literal["auto"]) -> Layout:
+    """Returns the layout for decoding on `mesh`: `wanted`, with auto replaced by what it stands for.
+
+    With exact numerics auto is stacked, because generator and trainer must run the same matrix products; also
+    on a mesh of several CPUs, where a feature-major matrix cannot be sharded.
+    """
+    if wanted != "auto":
+        return wanted
+    platform = platform_of(mesh)
+    if model.config.numerics == "exact" or (platform == "cpu" and mesh.size > 1):
+        return "stacked"
+    return FASTEST.get(platform, "stacked")
 
 
 def is_laid_out(params: Params) -> bool:
-    """Whether the parameters are already in the layout that `serving_layout` returns on a CPU."""
-    return isinstance(params.get("head"), FeatureMajor)
+    """Whether the parameters are already converted to another layout than stacked."""
+    return isinstance(params["blocks"], tuple)
 
 
-def serving_layout(model: Model, params: Params, platform: str) -> Params:
-    """Returns the parameters in the layout that decodes fastest on `platform`, a jax platform name.
+def laid_out(model: Model, params: Params, layout: Layout, platform: str) -> Params:
+    """Returns published parameters in `layout`, for decoding on devices of `platform`.
 
-    Parameters are converted only on a CPU, with bounded numerics, and only if each leaf is on one device.
+    A converted tree is returned unchanged. On a CPU a converted tree has the LM head's matrix too with a row
+    per output. Split arrays are sharded as the stacked ones; feature-major ones need a single device.
     """
-    is_settled = isinstance(params["blocks"], tuple) or model.config.numerics == "exact"
-    if platform != "cpu" or is_settled or any(len(leaf.devices()) > 1 for leaf in jax.tree.leaves(params)):
+    if layout == "stacked" or is_laid_out(params):
         return params
     # The copy is made once per version; without it, every decode step would copy each layer.
-    layers = tuple(_layer(params["blocks"], index) for index in range(model.config.layers))
-    head = params["embedding"] if model.config.is_tied else params["head"].T
-    return params | {"blocks": layers, "head": FeatureMajor(head)}
+    layers = tuple(_layer(params["blocks"], index, layout) for index in range(model.config.layers))
+    served = params | {"blocks": layers}
+    if platform != "cpu":
+        return served
+    return served | {"head": FeatureMajor(params["embedding"] if model.config.is_tied else params["head"].T)}
 
 
-@jax.jit
-def _layer(blocks: Any, index: Array) -> Any:
-    """Returns layer `index` of the stacked parameters `blocks`, with a row per output in its matrices.
+def abstractly_laid_out(model: Model, params: Params, layout: Layout, mesh: Mesh) -> Params:
+    """Returns the result of `laid_out` for `params`, a tree of jax.ShapeDtypeStruct with shardings on `mesh`.
 
-    LoRA adapters and quantised weights keep their form.
+    The result is such a tree, too.
+    """
+    platform = platform_of(mesh)
+    served = jax.eval_shape(partial(laid_out, model, layout=layout, platform=platform), params)
+    on = jax.tree.map(lambda leaf: leaf.sharding, params)
+    if layout == "feature_major":
+        on = jax.tree.map(lambda _: replicated(mesh), served)
+    elif layout == "split":
+        own = jax.tree.map(lambda it: NamedSharding(mesh, PartitionSpec(*it.spec[1:])), on["blocks"])
+        on["blocks"] = (own,) * model.config.layers
+        if platform == "cpu":
+            rows = PartitionSpec(*on["head"].spec[::-1]) if "head" in on else on["embedding"].spec
+            on["head"] = FeatureMajor(NamedSharding(mesh, rows))  # type: ignore[arg-type]
+    return jax.tree.map(lambda of, at: jax.ShapeDtypeStruct(of.shape, of.dtype, sharding=at), served, on)
+
+
+def stacked_again(params: Params) -> Params:
+    """Returns split parameters with their layers stacked."""
+    return params | {"blocks": jax.tree.map(lambda *layers: jnp.stack(layers), *params["blocks"])}
+
+
+@partial(jax.jit, static_argnums=2)
+def _layer(blocks: Any, index: Array, layout: Layout) -> Any:
+    """Returns layer `index` of the stacked parameters `blocks`, in `layout`.
+
+    LoRA adapters and quantised weights never become feature-major.
     """
 
     def one(path: tuple, leaf: Array) -> Any:
         own, name = leaf[index], path[-1].key
-        if name not in PROJECTIONS:
+        if layout == "split" or name not in PROJECTIONS:
             return own
         inputs = math.prod(own.shape[: inputs_of(name)])
         return FeatureMajor(own.reshape(inputs, -1).T)

@@ -15,7 +15,7 @@ are accepted and ignored, except `sampler`, which is refused.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,13 @@ from jaxtyping import Bool
 
 from areal_jax.generation import jetstream
 from areal_jax.generation.canary import canary
-from areal_jax.generation.device_layout import is_laid_out, serving_layout
+from areal_jax.generation.device_layout import (
+    Layout,
+    abstractly_laid_out,
+    is_laid_out,
+    laid_out,
+    layout_on,
+)
 from areal_jax.generation.programs import Programs
 from areal_jax.generation.sampling import Truncation, require_counted_randomness
 from areal_jax.generation.slots import (
@@ -38,7 +44,7 @@ from areal_jax.generation.slots import (
     ResultTokens,
 )
 from areal_jax.models.kernels.paged_attention import choose_for
-from areal_jax.models.model import Model
+from areal_jax.models.model import Model, Params
 from areal_jax.parallel.mesh import make_mesh, param_shardings, platform_of, replicated
 from areal_jax.parallel.program_errors import running
 from areal_jax.types import ArealError, SampleId, Sampling, VersionedParams
@@ -67,6 +73,7 @@ class Engine(jetstream.Engine):
     `support_size`: a token's support, the ids that truncation left to draw from, is recorded up to this many
     ids; 0: not at all.
     `reserved_slots`: number of slots, from slot 0 on, reserved with all their pages for clients' requests.
+    `weight_layout`: the layout of the weights (`device_layout`); auto: the one for the mesh's platform.
     `has_penalties`: whether requests may have penalties and logit biases, as on a server.
     `sampling`, `seed`: used for samples that are inserted without a request.
     `mesh`: the devices to decode on; None: the first device.
@@ -84,6 +91,7 @@ class Engine(jetstream.Engine):
         kv_dtype: str = "auto",
         prefill_chunk: int = 32,
         support_size: int = 0,
+        weight_layout: Layout | Literal["auto"] = "auto",
         has_penalties: bool = False,
         reserved_slots: int = 0,
         sampling: Sampling | None = None,
@@ -111,6 +119,7 @@ class Engine(jetstream.Engine):
         self._mesh = mesh or make_mesh({"tensor": 1}, jax.devices(), "a generation host")
         self.param_shardings = param_shardings(model.logical_axes, model.abstract_params, self._mesh)
         self._platform = platform_of(self._mesh)
+        self.weight_layout: Layout = layout_on(self._mesh, model, weight_layout)
         kv_dtype = model.config.dtype if kv_dtype == "auto" else kv_dtype
         self.attention, kernel = choose_for(model.config, self._mesh, kv_dtype, self.page_tokens, self.pages)
         """The attention path of decode steps, and the reasons against each path that was preferred to it."""
@@ -120,8 +129,9 @@ class Engine(jetstream.Engine):
         chunk = min(prefill_chunk, length)
         ends_early = self._platform not in ("gpu", "cuda")
         self._programs = Programs(
-            model, decode_steps, chunk, support_size, reserved_slots, kernel, ends_early
-        )
+            model, decode_steps, chunk, support_size, reserved_slots, kernel, ends_early,
+            stacks_again=self.weight_layout == "split" and self._platform != "cpu",
+        )  # fmt: skip
         self._truncation = Truncation.of(self._sampling)
         self._compile(self._programs)
         self._every_slot = np.ones(slots, bool)
@@ -181,14 +191,14 @@ class Engine(jetstream.Engine):
         return replicated(self._mesh)
 
     def load_params(self, value: VersionedParams) -> VersionedParams:
-        """Returns `value` with its parameters on this engine's mesh, in the layout that decodes fastest.
+        """Returns `value` with its parameters on this engine's mesh, in the layout `weight_layout`.
 
-        A value that is already in the CPU's layout for decoding is returned unchanged.
+        A value that is already converted is returned unchanged.
         """
         if is_laid_out(value.params):
             return value
         params = jax.device_put(value.params, self.param_shardings)
-        return value._replace(params=serving_layout(self.model, params, self._platform))
+        return value._replace(params=laid_out(self.model, params, self.weight_layout, self._platform))
 
     def init_decode_state(self, *args: Any, **kwargs: Any) -> DecodeState:
         return self._empty_state(self._neutral)
@@ -405,17 +415,22 @@ class Engine(jetstream.Engine):
             state = self._recompute(params.params, state, self._every_slot, 0, pages)
         jax.block_until_ready(self.generate(params, state)[0])
 
+    def abstract_params(self, dtype: str) -> Params:
+        """Returns shapes, dtypes and shardings of parameters published in `dtype`, before `load_params`."""
+        return jax.tree.map(
+            lambda like, on: jax.ShapeDtypeStruct(like.shape, dtype_in(like.dtype, dtype), sharding=on),
+            self.model.abstract_params,
+            self.param_shardings,
+        )
+
     def abstract_calls(self, dtype: str) -> dict[str, tuple[Any, tuple]]:
         """Returns name -> (jitted function, abstract arguments) of the programs that a host calls.
 
         Each program has its largest size. `dtype`: the dtype of the parameters. The programs can be compiled
         without a device.
         """
-        params = jax.tree.map(
-            lambda like, on: jax.ShapeDtypeStruct(like.shape, dtype_in(like.dtype, dtype), sharding=on),
-            self.model.abstract_params,
-            self.param_shardings,
-        )
+        params = self.abstract_params(dtype)
+        params = abstractly_laid_out(self.model, params, self.weight_layout, self._mesh)
         state = self._empty_state.eval_shape(self._neutral)
         cache = self._empty_prefix.eval_shape(self.pages_per_slot)
         chunk = np.zeros((1, self._programs.prefill_chunk), np.int32)

@@ -27,8 +27,8 @@ from areal_jax.types import ArealError
 Params = Any
 """Nested dict of arrays; layers are stacked along axis 0 of every leaf under `blocks`.
 
-On a CPU `generation.device_layout` converts the tree for decoding: `blocks` is then a tuple of layers,
-matrices are `FeatureMajor`, and the LM head's matrix is stored as `head`, even if the head is tied to the
+`generation.device_layout` converts the tree for decoding: `blocks` is then a tuple of layers; on a CPU,
+matrices may be `FeatureMajor`, and the LM head's matrix is stored as `head`, even if the head is tied to the
 embedding.
 """
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from areal_jax.algorithms.shapes import AXES, map_batch
 from areal_jax.assembly.devices import Devices, overwrites_serving, place
-from areal_jax.assembly.parts import make_engine, make_learner
+from areal_jax.assembly.parts import make_engine, make_learner, with_layout
 from areal_jax.assembly.sources import RANDOM, Source, open_source, open_teacher
 from areal_jax.config.tree import Config
 from areal_jax.models.attention import BLOCK, KV_BLOCK
@@ -35,6 +35,7 @@ from areal_jax.weights.store import copy_with_sums, dtype_in
 
 TRAINER, HOST = "trainer", "host"
 STATE, POOL = "train state", "KV pages and slots"
+CONVERTED = "a version as published, while it is converted"
 """The contents of a device (`Side.resident`) that settings change most."""
 
 
@@ -252,9 +253,9 @@ def _micro(batch: Batch, rows: int, learner: Learner) -> Batch:
 
 def _host(config: Config, model: Model, devices: Devices) -> Side:
     g, a, mesh = config.generation, config.algorithm, devices.hosts[0]
-    engine = make_engine(g, model, mesh, reserved_slots=g.reserved_slots)
+    engine = make_engine(with_layout(config, devices), model, mesh, reserved_slots=g.reserved_slots)
     functions = engine.abstract_calls(config.wire_dtype)
-    params, state = functions["decode"][1][0], functions["decode"][1][2]
+    published, state = engine.abstract_params(config.wire_dtype), functions["decode"][1][2]
     cache = functions["prefill"][1][1]
     prompt = g.length - g.max_tokens
     chunk = min(g.prefill_chunk, g.length)
@@ -291,13 +292,15 @@ def _host(config: Config, model: Model, devices: Devices) -> Side:
     ]  # fmt: skip
     programs.append(
         RecipeProgram(
-            role=HOST, name="digest", function=jax.jit(leaf_sums), arguments=(params,), calls=1,
+            role=HOST, name="digest", function=jax.jit(leaf_sums), arguments=(published,), calls=1,
             assumed=Assumed(),
         )
     )  # fmt: skip
     sets = 1 if overwrites_serving(config, devices.placement) else config.parameter_sets
     resident = {
-        f"weights of {sets} version{'s' * (sets > 1)}": sets * bytes_on_one_device(params),
+        f"weights of {sets} version{'s' * (sets > 1)}": sets * bytes_on_one_device(published),
         POOL: bytes_on_one_device(state),
     }
+    if engine.weight_layout != "stacked":
+        resident[CONVERTED] = bytes_on_one_device(published)
     return Side(HOST, mesh, tuple(programs), resident, engine.attention.path)

@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 from areal_jax.assembly.devices import header, memory_table, use_compilation_cache
 from areal_jax.assembly.gpus import gpu_environment, use_gpu_environment
-from areal_jax.assembly.parts import Parts, assemble
+from areal_jax.assembly.parts import Parts, assemble, with_measured_layout
 from areal_jax.assembly.run_folder import JOURNAL
 from areal_jax.config.loading import ConfigError, load_config, resolved
 from areal_jax.config.tree import Config
@@ -26,6 +26,7 @@ RESUMABLE_KEYS = (
     "run.steps",
     "observe.",
     "runtime.",
+    "generation.weight_layout",
     "trainer.checkpoint_every",
     "trainer.keep_checkpoints",
     "weights.backend",
@@ -52,8 +53,8 @@ def run(config: Config, tasks: Sequence[Task] = (), stream: TextIO | None = None
         )
     use_gpu_environment(config)
     use_compilation_cache()
-    parts = assemble(config, tasks)
-    config = _naming(config, parts) if tasks else config
+    parts = with_measured_layout(assemble(config, tasks))
+    config = _naming(parts.config, parts) if tasks else parts.config
     make_folder(config, folder)
     with SqliteQueue.create(folder / JOURNAL, header(config)) as journal:
         return _train(parts, journal, folder, stream)

@@ -37,7 +37,8 @@ TRAINERS = (
 )
 HOSTS = (
     r"^the host's device ran out of memory in the program decode; set generation\.kv_tokens=\d+, or "
-    r"generation\.slots=24, or runtime\.host_tensor=2, or use devices with more memory\. "
+    r"generation\.slots=24, or generation\.weight_layout=stacked, or runtime\.host_tensor=2, or use devices "
+    r"with more memory\. "
 )
 
 

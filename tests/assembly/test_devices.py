@@ -13,7 +13,7 @@ import jax
 import pytest
 
 from areal_jax import plugin
-from areal_jax.assembly import devices
+from areal_jax.assembly import devices, parts
 from areal_jax.assembly.devices import diagnose, header, memory_table, overwrites_serving, place
 from areal_jax.assembly.gpus import gpu_environment
 from areal_jax.config.loading import load_config
@@ -321,12 +321,32 @@ def test_what_is_served_is_overwritten_only_where_nobody_else_reads_it(placement
     assert overwrites_serving(config(*settings), placement) is expected
 
 
+@pytest.mark.parametrize(
+    ("platform", "placement", "words", "expected"),
+    [
+        ("gpu", "shared", [], "stacked"),  # a converted copy would be a second one
+        ("gpu", "split", [], "auto"),
+        ("gpu", "shared", ["generation.weight_layout=split"], "split"),
+        ("cpu", "shared", [], "auto"),
+    ],
+)
+def test_weights_that_are_overwritten_in_place_stay_stacked(
+    monkeypatch, platform, placement, words, expected
+):
+    monkeypatch.setattr(parts, "platform_of", lambda mesh: platform)
+    placed = place(config(f"runtime.placement={placement}", *words))
+    assert placed.placement == placement
+    assert parts.with_layout(config(*words), placed).weight_layout == expected
+
+
 # --- this machine -------------------------------------------------------------------------------------------
 
 
 def test_the_header_names_what_bits_depend_on():
     found = header(config())
-    assert set(found) == {"device_kind", "devices", "usable_cores", "jaxlib", "xla_flags"}
+    assert set(found) == {
+        "device_kind", "devices", "usable_cores", "jaxlib", "xla_flags", "weight_layout",
+    }  # fmt: skip
     assert found["devices"] == jax.device_count()
     assert found["usable_cores"] >= 1
     assert json.loads(json.dumps(found)) == found

@@ -254,12 +254,22 @@ def test_a_pinned_host_may_hold_the_bound_and_one_more():
             "control.strategy=keep",
             "generation.on_update=keep: tokens decoded from the KV of an older version",
         ),
+        (
+            "generation.weight_layout=split",
+            "generation.weight_layout=split with trainer.numerics=exact: hosts must run the trainer's matrix",
+        ),
     ],
 )
 def test_what_cannot_be_exact_is_refused(words: str, message: str):
     load_config(*words.split())
     with pytest.raises(ConfigError, match=re.escape(message)):
         load_config(*words.split(), "trainer.numerics=exact")
+
+
+def test_feature_major_weights_need_one_device_per_host():
+    load_config("runtime.host_tensor=2", "generation.weight_layout=split")
+    with pytest.raises(ConfigError, match="weight_layout=feature_major with runtime"):
+        load_config("runtime.host_tensor=2", "generation.weight_layout=feature_major")
 
 
 def test_exact_numerics_need_nothing_else():

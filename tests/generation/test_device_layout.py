@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from areal_jax.algorithms.logprobs import PackedTokens, packed_stats
-from areal_jax.generation.device_layout import serving_layout
+from areal_jax.generation.device_layout import abstractly_laid_out, laid_out, layout_on, stacked_again
 from areal_jax.generation.engine import Engine
 from areal_jax.models.attention import PackedAttention
 from areal_jax.models.config import PROJECTIONS, Lora, model_config
@@ -42,7 +42,7 @@ def bfloat16_params():
 def test_each_layer_lies_apart_and_no_value_changes():
     """Against the definition of a matrix: outputs in front, flattened as `project` flattens them."""
     params = bfloat16_params()
-    served = serving_layout(MODEL, params, "cpu")
+    served = laid_out(MODEL, params, "feature_major", "cpu")
     assert len(served["blocks"]) == MODEL.config.layers
     for i, layer in enumerate(served["blocks"]):
         for part in ("attention", "mlp"):
@@ -55,7 +55,7 @@ def test_each_layer_lies_apart_and_no_value_changes():
                     np.testing.assert_array_equal(leaf, stacked)
         np.testing.assert_array_equal(layer["mlp_norm"], params["blocks"]["mlp_norm"][i])
     assert served["head"].rows is served["embedding"] is params["embedding"]
-    assert serving_layout(MODEL, served, "cpu") is served
+    assert laid_out(MODEL, served, "feature_major", "cpu") is served
 
 
 def test_what_was_laid_out_ahead_is_adopted_as_it_is():
@@ -65,12 +65,43 @@ def test_what_was_laid_out_ahead_is_adopted_as_it_is():
     assert engine.load_params(served) is served
 
 
-def test_elsewhere_and_on_several_devices_they_lie_as_they_are():
+def test_split_layers_keep_their_arrays_and_stacking_them_again_inverts_it():
     params = bfloat16_params()
-    assert serving_layout(MODEL, params, "gpu") is params
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("tensor",))
-    spread = jax.device_put(params, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
-    assert serving_layout(MODEL, spread, "cpu") is spread
+    served = laid_out(MODEL, params, "split", "gpu")
+    for i, layer in enumerate(served["blocks"]):
+        jax.tree.map(
+            lambda own, stacked, i=i: np.testing.assert_array_equal(own, stacked[i]), layer, params["blocks"]
+        )
+    assert served["embedding"] is params["embedding"] and "head" not in served
+    jax.tree.map(np.testing.assert_array_equal, stacked_again(served), params)
+    assert laid_out(MODEL, params, "stacked", "cpu") is params
+
+
+def test_auto_is_feature_major_on_one_cpu_and_stacked_on_several_and_with_exact_numerics():
+    one, two = (jax.sharding.Mesh(np.array(jax.devices()[:n]), ("tensor",)) for n in (1, 2))
+    exact = Model(dataclasses.replace(MODEL.config, numerics="exact"), MODEL.tokenizer)
+    assert layout_on(one, MODEL, "auto") == "feature_major"
+    assert layout_on(two, MODEL, "auto") == layout_on(one, exact, "auto") == "stacked"
+    assert layout_on(one, MODEL, "split") == "split"
+
+
+@pytest.mark.parametrize(
+    ("devices", "layout"), [(1, "stacked"), (1, "feature_major"), (1, "split"), (2, "split")]
+)
+def test_abstract_parameters_are_those_that_a_host_loads(devices, layout):
+    """Shapes, dtypes and shardings: a plan compiles for these, and a host calls with the others."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("tensor",))
+    engine = Engine(MODEL, slots=2, length=24, page_tokens=8, mesh=mesh, weight_layout=layout)
+    loaded = engine.load_params(VersionedParams(0, bfloat16_params(), "")).params
+    planned = abstractly_laid_out(MODEL, engine.abstract_params("bfloat16"), layout, mesh)
+
+    def same(planned, loaded):
+        assert (planned.shape, planned.dtype) == (loaded.shape, loaded.dtype)
+        assert planned.sharding.is_equivalent_to(loaded.sharding, loaded.ndim)
+
+    jax.tree.map(same, planned, loaded)
+    sharded = [not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(loaded["blocks"])]
+    assert any(sharded) == (devices == 2)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 8, 20])
@@ -84,8 +115,9 @@ def test_a_product_is_the_same_in_both_forms(rows, dtype):
     np.testing.assert_allclose(found, as_read[0] @ as_read[1], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("layout", ["feature_major", "split"])
 @pytest.mark.parametrize("change", ["plain", "untied", "adapters", "int8"])
-def test_hidden_states_and_logits_are_those_of_the_stack(change):
+def test_hidden_states_and_logits_are_those_of_the_stack(change, layout):
     changes = {
         "plain": {},
         "untied": {"is_tied": False},
@@ -96,7 +128,7 @@ def test_hidden_states_and_logits_are_those_of_the_stack(change):
     params = jax.tree.map(  # so that adapters are not zero
         lambda leaf: leaf + 0.1 if leaf.dtype == jnp.float32 else leaf, model.init(0)
     )
-    served = serving_layout(model, params, "cpu")
+    served = laid_out(model, params, layout, "cpu")
     tokens = jnp.arange(14).reshape(2, 7) % 10
     positions = jnp.broadcast_to(jnp.arange(7), (2, 7))
 
@@ -108,10 +140,13 @@ def test_hidden_states_and_logits_are_those_of_the_stack(change):
     np.testing.assert_allclose(logits(served), logits(params), rtol=1e-4, atol=1e-4)
 
 
-def test_what_is_recorded_is_what_a_dense_forward_says():
+@pytest.mark.parametrize("layout", ["auto", "stacked", "split"])
+def test_what_is_recorded_is_what_a_dense_forward_says(layout):
     """Bits read as numbers, or a bias taken for a matrix, would be far off; rounding to bfloat16 is not."""
     params = bfloat16_params()
-    engine = Engine(MODEL, slots=2, length=24, decode_steps=4, page_tokens=8, prefill_chunk=4)
+    engine = Engine(
+        MODEL, slots=2, length=24, decode_steps=4, page_tokens=8, prefill_chunk=4, weight_layout=layout
+    )
     value = engine.load_params(VersionedParams(0, params, ""))
     prompt = np.array([2, 5, 3, 7, 4, 6], np.int32)
     state = engine.init_decode_state()

@@ -13,7 +13,7 @@ import pytest
 from areal_jax.config.loading import load_config
 from areal_jax.plan.bounds import PlannedProgram
 from areal_jax.plan.costs import Costs
-from areal_jax.plan.recipe import Recipe, open_recipe
+from areal_jax.plan.recipe import CONVERTED, Recipe, open_recipe
 from areal_jax.plan.targets import GIB, parse_target
 from areal_jax.plan.verdict import Verdict, speed, verdicts, version_cost
 
@@ -70,6 +70,18 @@ def test_a_hosts_remedies_are_fewer_slots_or_tokens():
     of = replace(of, sides=(of.sides[0], replace(host, resident=pages)))
     found = judged(of, 1, 40)["host"].remedies
     assert found[:2] == ("generation.kv_tokens=96 (about 56.0 GiB)", "generation.slots=5 (about 51.0 GiB)")
+
+
+def test_stacked_weights_save_the_copy_that_a_conversion_needs(split: Recipe):
+    """And what prefill and recompute stack again: all but the embedding's share of a version."""
+    resident = {"weights of 2 versions": GIB, "KV pages and slots": GIB, CONVERTED: 20 * GIB}
+    of = replace(split, sides=(split.sides[0], replace(split.sides[1], resident=resident)))
+    programs = [program("trainer", "begin", 1), program("host", "recompute", 40)]
+    c = of.model.config
+    blocks = 1 - (c.vocab_size + 1) * c.width / of.model.parameter_count
+    (_, found) = verdicts(of, programs, H100)
+    wanted = found.peak / GIB - 20 - 20 * blocks
+    assert f"generation.weight_layout=stacked (about {wanted:.1f} GiB)" in found.remedies
 
 
 def test_where_no_single_setting_is_enough_the_best_two_are_named(split: Recipe):

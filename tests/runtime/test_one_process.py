@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from areal_jax.assembly import parts
 from areal_jax.assembly.parts import assemble
 from areal_jax.config.tree import Config
 from areal_jax.control.events import SampleFinished, VersionCommitted
+from areal_jax.generation import engine
 from areal_jax.generation.rollout import rollout
 from areal_jax.observe.metrics import REQUIRED
-from areal_jax.runtime.jobs import resume, run
+from areal_jax.runtime.jobs import read_config, resume, run
 from areal_jax.runtime.reading import audit_run, open_journal
 from areal_jax.tasks.datasets.countdown import Countdown
 from areal_jax.trajectories.packing import pack
@@ -237,6 +239,40 @@ def test_bfloat16_on_the_wire_is_checked_by_its_own_digest(tmp_path):
         events = [row.event for row in journal.rows()]
     committed = {event.version: event.digest for event in events if isinstance(event, VersionCommitted)}
     assert all(committed[row["version"]] != row["params_digest"] for row in rows)
+
+
+def test_a_run_keeps_the_layout_that_it_measured(monkeypatch, tmp_path):
+    """A resumed run takes the layout from config.yaml: measured again, it could give other bits."""
+    measured, served = [], []
+
+    def fastest(model, slots, cores):
+        measured.append(slots)
+        return "split"
+
+    def laid_out(model, params, layout, platform):
+        served.append(layout)
+        return original(model, params, layout, platform)
+
+    original = engine.laid_out
+    monkeypatch.setattr(parts, "fastest_layout", fastest)
+    monkeypatch.setattr(engine, "laid_out", laid_out)
+    folder = tmp_path / "run"
+    start(small(folder, "run.steps=1"))
+    resume(folder, ["run.steps=2"], stream=io.StringIO())
+    with open_journal(folder) as journal:
+        assert journal.header["weight_layout"] == "split"
+    assert read_config(folder).generation.weight_layout == "split"
+    assert len(measured) == 1 and set(served) == {"split"}
+
+
+@pytest.mark.parametrize(
+    "word", ["control.max_staleness=0", "trainer.numerics=exact", "generation.weight_layout=split"]
+)
+def test_nothing_is_measured_where_bits_are_promised_or_the_layout_is_given(monkeypatch, tmp_path, word):
+    monkeypatch.setattr(parts, "fastest_layout", None)
+    config = small(tmp_path / "run", word)
+    whole = assemble(config)
+    assert parts.with_measured_layout(whole) is whole
 
 
 @pytest.mark.slow

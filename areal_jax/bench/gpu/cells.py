@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ from areal_jax.bench.packed import skewed_groups
 from areal_jax.bench.parity import parity
 from areal_jax.bench.sync import sync
 from areal_jax.generation.canary import canary
-from areal_jax.generation.device_layout import serving_layout
+from areal_jax.generation.device_layout import Layout
 from areal_jax.models.kernels import packed_attention, paged_attention
 from areal_jax.models.kv_pages import KVPages
 from areal_jax.plan.bounds import products
@@ -178,17 +178,16 @@ def decoding(
     slots: int,
     prompt: int,
     decode_steps: int,
-    layout: str,
+    layout: Layout | Literal["auto"],
     dtype: str = "bfloat16",
     page_tokens: int = 64,
     repeats: int = 3,
 ) -> dict[str, Any]:
     """Measures decode steps as `bench decode` does, and what a call costs the host and the device.
 
-    `layout`: "auto" (what the engine chooses for this device) or "split" (arrays of each layer, with a row
-    per output). In the result, `dispatch_s` is the time until a decode call returns to Python, while the
-    device still computes; `kernels` and `device_to_host` are per call, from a trace of the device (None on a
-    CPU).
+    `layout`: that of the weights (`generation.device_layout`). In the result, `dispatch_s` is the time until
+    a decode call returns to Python, while the device still computes; `kernels` and `device_to_host` are per
+    call, from a trace of the device (None on a CPU).
     """
     engine, value = bench_engine(
         shape,
@@ -197,9 +196,8 @@ def decoding(
         slots=slots,
         decode_steps=decode_steps,
         page_tokens=min(page_tokens, prompt),
+        weight_layout=layout,
     )
-    if layout == "split":
-        value = value._replace(params=serving_layout(engine.model, value.params, "cpu"))
     figures = decode_figures(
         engine, value, shape=shape, prompt=prompt, tokens=8 * decode_steps, repeats=repeats
     )
@@ -216,7 +214,7 @@ def decoding(
     trace = traced(call)
     return figures | {
         "dispatch_s": statistics.median(returned[1:]),
-        "layout": layout,
+        "layout": engine.weight_layout,
         "kernels": trace and trace.kernels,
         "device_to_host": trace and trace.device_to_host,
         "top_kernels": trace and trace.top,

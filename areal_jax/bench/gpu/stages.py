@@ -158,11 +158,11 @@ def _kernels(s: Sizes) -> tuple[Cell, ...]:
 def _decode(shape: str, s: Sizes) -> tuple[Cell, ...]:
     def cell(slots: int, layout: str) -> Cell:
         settings = dict(shape=shape, slots=slots, prompt=s.prompt, decode_steps=s.decode_steps, layout=layout)
-        name = f"{slots} slots" + (", split weights" if layout == "split" else "")
+        name = f"{slots} slots" + ("" if layout == "auto" else f", {layout} weights")
         return Cell(name, "decoding", settings, halved="slots")
 
     first, *others = s.slots
-    return cell(first, "auto"), cell(first, "split"), *[cell(slots, "auto") for slots in others]
+    return cell(first, "auto"), cell(first, "stacked"), *[cell(slots, "auto") for slots in others]
 
 
 def _sampling(shape: str, s: Sizes) -> tuple[Cell, ...]:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.accelerators.compiling import Setting, compiled, off_the_committed_peak, opened
@@ -36,6 +38,33 @@ def test_decoding_multiplies_in_bfloat16_and_attends_by_the_paged_kernel(host: s
     assert opened(HOSTS[host]).sides[1].attention == "pages"
     assert sum(found.costs.kernels.values()) == 16 * 28
     assert all("paged_attention" in name for name in found.costs.kernels)
+
+
+STACKED_GB = {"1": 256.7, "tensor 2": 146.7}
+"""10^9 bytes that a decode call moved when its weights were stacked: in each of 16 steps the matrices of 28
+layers, 2.62 of them, were copied before their products, which wrote and read them once more.
+"""
+NO_KERNEL = ("parameter", "get-tuple-element", "tuple", "bitcast", "while")
+
+
+@every_host
+def test_decoding_reads_each_layers_matrices_in_place(host: str):
+    """XLA joins queries, keys and values in one product, gate and up in another, without joining matrices."""
+    found, shards = compiled(HOSTS[host], "decode"), opened(HOSTS[host]).config.runtime.host_tensor
+    layers = 28 * (2 * 1536 * 1536 + 2 * 256 * 1536 + 3 * 1536 * 8960) * 2 / shards
+    assert found.costs.bytes == pytest.approx(1e9 * STACKED_GB[host] - 16 * 2 * layers, rel=0.02)
+    matrix = sorted((1536, 8960 // shards))
+    made = [
+        one.name
+        for computation in found.module.computations.values()
+        for one in computation
+        if one.opcode not in NO_KERNEL
+        and any(sorted(size for size in array.shape if size > 1) == matrix for array in one.arrays)
+    ]
+    assert made == []
+    products = [line for line in found.text.splitlines() if re.match(r"%gemm_fusion.* -> .* {$", line)]
+    matrices = [len(re.findall(r": bf16\[1536,", line)) for line in products]
+    assert matrices.count(3) >= 28 and matrices.count(2) >= 28
 
 
 @every_host
