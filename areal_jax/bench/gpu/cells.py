@@ -141,15 +141,7 @@ def paged_kernel(
         return figures
     pages = max(pool_tokens // page_tokens, slots * places)
     table = 1 + pages - slots * places + jnp.arange(slots * places, dtype=jnp.int32).reshape(slots, places)
-    empty = partial(KVPages.zeros, 2, pages, page_tokens, kv_heads, head_dim, kv_dtype)
-    page, place = jnp.repeat(table, page_tokens, axis=1), jnp.tile(jnp.arange(page_tokens), (slots, places))
-
-    @jax.jit
-    def pool() -> KVPages:
-        k, v = jax.random.normal(jax.random.key(1), (2, *page.shape, kv_heads, head_dim))
-        return empty().written(1, page, place, k, v)
-
-    cache = jax.block_until_ready(pool())
+    cache = _random_pages(table, (2, pages, page_tokens, kv_heads, head_dim, kv_dtype))
     chunk, layer, run = min(chunk, tokens), jnp.int32(1), jax.jit(kernel)
     q = jax.random.normal(jax.random.key(0), (slots, chunk, heads, head_dim))
     lengths = jnp.tile(jnp.arange(tokens - chunk, tokens, dtype=jnp.int32) + 1, (slots, 1))
@@ -171,6 +163,20 @@ def paged_kernel(
         "chunk_s": chunk_s,
         "chunk_flops_per_s": 4 * heads * head_dim * int(lengths.sum()) / chunk_s,
     }
+
+
+def _random_pages(table: jax.Array, sizes: tuple[Any, ...]) -> KVPages:
+    """Returns a pool of `sizes` (`KVPages.zeros`), with random tokens in layer 1 of the pages in `table`."""
+    _, _, page_tokens, kv_heads, head_dim, _ = sizes
+
+    @jax.jit
+    def pool() -> KVPages:
+        page = jnp.repeat(table, page_tokens, axis=1)
+        place = jnp.tile(jnp.arange(page_tokens), table.shape)
+        k, v = jax.random.normal(jax.random.key(1), (2, *page.shape, kv_heads, head_dim))
+        return KVPages.zeros(*sizes).written(1, page, place, k, v)
+
+    return jax.block_until_ready(pool())
 
 
 # --- a host -------------------------------------------------------------------------------------------------
