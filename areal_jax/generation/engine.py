@@ -121,8 +121,8 @@ class Engine(jetstream.Engine):
         self._platform = platform_of(self._mesh)
         self.weight_layout: Layout = layout_on(self._mesh, model, weight_layout)
         kv_dtype = model.config.dtype if kv_dtype == "auto" else kv_dtype
-        self.attention, kernel = choose_for(model.config, self._mesh, kv_dtype, self.page_tokens, self.pages)
-        """The attention path of decode steps, and the reasons against each path that was preferred to it."""
+        self.attention, kernel = choose_for(model.config, self._mesh, kv_dtype, self.page_tokens)
+        """The attention path, and the reasons against each path that was preferred to it."""
         self._kv_pages = partial(
             model.kv_pages, page_tokens=self.page_tokens, dtype=kv_dtype, platform=self._platform
         )
@@ -467,9 +467,13 @@ class Engine(jetstream.Engine):
     def _pages_read(self, end: int) -> int:
         """Returns how many pages of a slot a chunk of recompute reads that ends before position `end`.
 
-        If attention ends early by itself, that is all of them, so that one program suffices.
+        If attention reads no more than the tokens that it needs, that is all of them, so that one program
+        suffices.
         """
-        return self.pages_per_slot if self._programs.ends_early else self._bucket(min(end, self.length))
+        programs = self._programs
+        if programs.ends_early or programs.kernel is not None:
+            return self.pages_per_slot
+        return self._bucket(min(end, self.length))
 
     def _request_penalty(self, penalties: Penalties | None) -> RequestPenalty | None:
         if not self.has_penalties:

@@ -33,7 +33,7 @@ class Programs:
     reserved_slots: int
     """Number of slots, from slot 0 on, with pages reserved for them."""
     kernel: PagedKernel | None
-    """Attention kernel of decode steps; None: attention over blocks, as in prefill and recompute."""
+    """Attention kernel of decode steps, prefill and recompute; None: attention over blocks."""
     ends_early: bool
     """Whether searches, and attention over blocks in prefill and recompute, end as soon as values allow it. A
     GPU would copy the condition to the host at each of their steps; there, False: the number of steps is
@@ -62,7 +62,9 @@ class Programs:
         """
         positions = jnp.broadcast_to(start + jnp.arange(self.prefill_chunk), tokens.shape)
         at = jnp.minimum(positions, table.shape[1] * cache.page_tokens - 1)
-        attend = paged_attention(self.model.config, table, at, positions < known, ends_early=self.ends_early)
+        attend = paged_attention(
+            self.model.config, table, at, positions < known, self.kernel, self.ends_early
+        )
         params = stacked_again(params) if self.stacks_again else params
         return self.model.hidden(params, tokens, positions, attend, cache)[1]
 

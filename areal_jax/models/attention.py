@@ -71,8 +71,9 @@ class PackedAttention(struct.PyTreeNode):
 class PagedAttention(struct.PyTreeNode):
     """Causal attention of N slots over their own pages, after writing the call's C tokens into the pages.
 
-    A slot holds one sample. Keys are read in ascending order, KV_BLOCK tokens per step, with an online
-    softmax. Steps beyond a slot's last token change no bit of its output: they multiply by 1 and add 0.
+    A slot holds one sample. Without a kernel, keys are read in ascending order, KV_BLOCK tokens per step,
+    with an online softmax. Steps beyond a slot's last token change no bit of its output: they multiply by 1
+    and add 0.
     """
 
     table: Int[Array, "N M"]
@@ -81,10 +82,10 @@ class PagedAttention(struct.PyTreeNode):
     is_written: Bool[Array, "N C"]
     """False for padding tokens: their KV goes to the scratch page, and their output is undefined."""
     kernel: PagedKernel | None = struct.field(pytree_node=False, default=None)
-    """Used for calls with one token per slot; other calls, and all calls if None, use JAX code."""
+    """Computes the attention; None: JAX code does, over blocks of keys."""
     ends_early: bool = struct.field(pytree_node=False, default=True)
-    """Whether the steps end with the longest slot's last token; otherwise all pages of `table` are read. A
-    GPU copies the condition of a loop that ends early to the host at each of its steps.
+    """Without a kernel: whether the steps end with the longest slot's last token; otherwise all pages of
+    `table` are read. A GPU copies the condition of a loop that ends early to the host at each of its steps.
     """
 
     def extended(self, layer: Any, cache: KVPages, k: Any, v: Any) -> KVPages:
@@ -100,9 +101,9 @@ class PagedAttention(struct.PyTreeNode):
         chex.assert_shape(self.table, (slots, None))
         size, kv_heads = cache.page_tokens, k.shape[2]
         cache = self.extended(layer, cache, k, v)
-        if self.kernel is not None and tokens == 1:
-            lengths = jnp.where(self.is_written, self.positions + 1, 0)[:, 0]
-            return self.kernel(q[:, 0], cache, layer, self.table, lengths)[:, None], cache
+        if self.kernel is not None:
+            lengths = jnp.where(self.is_written, self.positions + 1, 0)
+            return self.kernel(q, cache, layer, self.table, lengths), cache
         joined = max(1, KV_BLOCK // size)  # pages of a block
         table = jnp.pad(self.table, ((0, 0), (0, -self.table.shape[1] % joined)))
         q = q.reshape(slots, tokens, kv_heads, -1, head_dim)

@@ -276,8 +276,8 @@ def paged_attention(
     """Returns the attention over pages of KV, exact or bounded as `config.numerics` says.
 
     `table`: page numbers of each slot. `positions`: each token's position in its sample. `is_written`: False
-    for padding tokens. `kernel`: computes calls with one token per slot (None: JAX code does). `ends_early`:
-    whether that code stops at the last written token. Exact numerics ignore both.
+    for padding tokens. `kernel`: computes the attention (None: JAX code does). `ends_early`: whether that
+    code stops at the last written token. Exact numerics ignore both.
     """
     if config.numerics == "exact":
         return ExactPagedAttention(table, positions, is_written)

@@ -100,6 +100,7 @@ def _floats(held: Array, scale: Array | None) -> Array:
 
 
 PagedKernel = Callable[[Array, KVPages, Array, Array, Array], Array]
-"""`kernel(q (N, H, h), cache, layer, table (N, M), lengths (N,))` returns (N, H, h) float32: the attention of
-each slot's query over the first `lengths` tokens of the slot's pages; undefined for a slot of length 0.
+"""`kernel(q (N, C, H, h), cache, layer, table (N, M), lengths (N, C))` returns (N, C, H, h) float32: the
+attention of each slot's queries over the slot's pages, each query over the first `lengths` tokens. Queries of
+length 0 are padding, with undefined output.
 """

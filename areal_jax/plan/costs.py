@@ -43,7 +43,9 @@ class Assumed:
     A branch with a kernel always runs, for the other one is only there for inputs that the kernel refuses.
     """
     keys: float = 0.0
-    """Mean number of keys that a query sees in an attention kernel."""
+    """Mean number of keys that a query sees in an attention kernel, padding queries included."""
+    context: float = 0.0
+    """Mean number of a slot's tokens that a call of the paged attention kernel reads."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ class _Counter:
         elif kind in COLLECTIVES:
             self._communicate(computation, one, own)
         elif one.opcode == "custom-call":
-            if _custom(computation, one, own, self._assumed.keys):
+            if _custom(computation, one, own, self._assumed):
                 return own
         else:
             _multiply(computation, one, own)
@@ -297,7 +299,7 @@ def _speed(left: Array, right: Array, one: Instruction) -> str:
     return "f32 highest" if dtype == "f32" and is_highest else dtype
 
 
-def _custom(computation: Computation, one: Instruction, own: Costs, keys: float) -> bool:
+def _custom(computation: Computation, one: Instruction, own: Costs, assumed: Assumed) -> bool:
     """Add a custom call: a product by cuBLAS, one of our kernels, or one that only marks its operands.
 
     Returns whether its traffic is counted: that of a product is not.
@@ -317,11 +319,13 @@ def _custom(computation: Computation, one: Instruction, own: Costs, keys: float)
     queries = operands[0]
     # Two products in the forward pass, five in the backward pass.
     products = 5 if "bwd" in kernel or "ackward" in kernel else 2
-    own.flops[queries.dtype] += int(2 * products * queries.size * keys)
+    own.flops[queries.dtype] += int(2 * products * queries.size * assumed.keys)
     if "paged" in kernel:  # it reads what the tables list, not the pool
-        pool, rows = operands[1], operands[3].shape[0]
-        own.bytes += 2 * rows * keys * pool.shape[-1] * pool.bytes / pool.size
-        operands = operands[:1]
+        layers, count, _, page_tokens, _ = operands[1].shape
+        pools = [x for x in operands[1:] if x.shape[:4] == operands[1].shape[:4]]  # of numbers and of scales
+        of_token = sum(x.bytes for x in pools) / (layers * count * page_tokens)
+        own.bytes += queries.shape[0] * assumed.context * of_token
+        operands = [x for x in operands if x not in pools]
     own.bytes += sum(array.bytes for array in (*operands, *one.arrays))
     return True
 

@@ -280,13 +280,14 @@ def _host(config: Config, model: Model, devices: Devices) -> Side:
         "decode": {"kv_blocks": blocks(mean)},
         "recompute": {"kv_blocks": blocks(g.length / 2)},
     }
+    read = {"prefill": _by_chunks(prompt, chunk), "recompute": _by_chunks(g.length, chunk)}
     tokens = {"prefill": chunk, "decode": g.rollout_slots * g.decode_steps}
     beyond = {"prefill": cache, "insert": cache}
     programs = [
         RecipeProgram(
             role=HOST, name=name, function=function, arguments=arguments, calls=calls[name],
             tokens=tokens.get(name, 0), beyond=beyond.get(name, ()),
-            assumed=Assumed(trips.get(name, {}), g.sampling.is_truncated, keys=mean),
+            assumed=Assumed(trips.get(name, {}), g.sampling.is_truncated, *read.get(name, (mean, mean))),
         )
         for name, (function, arguments) in functions.items()
     ]  # fmt: skip
@@ -304,3 +305,12 @@ def _host(config: Config, model: Model, devices: Devices) -> Side:
     if engine.weight_layout != "stacked":
         resident[CONVERTED] = bytes_on_one_device(published)
     return Side(HOST, mesh, tuple(programs), resident, engine.attention.path)
+
+
+def _by_chunks(tokens: int, chunk: int) -> tuple[float, float]:
+    """Returns two means over the chunks of a sample: keys that a query sees, and tokens that a chunk reads.
+
+    A query at position p sees p + 1 keys; the last chunk's padding queries see none, and count.
+    """
+    ends = [min(start + chunk, tokens) for start in range(0, tokens, chunk)]
+    return tokens * (tokens + 1) / 2 / (len(ends) * chunk), sum(ends) / len(ends)

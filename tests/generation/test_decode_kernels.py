@@ -1,4 +1,4 @@
-"""An engine whose decode steps go by a kernel: chosen by self-test, the same samples as by blocks."""
+"""An engine that attends by a kernel: chosen by self-test, the same samples as by blocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_on_a_cpu_an_engine_decodes_by_blocks(engine):
 
 
 def test_a_host_samples_the_same_by_kernel_and_by_blocks(engine, with_kernel, versions):
-    """Prompts shared by their groups, and a room so tight that samples leave it and come back."""
+    """Prompts shared by groups, a pool so small that samples are evicted, and a swap of versions."""
     tight, calls = with_kernel(kv_tokens=2 * LENGTH)
     assert tight.attention == Choice("pages", {})
     found = []
@@ -33,12 +33,15 @@ def test_a_host_samples_the_same_by_kernel_and_by_blocks(engine, with_kernel, ve
             samples = tuple(SampleId(ordinal, member) for member in range(3))
             host.inbox.put(Start(samples, PROMPT[: 5 + 3 * ordinal], 0, Sampling(1.0, max_tokens=64)))
         host.take_commands()
+        host.step()
+        store.publish(versions(1))  # the KV of live samples is computed again
         while host.has_work:
             host.step()
         found.append((heard.done, host.statistics().evictions))
     (kernels, evictions), (blocks, _) = found
     assert evictions > 0 and len(kernels) == 9
-    assert calls and all(shape[0] == tight.slots for shape in calls)
+    # Decode steps, chunks of prefill and chunks of recompute.
+    assert {shape[:2] for shape in calls} == {(tight.slots, 1), (1, 4), (tight.slots, 4)}
     for sample, trajectory in kernels.items():
         np.testing.assert_array_equal(trajectory.tokens, blocks[sample].tokens)
         np.testing.assert_allclose(trajectory.behavior_logp, blocks[sample].behavior_logp, atol=1e-3)
@@ -49,7 +52,7 @@ def test_heads_are_divided_among_a_mesh(engine, with_kernel, versions):
     sharded, calls = with_kernel(mesh=mesh)
     slots = {i: Asked(PROMPT[: 3 + i], SampleId(3, i)) for i in range(3)}
     done = decode(sharded, versions(0), slots)
-    assert {shape[1] for shape in calls} == {2}  # of four heads
+    assert {shape[2] for shape in calls} == {2}  # of four heads
     for slot, want in decode(engine, versions(0), slots).items():
         np.testing.assert_array_equal(done[slot].tokens, want.tokens)
         np.testing.assert_allclose(done[slot].behavior_logp, want.behavior_logp, atol=1e-3)

@@ -192,18 +192,41 @@ def test_an_attention_kernel_costs_its_products_over_the_keys_seen():
     assert costs.bytes == 2 * (4096 + 2048 + 2048) + 2 * 4096 + 4 * 8 * 64
 
 
-def test_a_paged_kernel_reads_the_pages_of_its_tables_and_not_the_pool():
-    """3 slots of 2 kv heads, 100 tokens of each in the mean, heads of 16; the pool is far larger."""
+@pytest.mark.parametrize("tokens", [1, 32])
+def test_the_paged_kernel_reads_the_pages_of_its_tables_and_not_the_pool(tokens: int):
+    """3 slots, 2 kv heads of 16, 4 query heads each; a query sees 100 keys in the mean, of 116 read."""
     module = module_of(
-        "%q = bf16[6,1,8,16]{3,2,1,0} parameter(0)",
-        "%k = bf16[1,10000,64,16]{3,2,1,0} parameter(1)",
-        "%v = bf16[1,10000,64,16]{3,2,1,0} parameter(2)",
-        "%table = s32[6,4,1]{2,1,0} parameter(3)",
-        "ROOT %a = bf16[6,1,8,16]{3,2,1,0} custom-call(%q, %k, %v, %table),"
-        ' custom_call_target="__gpu$xla.gpu.triton", backend_config={name = "paged_attention_block_h_16"}',
+        f"%q = bf16[3,{tokens},2,4,16]{{4,3,2,1,0}} parameter(0)",
+        "%k = bf16[28,10000,2,64,16]{4,3,2,1,0} parameter(1)",
+        "%v = bf16[28,10000,2,64,16]{4,3,2,1,0} parameter(2)",
+        "%table = s32[3,4]{1,0} parameter(3)",
+        f"%lengths = s32[3,{tokens}]{{1,0}} parameter(4)",
+        "%layer = s32[1]{0} parameter(5)",
+        f"ROOT %a = (bf16[1,3,{tokens},2,4,16]{{5,4,3,2,1,0}}, f32[1,3,{tokens},2,4]{{4,3,2,1,0}}) "
+        "custom-call(%q, %k, %v, %table, %lengths, %layer),"
+        ' custom_call_target="__gpu$xla.gpu.triton", backend_config={name = "paged_attention"}',
     )
-    costs = costs_of(module, Assumed(keys=100))
-    assert costs.bytes == 2 * (6 * 100 * 16 * 2) + 2 * (6 * 8 * 16 * 2)
+    costs = costs_of(module, Assumed(keys=100, context=116))
+    queries = 3 * tokens * 2 * 4
+    assert costs.kernels == {"triton paged_attention": 1}
+    assert costs.flops == {"bf16": 2 * 2 * queries * 16 * 100}
+    of_tables = 4 * (3 * 4 + 3 * tokens + 1)
+    assert costs.bytes == 2 * (3 * 116 * 2 * 16 * 2) + of_tables + 2 * queries * 16 * 2 + queries * 4
+
+
+def test_the_paged_kernel_reads_the_scales_of_int8_pages():
+    """The kernel sees int8 codes in pairs, as words of 16 bits."""
+    module = module_of(
+        "%q = bf16[3,1,2,4,16]{4,3,2,1,0} parameter(0)",
+        "%k = s16[28,10000,2,64,8]{4,3,2,1,0} parameter(1)",
+        "%v = s16[28,10000,2,64,8]{4,3,2,1,0} parameter(2)",
+        "%ks = f32[28,10000,2,64,1]{4,3,2,1,0} parameter(3)",
+        "%vs = f32[28,10000,2,64,1]{4,3,2,1,0} parameter(4)",
+        "ROOT %a = bf16[1,3,1,2,4,16]{5,4,3,2,1,0} custom-call(%q, %k, %v, %ks, %vs),"
+        ' custom_call_target="__gpu$xla.gpu.triton", backend_config={name = "paged_attention"}',
+    )
+    costs = costs_of(module, Assumed(keys=100, context=100))
+    assert costs.bytes == 2 * 3 * 100 * 2 * (16 + 4) + 2 * (3 * 2 * 4 * 16 * 2)
 
 
 def test_bytes_to_the_hosts_memory_are_counted_apart():

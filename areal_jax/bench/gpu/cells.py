@@ -123,14 +123,17 @@ def paged_kernel(
     pool_tokens: int = 0,
     slots: int = 64,
     tokens: int = 1024,
+    chunk: int = 256,
     repeats: int = 5,
 ) -> dict[str, Any]:
-    """Tries the kernel of paged attention named `path`, and measures one layer of a decode step with it.
+    """Tries the kernel of paged attention named `path`, and measures one layer of decoding and of recompute.
 
-    In the result, `problem` and `gap` are as in `packed_kernel`; `kernel_s` is the time for `slots` slots of
-    `tokens` tokens each, and `fraction_of_bandwidth` the bytes of their KV / `kernel_s` / the bandwidth
-    measured here. `pool_tokens`: size of the pool of pages, of which the slots use the last ones; 0: as many
-    as the slots use.
+    In the result, `problem` and `gap` are as in `packed_kernel`; `kernel_s` is the time of a decode step for
+    `slots` slots of `tokens` tokens each, and `fraction_of_bandwidth` the bytes of their KV / `kernel_s` /
+    the bandwidth measured here. `chunk_s` is the time for the last `chunk` tokens of every slot, as recompute
+    attends, and `chunk_flops_per_s` the FLOPs of two products over the keys that each token sees / `chunk_s`.
+    `pool_tokens`: size of the pool of pages, of which the slots use the last ones; 0: as many as the slots
+    use.
     """
     kernel, places = paged_attention.KERNELS[path], -(-tokens // page_tokens)
     trial = paged_attention.self_test(
@@ -141,21 +144,15 @@ def paged_kernel(
         return figures
     pages = max(pool_tokens // page_tokens, slots * places)
     table = 1 + pages - slots * places + jnp.arange(slots * places, dtype=jnp.int32).reshape(slots, places)
-    empty = partial(KVPages.zeros, 2, pages, page_tokens, kv_heads, head_dim, kv_dtype)
-    page, place = jnp.repeat(table, page_tokens, axis=1), jnp.tile(jnp.arange(page_tokens), (slots, places))
-
-    @jax.jit
-    def pool() -> KVPages:
-        k, v = jax.random.normal(jax.random.key(1), (2, *page.shape, kv_heads, head_dim))
-        return empty().written(1, page, place, k, v)
-
-    cache = jax.block_until_ready(pool())
-    q = jax.random.normal(jax.random.key(0), (slots, heads, head_dim))
-    lengths, layer = jnp.full(slots, tokens, jnp.int32), jnp.int32(1)
-    run = jax.jit(kernel)
-    want = jax.jit(paged_attention.softmax_over)(q, cache, layer, table, lengths)
-    gap = float(jnp.abs(run(q, cache, layer, table, lengths) - want).max() / jnp.abs(want).max())
-    seconds = median_s(lambda: run(q, cache, layer, table, lengths), repeats)
+    cache = _random_pages(table, (2, pages, page_tokens, kv_heads, head_dim, kv_dtype))
+    chunk, layer, run = min(chunk, tokens), jnp.int32(1), jax.jit(kernel)
+    q = jax.random.normal(jax.random.key(0), (slots, chunk, heads, head_dim))
+    lengths = jnp.tile(jnp.arange(tokens - chunk, tokens, dtype=jnp.int32) + 1, (slots, 1))
+    step = q[:, -1:], cache, layer, table, lengths[:, -1:]
+    want = jax.jit(paged_attention.softmax_over)(*step)
+    gap = float(jnp.abs(run(*step) - want).max() / jnp.abs(want).max())
+    seconds = median_s(lambda: run(*step), repeats)
+    chunk_s = median_s(lambda: run(q, cache, layer, table, lengths), repeats)
     read = (
         slots * tokens * sum(leaf.nbytes for leaf in jax.tree.leaves(cache)) / 2 / (pages + 1) / page_tokens
     )
@@ -166,7 +163,23 @@ def paged_kernel(
         "kernel_s": seconds,
         "pool_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(cache)),
         "fraction_of_bandwidth": read / seconds / read_bandwidth(),
+        "chunk_s": chunk_s,
+        "chunk_flops_per_s": 4 * heads * head_dim * int(lengths.sum()) / chunk_s,
     }
+
+
+def _random_pages(table: jax.Array, sizes: tuple[Any, ...]) -> KVPages:
+    """Returns a pool of `sizes` (`KVPages.zeros`), with random tokens in layer 1 of the pages in `table`."""
+    _, _, page_tokens, kv_heads, head_dim, _ = sizes
+
+    @jax.jit
+    def pool() -> KVPages:
+        page = jnp.repeat(table, page_tokens, axis=1)
+        place = jnp.tile(jnp.arange(page_tokens), table.shape)
+        k, v = jax.random.normal(jax.random.key(1), (2, *page.shape, kv_heads, head_dim))
+        return KVPages.zeros(*sizes).written(1, page, place, k, v)
+
+    return jax.block_until_ready(pool())
 
 
 # --- a host -------------------------------------------------------------------------------------------------

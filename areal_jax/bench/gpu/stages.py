@@ -137,19 +137,22 @@ def _kernels(s: Sizes) -> tuple[Cell, ...]:
     ]
     heads, kv_heads, head_dim = s.heads[0]
     of_model = dict(heads=heads, kv_heads=kv_heads, head_dim=head_dim)
-    paged = [
-        Cell(
-            f"{path} pages of {page} {kv_dtype}",
-            "paged_kernel",
-            dict(path=path, **of_model, page_tokens=page, kv_dtype=kv_dtype),
-        )
-        for page, kv_dtype, path in product(s.page_tokens, ("bfloat16", "int8"), ("pages", "cudnn"))
+    pools = [
+        (f"pages of {page} {dtype}", page, dtype, 0)
+        for page, dtype in product(s.page_tokens, ("bfloat16", "int8"))
     ]
     if s.long_pool_tokens:
-        settings = dict(
-            path="pages", **of_model, page_tokens=64, kv_dtype="bfloat16", pool_tokens=s.long_pool_tokens
+        # Of int8 codes, two thirds of the tokens have between 2**31 and 2**32.
+        pools.append(("pages of 64 bfloat16, keys over 4 GiB", 64, "bfloat16", s.long_pool_tokens))
+        pools.append(("pages of 64 int8, keys over 2 GiB", 64, "int8", s.long_pool_tokens * 2 // 3))
+    paged = [
+        Cell(
+            name,
+            "paged_kernel",
+            dict(path="pages", **of_model, page_tokens=page, kv_dtype=dtype, pool_tokens=tokens),
         )
-        paged.append(Cell("pages of 64 bfloat16, pool over 4 GiB", "paged_kernel", settings))
+        for name, page, dtype, tokens in pools
+    ]
     # The model's own heads come first, with both kinds of kernel; then the other heads.
     of_first = len(packed) // len(s.heads)
     return *packed[:of_first], *paged, *packed[of_first:]

@@ -69,6 +69,8 @@ SHOWN: Mapping[str, Callable[[Any], str]] = {
     "copied_bytes_per_s": _per_s("GB/s copied", 1e9),
     "gap": lambda gap: f"error {gap:.2g}",
     "kernel_s": _ms("kernel"),
+    "chunk_s": _ms("chunk"),
+    "chunk_flops_per_s": _per_s("TFLOP/s", 1e12),
     "kernel_forward_s": _ms("forward"),
     "kernel_both_s": _ms("with backward"),
     "blocks_forward_s": _ms("blocks forward"),

@@ -89,10 +89,13 @@ def test_no_program_of_a_host_copies_the_pool(host: str, program: str):
     assert written(compiled(HOSTS[host], program).module, pool_of(host)) == []
 
 
-@pytest.mark.xfail(reason="only decode steps use a kernel; other calls attend by JAX code")
+@every_host
 @pytest.mark.parametrize("program", ["prefill", "recompute"])
-def test_prefill_and_recompute_attend_by_a_kernel(program: str):
-    assert compiled(HOSTS["1"], program).costs.kernels
+def test_prefill_and_recompute_attend_by_the_kernel(host: str, program: str):
+    found = compiled(HOSTS[host], program)
+    assert set(found.products) == {"bf16 x bf16"}
+    assert found.costs.kernels == {"triton paged_attention": 28}
+    assert (found.costs.conditionals, found.costs.dynamic_loops) == (0, 0)
 
 
 @every_host

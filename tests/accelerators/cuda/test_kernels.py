@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import pytest
 
 from areal_jax.models.kernels import packed_attention, paged_attention
+from areal_jax.models.kv_pages import KVPages
 from areal_jax.plan.absent import absent_devices
+from areal_jax.plan.costs import costs_of, written
+from areal_jax.plan.hlo import parse
 from areal_jax.plan.targets import parse_target
 
 pytestmark = pytest.mark.accelerators
@@ -54,3 +58,19 @@ def test_paged_attention(target: str, kernel: str, kv_dtype: str, monkeypatch: p
     )  # fmt: skip
     assert (choice.path, dict(choice.rejected)) == (kernel, {})
     paged_attention.choose.cache_clear()
+
+
+@pytest.mark.parametrize("tokens", [1, 64])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+def test_the_paged_kernel_reads_a_large_pool_in_place(tokens: int, kv_dtype: str):
+    """Keys of 5.5 GiB in bfloat16, and 2.7 GiB in int8, which the kernel sees as words of 16 bits."""
+    gpu = device("h100")
+    pool = jax.eval_shape(lambda: KVPages.zeros(1, 180_000, 64, 2, 128, kv_dtype, platform="gpu"))
+    cache = jax.tree.map(lambda leaf: packed_attention.abstract_on(gpu, (leaf.shape, leaf.dtype))[0], pool)
+    q, layer, table, lengths = packed_attention.abstract_on(
+        gpu, ((4, tokens, 12, 128), "float32"), ((), "int32"), ((4, 32), "int32"), ((4, tokens), "int32")
+    )
+    text = jax.jit(paged_attention.pages).lower(q, cache, layer, table, lengths).compile().as_text()
+    module = parse(text or "")
+    assert costs_of(module).kernels == {"triton paged_attention": 1}
+    assert written(module, pool.k.size // 128) == []  # not even the scales
