@@ -37,8 +37,6 @@ class Need:
     """Bytes of the versions that a host serves."""
     converted: int = 0
     """Bytes, of `weights`, of a version as published, which a host holds while it converts the version."""
-    stacked_again: int = 0
-    """Bytes, of `temporary` in prefill and recompute, of layers that they stack again."""
     pool: int = 0
     """Bytes of a host's KV pages and slots."""
 
@@ -95,8 +93,7 @@ def for_host(config: Config, model: ModelConfig, need: Need) -> Iterator[tuple[s
         versions = weights - need.converted
         yield "control.max_staleness=1", versions * (c.parameter_sets - 2) // c.parameter_sets
     if need.converted and g.weight_layout != "stacked":
-        is_again = need.program in ("prefill", "recompute")
-        yield "generation.weight_layout=stacked", need.converted + is_again * need.stacked_again
+        yield "generation.weight_layout=stacked", need.converted
     if model.kv_heads % (2 * c.runtime.host_tensor) == 0:
         yield f"runtime.host_tensor={2 * c.runtime.host_tensor}", (weights + pool + need.temporary) // 2
 

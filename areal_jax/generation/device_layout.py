@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -86,11 +85,6 @@ def abstractly_laid_out(model: Model, params: Params, layout: Layout, mesh: Mesh
             rows = PartitionSpec(*on["head"].spec[::-1]) if "head" in on else on["embedding"].spec
             on["head"] = FeatureMajor(NamedSharding(mesh, rows))  # type: ignore[arg-type]
     return jax.tree.map(lambda of, at: jax.ShapeDtypeStruct(of.shape, of.dtype, sharding=at), served, on)
-
-
-def stacked_again(params: Params) -> Params:
-    """Returns split parameters with their layers stacked."""
-    return params | {"blocks": jax.tree.map(lambda *layers: jnp.stack(layers), *params["blocks"])}
 
 
 @partial(jax.jit, static_argnums=2)

@@ -129,9 +129,8 @@ class Engine(jetstream.Engine):
         chunk = min(prefill_chunk, length)
         ends_early = self._platform not in ("gpu", "cuda")
         self._programs = Programs(
-            model, decode_steps, chunk, support_size, reserved_slots, kernel, ends_early,
-            stacks_again=self.weight_layout == "split" and self._platform != "cpu",
-        )  # fmt: skip
+            model, decode_steps, chunk, support_size, reserved_slots, kernel, ends_early
+        )
         self._truncation = Truncation.of(self._sampling)
         self._compile(self._programs)
         self._every_slot = np.ones(slots, bool)

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from areal_jax.algorithms.logprobs import token_stats
-from areal_jax.generation.device_layout import stacked_again
 from areal_jax.generation.sampling import Settings, Truncation, draw, penalized, sample_key, uniforms
 from areal_jax.generation.slots import DecodeState, Prefix, Request
 from areal_jax.models.exact import paged_attention
@@ -39,10 +38,6 @@ class Programs:
     GPU would copy the condition to the host at each of their steps; there, False: the number of steps is
     fixed. Attention over blocks in decode steps, for which a GPU has kernels, always ends early.
     """
-    stacks_again: bool = False
-    """Whether prefill and recompute stack the layers of split weights. That copies all weights once in a
-    call, but a program with a loop over layers compiles in less than half the time, and needs less memory.
-    """
 
     def release(self, state: DecodeState, slot: Array) -> DecodeState:
         pages = state.pages.released(state.slots == slot)
@@ -65,7 +60,6 @@ class Programs:
         attend = paged_attention(
             self.model.config, table, at, positions < known, self.kernel, self.ends_early
         )
-        params = stacked_again(params) if self.stacks_again else params
         return self.model.hidden(params, tokens, positions, attend, cache)[1]
 
     def insert(

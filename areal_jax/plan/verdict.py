@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import jax
-
 from areal_jax.assembly.device_memory_remedies import REMEDIES, Need
 from areal_jax.config.tree import Config
 from areal_jax.plan.bounds import PlannedProgram
@@ -60,13 +58,11 @@ def _verdict(recipe: Recipe, side: Side, programs: Sequence[PlannedProgram], mac
     peak = base + largest.beyond_bytes
     remedies: tuple[str, ...] = ()
     if peak > usable:
-        converted = side.resident.get(CONVERTED, 0)
-        blocks = sum(leaf.size for leaf in jax.tree.leaves(recipe.model.abstract_params["blocks"]))
         need = Need(
             program=largest.name, temporary=largest.temporary_bytes, excess=peak - usable,
             state=side.resident.get(STATE, 0), pool=side.resident.get(POOL, 0),
             weights=sum(side.resident.values()) - side.resident.get(POOL, 0),
-            converted=converted, stacked_again=converted * blocks // recipe.model.parameter_count,
+            converted=side.resident.get(CONVERTED, 0),
         )  # fmt: skip
         settings = REMEDIES[side.role](recipe.config, recipe.model.config, need)
         tried = [(text, peak - saved) for text, saved in settings]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from areal_jax.algorithms.logprobs import PackedTokens, packed_stats
-from areal_jax.generation.device_layout import abstractly_laid_out, laid_out, layout_on, stacked_again
+from areal_jax.generation.device_layout import abstractly_laid_out, laid_out, layout_on
 from areal_jax.generation.engine import Engine
 from areal_jax.models.attention import PackedAttention
 from areal_jax.models.config import PROJECTIONS, Lora, model_config
@@ -65,7 +65,7 @@ def test_what_was_laid_out_ahead_is_adopted_as_it_is():
     assert engine.load_params(served) is served
 
 
-def test_split_layers_keep_their_arrays_and_stacking_them_again_inverts_it():
+def test_split_layers_have_arrays_of_their_own():
     params = bfloat16_params()
     served = laid_out(MODEL, params, "split", "gpu")
     for i, layer in enumerate(served["blocks"]):
@@ -73,7 +73,6 @@ def test_split_layers_keep_their_arrays_and_stacking_them_again_inverts_it():
             lambda own, stacked, i=i: np.testing.assert_array_equal(own, stacked[i]), layer, params["blocks"]
         )
     assert served["embedding"] is params["embedding"] and "head" not in served
-    jax.tree.map(np.testing.assert_array_equal, stacked_again(served), params)
     assert laid_out(MODEL, params, "stacked", "cpu") is params
 
 

@@ -73,14 +73,11 @@ def test_a_hosts_remedies_are_fewer_slots_or_tokens():
 
 
 def test_stacked_weights_save_the_copy_that_a_conversion_needs(split: Recipe):
-    """And what prefill and recompute stack again: all but the embedding's share of a version."""
     resident = {"weights of 2 versions": GIB, "KV pages and slots": GIB, CONVERTED: 20 * GIB}
     of = replace(split, sides=(split.sides[0], replace(split.sides[1], resident=resident)))
     programs = [program("trainer", "begin", 1), program("host", "recompute", 40)]
-    c = of.model.config
-    blocks = 1 - (c.vocab_size + 1) * c.width / of.model.parameter_count
     (_, found) = verdicts(of, programs, H100)
-    wanted = found.peak / GIB - 20 - 20 * blocks
+    wanted = found.peak / GIB - 20
     assert f"generation.weight_layout=stacked (about {wanted:.1f} GiB)" in found.remedies
 
 
