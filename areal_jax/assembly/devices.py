@@ -246,8 +246,7 @@ def _attention(platform: str) -> dict[str, Any]:
     """Returns texts that name the attention implementations of runs on `platform`, and why others do not fit.
 
     Key `attention`: the implementation for packed rows in training. Key `decode_attention`: the one for pages
-    of KV in decode steps. Self-tests on this device choose both, with the head sizes of Qwen2.5-1.5B in
-    bfloat16.
+    of KV on hosts. Self-tests on this device choose both, with the head sizes of Qwen2.5-1.5B in bfloat16.
     """
     heads, kv_heads, head_dim, dtype, page_tokens = 12, 2, 128, "bfloat16", 64
     return {

@@ -88,3 +88,16 @@ def test_a_hosts_programs_are_those_that_it_warms_up(monkeypatch: pytest.MonkeyP
     for name, (jitted, args) in planned.items():
         assert jitted.eval_shape(*args) is not None  # it can be traced
         assert shapes(args) in [shapes(given) for given in seen[name]], name
+
+
+def test_a_hosts_queries_see_the_keys_before_them():
+    """The prompt of 37 tokens is prefilled in 3 chunks of 16, the last with 11 queries of padding."""
+    words = ("generation.length=64", "generation.max_tokens=27", "generation.prefill_chunk=16")
+    host = open_recipe(load_config(QUICKSTART, *words), jax.devices()).sides[1]
+    assumed = {one.name: one.assumed for one in host.programs}
+    for name, tokens in (("prefill", 37), ("recompute", 64)):
+        seen = np.zeros(-(-tokens // 16) * 16)
+        seen[:tokens] = np.arange(tokens) + 1
+        assert assumed[name].keys == seen.mean()
+        assert assumed[name].context == seen.reshape(-1, 16).max(1).mean()
+    assert assumed["decode"].keys == assumed["decode"].context == 37 + 27 / 2
