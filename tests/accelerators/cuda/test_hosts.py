@@ -94,7 +94,8 @@ def test_no_program_of_a_host_copies_the_pool(host: str, program: str):
 def test_prefill_and_recompute_attend_by_the_kernel(host: str, program: str):
     found = compiled(HOSTS[host], program)
     assert set(found.products) == {"bf16 x bf16"}
-    assert found.costs.kernels == {"triton paged_attention": 28}
+    # The last layer's attention changes no KV, and XLA leaves it out.
+    assert found.costs.kernels == {"triton paged_attention": 27}
     assert (found.costs.conditionals, found.costs.dynamic_loops) == (0, 0)
 
 
