@@ -102,6 +102,12 @@ def place(config: Config, devices: Sequence[Any] | None = None) -> Devices:
             "runtime.placement=shared all meshes share one; set runtime.placement=split, or set "
             "observe.evaluate=0 and evaluate the run later with `areal-jax eval RUN`"
         )
+    if wanted == "shared" and config.generation.calls_ahead == 1:
+        raise ArealError(
+            "generation.calls_ahead=1 leaves a decode call on the device at the end of a host's turn, when "
+            "with runtime.placement=shared the trainer's turn begins; set generation.calls_ahead=auto, or "
+            "runtime.placement=split"
+        )
     trainer = make_mesh(config.trainer.mesh.shape, devices, "the trainer")
     first = trainer_devices if wanted == "split" else 0
     step = r.host_tensor if wanted == "split" else 0

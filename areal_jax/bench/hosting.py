@@ -6,7 +6,7 @@ import heapq
 import statistics
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -36,15 +36,17 @@ def serve(
     decode_steps: int = 4,
     page_tokens: int = 16,
     prefill_chunk: int = 64,
+    calls_ahead: int | Literal["auto"] = "auto",
     repeats: int = 3,
 ) -> dict[str, Any]:
     """Measures a host's sampled tokens per second over `requests` requests of lognormal completion length.
 
-    A prompt has `prompt` tokens; `longest`, `sigma`: see `skewed_lengths`. In the result, `limit` is the
-    throughput of an ideal schedule: each request starts, in order, in the slot that becomes free first, and
-    only decode steps and one prefill per request take time. The seconds of a decode step with all slots live
-    and of a prefill are measured in this run. `static_tokens_per_s` is computed for static batches: all slots
-    start together, and other requests start only when the longest completion of the batch has ended.
+    A prompt has `prompt` tokens; `longest`, `sigma`: see `skewed_lengths`; `calls_ahead`: as
+    generation.calls_ahead. In the result, `limit` is the throughput of an ideal schedule: each request
+    starts, in order, in the slot that becomes free first, and only decode steps and one prefill per request
+    take time. The seconds of a decode step with all slots live and of a prefill are measured in this run.
+    `static_tokens_per_s` is computed for static batches: all slots start together, and other requests start
+    only when the longest completion of the batch has ended.
     """
     model = random_model(shape, dtype)
     length = prompt + longest
@@ -61,7 +63,7 @@ def serve(
     starts = starts_of(answers, prompt, engine)
 
     def whole() -> None:
-        assert drain(started(engine, store, starts)) == sum(answers)
+        assert drain(started(engine, store, starts, calls_ahead)) == sum(answers)
 
     runs = in_turn({"host": lambda: (*_parts_s(engine, store, prompt), timed_s(whole))}, repeats)["host"]
     took = [seconds for _, _, seconds in runs]
@@ -214,12 +216,26 @@ def published(engine: Engine, params: Any) -> MemoryStore:
     return store
 
 
-def started(engine: Engine, store: MemoryStore, starts: Iterable[Start]) -> Host:
+def started(
+    engine: Engine,
+    store: MemoryStore,
+    starts: Iterable[Start],
+    calls_ahead: int | Literal["auto"] = "auto",
+) -> Host:
     """Returns a host that has queued the samples of `starts` and has not decoded yet.
 
     The host reads its weights from `store`. No token id ends a sample, so each reaches its maximum length.
     """
-    host = Host("bench", engine, store, lambda *_: None, seed=0, sampling=Sampling(), stops=())
+    host = Host(
+        "bench",
+        engine,
+        store,
+        lambda *_: None,
+        seed=0,
+        sampling=Sampling(),
+        stops=(),
+        calls_ahead=calls_ahead,
+    )
     for start in starts:
         host.inbox.put(start)
     host.take_commands()

@@ -221,6 +221,11 @@ class GenerationConfig(Section):
     """
     decode_steps: int = Field(default=4, ge=1)
     """Tokens that each slot decodes per jitted call. A host adopts new weights only between calls."""
+    calls_ahead: Literal["auto", 0, 1] = "auto"
+    """Number of decode calls that a host makes before it reads the results of an earlier one. 1: the device
+    computes while the host records results; a slot gets its next sample one call later. auto: 1, but 0 on
+    CPUs and on devices that trainer and host share. Under equal versions, samples have the same tokens.
+    """
     page_tokens: int | None = Field(default=None, ge=1)
     """KV tokens per page; must divide generation.length. None: the largest divisor of generation.length up to
     64, or one page per slot if that divisor is below 8.

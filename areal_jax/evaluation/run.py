@@ -137,6 +137,7 @@ class _Pass:
             self._collect,
             seed=settings.config.run.seed,
             sampling=sampling,
+            calls_ahead=settings.config.generation.calls_ahead,
             deadline_s=self._deadline_s,
         )
         self._members: dict[int, dict[int, Trajectory]] = defaultdict(dict)

@@ -79,8 +79,9 @@ class Admission:
     It also keeps the KV of one prefilled prompt, from which all waiting samples of the prompt's group start.
     """
 
-    def __init__(self, live: LiveSlots, slots: range, clock: Clock) -> None:
-        self._live, self._slots, self._clock = live, slots, clock
+    def __init__(self, live: LiveSlots, slots: range, clock: Clock, settle: Callable[[], None]) -> None:
+        """`settle()` reads and records the results of all decode calls so far."""
+        self._live, self._slots, self._clock, self._settle = live, slots, clock, settle
         self._engine = live.engine
         self.waiting: deque[Work] = deque()
         self.prefills = 0
@@ -116,7 +117,8 @@ class Admission:
             # Strictly in order: a sample that lacks pages blocks the queue; long ones would starve otherwise.
             work = self.waiting[0]
             if work.so_far is not None:
-                if not self._has_pages(free[0], len(work.so_far.rows), spare=self._reserved_pages):
+                pages = self._engine.pages_for(len(work.so_far.rows))
+                if not self._has_pages(free[0], pages + self._reserved_pages):
                     break
                 self._live.resume(free.popleft(), self.waiting.popleft())
                 continue
@@ -134,8 +136,12 @@ class Admission:
                 if self._is_prefilling:
                     break
             sibling = self._sibling(work, current)
-            if not self._has_pages(free[0], len(work.start.prompt), sibling is not None):
+            prompt = len(work.start.prompt), sibling is not None
+            if not self._has_pages(free[0], self._engine.pages_for(*prompt)):
                 break
+            if not self._has_pages(free[0], self._live.pages_for(*prompt)):
+                self._settle()  # the pages suffice only if the sibling is still live
+                continue
             self._start(free.popleft(), self.waiting.popleft(), sibling, current)
 
     def _prefill(self, work: Work, params: VersionedParams, chunks: int) -> int:
@@ -170,21 +176,22 @@ class Admission:
         if work.start.is_request and self._engine.reserved_slots:
             return None
         wanted = work.group, work.start.is_request, current.version
-        for slot, other in self._live.works.items():
+        # The youngest is the one most likely to be live still after the calls whose results are not read yet.
+        for slot, other in reversed(self._live.works.items()):
             if (other.group, other.start.is_request, other.prompt_version) == wanted:
                 return slot
         return None
 
-    def _has_pages(self, slot: int, count: int, has_sibling: bool = False, spare: int = 0) -> bool:
-        """Whether a prefix of `count` tokens fits into the KV pages so that `spare` of them stay free.
+    def _has_pages(self, slot: int, pages: int) -> bool:
+        """Whether so many KV pages are free for a sample in `slot`.
 
-        `slot`: its slot. `has_sibling`: whether it shares a live sample's pages. Always True if the slot is
-        reserved (it has its own pages) or if no sample of this queue has a slot (then one always fits).
+        Always True if the slot is reserved (it has its own pages) or if no sample of this queue has a slot
+        (then one always fits).
         """
         # If no sample of this queue is live, all unreserved pages are free, and one sample always fits.
         if slot < self._engine.reserved_slots or not self._own:
             return True
-        return self._engine.pages_for(count, has_sibling) + spare <= self._live.free_pages
+        return pages <= self._live.free_pages
 
     @property
     def _reserved_pages(self) -> int:

@@ -244,8 +244,8 @@ class Engine(jetstream.Engine):
         """Returns the state with the prefix in `slot`; if `request` is None, the engine's `sampling` applies.
 
         `sibling`: a live slot that began with an equal prefix under equal parameters. `slot` then shares the
-        sibling's full pages, and only the last page is copied; None: all pages are copied. If the pool has
-        too few free pages, `slot` does not become live.
+        sibling's full pages, and only the last page is copied; None, or if the sibling has ended: all pages
+        are copied. If the pool has too few free pages, `slot` does not become live.
         """
         if request is None:
             # The ordinal is the number of inserts so far: a fresh decode state draws the same samples again.

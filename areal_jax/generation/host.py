@@ -14,9 +14,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from queue import Queue
 from threading import TIMEOUT_MAX
-from typing import Any
-
-import numpy as np
+from typing import Any, Literal
 
 from areal_jax.control.events import Event, HostAdopted, SampleFailed, SampleFinished
 from areal_jax.generation.admission import Admission, reason_against, reason_against_kv
@@ -35,6 +33,7 @@ from areal_jax.generation.commands import (
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.live_slots import LiveSlots, Progress
 from areal_jax.observe.waits import REMEDY, Clock, Timeline, WaitTimeout, get
+from areal_jax.parallel.mesh import platform_of
 from areal_jax.types import PolicyVersion, SampleId, Sampling, Trajectory, VersionedParams
 from areal_jax.weights.store import ParamReader, load_newer
 
@@ -54,6 +53,9 @@ class Host:
     adopts the new version only once the live samples, and those that may start under the old one, have ended.
     `on_tokens(sample, tokens)` is called after each decode call with the sample's new tokens, before the
     sample's end is reported; if the engine has reserved slots, only for samples of clients' requests.
+    `calls_ahead` is the setting generation.calls_ahead: with 1, the host reads the results of a decode call
+    after it has made the next one. It reads all of them before it changes versions or takes samples out of
+    their slots.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Host:
         versions: int = 2,
         on_tokens: Callable[[SampleId, Tokens], None] | None = None,
         turn: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        calls_ahead: int | Literal["auto"] = "auto",
         clock: Clock | None = None,
         deadline_s: float = 600.0,
     ) -> None:
@@ -85,9 +88,12 @@ class Host:
         self._deadline_s = deadline_s
         self._stops = (engine.tokenizer.eos_id,) if stops is None else stops
         self._slots = LiveSlots(engine, self._clock)
+        if calls_ahead == "auto":
+            calls_ahead = int(turn is nullcontext and platform_of(engine.mesh) != "cpu")
+        self._calls_ahead = calls_ahead
         reserved, slots = engine.reserved_slots, engine.slots
-        self._rollouts = Admission(self._slots, range(reserved, slots), self._clock)
-        self._requests = Admission(self._slots, range(reserved or slots), self._clock)
+        self._rollouts = Admission(self._slots, range(reserved, slots), self._clock, self._collect)
+        self._requests = Admission(self._slots, range(reserved or slots), self._clock, self._collect)
         self._queues = self._rollouts, self._requests
         self._held: dict[PolicyVersion, VersionedParams] = {}
         self._is_paused = False
@@ -126,17 +132,15 @@ class Host:
 
         Raises WaitTimeout if the version that waiting samples need is not committed within `deadline_s`.
         """
-        results: list[np.ndarray] = []
         with self._turn():
             self._adopt_newer()
             # After the adoption: samples would otherwise start under a version that is replaced at once.
             self._refill()
-            if self._slots.works and not self._is_paused:
-                with self._clock.doing("decode"):
-                    results = self._slots.decode(self._held)
-        if results:
-            self._collect(results)
-        self._wait_for_version(is_idle=not results)
+            is_idle = self._is_paused or not self._slots.works
+            if not is_idle:
+                self._slots.decode(self._held, self._calls_ahead)
+        self._collect(self._calls_ahead)
+        self._wait_for_version(is_idle)
         self._statistics = self._count()
 
     def take_commands(self, first: Command | None = None) -> bool:
@@ -147,6 +151,7 @@ class Host:
         while first is not None or not self.inbox.empty():
             command, first = first or self.inbox.get_nowait(), None
             if isinstance(command, Stop) and not command.samples:
+                self._collect()
                 return False
             self._obey(command)
         return True
@@ -162,10 +167,12 @@ class Host:
             case Stop(samples):
                 self._cancel(set(samples))
             case Pause() | Unpause():
+                self._collect()
                 self._is_paused = isinstance(command, Pause)
                 # `gaps_s` measures decoding: a pause does not count as a gap.
                 self._last_call_s = None
             case HandOver(sample, to):
+                self._collect()
                 to(next((work for queue in self._queues if (work := queue.take(sample))), None))
             case TakeOver(work, refused):
                 if reason := reason_against_kv(self._engine, work, self._held, self.name):
@@ -189,6 +196,7 @@ class Host:
         # At the bound no version is adopted; the newest one follows once an older set of parameters is freed.
         if self._on_update == "pinned" and len(self._in_use()) >= self._most_versions:
             return
+        self._collect()
         with self._clock.doing("swap"):
             started = time.perf_counter()
             than = former.version if former is not None else -1
@@ -220,11 +228,12 @@ class Host:
 
         Returns the number of half-decoded training samples that continue under `value`.
         """
-        is_rebuilt = former is not None and former.digest != value.digest and self._on_update == "recompute"
+        is_changed = former is not None and former.digest != value.digest
+        is_rebuilt = is_changed and self._on_update == "recompute"
         for queue in self._queues:
             queue.forget_prompt()
             # A sample without a token has nothing to keep, and a fresh prefill costs as much as a rebuild.
-            if is_rebuilt:
+            if is_changed and self._on_update != "pinned":
                 queue.restart_unbegun()
         self._held[value.version] = value
         if self._on_update == "pinned":
@@ -306,23 +315,29 @@ class Host:
 
     # --- results -------------------------------------------------------------------------------------------
 
-    def _collect(self, results: list[np.ndarray]) -> None:
-        """Record and report results; if KV pages ran out, evict the youngest sample in unreserved slots."""
-        now = time.perf_counter()
-        if self._last_call_s is not None:
-            self.gaps_s.append(now - self._last_call_s)
-        for progress in self._slots.collect(results):
-            self.generated_tokens += progress.after - progress.before
-            if progress.stop_reason or self._on_tokens is not None:
-                self._report(progress)
-        is_starved = any(rows["is_starved"].any() for rows in results)
+    def _collect(self, ahead: int = 0) -> None:
+        """Record and report the results of all decode calls but the newest `ahead`; of all if none is live.
+
+        If KV pages ran out, evict the youngest sample in unreserved slots.
+        """
+        is_starved = False
+        # Only after the last call are the tokens of the sample to evict known.
+        while len(self._slots.calls) > (ahead if self._slots.works and not is_starved else 0):
+            results, is_starved = self._slots.collect()
+            now = time.perf_counter()
+            if self._last_call_s is not None:
+                self.gaps_s.append(now - self._last_call_s)
+            for progress in results:
+                self.generated_tokens += progress.after - progress.before
+                if progress.stop_reason or self._on_tokens is not None:
+                    self._report(progress)
+            self._last_call_s = now if self._slots.works else None
         if is_starved and (youngest := self._slots.evictable) is not None:
             self._queue_of(self._slots.works[youngest]).evict(youngest)
             self._totals.evictions += 1
         # The samples that ended may have been the last ones of their version.
         if self._on_update == "pinned":
             self._free_versions()
-        self._last_call_s = now if self._slots.works else None
 
     def _report(self, progress: Progress) -> None:
         """Call `on_tokens` with a sample's new tokens; if the sample ended, emit SampleFinished."""

@@ -1,10 +1,11 @@
 """The samples in an engine's slots: decode state on the device, and their tokens in host memory.
 
-A step of a host calls `LiveSlots.decode`, then `LiveSlots.collect`.
+A step of a host calls `LiveSlots.decode`, then `LiveSlots.collect`, which may read an earlier call's results.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -14,9 +15,20 @@ import numpy as np
 from areal_jax.generation.commands import SoFar, Tokens, Work
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.sampling import Truncation
-from areal_jax.generation.slots import DecodeState, Prefix
+from areal_jax.generation.slots import DecodeState, Prefix, ResultTokens
 from areal_jax.observe.waits import Clock
 from areal_jax.types import NOT_SAMPLED, PolicyVersion, Trajectory, VersionedParams
+
+
+class Call(NamedTuple):
+    """A decode call whose results the host has not read; the device may still be computing them."""
+
+    results: list[ResultTokens]
+    """One for each version that live samples had, in ascending order of versions."""
+    works: dict[int, Work]
+    """The samples in the slots when the call was made."""
+    inserted_pages: int
+    """Number of KV pages that samples took at their insertion, in all inserts before the call."""
 
 
 class Progress(NamedTuple):
@@ -38,19 +50,36 @@ class Progress(NamedTuple):
 class LiveSlots:
     """The live samples: `works` maps each occupied slot to its sample, the youngest assignment last.
 
-    Slots below `engine.reserved_slots` serve clients' requests.
+    Slots below `engine.reserved_slots` serve clients' requests. `calls` are the decode calls whose results
+    are not read yet, the oldest first; in these calls, samples of `works` may have ended on the device.
     """
 
     def __init__(self, engine: Engine, clock: Clock) -> None:
         self.engine, self._clock = engine, clock
         self.works: dict[int, Work] = {}
         self.records = Records(engine.slots, engine.length, engine.decode_steps, engine.support_size)
-        self.free_pages = engine.shared_pages
+        self.calls: deque[Call] = deque()
+        self._free_pages, self._inserted_pages = engine.shared_pages, 0
         self.state: DecodeState = engine.init_decode_state()
 
     def has_begun(self, slot: int) -> bool:
         """Whether the slot's sample has sampled a token."""
         return self.records.filled[slot] > len(self.works[slot].start.prompt)
+
+    @property
+    def free_pages(self) -> int:
+        """Number of unreserved KV pages that are free, at least, once the device has finished all calls."""
+        # A sample's last token has no KV yet, so its KV ends at position `filled - 2`.
+        shared = [slot for slot in self.works if slot >= self.engine.reserved_slots]
+        last, page = self.records.filled[shared] - 2, self.engine.page_tokens
+        reached = last + len(self.calls) * self.engine.decode_steps
+        taken = int((reached // page - last // page).sum())
+        return self._free_pages - self._inserted_pages - taken
+
+    def pages_for(self, count: int, has_sibling: bool = False) -> int:
+        """Returns how many free pages `insert` takes, at most, for `count` tokens."""
+        # In a call that is not read yet the sibling may have ended; then all pages are copied.
+        return self.engine.pages_for(count, has_sibling and not self.calls)
 
     @property
     def evictable(self) -> int | None:
@@ -70,7 +99,7 @@ class LiveSlots:
             self.state = engine.insert(prefix, self.state, slot, request=request, sibling=sibling)
         # Reserved slots take pages that were never counted as free.
         if slot >= engine.reserved_slots:
-            self.free_pages -= engine.pages_for(count, sibling is not None)
+            self._inserted_pages += self.pages_for(count, sibling is not None)
         self.records.begin(slot, work)
         self.works[slot] = work
 
@@ -119,12 +148,18 @@ class LiveSlots:
             self.works[slot].is_stale = False
         return int((self.records.filled[stale] - 1).sum())
 
-    def decode(self, params: Mapping[PolicyVersion, VersionedParams]) -> list[np.ndarray]:
-        """Make one decode call for each version that live samples have; it steps only these samples' slots.
+    def decode(self, params: Mapping[PolicyVersion, VersionedParams], ahead: int = 0) -> None:
+        """Make a decode call, and wait until the device has finished all calls but the newest `ahead`.
 
-        `params`: the parameters by version. Returns each call's `ResultTokens.rows`, in ascending order of
-        versions.
+        For each version that live samples have, it runs the program once, which steps only these samples'
+        slots. `params`: the parameters by version.
         """
+        with self._clock.doing("decode"):
+            self.calls.append(Call(self._generate(params), dict(self.works), self._inserted_pages))
+            if len(self.calls) > ahead:
+                jax.block_until_ready(self.calls[-1 - ahead].results)
+
+    def _generate(self, params: Mapping[PolicyVersion, VersionedParams]) -> list[ResultTokens]:
         works, results = self.works, []
         truncation = Truncation.joined({work.truncation for work in works.values()})
         versions = sorted({work.version for work in works.values()})
@@ -135,24 +170,35 @@ class LiveSlots:
                 only = np.zeros(self.engine.slots, bool)
                 only[[slot for slot, work in works.items() if work.version == version]] = True
             self.state, sampled = self.engine.generate(params[version], self.state, only, truncation)
-            results.append(sampled.rows)
+            results.append(sampled)
         return results
 
-    def collect(self, results: list[np.ndarray]) -> list[Progress]:
-        """Record `decode`'s results, free the slots of ended samples; returns each sample's Progress."""
-        before = self.records.filled.tolist()
-        for sampled in results:
-            self.records.add(sampled)
-        # Every call returns the state of all slots, so the last one has the final state of each.
-        is_live, self.free_pages = results[-1]["is_live"].tolist(), int(results[-1]["free_pages"][0])
+    def collect(self) -> tuple[list[Progress], bool]:
+        """Read and record the results of the oldest of `calls`, and free the slots of samples that ended.
+
+        Returns the Progress of each sample that was live then and still is, and whether one of them did not
+        step for want of KV pages.
+        """
+        call = self.calls.popleft()
+        with self._clock.doing("decode"):
+            results = [sampled.rows for sampled in jax.device_get(call.results)]
+        # A slot that was freed since the call may have another sample, which these results do not concern.
+        works = {slot: work for slot, work in self.works.items() if call.works.get(slot) is work}
+        slots, before = list(works), self.records.filled.tolist()
+        for rows in results:
+            self.records.add(rows, slots)
+        # Every program returns the state of all slots, so the last one has the final state of each.
+        is_live = results[-1]["is_live"].tolist()
+        self._free_pages = int(results[-1]["free_pages"][0]) + call.inserted_pages
         after = self.records.filled.tolist()
+        is_starved = any(bool(rows["is_starved"][slots].any()) for rows in results)
         return [
             # Nearly always a sample just goes on: the loop over slots is most of a call's work in Python.
             Progress(slot, work, before[slot], after[slot], "")
             if is_live[slot] and not work.sampling.stop
             else self._advance(slot, before[slot], bool(is_live[slot]))
-            for slot, work in list(self.works.items())
-        ]
+            for slot, work in works.items()
+        ], is_starved
 
     def _advance(self, slot: int, before: int, is_live: bool) -> Progress:
         """Returns the Progress of a sample that ended, or that a stop text may end; if so, frees its slot."""
@@ -214,8 +260,8 @@ class Records:
         else:
             self.rows[slot, :count] = work.so_far.rows
 
-    def add(self, results: np.ndarray) -> None:
-        """Append the valid tokens of a decode call, `ResultTokens.rows`, to the slots' records.
+    def add(self, results: np.ndarray, taken: list[int]) -> None:
+        """Append the valid tokens of a decode call, `ResultTokens.rows`, to the records of the slots `taken`.
 
         In each slot, valid tokens come before invalid ones.
         """
@@ -227,7 +273,7 @@ class Records:
         self.rows["versions"][slots, at] = results["version"][:, None]
         if self._has_support:
             self.rows["support"][slots, at] = results["support"]
-        self.filled += results["valid"].sum(axis=1)
+        self.filled[taken] += results["valid"].sum(axis=1)[taken]
 
     def of(self, slot: int, start: int = 0) -> np.ndarray:
         """Returns a view of the slot's entries of `rows` that are in use, from token `start` on."""

@@ -66,7 +66,8 @@ class Programs:
         self, state: DecodeState, prefix: Prefix, slot: Array, r: Request, sibling: Array
     ) -> DecodeState:
         last = (jnp.asarray(prefix.true_length) - 1) // state.cache.page_tokens  # the page of the last token
-        shared = jnp.where(sibling >= 0, last, 0)
+        is_shared = (sibling >= 0) & state.is_live[jnp.maximum(sibling, 0)]
+        shared = jnp.where(is_shared, last, 0)
         is_mine = state.slots == slot
         pages = state.pages.released(is_mine).sharing(slot, jnp.maximum(sibling, 0), shared)
         places = jnp.arange(state.pages.table.shape[1])

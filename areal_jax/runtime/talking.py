@@ -52,6 +52,7 @@ def training_host(
         on_update=config.on_update,
         versions=config.parameter_sets,
         turn=partial(turns.turn, "host", clock) if turns else nullcontext,
+        calls_ahead=config.generation.calls_ahead,
         clock=clock,
         deadline_s=config.runtime.deadline_s,
     )

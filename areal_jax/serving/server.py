@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import uvicorn
@@ -74,11 +74,13 @@ class Server:
         settings: ServeSettings,
         sampling: Sampling,
         on_update: str = "recompute",
+        calls_ahead: int | Literal["auto"] = "auto",
     ) -> None:
         """`engine` must be made with has_penalties=True, because requests may have penalties.
 
         `name`: the model's name in requests and in /health; `params`: the weights to start with; `sampling`:
-        the defaults of requests; `on_update`: what a Swap does to live samples, as generation.on_update.
+        the defaults of requests; `on_update`: what a Swap does to live samples, as generation.on_update;
+        `calls_ahead`: as generation.calls_ahead.
         Raises ArealError if other machines can reach settings.host and settings.secret is None.
         """
         require_secret(settings.host, settings.secret)
@@ -106,6 +108,7 @@ class Server:
             sampling=sampling,
             on_update=on_update,
             on_tokens=self.streams.hear,
+            calls_ahead=calls_ahead,
         )
         self._endpoint.attach(self.host)
         self._failures: list[BaseException] = []
@@ -247,8 +250,8 @@ def make_server(name: str, words: Sequence[str], settings: ServeSettings) -> Ser
     with explained(HOST, config, model.config):
         params = as_served(VersionedParams(0, source.load(engine.param_shardings), ""), config)
         engine.warm(engine.load_params(params))
-    on_update = config.generation.on_update or "recompute"
-    return Server(name, engine, params, settings, config.generation.sampling, on_update)
+    g = config.generation
+    return Server(name, engine, params, settings, g.sampling, g.on_update or "recompute", g.calls_ahead)
 
 
 def _config(name: str, words: Sequence[str]) -> Config:

@@ -47,6 +47,7 @@ class EngineDecoder:
             sampling=c.generation.sampling,
             on_update=c.on_update,
             versions=c.parameter_sets,
+            calls_ahead=c.generation.calls_ahead,
             on_tokens=lambda sample, tokens: self._decoded_under.add(tokens.version),
         )
         self._incoming: list[Incoming] = []

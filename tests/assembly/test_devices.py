@@ -100,6 +100,11 @@ def test_too_few_devices_are_an_error_with_a_remedy(four, monkeypatch, settings,
     assert "smaller" in str(error.value) or "reduce" in str(error.value)
 
 
+def test_a_call_ahead_on_a_shared_device_is_refused_with_a_remedy(four):
+    with pytest.raises(ArealError, match=r"calls_ahead=1 .* set generation\.calls_ahead=auto, or runtime\."):
+        place(config("runtime.placement=shared", "generation.calls_ahead=1"), four)
+
+
 @pytest.mark.parametrize("axis", ["context", "expert"])
 def test_a_reserved_axis_is_refused_with_a_remedy(axis):
     with pytest.raises(

@@ -101,28 +101,33 @@ def test_loops_of_fixed_length_change_no_bit(model, versions, monkeypatch):
         )
 
 
-def test_a_decode_call_is_read_back_once(model, versions, monkeypatch):
+@pytest.mark.parametrize("calls_ahead", [0, 1])
+def test_a_decode_call_is_read_back_once_and_the_next_one_may_be_made_before(
+    model, versions, monkeypatch, calls_ahead
+):
     """On two devices, where numpy cannot read an array's memory without jax."""
     engine = make_engine(model, mesh=jax.sharding.Mesh(np.array(jax.devices()[:2]), ("tensor",)))
     store = MemoryStore(engine.canary)
     store.publish(versions(0))
-    host = make_host(engine, store, Heard(), sampling=Sampling(max_tokens=20))
+    sampling = Sampling(max_tokens=10)
+    host = make_host(engine, store, Heard(), sampling=sampling, calls_ahead=calls_ahead)
     host.inbox.put(start(0, 3, PROMPT))
     host.take_commands()
     host.step()
-    reads, array = [], type(jnp.zeros(()))
+    seen, array, generate = [], type(jnp.zeros(())), engine.generate
     value = array._value
 
     def counted(self: Any) -> Any:
-        reads.append(self.shape)
+        seen.append(self.shape)
         return value.fget(self)
 
     monkeypatch.setattr(array, "_value", property(counted))
-    calls = 0
+    monkeypatch.setattr(engine, "generate", lambda *args: seen.append("call") or generate(*args))
     while host.has_work:
         host.step()
-        calls += 1
-    assert calls == 9 and reads == [(SLOTS, 3 * STEPS + 5)] * calls
+    read = (SLOTS, 3 * STEPS + 5)
+    # One call ahead, the host makes a sixth call before it has read that the samples ended in the fifth.
+    assert seen == ["call", read] * (4 + calls_ahead) + [read] * calls_ahead
 
 
 def test_a_call_runs_the_program_for_the_truncations_of_live_samples(engine, store, monkeypatch):

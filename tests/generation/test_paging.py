@@ -192,7 +192,7 @@ def test_slots_in_a_tight_room_are_many_more_than_whole_samples(model, store):
     assert (len(heard.done), host.statistics().evictions) == (4 * SLOTS, 0)
 
 
-def replayed(engine, versions, trajectory, sampling: Sampling):
+def replayed(engine, versions, trajectory, sampling: Sampling, stops: tuple[int, ...]):
     """The sample alone in another slot, swapped at the places where its own versions change."""
     prompt = trajectory.tokens[~trajectory.loss_mask].tolist()
     edges = {(begin - len(prompt)) // STEPS: version for version, begin, _ in trajectory.spans}
@@ -200,22 +200,45 @@ def replayed(engine, versions, trajectory, sampling: Sampling):
     def between(call, params, state):
         if call in edges and edges[call] != params.version:
             params = versions(edges[call] % 7)._replace(version=edges[call])
-            state = engine.recompute(engine.load_params(params), state)
+            if trajectory.on_update == "recompute":
+                state = engine.recompute(engine.load_params(params), state)
         return params, state
 
     first = versions(trajectory.first_version % 7)._replace(version=trajectory.first_version)
-    return decode(engine, first, {SLOTS - 1: Asked(prompt, trajectory.sample, sampling)}, 0, between)[
-        SLOTS - 1
-    ]
+    asked = Asked(prompt, trajectory.sample, sampling, stops)
+    return decode(engine, first, {SLOTS - 1: asked}, 0, between)[SLOTS - 1]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_sample_is_a_function_of_its_version_spans_whatever_the_host_was_doing(narrow, versions, seed):
+@pytest.fixture
+def watched(narrow, monkeypatch):
+    """The engine `narrow`; a sample that it inserts without enough free pages fails the test."""
+    insert = narrow.insert
+
+    def inserted(prefix, state, slot, **settings):
+        state = insert(prefix, state, slot, **settings)
+        assert state.is_live[slot]
+        return state
+
+    monkeypatch.setattr(narrow, "insert", inserted)
+    return narrow
+
+
+@pytest.mark.parametrize(
+    ("on_update", "calls_ahead", "seed"),
+    [
+        *(("recompute", calls_ahead, seed) for calls_ahead in (0, 1) for seed in range(3)),
+        *(("keep", 0, 13), ("keep", 1, 13), ("pinned", 1, 3), ("drain", 1, 4)),
+    ],
+)
+def test_a_sample_is_a_function_of_its_version_spans_whatever_the_host_was_doing(
+    watched, versions, on_update, calls_ahead, seed
+):
     """Random neighbours, prompts, lengths, cancellations, evictions and swaps: not a bit of it shows."""
-    numbers = np.random.default_rng(seed)
+    narrow, numbers = watched, np.random.default_rng(seed)
     store, heard = MemoryStore(narrow.canary), Heard()
     store.publish(versions(0))
-    host = make_host(narrow, store, heard)
+    stops = (7, 12) if on_update == "keep" else ()
+    host = make_host(narrow, store, heard, stops, on_update=on_update, versions=3, calls_ahead=calls_ahead)
     asked: dict[SampleId, Sampling] = {}
     step = 0
     while step < 40 or host.has_work:
@@ -235,9 +258,14 @@ def test_a_sample_is_a_function_of_its_version_spans_whatever_the_host_was_doing
         host.take_commands()
         if host.has_work:
             host.step()
+            assert host._slots.free_pages <= int(host._slots.state.pages.free_beside(0))
         step += 1
-    assert host.statistics().evictions > 0 and host.statistics().interruptions > 3
+    is_mixed = on_update in ("recompute", "keep")
+    assert (host.statistics().interruptions > 3) == is_mixed
+    assert host.statistics().evictions > 0
     chosen = [heard.done[sample] for sample in sorted(heard.done)][:: max(1, len(heard.done) // 12)]
-    assert len(chosen) >= 10 and max(len(t.spans) for t in chosen) > 1
+    assert len(chosen) >= 10 and (max(len(t.spans) for t in chosen) > 1) == is_mixed
     for trajectory in chosen:
-        assert bits(trajectory) == bits(replayed(narrow, versions, trajectory, asked[trajectory.sample]))
+        alone = replayed(narrow, versions, trajectory, asked[trajectory.sample], stops)
+        assert bits(trajectory) == bits(alone)
+        assert trajectory.stop_reason == alone.stop_reason

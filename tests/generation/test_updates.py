@@ -256,9 +256,13 @@ def moved(host, sample: SampleId) -> Work | None:
     return found[0]
 
 
-def test_a_half_decoded_sample_moves_with_its_kv_without_a_prefill(model, engine, store, versions):
+@pytest.mark.parametrize("calls_ahead", [0, 1])
+def test_a_half_decoded_sample_moves_with_its_kv_without_a_prefill(
+    model, engine, store, versions, calls_ahead
+):
     """DORA's D5: the same bits as at home; the other host prefills nothing."""
-    home, there = (make_host(used, store, Heard()) for used in (engine, make_engine(model)))
+    engines = engine, make_engine(model)
+    home, there = (make_host(used, store, Heard(), calls_ahead=calls_ahead) for used in engines)
     home.inbox.put(start(0, 2, PROMPT))
     home.take_commands()
     for _ in range(4):

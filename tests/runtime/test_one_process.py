@@ -56,15 +56,16 @@ def oracle(tmp_path_factory) -> list[str]:
     return plain_loop(small(tmp_path_factory.mktemp("plain"), *SYNC, "algorithm.minibatches=2"))
 
 
-@pytest.mark.parametrize("placement", ["split", "shared"])
+@pytest.mark.parametrize(("placement", "calls_ahead"), [("split", 0), ("split", 1), ("shared", 0)])
 @pytest.mark.parametrize("strategy", ["sync", "interruptible"])
-def test_eta_0_is_bit_identical_to_the_plain_loop(tmp_path, oracle, placement, strategy):
+def test_eta_0_is_bit_identical_to_the_plain_loop(tmp_path, oracle, placement, calls_ahead, strategy):
     config = small(
         tmp_path / "run",
         f"control.strategy={strategy}",
         "control.max_staleness=0",
         "algorithm.minibatches=2",
         f"runtime.placement={placement}",
+        f"generation.calls_ahead={calls_ahead}",
     )
     rows = start(config).metrics
     assert [row["params_digest"] for row in rows] == oracle

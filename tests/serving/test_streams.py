@@ -26,7 +26,7 @@ DEADLINE_S = 60
 
 @asynccontextmanager
 async def serving(
-    queue: int = 8, room_tokens: int = 4096, on_update: str = "recompute"
+    queue: int = 8, room_tokens: int = 4096, on_update: str = "recompute", calls_ahead: int = 0
 ) -> AsyncIterator[Streams]:
     """Streams over a host in its thread, in the running event loop."""
     engine = tiny_engine()
@@ -42,6 +42,7 @@ async def serving(
         sampling=GREEDY,
         on_update=on_update,
         on_tokens=streams.hear,
+        calls_ahead=calls_ahead,
     )
     streams.host = host
     host.step()
@@ -145,14 +146,15 @@ def test_a_sample_with_a_seed_does_not_depend_on_when_it_was_asked_for():
     drive(scenario)
 
 
-def test_eos_stop_tokens_and_stop_texts_are_delivered_and_end_the_sample():
+@pytest.mark.parametrize("calls_ahead", [0, 1])
+def test_eos_stop_tokens_and_stop_texts_are_delivered_and_end_the_sample(calls_ahead):
     tokens, _ = alone(PROMPT)
     eos = tiny_engine().tokenizer.eos_id
     third = tokens[2]
     upto = list(tokens[: tokens.index(third) + 1])
 
     async def scenario():
-        async with serving() as streams:
+        async with serving(calls_ahead=calls_ahead) as streams:
             biased = asked(PROMPT, GREEDY, Penalties(bias={eos: 100.0}))
             with streams.submitted(biased) as stream:
                 sampled, end = [output async for _, output in stream.items()]
@@ -166,11 +168,12 @@ def test_eos_stop_tokens_and_stop_texts_are_delivered_and_end_the_sample():
     drive(scenario)
 
 
-def test_more_requests_than_slots_are_all_answered_alike():
+@pytest.mark.parametrize("calls_ahead", [0, 1])
+def test_more_requests_than_slots_are_all_answered_alike(calls_ahead):
     """Short ones that end together: the stock Driver dies of that within seconds."""
 
     async def scenario():
-        async with serving(queue=400) as streams:
+        async with serving(queue=400, calls_ahead=calls_ahead) as streams:
             asks = [asked((1 + i % 7, 3), Sampling(0.0, max_tokens=1 + i % 3)) for i in range(200)]
             for ask, found in zip(
                 asks, await asyncio.gather(*(read(streams, ask) for ask in asks)), strict=True

@@ -251,10 +251,12 @@ def engine(quick: Parts) -> Engine:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("calls_ahead", [0, 1])
 @pytest.mark.parametrize("arm", INTERRUPTION.arms)
-def test_hosts_do_under_the_virtual_clock_what_the_arm_says(arm, quick, engine):
+def test_hosts_do_under_the_virtual_clock_what_the_arm_says(arm, calls_ahead, quick, engine):
     """The real engine, audited: recompute alone rebuilds, pinned alone holds several versions."""
-    config = load_config(INTERRUPTION.recipe, *SMALL, *QUICK, *INTERRUPTION.arms[arm])
+    words = [*INTERRUPTION.arms[arm], f"generation.calls_ahead={calls_ahead}"]
+    config = load_config(INTERRUPTION.recipe, *SMALL, *QUICK, *words)
     parts = assemble(config, learner=quick.learner)
     machines = RealMachines(parts, parts.first_state(), [engine])
     result = simulate(config, schedule(config, 0.7), machines)
