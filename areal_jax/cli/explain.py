@@ -59,6 +59,6 @@ def tasks(json: AsJson = False) -> None:
 
 def doctor(json: AsJson = False) -> None:
     """Show devices, memory and versions of this machine."""
-    from areal_jax.assembly.devices import diagnose
+    from areal_jax.assembly.doctor import diagnose
 
     show(diagnose(), json)

@@ -46,7 +46,7 @@ from areal_jax.generation.slots import (
 from areal_jax.models.kernels.paged_attention import choose_for
 from areal_jax.models.model import Model, Params
 from areal_jax.parallel.mesh import make_mesh, param_shardings, platform_of, replicated
-from areal_jax.parallel.program_errors import running
+from areal_jax.parallel.program_errors import Running
 from areal_jax.types import ArealError, SampleId, Sampling, VersionedParams
 from areal_jax.weights.store import dtype_in
 
@@ -257,7 +257,7 @@ class Engine(jetstream.Engine):
         # than all else that Python does here, also if it has nothing to do.
         if any(getattr(leaf, "sharding", None) != self._cache for leaf in jax.tree.leaves(prefix.cache)):
             prefix = prefix.replace(cache=jax.device_put(prefix.cache, self._cache))
-        with running("insert"):
+        with Running("insert"):
             return self._insert(decode_state, prefix, slot, request, -1 if sibling is None else sibling)
 
     def generate(
@@ -282,7 +282,7 @@ class Engine(jetstream.Engine):
             decode_state = self._release(decode_state, self._freed.pop())
         only = self._every_slot if only is None else only
         truncation = self._truncation if truncation is None else truncation
-        with running("decode"):
+        with Running("decode"):
             state, data = self._generate(params.params, params.version, decode_state, only, truncation)
         return state, ResultTokens.of(data, self.decode_steps, self.support_size)
 
@@ -339,7 +339,7 @@ class Engine(jetstream.Engine):
         # The last chunk may reach beyond `length`.
         chunk = np.pad(prefix.tokens, (0, self._programs.prefill_chunk))[None, start:end]
         known = int(prefix.true_length) - 1
-        with running("prefill"):
+        with Running("prefill"):
             cache = self._prefill_chunk(params.params, prefix.cache, chunk, start, known)
         return Prefilling(prefix.replace(cache=cache), end)
 
@@ -359,7 +359,7 @@ class Engine(jetstream.Engine):
         # One call per chunk: a loop in the program would ask a GPU at each chunk whether another one follows.
         for start in range(0, longest, self._programs.prefill_chunk):
             pages = self._pages_read(start + self._programs.prefill_chunk)
-            with running("recompute"):
+            with Running("recompute"):
                 decode_state = self._recompute(params.params, decode_state, only, start, pages)
         return decode_state
 
@@ -376,7 +376,7 @@ class Engine(jetstream.Engine):
 
     def extract(self, slot: int, decode_state: DecodeState, filled: int) -> Prefix:
         """Returns the sample in `slot`, with its `filled` tokens and their KV, as a prefix for `insert`."""
-        with running("extract"):
+        with Running("extract"):
             return self._extract(decode_state, slot, self._bucket(filled))
 
     def is_own(self, prefix: Prefix) -> bool:

@@ -53,9 +53,7 @@ class Host:
     adopts the new version only once the live samples, and those that may start under the old one, have ended.
     `on_tokens(sample, tokens)` is called after each decode call with the sample's new tokens, before the
     sample's end is reported; if the engine has reserved slots, only for samples of clients' requests.
-    `calls_ahead` is the setting generation.calls_ahead: with 1, the host reads the results of a decode call
-    after it has made the next one. It reads all of them before it changes versions or takes samples out of
-    their slots.
+    `calls_ahead`: as generation.calls_ahead.
     """
 
     def __init__(
@@ -84,13 +82,11 @@ class Host:
         self._engine, self._store, self._emit, self._turn = engine, store, emit, turn
         self._seed, self._sampling, self._on_update = seed, sampling, on_update
         self._most_versions, self._on_tokens = versions, on_tokens
-        self._clock = clock or Timeline(None).clock(name)
-        self._deadline_s = deadline_s
+        self._clock, self._deadline_s = clock or Timeline(None).clock(name), deadline_s
         self._stops = (engine.tokenizer.eos_id,) if stops is None else stops
         self._slots = LiveSlots(engine, self._clock)
-        if calls_ahead == "auto":
-            calls_ahead = int(turn is nullcontext and platform_of(engine.mesh) != "cpu")
-        self._calls_ahead = calls_ahead
+        is_alone = turn is nullcontext and platform_of(engine.mesh) != "cpu"
+        self._calls_ahead = int(is_alone) if calls_ahead == "auto" else calls_ahead
         reserved, slots = engine.reserved_slots, engine.slots
         self._rollouts = Admission(self._slots, range(reserved, slots), self._clock, self._collect)
         self._requests = Admission(self._slots, range(reserved or slots), self._clock, self._collect)
@@ -115,7 +111,8 @@ class Host:
         without a deadline, because the process that receives the commands has one.
         """
         deadline_s = self._deadline_s if is_idle_bounded else TIMEOUT_MAX
-        while self.take_commands(None if self.has_work else self._next_command(deadline_s)):
+        waits: Any = dict(waiter=self.name, what="samples from the control plane", deadline_s=deadline_s)
+        while self.take_commands(None if self.has_work else get(self.inbox, **waits, clock=self._clock)):
             self.step()
 
     @property
@@ -156,16 +153,15 @@ class Host:
             self._obey(command)
         return True
 
-    def _next_command(self, deadline_s: float) -> Command:
-        what = "samples from the control plane"
-        return get(self.inbox, waiter=self.name, what=what, deadline_s=deadline_s, clock=self._clock)
-
     def _obey(self, command: Command) -> None:
         match command:
             case Start():
                 self._accept(command)
             case Stop(samples):
-                self._cancel(set(samples))
+                for queue in self._queues:
+                    queue.cancel(set(samples))
+                if not self._slots.works:
+                    self._last_call_s = None
             case Pause() | Unpause():
                 self._collect()
                 self._is_paused = isinstance(command, Pause)
@@ -269,10 +265,8 @@ class Host:
         if not stalled:
             self._stalled_since_s = None
             return
-        now = time.monotonic()
-        if self._stalled_since_s is None:
-            self._stalled_since_s = now
-        if now > self._stalled_since_s + self._deadline_s:
+        self._stalled_since_s = self._stalled_since_s or time.monotonic()
+        if time.monotonic() > self._stalled_since_s + self._deadline_s:
             raise WaitTimeout(
                 f"{self.name} ends, because it waited {self._deadline_s:g} s for version "
                 f"{stalled[0].start.min_version} from the trainer, while the store's latest is "
@@ -282,7 +276,7 @@ class Host:
             with self._clock.doing("wait: a version from the trainer"):
                 time.sleep(POLL_S)
 
-    # --- slots ---------------------------------------------------------------------------------------------
+    # --- slots and results ---------------------------------------------------------------------------------
 
     def _accept(self, start: Start) -> None:
         """Queue the samples of `start`; if they cannot be decoded, emit SampleFailed for each."""
@@ -306,14 +300,6 @@ class Host:
         self._totals.recomputed_tokens += self._slots.rebuild(current)
         for work, reason in failed:
             self._emit(SampleFailed(work.sample, self.name, reason), None)
-
-    def _cancel(self, samples: set[SampleId]) -> None:
-        for queue in self._queues:
-            queue.cancel(samples)
-        if not self._slots.works:
-            self._last_call_s = None
-
-    # --- results -------------------------------------------------------------------------------------------
 
     def _collect(self, ahead: int = 0) -> None:
         """Record and report the results of all decode calls but the newest `ahead`; of all if none is live.
@@ -341,8 +327,7 @@ class Host:
 
     def _report(self, progress: Progress) -> None:
         """Call `on_tokens` with a sample's new tokens; if the sample ended, emit SampleFinished."""
-        slot, work, before, after, reason = progress
-        records = self._slots.records
+        records, (slot, work, before, after, reason) = self._slots.records, progress
         is_heard = work.start.is_request or not self._engine.reserved_slots
         if self._on_tokens is not None and is_heard and after > before:
             self._on_tokens(work.sample, records.since(slot, before))

@@ -27,6 +27,8 @@ class Call(NamedTuple):
     """One for each version that live samples had, in ascending order of versions."""
     works: dict[int, Work]
     """The samples in the slots when the call was made."""
+    changes: int
+    """How often a slot had got or lost its sample before the call."""
     inserted_pages: int
     """Number of KV pages that samples took at their insertion, in all inserts before the call."""
 
@@ -59,7 +61,7 @@ class LiveSlots:
         self.works: dict[int, Work] = {}
         self.records = Records(engine.slots, engine.length, engine.decode_steps, engine.support_size)
         self.calls: deque[Call] = deque()
-        self._free_pages, self._inserted_pages = engine.shared_pages, 0
+        self._free_pages, self._inserted_pages, self._changes = engine.shared_pages, 0, 0
         self.state: DecodeState = engine.init_decode_state()
 
     def has_begun(self, slot: int) -> bool:
@@ -69,6 +71,8 @@ class LiveSlots:
     @property
     def free_pages(self) -> int:
         """Number of unreserved KV pages that are free, at least, once the device has finished all calls."""
+        if not self.calls:
+            return self._free_pages - self._inserted_pages
         # A sample's last token has no KV yet, so its KV ends at position `filled - 2`.
         shared = [slot for slot in self.works if slot >= self.engine.reserved_slots]
         last, page = self.records.filled[shared] - 2, self.engine.page_tokens
@@ -102,6 +106,7 @@ class LiveSlots:
             self._inserted_pages += self.pages_for(count, sibling is not None)
         self.records.begin(slot, work)
         self.works[slot] = work
+        self._changes += 1
 
     def resume(self, slot: int, work: Work) -> None:
         """Put a half-decoded sample, with its tokens and KV, into the free slot.
@@ -118,6 +123,7 @@ class LiveSlots:
     def free(self, slot: int) -> Work:
         """Free the slot and return its sample; drops the tokens sampled in the slot."""
         self.state = self.engine.free_resource(slot, self.state)
+        self._changes += 1
         return self.works.pop(slot)
 
     def evict(self, slot: int) -> Work:
@@ -155,9 +161,10 @@ class LiveSlots:
         slots. `params`: the parameters by version.
         """
         with self._clock.doing("decode"):
-            self.calls.append(Call(self._generate(params), dict(self.works), self._inserted_pages))
+            results = self._generate(params)
+            self.calls.append(Call(results, dict(self.works), self._changes, self._inserted_pages))
             if len(self.calls) > ahead:
-                jax.block_until_ready(self.calls[-1 - ahead].results)
+                self.calls[-1 - ahead].results[-1].data.block_until_ready()
 
     def _generate(self, params: Mapping[PolicyVersion, VersionedParams]) -> list[ResultTokens]:
         works, results = self.works, []
@@ -180,11 +187,12 @@ class LiveSlots:
         step for want of KV pages.
         """
         call = self.calls.popleft()
-        with self._clock.doing("decode"):
-            results = [sampled.rows for sampled in jax.device_get(call.results)]
-        # A slot that was freed since the call may have another sample, which these results do not concern.
-        works = {slot: work for slot, work in self.works.items() if call.works.get(slot) is work}
-        slots, before = list(works), self.records.filled.tolist()
+        results = [sampled.rows for sampled in call.results]
+        works, slots, before = self.works, slice(None), self.records.filled.tolist()
+        if call.changes != self._changes:
+            # A slot that was freed since may have another sample, which these results do not concern.
+            works = {slot: work for slot, work in works.items() if call.works.get(slot) is work}
+            slots = list(works)
         for rows in results:
             self.records.add(rows, slots)
         # Every program returns the state of all slots, so the last one has the final state of each.
@@ -197,7 +205,7 @@ class LiveSlots:
             Progress(slot, work, before[slot], after[slot], "")
             if is_live[slot] and not work.sampling.stop
             else self._advance(slot, before[slot], bool(is_live[slot]))
-            for slot, work in works.items()
+            for slot, work in list(works.items())
         ], is_starved
 
     def _advance(self, slot: int, before: int, is_live: bool) -> Progress:
@@ -208,6 +216,7 @@ class LiveSlots:
             self.free(slot)
         elif not is_live:
             del self.works[slot]  # `generate` has released its pages
+            self._changes += 1
             is_stopped |= int(self.records.of(slot)["tokens"][-1]) in work.stops
         reason = "stop" if is_stopped else "" if is_live else "length"
         return Progress(slot, work, before, int(self.records.filled[slot]), reason)
@@ -260,7 +269,7 @@ class Records:
         else:
             self.rows[slot, :count] = work.so_far.rows
 
-    def add(self, results: np.ndarray, taken: list[int]) -> None:
+    def add(self, results: np.ndarray, taken: list[int] | slice) -> None:
         """Append the valid tokens of a decode call, `ResultTokens.rows`, to the records of the slots `taken`.
 
         In each slot, valid tokens come before invalid ones.

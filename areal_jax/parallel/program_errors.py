@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import Any
 
 import jax
 
@@ -12,18 +11,22 @@ OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 _NOTE = "program: "
 
 
-@contextmanager
-def running(name: str) -> Iterator[None]:
+class Running:
     """Adds the program's name to an error of the device that the `with` block raises."""
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        error.add_note(_NOTE + name)
-        raise
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None and isinstance(error, jax.errors.JaxRuntimeError):
+            error.add_note(_NOTE + self._name)
 
 
 def program_of(error: BaseException) -> str | None:
-    """Returns the name that `running` added to the error, or None.
+    """Returns the name that `Running` added to the error, or None.
 
     None also if the device reported the error later, when a result was read.
     """

@@ -73,6 +73,7 @@ class Server:
         params: VersionedParams,
         settings: ServeSettings,
         sampling: Sampling,
+        *,
         on_update: str = "recompute",
         calls_ahead: int | Literal["auto"] = "auto",
     ) -> None:
@@ -80,8 +81,8 @@ class Server:
 
         `name`: the model's name in requests and in /health; `params`: the weights to start with; `sampling`:
         the defaults of requests; `on_update`: what a Swap does to live samples, as generation.on_update;
-        `calls_ahead`: as generation.calls_ahead.
-        Raises ArealError if other machines can reach settings.host and settings.secret is None.
+        `calls_ahead`: as generation.calls_ahead. Raises ArealError if other machines can reach settings.host
+        and settings.secret is None.
         """
         require_secret(settings.host, settings.secret)
         self._settings, self._engine, self.model = settings, engine, engine.model
@@ -251,7 +252,8 @@ def make_server(name: str, words: Sequence[str], settings: ServeSettings) -> Ser
         params = as_served(VersionedParams(0, source.load(engine.param_shardings), ""), config)
         engine.warm(engine.load_params(params))
     g = config.generation
-    return Server(name, engine, params, settings, g.sampling, g.on_update or "recompute", g.calls_ahead)
+    on_update = g.on_update or "recompute"
+    return Server(name, engine, params, settings, g.sampling, on_update=on_update, calls_ahead=g.calls_ahead)
 
 
 def _config(name: str, words: Sequence[str]) -> Config:

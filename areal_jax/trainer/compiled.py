@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from areal_jax.parallel.program_errors import running
+from areal_jax.parallel.program_errors import Running
 
 
 class Compiled(NamedTuple):
@@ -63,7 +63,7 @@ class Program:
         if key not in self._seen:
             self._seen.add(key)
             self._report_new(args)
-        with running(self.name):
+        with Running(self.name):
             return self._jitted(*args)
 
     def lower(self, *args: Any) -> Any:

@@ -22,7 +22,7 @@ from areal_jax.assembly.device_memory_remedies import (
 from areal_jax.config.loading import load_config
 from areal_jax.models.config import SHAPES, ModelConfig
 from areal_jax.observe.waits import Timeline
-from areal_jax.parallel.program_errors import running
+from areal_jax.parallel.program_errors import Running
 from areal_jax.runtime import talking, trainer_loop
 from areal_jax.serving import server
 from areal_jax.trainer.compiled import Program
@@ -47,7 +47,7 @@ def short_of_memory(*_: Any, **__: Any) -> Any:
 
 
 def decode(*_: Any, **__: Any) -> None:
-    with running("decode"):
+    with Running("decode"):
         short_of_memory()
 
 

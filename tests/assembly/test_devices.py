@@ -14,7 +14,8 @@ import pytest
 
 from areal_jax import plugin
 from areal_jax.assembly import devices, parts
-from areal_jax.assembly.devices import diagnose, header, memory_table, overwrites_serving, place
+from areal_jax.assembly.devices import header, memory_table, overwrites_serving, place
+from areal_jax.assembly.doctor import diagnose
 from areal_jax.assembly.gpus import gpu_environment
 from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
@@ -385,7 +386,7 @@ def test_a_checkout_that_is_not_installed_can_be_measured(monkeypatch):
 
 
 def test_diagnose_says_what_code_tasks_lack(monkeypatch):
-    monkeypatch.setattr(devices, "require_sandbox", require_sandbox.__wrapped__)  # what it found is kept
+    monkeypatch.setattr(doctor, "require_sandbox", require_sandbox.__wrapped__)  # what it found is kept
     monkeypatch.setenv("PATH", "nowhere")
     assert "install bubblewrap" in diagnose()["code_sandbox"]
 
