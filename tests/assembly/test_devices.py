@@ -13,7 +13,7 @@ import jax
 import pytest
 
 from areal_jax import plugin
-from areal_jax.assembly import devices, parts
+from areal_jax.assembly import devices, doctor, parts
 from areal_jax.assembly.devices import header, memory_table, overwrites_serving, place
 from areal_jax.assembly.doctor import diagnose
 from areal_jax.assembly.gpus import gpu_environment
