@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from redis.retry import Retry
 
 from areal_jax.cluster.redis_server import redis_server
 from areal_jax.types import ArealError
+from tests.processes import assert_ends
 from tests.redis_servers import SECRET, client, require_redis
 
 ROOT = Path(__file__).parents[2]
@@ -126,8 +126,5 @@ def test_it_ends_with_the_program_that_started_it(tmp_path: Path, by: signal.Sig
     finally:
         parent.send_signal(by)
         parent.wait(10)
-    end_s = time.monotonic() + 5
-    while Path(f"/proc/{pid}").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text():
-        assert time.monotonic() < end_s, f"redis-server {pid} outlives its parent"
-        time.sleep(0.02)
+    assert_ends(pid, 5, "redis-server of a killed parent")
     assert "User requested shutdown" in (tmp_path / "redis.log").read_text()

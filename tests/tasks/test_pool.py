@@ -23,6 +23,7 @@ from areal_jax.tasks.pool import RewardPool
 from areal_jax.tasks.scoring import GROUP
 from areal_jax.tasks.task import Task
 from areal_jax.types import Completion, Prompt
+from tests.processes import assert_ends
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 60
@@ -77,14 +78,6 @@ def ask(pool: RewardPool, *deeds: str, members: int = 1, **info: object) -> list
     return sorted(got, key=lambda outcome: outcome.ordinal)
 
 
-def gone(pid: int) -> bool:
-    """Whether a process is dead, or a zombie that nobody has waited for yet."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-
-
 def wait_until(true: Callable[[], bool], seconds: float) -> bool:
     deadline = time.monotonic() + seconds
     while not true() and time.monotonic() < deadline:
@@ -107,7 +100,7 @@ def test_a_group_past_its_deadline_is_timed_out_and_its_worker_is_dead(pool: Rew
     assert time.monotonic() - start < 2.5, "pebble's own kill takes 3 s more"
     assert (late.outcome, late.member) == ("timed_out", GROUP)
     assert "reward_timeout_s" in late.message
-    assert wait_until(lambda: gone(int(before.rewards[0])), 1)
+    assert_ends(int(before.rewards[0]), 1, "worker")
     assert ask(pool, "one") == [RewardScored(0, 5, (1.0,))]
 
 
@@ -116,7 +109,7 @@ def test_what_a_killed_score_had_started_dies_with_it(pool: RewardPool, tmp_path
     (late,) = ask(pool, "child", args=(str(note),))
     assert late.outcome == "timed_out"
     for pid in map(int, note.read_text().split()):
-        assert wait_until(lambda pid=pid: gone(pid), 2)
+        assert_ends(pid, 2)
 
 
 @pytest.mark.parametrize(
@@ -279,7 +272,7 @@ def test_killing_the_parent_leaves_no_worker_behind(tmp_path: Path):
         script.kill()
         script.communicate(timeout=WAIT_S)
     for pid in busy:
-        assert wait_until(lambda pid=pid: gone(pid), 5), f"process {pid} outlived its parent"
+        assert_ends(pid, 5, "worker of a killed parent")
 
 
 def test_what_a_worker_imports_takes_less_than_a_cpu_second_and_no_jax():
