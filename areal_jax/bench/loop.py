@@ -21,14 +21,15 @@ def loop(
     repeats: int = 3,
     median: float = 6.0,
     seed: int = 0,
+    words: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Compares asynchronous with synchronous training in trained tokens per second, in alternating runs.
 
     There are `repeats` runs of each kind, with `steps` training steps each; both have the same engine and
     seeds. They train on the task of configs/quickstart.yaml, with a median answer length of `median` letters,
-    so that decoding takes longer than training.
+    so that decoding takes longer than training. `words`: further settings of both, section.key=value.
     """
-    model = [f"model.shape={shape}", f"model.dtype={dtype}"]
+    model = [f"model.shape={shape}", f"model.dtype={dtype}", *words]
     arms = {
         "async": [*model, "control.strategy=interruptible"],
         "sync": [*model, "control.strategy=sync", "control.max_staleness=0"],

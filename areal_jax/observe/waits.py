@@ -325,7 +325,7 @@ REMEDY = "the run folder's logs/ show what each process did last; if one was slo
 
 
 def get(
-    source: queue.Queue[T],
+    source: queue.Queue[T] | queue.SimpleQueue[T],
     *,
     waiter: str,
     what: str,

@@ -24,7 +24,7 @@ from areal_jax.observe.waits import WaitTimeout, get
 from areal_jax.runtime.context import RunContext
 from areal_jax.runtime.core import Incoming
 from areal_jax.runtime.driver import Driver
-from areal_jax.runtime.interrupts import kept_interrupts
+from areal_jax.runtime.interrupts import interrupts_sent
 from areal_jax.runtime.talking import training_host
 from areal_jax.runtime.trainer_loop import Trainer, held_batch
 from areal_jax.runtime.turns import OneDevice
@@ -42,7 +42,7 @@ STOP_S = 60.0
 
 
 Message = Incoming | BaseException
-"""An event with its payload; or the error of a thread that failed, which the main thread raises."""
+"""An event with its payload; or an exception that the main thread raises: a failed thread's, or Ctrl-C's."""
 
 
 class LocalRun:
@@ -58,7 +58,7 @@ class LocalRun:
         """`restored`: version of the checkpoint from which `state` was loaded; None without a checkpoint."""
         c, folder, view, timeline = parts.config, context.folder, context.view, context.timeline
         self._parts, self._view, self._timeline = parts, view, timeline
-        self._inbox: queue.Queue[Message] = queue.Queue()
+        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._deadline_s = c.runtime.deadline_s
         turns = None
         if parts.devices.placement == "shared":
@@ -120,16 +120,14 @@ class LocalRun:
     # --- from start to end ----------------------------------------------------------------------------------
 
     def run(self) -> None:
-        with kept_interrupts() as is_interrupted:
-            try:
+        try:
+            with interrupts_sent(self._inbox.put):
                 self._begin()
                 while not self._driver.control.state.is_finished:
                     self._driver.handle(self._messages())
-                    if is_interrupted():
-                        raise KeyboardInterrupt
-            except BaseException:
-                self._end()
-                raise
+        except BaseException:
+            self._end()
+            raise
         if crashed := self._end(is_complete=True):
             raise crashed[0]
 
@@ -195,8 +193,8 @@ class LocalRun:
     def _messages(self) -> list[Incoming]:
         """Wait for an event, then return all events in the inbox.
 
-        Raises the error of a thread that failed, or WaitTimeout if no event arrives within
-        runtime.deadline_s.
+        Raises the error of a thread that failed, KeyboardInterrupt after Ctrl-C, or WaitTimeout if no event
+        arrives within runtime.deadline_s. Events that came before are recorded.
         """
         try:
             first = get(

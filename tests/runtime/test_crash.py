@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +21,7 @@ from areal_jax.control.events import (
     VersionCommitted,
 )
 from areal_jax.observe.metrics import read_rows
+from areal_jax.runtime import one_process
 from areal_jax.runtime.jobs import resume, run
 from areal_jax.runtime.reading import audit_run, open_journal
 from areal_jax.trajectories.sqlite import JournalError, SqliteQueue
@@ -103,6 +106,32 @@ def test_a_checkpoint_that_the_journal_never_came_to_is_discarded(tmp_path, monk
     )
     assert f"training steps {version - EVERY} to {version - 2} again" in said.getvalue()
     check_whole(folder, untouched)
+
+
+def test_an_interrupt_loses_no_event_that_was_taken_from_the_inbox(tmp_path, monkeypatch, untouched):
+    taken, get = [], one_process.get
+
+    def get_then_interrupt(*args, **kwargs):
+        message = get(*args, **kwargs)
+        if not taken and isinstance(message, tuple) and isinstance(message[0], VersionCommitted):
+            taken.append(message[0])
+            os.kill(os.getpid(), signal.SIGINT)
+            for _ in range(100):  # Python runs the handler in here, before the event is recorded
+                pass
+        return message
+
+    monkeypatch.setattr(one_process, "get", get_then_interrupt)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(small(tmp_path / "run", *WORDS), stream=io.StringIO())
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with open_journal(tmp_path / "run") as journal:
+        assert taken[0] in [row.event for row in journal.rows()]
+    assert audit_run(tmp_path / "run").ok
+    resume(tmp_path / "run", stream=io.StringIO())
+    assert digests(tmp_path / "run") == untouched
 
 
 @pytest.mark.slow

@@ -61,6 +61,8 @@ class Sizes:
     large: str
     """The built-in size of the model in the other whole runs, and in tests of determinism."""
     large_steps: int
+    transfers: int
+    """Rounds in which the transfer of a version is measured."""
 
 
 FULL = Sizes(
@@ -80,6 +82,7 @@ FULL = Sizes(
     steps=40,
     large="smollm2-135m",
     large_steps=5,
+    transfers=2,
 )
 TINY = Sizes(
     heads=((4, 2, 16),),
@@ -96,9 +99,13 @@ TINY = Sizes(
     row_tokens=64,
     steps=4,
     large="tiny",
-    large_steps=3,
+    large_steps=2,
+    transfers=1,
 )
 """Sizes that show in a minute on a CPU whether every stage runs."""
+
+UNTRAINED = ("trainer.supervised_steps=0",)
+"""Settings of runs that measure speed alone, of a model that has learned nothing."""
 
 
 def stages(shape: str) -> tuple[Stage, ...]:
@@ -221,7 +228,7 @@ def _parity(shape: str, s: Sizes) -> tuple[Cell, ...]:
 
 
 def _run(s: Sizes) -> tuple[Cell, ...]:
-    large = [f"model.shape={s.large}", "model.dtype=bfloat16", "trainer.supervised_steps=0"]
+    large = [f"model.shape={s.large}", "model.dtype=bfloat16", *UNTRAINED]
     return (
         Cell("quickstart, shared", "whole_run", dict(steps=s.steps)),
         Cell(f"{s.large} bfloat16, shared", "whole_run", dict(steps=s.large_steps, words=large)),
@@ -229,9 +236,10 @@ def _run(s: Sizes) -> tuple[Cell, ...]:
 
 
 def _async(s: Sizes) -> tuple[Cell, ...]:
-    settings = dict(shape=s.large, dtype="bfloat16", steps=2 * s.large_steps, repeats=1)
+    settings = dict(shape=s.large, dtype="bfloat16")
+    runs = settings | dict(steps=2 * s.large_steps, repeats=1, words=UNTRAINED)
     share = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.4"}  # of the memory, for each of two processes
     return (
-        Cell("asynchronous over sync", "loop", settings),
-        Cell("transfer of a version", "sync", dict(shape=s.large, dtype="bfloat16", repeats=2), env=share),
+        Cell("asynchronous over sync", "loop", runs),
+        Cell("transfer of a version", "sync", settings | dict(repeats=s.transfers), env=share),
     )
