@@ -309,14 +309,13 @@ class Host:
         is_starved = False
         # Only after the last call are the tokens of the sample to evict known.
         while len(self._slots.calls) > (ahead if self._slots.works and not is_starved else 0):
-            results, is_starved = self._slots.collect()
+            tokens, progress, is_starved = self._slots.collect(with_all=self._on_tokens is not None)
             now = time.perf_counter()
             if self._last_call_s is not None:
                 self.gaps_s.append(now - self._last_call_s)
-            for progress in results:
-                self.generated_tokens += progress.after - progress.before
-                if progress.stop_reason or self._on_tokens is not None:
-                    self._report(progress)
+            self.generated_tokens += tokens
+            for each in progress:
+                self._report(each)
             self._last_call_s = now if self._slots.works else None
         if is_starved and (youngest := self._slots.evictable) is not None:
             self._queue_of(self._slots.works[youngest]).evict(youngest)

@@ -236,7 +236,9 @@ class Timeline:
         """Called when `component` begins `activity`; measures how long only the control plane works."""
         with self._working_lock:
             (self._working.discard if is_idle(activity) else self._working.add)(component)
-            self._alone.switch("decide" if self._working == {CONTROL} else "wait")
+            is_alone = len(self._working) == 1 and CONTROL in self._working
+            if (now := "decide" if is_alone else "wait") != self._alone.activity:
+                self._alone.switch(now)
 
     def take_totals(self) -> dict[str, dict[str, float]]:
         """Returns component -> activity -> seconds spent since the last call, or since the clock was created.
