@@ -169,7 +169,7 @@ def test_a_decode_call_is_few_calls_of_python(engine, store):
     finally:
         sys.setprofile(None)
     assert host.statistics().live == SLOTS
-    assert 50 < len(calls) < 165
+    assert 50 < len(calls) < 135
 
 
 def test_a_prompt_on_the_engines_devices_is_not_moved(engine, versions, monkeypatch):
