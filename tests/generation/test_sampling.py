@@ -74,14 +74,15 @@ def supports(z: np.ndarray, top_k: list[int], top_p: list[float], min_p: list[fl
 
 # Logits on a grid, so that many are equal; top-p and min-p at values that no partial sum meets by rounding.
 grid = arrays(np.float64, (SLOTS, VOCABULARY), elements=st.integers(-8, 8).map(lambda i: i / 2))
-
-
-@given(
+of_logits_and_cuts = given(
     grid,
     st.lists(st.integers(0, VOCABULARY + 3), min_size=SLOTS, max_size=SLOTS),
     st.lists(st.sampled_from([1.0, 0.9137, 0.5171, 0.0731]), min_size=SLOTS, max_size=SLOTS),
     st.lists(st.sampled_from([0.0, 0.0317, 0.2713]), min_size=SLOTS, max_size=SLOTS),
 )
+
+
+@of_logits_and_cuts
 @settings(max_examples=150)
 def test_kept_sets_equal_those_found_by_sorting(z, top_k, top_p, min_p):
     is_cut = [k > 0 or p < 1 or m > 0 for k, p, m in zip(top_k, top_p, min_p, strict=True)]
@@ -91,12 +92,7 @@ def test_kept_sets_equal_those_found_by_sorting(z, top_k, top_p, min_p):
     assert supports(z, top_k, top_p, min_p) == expected
 
 
-@given(
-    grid,
-    st.lists(st.integers(0, VOCABULARY + 3), min_size=SLOTS, max_size=SLOTS),
-    st.lists(st.sampled_from([1.0, 0.9137, 0.5171, 0.0731]), min_size=SLOTS, max_size=SLOTS),
-    st.lists(st.sampled_from([0.0, 0.0317, 0.2713]), min_size=SLOTS, max_size=SLOTS),
-)
+@of_logits_and_cuts
 @settings(max_examples=150)
 def test_a_search_of_fixed_length_finds_the_same_sets(z, top_k, top_p, min_p):
     cut = Settings(
