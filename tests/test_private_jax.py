@@ -6,10 +6,12 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import pytest
 
 import areal_jax
 from areal_jax.parallel import private_jax
+from areal_jax.parallel.private_jax import Private
 from areal_jax.types import ArealError
 
 PACKAGE = Path(areal_jax.__file__).parent
@@ -69,18 +71,23 @@ def test_only_one_module_uses_private_names_of_jax():
         for path in sorted(PACKAGE.rglob("*.py"))
         if (names := sorted(private_names(path.read_text())))
     }
-    assert found == {"parallel/private_jax.py": sorted(module for module, _ in private_jax.NAMES.values())}
+    assert found == {"parallel/private_jax.py": sorted(each.module for each in private_jax.NAMES.values())}
 
 
 @pytest.mark.parametrize("purpose", list(private_jax.NAMES))
 def test_this_jax_has_each_name(purpose: str):
-    module, names = private_jax.NAMES[purpose]
+    module, names, since = private_jax.NAMES[purpose]
     found = private_jax._private(purpose)
-    assert found.__name__ == module and all(hasattr(found, name) for name in names)
+    if jax.__version_info__[:2] < since:
+        assert found is None
+    else:
+        assert found.__name__ == module and all(hasattr(found, name) for name in names)
 
 
 @pytest.mark.parametrize("gone", [("jax._src.gone", ("a",)), ("jax._src.distributed", ("gone",))])
 def test_a_jax_without_a_name_is_an_error_that_names_it(gone: tuple, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(private_jax.NAMES, "barriers", gone)
+    monkeypatch.setitem(private_jax.NAMES, "barriers", Private(*gone))
     with pytest.raises(ArealError, match=rf"barriers: jax \d.* has no {gone[0]}.{gone[1][0]}"):
         private_jax._private("barriers")
+    monkeypatch.setitem(private_jax.NAMES, "barriers", Private(*gone, since=(99, 0)))
+    assert private_jax._private("barriers") is None

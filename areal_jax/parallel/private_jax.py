@@ -7,18 +7,29 @@ it. `tools/check_newest_jax.sh` tries them with the newest jax and sets the uppe
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from areal_jax.types import ArealError
 
+
+class Private(NamedTuple):
+    module: str
+    names: tuple[str, ...]
+    since: tuple[int, int] = (0, 0)
+    """The first jax (major, minor) that has them; an earlier one needs none."""
+
+
 NAMES = {
-    "cuDNN's packed attention": (
+    "cuDNN's packed attention": Private(
         "jax._src.cudnn.fused_attention_stablehlo",
         ("dot_product_attention", "MaskType", "check_compute_capability", "is_cuda_compute_capability_equal"),
     ),
-    "the coordination service of jax.distributed": ("jax._src.distributed", ("global_state",)),
+    "the coordination service of jax.distributed": Private("jax._src.distributed", ("global_state",)),
+    "Pallas kernels for a GPU that is not there": Private(
+        "jax._src.pallas.triton.gpu_info", ("GpuInfo", "registry"), since=(0, 11)
+    ),
 }
 """What areal-jax needs it for -> the private module, and the names in it."""
 
@@ -36,9 +47,19 @@ def coordination_client() -> Any:
     return _private("the coordination service of jax.distributed").global_state.client
 
 
+def pallas_gpus() -> Any | None:
+    """Returns jax's module that describes GPUs to Pallas; None before jax 0.11, which asks for none."""
+    return _private("Pallas kernels for a GPU that is not there")
+
+
 def _private(purpose: str) -> Any:
-    """Returns the private module; raises ArealError if this jax lacks it or one of its names."""
-    module, names = NAMES[purpose]
+    """Returns the private module, or None if this jax is older than the names.
+
+    Raises ArealError if this jax lacks the module or one of the names.
+    """
+    module, names, since = NAMES[purpose]
+    if jax.__version_info__[:2] < since:
+        return None
     try:
         found = importlib.import_module(module)
     except ImportError:

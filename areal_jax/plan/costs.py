@@ -25,6 +25,9 @@ FREE = frozenset((
 """Instructions that move no byte themselves."""
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+FUSIONS = ("fusion", "fusion-start")
+"""One kernel of several instructions; XLA since jaxlib 0.11 starts some without waiting for them."""
+
 SLICES = ("dynamic-slice", "slice", "gather")
 SAME = ("bitcast", "reshape", "get-tuple-element")
 """Instructions whose result is (a part of) their operand's memory, inside a fusion."""
@@ -169,7 +172,7 @@ class _Counter:
             return total
         own = Costs()
         kind = one.opcode.removesuffix("-start")
-        if one.opcode == "fusion":
+        if one.opcode in FUSIONS:
             for inner in called:
                 self._inside(inner, own)
         elif kind in COLLECTIVES:
@@ -215,7 +218,7 @@ class _Counter:
             if one.opcode.removesuffix("-start") in COLLECTIVES:
                 if is_begun or "chain_id" not in one.attributes:
                     self._communicate(computation, one, own)
-            elif one.opcode in ("fusion", "call"):
+            elif one.opcode in (*FUSIONS, "call"):
                 for inner in self._module.called(one):
                     self._inside(inner, own)
             else:
@@ -347,7 +350,7 @@ def kernel_name(one: Instruction) -> str | None:
 def _reads(module: Module, computation: Computation, one: Instruction) -> list[int]:
     """Returns the bytes that one kernel reads of each operand in device memory."""
     operands = computation.operands(one)
-    if one.opcode == "fusion":
+    if one.opcode in FUSIONS:
         inner = module.called(one)[0]
         return [
             _read_inside(inner, parameter, _device_bytes(operand))
@@ -377,7 +380,7 @@ def _read_inside(inner: Computation, parameter: Instruction, whole: int) -> int:
 
 def _writes(module: Module, one: Instruction) -> list[int]:
     """Returns the bytes that one kernel writes, for each array of its result in device memory."""
-    if one.opcode == "fusion":
+    if one.opcode in FUSIONS:
         inner = module.called(one)[0]
         return _written_inside(inner, inner.root)
     if one.opcode in ("dynamic-update-slice", "scatter"):

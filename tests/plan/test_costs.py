@@ -129,6 +129,26 @@ def module_of(*lines: str, more: str = "") -> Any:
     return parse(f"HloModule test\n\n{more}\nENTRY %main (p: f32[2]) -> f32[2] {{\n{body}\n}}\n")
 
 
+def test_a_fusion_that_is_not_waited_for_moves_as_many_bytes():
+    """Newer compilers for GPUs begin some: here one that reads a row of 896 bfloat16 numbers out of 24."""
+    inside = """%slice (p: bf16[24,896], i: s32[]) -> bf16[1,896] {
+      %p = bf16[24,896]{1,0} parameter(0)
+      %i = s32[] parameter(1)
+      %zero = s32[] constant(0)
+      ROOT %row = bf16[1,896]{1,0} dynamic-slice(%p, %i, %zero), dynamic_slice_sizes={1,896}
+    }
+    """
+    given = "%p = bf16[24,896]{1,0} parameter(0)", "%i = s32[] parameter(1)"
+    waited = module_of(*given, "ROOT %row = bf16[1,896]{1,0} fusion(%p, %i), calls=%slice", more=inside)
+    begun = module_of(
+        *given,
+        "%start = ((bf16[24,896]{1,0}, s32[]), bf16[1,896]{1,0}, u32[]) fusion-start(%p, %i), calls=%slice",
+        "ROOT %row = bf16[1,896]{1,0} fusion-done(%start)",
+        more=inside,
+    )
+    assert costs_of(begun).bytes == costs_of(waited).bytes == 2 * 2 * 896 + 4
+
+
 def test_a_tpus_convolution_is_a_product():
     simple = module_of(
         "%x = bf16[64,32]{1,0} parameter(0)",
