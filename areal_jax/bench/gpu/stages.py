@@ -36,6 +36,10 @@ class Stage:
     """Whether a kernel that failed ends the process: it may have left the GPU unusable there."""
 
 
+UNTRAINED = ("trainer.supervised_steps=0",)
+"""Settings of runs that measure speed alone, of a model that has learned nothing."""
+
+
 @dataclass(frozen=True)
 class Sizes:
     """The sizes that the measurements of a model's shape have."""
@@ -58,6 +62,8 @@ class Sizes:
     row_tokens: int
     steps: int
     """Training steps of whole runs with the quickstart's model."""
+    words: tuple[str, ...]
+    """Further settings of these runs."""
     large: str
     """The built-in size of the model in the other whole runs, and in tests of determinism."""
     large_steps: int
@@ -80,6 +86,7 @@ FULL = Sizes(
     rows=(2, 4),
     row_tokens=4096,
     steps=40,
+    words=(),
     large="smollm2-135m",
     large_steps=5,
     transfers=2,
@@ -97,15 +104,13 @@ TINY = Sizes(
     rebuilt=(4, 16),
     rows=(2,),
     row_tokens=64,
-    steps=4,
+    steps=2,
+    words=UNTRAINED,
     large="tiny",
     large_steps=2,
     transfers=1,
 )
 """Sizes that show in a minute on a CPU whether every stage runs."""
-
-UNTRAINED = ("trainer.supervised_steps=0",)
-"""Settings of runs that measure speed alone, of a model that has learned nothing."""
 
 
 def stages(shape: str) -> tuple[Stage, ...]:
@@ -230,7 +235,7 @@ def _parity(shape: str, s: Sizes) -> tuple[Cell, ...]:
 def _run(s: Sizes) -> tuple[Cell, ...]:
     large = [f"model.shape={s.large}", "model.dtype=bfloat16", *UNTRAINED]
     return (
-        Cell("quickstart, shared", "whole_run", dict(steps=s.steps)),
+        Cell("quickstart, shared", "whole_run", dict(steps=s.steps, words=s.words)),
         Cell(f"{s.large} bfloat16, shared", "whole_run", dict(steps=s.large_steps, words=large)),
     )
 
