@@ -176,7 +176,7 @@ class Admission:
         if work.start.is_request and self._engine.reserved_slots:
             return None
         wanted = work.group, work.start.is_request, current.version
-        # The youngest is the one most likely to be live still after the calls whose results are not read yet.
+        # The youngest sample is the least likely to have ended in decode calls that are not read yet.
         for slot, other in reversed(self._live.works.items()):
             if (other.group, other.start.is_request, other.prompt_version) == wanted:
                 return slot

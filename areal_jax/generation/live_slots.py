@@ -21,7 +21,7 @@ from areal_jax.types import NOT_SAMPLED, PolicyVersion, Trajectory, VersionedPar
 
 
 class Call(NamedTuple):
-    """A decode call whose results the host has not read; the device may still be computing them."""
+    """A decode call with results that the host has not read; the device may still be computing them."""
 
     results: list[ResultTokens]
     """One for each version that live samples had, in ascending order of versions."""
@@ -72,8 +72,7 @@ class LiveSlots:
         self.records = Records(engine.slots, engine.length, engine.decode_steps, engine.support_size)
         self.calls: deque[Call] = deque()
         self._free_pages, self._inserted_pages, self._changes = engine.shared_pages, 0, 0
-        self._with_stop_texts: set[int] = set()
-        self._truncation = 0, Truncation()  # changes when it was computed, and the value
+        self._needed: tuple[int, Truncation, frozenset[int]] = 0, Truncation(), frozenset()
         self.state: DecodeState = engine.init_decode_state()
 
     def has_begun(self, slot: int) -> bool:
@@ -118,8 +117,6 @@ class LiveSlots:
             self._inserted_pages += self.pages_for(count, sibling is not None)
         self.records.begin(slot, work)
         self.works[slot] = work
-        if work.sampling.stop:
-            self._with_stop_texts.add(slot)
         self._changes += 1
 
     def resume(self, slot: int, work: Work) -> None:
@@ -137,10 +134,6 @@ class LiveSlots:
     def free(self, slot: int) -> Work:
         """Free the slot and return its sample; drops the tokens sampled in the slot."""
         self.state = self.engine.free_resource(slot, self.state)
-        return self._without(slot)
-
-    def _without(self, slot: int) -> Work:
-        self._with_stop_texts.discard(slot)
         self._changes += 1
         return self.works.pop(slot)
 
@@ -186,9 +179,7 @@ class LiveSlots:
 
     def _generate(self, params: Mapping[PolicyVersion, VersionedParams]) -> list[ResultTokens]:
         works, results = self.works, []
-        if self._truncation[0] != self._changes:
-            joined = Truncation.joined({work.truncation for work in works.values()})
-            self._truncation = self._changes, joined
+        truncation, _ = self._needs()
         versions = sorted({work.version for work in works.values()})
         for version in versions:
             only = None
@@ -196,9 +187,17 @@ class LiveSlots:
                 # Calls of other versions do not change these slots, so the order of versions changes no bit.
                 only = np.zeros(self.engine.slots, bool)
                 only[[slot for slot, work in works.items() if work.version == version]] = True
-            self.state, sampled = self.engine.generate(params[version], self.state, only, self._truncation[1])
+            self.state, sampled = self.engine.generate(params[version], self.state, only, truncation)
             results.append(sampled)
         return results
+
+    def _needs(self) -> tuple[Truncation, frozenset[int]]:
+        """Returns the truncations that live samples need, and the slots of those with stop texts."""
+        if self._needed[0] != self._changes:  # else they are those of the last call
+            truncation = Truncation.joined({work.truncation for work in self.works.values()})
+            with_stop_texts = frozenset(slot for slot, work in self.works.items() if work.sampling.stop)
+            self._needed = self._changes, truncation, with_stop_texts
+        return self._needed[1:]
 
     def collect(self, with_all: bool) -> Collected:
         """Read and record the results of the oldest of `calls`, and free the slots of samples that ended.
@@ -220,7 +219,8 @@ class LiveSlots:
         self._free_pages = int(results[-1]["free_pages"][0]) + call.inserted_pages
         is_starved = any(np.count_nonzero(rows["is_starved"][slots]) for rows in results)
         # A loop over all slots would be most of the time that a call takes in Python; few samples end in it.
-        chosen = self._with_stop_texts.union((is_live == 0).nonzero()[0].tolist())
+        _, with_stop_texts = self._needs()
+        chosen = with_stop_texts.union((is_live == 0).nonzero()[0].tolist())
         own = [slot for slot in works if with_all or slot in chosen] if with_all or chosen else []
         progress = [self._advance(slot, int(before[slot]), bool(is_live[slot])) for slot in own]
         return Collected(int((self.records.filled - before).sum()), progress, is_starved)
@@ -232,7 +232,8 @@ class LiveSlots:
         if is_live and is_stopped:  # only the host matches stop texts
             self.free(slot)
         elif not is_live:
-            self._without(slot)  # `generate` has released its pages
+            del self.works[slot]  # `generate` has released its pages
+            self._changes += 1
             is_stopped |= int(self.records.of(slot)["tokens"][-1]) in work.stops
         reason = "stop" if is_stopped else "" if is_live else "length"
         return Progress(slot, work, before, int(self.records.filled[slot]), reason)
