@@ -77,6 +77,8 @@ class Completion:
     text: str
     tokens: tuple[int, ...]
     stop_reason: str
+    pieces: tuple[str, ...] = ()
+    """The text that each token adds; joined, they are `text`. Only for a task with `wants_pieces`."""
 
 
 @dataclass(frozen=True)

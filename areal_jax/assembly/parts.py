@@ -49,7 +49,8 @@ class Inputs:
 
     def completion(self, trajectory: Trajectory) -> Completion:
         """Returns what the reward function gets of a finished sample: the completion as tokens and text."""
-        return completion_of(trajectory, self.model.tokenizer)
+        task = self.tasks[self.prompts.prompt(trajectory.sample.ordinal).task].task
+        return completion_of(trajectory, self.model.tokenizer, task)
 
     def reference(self, sample: SampleId) -> Trajectory:
         """Returns, as the trajectory of `sample`, the reference answer of its prompt instead of a completion.

@@ -484,7 +484,7 @@ class Controller:
         self._command(action.host, action)
 
     def score(self, action: e.Score, prompt: Prompt, completions: Sequence[Completion]) -> None:
-        plain = [(one.text, one.tokens, one.stop_reason) for one in completions]
+        plain = [(one.text, one.tokens, one.stop_reason, one.pieces) for one in completions]
         command = m.Command(self._epoch, action, plain)
         self._scoring[action.ordinal, action.attempt] = "", command
 

@@ -122,8 +122,8 @@ class Weights:
 class Command:
     """An action of the control plane, with the data that the receiver needs to carry it out.
 
-    `payload` for Dispatch: the prompt's tokens. For Score: [text, tokens, stop reason] of each completion.
-    For Cancel: None. For Train: a dict with the batch's `plan`, as `BatchPlan.to_wire` returns it; if a
+    `payload` for Dispatch: the prompt's tokens. For Score: [text, tokens, stop reason, the tokens' texts] of
+    each completion, with the last one empty unless the task wants it. For Cancel: None. For Train: a dict with the batch's `plan`, as `BatchPlan.to_wire` returns it; if a
     journaled batch is trained again, the dict also has the batch's journaled digests `digest` and `published`
     (see `recovery.Journaled`).
     """

@@ -31,5 +31,7 @@ def reward(config: Config, name: str) -> None:
                 case Begin():
                     link.ready()
                 case Command(_, Score(ordinal, attempt), payload):
-                    completions = [Completion(text, tuple(ids), why) for text, ids, why in payload]
+                    completions = [
+                        Completion(text, tuple(ids), why, tuple(pieces)) for text, ids, why, pieces in payload
+                    ]
                     pool.submit(ordinal, attempt, prompts.prompt(ordinal), completions, link.report)

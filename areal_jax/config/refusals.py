@@ -63,7 +63,16 @@ def _of_reference_answers(a: AlgorithmConfig) -> Iterator[str]:
             "algorithm.samples=reference with group_filter=signal: the answers of a group are the same, so "
             "every group would be dropped; set algorithm.group_filter=none"
         )
+    yield from _of_gates(a, "algorithm.samples=reference")
     yield from _of_reductions(a)
+
+
+def _of_gates(a: AlgorithmConfig, reason: str) -> Iterator[str]:
+    if a.gate.part is not None:
+        yield (
+            f"algorithm.gate.part={a.gate.part} with {reason}, which reads no rewards; leave "
+            "algorithm.gate.part out"
+        )
 
 
 def _of_ratios(a: AlgorithmConfig) -> Iterator[str]:
@@ -217,6 +226,7 @@ def _of_rewards(a: AlgorithmConfig, max_tokens: int) -> Iterator[str]:
                     f"algorithm.{key}={value} with algorithm.advantage={a.advantage}, which reads no "
                     f"rewards; leave algorithm.{key} out"
                 )
+        yield from _of_gates(a, f"algorithm.advantage={a.advantage}")
     if a.overlong_margin and a.truncation != "soft_penalty":
         yield (
             f"algorithm.overlong_margin={a.overlong_margin} has no effect with "

@@ -117,6 +117,17 @@ class CriticConfig(Section):
     """Clip range of the value loss, around the value computed when the batch arrived. None: no clipping."""
 
 
+class GateConfig(Section):
+    part: str | None = None
+    """Name of a reward part that is paid only in batches whose accuracy has not fallen, such as intermediate
+    (Interleaved Reasoning). The task must also return the part `correct`. None: every part is always paid.
+    """
+    tolerance: float = Field(default=0.05, ge=0)
+    """The part is paid if a batch's accuracy is above that of the batch trained before minus this."""
+    first: Literal["open", "closed"] = "open"
+    """Whether the part is paid in the run's first batch, before which none was trained."""
+
+
 class AlgorithmConfig(Section):
     preset: str = "grpo"
     """Name of a set of defaults for this section, as listed by `areal-jax algorithms`. Keys that are set here
@@ -180,7 +191,11 @@ class AlgorithmConfig(Section):
     a fifth of max_tokens, as in DAPO.
     """
     group_filter: Literal["none", "signal"] = "none"
-    """signal: drop each group in which all rewards are equal, and admit another. none: train every group."""
+    """signal: drop each group in which all rewards are equal without the part of algorithm.gate, and admit
+    another. none: train every group.
+    """
+    gate: GateConfig = GateConfig()
+    """In which batches a part of the reward is paid."""
 
     @property
     def proximal_form(self) -> str:

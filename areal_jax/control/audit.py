@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 from areal_jax.config.tree import Config
 from areal_jax.control import events as e
+from areal_jax.control.errors import ControlError
 from areal_jax.control.events import Action, Event
-from areal_jax.control.machine import ControlError, ControlPlane
+from areal_jax.control.machine import ControlPlane
 from areal_jax.types import SampleId
 
 BOUNDED = ("sync", "one_step", "pinned")
@@ -93,6 +95,8 @@ class _Account:
     """Index of each finished sample of the group -> weights version of the sample's oldest token."""
     newest: dict[int, int] = field(default_factory=dict)
     """Index of each finished sample of the group -> weights version of the sample's newest token."""
+    correct: float | None = None
+    """Mean of the reward part `correct` over the group's samples; None before scoring or without the part."""
     is_scored: bool = False
     is_again: bool = False
     """Whether the group was restarted or lost its host; one_step then does not fix its tokens' versions."""
@@ -117,6 +121,8 @@ class _Books:
         self.committed = -1
         self.trained_version = 0
         self.training: e.Train | None = None
+        self.accuracy: float | None = None
+        """Accuracy of the batch trained last; None before the first batch."""
         self.digests: dict[int, str] = {}
         self.hosts: dict[str, int] = {}
         self.ready: set[int] = set()
@@ -307,6 +313,9 @@ class _Books:
             return
         if len(account.oldest) == self.group_size:
             account.is_scored = True
+            right = [value for parts in event.parts for name, value in parts if name == "correct"]
+            if len(right) == self.group_size:
+                account.correct = fmean(right)
             self.ready.add(event.ordinal)
 
     def _on_reissue(self, action: e.Reissue) -> None:
@@ -352,8 +361,28 @@ class _Books:
         )
         for ordinal, attempt in zip(action.ordinals, action.attempts, strict=True):
             self._check_trainable(action.step, ordinal, attempt)
+        self._check_gates(action)
         self.training = action
         self.ready.difference_update(action.ordinals)
+
+    def _check_gates(self, action: e.Train) -> None:
+        """Decides the gate again from the journaled rewards, and compares it with the journaled decision."""
+        gate, accuracy = self.config.algorithm.gate, self._accuracy_of(action.ordinals)
+        expected: tuple[tuple[str, bool], ...] = ()
+        if gate.part is not None and accuracy is not None:
+            before = self.accuracy
+            is_paid = gate.first == "open" if before is None else accuracy > before - gate.tolerance
+            expected = ((gate.part, is_paid),)
+        self.require(
+            action.gates == expected,
+            f"batch {action.step} was trained with the gates {dict(action.gates)}, but its accuracy "
+            f"{accuracy} after {self.accuracy} gives {dict(expected)}",
+        )
+
+    def _accuracy_of(self, ordinals: Sequence[int]) -> float | None:
+        """Returns the mean of the part `correct` over a batch; None if a group's rewards lack it."""
+        means = [mean for n in ordinals if (mean := self._account(n).correct) is not None]
+        return fmean(means) if len(means) == len(ordinals) else None
 
     def _check_trainable(self, step: int, ordinal: int, attempt: int) -> None:
         account = self._account(ordinal)
@@ -401,6 +430,7 @@ class _Books:
             f"batch {event.step} of ordinals {event.ordinals} was trained, but the trainer was asked for "
             f"{self.training}",
         )
+        self.accuracy = self._accuracy_of(event.ordinals)
         for ordinal in event.ordinals:
             account = self._account(ordinal)
             self.require(

@@ -206,12 +206,13 @@ class Train:
     """Command to the trainer: train batch `step` on the groups `ordinals`, in this order.
 
     `attempts[i]`: number of restarts of group `ordinals[i]`; samples from before the last restart are not
-    trained.
+    trained. `gates`: (reward part, whether it is paid in this batch) for each gated part.
     """
 
     step: int
     ordinals: tuple[int, ...]
     attempts: tuple[int, ...]
+    gates: tuple[tuple[str, bool], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -15,20 +15,14 @@ from typing import Any
 
 from areal_jax.config.tree import Config
 from areal_jax.control import events as e
+from areal_jax.control.errors import ControlError
 from areal_jax.control.events import Action, Event
+from areal_jax.control.reward_gate import accuracy_of, gates_of, group_correct, ungated
 from areal_jax.control.state import GroupState, HostState, State, from_plain, to_plain, waits
 from areal_jax.control.strategies import STRATEGIES
-from areal_jax.types import ArealError
 
 MAX_FAILURES = 2
 """Number of failures, of a sample or of the scoring, at which a group is dropped and not restarted."""
-
-
-class ControlError(ArealError):
-    """Raised for an event that contradicts the control plane's state, which then stays unchanged.
-
-    The caller must not journal such an event.
-    """
 
 
 class ControlPlane:
@@ -118,7 +112,7 @@ class ControlPlane:
                 f"host {event.host} went back from version {host.version} to {event.version}; restart that "
                 "host"
             )
-        self._require_digest(event.version, event.digest, f"host {event.host} adopted")
+        self.state.require_digest(event.version, event.digest, f"host {event.host} adopted")
         self.state.hosts[event.host] = replace(host, version=event.version)
 
     def _sample_finished(self, event: e.SampleFinished) -> Iterator[Action]:
@@ -149,10 +143,13 @@ class ControlPlane:
                 f"group {event.ordinal} has {size} samples, but got {len(event.rewards)} rewards; "
                 "start the reward process again with the run's config"
             )
-        if self._config.algorithm.group_filter == "signal" and len(set(event.rewards)) == 1:
+        gate = self._config.algorithm.gate
+        correct = group_correct(event, gate)
+        # Whether a gated part will be paid is not known yet, so it cannot keep a group.
+        if self._config.algorithm.group_filter == "signal" and len(set(ungated(event, gate))) == 1:
             yield from self._drop(event.ordinal, "no_signal")
         else:
-            s.groups[event.ordinal] = replace(s.groups[event.ordinal], stage="complete")
+            s.groups[event.ordinal] = replace(s.groups[event.ordinal], stage="complete", correct=correct)
             insort(s.complete, event.ordinal)
 
     def _reward_failed(self, event: e.RewardFailed) -> Iterable[Action]:
@@ -165,14 +162,13 @@ class ControlPlane:
                 f"batch {event.step} of groups {event.ordinals} was trained, but the trainer was asked for "
                 f"{s.training or 'no batch'}; end any second trainer of this run, then resume the run"
             )
-        for ordinal in event.ordinals:
-            del s.groups[ordinal]
+        s.accuracy = accuracy_of([s.groups.pop(ordinal).correct for ordinal in event.ordinals])
         s.trained_version, s.training = event.step + 1, None
 
     def _version_committed(self, event: e.VersionCommitted) -> None:
         s = self.state
         if event.version <= s.version:  # published again after a resume
-            self._require_digest(event.version, event.digest, "the trainer committed again")
+            self.state.require_digest(event.version, event.digest, "the trainer committed again")
         elif event.version > s.trained_version:
             raise ControlError(
                 f"version {event.version} was committed, but the newest trained version is "
@@ -185,7 +181,7 @@ class ControlPlane:
     def _version_reissued(self, event: e.VersionReissued) -> None:
         s = self.state
         if event.version <= s.version:  # a version that was never committed reached no host
-            self._require_digest(event.version, event.old, "the resumed trainer took back")
+            self.state.require_digest(event.version, event.old, "the resumed trainer took back")
             s.digests |= {event.version: event.new} if event.version in s.digests else {}
 
     def _checkpoint_committed(self, event: e.CheckpointCommitted) -> None:
@@ -241,7 +237,8 @@ class ControlPlane:
             if not s.has_begun(s.trained_version + 2, size):
                 return
         del s.complete[:size]
-        s.training = e.Train(s.trained_version, ordinals, tuple(s.groups[n].attempt for n in ordinals))
+        gates = gates_of([s.groups[n].correct for n in ordinals], s.accuracy, self._config.algorithm.gate)
+        s.training = e.Train(s.trained_version, ordinals, tuple(s.groups[n].attempt for n in ordinals), gates)
         for ordinal in ordinals:
             s.groups[ordinal] = replace(s.groups[ordinal], stage="training")
         yield s.training
@@ -303,16 +300,6 @@ class ControlPlane:
         if group.host:
             self.state.unload(group.host, len(group.unfinished))
             yield e.Cancel(group.unfinished, group.host)
-
-    def _require_digest(self, version: int, digest: str, subject: str) -> None:
-        digests = self.state.digests
-        # Versions older than every kept checkpoint have no digest here; the audit still checks them.
-        if version >= min(digests) and digests.get(version) != digest:
-            raise ControlError(
-                f"{subject} version {version} with digest {digest}, but its committed digest is "
-                f"{digests.get(version)}: the weights were damaged, or another run published them; end any "
-                "second run in this run's folder, then resume this run"
-            )
 
 
 _TAKERS: dict[type, Callable[[ControlPlane, Any], Iterable[Action] | None]] = {

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from areal_jax.control import events as e
+from areal_jax.control.errors import ControlError
 from areal_jax.types import SampleId
 
 
@@ -31,6 +32,8 @@ class GroupState:
     min_version: int = -1
     """The newest committed version when the group was first dispatched since its last restart; -1 before."""
     failures: int = 0
+    correct: float | None = None
+    """Mean of the reward part `correct` over the group's samples; None before scoring, or without a gate."""
 
     @property
     def unfinished(self) -> tuple[SampleId, ...]:
@@ -74,6 +77,8 @@ class State:
     digests: dict[int, str] = field(default_factory=dict)
     """Version -> digest, for each committed version that is not older than the oldest kept checkpoint."""
     checkpoints: list[int] = field(default_factory=list)
+    accuracy: float | None = None
+    """Mean of the reward part `correct` over the batch trained last; None before, or without a gate."""
     stale_events: int = 0
     """Number of events that arrived too late or a second time, and were ignored."""
     is_finished: bool = False
@@ -184,6 +189,16 @@ class State:
         for group in [group for group in self.groups.values() if group.host == host]:
             self.wait(group)
 
+    def require_digest(self, version: int, digest: str, subject: str) -> None:
+        """Raises ControlError unless this is the version's committed digest; `subject` begins the message."""
+        # Versions older than every kept checkpoint have no digest here; the audit still checks them.
+        if version >= min(self.digests) and self.digests.get(version) != digest:
+            raise ControlError(
+                f"{subject} version {version} with digest {digest}, but its committed digest is "
+                f"{self.digests.get(version)}: the weights were damaged, or another run published them; end "
+                "any second run in this run's folder, then resume this run"
+            )
+
     def unload(self, name: str, samples: int) -> None:
         """Lowers the number of unfinished samples recorded for a host by `samples`, which may be negative."""
         host = self.hosts[name]
@@ -194,7 +209,7 @@ def to_plain(state: State) -> dict[str, Any]:
     """Returns the state as dicts, lists, strings and numbers, for msgpack and JSON."""
     plain = dict(vars(state))
     training = state.training
-    plain["training"] = training and [training.step, list(training.ordinals), list(training.attempts)]
+    plain["training"] = training and e.to_wire(training)[1]
     plain["hosts"] = {name: list(vars(host).values()) for name, host in state.hosts.items()}
     plain["groups"] = [
         [list(value) if isinstance(value, tuple) else value for value in vars(group).values()]
@@ -212,8 +227,7 @@ def from_plain(plain: Mapping[str, Any]) -> State:
     # Snapshots written before 2026-11-22 have the flag under another name.
     fields["is_finished"] = fields.pop("has_told_finish", fields.get("is_finished"))
     if (training := fields["training"]) is not None:
-        step, ordinals, attempts = training
-        fields["training"] = e.Train(step, tuple(ordinals), tuple(attempts))
+        fields["training"] = e.from_wire("Train", training, e.ACTIONS)
     fields["hosts"] = {name: HostState(*values) for name, values in fields["hosts"].items()}
     groups = (GroupState(ordinal, tuple(oldest), *rest) for ordinal, oldest, *rest in fields["groups"])
     fields["groups"] = {group.ordinal: group for group in groups}

@@ -10,18 +10,34 @@ from typing import Any, NamedTuple
 from areal_jax.observe.estimates import mean_estimate, pass_at_k, powers_of_two, share_estimate
 
 RIGHT = 1.0
-"""A completion counts as right if its reward is at least this."""
+"""A completion counts as right if its reward part `correct` is at least this.
+
+Without that part, its reward must be at least this.
+"""
+
+CORRECT = "correct"
 
 NAMED = 20
 """A result lists at most this many prompts that are too long, and at most this many failures."""
 
 
 class ScoredPrompt(NamedTuple):
-    """One prompt's samples: for each its reward, token count, and whether the length limit ended it."""
+    """One prompt's samples: for each its reward, token count, and whether the length limit ended it.
+
+    `parts`: the parts of each reward; empty if no reward has parts.
+    """
 
     rewards: tuple[float, ...]
     lengths: tuple[int, ...]
     truncated: tuple[bool, ...]
+    parts: tuple[Mapping[str, float], ...] = ()
+
+    @property
+    def right(self) -> int:
+        """Number of samples that count as right (see RIGHT)."""
+        parts = self.parts or ({},) * len(self.rewards)
+        pairs = zip(self.rewards, parts, strict=True)
+        return sum(own.get(CORRECT, reward) >= RIGHT for reward, own in pairs)
 
 
 class Failure(NamedTuple):
@@ -102,6 +118,7 @@ def _pass_figures(result: PassResult) -> dict[str, Any]:
         "timed_out": outcomes.count("timed_out"),
         **_right_figures(result),
         "reward_mean": mean_estimate([fmean(prompt.rewards) for prompt in prompts])._asdict(),
+        "parts": _part_figures(prompts),
         "completion_tokens_mean": fmean(lengths) if lengths else None,
         "truncated_share": fmean(truncated) if truncated else None,
         "tokens": result.tokens,
@@ -111,9 +128,21 @@ def _pass_figures(result: PassResult) -> dict[str, Any]:
     }
 
 
+def _part_figures(prompts: Sequence[ScoredPrompt]) -> dict[str, Any]:
+    """Returns part -> estimate of its mean over the prompts; empty if no reward has parts.
+
+    A prompt counts with the mean over its samples; samples without the part are left out.
+    """
+    means: dict[str, list[float]] = {}
+    for prompt in prompts:
+        for name in dict.fromkeys(name for own in prompt.parts for name in own):
+            means.setdefault(name, []).append(fmean(own[name] for own in prompt.parts if name in own))
+    return {name: mean_estimate(values)._asdict() for name, values in means.items()}
+
+
 def _right_figures(result: PassResult) -> dict[str, Any]:
     """Returns a greedy pass's accuracy, or a sampled pass's pass@k for each power of two k <= samples."""
-    rights = [sum(reward >= RIGHT for reward in prompt.rewards) for prompt in result.prompts]
+    rights = [prompt.right for prompt in result.prompts]
     if result.temperature == 0:
         return {"accuracy": share_estimate(rights)._asdict()}
     n = result.samples

@@ -77,7 +77,8 @@ def evaluate(
             passes = {}
             for way, samples, sampling in ways:
                 tell = partial(progress, name, way, count)
-                asked = _Pass(engine, params, pool, prompts, samples, sampling, settings=settings, tell=tell)
+                own = (engine, params, task, pool, prompts)
+                asked = _Pass(*own, samples=samples, sampling=sampling, settings=settings, tell=tell)
                 passes[way] = asked.run()
                 del asked  # frees its pages before the next pass allocates its own
             room = engine.length - g.max_tokens
@@ -118,16 +119,18 @@ class _Pass:
         self,
         engine: Engine,
         params: VersionedParams,
+        task: Task,
         pool: RewardPool,
         prompts: _Prompts,
+        *,
         samples: int,
         sampling: Sampling,
-        *,
         settings: EvalSettings,
         tell: Callable[[int], None],
     ) -> None:
         """`tell(count)` is called with the number of prompts that are scored, failed or too long so far."""
-        self._engine, self._pool, self._prompts, self._tell = engine, pool, prompts, tell
+        self._engine, self._task, self._pool = engine, task, pool
+        self._prompts, self._tell = prompts, tell
         self._samples, self._sampling, self._version = samples, sampling, params.version
         self._deadline_s = settings.config.runtime.deadline_s
         self._host = Host(
@@ -201,7 +204,8 @@ class _Pass:
         del self._members[index]
         self._scoring[index] = tuple(members[member] for member in range(self._samples))
         prompt = self._prompts.fitting[index][0]
-        completions = [completion_of(member, self._engine.tokenizer) for member in self._scoring[index]]
+        own = (self._engine.tokenizer, self._task)
+        completions = [completion_of(member, *own) for member in self._scoring[index]]
         self._pool.submit(index, 0, prompt, completions, self._outcomes.put)
 
     def _settle(self, outcome: Outcome) -> None:
@@ -215,6 +219,7 @@ class _Pass:
                 outcome.rewards,
                 tuple(member.completion_tokens for member in members),
                 tuple(member.truncated for member in members),
+                tuple(dict(parts) for parts in outcome.parts),
             )
         self._tell(len(self._scored) + len(self._failures) + len(self._prompts.too_long))
 

@@ -11,16 +11,21 @@ from areal_jax.tasks.errors import TaskError
 from areal_jax.tasks.scoring import score_group
 from areal_jax.tasks.source import PromptStream, WeightedTask, load_tasks
 from areal_jax.tasks.task import Task
+from areal_jax.tasks.text import token_pieces
 from areal_jax.tasks.tokenizers import Tokenizer
 from areal_jax.trajectories.journal import with_rewards
 from areal_jax.types import ArealError, Completion, Group, SampleId, Sampling, Trajectory, VersionedParams
 from areal_jax.weights.memory import MemoryStore
 
 
-def completion_of(trajectory: Trajectory, tokenizer: Tokenizer) -> Completion:
-    """Returns the completion that a task scores: the sampled tokens, their text and the stop reason."""
+def completion_of(trajectory: Trajectory, tokenizer: Tokenizer, task: Task) -> Completion:
+    """Returns the completion that `task` scores: the sampled tokens, their text and the stop reason.
+
+    If the task wants the text of each token (`Task.wants_pieces`), the completion has that, too.
+    """
     tokens = trajectory.tokens[trajectory.loss_mask].tolist()
-    return Completion(tokenizer.decode(tokens), tuple(tokens), trajectory.stop_reason)
+    pieces = tuple(token_pieces(tokens, tokenizer)) if task.wants_pieces else ()
+    return Completion(tokenizer.decode(tokens), tuple(tokens), trajectory.stop_reason, pieces)
 
 
 def rollout(
@@ -48,8 +53,9 @@ def rollout(
     sampling = sampling or Sampling(max_tokens=engine.length)
     groups = []
     for ordinal, members in sampled(engine, params, rendered, group_size, sampling, seed).items():
-        prompt, completions = asked[ordinal], [completion_of(member, tokenizer) for member in members]
-        scored = score_group(tasks[prompt.task].task, prompt, completions, ordinal)
+        prompt, own = asked[ordinal], tasks[asked[ordinal].task].task
+        completions = [completion_of(member, tokenizer, own) for member in members]
+        scored = score_group(own, prompt, completions, ordinal)
         if isinstance(scored, RewardFailed):
             raise TaskError(f"the group at ordinal {ordinal} could not be scored: {scored.message}")
         groups.append(Group(ordinal, prompt, with_rewards(members, scored)))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from areal_jax.observe.figures import Rows, column, last_tenth, median, plot_lines, smooth
-from areal_jax.observe.svg import SERIES, Figure, draw_svg, legend_above
+from areal_jax.observe.svg import INK, SERIES, Figure, draw_svg, legend_above
 
 BY_TASK = {
     "reward_mean": "Reward by task",
@@ -48,6 +48,31 @@ def task_curve(rows: Rows, field: str, title: str) -> Figure | None:
     last = ", ".join(f"{task} {last_tenth(values):.2f}" for task, values in columns.items())
     alt = f"{title}; over the last tenth: {last}."
     return Figure(title, draw_svg(f"task-{field}", draw, (5.2, 2.9), alt), alt)
+
+
+def parts_curve(rows: Rows) -> Figure | None:
+    """Draws over the steps the mean of each part of the rewards, and a mark below each step with a closed gate.
+
+    Returns None if no reward has parts.
+    """
+    names = list(dict.fromkeys(name for row in rows for name in row.get("reward_parts") or ()))
+    if not names:
+        return None
+    parts = [row.get("reward_parts") or {} for row in rows]
+    columns = {name: column(parts, name) for name in names}
+    closed = {row["step"] for row in rows if not all((row.get("gates") or {}).values())}
+
+    def draw(figure: Any) -> None:
+        axes = plot_lines(figure, rows, {name: smooth(values) for name, values in columns.items()})
+        if closed:
+            low, _ = axes.get_ylim()
+            axes.plot(sorted(closed), [low] * len(closed), "|", color=INK, clip_on=False)
+
+    last = ", ".join(f"{name} {last_tenth(values):.2f}" for name, values in columns.items())
+    gated = ", ".join(dict.fromkeys(name for row in rows for name in row.get("gates") or ()))
+    gate = f"; {gated} was withheld in {len(closed)} of {len(rows)} steps (marks)" if gated else ""
+    alt = f"Means of the reward's parts as they were scored; over the last tenth: {last}{gate}."
+    return Figure("Parts of the reward", draw_svg("parts", draw, (10.6, 3.2), alt), alt)
 
 
 def failure_curve(rows: Rows) -> Figure | None:

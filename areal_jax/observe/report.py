@@ -180,7 +180,7 @@ def _figures(drawn: Sequence[Figure | None]) -> str:
 
 
 def _learning(data: ReportData) -> str:
-    wide = [figures.reward_curve(data.rows), curves.eval_curve(data.evals)]
+    wide = [figures.reward_curve(data.rows), curves.parts_curve(data.rows), curves.eval_curve(data.evals)]
     by_task = [curves.task_curve(data.rows, field, title) for field, title in curves.BY_TASK.items()]
     return "".join(_figures([figure]) for figure in wide) + _figures(by_task)
 

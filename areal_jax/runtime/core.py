@@ -16,6 +16,7 @@ from areal_jax.config.tree import Config
 from areal_jax.control import events as e
 from areal_jax.control.events import Action, Event
 from areal_jax.control.machine import ControlPlane
+from areal_jax.control.reward_gate import Gates, paid
 from areal_jax.trajectories.journal import Entry, with_rewards
 from areal_jax.types import ArealError, Completion, Group, Prompt, Trajectory
 
@@ -43,7 +44,9 @@ class Endpoints(Protocol):
 
     def score(self, action: e.Score, prompt: Prompt, completions: Sequence[Completion]) -> None: ...
 
-    def train(self, action: e.Train, groups: tuple[Group, ...]) -> None: ...
+    def train(self, action: e.Train, groups: tuple[Group, ...]) -> None:
+        """`groups`: with the rewards to train on, without the parts that a closed gate withholds."""
+        ...
 
 
 class Prompts(Protocol):
@@ -64,11 +67,12 @@ class Rows(Protocol):
         ...
 
     def make(
-        self, step: int, groups: Sequence[Group], trained: dict[str, float], digest: str
+        self, step: int, groups: Sequence[Group], trained: dict[str, float], digest: str, gates: Gates = ()
     ) -> Mapping[str, Any]:
         """Return the metrics row of step `step`, in which `groups` were trained.
 
-        `trained`: the metrics that the trainer reported; `digest`: a hash of the new parameters.
+        `trained`: the metrics that the trainer reported; `digest`: a hash of the new parameters; `gates`: the
+        gates of the batch, by which the rewards of `groups` were paid.
         """
         ...
 
@@ -162,7 +166,8 @@ class DriverCore:
             members = self._trajectories(event.ordinal, event.attempt)
             self._members[event.ordinal] = dict(enumerate(with_rewards(members, event)))
         elif isinstance(event, e.BatchTrained) and (batch := self.control.state.training) is not None:
-            row = self._rows.make(event.step, self._groups(batch), event.metrics, event.digest)
+            groups, gates = self._groups(batch), batch.gates
+            row = self._rows.make(event.step, groups, event.metrics, event.digest, gates)
             event = replace(event, metrics=row)
         actions = self.control.handle(event)
         self._rows.see(event, actions)
@@ -174,10 +179,12 @@ class DriverCore:
         return Entry(event, actions, trajectory)
 
     def _groups(self, batch: e.Train) -> tuple[Group, ...]:
-        return tuple(
+        """Returns the batch's groups with the rewards that are trained on."""
+        groups = [
             Group(ordinal, self._prompts.prompt(ordinal), self._trajectories(ordinal, attempt))
             for ordinal, attempt in zip(batch.ordinals, batch.attempts, strict=True)
-        )
+        ]
+        return paid(groups, batch.gates)
 
     def _trajectories(self, ordinal: int, attempt: int) -> tuple[Trajectory, ...]:
         """Returns the trajectories of a group, from memory or, after a restart, from the journal."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from areal_jax.assembly.parts import Inputs, Parts
 from areal_jax.control.events import BatchTrained, Train, VersionCommitted, VersionReissued
+from areal_jax.control.reward_gate import paid
 from areal_jax.runtime.trainer_loop import TrainBatch, Trainer, held_batch
 from areal_jax.trainer.checkpoint import discard_newer, restore
 from areal_jax.trainer.state import TrainState
@@ -74,13 +75,14 @@ def journaled_batches(journal: SqliteQueue, first: int, last: int) -> list[Journ
 def journaled_groups(inputs: Inputs, journal: SqliteQueue, train: Train) -> tuple[Group, ...]:
     """Returns the groups of the batch `train`, with their trajectories from the journal.
 
-    Raises JournalError if one of the trajectories was deleted from the journal.
+    Their rewards are those that the batch was trained on, by the gates in `train`. Raises JournalError if one of the trajectories was deleted from the journal.
     """
     size = inputs.config.algorithm.group_size
-    return tuple(
+    groups = [
         Group(ordinal, inputs.prompts.prompt(ordinal), journal.group(ordinal, attempt, size))
         for ordinal, attempt in zip(train.ordinals, train.attempts, strict=True)
-    )
+    ]
+    return paid(groups, train.gates)
 
 
 def require_one_run(first: int, last: int) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from areal_jax.control.events import Action, Drop, Event, HostAdopted, Reissue, RewardFailed
+from areal_jax.control.reward_gate import Gates
 from areal_jax.generation.commands import Statistics
 from areal_jax.observe.waits import CONTROL, CONTROL_ALONE, idle_share
 from areal_jax.types import NOT_SAMPLED, Group
@@ -91,11 +92,12 @@ class RowMaker:
                 self._reissued[action.reason] += 1
 
     def make(
-        self, step: int, groups: Sequence[Group], trained: dict[str, float], digest: str
+        self, step: int, groups: Sequence[Group], trained: dict[str, float], digest: str, gates: Gates = ()
     ) -> dict[str, Any]:
         """Return the row of `step`, which trained `groups`, and reset the counts for the next row.
 
-        `trained`: the metrics that the trainer reported; `digest`: a hash of the new parameters.
+        `trained`: the metrics that the trainer reported; `digest`: a hash of the new parameters; `gates`: the
+        gates of the batch, by which the rewards of `groups` were paid.
         """
         now = time.monotonic()
         span, self._last_s = max(now - self._last_s, 1e-9), now
@@ -107,7 +109,7 @@ class RowMaker:
             "step": step,
             "version": step + 1,
             "wall_s": now - self._zero_s,
-            **batch_figures(step, groups),
+            **batch_figures(step, groups, gates),
             **self._task_figures(groups),
             "generated_tokens": new_tokens,
             "generate_tokens_per_s": self._rate(new_tokens / span),
@@ -166,9 +168,17 @@ class RowMaker:
         return figures
 
 
-def batch_figures(step: int, groups: Sequence[Group]) -> dict[str, float]:
-    """Return the figures on rewards, ages and lengths for the groups of batch `step`."""
-    return {**_reward_figures(groups), **_age_figures(step, groups), **_length_figures(groups)}
+def batch_figures(step: int, groups: Sequence[Group], gates: Gates = ()) -> dict[str, Any]:
+    """Return the figures on rewards, ages and lengths for the groups of batch `step`.
+
+    `gates`: the gates of the batch, by which the rewards of `groups` were paid.
+    """
+    return {
+        **_reward_figures(groups),
+        **_part_figures(groups, gates),
+        **_age_figures(step, groups),
+        **_length_figures(groups),
+    }
 
 
 def _control_shares(totals: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -193,6 +203,31 @@ def _reward_figures(groups: Sequence[Group]) -> dict[str, float]:
         "reward_std": float(rewards.std()),
         "signal_share": float((np.ptp(rewards, axis=1) > 0).mean()),
     }
+
+
+def _part_figures(groups: Sequence[Group], gates: Gates) -> dict[str, Any]:
+    """Return the mean of each reward part, and the figures on gated parts; empty if no reward has parts.
+
+    `reward_ungated_mean` is the mean reward as it was scored; `gates` says which gated part was paid, and
+    `paid_share` to which fraction of the samples more than 0 of it was paid.
+    """
+    samples = [t for group in groups for t in group.trajectories]
+    named = defaultdict(list)
+    for t in samples:
+        for name, value in t.reward_parts.items():
+            named[name].append(value)
+    figures: dict[str, Any] = {}
+    if named:
+        figures["reward_parts"] = {name: float(np.mean(values)) for name, values in named.items()}
+    if gates:
+        withheld = sum(sum(named[name]) for name, is_paid in gates if not is_paid) / len(samples)
+        figures["reward_ungated_mean"] = float(np.array([t.reward for t in samples], float).mean() + withheld)
+        figures["gates"] = dict(gates)
+        figures["paid_share"] = {
+            name: sum(value > 0 for value in named[name]) / len(samples) if is_paid else 0.0
+            for name, is_paid in gates
+        }
+    return figures
 
 
 def _age_figures(step: int, groups: Sequence[Group]) -> dict[str, float]:

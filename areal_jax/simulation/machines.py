@@ -9,6 +9,7 @@ import numpy as np
 
 from areal_jax.config.tree import Config
 from areal_jax.control import events as e
+from areal_jax.control.reward_gate import CORRECT
 from areal_jax.runtime.core import Prompts
 from areal_jax.simulation.decoders import Decoder, DrawnDecoder, Work
 from areal_jax.simulation.schedule import Schedule
@@ -84,7 +85,12 @@ class DrawnMachines:
             )
         is_equal = rng.random() < schedule.equal_rewards
         rewards = [0.0] * size if is_equal else rng.random(size).round(3).tolist()
-        return e.RewardScored(action.ordinal, action.attempt, tuple(rewards))
+        parts = ()
+        if (gated := self._config.algorithm.gate.part) is not None:
+            right = rng.integers(2, size=size).tolist()
+            rewards = [reward + 0.5 * one for reward, one in zip(rewards, right, strict=True)]
+            parts = tuple(((CORRECT, float(one)), (gated, 0.5 * one)) for one in right)
+        return e.RewardScored(action.ordinal, action.attempt, tuple(rewards), parts)
 
     def train(self, action: e.Train, groups: tuple[Group, ...]) -> tuple[str, dict[str, Any]]:
         return self.publish(action.step + 1), {}

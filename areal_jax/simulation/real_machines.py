@@ -125,7 +125,7 @@ class RealMachines:
         batch = held_batch(self._parts, action.step, groups)
         self.state, value, metrics = train_batch(self._parts, self.state, batch, self._clock)
         self._trained[value.version] = wire_copy(value, self._parts.config.wire_dtype)
-        return value.digest, batch_figures(action.step, groups) | metrics
+        return value.digest, batch_figures(action.step, groups, action.gates) | metrics
 
     def publish(self, version: PolicyVersion) -> str:
         return self._store.publish(self._trained.pop(version)).digest

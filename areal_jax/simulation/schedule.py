@@ -104,7 +104,7 @@ def random_schedule(seed: int) -> tuple[Config, Schedule]:
         Fault(str(rng.choice(kinds)), int(row), int(rng.integers(hosts)), float(rng.uniform(0.1, 5.0)))
         for row in rng.choice(np.arange(1, 140), size=int(rng.integers(3, 7)), replace=False)
     ]
-    return config, Schedule(
+    schedule = Schedule(
         seed=seed,
         train_s=float(rng.uniform(0.02, 1.0)),
         publish_s=float(rng.uniform(0.01, 1.0)),
@@ -117,3 +117,9 @@ def random_schedule(seed: int) -> tuple[Config, Schedule]:
         duplicated=float(rng.choice([0.0, 0.2])),
         faults=tuple(sorted(faults, key=lambda fault: fault.at_row)),
     )
+    return (_with_gate(config) if rng.random() < 0.5 else config), schedule
+
+
+def _with_gate(config: Config) -> Config:
+    gate = config.algorithm.gate.model_copy(update={"part": "intermediate"})
+    return config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"gate": gate})})

@@ -22,6 +22,7 @@ from areal_jax.control import events as e
 from areal_jax.control.audit import AuditResult, Row, audit
 from areal_jax.control.events import Action, Event
 from areal_jax.control.machine import ControlPlane
+from areal_jax.control.reward_gate import Gates
 from areal_jax.runtime.core import DriverCore
 from areal_jax.simulation.decoders import Call, Decoder
 from areal_jax.simulation.machines import DrawnMachines, Machines
@@ -65,7 +66,7 @@ class Meters:
             self.interruptions += event.interrupted
 
     def make(
-        self, step: int, groups: Sequence[Group], trained: dict[str, float], digest: str
+        self, step: int, groups: Sequence[Group], trained: dict[str, float], digest: str, gates: Gates = ()
     ) -> dict[str, float]:
         """Count the ages of a trained batch's tokens; return `trained`, the trainer's metrics, unchanged.
 

@@ -28,6 +28,9 @@ class Task:
     None: the task is for any tokenizer.
     """
 
+    wants_pieces: bool = False
+    """Whether `score` reads `Completion.pieces`, the text of each token."""
+
     def __len__(self) -> int:
         raise TaskError(f"{type(self).__name__} has no __len__; define it to return the number of prompts")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -33,32 +34,56 @@ class Tokenizer(Protocol):
         """Returns the text of ids, without special tokens. Never raises, as a policy may sample any id."""
         ...
 
+    def token_bytes(self, token: int) -> bytes | None:
+        """Returns the UTF-8 bytes that an id adds to a text; b"" for a special token.
+
+        None: the tokenizer joins or separates neighbours, so that the bytes depend on the other ids.
+        """
+        ...
+
     def render(self, prompt: Prompt) -> list[int]:
         """Returns a prompt's ids with special tokens. Raises TaskError if the prompt cannot be encoded."""
         ...
 
 
 class CharTokenizer:
-    """One id per character: 0 is pad, 1 is eos, 2 is the first character of `alphabet`, and so on."""
+    """One id per character or symbol: 0 is pad, 1 is eos, 2 is the first character of `alphabet`, and so on.
+
+    The ids after those of the alphabet are for `symbols`, texts of several characters such as "<think>".
+    """
 
     pad_id = 0
     eos_id = 1
 
-    def __init__(self, alphabet: str) -> None:
+    def __init__(self, alphabet: str, symbols: Sequence[str] = ()) -> None:
         if not alphabet or len(set(alphabet)) != len(alphabet):
             raise TaskError(
                 f"the alphabet {alphabet!r} is empty or repeats a character; give every character once"
             )
+        if len(set(symbols)) != len(symbols) or any(len(symbol) < 2 for symbol in symbols):
+            raise TaskError(
+                f"the symbols {tuple(symbols)!r} must have two or more characters each, and no symbol may be "
+                "repeated; give single characters in the alphabet"
+            )
         self.alphabet = alphabet
-        self._ids = {character: number for number, character in enumerate(alphabet, 2)}
+        self.symbols = tuple(symbols)
+        self._texts = (*alphabet, *symbols)
+        self._ids = {text: number for number, text in enumerate(self._texts, 2)}
+        # The longest symbol comes first, because a regular expression takes the first alternative that fits.
+        longest_first = sorted(symbols, key=len, reverse=True)
+        self._parts = re.compile("|".join([*map(re.escape, longest_first), "."]), re.DOTALL)
 
     @property
     def vocab_size(self) -> int:
-        return len(self.alphabet) + 2
+        return len(self._texts) + 2
 
     def encode(self, text: str) -> list[int]:
+        """Returns the ids of text; where several symbols begin, the longest is taken.
+
+        Raises TaskError for a character that is neither in the alphabet nor part of a symbol.
+        """
         try:
-            return [self._ids[character] for character in text]
+            return [self._ids[part] for part in self._parts.findall(text)]
         except KeyError as error:
             raise TaskError(
                 f"the character {error.args[0]!r} of {text[:40]!r} is not in the alphabet {self.alphabet!r}; "
@@ -68,10 +93,13 @@ class CharTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         special = (self.pad_id, self.eos_id)
         return "".join(
-            self.alphabet[token - 2] if 2 <= token < self.vocab_size else REPLACEMENT
+            self._texts[token - 2] if 2 <= token < self.vocab_size else REPLACEMENT
             for token in tokens
             if token not in special
         )
+
+    def token_bytes(self, token: int) -> bytes:
+        return self.decode([token]).encode()
 
     def render(self, prompt: Prompt) -> list[int]:
         return _render(self, prompt)
@@ -92,10 +120,13 @@ class ByteTokenizer:
         return list(text.encode("utf-8", errors="replace"))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        special = (self.bos_id, self.eos_id)
+        return b"".join(map(self.token_bytes, tokens)).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        if token in (self.bos_id, self.eos_id):
+            return b""
         # UTF-8 never contains 0xff: an id beyond the bytes becomes one replacement character.
-        raw = bytes(token if 0 <= token < 256 else 0xFF for token in tokens if token not in special)
-        return raw.decode("utf-8", errors="replace")
+        return bytes([token if 0 <= token < 256 else 0xFF])
 
     def render(self, prompt: Prompt) -> list[int]:
         tokens = _render(self, prompt)

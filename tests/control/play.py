@@ -15,7 +15,7 @@ from areal_jax.types import SampleId, VersionSpan
 
 SECTIONS = {
     "steps": "run", "batch_size": "trainer", "keep_checkpoints": "trainer",
-    "group_size": "algorithm", "group_filter": "algorithm", "on_update": "generation",
+    "group_size": "algorithm", "group_filter": "algorithm", "gate": "algorithm", "on_update": "generation",
 }  # fmt: skip
 """Config key -> its section; any other key here is one of section `control`."""
 
@@ -111,11 +111,13 @@ class Player:
         if self.random.random() < self.failed_rewards:
             return e.RewardFailed(ordinal, attempt, 0, "failed", "")
         is_equal = self.random.random() < self.equal_rewards
-        return e.RewardScored(
-            ordinal,
-            attempt,
-            tuple(0.0 if is_equal else float(m) for m in range(self.config.algorithm.group_size)),
-        )
+        rewards = tuple(0.0 if is_equal else float(m) for m in range(self.config.algorithm.group_size))
+        parts = ()
+        if (part := self.config.algorithm.gate.part) is not None:
+            right = [float(self.random.random() < 0.5) for _ in rewards]
+            rewards = tuple(reward + 0.5 * one for reward, one in zip(rewards, right, strict=True))
+            parts = tuple((("correct", one), (part, 0.5 * one)) for one in right)
+        return e.RewardScored(ordinal, attempt, rewards, parts)
 
     def finish(self, decoding: Decoding) -> Event:
         """The sample ends now: its head under the version it began with, its tail under the newest, or

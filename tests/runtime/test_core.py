@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from areal_jax.config.loading import make_config
+from areal_jax.config.tree import Config
 from areal_jax.control import events as e
 from areal_jax.control.machine import ControlError, ControlPlane
+from areal_jax.control.reward_gate import Gates
 from areal_jax.runtime.core import DriverCore, Incoming
 from areal_jax.simulation.machines import EmptyPrompts
 from areal_jax.simulation.memory_journal import MemoryJournal
@@ -45,6 +47,7 @@ class Recorder:
         self.scored: list[e.Score] = []
         self.trained: list[tuple[Group, ...]] = []
         self.rows: list[tuple[int, list[int]]] = []
+        self.gates: list[Gates] = []
         self.seen: list[e.Event] = []
 
     def dispatch(self, action: e.Dispatch, prompt: tuple[int, ...]) -> None:
@@ -61,24 +64,25 @@ class Recorder:
     def see(self, event, actions) -> None:
         self.seen.append(event)
 
-    def make(self, step, groups, trained, digest) -> dict[str, float]:
+    def make(self, step, groups, trained, digest, gates) -> dict[str, float]:
         self.rows.append((step, [group.ordinal for group in groups]))
+        self.gates.append(gates)
         return trained | {"step": step}
 
 
 class Started:
     """A core with one host of two slots, a member of the first group already finished."""
 
-    def __init__(self) -> None:
-        self.journal, self.out = MemoryJournal(), Recorder()
-        self.core = self.make(ControlPlane(CONFIG))
+    def __init__(self, config: Config = CONFIG) -> None:
+        self.config, self.journal, self.out = config, MemoryJournal(), Recorder()
+        self.core = self.make(ControlPlane(config))
         self.deliver((e.RunStarted("d0", 2), None), (e.HostJoined("a", 2), None))
         self.deliver((e.HostAdopted("a", 0, "d0"), None))
         assert self.out.dispatched[0].samples == (SampleId(0, 0), SampleId(0, 1))
         self.deliver(finished(0, token=10))
 
     def make(self, control: ControlPlane) -> DriverCore:
-        return DriverCore(CONFIG, control, self.journal, EmptyPrompts(), self.out, self.out)
+        return DriverCore(self.config, control, self.journal, EmptyPrompts(), self.out, self.out)
 
     def deliver(self, *incoming: Incoming) -> None:
         entries = self.core.record(incoming)
@@ -86,7 +90,7 @@ class Started:
 
     def restart(self) -> None:
         """A new process: the journal is all that is left."""
-        self.core = self.make(ControlPlane.fold(CONFIG, [event for _, event, _ in self.journal.rows]))
+        self.core = self.make(ControlPlane.fold(self.config, [event for _, event, _ in self.journal.rows]))
 
     def kinds(self) -> list[str]:
         return [type(event).__name__ for _, event, _ in self.journal.rows]
@@ -165,3 +169,19 @@ def test_nothing_is_acted_on_before_it_is_recorded():
     assert (len(run.journal.rows), run.out.scored) == (rows + 1, [])
     run.core.act(action for entry in entries for action in entry.actions)
     assert run.out.scored == [e.Score(0, 0)]
+
+
+def test_a_closed_gate_withholds_its_part_from_trainer_and_row_and_a_restart_too():
+    gate = {"part": "intermediate", "first": "closed"}
+    config = CONFIG.model_dump() | {"algorithm": {"group_size": 2, "gate": gate}}
+    run = Started(make_config(config))
+    parts = ((("correct", 1.0), ("intermediate", 0.5)), (("correct", 0.0), ("intermediate", 0.0)))
+    run.deliver(finished(1, 11), (e.RewardScored(0, 0, (3.5, -0.5), parts), None))
+    assert run.tokens() == [[(10, 3.0), (11, -0.5)]]
+    run.restart()
+    run.out.trained.clear()
+    run.deliver((e.RunResumed(2), None))
+    assert run.tokens() == [[(10, 3.0), (11, -0.5)]]
+    assert [t.reward for t in run.journal.group(0, 0, 2)] == [3.5, -0.5]  # the journal has them as scored
+    run.deliver(TRAINED)
+    assert run.out.gates == [(("intermediate", False),)]

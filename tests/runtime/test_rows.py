@@ -192,3 +192,19 @@ def test_swaps_and_what_they_cost_are_summed_over_hosts_and_counted_from_row_to_
     hosts[1].said = Statistics(swaps=2, swap_s=0.375, recomputed_tokens=30)
     row = rows.make(6, BATCH, TRAINED, "d" * 16)
     assert [row[name] for name in names] == [1, 0.125, 0, 0]
+
+
+def test_a_row_has_the_means_of_the_parts_and_what_each_gate_paid():
+    def scored(ordinal: int, member: int, correct: float, part: float) -> Trajectory:
+        parts = {"correct": correct, "intermediate": part}
+        return replace(sample(ordinal, member, 1.0 + correct, [3]), reward_parts=parts)
+
+    batch = [Group(0, Prompt("a", task="x"), (scored(0, 0, 1.0, 0.5), scored(0, 1, 0.0, 0.0)))]
+    batch.append(Group(1, Prompt("a", task="x"), (scored(1, 0, 1.0, 0.25), scored(1, 1, 1.0, 0.0))))
+    closed = make().make(5, batch, TRAINED, "", (("intermediate", False),))
+    assert closed["reward_parts"] == {"correct": 0.75, "intermediate": 0.1875}
+    assert (closed["reward_mean"], closed["reward_ungated_mean"]) == (1.75, 1.9375)
+    assert (closed["gates"], closed["paid_share"]) == ({"intermediate": False}, {"intermediate": 0.0})
+    open_ = make().make(5, batch, TRAINED, "", (("intermediate", True),))
+    assert (open_["reward_ungated_mean"], open_["paid_share"]) == (1.75, {"intermediate": 0.5})
+    assert not {"reward_parts", "gates"} & make().make(5, BATCH, TRAINED, "").keys()
