@@ -39,6 +39,8 @@ class Inputs:
     source: Source
     held_out: dict[str, WeightedTask] | None
     """The held-out prompts for evaluation; None unless observe.evaluate is set."""
+    supervised: dict[str, WeightedTask]
+    """The tasks of the supervised steps."""
 
     @property
     def model(self) -> Model:
@@ -111,7 +113,9 @@ def open_inputs(config: Config, tasks: Sequence[Task] = ()) -> Inputs:
     source, asked = open_source(config, loaded), None
     if config.observe.evaluate:
         asked = loaded if tasks else held_out(without_splits(config.tasks))
-    inputs = Inputs(config, loaded, PromptStream(loaded, config.run.seed), source, asked)
+    own = config.trainer.supervised_tasks
+    supervised = load_tasks(own) if own else loaded
+    inputs = Inputs(config, loaded, PromptStream(loaded, config.run.seed), source, asked, supervised)
     for ordinal in range(CHECKED_PROMPTS):
         inputs.prompt_tokens(ordinal)
     return inputs
@@ -137,7 +141,7 @@ def assemble_on(devices: Devices, inputs: Inputs, learner: Learner | None = None
     config = inputs.config
     teacher = open_teacher(config, inputs.tasks, inputs.model) if config.algorithm.teacher else None
     learner = learner or make_learner(config, inputs.model, devices.trainer, teacher)
-    own = (config, inputs.tasks, inputs.prompts, inputs.source, inputs.held_out)
+    own = (config, inputs.tasks, inputs.prompts, inputs.source, inputs.held_out, inputs.supervised)
     return Parts(*own, devices, learner, teacher)
 
 
@@ -197,7 +201,7 @@ def first_params(parts: Parts) -> Params:
         base,
         parts.source.load(param_shardings(base.logical_axes, base.abstract_params, mesh)),
         make_optimizer(c.trainer, c.trainer.supervised_steps),
-        parts.tasks,
+        parts.supervised,
         c.trainer,
         length=c.row_length,
         seed=c.run.seed,

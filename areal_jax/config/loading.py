@@ -21,6 +21,10 @@ from areal_jax.plugin import did_you_mean, nearest
 from areal_jax.types import ArealError
 
 
+TASK_SECTIONS = ("tasks", "trainer.supervised_tasks")
+"""Keys whose value maps the name of a task to its settings."""
+
+
 class ConfigError(ArealError):
     """An invalid config; the message names the key, the value and the remedy."""
 
@@ -128,12 +132,13 @@ def _from_word(word: str) -> Mapping[str, Any]:
         ) from None
     if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value):
         value = float(value)  # YAML 1.1 reads 1e-5 as text
-    first, *rest = key.split(".")
-    if first == "tasks" and ":" in key:  # the module path in tasks.pkg.module:Name.key has dots of its own
-        end = next(number for number, part in enumerate(rest) if ":" in part)
-        rest = [".".join(rest[: end + 1]), *rest[end + 1 :]]
-    tree = {[first, *rest][-1]: value}
-    for part in reversed([first, *rest][:-1]):
+    parts = key.split(".")
+    section = next((name.split(".") for name in TASK_SECTIONS if key.startswith(f"{name}.")), None)
+    if section and ":" in key:  # the module path in tasks.pkg.module:Name.key has dots of its own
+        end = next(number for number, part in enumerate(parts) if ":" in part)
+        parts = [*section, ".".join(parts[len(section) : end + 1]), *parts[end + 1 :]]
+    tree = {parts[-1]: value}
+    for part in reversed(parts[:-1]):
         tree = {part: tree}
     return tree
 
@@ -141,7 +146,7 @@ def _from_word(word: str) -> Mapping[str, Any]:
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in over.items():
-        if key == "tasks" and isinstance(value, (str, list)):
+        if key in ("tasks", "supervised_tasks") and isinstance(value, (str, list)):
             merged[key] = _tasks(value)  # a name or a list replaces the tasks, a mapping adds to them
             continue
         old = merged.get(key)

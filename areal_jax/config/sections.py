@@ -412,6 +412,10 @@ class TrainerConfig(Section):
     """
     supervised_steps: int = Field(default=0, ge=0)
     """Number of supervised updates on the task's reference answers before the run starts from version 0."""
+    supervised_tasks: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Tasks of the supervised_steps, as in section tasks: for example easier or longer prompts than those of
+    the run, which teach a format. {}: the run's tasks.
+    """
     supervised_batch: int = Field(default=128, ge=1)
     """Number of reference answers in each of the supervised_steps."""
     checkpoint_every: int = Field(default=50, ge=1)

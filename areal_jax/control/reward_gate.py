@@ -20,6 +20,9 @@ from areal_jax.types import Group
 CORRECT = "correct"
 """Name of the reward part that is a sample's accuracy: 1 if its final answer is right, else 0."""
 
+DECIMALS = 9
+"""Rewards without a withheld part are rounded to this many decimals."""
+
 Gates = tuple[tuple[str, bool], ...]
 """(name of a reward part, whether it is paid) for each gated part of a batch; empty without a gate."""
 
@@ -64,8 +67,11 @@ def rewards_of(
     sample without it.
     """
     closed = [name for name, is_paid in gates if not is_paid]
+    if not closed:
+        return tuple(rewards)
+    # Rounded, because a group's equal rewards must stay equal: (0.3 + 0.1) - 0.1 is not 0.3.
     return tuple(
-        reward - sum(own.get(name, 0.0) for name in closed)
+        round(reward - sum(own.get(name, 0.0) for name in closed), DECIMALS)
         for reward, own in zip(rewards, parts or [{}] * len(rewards), strict=True)
     )
 

@@ -1,10 +1,12 @@
-"""A run's prompts are checked before anything starts."""
+"""A run's prompts are checked before anything starts; its supervised steps may have tasks of their own."""
 
 from __future__ import annotations
 
+import jax
+import numpy as np
 import pytest
 
-from areal_jax.assembly.parts import open_inputs
+from areal_jax.assembly.parts import assemble, first_params, open_inputs
 from areal_jax.tasks.task import Task
 from areal_jax.tasks.tokenizers import CharTokenizer
 from areal_jax.types import ArealError, Completion, Prompt, Reward
@@ -39,3 +41,15 @@ def test_a_prompt_must_leave_room_for_a_completion(tmp_path):
         open_inputs(small(tmp_path), [OneText("a" * 24)])
     inputs = open_inputs(small(tmp_path), [OneText("a" * 23)])
     assert inputs.prompt_tokens(0) == tuple(CharTokenizer("ab").encode("a")) * 23
+
+
+def test_the_supervised_steps_may_have_tasks_of_their_own(tmp_path):
+    """Equal to a run whose own task is that one; the run's prompts stay those of its own task."""
+    words = ["trainer.supervised_steps=2", "trainer.supervised_batch=8"]
+    other = small(tmp_path, *words, "tasks.countdown.median=8.0")
+    both = small(tmp_path, *words, "trainer.supervised_tasks.countdown.median=8.0")
+    own = small(tmp_path, *words)
+    leaves = [jax.tree.leaves(first_params(assemble(each))) for each in (other, both, own)]
+    assert all(map(np.array_equal, leaves[0], leaves[1]))
+    assert not all(map(np.array_equal, leaves[0], leaves[2]))
+    assert assemble(both).prompt(3) == assemble(own).prompt(3) != assemble(other).prompt(3)

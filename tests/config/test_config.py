@@ -35,6 +35,16 @@ def test_words_reach_into_a_tasks_nested_settings():
     assert load_config(*own).tasks == {"pkg.sums:Sums": {"table": {"size": 3}, "largest": 9}}
 
 
+def test_the_tasks_of_the_supervised_steps_are_named_and_set_like_those_of_the_run():
+    words = [
+        "trainer.supervised_tasks=[pkg.sums:Sums, countdown]",
+        "trainer.supervised_tasks.countdown.letters=8",
+    ]
+    words.append("trainer.supervised_tasks.pkg.sums:Sums.table.size=3")
+    expected = {"pkg.sums:Sums": {"table": {"size": 3}}, "countdown": {"letters": 8}}
+    assert load_config(*words).trainer.supervised_tasks == expected
+
+
 def test_a_word_that_is_no_yaml_is_named():
     with pytest.raises(ConfigError, match=r"tasks.gsm8k.data_dir=\[: the value is not YAML"):
         load_config("tasks.gsm8k.data_dir=[")

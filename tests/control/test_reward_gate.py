@@ -98,6 +98,14 @@ def test_rewards_are_scored_with_the_part_and_paid_without_it_behind_a_closed_ga
     assert rewards_of(scored, parts, (("intermediate", False),)) == (3.0, -0.5)
 
 
+def test_rewards_that_are_equal_without_the_part_stay_equal():
+    """(0.3 + 0.1) - 0.1 is not 0.3, and the signal filter compares the members of a group."""
+    parts = ({"correct": 1.0, "intermediate": 0.1}, {"correct": 1.0, "intermediate": 0.0})
+    scored = (0.3 + 0.1, 0.3)
+    assert scored[0] - 0.1 != scored[1]
+    assert rewards_of(scored, parts, (("intermediate", False),)) == (0.3, 0.3)
+
+
 def test_groups_are_paid_by_the_gates_and_keep_their_parts():
     arrays = [np.zeros(1, np.int32), np.ones(1, bool), np.zeros(1, np.float32), np.zeros(1, np.int32)]
     one = Trajectory(SampleId(0, 0), *arrays, np.zeros(1, np.int32), Sampling(), "stop")
