@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -57,6 +58,13 @@ def ablate(
         typer.Argument(help="values=[...], arms=[...], seeds=N, speed=X, or section.key=value for all."),
     ] = None,
     json: AsJson = False,
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="Run a part of the ablation that takes at most two minutes.")
+    ] = False,
+    runs: Annotated[
+        Path | None,
+        typer.Option(help="File to which each finished run is appended; runs that it has are not repeated."),
+    ] = None,
 ) -> None:
     """Run an ablation (runs that differ in one key) over several seeds, and show a table of its results."""
     from areal_jax.simulation.ablations import ABLATIONS, find
@@ -69,7 +77,8 @@ def ablate(
 
     ablation = find(name)
     use_compilation_cache()
-    figures = run_all(name, ablation, words or [], lambda said: typer.echo(said, err=True))
+    asked = [*(ablation.smoke if smoke else ()), *(words or ())]
+    figures = run_all(name, ablation, asked, lambda said: typer.echo(said, err=True), runs)
     if json:
         print_json(figures)
     else:
@@ -90,9 +99,27 @@ def _print_table(figures: Mapping[str, Any]) -> None:
         means = [f"{row[name]:.4g}" for name in names]
         seeds = " ".join(f"{figure:.4g}" for figure in row["by_seed"])
         table.add_row(str(row["value"]), row["arm"], means[0], seeds, *means[1:])
-    Console(width=COLUMN * len(table.columns)).print(table)
+    console = Console(width=COLUMN * len(table.columns))
+    console.print(table)
+    if figures["differences"]:
+        console.print(_difference_table(figures))
     for claim, holds in figures["claims"].items():
         typer.echo(f"{ {True: 'met', False: 'not met', None: 'not in this table'}[holds] }: {claim}")
+
+
+def _difference_table(figures: Mapping[str, Any]) -> Any:
+    """Returns the rich table of an ablation's paired differences."""
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    table = Table(
+        figures["key"], "figure", "arm", "minus", "difference", "95 % interval", "pairs", box=SIMPLE
+    )
+    for row in figures["differences"]:
+        ends = "–" if row["low"] is None else f"{row['low']:+.3f} to {row['high']:+.3f}"
+        names = (str(row["value"]), row["figure"].replace("_", " "), row["arm"], row["baseline"])
+        table.add_row(*names, f"{row['difference']:+.3f}", ends, str(row["pairs"]))
+    return table
 
 
 def simtest(

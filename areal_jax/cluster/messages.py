@@ -123,9 +123,9 @@ class Command:
     """An action of the control plane, with the data that the receiver needs to carry it out.
 
     `payload` for Dispatch: the prompt's tokens. For Score: [text, tokens, stop reason, the tokens' texts] of
-    each completion, with the last one empty unless the task wants it. For Cancel: None. For Train: a dict with the batch's `plan`, as `BatchPlan.to_wire` returns it; if a
-    journaled batch is trained again, the dict also has the batch's journaled digests `digest` and `published`
-    (see `recovery.Journaled`).
+    each completion; the last one is empty unless the task wants it. For Cancel: None. For Train: a dict with
+    the batch's `plan`, as `BatchPlan.to_wire` returns it; if a journaled batch is trained again, the dict
+    also has the batch's journaled digests `digest` and `published` (see `recovery.Journaled`).
     """
 
     epoch: str

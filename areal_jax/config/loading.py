@@ -20,7 +20,6 @@ from areal_jax.config.tree import Config
 from areal_jax.plugin import did_you_mean, nearest
 from areal_jax.types import ArealError
 
-
 TASK_SECTIONS = ("tasks", "trainer.supervised_tasks")
 """Keys whose value maps the name of a task to its settings."""
 

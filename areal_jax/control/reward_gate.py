@@ -1,4 +1,4 @@
-"""The gate of a reward part (algorithm.gate): in which batches the part is paid, and what a sample then earns.
+"""The gate of a reward part (algorithm.gate): in which batches the part is paid, and what samples earn.
 
 Interleaved Reasoning (Xie et al., arXiv:2505.19640, algorithm 1) pays right intermediate answers only while
 the accuracy of the training batches does not fall. Rewards are journaled when they are scored, with the gated

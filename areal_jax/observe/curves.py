@@ -51,7 +51,7 @@ def task_curve(rows: Rows, field: str, title: str) -> Figure | None:
 
 
 def parts_curve(rows: Rows) -> Figure | None:
-    """Draws over the steps the mean of each part of the rewards, and a mark below each step with a closed gate.
+    """Draws over the steps the mean of each part of the rewards, with a mark at each step with a closed gate.
 
     Returns None if no reward has parts.
     """

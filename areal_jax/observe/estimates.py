@@ -80,6 +80,24 @@ def mean_estimate(values: Sequence[float] | np.ndarray) -> Estimate:
     return Estimate(mean, mean - half, mean + half)
 
 
+def paired_estimate(differences: Sequence[float]) -> Estimate:
+    """Returns the mean of paired differences, one per pair, with a 95 % interval of Student's t.
+
+    m ± t s / √n, with s² the variance with divisor n - 1, and t the 97.5 % quantile for n - 1 degrees of
+    freedom: 4.30 for 3 pairs. `low` and `high` are None for a single pair.
+    """
+    x = np.asarray(differences, np.float64)
+    if not x.size:
+        return NOTHING
+    mean = float(x.mean())
+    if x.size == 1:
+        return Estimate(mean, None, None)
+    from scipy.special import stdtrit  # loads in 0.1 s, and few commands need it
+
+    half = float(stdtrit(x.size - 1, (1 + CONFIDENCE) / 2)) * float(x.std(ddof=1)) / math.sqrt(x.size)
+    return Estimate(mean, mean - half, mean + half)
+
+
 def pass_at_k(samples: int, right: int, k: int) -> float:
     """Returns the unbiased estimate of pass@k: the probability that at least one of k samples is right.
 

@@ -75,7 +75,8 @@ def journaled_batches(journal: SqliteQueue, first: int, last: int) -> list[Journ
 def journaled_groups(inputs: Inputs, journal: SqliteQueue, train: Train) -> tuple[Group, ...]:
     """Returns the groups of the batch `train`, with their trajectories from the journal.
 
-    Their rewards are those that the batch was trained on, by the gates in `train`. Raises JournalError if one of the trajectories was deleted from the journal.
+    Their rewards are those that the batch was trained on, by the gates in `train`. Raises JournalError if one
+    of the trajectories was deleted from the journal.
     """
     size = inputs.config.algorithm.group_size
     groups = [

@@ -7,13 +7,16 @@ ablation that measures speed uses local runs under the wall clock.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -23,18 +26,27 @@ from areal_jax.assembly.parts import assemble, first_params
 from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
 from areal_jax.control.events import BatchTrained
+from areal_jax.evaluation.evaluator import as_served
+from areal_jax.evaluation.result import overall, task_figures
+from areal_jax.evaluation.run import EvalSettings, evaluate
 from areal_jax.generation.engine import Engine
 from areal_jax.models.model import Params
+from areal_jax.observe.estimates import paired_estimate
+from areal_jax.observe.metrics import read_objects
 from areal_jax.plugin import check_settings, did_you_mean
 from areal_jax.runtime.jobs import run
 from areal_jax.simulation.real_machines import RealMachines
 from areal_jax.simulation.schedule import Schedule
 from areal_jax.simulation.world import simulate
+from areal_jax.tasks.held_out import held_out, without_splits
 from areal_jax.trainer.learner import Learner
-from areal_jax.types import ArealError
+from areal_jax.types import ArealError, VersionedParams
 
 PUBLISH_S = 0.02
 """Virtual seconds until a trained version is published; a training step takes 1 virtual second."""
+
+EVAL_PROMPTS, EVAL_SAMPLES = 128, 2
+"""Sizes of an evaluation: the held-out prompts of each task, and the sampled answers of each prompt."""
 
 
 Row = Mapping[str, Any]
@@ -43,6 +55,21 @@ Row = Mapping[str, Any]
 
 Table = Mapping[tuple[Any, str], Mapping[str, Sequence[float]]]
 """(value of the varied key, arm) -> name of a figure -> its numbers, one per seed."""
+
+Evaluations = Mapping[str, Mapping[str, Any]]
+"""Name of an evaluation -> its figures over all tasks, as `evaluation.result.task_figures` returns them."""
+
+Measured = tuple[Sequence[Row], Evaluations]
+"""The metrics rows of a run, and the evaluations of its last parameters."""
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """A figure's difference between two arms, seed by seed: arm `arm` minus arm `baseline`."""
+
+    figure: str
+    arm: str
+    baseline: str
 
 
 @dataclass(frozen=True)
@@ -55,74 +82,162 @@ class Ablation:
     values: tuple[Any, ...]
     arms: Mapping[str, tuple[str, ...]]
     """Name -> the config overrides of that arm."""
-    seeds: int
+    seeds: int | Mapping[Any, int]
+    """Number of seeds, or value -> number of seeds."""
     speed: float | None
     """Decoding speed: how many batches of completions of maximum length the hosts decode during one training
     step. None: local runs under the wall clock.
     """
     figures: Mapping[str, Callable[[Sequence[Row]], float]]
     """Name -> function that computes the figure from a run's rows. The first figure answers the ablation's
-    question.
+    question, unless there are figures of evaluations.
     """
     claims: Mapping[str, Callable[[Table], bool]]
     """Expected result -> function that returns whether the table confirms it, and raises KeyError if the
     table lacks a run that the function needs.
     """
+    smoke: tuple[str, ...]
+    """Words of a table that takes at most two minutes."""
+    of_value: Mapping[Any, tuple[str, ...]] = field(default_factory=dict)
+    """Value -> config overrides of all its runs."""
+    evaluations: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Name -> config overrides of an evaluation of each run's last parameters on held-out prompts."""
+    evaluated: Mapping[str, Callable[[Evaluations], float]] = field(default_factory=dict)
+    """Name -> function that computes the figure from a run's evaluations. The first figure answers the
+    ablation's question.
+    """
+    contrasts: tuple[Contrast, ...] = ()
+    """The differences that the result shows with their 95 % intervals over seeds."""
+    curves: tuple[str, ...] = ("reward_mean",)
+    """Fields of the metrics rows that each run's result has for every step; `part/field` is in a mapping."""
 
 
 # --- running ------------------------------------------------------------------------------------------------
 
 
-def ablate(name: str, ablation: Ablation, words: Sequence[str], say: Callable[[str], None]) -> dict[str, Any]:
+def ablate(
+    name: str, ablation: Ablation, words: Sequence[str], say: Callable[[str], None], kept: Path | None = None
+) -> dict[str, Any]:
     """Run an ablation and return its table.
 
     `words` are key=value arguments: settings (values, arms, seeds, speed) or config keys. `say(text)` reports
-    each finished run in one line. Raises ArealError for an unknown key, and for a config key that the
-    ablation itself varies.
+    each finished run in one line. `kept`: a file to which each finished run is appended as a JSON line; a run
+    that it has already, of an equal config, is not repeated. Raises ArealError for an unknown key, and for a
+    config key that the ablation itself varies.
     """
     settings, overrides = _read(name, ablation, words)
-    values, arms = settings["values"], settings["arms"]
-    places = [(seed, value, arm) for seed in range(settings["seeds"]) for value in values for arm in arms]
-    configs = [
-        _config(ablation, overrides, *place) for place in places
-    ]  # a bad word fails before the first run
+    places = _places(settings)
+    # A bad word fails before the first run.
+    configs = [_config(ablation, overrides, *place) for place in places]
+    asked = [_evaluation_configs(ablation, overrides, *place) for place in places]
     measure = run_locally if settings["speed"] is None else Workbench(settings["speed"]).run
-    table: dict[tuple[Any, str], dict[str, list[float]]] = {}
+    known = {} if kept is None else {one["config"]: one for one in read_objects(kept, "delete the line")}
     results, started = [], time.perf_counter()
-    for (seed, value, arm), config in zip(places, configs, strict=True):
-        began = time.perf_counter()
-        rows = measure(config)
-        figures = {name: figure(rows) for name, figure in ablation.figures.items()}
-        result: dict[str, Any] = {
-            "value": value,
-            "arm": arm,
-            "seed": seed,
-            **figures,
-            "rewards": [row["reward_mean"] for row in rows],
-            "digest": rows[-1]["params_digest"],
-            "seconds": time.perf_counter() - began,
-        }
+    for place, config, evaluations in zip(places, configs, asked, strict=True):
+        name_of_run = _digest(config, evaluations)
+        result = known.get(name_of_run)
+        if result is None:
+            result = _measured(ablation, place, lambda own=(config, evaluations): measure(*own))
+            result["config"] = name_of_run
+            _keep(kept, result)
         results.append(result)
-        for figure, number in figures.items():
-            table.setdefault((value, arm), {}).setdefault(figure, []).append(number)
-        first = next(iter(figures))
+        first = _first_figure(ablation)
+        seed, value, arm = place
         say(
             f"{len(results)}/{len(places)}: {ablation.key}={value}, {arm}, seed {seed}: "
-            f"{first} {figures[first]:.5g}, {result['seconds']:.0f} s"
+            f"{first} {result[first]:.5g}, {result['seconds']:.0f} s"
         )
-    c = configs[0]
+    return _answer(name, ablation, settings, overrides, results) | {
+        "steps": configs[0].run.steps,
+        "total_seconds": time.perf_counter() - started,
+        **machine(configs[0].model.shape, configs[0].model.dtype, [one["seconds"] for one in results]),
+    }
+
+
+def _places(settings: Mapping[str, Any]) -> list[tuple[int, Any, str]]:
+    """Return (seed, value, arm) of every run, in the order of the runs."""
+    seeds, values = settings["seeds"], settings["values"]
+    count = {value: seeds if isinstance(seeds, int) else seeds[value] for value in values}
+    return [
+        (seed, value, arm)
+        for seed in range(max(count.values()))
+        for value in values
+        for arm in settings["arms"]
+        if seed < count[value]
+    ]
+
+
+def _first_figure(ablation: Ablation) -> str:
+    return next(iter(ablation.evaluated or ablation.figures))
+
+
+def _measured(
+    ablation: Ablation, place: tuple[int, Any, str], measure: Callable[[], Measured]
+) -> dict[str, Any]:
+    """Run one run, by `measure()`; return its figures and curves."""
+    seed, value, arm = place
+    began = time.perf_counter()
+    rows, evaluations = measure()
+    return {
+        "value": value,
+        "arm": arm,
+        "seed": seed,
+        **{name: figure(evaluations) for name, figure in ablation.evaluated.items()},
+        **{name: figure(rows) for name, figure in ablation.figures.items()},
+        "curves": {name: [_rounded(_field(row, name)) for row in rows] for name in ablation.curves},
+        "digest": rows[-1]["params_digest"],
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def _field(row: Row, name: str) -> Any:
+    field_name, _, inner = name.partition("/")
+    found = row.get(field_name)
+    return (found or {}).get(inner) if inner else found
+
+
+def _rounded(value: Any) -> Any:
+    return round(value, 4) if isinstance(value, float) else value
+
+
+def _digest(config: Config, evaluations: Mapping[str, Config]) -> str:
+    """Return a digest of everything that determines a run's result, except code and machine."""
+    # The evaluation's sizes count too; where a run's folder is does not.
+    texts = [config.model_dump_json(exclude={"run": {"dir"}}), str((EVAL_PROMPTS, EVAL_SAMPLES))]
+    texts += [f"{name} {other.model_dump_json(include={'tasks'})}" for name, other in evaluations.items()]
+    return hashlib.blake2b("\n".join(texts).encode(), digest_size=8).hexdigest()
+
+
+def _keep(kept: Path | None, result: Mapping[str, Any]) -> None:
+    if kept is not None:
+        with kept.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(result) + "\n")
+
+
+def _answer(
+    name: str,
+    ablation: Ablation,
+    settings: Mapping[str, Any],
+    overrides: Sequence[str],
+    results: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """Return the ablation's table, differences, claims and runs."""
+    figures = [*ablation.evaluated, *ablation.figures]
+    table: dict[tuple[Any, str], dict[str, list[float]]] = {}
+    for result in results:
+        numbers = table.setdefault((result["value"], result["arm"]), {figure: [] for figure in figures})
+        for figure in figures:
+            numbers[figure].append(result[figure])
     return {
         "ablation": name,
         "key": ablation.key,
         "recipe": ablation.recipe,
-        "words": overrides,
-        "steps": c.run.steps,
+        "words": list(overrides),
         **settings,
         "table": _rows(table),
+        "differences": _differences(ablation, settings["values"], table),
         "claims": {claim: _holds(table, test) for claim, test in ablation.claims.items()},
-        "runs": results,
-        "total_seconds": time.perf_counter() - started,
-        **machine(c.model.shape, c.model.dtype, [result["seconds"] for result in results]),
+        "runs": list(results),
     }
 
 
@@ -138,6 +253,26 @@ def _rows(table: Table) -> list[dict[str, Any]]:
     ]
 
 
+def _differences(ablation: Ablation, values: Sequence[Any], table: Table) -> list[dict[str, Any]]:
+    """Return each contrast's mean difference and 95 % interval: for each value, and over all values."""
+    found = []
+    for one in ablation.contrasts:
+        by_value = {value: paired(table, value, one) for value in values}
+        pooled = [difference for pairs in by_value.values() for difference in pairs]
+        for value, pairs in [*by_value.items(), ("all", pooled)]:
+            if pairs:
+                difference, low, high = paired_estimate(pairs)
+                ends = {"difference": difference, "low": low, "high": high, "pairs": len(pairs)}
+                found.append({"value": value, **vars(one), **ends})
+    return found
+
+
+def paired(table: Table, value: Any, contrast: Contrast) -> list[float]:
+    """Return the contrast's differences at this value, one per seed; empty if an arm was not run."""
+    arms = [table.get((value, arm), {}).get(contrast.figure, ()) for arm in (contrast.arm, contrast.baseline)]
+    return [one - other for one, other in zip(*arms, strict=False)]
+
+
 def _holds(table: Table, test: Callable[[Table], bool]) -> bool | None:
     try:
         return test(table)
@@ -145,11 +280,16 @@ def _holds(table: Table, test: Callable[[Table], bool]) -> bool | None:
         return None
 
 
-def run_locally(config: Config) -> list[dict[str, Any]]:
-    """Return the metrics rows, one per step, of a local run under the wall clock in a temporary folder."""
+def run_locally(config: Config, evaluations: Mapping[str, Config]) -> Measured:
+    """Run under the wall clock in a temporary folder; return the metrics rows, one per step.
+
+    Raises ArealError if `evaluations` has any: an ablation that measures speed makes none.
+    """
+    if evaluations:
+        raise ArealError(f"the evaluations {', '.join(evaluations)} need an ablation with a speed; set one")
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as silent:
         where = config.run.model_copy(update={"dir": f"{folder}/run"})
-        return run(config.model_copy(update={"run": where}), stream=silent).metrics
+        return run(config.model_copy(update={"run": where}), stream=silent).metrics, {}
 
 
 class Workbench:
@@ -165,10 +305,14 @@ class Workbench:
         self._engines: dict[str, list[Engine]] = {}
         self._params: dict[str, Params] = {}
 
-    def run(self, config: Config) -> list[dict[str, Any]]:
+    def run(self, config: Config, evaluations: Mapping[str, Config] | None = None) -> Measured:
+        """Run a config; return its rows, and the evaluations of its last parameters by these configs."""
         of_engine = _key(config, "model", "tasks", "generation", "runtime")
         of_learner = of_engine + _key(config, "algorithm", "trainer") + str(config.run.steps)
-        of_params = of_engine + _key(config, "trainer") + str(config.run.seed)
+        # The same start serves all arms whose supervised steps have the same tasks.
+        prompts = () if config.trainer.supervised_tasks else ("tasks",)
+        of_params = _key(config, "model", "runtime", "trainer", *prompts) + str(config.run.seed)
+        of_params += str(config.row_length)
         parts = assemble(config, learner=self._learners.get(of_learner))
         self._learners[of_learner] = parts.learner
         if of_engine not in self._engines:
@@ -184,7 +328,17 @@ class Workbench:
                 f"{result.audit.violations[0]}; please report this as a bug"
             )
         trained = [event for _, event, _ in result.rows if isinstance(event, BatchTrained)]
-        return [event.metrics | {"params_digest": event.digest} for event in trained]
+        rows = [event.metrics | {"params_digest": event.digest} for event in trained]
+        value = parts.learner.publish(machines.state)
+        return rows, {
+            name: self._evaluated(self._engines[of_engine][0], value, other)
+            for name, other in (evaluations or {}).items()
+        }
+
+    def _evaluated(self, engine: Engine, value: VersionedParams, config: Config) -> dict[str, Any]:
+        asked = held_out(without_splits(config.tasks))
+        settings = EvalSettings(config, EVAL_PROMPTS, EVAL_SAMPLES)
+        return task_figures(overall(evaluate(engine, as_served(value, config), asked, settings)))
 
 
 def schedule(config: Config, speed: float) -> Schedule:
@@ -265,7 +419,8 @@ def _check(name: str, ablation: Ablation, settings: Mapping[str, Any]) -> None:
         if arm not in ablation.arms:
             hint = did_you_mean(str(arm), ablation.arms, f"choose from: {', '.join(ablation.arms)}")
             raise ArealError(f"ablation {name} has no arm {arm}; {hint}")
-    if type(settings["seeds"]) is not int or settings["seeds"] < 1:
+    seeds = settings["seeds"]
+    if seeds != ablation.seeds and (type(seeds) is not int or seeds < 1):
         raise ArealError(f"seeds={settings['seeds']} is not a count; use an integer of at least 1")
     speed = settings["speed"]
     if speed is not None and not (isinstance(speed, (int, float)) and 0 < speed < math.inf):
@@ -273,5 +428,19 @@ def _check(name: str, ablation: Ablation, settings: Mapping[str, Any]) -> None:
 
 
 def _config(ablation: Ablation, overrides: Sequence[str], seed: int, value: Any, arm: str) -> Config:
-    own = (*ablation.arms[arm], f"{ablation.key}={value}", f"run.seed={seed}")
-    return load_config(ablation.recipe, *overrides, *own)
+    return load_config(*_sources(ablation, overrides, seed, value, arm))
+
+
+def _evaluation_configs(
+    ablation: Ablation, overrides: Sequence[str], seed: int, value: Any, arm: str
+) -> dict[str, Config]:
+    """Return the config of each evaluation of this run."""
+    own = _sources(ablation, overrides, seed, value, arm)
+    return {name: load_config(*own, *words) for name, words in ablation.evaluations.items()}
+
+
+def _sources(
+    ablation: Ablation, overrides: Sequence[str], seed: int, value: Any, arm: str
+) -> tuple[str, ...]:
+    own = (*ablation.arms[arm], *ablation.of_value.get(value, ()))
+    return (ablation.recipe, *overrides, *own, f"{ablation.key}={value}", f"run.seed={seed}")

@@ -10,6 +10,7 @@ from statistics import fmean, mean, median
 
 from areal_jax.plugin import did_you_mean
 from areal_jax.simulation.ablation import Ablation, Row, Table
+from areal_jax.simulation.interleaved_ablation import INTERLEAVED
 from areal_jax.types import ArealError
 
 UNBOUNDED = "unbounded"
@@ -150,6 +151,7 @@ ABLATIONS: Mapping[str, Ablation] = {
             "from staleness 1 on, naive clips more tokens than decoupled": _naive_clips_more,
             "decoupled has no higher reward with unbounded staleness than at staleness 4": _unbounded_costs,
         },
+        smoke=("values=[0,4]", "arms=[decoupled]", "seeds=1", "run.steps=4"),
     ),
     "interruption": Ablation(
         doc="the gain of hosts that change weights in mid-sample (recompute, keep, pinned) over hosts that "
@@ -182,7 +184,9 @@ ABLATIONS: Mapping[str, Ablation] = {
             f"skewed: recompute trains >= {INTERRUPTION_GAIN:.2f} x drain's tokens": _interrupting_gains,
             f"constant: recompute trains <= {CONSTANT_GAIN:.2f} x drain's tokens": _skew_makes_the_gain,
         },
+        smoke=("values=[1.0]", "arms=[recompute,drain]", "seeds=1", "run.steps=6"),
     ),
+    "interleaved": INTERLEAVED,
 }
 
 

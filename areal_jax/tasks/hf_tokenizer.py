@@ -153,7 +153,9 @@ class HFTokenizer:
         special = {token for token, its in added.items() if its.special}
         letters = _byte_letters()
         return {
-            token: b"" if token in special else bytes(letters[letter] for letter in text)
+            token: b""
+            if token in special
+            else bytes(letters[letter] for letter in text)
             if token not in added and all(letter in letters for letter in text)
             else text.encode()
             for text, token in self._backend.get_vocab(with_added_tokens=True).items()

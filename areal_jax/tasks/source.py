@@ -17,11 +17,15 @@ from areal_jax.types import Prompt
 
 BUILTIN = {
     "arithmetic": "areal_jax.tasks.datasets.arithmetic:Arithmetic",
+    "chained": "areal_jax.tasks.datasets.chained:Chained",
     "code": "areal_jax.tasks.datasets.code:Code",
     "countdown": "areal_jax.tasks.datasets.countdown:Countdown",
     "gsm8k": "areal_jax.tasks.datasets.math_data:Gsm8k",
+    "gsm8k_interleaved": "areal_jax.tasks.datasets.gsm8k_interleaved:Gsm8kInterleaved",
     "jsonl": "areal_jax.tasks.datasets.jsonl:JsonLines",
+    "knights": "areal_jax.tasks.datasets.knights:Knights",
     "math": "areal_jax.tasks.datasets.math_data:Math",
+    "multihop": "areal_jax.tasks.datasets.multihop:MultiHop",
     "reasoning_gym": "areal_jax.tasks.datasets.reasoning_gym:ReasoningGym",
 }
 """Name of a built-in task -> module:Name of the class. The class's docstring describes the task."""

@@ -1,4 +1,4 @@
-"""A run whose rewards have a gated part: eta = 0 is the plain loop, and a crash changes no gate and no bit."""
+"""A run whose rewards have a gated part: eta = 0 is the plain loop; a crash changes no gate and no bit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WORDS = (
 
 
 class Gated(Countdown):
-    """Countdown with an untrained model: `correct` if the first letter is right, and a gated part beside it."""
+    """Countdown for an untrained model: `correct` if the first letter is right; a gated part beside it."""
 
     def score(self, prompt, completion):
         right = float(completion.text[:1] == prompt.info["answer"][:1])
@@ -95,7 +95,7 @@ def test_eta_0_is_the_plain_loop_with_gates_that_opened_and_closed(tmp_path, ora
 
 
 def crash_after(folder: Path, monkeypatch: pytest.MonkeyPatch, is_last) -> None:
-    """A run whose journal takes nothing any more after the first row that `is_last(event, actions)` selects."""
+    """A run whose journal takes nothing after the first row that `is_last(event, actions)` selects."""
     append, has_ended = SqliteQueue.append, []
 
     def append_until(self, entries, durable=False):

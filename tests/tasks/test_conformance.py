@@ -9,6 +9,7 @@ from pathlib import Path
 import cloudpickle
 import pytest
 
+from areal_jax.tasks.interleaved import Interleaved
 from areal_jax.tasks.scoring import score_group
 from areal_jax.tasks.source import load_tasks
 from areal_jax.tasks.task import Task
@@ -17,16 +18,21 @@ from areal_jax.types import Completion, Prompt
 ROWS = {
     "jsonl": [{"prompt": "2+2", "answer": 4}, {"prompt": "π?", "answer": "3.14"}],
     "gsm8k": [{"question": f"{n}+1?", "answer": f"<<{n}+1={n + 1}>>\n#### {n + 1}"} for n in range(3)],
+    "gsm8k_interleaved": [{"question": f"{n}+1?", "answer": f"#### {n + 1}"} for n in range(3)],
     "math": [{"problem": f"{n}/7?", "solution": rf"\boxed{{\frac{{{n}}}{{7}}}}"} for n in range(3)],
 }
 """Files of the tasks that read one."""
 
 SETTINGS = {
     "arithmetic": {"digits": 3, "terms": 3, "operations": "+-*", "split": "test"},
+    "chained": {"steps": 4, "compact": True, "template": "delayed"},
     "countdown": {"size": 100},
     "gsm8k": {"data_dir": "."},
+    "gsm8k_interleaved": {"data_dir": ".", "template": "think_answer"},
     "jsonl": {"path": "train.jsonl"},
+    "knights": {"people": 3, "compact": True, "split": "test"},
     "math": {"data_dir": "."},
+    "multihop": {"hops": 4, "size": 50},
     "reasoning_gym": {"dataset": "fraction_simplification", "size": 20},
 }
 
@@ -64,5 +70,8 @@ def test_a_task_keeps_its_promises(task: Task):
         for judge in (task, other):
             scored = score_group(judge, prompt, answers, ordinal=i)
             assert hasattr(scored, "rewards"), scored
-            assert scored.rewards[0] == 1.0
+            if isinstance(task, Interleaved):
+                assert dict(scored.parts[0])["format"] == 1.0, "such a reference teaches the format alone"
+            else:
+                assert scored.rewards[0] == 1.0
             assert all(math.isfinite(reward) and reward < 1 for reward in scored.rewards[1:])

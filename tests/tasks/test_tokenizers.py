@@ -10,6 +10,7 @@ from areal_jax.types import Prompt
 
 CHARS = CharTokenizer("abc>")
 BYTES = ByteTokenizer()
+SYMBOLS = CharTokenizer("abt<>", ["<t>", "ab", "<t", "</t>"])
 
 
 @given(st.text(alphabet="abc>"))
@@ -17,6 +18,32 @@ def test_characters_survive_with_special_tokens_dropped(text: str):
     tokens = CHARS.encode(text)
     assert CHARS.decode([CHARS.pad_id, *tokens, CHARS.eos_id]) == text
     assert all(2 <= token < CHARS.vocab_size for token in tokens)
+
+
+@given(st.lists(st.sampled_from(["a", "b", "t", "<", ">", "<t>", "ab", "<t", "</t>"])))
+def test_text_with_symbols_survives_in_no_more_ids_than_parts(parts: list[str]):
+    tokens = SYMBOLS.encode("".join(parts))
+    assert SYMBOLS.decode(tokens) == "".join(parts)
+    assert len(tokens) <= len(parts)
+
+
+def test_symbols_get_the_ids_after_the_alphabet_and_the_longest_is_taken_first():
+    assert SYMBOLS.vocab_size == 2 + 5 + 4
+    assert SYMBOLS.encode("<t>") == [7]
+    assert SYMBOLS.encode("<tab</t>b<") == [9, 8, 10, 3, 5]
+    assert SYMBOLS.decode([0, 7, 8, 2, 10, 11, 1]) == "<t>aba</t>\N{REPLACEMENT CHARACTER}"
+    assert SYMBOLS.token_bytes(10) == b"</t>"
+    assert SYMBOLS.render(Prompt(tokens=(10,))) == [10]
+    plain = CharTokenizer("abt<>")
+    assert SYMBOLS.alphabet == plain.alphabet
+    assert SYMBOLS.encode("bat>") == plain.encode("bat>") == [3, 2, 4, 6]
+
+
+def test_a_symbol_may_be_of_characters_outside_the_alphabet():
+    tags = CharTokenizer("ab", ("<think>",))
+    assert tags.encode("a<think>b") == [2, 4, 3]
+    with pytest.raises(TaskError, match="character '<'"):
+        tags.encode("a<thin>")
 
 
 @given(st.text())
@@ -61,3 +88,6 @@ def test_what_cannot_be_encoded_is_named():
         BYTES.render(Prompt(messages=[{"role": "user"}]))
     with pytest.raises(TaskError, match="repeats a character"):
         CharTokenizer("aa")
+    for symbols in (["ab", "ab"], ["a"], [""]):
+        with pytest.raises(TaskError, match=r"the symbols .* two or more characters"):
+            CharTokenizer("ab", symbols)
