@@ -197,10 +197,13 @@ def first_params(parts: Parts) -> Params:
     has any. The supervised steps train all parameters; a run with adapters then freezes them.
     """
     c, base, mesh = parts.config, parts.model.base, parts.devices.trainer
+    rate = c.trainer.supervised_learning_rate or c.trainer.learning_rate
     params = supervised_start(
         base,
         parts.source.load(param_shardings(base.logical_axes, base.abstract_params, mesh)),
-        make_optimizer(c.trainer, c.trainer.supervised_steps),
+        make_optimizer(
+            c.trainer.model_copy(update={"learning_rate": rate}), c.trainer.supervised_steps
+        ),
         parts.supervised,
         c.trainer,
         length=c.row_length,

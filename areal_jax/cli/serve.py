@@ -35,6 +35,10 @@ def serve(
         bool,
         typer.Option(help="Sample with the settings generation.*; without this option decoding is greedy."),
     ] = False,
+    answers_only: Annotated[
+        bool,
+        typer.Option(help="Send only the text of answers, without thoughts and token ids."),
+    ] = False,
     weights: Annotated[
         list[Path] | None,
         typer.Option(help="A folder from which Swap may load weights; may be given several times."),
@@ -50,7 +54,15 @@ def serve(
         from areal_jax.serving.server import ServeSettings
         from areal_jax.serving.server import serve as run
     settings = ServeSettings(
-        host, port, http_port, queue, unread, sample, tuple(weights or ()), read_secret(secret_file)
+        host,
+        port,
+        http_port,
+        queue,
+        unread,
+        is_sampled=sample,
+        is_answers_only=answers_only,
+        weights=tuple(weights or ()),
+        secret=read_secret(secret_file),
     )
     try:
         run(model, words or [], settings, typer.echo)

@@ -416,6 +416,8 @@ class TrainerConfig(Section):
     """Tasks of the supervised_steps, as in section tasks: for example easier or longer prompts than those of
     the run, which teach a format. {}: the run's tasks.
     """
+    supervised_learning_rate: float | None = Field(default=None, gt=0)
+    """Peak learning rate of the supervised_steps. None: learning_rate."""
     supervised_batch: int = Field(default=128, ge=1)
     """Number of reference answers in each of the supervised_steps."""
     checkpoint_every: int = Field(default=50, ge=1)

@@ -1,10 +1,14 @@
-"""Renders the report's samples. A token's tint shows its version, and its underline how unlikely it was."""
+"""Renders the report's samples. A token's tint shows its version, and its underline how unlikely it was.
+
+Thoughts have a quieter tint, and answers a border.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
+from itertools import groupby
 
 from areal_jax.observe.sample import Piece, SampleView, version_name
 from areal_jax.types import NOT_SAMPLED
@@ -17,6 +21,8 @@ FIRST, LAST = 900, 300
 token shown is an HTML element.
 """
 
+BLOCKS = {"think": "thought", "answer": "answer"}
+"""Kind of block, which is also its CSS class, -> its name in the legend."""
 
 NARROW = 160
 """The report shows samples side by side if each has at most this many prompt characters + completion tokens.
@@ -42,6 +48,10 @@ def _sample(view: SampleView) -> str:
         f'<span class="{_tint(version)}">{version_name(version)}: {end - start} tokens</span>'
         for version, start, end in view.spans
     )
+    used = {piece.block for piece in view.pieces}
+    legend += "".join(
+        f' <span class="{block}">{name}</span>' for block, name in BLOCKS.items() if block in used
+    )
     note = f'<p class="note">judged: {escape(view.reward_note)}</p>' if view.reward_note else ""
     return (
         f'<article><h4>{escape(view.title)}</h4><p class="note">{escape(view.headline)}</p>{note}'
@@ -54,9 +64,18 @@ def _sample(view: SampleView) -> str:
 def _completion(view: SampleView) -> str:
     pieces, left_out = view.pieces, len(view.pieces) - FIRST - LAST
     if left_out <= 0:
-        return "".join(map(_token, pieces))
+        return _tokens(pieces)
     gap = f'<span class="gap">… {left_out:,} tokens; areal-jax inspect shows them …</span>'
-    return "".join(map(_token, pieces[:FIRST])) + gap + "".join(map(_token, pieces[-LAST:]))
+    return _tokens(pieces[:FIRST]) + gap + _tokens(pieces[-LAST:])
+
+
+def _tokens(pieces: Iterable[Piece]) -> str:
+    """Returns the HTML of tokens; neighbours of one kind of block are in an element of that class."""
+    html = ""
+    for block, run in groupby(pieces, key=lambda piece: piece.block):
+        tokens = "".join(map(_token, run))
+        html += f'<span class="{block}">{tokens}</span>' if block else tokens
+    return html
 
 
 def _token(piece: Piece) -> str:

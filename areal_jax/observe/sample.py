@@ -29,6 +29,9 @@ SHADES = (
 minimum that its probability reaches. Every terminal has these colours.
 """
 
+ANSWER_MARK = "▶ "
+"""Put before answers where a completion is coloured; in plain text the tags say where an answer begins."""
+
 
 class Piece(NamedTuple):
     """One token of a completion: its text, its policy version, and its log-prob recorded at sampling."""
@@ -36,6 +39,8 @@ class Piece(NamedTuple):
     text: str
     version: PolicyVersion
     logp: float
+    block: str = ""
+    """The block of a response that the token is part of: "think" (a thought), "answer", or "" for neither."""
 
 
 @dataclass(frozen=True)
@@ -115,15 +120,17 @@ def render_sample(view: SampleView, is_coloured: bool = True) -> Group:
 
     If `is_coloured`, the completion appears twice: coloured by version, then by log-prob. In the copy
     coloured by version, tokens with a probability below 0.1 at sampling are underlined, and tokens below 0.01
-    are bold as well.
+    are bold as well. In both copies thoughts are dim, except for tokens that their log-prob colours, and
+    ANSWER_MARK is before answers.
     """
     lines = [Text(view.title, style="bold"), Text(view.headline)]
     if view.reward_note:
         lines.append(Text(f"judged: {view.reward_note}"))
     lines.append(Text(view.prompt, style="dim"))
-    lines += [_text(view, _version_style), _version_legend(view)]
+    lines += [_text(view, _version_style, is_coloured), _version_legend(view)]
     if is_coloured:
-        lines += [Text(), _text(view, _logp_style), _logp_legend()]
+        lines += [Text(), _text(view, _logp_style, is_coloured), _logp_legend()]
+        lines += [_block_legend()] if any(piece.block for piece in view.pieces) else []
     return Group(*lines)
 
 
@@ -133,8 +140,15 @@ def print_sample(view: SampleView, stream: TextIO) -> None:
     console.print(render_sample(view, console.is_terminal), soft_wrap=True)
 
 
-def _text(view: SampleView, style_of: Callable[[Piece], str]) -> Text:
-    return Text.assemble(*((_visible(piece.text), style_of(piece)) for piece in view.pieces))
+def _text(view: SampleView, style_of: Callable[[Piece], str], is_marked: bool) -> Text:
+    """Returns the completion; `is_marked`: with ANSWER_MARK before answers."""
+    text = Text()
+    for block, run in groupby(view.pieces, key=lambda piece: piece.block if is_marked else ""):
+        if block == "answer":
+            text.append(ANSWER_MARK, style="bold")
+        for piece in run:
+            text.append(_visible(piece.text), style=style_of(piece))
+    return text
 
 
 def _version_legend(view: SampleView) -> Text:
@@ -151,6 +165,10 @@ def _logp_legend() -> Text:
     return legend
 
 
+def _block_legend() -> Text:
+    return Text.assemble(("blocks  ", "dim"), ("thought", "dim"), "  ", (ANSWER_MARK, "bold"), "answer")
+
+
 def _visible(text: str) -> str:
     """Returns the text with a visible character before each line break."""
     return text.replace("\n", "↵\n")
@@ -161,7 +179,7 @@ def _colour(version: PolicyVersion) -> str:
 
 
 def _version_style(piece: Piece) -> str:
-    colour = _colour(piece.version)
+    colour = f"dim {_colour(piece.version)}" if piece.block == "think" else _colour(piece.version)
     if piece.version == NOT_SAMPLED or piece.logp >= RARE:
         return colour
     return f"underline {colour}" if piece.logp >= VERY_RARE else f"bold underline {colour}"
@@ -171,4 +189,5 @@ def _logp_style(piece: Piece) -> str:
     if piece.version == NOT_SAMPLED:
         return "dim"
     chance = math.exp(min(piece.logp, 0.0))
-    return next(style for least, style in SHADES if chance >= least)
+    shade = next(style for least, style in SHADES if chance >= least)
+    return shade or ("dim" if piece.block == "think" else "")

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from areal_jax.assembly.sources import RANDOM, open_source
 from areal_jax.config.tree import Config
 from areal_jax.observe.sample import Piece, SampleView
-from areal_jax.serving.text import TextStream
-from areal_jax.tasks.source import PromptStream, WeightedTask, load_tasks
+from areal_jax.plugin import load_object
+from areal_jax.tasks.blocks import ANSWER, THINK, parse
+from areal_jax.tasks.interleaved import Interleaved
+from areal_jax.tasks.source import BUILTIN, PromptStream, WeightedTask, load_tasks
+from areal_jax.tasks.text import token_pieces
 from areal_jax.tasks.tokenizers import Tokenizer
 from areal_jax.trajectories.sqlite import SqliteQueue
 from areal_jax.types import ArealError, SampleId
@@ -41,6 +44,7 @@ class Viewer:
         self._journal, self._config, self._given = journal, config, tasks
         is_tasks_own = config.model.source == RANDOM and config.model.tokenizer == "auto"
         self._tokenizer: Tokenizer = open_source(config, self._tasks if is_tasks_own else {}).model.tokenizer
+        self._template = lru_cache(self._template)  # a task that cannot be loaded is tried once
 
     @cached_property
     def _tasks(self) -> Mapping[str, WeightedTask]:
@@ -64,21 +68,36 @@ class Viewer:
         t = self._journal.trajectory(sample)
         sampled = t.loss_mask
         tokens = t.tokens[sampled].tolist()
-        texts = token_texts(tokens, self._tokenizer)
+        task = self.task_of(sample.ordinal)
+        texts, blocks = token_texts(tokens, self._tokenizer), self._blocks(tokens, task)
         versions, logps = t.versions[sampled].tolist(), t.behavior_logp[sampled].tolist()
         return SampleView(
             sample="/".join(map(str, sample if sample.attempt else sample[:2])),
             prompt=self._tokenizer.decode(t.tokens[~sampled].tolist()),
-            pieces=[Piece(*piece) for piece in zip(texts, versions, logps, strict=True)],
+            pieces=[Piece(*piece) for piece in zip(texts, versions, logps, blocks, strict=True)],
             reward=t.reward,
             parts=t.reward_parts,
             stop_reason=t.stop_reason,
-            task=self.task_of(sample.ordinal),
+            task=task,
             reward_note=t.reward_note,
             truncated=t.truncated,
             interruptions=t.interruptions,
             completion=self._tokenizer.decode(tokens),
         )
+
+    def _blocks(self, tokens: Sequence[int], task: str) -> list[str]:
+        if template := self._template(task):
+            return token_blocks(token_pieces(tokens, self._tokenizer), template)
+        return [""] * len(tokens)
+
+    def _template(self, name: str) -> str:
+        """Return the template of task `name`'s responses; "" if it has none, or the task cannot be loaded."""
+        with suppress(ArealError, ImportError):
+            # Only tasks of a class that may have a template are loaded: loading may download a task's data.
+            if name and (self._given or getattr(load_object(name, BUILTIN, "task"), "wants_pieces", False)):
+                task = self._tasks[name].task
+                return task.template if isinstance(task, Interleaved) else ""
+        return ""
 
     def chosen(self, late: Sequence[Late]) -> list[tuple[str, list[SampleView]]]:
         """Return (title, samples) for the best, worst and most interrupted of the samples `late`.
@@ -119,16 +138,27 @@ def _kinds(late: Sequence[Late]) -> list[tuple[str, list[SampleId]]]:
 
 
 def token_texts(tokens: Sequence[int], tokenizer: Tokenizer) -> list[str]:
-    """Return for each token the text that it adds.
+    """Return for each token the text that it adds, as `tasks.text.token_pieces`; the EOS ends in ■."""
+    pieces = token_pieces(tokens, tokenizer)
+    return [
+        piece + "■" if token == tokenizer.eos_id else piece
+        for token, piece in zip(tokens, pieces, strict=True)
+    ]
 
-    If a character consists of several tokens, the last one adds the character, and the others add "".
+
+def token_blocks(pieces: Sequence[str], template: str) -> list[str]:
+    """Return for each token the kind of the block that it is part of, tags included; "" outside of blocks.
+
+    `pieces`: the text of each token. A token with the end of one block and the beginning of the next is part
+    of the first. A last block that is not closed counts; after the first break of the template no token is
+    part of a block.
     """
-    texts: list[str] = []
-    stream = TextStream(tokenizer)
-    for token in tokens:
-        texts.append(stream.push([token]))
-        if token == tokenizer.eos_id:
-            texts[-1] += stream.finish() + "■"
-    if texts:
-        texts[-1] += stream.finish()
-    return texts
+    # A closing tag after the last token completes the block that the length limit cut off, if there is one.
+    blocks = max((parse([*pieces, f"</{kind}>"], template).blocks for kind in (THINK, ANSWER)), key=len)
+    kinds, start = [""] * len(pieces), 0
+    for block in blocks:
+        for token, piece in enumerate(pieces[start : block.closed + 1], start):
+            if piece.strip() or token >= block.opened:  # whitespace between blocks is outside
+                kinds[token] = block.kind
+        start = block.closed + 1
+    return kinds

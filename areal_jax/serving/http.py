@@ -56,6 +56,12 @@ class Metrics:
             buckets=SECONDS,
             registry=self.registry,
         )
+        self.first_answer = Histogram(
+            "areal_jax_first_answer_seconds",
+            "Seconds from the arrival of a Decode or Generate request to the content of its first <answer>",
+            buckets=SECONDS,
+            registry=self.registry,
+        )
         self.registry.register(self)  # type: ignore[arg-type]
 
     def collect(self) -> Iterator[Metric]:

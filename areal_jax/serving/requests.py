@@ -57,6 +57,8 @@ class Served:
     decode_sampling: Sampling
     """The sampling of all JetStream Decode requests, which have no sampling fields but max_tokens."""
     has_penalties: bool = True
+    is_answers_only: bool = False
+    """Whether clients get the text of answers alone, without thoughts, token ids and log-probs."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,11 @@ def decode_ask(request: Any, served: Served) -> Ask:
     if content == "text_content":
         prompt = rendered(Prompt(text=request.text_content.text), served)
     elif content == "token_content":
+        if served.is_answers_only:
+            raise invalid(
+                "token_content is answered with token ids, and this server sends answers alone, as text "
+                "(serve --answers-only); send text_content"
+            )
         prompt = checked_ids(request.token_content.token_ids, served, "token_ids")
     else:
         raise invalid("the request has no content; give text_content or token_content")

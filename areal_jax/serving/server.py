@@ -32,6 +32,7 @@ from areal_jax.generation.host import Host
 from areal_jax.models.io.huggingface import open_folder
 from areal_jax.models.model import Model
 from areal_jax.observe.threads import reporting_thread
+from areal_jax.serving.answers import require_tags
 from areal_jax.serving.endpoint import PORT_REMEDY, START_S, STOP_S, UNREAD, Endpoint
 from areal_jax.serving.http import http_app
 from areal_jax.serving.requests import RequestError, Served, invalid
@@ -58,6 +59,8 @@ class ServeSettings:
     """Maximum number of a request's tokens that the client has not read yet; with more, the request fails."""
     is_sampled: bool = False
     """True: JetStream's Decode requests are sampled by the config's generation.*; False: decoded greedily."""
+    is_answers_only: bool = False
+    """True: clients get the text of answers alone; False: the text, token ids and log-probs of all tokens."""
     weights: tuple[Path, ...] = ()
     """Folders from which a Swap request may load weights, with subfolders; empty: Swap is refused."""
     secret: Secret | None = None
@@ -82,9 +85,11 @@ class Server:
         `name`: the model's name in requests and in /health; `params`: the weights to start with; `sampling`:
         the defaults of requests; `on_update`: what a Swap does to live samples, as generation.on_update;
         `calls_ahead`: as generation.calls_ahead. Raises ArealError if other machines can reach settings.host
-        and settings.secret is None.
+        and settings.secret is None, or if settings.is_answers_only is set and the tokenizer has no tags.
         """
         require_secret(settings.host, settings.secret)
+        if settings.is_answers_only:
+            require_tags(engine.tokenizer, name)
         self._settings, self._engine, self.model = settings, engine, engine.model
         self._store = MemoryStore(engine.canary, engine.model.config.params_dtype)
         self._store.publish(params)
@@ -97,6 +102,7 @@ class Server:
             decode_sampling=sampling
             if settings.is_sampled
             else Sampling(temperature=0.0, max_tokens=sampling.max_tokens),
+            is_answers_only=settings.is_answers_only,
         )
         self._endpoint = Endpoint(served, engine.slots, settings.queue, settings.unread, self._publish)
         self.served, self.streams = served, self._endpoint.streams

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 from google.protobuf.message_factory import GetMessageClass
 
 from areal_jax.generation import jetstream
 from areal_jax.generation.commands import Pause, Statistics, Tokens, Unpause, Wake
+from areal_jax.serving.answers import AnswerStream
 from areal_jax.serving.http import Metrics
 from areal_jax.serving.proto import rollout_pb2 as messages
 from areal_jax.serving.requests import (
@@ -27,8 +28,7 @@ from areal_jax.serving.requests import (
     parsed,
 )
 from areal_jax.serving.secret import Secret
-from areal_jax.serving.streams import Item, Stream, Streams
-from areal_jax.serving.text import TextStream
+from areal_jax.serving.streams import Stream, Streams
 from areal_jax.types import ArealError, Trajectory, VersionedParams
 
 POLL_S = 0.005
@@ -42,6 +42,14 @@ Publish = Callable[[str, int], VersionedParams]
 """`publish(path, version)` publishes the weights at `path` to the host under a version above `version`."""
 
 Method = Callable[[Any, Any], Awaitable[Any]]
+
+
+class Output(NamedTuple):
+    """New tokens of a completion, or the trajectory of an ended one, and the text that the client gets."""
+
+    member: int
+    output: Tokens | Trajectory
+    text: str
 
 
 class Services:
@@ -59,14 +67,12 @@ class Services:
         started_s = time.monotonic()
         ask = await asyncio.to_thread(decode_ask, request, self._served)
         has_text = request.WhichOneof("content") == "text_content"
-        text = TextStream(self._served.tokenizer)
         with self._streams.submitted(ask) as stream:
-            async for _, output in _timed(stream, self._metrics, started_s):
+            async for _, output, text in self._outputs(stream, ask.n, started_s):
                 if isinstance(output, Tokens):
-                    ids = output.tokens
-                    await context.write(_decoded(ids, text.push(ids) if has_text else ""))
-                elif rest := text.finish() if has_text else "":
-                    await context.write(_decoded((), rest))
+                    await context.write(_decoded(output.tokens, text if has_text else ""))
+                elif text and has_text:
+                    await context.write(_decoded((), text))
 
     async def HealthCheck(self, request: Any, context: Any) -> Any:
         """Answers whether the decode loop runs; a paused loop counts as running."""
@@ -77,11 +83,10 @@ class Services:
     async def Generate(self, request: Any, context: Any) -> None:
         started_s = time.monotonic()
         ask = await asyncio.to_thread(generate_ask, request, self._served)
-        texts = [TextStream(self._served.tokenizer) for _ in range(ask.n)]
         with self._streams.submitted(ask) as stream:
             await context.write(messages.GenerateResponse(prompt=messages.Prompt(token_ids=ask.start.prompt)))
-            async for member, output in _timed(stream, self._metrics, started_s):
-                await context.write(_generated(member, output, texts[member]))
+            async for member, output, text in self._outputs(stream, ask.n, started_s):
+                await context.write(_generated(member, output, text))
 
     async def Cancel(self, request: Any, context: Any) -> Any:
         if not request.request_id:
@@ -119,6 +124,30 @@ class Services:
 
     async def Statistics(self, request: Any, context: Any) -> Any:
         return self._described(self._streams.host.statistics())
+
+    async def _outputs(self, stream: Stream, n: int, started_s: float) -> AsyncIterator[Output]:
+        """Yields what the client gets of the `n` completions in `stream`: all of it, or the answers alone.
+
+        Records the seconds from `started_s` to the request's first tokens, and to the first content of an
+        answer in any of its completions.
+        """
+        responses = [AnswerStream(self._served.tokenizer) for _ in range(n)]
+        is_first, has_answer = True, False
+        async for member, output in stream.items():
+            if is_first:
+                self._metrics.first_token.observe(time.monotonic() - started_s)
+                is_first = False
+            response = responses[member]
+            added = response.push(output.tokens) if isinstance(output, Tokens) else response.finish()
+            if response.has_answer and not has_answer:
+                self._metrics.first_answer.observe(time.monotonic() - started_s)
+                has_answer = True
+            if not self._served.is_answers_only:
+                yield Output(member, output, added.text)
+            elif isinstance(output, Trajectory):
+                yield Output(member, output, added.answers)
+            elif added.answers:
+                yield Output(member, Tokens((), (), output.version), added.answers)
 
     def _require_control(self) -> Publish:
         """Returns the function that publishes weights. Raises RequestError on a host of a training run."""
@@ -159,22 +188,12 @@ class Services:
         )
 
 
-async def _timed(stream: Stream, metrics: Metrics, started_s: float) -> AsyncIterator[Item]:
-    """Yields the stream's items; records in `metrics` the seconds from `started_s` to the first item."""
-    is_first = True
-    async for item in stream.items():
-        if is_first:
-            metrics.first_token.observe(time.monotonic() - started_s)
-            is_first = False
-        yield item
-
-
 def _decoded(ids: tuple[int, ...], text: str) -> Any:
     sample = protocol.DecodeResponse.StreamContent.Sample(text=text, token_ids=ids)
     return protocol.DecodeResponse(stream_content=protocol.DecodeResponse.StreamContent(samples=[sample]))
 
 
-def _generated(member: int, output: Tokens | Trajectory, text: TextStream) -> Any:
+def _generated(member: int, output: Tokens | Trajectory, text: str) -> Any:
     if isinstance(output, Tokens):
         return messages.GenerateResponse(
             sampled=messages.Sampled(
@@ -182,7 +201,7 @@ def _generated(member: int, output: Tokens | Trajectory, text: TextStream) -> An
                 token_ids=output.tokens,
                 logp=output.logp,
                 version=output.version,
-                text=text.push(output.tokens),
+                text=text,
             )
         )
     return messages.GenerateResponse(
@@ -191,7 +210,7 @@ def _generated(member: int, output: Tokens | Trajectory, text: TextStream) -> An
             stop_reason=output.stop_reason,
             interruptions=output.interruptions,
             is_reproducible=output.is_reproducible,
-            text=text.finish(),
+            text=text,
         )
     )
 

@@ -17,6 +17,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
 
+from areal_jax.tasks.byte_level import byte_table
 from areal_jax.tasks.errors import TaskError
 from areal_jax.tasks.tokenizers import REPLACEMENT, plain_chat
 from areal_jax.types import Prompt
@@ -147,19 +148,8 @@ class HFTokenizer:
     @cached_property
     def _bytes(self) -> dict[int, bytes] | None:
         """Id -> the bytes that it adds to a text; None unless the decoder is ByteLevel alone."""
-        if json.loads(self.backend_json).get("decoder", {}).get("type") != "ByteLevel":
-            return None
-        added = self._backend.get_added_tokens_decoder()
-        special = {token for token, its in added.items() if its.special}
-        letters = _byte_letters()
-        return {
-            token: b""
-            if token in special
-            else bytes(letters[letter] for letter in text)
-            if token not in added and all(letter in letters for letter in text)
-            else text.encode()
-            for text, token in self._backend.get_vocab(with_added_tokens=True).items()
-        }
+        is_byte_level = (json.loads(self.backend_json).get("decoder") or {}).get("type") == "ByteLevel"
+        return byte_table(self._backend) if is_byte_level else None
 
     @cached_property
     def _prefix(self) -> list[int]:
@@ -243,17 +233,6 @@ def require_fits(tokenizer: HFTokenizer, vocab_size: int) -> None:
             f"has only {vocab_size} embeddings; use the model's own tokenizer (model.source), or resize the "
             "embeddings"
         )
-
-
-def _byte_letters() -> dict[str, int]:
-    """Returns the letters by which byte-level vocabularies write the 256 bytes, letter -> byte.
-
-    A byte that is a printable character of Latin-1 is written as this character; the other 68 bytes, in
-    ascending order, are written as the characters from U+0100 on (Radford et al. 2019, GPT-2).
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
 def _read(path: Path) -> str:

@@ -8,9 +8,13 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from areal_jax.cli.main import app
+from areal_jax.serving import server
 from tests.cli.test_bad_input import fails
 
 
@@ -24,6 +28,18 @@ def test_an_address_that_others_reach_needs_a_secret(monkeypatch):
 def test_an_unknown_model_and_a_mistyped_key_are_named():
     assert "did you mean smollm2?" in fails("serve", "smolm2")
     assert "did you mean generation.slots?" in fails("serve", "tiny", "generation.slot=3")
+
+
+def test_options_become_settings(monkeypatch):
+    served = []
+    monkeypatch.setattr(server, "serve", lambda model, words, settings, say: served.append((model, settings)))
+    words = ["serve", "tiny", "--answers-only", "--sample", "--queue", "3", "--unread", "9", "--weights", "w"]
+    for each in (words, ["serve", "tiny"]):
+        assert CliRunner().invoke(app, each).exit_code == 0
+    settings = server.ServeSettings(
+        queue=3, unread=9, is_sampled=True, is_answers_only=True, weights=(Path("w"),)
+    )
+    assert served == [("tiny", settings), ("tiny", server.ServeSettings())]
 
 
 @pytest.mark.parametrize(

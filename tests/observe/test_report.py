@@ -189,6 +189,45 @@ def test_a_long_completion_is_shown_in_part():
     assert '<div class="wide">' in shown and "Best" not in shown
 
 
+def blocks_of(html: str) -> list[tuple[str, str]]:
+    """(class, text of the tokens) of each element around the tokens of a completion."""
+    completion = re.search(r'<p class="completion">(.*?)</p>', html, re.DOTALL)
+    assert completion is not None
+    found = re.findall(r'<span class="(think|answer)">((?:<span class="v .*?</span>)*)</span>', completion[1])
+    return [(kind, re.sub("<.*?>", "", tokens)) for kind, tokens in found]
+
+
+def test_thoughts_and_answers_are_marked_and_named_in_the_legend():
+    pieces = [
+        Piece("<think>", 1, -0.1, "think"),
+        Piece("2<3", 1, -0.1, "think"),
+        Piece(" ", 1, -0.1),
+        Piece("<answer>", 2, -0.1, "answer"),
+        Piece("4", 2, -0.1, "answer"),
+    ]
+    shown = sample_groups([("Best", [SampleView("1/2", "p", pieces, 0.0)])])
+    Balanced().feed(shown)
+    assert blocks_of(shown) == [("think", "&lt;think&gt;2&lt;3"), ("answer", "&lt;answer&gt;4")]
+    legend = re.search(r'<p class="legend">(.*?)</p>', shown)
+    assert legend is not None
+    assert re.findall(r'<span class="(.*?)">(.*?)</span>', legend[1]) == [
+        ("v v1", "v1: 3 tokens"), ("v v2", "v2: 2 tokens"), ("think", "thought"), ("answer", "answer"),
+    ]  # fmt: skip
+    thought = sample_groups([("Best", [SampleView("1/2", "p", pieces[:2], 0.0)])])
+    assert '<span class="think">thought</span>' in thought and ">answer<" not in thought
+    assert all(f".{kind} {{" in page_css() for kind in ("think", "answer"))
+
+
+def test_samples_without_blocks_have_no_block_in_the_legend(page):
+    assert 'class="think"' not in page and 'class="answer"' not in page
+
+
+def test_a_long_thought_is_a_thought_on_both_sides_of_the_gap():
+    pieces = [Piece("a", 1, -0.1, "think")] * (FIRST + LAST + 10)
+    shown = sample_groups([("Worst", [SampleView("1/2", "p", pieces, 0.0)])])
+    assert blocks_of(shown) == [("think", "a" * FIRST), ("think", "a" * LAST)]
+
+
 def test_tasks_are_drawn_apart_and_failures_are_counted_up():
     rows = [of_tasks(step) for step in range(20)]
     failures = [FailedReward(number, "sums", "timed_out", "too <slow>") for number in (9, 9, 7, 5, 3)]

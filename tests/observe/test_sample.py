@@ -81,7 +81,7 @@ def test_json_holds_all_of_it():
             {"version": 4, "start": 3, "end": 5},
         ],
     }
-    assert tokens[3] == {"text": "b\n", "version": 4, "logp": -5.0} and len(tokens) == 5
+    assert tokens[3] == {"text": "b\n", "version": 4, "logp": -5.0, "block": ""} and len(tokens) == 5
 
 
 @pytest.mark.parametrize(
@@ -103,6 +103,45 @@ def test_colour_says_the_version_and_shade_the_probability(piece, by_version, by
     assert "\x1b[" in _in_colour(version)
     assert "probabilities" in group.renderables[7].plain
     assert len(render_sample(SampleView("0.0.0", "", [piece], 0.0), is_coloured=False).renderables) == 5
+
+
+BLOCKS = replace(
+    VIEW,
+    pieces=[
+        Piece("<think>", 3, -0.1, "think"),
+        Piece("2+2", 3, -3.0, "think"),
+        Piece("</think>", 3, -0.1, "think"),
+        Piece("\n", 3, -0.1),
+        Piece("<answer>", 3, -0.1, "answer"),
+        Piece("4", 3, -0.1, "answer"),
+        Piece("</answer>", 3, -0.1, "answer"),
+    ],
+)
+
+
+def test_thoughts_are_dim_and_answers_are_marked_in_colour():
+    version, _, _, logp, legend, blocks = render_sample(BLOCKS).renderables[3:]
+    for text in (version, logp):
+        assert text.plain == "<think>2+2</think>↵\n▶ <answer>4</answer>"
+    styles = {version.plain[span.start : span.end]: str(span.style) for span in version.spans}
+    assert (styles["2+2"], styles["4"]) == ("underline dim green", "green")
+    shades = {logp.plain[span.start : span.end]: str(span.style) for span in logp.spans}
+    assert shades == {"<think>": "dim", "2+2": "black on bright_red", "</think>": "dim", "▶ ": "bold"}
+    assert legend.plain.startswith("probabilities")
+    assert blocks.plain == "blocks  thought  ▶ answer"
+    assert "\x1b[2;32m<think>" in _in_colour(version)
+
+
+def test_in_plain_text_a_response_is_as_it_was_sampled():
+    stream = io.StringIO()
+    print_sample(BLOCKS, stream)
+    assert stream.getvalue().splitlines()[3:5] == ["<think>2+2</think>↵", "<answer>4</answer>"]
+    assert "▶" not in stream.getvalue() and "blocks" not in stream.getvalue()
+
+
+def test_json_has_each_tokens_block():
+    tokens = json.loads(json.dumps(BLOCKS.to_json()))["tokens"]
+    assert [token["block"] for token in tokens] == [*["think"] * 3, "", *["answer"] * 3]
 
 
 def _in_colour(renderable) -> str:

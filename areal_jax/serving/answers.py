@@ -1,0 +1,68 @@
+"""Streaming answers: what new tokens add to a response of thoughts and answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from areal_jax.tasks.blocks import ANSWER, THINK, BlockParser, Closed, Opened, render
+from areal_jax.tasks.errors import TaskError
+from areal_jax.tasks.text import TextStream
+from areal_jax.tasks.tokenizers import Tokenizer
+from areal_jax.types import ArealError, Prompt
+
+
+class Added(NamedTuple):
+    """What new tokens add to a response."""
+
+    text: str
+    answers: str
+    """The text of each answer that the tokens complete, verbatim, with a newline after each answer."""
+
+
+class AnswerStream:
+    """Decodes one sample's tokens as they arrive: `push(tokens)` returns the text and answers that they add.
+
+    Answers are found in responses with the template `interleave`. Once a response breaks the template, no
+    further answer is found in it; its text is decoded to the end.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._text, self._parser = TextStream(tokenizer), BlockParser("interleave")
+        self.has_answer = False
+        """Whether the first content of an answer has arrived."""
+
+    def push(self, tokens: Sequence[int]) -> Added:
+        return self._parsed(self._text.push(tokens))
+
+    def finish(self) -> Added:
+        """Returns what is left after the last token: an incomplete character becomes U+FFFD."""
+        return self._parsed(self._text.finish())
+
+    def _parsed(self, text: str) -> Added:
+        answers = ""
+        for found in self._parser.feed(text):
+            match found:
+                case Opened(kind=kind):
+                    self.has_answer |= kind == ANSWER
+                case Closed(block) if block.kind == ANSWER:
+                    answers += f"{block.text}\n"
+        return Added(text, answers)
+
+
+def require_tags(tokenizer: Tokenizer, name: str) -> None:
+    """Raises ArealError if no response of the model `name` can have the tags of thoughts and answers as text.
+
+    The tokenizer may have no tokens for them, or may have them as special tokens, which are not decoded.
+    """
+    tags = render([(THINK, ""), (ANSWER, "")])
+    try:
+        # A rendered text has special tokens where the model generates special tokens; encode makes none.
+        has_tags = tags in tokenizer.decode(tokenizer.render(Prompt(text=tags)))
+    except TaskError:
+        has_tags = False
+    if not has_tags:
+        raise ArealError(
+            f"--answers-only: the tokenizer of {name} has no tokens with the text {tags}, so that no answer "
+            "could be sent; serve the model without --answers-only"
+        )
