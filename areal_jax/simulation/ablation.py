@@ -106,6 +106,8 @@ class Ablation:
     """Name -> function that computes the figure from a run's evaluations. The first figure answers the
     ablation's question.
     """
+    shares_start: bool = False
+    """Whether all seeds begin with the parameters of seed 0, as runs that begin with one pretrained model."""
     contrasts: tuple[Contrast, ...] = ()
     """The differences that the result shows with their 95 % intervals over seeds."""
     curves: tuple[str, ...] = ("reward_mean",)
@@ -130,7 +132,8 @@ def ablate(
     # A bad word fails before the first run.
     configs = [_config(ablation, overrides, *place) for place in places]
     asked = [_evaluation_configs(ablation, overrides, *place) for place in places]
-    measure = run_locally if settings["speed"] is None else Workbench(settings["speed"]).run
+    speed = settings["speed"]
+    measure = run_locally if speed is None else Workbench(speed, ablation.shares_start).run
     known = {} if kept is None else {one["config"]: one for one in read_objects(kept, "delete the line")}
     results, started = [], time.perf_counter()
     for place, config, evaluations in zip(places, configs, asked, strict=True):
@@ -296,11 +299,11 @@ class Workbench:
     """Runs configs under the virtual clock, with hosts of decoding speed `speed` (see `Ablation.speed`).
 
     Configs with the same model, tasks and sizes share learners, engines and initial parameters, so most runs
-    compile nothing.
+    compile nothing. `shares_start`: all seeds begin with the parameters of seed 0.
     """
 
-    def __init__(self, speed: float) -> None:
-        self._speed = speed
+    def __init__(self, speed: float, shares_start: bool = False) -> None:
+        self._speed, self._shares_start = speed, shares_start
         self._learners: dict[str, Learner] = {}
         self._engines: dict[str, list[Engine]] = {}
         self._params: dict[str, Params] = {}
@@ -311,14 +314,15 @@ class Workbench:
         of_learner = of_engine + _key(config, "algorithm", "trainer") + str(config.run.steps)
         # The same start serves all arms whose supervised steps have the same tasks.
         prompts = () if config.trainer.supervised_tasks else ("tasks",)
-        of_params = _key(config, "model", "runtime", "trainer", *prompts) + str(config.run.seed)
-        of_params += str(config.row_length)
+        seed = 0 if self._shares_start else config.run.seed
+        of_params = _key(config, "model", "runtime", "trainer", *prompts) + f"{config.row_length} {seed}"
         parts = assemble(config, learner=self._learners.get(of_learner))
         self._learners[of_learner] = parts.learner
         if of_engine not in self._engines:
             self._engines[of_engine] = [parts.engine(i) for i in range(config.runtime.hosts)]
         if of_params not in self._params:
-            self._params[of_params] = first_params(parts)
+            first = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
+            self._params[of_params] = first_params(assemble(first, learner=parts.learner))
         state = parts.learner.init(self._params[of_params])
         machines = RealMachines(parts, state, self._engines[of_engine])
         result = simulate(config, schedule(config, self._speed), machines)

@@ -188,6 +188,7 @@ INTERLEAVED = Ablation(
     figures=FIGURES,
     evaluations={TRAINED: _evaluation(3), **{name: _evaluation(int(name[0])) for name in LONGER}},
     evaluated=EVALUATED,
+    shares_start=True,
     contrasts=_contrasts(),
     claims={
         f"the TTFT share falls by >= {TTFT_DROP:.0%} from think_answer to interleave": _ttft_falls,

@@ -14,6 +14,7 @@ from areal_jax.observe.estimates import (
     NOTHING,
     Z,
     mean_estimate,
+    paired_estimate,
     pass_at_k,
     powers_of_two,
     share_estimate,
@@ -135,3 +136,12 @@ def test_intervals_cover_the_truth_nineteen_times_in_twenty(a, b, samples, k, pr
 @pytest.mark.parametrize(("most", "ks"), [(1, [1]), (4, [1, 2, 4]), (6, [1, 2, 4]), (8, [1, 2, 4, 8])])
 def test_powers_of_two(most, ks):
     assert powers_of_two(most) == ks
+
+
+def test_paired_differences_have_an_interval_of_students_t():
+    """Three pairs: s = 0.1, t(2) = 4.302653, so 0.1 * 4.302653 / sqrt(3) on either side."""
+    half = 0.1 * 4.302652729911275 / math.sqrt(3)
+    assert paired_estimate([0.1, 0.2, 0.3]) == pytest.approx((0.2, 0.2 - half, 0.2 + half), rel=1e-9)
+    assert paired_estimate([0.5]) == (0.5, None, None)
+    assert paired_estimate([]) == NOTHING
+    assert paired_estimate([0.25, 0.25]) == (0.25, 0.25, 0.25)
