@@ -201,9 +201,7 @@ def first_params(parts: Parts) -> Params:
     params = supervised_start(
         base,
         parts.source.load(param_shardings(base.logical_axes, base.abstract_params, mesh)),
-        make_optimizer(
-            c.trainer.model_copy(update={"learning_rate": rate}), c.trainer.supervised_steps
-        ),
+        make_optimizer(c.trainer.model_copy(update={"learning_rate": rate}), c.trainer.supervised_steps),
         parts.supervised,
         c.trainer,
         length=c.row_length,
