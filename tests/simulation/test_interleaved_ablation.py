@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from areal_jax.cli.main import app
 from areal_jax.config.loading import load_config
 from areal_jax.simulation.ablation import (
     Contrast,
@@ -21,16 +23,24 @@ from areal_jax.simulation.ablation import (
 from areal_jax.simulation.ablations import ABLATIONS
 from areal_jax.simulation.interleaved_ablation import ALGORITHMS, INTERLEAVED
 
-FIGURES = ("accuracy", "accuracy_longer", "ttft_share", "format", "gate_open_first", "gate_open_last")
+FIGURES = (
+    "accuracy_all",
+    "accuracy",
+    "accuracy_longer",
+    "ttft_share",
+    "format",
+    "gate_open_first",
+    "gate_open_last",
+)
 
 
 def as_hoped() -> dict:
     """arm -> figure -> number; every claim holds."""
     return {
-        "think_answer": (0.90, 0.60, 0.87, 0.98, 1.0, 1.0),
-        "interleave": (0.90, 0.62, 0.26, 0.96, 1.0, 1.0),
-        "interleave_ir": (0.92, 0.70, 0.26, 0.97, 0.9, 0.7),
-        "interleave_direct": (0.91, 0.65, 0.26, 0.97, 1.0, 1.0),
+        "think_answer": (0.70, 0.90, 0.60, 0.87, 0.98, 1.0, 1.0),
+        "interleave": (0.70, 0.90, 0.62, 0.26, 0.96, 1.0, 1.0),
+        "interleave_ir": (0.75, 0.92, 0.70, 0.26, 0.97, 0.9, 0.7),
+        "interleave_direct": (0.74, 0.91, 0.65, 0.26, 0.97, 1.0, 1.0),
     }
 
 
@@ -49,8 +59,8 @@ def test_each_claim_holds_where_the_table_says_so_and_each_can_fail():
     assert verdicts() == [True] * 7
     assert verdicts(interleave=("ttft_share", 0.36)).index(False) == 0
     assert verdicts(interleave=("accuracy", 0.85))[1] is False
-    assert verdicts(interleave=("accuracy", 0.93))[2] is False
-    assert verdicts(interleave_direct=("accuracy", 0.93))[3] is False
+    assert verdicts(interleave=("accuracy_all", 0.76))[2] is False
+    assert verdicts(interleave_direct=("accuracy_all", 0.76))[3] is False
     assert verdicts(interleave_ir=("gate_open_last", 0.95))[4] is False
     assert verdicts(think_answer=("format", 0.85))[5] is False
     assert verdicts(interleave_ir=("accuracy_longer", 0.61))[6] is False
@@ -141,6 +151,16 @@ def test_each_algorithm_has_its_own_number_of_seeds(recorded):
     figures = ablate("interleaved", INTERLEAVED, ["arms=[interleave]", "run.steps=1"], lambda said: None)
     seeds = [(run["value"], run["seed"]) for run in figures["runs"]]
     assert [sum(value == name for value, _ in seeds) for name in ("grpo", "reinforce_pp", "ppo")] == [3, 3, 6]
+
+
+@pytest.mark.slow
+def test_the_smoke_table_shows_how_much_earlier_interleaved_answers_come():
+    """The format alone does it: these arms learn no arithmetic."""
+    done = CliRunner().invoke(app, ["ablate", "interleaved", "--smoke", "--json"])
+    assert done.exit_code == 0, done.output
+    rows = {row["arm"]: row for row in json.loads(done.stdout)["table"]}
+    assert rows["think_answer"]["format"] > 0.8 and rows["interleave"]["format"] > 0.8
+    assert rows["interleave"]["ttft_share"] < 0.5 * rows["think_answer"]["ttft_share"]
 
 
 @pytest.mark.slow
