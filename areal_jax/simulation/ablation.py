@@ -132,15 +132,14 @@ def ablate(
     # A bad word fails before the first run.
     configs = [_config(ablation, overrides, *place) for place in places]
     asked = [_evaluation_configs(ablation, overrides, *place) for place in places]
-    speed = settings["speed"]
-    measure = run_locally if speed is None else Workbench(speed, ablation.shares_start).run
+    bench = None if settings["speed"] is None else Workbench(settings["speed"], ablation.shares_start)
     known = {} if kept is None else {one["config"]: one for one in read_objects(kept, "delete the line")}
     results, started = [], time.perf_counter()
     for place, config, evaluations in zip(places, configs, asked, strict=True):
         name_of_run = _digest(config, evaluations)
         result = known.get(name_of_run)
         if result is None:
-            result = _measured(ablation, place, lambda own=(config, evaluations): measure(*own))
+            result = _measured(ablation, place, bench, config, evaluations)
             result["config"] = name_of_run
             _keep(kept, result)
         results.append(result)
@@ -175,17 +174,21 @@ def _first_figure(ablation: Ablation) -> str:
 
 
 def _measured(
-    ablation: Ablation, place: tuple[int, Any, str], measure: Callable[[], Measured]
+    ablation: Ablation,
+    place: tuple[int, Any, str],
+    bench: Workbench | None,
+    config: Config,
+    evaluations: Mapping[str, Config],
 ) -> dict[str, Any]:
-    """Run one run, by `measure()`; return its figures and curves."""
+    """Run a config, with `bench` or, without one, under the wall clock; return its figures and curves."""
     seed, value, arm = place
     began = time.perf_counter()
-    rows, evaluations = measure()
+    rows, found = (run_locally(config), {}) if bench is None else bench.run(config, evaluations)
     return {
         "value": value,
         "arm": arm,
         "seed": seed,
-        **{name: figure(evaluations) for name, figure in ablation.evaluated.items()},
+        **{name: figure(found) for name, figure in ablation.evaluated.items()},
         **{name: figure(rows) for name, figure in ablation.figures.items()},
         "curves": {name: [_rounded(_field(row, name)) for row in rows] for name in ablation.curves},
         "digest": rows[-1]["params_digest"],
@@ -283,16 +286,11 @@ def _holds(table: Table, test: Callable[[Table], bool]) -> bool | None:
         return None
 
 
-def run_locally(config: Config, evaluations: Mapping[str, Config]) -> Measured:
-    """Run under the wall clock in a temporary folder; return the metrics rows, one per step.
-
-    Raises ArealError if `evaluations` has any: an ablation that measures speed makes none.
-    """
-    if evaluations:
-        raise ArealError(f"the evaluations {', '.join(evaluations)} need an ablation with a speed; set one")
+def run_locally(config: Config) -> list[dict[str, Any]]:
+    """Return the metrics rows, one per step, of a local run under the wall clock in a temporary folder."""
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as silent:
         where = config.run.model_copy(update={"dir": f"{folder}/run"})
-        return run(config.model_copy(update={"run": where}), stream=silent).metrics, {}
+        return run(config.model_copy(update={"run": where}), stream=silent).metrics
 
 
 class Workbench:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from xml.etree import ElementTree
@@ -348,6 +349,26 @@ def test_rows_of_nulls_render():
     assert dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page))["final reward"] == "–"
 
 
+PARTS = [
+    {**row(step), "reward_parts": {"correct": 0.5, "ttft_share": 0.25}, "gates": {"intermediate": step > 0}}
+    for step in range(4)
+]
+"""Rows of a run with a gated part, withheld in the first step."""
+
+
+def test_the_parts_of_rewards_are_drawn_with_the_steps_of_a_closed_gate():
+    found = curves.parts_curve(PARTS)
+    assert found is not None
+    assert found.alt == (
+        "Means of the reward's parts as they were scored; over the last tenth: correct 0.50, ttft_share "
+        "0.25; intermediate was withheld in 1 of 4 steps (marks)."
+    )
+    without = curves.parts_curve([{**row(0), "reward_parts": {"correct": 1.0}}])
+    assert without is not None and without.alt.endswith("correct 1.00.")
+    assert curves.parts_curve(WHOLE.rows) is None
+    assert "Parts of the reward" in render(replace(WHOLE, rows=PARTS))
+
+
 def test_every_figure_is_valid_xml_with_alt_text_and_the_pages_colours():
     drawn = [
         figures.reward_curve(WHOLE.rows),
@@ -358,6 +379,7 @@ def test_every_figure_is_valid_xml_with_alt_text_and_the_pages_colours():
         curves.length_curve(WHOLE.rows),
         curves.failure_curve([of_tasks(step) for step in range(4)]),
         curves.eval_curve([evaluated(1, 0.5)]),
+        curves.parts_curve(PARTS),
         *(curves.task_curve([of_tasks(0), of_tasks(1)], field, "t") for field in curves.BY_TASK),
         lanes.timeline(INTERVALS),
         lanes.timeline_zoom(INTERVALS),
