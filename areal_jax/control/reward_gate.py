@@ -77,13 +77,18 @@ def rewards_of(
 
 
 def paid(groups: Sequence[Group], gates: Gates) -> tuple[Group, ...]:
-    """Returns the groups with the rewards that a batch with these gates trains on."""
+    """Returns the groups with the rewards that a batch with these gates trains on.
+
+    Raises ControlError for a sample without a reward.
+    """
     return tuple(groups) if all(is_paid for _, is_paid in gates) else tuple(_paid(g, gates) for g in groups)
 
 
 def _paid(group: Group, gates: Gates) -> Group:
     members = group.trajectories
-    scored = [0.0 if one.reward is None else one.reward for one in members]
+    scored = [one.reward for one in members if one.reward is not None]
+    if len(scored) < len(members):
+        raise ControlError(f"group {group.ordinal} has samples without a reward; score it before training it")
     rewards = rewards_of(scored, [one.reward_parts for one in members], gates)
     pairs = zip(members, rewards, strict=True)
     return replace(group, trajectories=tuple(replace(one, reward=reward) for one, reward in pairs))

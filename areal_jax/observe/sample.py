@@ -65,6 +65,8 @@ class SampleView:
     """Number of times that the version changed in the middle of the sample."""
     completion: str = ""
     """The completion's text without special tokens, which the pieces include."""
+    trained_reward: float | None = None
+    """The reward that was trained on, if a closed gate withheld a part of it; otherwise None."""
 
     @property
     def spans(self) -> list[VersionSpan]:
@@ -82,8 +84,10 @@ class SampleView:
         reward = "not scored" if self.reward is None else f"reward {self.reward:.3g}"
         parts = ", ".join(f"{name} {value:.3g}" for name, value in self.parts.items())
         sampled = [piece for piece in self.pieces if piece.version != NOT_SAMPLED]
+        withheld = self.trained_reward is not None
         words = [
             reward + (f" ({parts})" if parts else ""),
+            *([f"trained with {self.trained_reward:.3g}: its batch's gate was closed"] if withheld else []),
             f"{len(sampled)} tokens",
             f"log-prob {sum(piece.logp for piece in sampled):.2f}",
         ]

@@ -13,6 +13,7 @@ from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
 from areal_jax.control.audit import AuditResult, audit
 from areal_jax.control.events import BatchTrained, RewardFailed, RewardScored, SampleFinished
+from areal_jax.control.reward_gate import Gates, rewards_of
 from areal_jax.observe.evals import read_evals
 from areal_jax.observe.lanes import timeline
 from areal_jax.observe.metrics import read_rows
@@ -20,7 +21,7 @@ from areal_jax.observe.report import FailedReward, ReportData, page_css, render
 from areal_jax.observe.sample import SampleView
 from areal_jax.observe.svg import standalone
 from areal_jax.observe.waits import read_timelines
-from areal_jax.runtime.viewer import Late, Viewer
+from areal_jax.runtime.viewer import Late, Viewer, gates_in
 from areal_jax.tasks.source import WeightedTask
 from areal_jax.trajectories.sqlite import SqliteQueue
 from areal_jax.types import ArealError, SampleId
@@ -71,19 +72,23 @@ def find(journal: SqliteQueue) -> Found:
                 scored[ordinal] = row.event
             case RewardFailed():
                 found.failures.append(row.event)
-            case BatchTrained(step, ordinals):
+            case BatchTrained(step, ordinals, _, metrics):
+                gates = gates_in(metrics)
                 for ordinal in ordinals:
                     members, rewards = finished.pop(ordinal, {}), scored.pop(ordinal, None)
                     newest = max((sample.attempt for sample in members), default=0)
                     for sample, event in members.items():
                         if sample.attempt == newest:
-                            _count(found, step, event, rewards)
+                            _count(found, step, event, rewards, gates)
     return found
 
 
-def _count(found: Found, trained_version: int, event: SampleFinished, scored: RewardScored | None) -> None:
+def _count(
+    found: Found, trained_version: int, event: SampleFinished, scored: RewardScored | None, gates: Gates
+) -> None:
     if scored is not None:
-        reward = scored.rewards[event.sample.member]
+        paid = rewards_of(scored.rewards, [dict(parts) for parts in scored.parts], gates)
+        reward = paid[event.sample.member]
         found.late.append(Late(event.sample, reward, event.interruptions))
     if not event.spans:  # a reference answer: no policy sampled it
         return

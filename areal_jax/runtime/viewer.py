@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from areal_jax.assembly.sources import RANDOM, open_source
 from areal_jax.config.tree import Config
+from areal_jax.control.reward_gate import Gates, rewards_of
 from areal_jax.observe.sample import Piece, SampleView
 from areal_jax.plugin import load_object
 from areal_jax.tasks.blocks import ANSWER, THINK, parse
@@ -29,6 +30,11 @@ class Late(NamedTuple):
     sample: SampleId
     reward: float
     interruptions: int
+
+
+def gates_in(row: Mapping[str, Any]) -> Gates:
+    """Return the gates of the batch with this metrics row; empty without a gate."""
+    return tuple((row.get("gates") or {}).items())
 
 
 class Viewer:
@@ -71,6 +77,8 @@ class Viewer:
         task = self.task_of(sample.ordinal)
         texts, blocks = token_texts(tokens, self._tokenizer), self._blocks(tokens, task)
         versions, logps = t.versions[sampled].tolist(), t.behavior_logp[sampled].tolist()
+        gates = self._gates.get(sample.ordinal, ())
+        (paid,) = rewards_of([t.reward or 0.0], [t.reward_parts], gates)
         return SampleView(
             sample="/".join(map(str, sample if sample.attempt else sample[:2])),
             prompt=self._tokenizer.decode(t.tokens[~sampled].tolist()),
@@ -83,7 +91,16 @@ class Viewer:
             truncated=t.truncated,
             interruptions=t.interruptions,
             completion=self._tokenizer.decode(tokens),
+            trained_reward=None if all(is_paid for _, is_paid in gates) else paid,
         )
+
+    @cached_property
+    def _gates(self) -> Mapping[int, Gates]:
+        """The gates of each trained group's batch, by ordinal; empty for a run without a gate."""
+        if self._config.algorithm.gate.part is None:
+            return {}
+        trained = self._journal.events("BatchTrained")
+        return {ordinal: gates_in(event.metrics) for event in trained for ordinal in event.ordinals}
 
     def _blocks(self, tokens: Sequence[int], task: str) -> list[str]:
         if template := self._template(task):

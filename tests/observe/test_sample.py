@@ -45,6 +45,8 @@ def test_what_befell_a_sample_is_in_its_headline():
     view = replace(VIEW, stop_reason="length", truncated=True, interruptions=1, task="sums")
     assert view.headline.endswith("· cut off by its length limit · interrupted once")
     assert replace(view, interruptions=3).headline.endswith("interrupted 3 times")
+    withheld = replace(view, reward=3.5, trained_reward=3.0).headline
+    assert withheld.startswith("reward 3.5") and "· trained with 3: its batch's gate was closed ·" in withheld
     assert (view.title, VIEW.title) == ("sample 17.3.0 of sums", "sample 17.3.0")
 
 
@@ -75,6 +77,7 @@ def test_json_holds_all_of_it():
         "stop_reason": "stop",
         "truncated": False,
         "interruptions": 2,
+        "trained_reward": None,
         "versions": [
             {"version": 3, "start": 0, "end": 2},
             {"version": NOT_SAMPLED, "start": 2, "end": 3},

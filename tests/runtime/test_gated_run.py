@@ -8,17 +8,20 @@ from pathlib import Path
 import pytest
 
 from areal_jax.assembly.parts import assemble
+from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
 from areal_jax.control.events import BatchTrained, Event, RewardScored, Train
 from areal_jax.control.reward_gate import gates_of, paid
 from areal_jax.generation.rollout import rollout
 from areal_jax.observe.metrics import read_rows
 from areal_jax.runtime.jobs import resume, run
-from areal_jax.runtime.reading import audit_run, open_journal
+from areal_jax.runtime.reading import audit_run, find, open_journal
+from areal_jax.runtime.viewer import Viewer
 from areal_jax.tasks.datasets.countdown import Countdown
+from areal_jax.tasks.source import WeightedTask
 from areal_jax.trajectories.packing import pack
 from areal_jax.trajectories.sqlite import JournalError, SqliteQueue
-from areal_jax.types import Reward
+from areal_jax.types import Reward, SampleId
 from areal_jax.weights.digest import digest
 from tests.small_run import small
 
@@ -127,3 +130,20 @@ def test_after_a_crash_the_gates_come_from_the_journal_and_the_bits_stay(tmp_pat
     crash_after(folder, monkeypatch, last)
     resume(folder, tasks=[Gated()], stream=io.StringIO())
     check(folder, oracle)
+
+
+def test_a_sample_and_the_report_show_what_was_trained_on(tmp_path, oracle):
+    folder = tmp_path / "run"
+    run(small(folder, *WORDS, "observe.keep_groups=100"), tasks=[Gated()], stream=io.StringIO())
+    row = next(row for row in read_rows(folder) if not row["gates"]["short"])
+    with open_journal(folder) as journal:
+        (batch,) = [event for event in journal.events("BatchTrained") if event.step == row["step"]]
+        viewer = Viewer(journal, load_config(folder / "config.yaml"), {"Gated": WeightedTask(Gated())})
+        views = [viewer.view(SampleId(ordinal, member)) for ordinal in batch.ordinals for member in range(4)]
+        late = find(journal).late
+    for view in views:
+        assert view.trained_reward == pytest.approx(view.reward - view.parts["short"])
+        assert f"trained with {view.trained_reward:.3g}: its batch's gate was closed" in view.headline
+    assert sum(view.trained_reward for view in views) / len(views) == pytest.approx(row["reward_mean"])
+    shown = [each.reward for each in late if each.sample.ordinal in batch.ordinals]
+    assert sorted(shown) == sorted(view.trained_reward for view in views)
