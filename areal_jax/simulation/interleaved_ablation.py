@@ -213,7 +213,7 @@ INTERLEAVED = Ablation(
         f"arms=[{THINK_ANSWER},{INTERLEAVE}]",
         "seeds=1",
         "run.steps=3",
-        "trainer.supervised_steps=120",
+        "trainer.supervised_steps=200",
     ),
     curves=("reward_mean", "reward_parts/correct", "reward_parts/ttft_share", "gates/intermediate"),
 )
