@@ -21,7 +21,9 @@ from areal_jax.plugin import did_you_mean, nearest
 from areal_jax.types import ArealError
 
 TASK_SECTIONS = ("tasks", "trainer.supervised_tasks")
-"""Keys whose value maps the name of a task to its settings."""
+"""Keys of mappings from the name of a task to its settings."""
+
+TASK_KEYS = tuple(name.rpartition(".")[2] for name in TASK_SECTIONS)
 
 
 class ConfigError(ArealError):
@@ -145,7 +147,7 @@ def _from_word(word: str) -> Mapping[str, Any]:
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in over.items():
-        if key in ("tasks", "supervised_tasks") and isinstance(value, (str, list)):
+        if key in TASK_KEYS and isinstance(value, (str, list)):
             merged[key] = _tasks(value)  # a name or a list replaces the tasks, a mapping adds to them
             continue
         old = merged.get(key)

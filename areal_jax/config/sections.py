@@ -119,7 +119,7 @@ class CriticConfig(Section):
 
 class GateConfig(Section):
     part: str | None = None
-    """Name of a reward part that is paid only in batches whose accuracy has not fallen, such as intermediate
+    """Name of a reward part that is paid only while the batches' accuracy does not fall, such as intermediate
     (Interleaved Reasoning). The task must also return the part `correct`. None: every part is always paid.
     """
     tolerance: float = Field(default=0.05, ge=0)

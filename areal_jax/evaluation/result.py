@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from areal_jax.control.reward_gate import CORRECT
 from areal_jax.observe.estimates import mean_estimate, pass_at_k, powers_of_two, share_estimate
 
 RIGHT = 1.0
@@ -14,8 +15,6 @@ RIGHT = 1.0
 
 Without that part, its reward must be at least this.
 """
-
-CORRECT = "correct"
 
 NAMED = 20
 """A result lists at most this many prompts that are too long, and at most this many failures."""

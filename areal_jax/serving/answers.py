@@ -27,12 +27,16 @@ class AnswerStream:
     further answer is found in it; its text is decoded to the end.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, needs_text: bool = True) -> None:
+        """`needs_text`: False: after the response breaks the template, its tokens are not decoded."""
         self._text, self._parser = TextStream(tokenizer), BlockParser("interleave")
+        self._needs_text = needs_text
         self.has_answer = False
         """Whether the first content of an answer has arrived."""
 
     def push(self, tokens: Sequence[int]) -> Added:
+        if self._parser.is_broken and not self._needs_text:
+            return Added("", "")
         return self._parsed(self._text.push(tokens))
 
     def finish(self) -> Added:

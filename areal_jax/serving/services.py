@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import grpc
@@ -67,8 +67,9 @@ class Services:
         started_s = time.monotonic()
         ask = await asyncio.to_thread(decode_ask, request, self._served)
         has_text = request.WhichOneof("content") == "text_content"
+        response = AnswerStream(self._served.tokenizer, needs_text=has_text)
         with self._streams.submitted(ask) as stream:
-            async for _, output, text in self._outputs(stream, ask.n, started_s):
+            async for _, output, text in self._outputs(stream, [response], started_s):
                 if isinstance(output, Tokens):
                     await context.write(_decoded(output.tokens, text if has_text else ""))
                 elif text and has_text:
@@ -83,9 +84,10 @@ class Services:
     async def Generate(self, request: Any, context: Any) -> None:
         started_s = time.monotonic()
         ask = await asyncio.to_thread(generate_ask, request, self._served)
+        responses = [AnswerStream(self._served.tokenizer) for _ in range(ask.n)]
         with self._streams.submitted(ask) as stream:
             await context.write(messages.GenerateResponse(prompt=messages.Prompt(token_ids=ask.start.prompt)))
-            async for member, output, text in self._outputs(stream, ask.n, started_s):
+            async for member, output, text in self._outputs(stream, responses, started_s):
                 await context.write(_generated(member, output, text))
 
     async def Cancel(self, request: Any, context: Any) -> Any:
@@ -125,13 +127,14 @@ class Services:
     async def Statistics(self, request: Any, context: Any) -> Any:
         return self._described(self._streams.host.statistics())
 
-    async def _outputs(self, stream: Stream, n: int, started_s: float) -> AsyncIterator[Output]:
-        """Yields what the client gets of the `n` completions in `stream`: all of it, or the answers alone.
+    async def _outputs(
+        self, stream: Stream, responses: Sequence[AnswerStream], started_s: float
+    ) -> AsyncIterator[Output]:
+        """Yields what the client gets of the completions in `stream`: all of it, or the answers alone.
 
-        Records the seconds from `started_s` to the request's first tokens, and to the first content of an
-        answer in any of its completions.
+        `responses` decode the completions, one each. Records the seconds from `started_s` to the request's
+        first tokens, and to the first content of an answer in any of its completions.
         """
-        responses = [AnswerStream(self._served.tokenizer) for _ in range(n)]
         is_first, has_answer = True, False
         async for member, output in stream.items():
             if is_first:

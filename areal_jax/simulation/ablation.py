@@ -310,7 +310,7 @@ class Workbench:
         """Run a config; return its rows, and the evaluations of its last parameters by these configs."""
         of_engine = _key(config, "model", "tasks", "generation", "runtime")
         of_learner = of_engine + _key(config, "algorithm", "trainer") + str(config.run.steps)
-        # The same start serves all arms whose supervised steps have the same tasks.
+        # Arms with the same tasks in their supervised steps have the same start.
         prompts = () if config.trainer.supervised_tasks else ("tasks",)
         seed = 0 if self._shares_start else config.run.seed
         of_params = _key(config, "model", "runtime", "trainer", *prompts) + f"{config.row_length} {seed}"

@@ -8,12 +8,8 @@ from statistics import fmean, mean
 from areal_jax.observe.estimates import Estimate, paired_estimate
 from areal_jax.simulation.ablation import Ablation, Contrast, Evaluations, Row, Table, paired
 
-THINK_ANSWER, INTERLEAVE, REWARDED, UNGATED = (
-    "think_answer",
-    "interleave",
-    "interleave_ir",
-    "interleave_direct",
-)
+THINK_ANSWER, INTERLEAVE = "think_answer", "interleave"
+REWARDED, UNGATED = "interleave_ir", "interleave_direct"
 
 TTFT_DROP = 0.60
 """Least accepted relative drop of the TTFT share from think_answer to interleave."""
@@ -42,27 +38,30 @@ def _mean_accuracy(*names: str) -> Callable[[Evaluations], float]:
     return lambda found: fmean(_accuracy(name)(found) for name in names)
 
 
-def _share(rows: Sequence[Row], name: str) -> float:
-    """Return the fraction of the samples to which the gated part `name` was paid; 0 without a gate."""
-    return fmean((row.get("paid_share") or {}).get(name, 0.0) for row in rows)
+def _paid(rows: Sequence[Row]) -> float:
+    """Return the fraction of the samples to which the gated part was paid; 0 without a gate."""
+    return fmean((row.get("paid_share") or {}).get("intermediate", 0.0) for row in rows)
 
 
 def _gate_open(rows: Sequence[Row]) -> float:
     return fmean(float((row.get("gates") or {}).get("intermediate", True)) for row in rows)
 
 
-def _third(number: int, figure: Callable[[Sequence[Row]], float]) -> Callable[[Sequence[Row]], float]:
-    """Return a function of a run's rows: `figure` of their first (0), second (1) or last (2) third."""
-
-    def of(rows: Sequence[Row]) -> float:
-        edges = [0, len(rows) // 3, 2 * len(rows) // 3, len(rows)]
-        return figure(rows[edges[number] : max(edges[number + 1], edges[number] + 1)])
-
-    return of
+Figure = Callable[[Sequence[Row]], float]
 
 
-def _mean_part(name: str) -> Callable[[Sequence[Row]], float]:
-    return lambda rows: fmean(row["reward_parts"][name] for row in rows)
+def _early(figure: Figure) -> Figure:
+    """Return a function of a run's rows: `figure` of their first third, at least of one row."""
+    return lambda rows: figure(rows[: max(1, len(rows) // 3)])
+
+
+def _late(figure: Figure) -> Figure:
+    """Return a function of a run's rows: `figure` of their last third, at least of one row."""
+    return lambda rows: figure(rows[-max(1, len(rows) // 3) :])
+
+
+def _right(rows: Sequence[Row]) -> float:
+    return fmean(row["reward_parts"]["correct"] for row in rows)
 
 
 # --- claims -------------------------------------------------------------------------------------------------
@@ -125,9 +124,6 @@ def _arm(template: str, *words: str) -> tuple[str, ...]:
     return (*(f"{task}.template={template}" for task in tasks), *words)
 
 
-_GATE = ("tasks.chained.reward.intermediate", "algorithm.gate.part")
-
-
 def _contrasts() -> tuple[Contrast, ...]:
     pairs = (
         (INTERLEAVE, THINK_ANSWER),
@@ -155,15 +151,15 @@ EVALUATED: Mapping[str, Callable[[Evaluations], float]] = {
     **{f"accuracy_{name[0]}": _accuracy(name) for name in LONGER},
 }
 
-FIGURES: Mapping[str, Callable[[Sequence[Row]], float]] = {
-    "correct_mean": _mean_part("correct"),
-    "gate_open_first": _third(0, _gate_open),
-    "gate_open_last": _third(2, _gate_open),
-    "paid_first": _third(0, lambda rows: _share(rows, "intermediate")),
-    "paid_last": _third(2, lambda rows: _share(rows, "intermediate")),
-    "right_first": _third(0, _mean_part("correct")),
-    "right_last": _third(2, _mean_part("correct")),
-    "tokens": _third(2, lambda rows: fmean(row["completion_tokens_mean"] for row in rows)),
+FIGURES: Mapping[str, Figure] = {
+    "correct_mean": _right,
+    "right_first": _early(_right),
+    "right_last": _late(_right),
+    "gate_open_first": _early(_gate_open),
+    "gate_open_last": _late(_gate_open),
+    "paid_first": _early(_paid),
+    "paid_last": _late(_paid),
+    "tokens": _late(lambda rows: fmean(row["completion_tokens_mean"] for row in rows)),
 }
 
 INTERLEAVED = Ablation(

@@ -128,6 +128,11 @@ class BlockParser:
             since = token if part else since
         return tuple(event for event in events if event is not None)
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether the text so far breaks the template, so that `feed` returns no more events."""
+        return bool(self._error)
+
     def finish(self) -> Parsed:
         """Returns the response's blocks and error, as if the text so far were all of it."""
         return Parsed(tuple(self._blocks), self._error or self._error_at_end())

@@ -50,7 +50,7 @@ class RewardSettings(BaseModel):
 
 
 class Interleaved(Task, ABC):
-    """A task whose responses are think and answer blocks, with sub-answers before the final answer.
+    """A task with responses of think and answer blocks: sub-answers, then the final answer.
 
     A subclass defines `__len__`, `__getitem__` and `guess`. A prompt's info has the right final answer as
     `answer`, and the right sub-answers as `steps`, a tuple that may be empty.

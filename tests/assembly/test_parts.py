@@ -44,7 +44,7 @@ def test_a_prompt_must_leave_room_for_a_completion(tmp_path):
 
 
 def test_the_supervised_steps_may_have_tasks_of_their_own(tmp_path):
-    """Equal to a run whose own task is that one; the run's prompts stay those of its own task."""
+    """Equal to a run of that task alone; the run's prompts stay those of its own task."""
     words = ["trainer.supervised_steps=2", "trainer.supervised_batch=8"]
     other = small(tmp_path, *words, "tasks.countdown.median=8.0")
     both = small(tmp_path, *words, "trainer.supervised_tasks.countdown.median=8.0")

@@ -26,7 +26,7 @@ CONFIG = config_of(steps=4, batch_size=2, group_size=2, max_staleness=1, gate=GA
 
 
 class Run:
-    """A control plane whose groups finish and are scored when the test says so."""
+    """A control plane; its groups finish and are scored when the test says so."""
 
     def __init__(self, config=CONFIG, slots: int = 40) -> None:
         self.plane, self.rows = ControlPlane(config), []

@@ -1,4 +1,4 @@
-"""A run whose rewards have a gated part: eta = 0 is the plain loop; a crash changes no gate and no bit."""
+"""A run of rewards with a gated part: eta = 0 is the plain loop; a crash changes no gate and no bit."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_eta_0_is_the_plain_loop_with_gates_that_opened_and_closed(tmp_path, ora
 
 
 def crash_after(folder: Path, monkeypatch: pytest.MonkeyPatch, is_last) -> None:
-    """A run whose journal takes nothing after the first row that `is_last(event, actions)` selects."""
+    """A run with a journal that takes nothing after the first row that `is_last(event, actions)` selects."""
     append, has_ended = SqliteQueue.append, []
 
     def append_until(self, entries, durable=False):

@@ -111,7 +111,7 @@ def check_run(folder: Path, form: re.Pattern[str] = FORMS["interleave"]) -> list
 
 
 def batches(config: Config, journal: SqliteQueue) -> Iterator[list[Sample]]:
-    """The trained samples of each batch, whose journaled rewards the task has confirmed."""
+    """The trained samples of each batch; the task has confirmed their journaled rewards."""
     tasks = load_tasks(config.tasks)
     prompts = PromptStream(tasks, config.run.seed)
     asked = {a.step: a for row in journal.rows() for a in row.actions if isinstance(a, Train)}

@@ -240,7 +240,7 @@ def test_thoughts_and_answers_of_a_task_with_a_template_are_told_apart(tmp_path:
 
 @pytest.mark.parametrize("task", ["countdown", "Steps", f"{__name__}:Absent"])
 def test_a_task_without_a_template_or_that_is_not_there_shows_no_blocks(tmp_path: Path, monkeypatch, task):
-    """A task whose class has no template is not loaded, because its data may have to be downloaded."""
+    """A task of a class without a template is not loaded, because its data may have to be downloaded."""
     monkeypatch.setattr(viewer, "load_tasks", lambda _: pytest.fail("a task was loaded"))
     respond(tmp_path, INTERLEAVED)
     with SqliteQueue.open(tmp_path / "journal.sqlite", readonly=True) as journal:

@@ -168,6 +168,24 @@ def test_after_a_break_of_the_template_no_answer_is_found_and_all_text_is_decode
     assert added(text, [3] * 40) == (text, answers)
 
 
+@pytest.mark.parametrize("needs_text", [True, False])
+def test_after_a_break_tokens_are_decoded_only_for_a_client_that_gets_text(needs_text):
+    """The requests of a training run send token ids, and few of their responses have blocks."""
+
+    decoded = set()
+
+    class Recording(ByteTokenizer):
+        def token_bytes(self, token):
+            decoded.add(token)
+            return super().token_bytes(token)
+
+    stream = AnswerStream(Recording(), needs_text)
+    texts = [stream.push([byte]).text for byte in b"no tags"]
+    assert decoded == set(b"no tags" if needs_text else b"n")
+    assert "".join(texts) == ("no tags" if needs_text else "n")
+    assert stream.finish() == ("", "")
+
+
 def test_a_tokenizer_without_the_tags_as_text_is_refused():
     class Special(ByteTokenizer):
         """Its tags are special tokens: rendered as such, and left out of decoded text."""
