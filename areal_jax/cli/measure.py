@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from areal_jax.cli.shell import AsJson, print_json, show
+from areal_jax.types import ArealError
 
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
@@ -65,6 +66,9 @@ def ablate(
         Path | None,
         typer.Option(help="File to which each finished run is appended; runs that it has are not repeated."),
     ] = None,
+    curves: Annotated[
+        Path | None, typer.Option(help="SVG file for the curves by step, one line for each arm.")
+    ] = None,
 ) -> None:
     """Run an ablation (runs that differ in one key) over several seeds, and show a table of its results."""
     from areal_jax.simulation.ablations import ABLATIONS, find
@@ -73,12 +77,21 @@ def ablate(
         show({name: ablation.doc for name, ablation in ABLATIONS.items()}, json)
         return
     from areal_jax.assembly.devices import use_compilation_cache
+    from areal_jax.observe.curves import arm_curves
+    from areal_jax.observe.report import page_css
+    from areal_jax.observe.svg import standalone
     from areal_jax.simulation.ablation import ablate as run_all
 
+    for path in (runs, curves):
+        if path is not None and not path.parent.is_dir():
+            raise ArealError(f"{path.parent} is not a folder, so {path.name} cannot be written; create it")
     ablation = find(name)
     use_compilation_cache()
     asked = [*(ablation.smoke if smoke else ()), *(words or ())]
     figures = run_all(name, ablation, asked, lambda said: typer.echo(said, err=True), runs)
+    if curves is not None:
+        figure = arm_curves(figures["runs"], figures["key"])
+        curves.write_text(standalone(figure, page_css()), encoding="utf-8")
     if json:
         print_json(figures)
     else:

@@ -1,4 +1,4 @@
-"""Draws curves of a run's report: figures by task, failed rewards, completion lengths, and evaluations."""
+"""Draws curves: figures by task, failed rewards, completion lengths, evaluations, and an ablation's arms."""
 
 from __future__ import annotations
 
@@ -197,3 +197,39 @@ def _eval_series(evals: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], Po
                     points = series.setdefault((label, measure), {})
                     points[line["version"]] = (found["value"], found["low"], found["high"])
     return series
+
+
+# --- an ablation --------------------------------------------------------------------------------------------
+
+
+def arm_curves(runs: Sequence[Mapping[str, Any]], key: str) -> Figure:
+    """Draws the `curves` of an ablation's runs by step: one row of axes per curve, one column per value.
+
+    `runs`: what `ablate` returns as `runs`, at least one; `key`: the config key that differs between columns.
+    A line is the mean over an arm's seeds, smoothed.
+    """
+    names = list(runs[0]["curves"])
+    by_arm: dict[tuple[Any, str], list[Mapping[str, Sequence[float]]]] = {}
+    for run in runs:
+        by_arm.setdefault((run["value"], run["arm"]), []).append(run["curves"])
+    values, arms = (list(dict.fromkeys(each)) for each in zip(*by_arm, strict=True))
+
+    def draw(figure: Any) -> None:
+        grid = figure.subplots(len(names), len(values), sharex=True, sharey="row", squeeze=False)
+        for (value, arm), curves in by_arm.items():
+            colour, place = SERIES[arms.index(arm) % len(SERIES)], values.index(value)
+            for axes, name in zip(grid[:, place], names, strict=True):
+                mean = np.mean([np.array(each[name], float) for each in curves], axis=0)
+                axes.plot(np.arange(1, len(mean) + 1), smooth(mean), color=colour, label=arm)
+        for axes, name in zip(grid[:, 0], names, strict=True):
+            axes.set_ylabel(name.replace("/", ": ").replace("_", " "))
+        for axes, value in zip(grid[0], values, strict=True):
+            axes.set_title(f"{key}={value}")
+        for axes in grid[-1]:
+            axes.set_xlabel("step")
+        lines = grid[0, 0].get_legend_handles_labels()
+        figure.legend(*lines, loc="outside upper left", ncols=len(arms))
+
+    alt = f"Means over seeds, by step, of {', '.join(names)}: one line for each of {', '.join(arms)}."
+    size = (max(5.2, 3.5 * len(values)), 0.6 + 1.9 * len(names))
+    return Figure("Arms", draw_svg("arms", draw, size, alt), alt)

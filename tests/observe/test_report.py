@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.figure import Figure as Canvas
 
 from areal_jax.observe import curves, figures, lanes, svg
 from areal_jax.observe.metrics import REQUIRED
@@ -369,6 +370,34 @@ def test_the_parts_of_rewards_are_drawn_with_the_steps_of_a_closed_gate():
     assert "Parts of the reward" in render(replace(WHOLE, rows=PARTS))
 
 
+ARMS = [
+    {"value": value, "arm": arm, "curves": {"reward_mean": rewards, "gates/intermediate": [open_, True]}}
+    for value, arm, rewards, open_ in [
+        ("grpo", "old", [0.0, 1.0], None),
+        ("grpo", "new", [1.0, 2.0], True),
+        ("grpo", "new", [2.0, 4.0], False),
+        ("ppo", "new", [0.5, 0.5], True),
+    ]
+]
+"""Runs of an ablation: two seeds of new under grpo, one of each other arm; old has no gate at first."""
+
+
+def test_an_ablations_arms_are_drawn_as_means_over_their_seeds(monkeypatch):
+    drawn = Canvas()
+    monkeypatch.setattr(curves, "draw_svg", lambda name, draw, size, alt: draw(drawn) or alt)
+    found = curves.arm_curves(ARMS, "algorithm.preset")
+    assert found.alt == (
+        "Means over seeds, by step, of reward_mean, gates/intermediate: one line for each of old, new."
+    )
+    lines = [
+        {line.get_label(): line.get_ydata().tolist() for line in axes.get_lines()} for axes in drawn.axes
+    ]
+    assert lines[:2] == [{"old": [0, 1], "new": [1.5, 3]}, {"new": [0.5, 0.5]}]
+    assert lines[2]["new"] == [0.5, 1] and np.isnan(lines[2]["old"][0])
+    assert [axes.get_title() for axes in drawn.axes[:2]] == ["algorithm.preset=grpo", "algorithm.preset=ppo"]
+    assert [axes.get_ylabel() for axes in drawn.axes] == ["reward mean", "", "gates: intermediate", ""]
+
+
 def test_every_figure_is_valid_xml_with_alt_text_and_the_pages_colours():
     drawn = [
         figures.reward_curve(WHOLE.rows),
@@ -380,6 +409,7 @@ def test_every_figure_is_valid_xml_with_alt_text_and_the_pages_colours():
         curves.failure_curve([of_tasks(step) for step in range(4)]),
         curves.eval_curve([evaluated(1, 0.5)]),
         curves.parts_curve(PARTS),
+        curves.arm_curves(ARMS, "algorithm.preset"),
         *(curves.task_curve([of_tasks(0), of_tasks(1)], field, "t") for field in curves.BY_TASK),
         lanes.timeline(INTERVALS),
         lanes.timeline_zoom(INTERVALS),

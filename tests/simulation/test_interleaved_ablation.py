@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import fmean
+from xml.etree import ElementTree
 
 import pytest
 from typer.testing import CliRunner
@@ -136,6 +138,38 @@ def test_finished_runs_are_kept_and_not_repeated(recorded, tmp_path: Path):
     ablate("interleaved", INTERLEAVED, [*WORDS, "seeds=1", "trainer.rows=8"], lambda said: None, kept)
     assert recorded.runs == 6  # another config
     assert json.loads(kept.read_text().splitlines()[0])["curves"]["reward_mean"] == [0.3333] * 3
+
+
+def test_the_command_keeps_runs_and_draws_curves_and_refuses_a_missing_folder_before_the_first(
+    recorded, tmp_path: Path
+):
+    words = ["ablate", "interleaved", *WORDS, "seeds=1"]
+    for option in ("--runs", "--curves"):
+        refused = CliRunner().invoke(app, [*words, option, str(tmp_path / "missing" / "file")])
+        assert (
+            refused.exit_code == 1 and "missing is not a folder, so file cannot be written" in refused.stderr
+        )
+    assert recorded.runs == 0
+    files = ["--runs", str(tmp_path / "runs.jsonl"), "--curves", str(tmp_path / "curves.svg")]
+    assert CliRunner().invoke(app, [*words, *files]).exit_code == 0
+    assert len((tmp_path / "runs.jsonl").read_text().splitlines()) == recorded.runs == 2
+    drawn = (tmp_path / "curves.svg").read_text()
+    assert ElementTree.fromstring(drawn).get("role") == "img" and "think_answer" in drawn
+
+
+ROOT = Path(__file__).parents[2]
+LABELS = {"grpo": "GRPO", "reinforce_pp": "REINFORCE++", "ppo": "PPO"}
+FIGURES_IN_DOCS = ("accuracy", "accuracy_4", "accuracy_5", "accuracy_6", "accuracy_all", "ttft_share")
+
+
+def test_the_results_in_the_docs_are_the_means_of_the_kept_runs():
+    page = (ROOT / "docs/interleaved.md").read_text(encoding="utf-8")
+    runs = [json.loads(line) for line in (ROOT / "docs/runs/interleaved.jsonl").read_text().splitlines()]
+    for value, arm in {(run["value"], run["arm"]) for run in runs}:
+        own = [run for run in runs if (run["value"], run["arm"]) == (value, arm)]
+        assert len(own) == INTERLEAVED.seeds[value]
+        means = [f"{fmean(run[name] for run in own):.3f}" for name in FIGURES_IN_DOCS]
+        assert f"| {LABELS[value]}, `{arm}` | {' | '.join(means)} |" in page
 
 
 def test_differences_are_taken_seed_by_seed(recorded):
