@@ -209,7 +209,8 @@ INTERLEAVED = Ablation(
         f"arms=[{THINK_ANSWER},{INTERLEAVE}]",
         "seeds=1",
         "run.steps=3",
-        "trainer.supervised_steps=200",
+        "trainer.supervised_steps=120",
+        "trainer.supervised_learning_rate=3.0e-3",
     ),
     curves=("reward_mean", "reward_parts/correct", "reward_parts/ttft_share", "gates/intermediate"),
 )
