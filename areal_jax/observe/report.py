@@ -13,6 +13,7 @@ from areal_jax.observe import curves, figures, lanes
 from areal_jax.observe.live import clock
 from areal_jax.observe.report_samples import sample_groups
 from areal_jax.observe.sample import SampleView
+from areal_jax.observe.sharing import sharing
 from areal_jax.observe.svg import Figure
 from areal_jax.observe.waits import Interval, is_idle
 
@@ -115,6 +116,9 @@ def _tiles(data: ReportData) -> str:
             ", ".join(f"{name.replace('_', ' ')} {n}" for name, n in drops.items()),
         ),
     ]
+    if shared := sharing(rows):
+        note = f"of {shared.sequence_tokens:,} tokens; a prefix tree has {shared.compression:.2f} times fewer"
+        tiles.append(("repeated prefixes", f"{shared.repeated_share:.0%}", note))
     if failed := _total(rows, "failed_rewards"):
         tiles.append(("failed rewards", f"{failed:,}", "groups that could not be scored"))
     return '<dl class="tiles">' + "".join(map(_tile, tiles)) + "</dl>"

@@ -19,6 +19,7 @@ from areal_jax.observe.lanes import timeline
 from areal_jax.observe.metrics import read_rows
 from areal_jax.observe.report import FailedReward, ReportData, page_css, render
 from areal_jax.observe.sample import SampleView
+from areal_jax.observe.sharing import Sharing, sharing, sharing_by_part
 from areal_jax.observe.svg import standalone
 from areal_jax.observe.waits import read_timelines
 from areal_jax.runtime.viewer import Late, Viewer, gates_in
@@ -172,3 +173,19 @@ def view_sample(folder: Path, name: str) -> SampleView:
     config = load_config(folder / "config.yaml")
     with open_journal(folder) as journal:
         return Viewer(journal, config).view(sample)
+
+
+def prefix_sharing(folder: Path) -> tuple[Sharing, list[Sharing]]:
+    """Return how many tokens of a run's samples repeat a prefix: of the whole run, and of its parts in order.
+
+    Raises ArealError if no row of metrics.jsonl has these figures.
+    """
+    rows = read_rows(folder)
+    whole = sharing(rows)
+    if whole is None:
+        raise ArealError(
+            f"{folder}/metrics.jsonl has no step with sequence_tokens and tree_tokens: the run has not "
+            "trained a step, or an older version of areal-jax recorded it; continue it with "
+            f"`areal-jax resume {folder}`"
+        )
+    return whole, sharing_by_part(rows)

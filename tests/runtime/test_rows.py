@@ -95,6 +95,8 @@ def test_rewards_ages_and_lengths_are_those_of_the_batch():
         "completion_tokens_mean": 2.5, "completion_tokens_p50": 2.5,
         "completion_tokens_p99": np.quantile([2, 4, 1, 3], 0.99),
         "truncated_share": 0.5, "grad_norm": 0.5,
+        # all tokens are equal, so that every sample begins the longest
+        "sequence_tokens": 4 + 6 + 3 + 5, "tree_tokens": 6,
     }  # fmt: skip
     for name, value in expected.items():
         assert row[name] == pytest.approx(value), name

@@ -1,0 +1,134 @@
+"""The prefix tree of sequences of tokens: which tokens they share, and in which order to visit its leaves.
+
+Two sequences share a token if they are equal up to and including it: its hidden state is then the same, and
+one forward pass can compute it for both. The tree has one node per distinct prefix. A sequence that is a
+prefix of another one, or equal to it, ends inside the other's path; the remaining sequences are the leaves.
+With the leaves in an order in which each subtree's leaves are neighbours, the number of tokens that each leaf
+shares with the leaf before it determines the whole tree. Shapes: S sequences, L leaves, n tokens of a
+sequence, K ids of a support.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from areal_jax.types import Trajectory
+
+
+class PrefixTree(NamedTuple):
+    """The prefix tree of S sequences, which are numbered in the order in which they were given."""
+
+    leaves: np.ndarray
+    """(L,) int64: the sequence of each leaf, in an order in which each subtree's leaves are neighbours."""
+    common: np.ndarray
+    """(L + 1,) int64: number of tokens that leaf i shares with leaf i - 1; 0 at both ends."""
+    leaf_of: np.ndarray
+    """(S,) int64: for each sequence the index in `leaves` of a leaf whose path the sequence begins."""
+    lengths: np.ndarray
+    """(S,) int64: number of tokens of each sequence."""
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Number of tokens of all sequences."""
+        return int(self.lengths.sum())
+
+    @property
+    def tokens(self) -> int:
+        """Number of the tree's nodes: distinct prefixes of the sequences, the empty prefix not counted."""
+        return int(self.lengths[self.leaves].sum() - self.common.sum())
+
+
+class TrainedOnPaths(NamedTuple):
+    """Which tokens of the leaves' paths are trained; each array has a row of T tokens per sequence."""
+
+    is_trained: np.ndarray
+    """(S, T) bool: whether any sequence with this prefix trains its last token."""
+    temperature: np.ndarray
+    """(S, T) float32: temperature at which these sequences sampled the token; 1 where none trains it."""
+
+
+def prefix_tree(keys: Sequence[np.ndarray]) -> PrefixTree:
+    """Returns the prefix tree of sequences, with the leaves in lexicographic order.
+
+    `keys`: for each sequence an (n,) array of integers of at least 0 and below 2^32, one per token; two
+    tokens are shared only if their keys and all keys before are equal.
+    """
+    lengths = np.array([len(each) for each in keys], np.int64)
+    # Big-endian bytes are ordered like the integers, and Python compares them with a prefix first.
+    texts = [each.astype(">u4").tobytes() for each in keys]
+    order = np.array(sorted(range(len(keys)), key=texts.__getitem__), np.int64)
+    shared = np.array([_common_tokens(keys[one], keys[other]) for one, other in pairwise(order)], np.int64)
+    # Sorted, a prefix of any sequence is a prefix of its successor.
+    is_leaf = np.append(shared < lengths[order[:-1]], True)[: len(order)]
+    leaf_of = np.empty(len(order), np.int64)
+    leaf_of[order] = np.cumsum(is_leaf) - is_leaf
+    return PrefixTree(
+        leaves=order[is_leaf],
+        common=np.concatenate([[0], shared[is_leaf[:-1]], [0]]).astype(np.int64)[: is_leaf.sum() + 1],
+        leaf_of=leaf_of,
+        lengths=lengths,
+    )
+
+
+def _common_tokens(one: np.ndarray, other: np.ndarray) -> int:
+    """Returns the number of leading elements in which two arrays are equal."""
+    size = min(len(one), len(other))
+    differs = one[:size] != other[:size]
+    return int(differs.argmax()) if differs.any() else size
+
+
+def tree_of(trajectories: Sequence[Trajectory]) -> PrefixTree:
+    """Returns the prefix tree of trajectories' tokens, for computing their log-probs.
+
+    The log-prob of a trained token also depends on the temperature and on the token's support. Trajectories
+    therefore share no trained token for which these differ. Loss masks, versions, log-probs and rewards may
+    differ on shared tokens.
+    """
+    return prefix_tree(_keys(trajectories))
+
+
+def _keys(trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
+    """Returns for each trajectory an (n,) array of integers, as `prefix_tree` needs them."""
+    temperatures = [each.sampling.temperature for each in trajectories]
+    # From its first trained token on, a trajectory shares with others of its temperature alone. One
+    # temperature, the commonest, needs no mark.
+    commonest_first = sorted(set(temperatures), key=lambda each: (-temperatures.count(each), each))
+    marks = {each: mark for mark, each in enumerate(commonest_first)}
+    has_support = any(each.support is not None for each in trajectories)
+    if len(marks) <= 1 and not has_support:
+        return [each.tokens for each in trajectories]
+    parts = []
+    for each, temperature in zip(trajectories, temperatures, strict=True):
+        is_marked = np.cumsum(each.loss_mask) > 0
+        columns = [each.tokens, np.where(is_marked, marks[temperature], 0)]
+        parts.append(np.column_stack(columns if each.support is None else [*columns, each.support]))
+    _, numbers = np.unique(np.concatenate(parts), axis=0, return_inverse=True)
+    return np.split(numbers.reshape(-1), np.cumsum([len(part) for part in parts])[:-1])
+
+
+def trained_on_paths(tree: PrefixTree, trajectories: Sequence[Trajectory], length: int) -> TrainedOnPaths:
+    """Returns which tokens of each leaf's path any trajectory trains, in rows of `length` tokens.
+
+    `tree`: that of the trajectories, as `tree_of` returns it. The rows of the leaves' sequences are set.
+    """
+    is_trained = np.zeros((len(trajectories), length), bool)
+    temperature = np.ones((len(trajectories), length), np.float32)
+
+    def join(leaf: int, tokens: int, mask: np.ndarray, values: np.ndarray | float) -> None:
+        row = tree.leaves[leaf]
+        temperature[row, :tokens] = np.where(mask[:tokens], values, temperature[row, :tokens])
+        is_trained[row, :tokens] |= mask[:tokens]
+
+    for each, leaf in zip(trajectories, tree.leaf_of.tolist(), strict=True):
+        join(leaf, len(each.tokens), each.loss_mask, each.sampling.temperature)
+    pairs = list(pairwise(range(len(tree.leaves))))
+    # Forth and back, what one leaf's path trains reaches all leaves that share the token.
+    for leaf, other in [*pairs, *((two, one) for one, two in reversed(pairs))]:
+        shared = int(tree.common[max(leaf, other)])
+        row = tree.leaves[leaf]
+        join(other, shared, is_trained[row, :shared], temperature[row, :shared])
+    return TrainedOnPaths(is_trained, temperature)
