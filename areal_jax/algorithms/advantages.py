@@ -29,7 +29,7 @@ that differences and standard deviations stay finite even for the largest float3
 
 
 class Estimate(NamedTuple):
-    """The result of an advantage estimator with a critic; each field is (B, T) float32."""
+    """The result of an advantage estimator with a critic; each field is (B, T)."""
 
     advantages: Array
     returns: Array
@@ -52,7 +52,7 @@ def overlong_penalty(lengths: Float[Array, " S"], max_tokens: float, margin: flo
 
 def with_overlong_penalty(batch: Batch, max_tokens: float, margin: float) -> Float[Array, " S"]:
     """Returns each sequence's reward plus its `overlong_penalty`, for the same `max_tokens` and `margin`."""
-    lengths = per_sequence(batch.loss_mask.astype(jnp.float32), batch.segment_ids, batch.reward.shape[0])
+    lengths = per_sequence(batch.loss_mask.astype(float), batch.segment_ids, batch.reward.shape[0])
     return batch.reward + overlong_penalty(lengths, max_tokens, margin)
 
 
@@ -219,7 +219,7 @@ def whitened(advantages: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float
 
 def _token_rewards(batch: Batch) -> Float[Array, "B T"]:
     if batch.token_rewards is None:
-        return jnp.zeros(batch.loss_mask.shape, jnp.float32)
+        return jnp.zeros(batch.loss_mask.shape)
     return keep(batch.token_rewards, batch.loss_mask)
 
 
@@ -240,8 +240,8 @@ def _at_last_token(rewards: Float[Array, " S"], batch: Batch) -> Float[Array, "B
 
 def _lam_of(lam: float, lam_length: float | None, batch: Batch) -> Float[Array, "B T"]:
     if lam_length is None:
-        return jnp.full(batch.loss_mask.shape, lam, jnp.float32)
-    lengths = per_sequence(batch.loss_mask.astype(jnp.float32), batch.segment_ids, batch.group_ids.shape[0])
+        return jnp.full(batch.loss_mask.shape, lam, float)
+    lengths = per_sequence(batch.loss_mask.astype(float), batch.segment_ids, batch.group_ids.shape[0])
     own = jnp.maximum(0.0, 1 - 1 / (lam_length * jnp.maximum(lengths, 1)))
     return per_token(own, batch.segment_ids)
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 class TokenStats(NamedTuple):
-    """Each token's log-prob and the entropy (nats) of the distribution that it was drawn from, float32."""
+    """Each token's log-prob and the entropy (nats) of the distribution that it was drawn from."""
 
     logp: Array
     entropy: Array
@@ -39,7 +39,7 @@ def token_stats(
     chex.assert_rank([logits, tokens, temperature], [2, 1, 1])
     chex.assert_equal_shape_prefix([logits, tokens, temperature, *([] if support is None else [support])], 1)
     chex.assert_type([logits, tokens, temperature], [float, int, float])
-    z = logits.astype(jnp.float32) / jnp.where(temperature > 0, temperature, 1.0)[:, None]
+    z = logits.astype(_wide(logits)) / jnp.where(temperature > 0, temperature, 1.0)[:, None]
     chosen = jnp.take_along_axis(z, tokens[:, None], axis=-1)[:, 0]
     log_total = jax.nn.logsumexp(z, axis=-1)
     entropy = _entropy(z, log_total)
@@ -54,6 +54,11 @@ def token_stats(
     return TokenStats(chosen - log_kept, entropy, 1.0 - jnp.exp(log_kept - log_total))
 
 
+def _wide(x: Array) -> Any:
+    """Returns the dtype of statistics of `x`, and of sums over it: float64 for float64, else float32."""
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
 def _entropy(z: Float[Array, "n V"], log_total: Float[Array, " n"]) -> Float[Array, " n"]:
     """Returns the entropy of softmax(z), with 0 log 0 = 0; `log_total` is logsumexp(z).
 
@@ -65,7 +70,7 @@ def _entropy(z: Float[Array, "n V"], log_total: Float[Array, " n"]) -> Float[Arr
 
 
 Head = Callable[[Array, Array], Array]
-"""Called as `head(weight, hidden)`; returns the float32 logits (n, V) of hidden states (n, D)."""
+"""Called as `head(weight, hidden)`; returns the logits (n, V), at least float32, of `hidden` (n, D)."""
 
 Values = Callable[[Array, Array, Array, Array, Array | None], TokenStats]
 """Called as `values(weight, hidden, tokens, temperature, support)`; returns the TokenStats of n tokens."""
@@ -171,7 +176,7 @@ def _head_forward(
         here = values(weight, hidden[i], *jax.tree.map(lambda x: x[i], about))
         return TokenStats(*(x.at[i].set(now) for x, now in zip(stats, here, strict=True)))
 
-    zeros = jnp.zeros(hidden.shape[:2], jnp.float32)
+    zeros = jnp.zeros(hidden.shape[:2], _wide(hidden))
     with jax.named_scope("head_chunks"):
         stats = jax.lax.fori_loop(0, count, one_chunk, TokenStats(zeros, zeros, zeros))
     return stats, (hidden, weight, chunks, stats.logp)
@@ -198,10 +203,10 @@ def _head_backward(
             _, back = jax.vjp(lambda z: token_stats(z, tokens, temperature, support), logits)
             (of_logits,) = back(TokenStats(slopes.logp[i], entropy, jnp.zeros_like(entropy)))
         more_weight, here = pull(of_logits)
-        return of_hidden.at[i].set(here), of_weight + more_weight.astype(jnp.float32)
+        return of_hidden.at[i].set(here), of_weight + more_weight.astype(of_weight.dtype)
 
     # The weight's gradient is summed over chunks in float32, also for bfloat16 weights.
-    start = (jnp.zeros_like(hidden), jnp.zeros(weight.shape, jnp.float32))
+    start = (jnp.zeros_like(hidden), jnp.zeros(weight.shape, _wide(weight)))
     with jax.named_scope("head_chunks"):
         of_hidden, of_weight = jax.lax.fori_loop(0, count, one_chunk, start)
     return of_hidden, of_weight.astype(weight.dtype), None

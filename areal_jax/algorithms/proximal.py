@@ -28,7 +28,7 @@ def proximal_mix(ages: Int[Array, "B T"], minibatches: int, form: str) -> Float[
     chex.assert_rank(ages, 2)
     chex.assert_type(ages, int)
     chex.assert_is_divisible(ages.shape[0], minibatches)
-    age = ages.astype(jnp.float32)
+    age = ages.astype(float)  # float32, or float64 if jax enables it
     if form == "reuse":
         return jnp.ones_like(age)
     if form == "loglinear_published":

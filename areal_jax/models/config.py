@@ -66,7 +66,13 @@ class ModelConfig:
     has_qk_norm: bool = False
     """Whether each head of queries and keys has an RMSNorm, as in Qwen3."""
     dtype: str = "float32"
-    """dtype of the operands of matrix products, which accumulate in float32."""
+    """dtype of the operands of matrix products."""
+    accumulate: str = "float32"  # float32 | float64
+    """dtype of everything else that the trainer computes: residual stream, norms, rotary embeddings, softmax,
+    sums of matrix products, log-probs and entropies.
+
+    float64 is for tests: it needs dtype=float64, and JAX's option jax_enable_x64.
+    """
     lora: Lora | None = None
     """LoRA adapters of the projections; None: the model has no adapters."""
     quantize: str = "none"  # none | int8 | int4 | nf4
@@ -96,11 +102,31 @@ class ModelConfig:
                 f"model: head_dim={self.head_dim} is odd, and rotary embeddings rotate pairs of elements; "
                 "choose an even head_dim"
             )
+        self._require_accumulate()
         if self.quantize in ("int4", "nf4") and (self.width % 2 or self.mlp_width % 2):
             raise ArealError(
                 f"model.quantize={self.quantize} packs two codes into a byte, so width and mlp_width must be "
                 f"even; they are {self.width} and {self.mlp_width}; use model.quantize=int8"
             )
+
+    def _require_accumulate(self) -> None:
+        if self.accumulate not in ("float32", "float64"):
+            raise ArealError(f"model: accumulate={self.accumulate!r} is unknown; use float32 or float64")
+        if self.dtype == "float64" and self.accumulate == "float32":
+            raise ArealError(
+                "model: dtype=float64 with accumulate=float32 would round the sums of float64 products; set "
+                "accumulate=float64"
+            )
+        if self.accumulate == "float32":
+            return
+        for name, needed in (
+            ("dtype", "float64"), ("params_dtype", "float32"), ("numerics", "bounded"), ("quantize", "none")
+        ):  # fmt: skip
+            if (value := getattr(self, name)) != needed:
+                raise ArealError(
+                    f"model: accumulate=float64 with {name}={value} is not supported, because the code for "
+                    f"{name}={value} rounds to float32 or less; set {name}={needed} or accumulate=float32"
+                )
 
 
 QWEN25 = dict(rope_theta=1e6, norm_eps=1e-6, has_qkv_bias=True)
@@ -129,7 +155,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-NO_SIZES = {"dtype", "rope_scaling", "lora", "quantize", "numerics", "params_dtype"}
+NO_SIZES = {"dtype", "accumulate", "rope_scaling", "lora", "quantize", "numerics", "params_dtype"}
 
 
 def model_config(shape: str, vocab_size: int, dtype: str = "float32", /, **overrides: Any) -> ModelConfig:

@@ -119,6 +119,7 @@ class Model:
         chex.assert_rank(tokens, 2)
         chex.assert_equal_shape([tokens, positions])
         chex.assert_type([tokens, positions], int)
+        self._require_float64()
         apart = ()
         if isinstance(params["blocks"], tuple):
             apart = params["blocks"]
@@ -126,8 +127,17 @@ class Model:
         transformer = nnx.merge(self._abstract[0], params)
         return transformer(tokens, positions, attend, cache, execution, apart)
 
+    def _require_float64(self) -> None:
+        """Raise ArealError if the config accumulates in float64, but JAX would use float32 instead."""
+        kind = self.config.accumulate
+        if jnp.zeros(()).dtype != kind == "float64":
+            raise ArealError(
+                f"model: accumulate={kind} with jax_enable_x64=False: JAX would compute in float32; enable "
+                "jax_enable_x64 or set dtype=float32 and accumulate=float32"
+            )
+
     def logits(self, params: Params, hidden: Float[Array, "n D"]) -> Float[Array, "n V"]:
-        """Returns the float32 logits of hidden states; ids beyond the tokenizer's vocabulary get -inf."""
+        """Returns the logits of hidden states; ids beyond the tokenizer's vocabulary get -inf."""
         chex.assert_shape(hidden, (None, self.config.width))
         return self.head_by_rows(self.head_weight(params), hidden)
 
@@ -153,9 +163,9 @@ class Model:
         return f if self.config.numerics == "bounded" else partial(in_tiles, f)
 
     def head(self, weight: Array, hidden: Float[Array, "n D"]) -> Float[Array, "n V"]:
-        """Returns the float32 logits of hidden states; ids beyond the tokenizer's vocabulary get -inf.
+        """Returns the logits of hidden states; ids beyond the tokenizer's vocabulary get -inf.
 
-        `weight`: the LM head's matrix, as `head_weight` returns it.
+        The logits are in `config.accumulate`. `weight`: the LM head's matrix, as `head_weight` returns it.
         """
         dtype = self.config.dtype
         if not self.config.is_tied or isinstance(weight, FeatureMajor):

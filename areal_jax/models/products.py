@@ -1,4 +1,4 @@
-"""Matrix products with a weight: operands in the model's dtype, sums in float32, forward and backward.
+"""Matrix products with a weight: operands in the model's dtype, sums in `sum_dtype`, forward and backward.
 
 JAX's own backward pass of a bfloat16 product with a float32 result multiplies in float32, at half of a GPU's
 speed and twice the bytes, and then rounds the gradient to bfloat16. Here the two backward products read
@@ -15,12 +15,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
+def sum_dtype(x: Array) -> Any:
+    """Returns the dtype in which products of `x` are summed: float64 if `x` is float64, else float32."""
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
 def product(x: Float[Array, "n I"], weight: Array, dtype: str, axis: int = 0) -> Float[Array, "n O"]:
-    """Returns float32 x @ weight, of operands cast to `dtype`.
+    """Returns x @ weight, of operands cast to `dtype`: float64 if `dtype` is float64, else float32.
 
     `axis`: that of the inputs in the weight, which is (I, O), or (O, I) with axis 1.
     """
-    if dtype == "float32":
+    if dtype in ("float32", "float64"):
         return _sum(x.astype(dtype), weight.astype(dtype), 1, axis)
     return _reduced(x, weight, dtype, axis, (x.dtype, weight.dtype))
 
@@ -51,6 +56,6 @@ _reduced.defvjp(_forward, _backward)
 
 
 def _sum(left: Array, right: Array, left_axis: int, right_axis: int) -> Array:
-    """Returns left times right, summed over the two axes in float32."""
+    """Returns left times right, two arrays of one dtype, summed over the two axes in `sum_dtype`."""
     numbers = (((left_axis,), (right_axis,)), ((), ()))
-    return jax.lax.dot_general(left, right, numbers, preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(left, right, numbers, preferred_element_type=sum_dtype(left))

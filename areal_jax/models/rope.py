@@ -42,11 +42,13 @@ class Llama3Scaling:
 RopeScaling = LinearScaling | Llama3Scaling
 
 
-def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
-    """Returns each pair's rotation per position in radians, (head_dim / 2,) float32.
+def inverse_frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling | None, dtype: str = "float32"
+) -> np.ndarray:
+    """Returns each pair's rotation per position in radians, (head_dim / 2,) in `dtype`.
 
     The rotation of pair i is theta^(-2 i / head_dim) (Su et al., arXiv:2104.09864), computed in float64 and
     then changed by `scaling` (None: not changed).
     """
     frequencies = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    return (scaling(frequencies) if scaling else frequencies).astype(np.float32)
+    return (scaling(frequencies) if scaling else frequencies).astype(dtype)

@@ -2,9 +2,9 @@
 
 The trainer's packed forward, the generator's prefill and its decode step call the same `Transformer` with
 different kinds of `Attention`. Layers are stacked along a leading axis L and run by a scan. Residuals, norms,
-rotary embeddings and softmax are float32; matrix products read `config.dtype` and accumulate in float32. Each
-parameter is declared with its shape, initializer and logical axis names, which `parallel.mesh` maps onto
-devices.
+rotary embeddings and softmax are in `config.accumulate`, float32 except in tests; matrix products read
+`config.dtype` and accumulate in `config.accumulate`. Each parameter is declared with its shape, initializer
+and logical axis names, which `parallel.mesh` maps onto devices.
 """
 
 from __future__ import annotations
@@ -82,9 +82,8 @@ def _ones(size: int, axis: str) -> nnx.Param:
 
 
 def rms_norm(x: Float[Array, "... D"], scale: Array, eps: float) -> Float[Array, "... D"]:
-    """Returns x / rms(x) * scale, in float32 (Zhang & Sennrich, arXiv:1910.07467)."""
-    x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * scale.astype(jnp.float32)
+    """Returns x / rms(x) * scale, in x's dtype (Zhang & Sennrich, arXiv:1910.07467)."""
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * scale.astype(x.dtype)
 
 
 def rotate(
@@ -123,7 +122,7 @@ FEWEST_ROWS = 8
 
 
 def project(x: Float[Array, "... I"], weight: Array | FeatureMajor, dtype: str) -> Float[Array, "... O"]:
-    """Returns float32 x @ weight, of operands cast to `dtype`; the output axes are flattened to one.
+    """Returns x @ weight as `products.product` computes it; the output axes are flattened to one.
 
     Both operands are reshaped to two dimensions, as fast CPU kernels require.
     """
@@ -221,7 +220,7 @@ class SelfAttention(Projections):
             )
         if c.has_qk_norm:
             q, k = rms_norm(q, self.q_norm[...], c.norm_eps), rms_norm(k, self.k_norm[...], c.norm_eps)
-        frequencies = inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
+        frequencies = inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling, c.accumulate)
         q, k = rotate(q, positions, frequencies), rotate(k, positions, frequencies)
         return q, k.astype(c.dtype), v.astype(c.dtype)
 
@@ -328,7 +327,7 @@ class Transformer(nnx.Module):
             rows = execution.rows
             return x if rows is None else jax.lax.with_sharding_constraint(x, rows)
 
-        x = placed(as_published(self.embedding[...][tokens].astype(jnp.float32), read))
+        x = placed(as_published(self.embedding[...][tokens].astype(self.config.accumulate), read))
         if apart:
             for index, params in enumerate(apart):
                 (x, cache), _ = one_layer((x, cache), (index, params))

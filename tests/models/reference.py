@@ -48,16 +48,21 @@ def mlp(p: dict[str, Any], x: np.ndarray) -> np.ndarray:
     return (gate / (1 + np.exp(-gate)) * (x @ p["up"])) @ p["down"]
 
 
-def logits(c: ModelConfig, params: dict[str, Any], tokens: np.ndarray) -> np.ndarray:
-    """(n, V) of one sequence that begins at position 0."""
+def hidden(c: ModelConfig, params: dict[str, Any], tokens: np.ndarray) -> np.ndarray:
+    """(n, D) after the last norm, of one sequence that begins at position 0."""
     wide = {name: _float64(value) for name, value in params.items()}
     x = wide["embedding"][tokens]
     for layer in range(c.layers):
         p = {name: _layer(value, layer) for name, value in wide["blocks"].items()}
         x = x + attention(c, p["attention"], norm(x, p["attention_norm"], c.norm_eps))
         x = x + mlp(p["mlp"], norm(x, p["mlp_norm"], c.norm_eps))
-    x = norm(x, wide["norm"], c.norm_eps)
-    return x @ (wide["embedding"].T if c.is_tied else wide["head"])
+    return norm(x, wide["norm"], c.norm_eps)
+
+
+def logits(c: ModelConfig, params: dict[str, Any], tokens: np.ndarray) -> np.ndarray:
+    """(n, V) of one sequence that begins at position 0."""
+    weight = _float64(params["embedding"]).T if c.is_tied else _float64(params["head"])
+    return hidden(c, params, tokens) @ weight
 
 
 def _float64(value: Any) -> Any:
