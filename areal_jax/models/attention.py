@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 from areal_jax.models.blockwise import NEGATIVE, blockwise_attention
 from areal_jax.models.kernels.packed_attention import Kernel, over_mesh
 from areal_jax.models.kv_pages import KVPages, PagedKernel
+from areal_jax.models.products import sum_dtype
 from areal_jax.parallel.mesh import platform_of
 
 BLOCK = 256
@@ -58,8 +59,8 @@ class PackedAttention(struct.PyTreeNode):
         if self.kernel is not None and self.context_ids is None:
             return self.kernel(q.astype(k.dtype), k, v, self.segment_ids).astype(jnp.float32), None
         is_cpu = platform_of(self.mesh) == "cpu"
-        if is_cpu:  # its products read float32, also over pages
-            k, v = k.astype(jnp.float32), v.astype(jnp.float32)
+        if is_cpu:  # its products read float32 (or float64), also over pages
+            k, v = k.astype(sum_dtype(k)), v.astype(sum_dtype(v))
         block = CPU_BLOCK if is_cpu else BLOCK
         ids = [self.segment_ids, *([] if self.context_ids is None else [self.context_ids])]
         attend: Any = partial(blockwise_attention, block=block)

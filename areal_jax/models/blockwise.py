@@ -11,13 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
+
+from areal_jax.models.products import sum_dtype
 
 NEGATIVE = -1e30  # finite: the difference of two of them is 0, not NaN
 KEPT = "attention"
@@ -38,7 +41,42 @@ class Sight(NamedTuple):
         keys = self.segment_ids[j][:, None, :]
         same = (self.segment_ids[i][:, :, None] == keys) | (self.context_ids[i][:, :, None] == keys)
         size = keys.shape[-1]
-        return same & ((i * size + jnp.arange(size))[:, None] >= j * size + jnp.arange(size))
+        return same & _is_causal(i, j, size)
+
+    def key_blocks(self, i: Array) -> tuple[Array, Callable[[Array], Array]]:
+        """Returns the number of key blocks that block i may see, and a function from 0, 1, ... to them."""
+        return i + 1, lambda number: number
+
+
+class PrefixSight(struct.PyTreeNode):
+    """Which keys a query sees that continues its row's path: those of the path, and those up to its own.
+
+    The keys are `path_blocks` blocks of the path, then a block for each block of queries.
+    """
+
+    path_tokens: Int[Array, " B"]
+    """Number of tokens of each row's path; later keys of the path's blocks are not seen."""
+    path_blocks: int = struct.field(pytree_node=False)
+    size: int = struct.field(pytree_node=False)
+    """Tokens of a block (Q)."""
+
+    def visible(self, i: Array, j: Array) -> Bool[Array, "B Q Q"]:
+        """Returns whether each query (axis 1) of block i sees each key (axis 2) of block j."""
+        keys = j * self.size + jnp.arange(self.size)
+        in_path = (keys < self.path_tokens[:, None])[:, None, :]
+        own = _is_causal(i, j - self.path_blocks, self.size)[None]
+        return jnp.where(j < self.path_blocks, in_path, own)
+
+    def key_blocks(self, i: Array) -> tuple[Array, Callable[[Array], Array]]:
+        """Returns the number of key blocks that block i may see, and a function from 0, 1, ... to them."""
+        seen = -(-self.path_tokens.max() // self.size)
+        unseen = self.path_blocks - seen
+        return seen + i + 1, lambda number: jnp.where(number < seen, number, number + unseen)
+
+
+def _is_causal(i: Array, j: Array, size: int) -> Bool[Array, "Q Q"]:
+    """Returns whether query a of block i is at or after key b of block j of the same tokens, for all a, b."""
+    return (i * size + jnp.arange(size))[:, None] >= j * size + jnp.arange(size)
 
 
 def blockwise_attention(
@@ -50,45 +88,74 @@ def blockwise_attention(
     *,
     block: int,
 ) -> Float[Array, "B T H h"]:
-    """Returns softmax(q k / sqrt(h)) v over the keys that each token sees, in float32.
+    """Returns softmax(q k / sqrt(h)) v over the keys that each token sees, in k's `sum_dtype`.
 
     A token sees the keys up to its own column, both in its segment and, if its context id is not 0, in the
     segment with that id. Scores are computed in blocks of `block` tokens; matrix products cast their operands
     to k's dtype.
     """
-    (rows, length, heads, head_dim), kv_heads = q.shape, k.shape[2]
-    repeats = heads // kv_heads  # query heads per kv head
-    chex.assert_shape([k, v], (rows, length, kv_heads, head_dim))
-    chex.assert_shape([x for x in (segment_ids, context_ids) if x is not None], (rows, length))
+    length = q.shape[1]
+    chex.assert_equal_shape([k, v])
+    chex.assert_shape([x for x in (segment_ids, context_ids) if x is not None], q.shape[:2])
     size = min(block, length)
-    blocks = -(-length // size)
-
-    def split(x: Array, empty: int = 0) -> Array:  # (n, B, Q, ...)
-        widths = ((0, 0), (0, blocks * size - length), *((0, 0),) * (x.ndim - 2))
-        padded = jnp.pad(x, widths, constant_values=empty)
-        return jnp.moveaxis(padded.reshape(rows, blocks, size, *x.shape[2:]), 1, 0)
-
-    sight = Sight(
-        split(segment_ids), split(jnp.full_like(segment_ids, -1) if context_ids is None else context_ids, -1)
-    )
+    unseen = jnp.full_like(segment_ids, -1) if context_ids is None else context_ids
+    sight = Sight(_split(segment_ids, size), _split(unseen, size, -1))
     # Context 0 means none, but segment 0 is padding, which such tokens must not see.
     sight = sight._replace(context_ids=jnp.where(sight.context_ids > 0, sight.context_ids, -1))
+    return _in_blocks(q, k, v, sight, size)
+
+
+def path_attention(
+    q: Float[Array, "B n H h"],
+    k: Float[Array, "B P+n K h"],
+    v: Float[Array, "B P+n K h"],
+    path_tokens: Int[Array, " B"],
+    *,
+    block: int,
+) -> Float[Array, "B n H h"]:
+    """Returns softmax(q k / sqrt(h)) v for n tokens that continue each row's path, in float32.
+
+    The first P keys and values are those of the path, of which row b has `path_tokens[b]` tokens; the others
+    are those of the n tokens, of which each sees those up to its own. P must be a multiple of the block,
+    which has min(`block`, n) tokens.
+    """
+    length = q.shape[1]
+    size = min(block, length)
+    chex.assert_equal_shape([k, v])
+    chex.assert_is_divisible(k.shape[1] - length, size)
+    return _in_blocks(q, k, v, PrefixSight(path_tokens, (k.shape[1] - length) // size, size), size)
+
+
+def _split(x: Array, size: int, empty: int = 0) -> Array:
+    """Returns (B, T, ...) as blocks (n, B, Q, ...) of `size` tokens, the last one padded with `empty`."""
+    rows, length = x.shape[:2]
+    blocks = -(-length // size)
+    widths = ((0, 0), (0, blocks * size - length), *((0, 0),) * (x.ndim - 2))
+    padded = jnp.pad(x, widths, constant_values=empty)
+    return jnp.moveaxis(padded.reshape(rows, blocks, size, *x.shape[2:]), 1, 0)
+
+
+def _in_blocks(q: Array, k: Array, v: Array, sight: Any, size: int) -> Float[Array, "B T H h"]:
+    """Returns attention by pairs of blocks of `size` tokens, of which `sight` says what is visible."""
+    (rows, length, heads, head_dim), kv_heads = q.shape, k.shape[2]
+    chex.assert_shape([k, v], (rows, None, kv_heads, head_dim))
+    repeats = heads // kv_heads  # query heads per kv head
     grouped = q.reshape(rows, length, kv_heads, repeats, head_dim)
-    queries = jnp.moveaxis(split(grouped.astype(k.dtype)), 2, 4)
-    queries = queries.reshape(blocks, rows, kv_heads, repeats * size, head_dim)
-    out = _attend(queries, *(jnp.moveaxis(split(x), 2, 3) for x in (k, v)), sight)
-    out = jnp.moveaxis(out.reshape(blocks, rows, kv_heads, repeats, size, head_dim), (1, 4), (0, 2))
-    return out.reshape(rows, blocks * size, heads, head_dim)[:, :length]
+    queries = jnp.moveaxis(_split(grouped.astype(k.dtype), size), 2, 4)
+    queries = queries.reshape(-1, rows, kv_heads, repeats * size, head_dim)
+    out = _attend(queries, *(jnp.moveaxis(_split(x, size), 2, 3) for x in (k, v)), sight)
+    out = jnp.moveaxis(out.reshape(-1, rows, kv_heads, repeats, size, head_dim), (1, 4), (0, 2))
+    return out.reshape(rows, -1, heads, head_dim)[:, :length]
 
 
 @jax.custom_vjp
 def _attend(
-    q: Float[Array, "n B K RQ h"], k: Float[Array, "n B K Q h"], v: Float[Array, "n B K Q h"], sight: Sight
+    q: Float[Array, "n B K RQ h"], k: Float[Array, "m B K Q h"], v: Float[Array, "m B K Q h"], sight: Any
 ) -> Float[Array, "n B K RQ h"]:
     return _forward(q, k, v, sight)[0]
 
 
-def _forward(q: Array, k: Array, v: Array, sight: Sight) -> tuple[Array, tuple]:
+def _forward(q: Array, k: Array, v: Array, sight: Any) -> tuple[Array, tuple]:
     """Returns the output, and for `_backward` the arguments, the output and logs of softmax denominators."""
 
     def one_block(i: Array) -> tuple[Array, Array]:
@@ -102,8 +169,8 @@ def _forward(q: Array, k: Array, v: Array, sight: Sight) -> tuple[Array, tuple]:
             mixed = _product(weights.astype(v.dtype), v[j], 3, 2)
             return now, total * shrink + weights.sum(-1), out * shrink[..., None] + mixed
 
-        shape = q.shape[1:-1]
-        start = (jnp.full(shape, NEGATIVE), jnp.zeros(shape), jnp.zeros(q.shape[1:]))
+        shape, dtype = q.shape[1:-1], sum_dtype(q)
+        start = (jnp.full(shape, NEGATIVE, dtype), jnp.zeros(shape, dtype), jnp.zeros(q.shape[1:], dtype))
         largest, total, out = _over_seen(i, sight, visit, start)
         return out / total[..., None], largest + jnp.log(total)
 
@@ -133,10 +200,10 @@ def _backward(kept: tuple, slope: Array) -> tuple[Array, Array, Array, None]:
                 of_v.at[j].add(_product(weights.astype(v.dtype), slope[i], 2, 2)),
             )
 
-        of_q, of_k, of_v = _over_seen(i, sight, visit, (jnp.zeros(q.shape[1:]), *slopes))
+        of_q, of_k, of_v = _over_seen(i, sight, visit, (jnp.zeros(q.shape[1:], sum_dtype(q)), *slopes))
         return (of_k, of_v), of_q.astype(q.dtype)
 
-    zeros = (jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32))
+    zeros = (jnp.zeros(k.shape, sum_dtype(k)), jnp.zeros(v.shape, sum_dtype(v)))
     (of_k, of_v), of_q = jax.lax.scan(one_block, zeros, jnp.arange(len(q)))
     return of_q, of_k.astype(k.dtype), of_v.astype(v.dtype), None
 
@@ -144,13 +211,15 @@ def _backward(kept: tuple, slope: Array) -> tuple[Array, Array, Array, None]:
 _attend.defvjp(_forward, _backward)
 
 
-def _over_seen(i: Array, sight: Sight, visit: Callable, start: tuple[Array, ...]) -> tuple[Array, ...]:
+def _over_seen(i: Array, sight: Any, visit: Callable, start: tuple[Array, ...]) -> tuple[Array, ...]:
     """Folds `carry = visit(j, mask, carry)` over the blocks j with keys that block i sees; returns the carry.
 
     It begins with `start`; j ascends, and `mask` is True where a query of block i sees a key of block j.
     """
+    count, block = sight.key_blocks(i)
 
-    def one_pair(j: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+    def one_pair(number: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        j = block(number)
         visible = sight.visible(i, j)
         rows, size, _ = visible.shape
         repeats = start[0].shape[2] // size
@@ -159,7 +228,7 @@ def _over_seen(i: Array, sight: Sight, visit: Callable, start: tuple[Array, ...]
         return jax.lax.cond(visible.any(), partial(visit, j, mask), lambda same: same, carry)
 
     with jax.named_scope("key_blocks"):
-        return jax.lax.fori_loop(0, i + 1, one_pair, start)
+        return jax.lax.fori_loop(0, count, one_pair, start)
 
 
 def _scores(q: Array, k: Array) -> Float[Array, "B K RQ Q"]:
@@ -167,6 +236,6 @@ def _scores(q: Array, k: Array) -> Float[Array, "B K RQ Q"]:
 
 
 def _product(left: Array, right: Array, left_axis: int, right_axis: int) -> Array:
-    """Returns left times right, summed over the two axes, per row and kv head (axes 0, 1), in float32."""
+    """Returns left times right, summed over the two axes, per row and kv head (axes 0, 1), in `sum_dtype`."""
     numbers = (((left_axis,), (right_axis,)), ((0, 1), (0, 1)))
-    return jax.lax.dot_general(left, right, numbers, preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(left, right, numbers, preferred_element_type=sum_dtype(left))

@@ -9,6 +9,7 @@ the head is 0, so every value is 0 until the first update. If only some of the p
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,7 +24,6 @@ from areal_jax.models.model import Model, Params
 from areal_jax.parallel.mesh import param_shardings
 from areal_jax.trainer.forward import Forward
 from areal_jax.trainer.trainable import Trainable
-from areal_jax.types import Batch
 
 
 @dataclass(frozen=True)
@@ -70,22 +70,29 @@ class Critic:
         return {name: params[name] for name in self.trunk.abstract_params}
 
     def _first_head(self) -> Params:
-        return {"weight": jnp.zeros(self.policy.config.width), "bias": jnp.zeros(())}
+        c = self.policy.config
+        return {"weight": jnp.zeros(c.width, c.accumulate), "bias": jnp.zeros((), c.accumulate)}
 
     def values(
-        self, critic: Params, params: Params, forward: Forward, hidden: Float[Array, "B T D"], micro: Batch
+        self,
+        critic: Params,
+        params: Params,
+        forward: Forward,
+        hidden: Float[Array, "B T D"],
+        of_trunk: Callable[[Forward, Params], Float[Array, "B T D"]],
     ) -> Float[Array, "B T"]:
-        """Returns the value of the state after each token, float32.
+        """Returns the value of the state after each token.
 
         `params`, `forward` and `hidden` are the policy's parameters, forward pass and hidden states.
+        `of_trunk(forward, params)` computes the hidden states of a separate critic.
         """
         if self.trunk is not None:
             # With the policy's attention kernel: its self-test, which cannot run here, is not repeated for a
             # model of equal sizes.
             remat = forward.execution.remat
-            of_trunk = Forward(self.trunk, forward.mesh, chunk=forward.chunk, remat=remat)
+            trunk = Forward(self.trunk, forward.mesh, chunk=forward.chunk, remat=remat)
             # Leaves of the trunk that are not trained are the policy's.
-            hidden = of_trunk.hidden(self.trainable.whole(critic["trunk"], self._of_trunk(params)), micro)
+            hidden = of_trunk(trunk, self.trainable.whole(critic["trunk"], self._of_trunk(params)))
         return hidden @ critic["head"]["weight"] + critic["head"]["bias"]
 
 

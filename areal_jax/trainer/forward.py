@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from areal_jax.algorithms import masked
 from areal_jax.algorithms.logprobs import PackedTokens, TokenStats, packed_stats, token_stats
 from areal_jax.algorithms.shapes import check_batch
+from areal_jax.models.attention import Attention
 from areal_jax.models.exact import packed_attention
 from areal_jax.models.kernels.packed_attention import choose, on_mesh
 from areal_jax.models.model import Model, Params
@@ -33,6 +35,12 @@ gathered.defvjp(
     lambda shard, axis, dtype: (gathered(shard, axis, dtype), None),
     lambda axis, dtype, _, slope: (jax.lax.psum_scatter(slope, "fsdp", scatter_dimension=axis, tiled=True),),
 )
+
+
+def asked_tokens(micro: Batch) -> PackedTokens:
+    """Returns the micro-batch's loss tokens, with all that their log-probs depend on but hidden states."""
+    temperature = masked.per_token(micro.temperature, micro.segment_ids)
+    return PackedTokens(micro.tokens, micro.previous, micro.loss_mask, temperature, micro.support)
 
 
 class Forward:
@@ -58,19 +66,30 @@ class Forward:
 
     def logp(self, params: Params, micro: Batch) -> Float[Array, "R T"]:
         """Returns the log-probs of the loss tokens under `params`; 0 elsewhere."""
-        stats = self.stats(params, self.hidden(params, micro), micro)
+        stats = self.stats(params, self.hidden(params, micro), asked_tokens(micro))
         return masked.keep(stats.logp, micro.loss_mask)
 
     def hidden(self, params: Params, micro: Batch) -> Float[Array, "R T D"]:
-        """Returns the model's hidden state at each token, after the last norm."""
+        """Returns the model's hidden state at each token of packed rows, after the last norm."""
         check_batch(micro)
         attend = packed_attention(self.model.config, micro, self.kernel, self.mesh)
-        return self.model.hidden(params, micro.tokens, micro.positions, attend, None, self.execution)[0]
+        return self.attended(params, micro.tokens, micro.positions, attend, None)[0]
 
-    def stats(self, params: Params, hidden: Float[Array, "R T D"], micro: Batch) -> TokenStats:
-        """Returns each loss token's log-prob and entropy (`TokenStats`), and 0 at other tokens.
+    def attended(
+        self,
+        params: Params,
+        tokens: Int[Array, "R T"],
+        positions: Int[Array, "R T"],
+        attend: Attention,
+        cache: Any,
+    ) -> tuple[Float[Array, "R T D"], Any]:
+        """Returns the hidden states under any attention, and the attention's cache after it."""
+        return self.model.hidden(params, tokens, positions, attend, cache, self.execution)
 
-        `hidden`: the hidden states that the method `hidden` returns. Each device computes its own rows.
+    def stats(self, params: Params, hidden: Float[Array, "R T D"], asked: PackedTokens) -> TokenStats:
+        """Returns the log-prob and entropy (`TokenStats`) of each token that is asked for, 0 at other tokens.
+
+        `hidden`: the hidden state at each token. Each device computes its own rows.
         """
         mesh, model = self.mesh, self.model
         shards = mesh.shape["data"] * mesh.shape["fsdp"]
@@ -99,8 +118,6 @@ class Forward:
                 axis_names=set(ROWS[0]),
                 check_vma=False,
             )
-        temperature = masked.per_token(micro.temperature, micro.segment_ids)
-        asked = PackedTokens(micro.tokens, micro.previous, micro.loss_mask, temperature, micro.support)
         return of_rows(model.head_weight(params), hidden, asked)
 
     def _head_axis(self) -> int | None:

@@ -90,7 +90,7 @@ def gap_sums(
 
 
 def _bits(x: Float[Array, "..."]) -> Int[Array, "..."]:
-    return jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+    return jax.lax.bitcast_convert_type(x, jnp.int64 if x.dtype == jnp.float64 else jnp.int32)
 
 
 def gap_figures(gaps: Gaps) -> dict[str, float]:

@@ -161,7 +161,8 @@ class Learner:
         without copying them; the caller must not use `params` again.
         """
         if not donate:
-            params = jax.tree.map(lambda leaf: jnp.array(leaf, dtype_in(leaf.dtype, "float32")), params)
+            kind = self.model.config.accumulate
+            params = jax.tree.map(lambda leaf: jnp.array(leaf, dtype_in(leaf.dtype, kind)), params)
         first = jax.jit(self._optimization.first, donate_argnums=0, out_shardings=self.state_shardings)
         return first(jax.device_put(params, self.state_shardings.params))
 

@@ -45,6 +45,7 @@ class LearnerPrograms:
     ) -> None:
         self._objective, self._optimization = objective, optimization
         self._rows, self._length = rows, length
+        self._dtype = objective.forward.model.config.accumulate
         self._by_row, whole = rows_over(mesh), replicated(mesh)
         self.state_shardings = optimization.shardings(mesh)
         trained = optimization.trainable.of(self.state_shardings.params)
@@ -65,7 +66,7 @@ class LearnerPrograms:
         # Not reported: their shapes follow from those of the programs above.
         self.has_tokens = jax.jit(self._has_tokens, out_shardings=whole)
         self.joined = jax.jit(jnp.concatenate, out_shardings=self._by_row)
-        nothing = partial(jnp.zeros, (rows, length), jnp.float32)
+        nothing = partial(jnp.zeros, (rows, length), self._dtype)
         self.zero_rows = jax.jit(nothing, out_shardings=self._by_row)
 
     def _has_tokens(self, mask: Array) -> Array:
@@ -89,7 +90,7 @@ class LearnerPrograms:
     def _zero_sums(self) -> GradientSums:
         state = self._optimization.abstract()
         trained = self._optimization.trainable.of(state.params), state.critic
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), trained)
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, self._dtype), trained)
         return zeros, self._objective.no_metrics(self._rows, self._length)
 
     def _begin(self, state: TrainState, micro: Batch) -> GradientSums:

@@ -110,7 +110,7 @@ class Optimization:
             new = new.replace(critic=critic, critic_optimizer=moments)
             out |= {"critic_grad_norm": optax.tree.norm(grads[1])}
         if self.algorithm.has_reference:
-            out |= {"kl_coef": jnp.asarray(kl_coef(self.algorithm, state.kl_control), jnp.float32)}
+            out |= {"kl_coef": jnp.asarray(kl_coef(self.algorithm, state.kl_control), float)}
             new = self._move_reference(new, metrics, is_last)
         return new, out
 

@@ -27,7 +27,7 @@ class KLControl(struct.PyTreeNode):
 
     @classmethod
     def first(cls, coef: float) -> KLControl:
-        return cls(jnp.float32(coef), jnp.float32(0), jnp.float32(0))
+        return cls(*(jnp.asarray(x, float) for x in (coef, 0, 0)))
 
     def after(
         self,

@@ -26,7 +26,7 @@ from areal_jax.algorithms.weights import reduction_weights
 from areal_jax.config.sections import AlgorithmConfig
 from areal_jax.models.model import Params
 from areal_jax.trainer.critic import Critic, at_end, before, value_loss
-from areal_jax.trainer.forward import Forward
+from areal_jax.trainer.forward import Forward, asked_tokens
 from areal_jax.trainer.state import KLControl, kl_coef
 from areal_jax.trainer.trainable import Trainable
 from areal_jax.trainer.update_metrics import Sums, token_sums, value_sums
@@ -59,14 +59,12 @@ class Objective:
 
     def arrive(self, params: Params, critic: Params | None, micro: Batch) -> dict[str, Array]:
         """Returns a micro-batch's scores (see `on_arrival`), (R, T) each, before the batch's first update."""
-        hidden = self.forward.hidden(params, micro)  # the compiler drops it if nothing reads it
+        # The compiler drops what nothing reads.
+        stats, values_after = self.outputs(params, critic, micro)
         out = {}
         if "proximal_logp" in self.on_arrival:
-            stats = self.forward.stats(params, hidden, micro)
             out["proximal_logp"] = masked.keep(stats.logp, micro.loss_mask)
-        if critic is not None and self.critic is not None:
-            out["values_after"] = self.critic.values(critic, params, self.forward, hidden, micro)
-        return out
+        return out if values_after is None else out | {"values_after": values_after}
 
     def finish(
         self, batch: Batch, version: Array, control: KLControl | None, scores: Mapping[str, Array]
@@ -104,7 +102,7 @@ class Objective:
     ) -> Batch:
         a, mask = self.algorithm, batch.loss_mask
         if a.truncation == "mask":
-            mask = mask & (masked.per_token(batch.truncated.astype(jnp.float32), batch.segment_ids) == 0)
+            mask = mask & (masked.per_token(batch.truncated.astype(float), batch.segment_ids) == 0)
         kept = {name: masked.keep(x, mask) for name, x in scores.items() if name in Batch._fields}
         batch = batch._replace(
             loss_mask=mask,
@@ -146,22 +144,36 @@ class Objective:
         """
 
         def value(trained: tuple[Params, Params | None]) -> tuple[Array, Sums]:
-            return self.value(self.trainable.whole(trained[0], params), micro, trained[1], control)
+            outputs = self.outputs(self.trainable.whole(trained[0], params), trained[1], micro)
+            return self.loss(*outputs, micro, control)
 
         return jax.grad(value, has_aux=True)((self.trainable.of(params), critic))
 
-    def value(
-        self, params: Params, micro: Batch, critic: Params | None = None, control: KLControl | None = None
+    def outputs(
+        self, params: Params, critic: Params | None, micro: Batch
+    ) -> tuple[TokenStats, Float[Array, "R T"] | None]:
+        """Returns the statistics of the micro-batch's loss tokens, and the values of the states after tokens.
+
+        The values are None if `critic` is.
+        """
+        hidden = self.forward.hidden(params, micro)
+        stats = self.forward.stats(params, hidden, asked_tokens(micro))
+        if critic is None or self.critic is None:
+            return stats, None
+        of_trunk = lambda forward, trunk: forward.hidden(trunk, micro)  # noqa: E731
+        return stats, self.critic.values(critic, params, self.forward, hidden, of_trunk)
+
+    def loss(
+        self, stats: TokenStats, values_after: Array | None, micro: Batch, control: KLControl | None = None
     ) -> tuple[Float[Array, ""], Sums]:
         """Returns the micro-batch's term of the minibatch's objective, and the micro-batch's metric sums.
 
-        The objective is the sum of these terms, without a value loss if `critic` is None.
+        The objective is the sum of these terms, without a value loss if `values_after` is None. The arguments
+        are the results of `outputs`; those of a token may come from any forward pass over its prefix.
         """
-        hidden = self.forward.hidden(params, micro)
-        stats, value = self.forward.stats(params, hidden, micro), None
-        if critic is not None and self.critic is not None:
-            after = self.critic.values(critic, params, self.forward, hidden, micro)
-            value = masked.keep(before(after, micro.previous), micro.loss_mask)
+        value = None
+        if values_after is not None:
+            value = masked.keep(before(values_after, micro.previous), micro.loss_mask)
         objective, metrics = self._terms(stats, value, micro, control)
         return masked.total(micro.weights * objective, micro.loss_mask), jax.lax.stop_gradient(metrics)
 

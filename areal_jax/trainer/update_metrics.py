@@ -41,11 +41,11 @@ def token_sums(micro: Batch, stats: TokenStats, own: dict[str, Array]) -> Sums:
     mask = micro.loss_mask
     sums = {
         **own,
-        "tokens": mask.astype(jnp.float32),
+        "tokens": mask.astype(stats.entropy.dtype),
         "entropy": stats.entropy,
         "support_mass_outside": stats.outside,
         "off_policy_weight_mean": micro.off_policy_weight,
-        "off_policy_capped_share": micro.off_policy_cut.astype(jnp.float32),
+        "off_policy_capped_share": micro.off_policy_cut.astype(stats.entropy.dtype),
     }
     gaps = gap_sums(micro.proximal_logp, micro.behavior_logp, micro.ages, mask)
     return {name: masked.total(values, mask) for name, values in sums.items()} | {"gaps": gaps}
@@ -64,7 +64,7 @@ def value_sums(
     update.
     """
     errors = returns - values
-    each = (loss, is_clipped.astype(jnp.float32), returns, returns**2, errors, errors**2)
+    each = (loss, is_clipped.astype(loss.dtype), returns, returns**2, errors, errors**2)
     return ValueSums(*(masked.total(x, mask) for x in each))
 
 

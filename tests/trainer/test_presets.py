@@ -26,8 +26,6 @@ from tests.algorithms.sequences import places, wide
 
 ROWS = ((5, 4), (3, 6), (9,), (2, 2, 4), (4, 4)) * 2
 REDUCTIONS = ("token_mean", "token_mean_batch", "sequence_mean", "sequence_sum", "constant")
-IN_FLOAT32 = ("ppo", "decoupled_ppo_loglinear", "decoupled_ppo_loglinear_published")
-"""Presets with a setting or an age that is a float32 number, however wide the arrays are."""
 
 
 def algorithm_of(name: str, **settings: Any) -> AlgorithmConfig:
@@ -73,7 +71,7 @@ def prepare(of: Objective, theta: np.ndarray, batch: Batch, after: np.ndarray) -
 
 
 def minimised(of: Objective, theta: jax.Array, micro: Batch) -> jax.Array:
-    """What `Objective.value` minimises, given the log-probs instead of a model."""
+    """What `Objective.loss` minimises, given the log-probs instead of a model."""
     zero = jnp.zeros_like(theta)
     value = None if micro.values is None else micro.values
     terms, _ = of._terms(TokenStats(theta, zero, zero), value, micro, None)
@@ -124,8 +122,7 @@ def test_a_preset_is_its_formula(name: str):
         value, slope = jax.value_and_grad(functools.partial(minimised, of))(jnp.asarray(exact), ready)
     samples = samples_of(of, exact, batch, after)
     want = FORMULAS[name](samples)
-    rel = 1e-6 if name in IN_FLOAT32 else 1e-9
-    assert float(value) == pytest.approx(want, rel=rel, abs=rel)
+    assert float(value) == pytest.approx(want, rel=1e-9, abs=1e-9)
 
     rng = np.random.default_rng(0)
     for _ in range(3):
@@ -137,9 +134,7 @@ def test_a_preset_is_its_formula(name: str):
             return FORMULAS[name](samples)
 
         quotient = (along(1e-6) - along(-1e-6)) / 2e-6
-        assert float((np.asarray(slope) * direction).sum()) == pytest.approx(
-            quotient, rel=1e-6, abs=max(rel, 1e-7)
-        )
+        assert float((np.asarray(slope) * direction).sum()) == pytest.approx(quotient, rel=1e-6, abs=1e-7)
     assert np.abs(slope).max() > 0
 
     single = prepare(of, theta, batch, after.astype(np.float32))
