@@ -25,13 +25,14 @@ quickstart: $(STAMP)
 	$(BIN)/areal-jax quickstart
 
 # Tests keep compiled programs in the user's cache folder (tests/compiled_programs.py), so a fresh clone starts warm.
-# Most of the time on a cold cache goes into compiling, which uses one core: so two processes, a file to each.
+# Most of the time on a cold cache goes into compiling, which uses one core: so two processes, a file to each. If one of
+# them crashes, xdist would wait for its tests for ever: max-worker-restart 0 ends the tests instead.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=15
+	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 --durations=15
 
 # Whole runs, killed processes, Slurm, namespaces; then, one at a time, tests of what a run does on an idle machine.
 slow: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "(slow or cluster) and not gpu and not alone" --durations=15
+	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 -m "(slow or cluster) and not gpu and not alone" --durations=15
 	$(BIN)/python -m pytest -m alone --durations=5
 
 check: $(STAMP)
@@ -53,9 +54,9 @@ $(COMPILERS): .venv-%/.installed: $(STAMP)
 
 # The CPU of a small machine has two cores; a TPU's compiler uses both for one program.
 accelerators-check: $(COMPILERS)
-	.venv-cuda12/bin/python -m pytest -p tests.accelerators.environment -n 2 --dist loadfile -m accelerators \
+	.venv-cuda12/bin/python -m pytest -p tests.accelerators.environment -n 2 --dist loadfile --max-worker-restart 0 -m accelerators \
 	    tests/accelerators/cuda --durations=8
-	.venv-tpu/bin/python -m pytest -p tests.accelerators.environment -n 2 --dist loadfile -m accelerators \
+	.venv-tpu/bin/python -m pytest -p tests.accelerators.environment -n 2 --dist loadfile --max-worker-restart 0 -m accelerators \
 	    tests/accelerators/tpu --durations=8
 
 format: $(STAMP)

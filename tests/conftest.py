@@ -60,6 +60,21 @@ def redis_at(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
         yield server
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _room_for_programs() -> Iterator[None]:
+    """A compiled program takes tens to hundreds of memory mappings, of which Linux allows a process 65,530.
+
+    Beyond them jax's compiler crashes. Programs that are needed again come from the folder of compiled ones.
+    """
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.is_file() and maps.read_bytes().count(b"\n") > 15_000:
+        import jax
+
+        jax.clear_caches()
+        gc.collect()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _priority() -> Iterator[None]:
     """An evaluation beside a run lowers the priority of its process: here, that of all later tests."""

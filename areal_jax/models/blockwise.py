@@ -49,13 +49,15 @@ class Sight(NamedTuple):
 
 
 class PrefixSight(struct.PyTreeNode):
-    """Which keys a query sees that continues its row's path: those of the path, and those up to its own.
+    """Which keys a query behind a path sees: those of the path, and those of its piece up to its own.
 
     The keys are `path_blocks` blocks of the path, then a block for each block of queries.
     """
 
     path_tokens: Int[Array, " B"]
     """Number of tokens of each row's path; later keys of the path's blocks are not seen."""
+    pieces: Int[Array, "n B Q"]
+    """For each query the number of its piece."""
     path_blocks: int = struct.field(pytree_node=False)
     size: int = struct.field(pytree_node=False)
     """Tokens of a block (Q)."""
@@ -64,7 +66,9 @@ class PrefixSight(struct.PyTreeNode):
         """Returns whether each query (axis 1) of block i sees each key (axis 2) of block j."""
         keys = j * self.size + jnp.arange(self.size)
         in_path = (keys < self.path_tokens[:, None])[:, None, :]
-        own = _is_causal(i, j - self.path_blocks, self.size)[None]
+        other = jnp.maximum(j - self.path_blocks, 0)
+        is_same = self.pieces[i][:, :, None] == self.pieces[other][:, None, :]
+        own = is_same & _is_causal(i, other, self.size)
         return jnp.where(j < self.path_blocks, in_path, own)
 
     def key_blocks(self, i: Array) -> tuple[Array, Callable[[Array], Array]]:
@@ -110,20 +114,22 @@ def path_attention(
     k: Float[Array, "B P+n K h"],
     v: Float[Array, "B P+n K h"],
     path_tokens: Int[Array, " B"],
+    pieces: Int[Array, "B n"],
     *,
     block: int,
 ) -> Float[Array, "B n H h"]:
-    """Returns softmax(q k / sqrt(h)) v for n tokens that continue each row's path, in float32.
+    """Returns softmax(q k / sqrt(h)) v for n tokens that continue each row's path, in k's `sum_dtype`.
 
     The first P keys and values are those of the path, of which row b has `path_tokens[b]` tokens; the others
-    are those of the n tokens, of which each sees those up to its own. P must be a multiple of the block,
-    which has min(`block`, n) tokens.
+    are those of the n tokens, of which each sees those up to its own with the same number in `pieces`. P must
+    be a multiple of the block, which has min(`block`, n) tokens.
     """
     length = q.shape[1]
     size = min(block, length)
     chex.assert_equal_shape([k, v])
     chex.assert_is_divisible(k.shape[1] - length, size)
-    return _in_blocks(q, k, v, PrefixSight(path_tokens, (k.shape[1] - length) // size, size), size)
+    sight = PrefixSight(path_tokens, _split(pieces, size), (k.shape[1] - length) // size, size)
+    return _in_blocks(q, k, v, sight, size)
 
 
 def _split(x: Array, size: int, empty: int = 0) -> Array:

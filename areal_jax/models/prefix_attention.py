@@ -64,7 +64,7 @@ class KVStack(NamedTuple):
 
 
 class PrefixAttention(struct.PyTreeNode):
-    """Attention of each walk's next n tokens over the walk's path and, causally, over themselves."""
+    """Attention of each walk's next n tokens over its path and, causally, over those of their piece."""
 
     path_tokens: Int[Array, " W"]
     """Number of tokens of each walk's path."""
@@ -72,6 +72,8 @@ class PrefixAttention(struct.PyTreeNode):
     """Where each walk's n tokens are written in the stack: behind the path; for a walk that does nothing in
     this call, at places that are never read.
     """
+    pieces: Int[Array, "W n"]
+    """For each token the number of its piece; pieces do not see each other."""
     stack: KVStack | None = None
     """The path's KV if gradients are computed; the cache is then the port. None: the cache is the stack."""
     mesh: Mesh | None = struct.field(pytree_node=False, default=None)
@@ -89,7 +91,7 @@ class PrefixAttention(struct.PyTreeNode):
         attend: Any = partial(path_attention, block=CPU_BLOCK if is_cpu else BLOCK)
         if self.mesh is not None:
             attend = over_mesh(attend, self.mesh, k.shape[2])
-        return attend(q, keys, values, self.path_tokens), cache
+        return attend(q, keys, values, self.path_tokens, self.pieces), cache
 
 
 def _joined(path: Float[Array, "W P K h"], own: Float[Array, "W n K h"]) -> Float[Array, "W P+n K h"]:

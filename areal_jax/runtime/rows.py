@@ -13,7 +13,7 @@ from areal_jax.control.events import Action, Drop, Event, HostAdopted, Reissue, 
 from areal_jax.control.reward_gate import Gates
 from areal_jax.generation.commands import Statistics
 from areal_jax.observe.waits import CONTROL, CONTROL_ALONE, idle_share
-from areal_jax.trajectories.prefix_tree import tree_of
+from areal_jax.trajectories.prefix_tree import Sampled, tree_of
 from areal_jax.types import NOT_SAMPLED, Group
 
 BY_TASK = ("reward_mean", "signal_share", "completion_tokens_mean", "truncated_share")
@@ -253,7 +253,7 @@ def _age_figures(step: int, groups: Sequence[Group]) -> dict[str, float]:
 
 def _tree_figures(groups: Sequence[Group]) -> dict[str, int]:
     """Return the number of tokens of all samples, prompts included, and of their distinct prefixes."""
-    tree = tree_of([t for group in groups for t in group.trajectories])
+    tree = tree_of([Sampled.of(t) for group in groups for t in group.trajectories])
     return {"sequence_tokens": tree.sequence_tokens, "tree_tokens": tree.tokens}
 
 

@@ -6,20 +6,20 @@ computes the path's last tokens again, with gradients: those of the losses of th
 those with respect to what deeper tokens have read, which `Slopes` holds. It then adds the gradients with
 respect to what these tokens read themselves to `Slopes`, and those with respect to the parameters to the
 gradient's sums. Only one path of each walk is in memory, never the tree. AReaL-DTA's method; here every sum
-over branches is float32. Shapes: B sequences of at most T tokens, one a row; W walks; P places of a path; n
-tokens of a step; D width.
+over branches is float32. Shapes: B sequences of at most T tokens, one a row, of which E end in a walk; W
+walks; P places of a path; n tokens of a step; D width.
 """
 
 from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from areal_jax.algorithms.logprobs import PackedTokens, TokenStats
 from areal_jax.algorithms.shapes import map_batch
@@ -29,85 +29,11 @@ from areal_jax.models.prefix_attention import KVStack, PrefixAttention, taken, w
 from areal_jax.parallel.mesh import platform_of
 from areal_jax.trainer.forward import Forward
 from areal_jax.trainer.state import KLControl, TrainState
+from areal_jax.trainer.tree_arrays import Ending, Gradients, Outputs, Path, Read, Sequences, Slopes, Step
 from areal_jax.trainer.update import Objective
 from areal_jax.trainer.update_metrics import add_metrics
-from areal_jax.trajectories.walk import Blocks
+from areal_jax.trajectories.leaf_order import Blocks
 from areal_jax.types import Batch
-
-
-class Sequences(NamedTuple):
-    """A batch with one sequence per row, and which log-probs its tree needs."""
-
-    batch: Batch
-    is_asked: Bool[Array, "B T"]
-    """Whether a sequence with this prefix trains the token."""
-    temperature: Float[Array, "B T"]
-    """Temperature at which the tokens that are asked for were sampled."""
-    order: Int[Array, " B"]
-    """The sequences by leaf, as the walk gives them."""
-
-
-class Path(NamedTuple):
-    """What later tokens read of the tokens on each walk's path; places beyond the path may hold anything."""
-
-    kv: KVStack
-    critic_kv: KVStack | None
-    """Of a separate critic."""
-    hidden: Float[Array, "W P D"]
-    """The policy's hidden states, from which the next token's log-prob is computed."""
-    stats: TokenStats
-    """Statistics of the tokens, (W, P) each."""
-    values: Float[Array, "W P"] | None
-    """The critic's value of the state after each token."""
-
-
-class Slopes(NamedTuple):
-    """Gradients of the loss with respect to the arrays of a `Path`, also float32 if these are bfloat16.
-
-    They are 0 at places beyond the path.
-    """
-
-    kv: KVStack
-    critic_kv: KVStack | None
-    hidden: Float[Array, "W P D"]
-    logp: Float[Array, "W P"]
-    entropy: Float[Array, "W P"]
-    values: Float[Array, "W P"] | None
-
-
-class Gradients(NamedTuple):
-    """What the pops of an update have summed so far."""
-
-    sums: Any
-    """Gradients of policy and critic, and metric sums (`learner_programs.GradientSums`)."""
-    slopes: Slopes
-
-
-class Read(NamedTuple):
-    """What the tokens of a step read of their path."""
-
-    hidden: Float[Array, "W D"]
-    """Hidden state of the token before them."""
-    stacks: tuple[KVStack | None, KVStack | None]
-    """KV of policy and separate critic, as `PrefixAttention` has them: None if no gradient is computed."""
-
-
-class Step(NamedTuple):
-    """One step of W walks, each an int32 array (W,); see `trajectories.walk.Walk.rows`."""
-
-    sequence: Int[Array, " W"]
-    start: Int[Array, " W"]
-    length: Int[Array, " W"]
-    first: Int[Array, " W"]
-    count: Int[Array, " W"]
-
-
-class Outputs(NamedTuple):
-    """The model's outputs for n tokens of each walk."""
-
-    hidden: Float[Array, "W n D"]
-    stats: TokenStats
-    values: Float[Array, "W n"] | None
 
 
 class TreePasses:
@@ -145,98 +71,105 @@ class TreePasses:
     # --- a step ---------------------------------------------------------------------------------------------
 
     def push(
-        self, size: int, params: Params, critic: Params | None, path: Path, sequences: Sequences, step: Step
-    ) -> Path:
-        """Returns the path with each walk's next tokens behind it, computed without gradients.
+        self,
+        params: Params,
+        critic: Params | None,
+        path: Path,
+        scores: dict[str, Array],
+        sequences: Sequences,
+        step: Step,
+    ) -> tuple[Path, dict[str, Array]]:
+        """Returns the path with each walk's next tokens behind it, computed without gradients; and `scores`.
 
-        `size`: tokens of the call.
+        `scores`: arrays (B, T) named logp or values_after, which get the values of the sequences that are
+        complete with this step.
         """
         read, caches = Read(_last_hidden(path, step), (None, None)), (path.kv, path.critic_kv)
-        out, (kv, critic_kv) = self._outputs(size, (params, critic), read, caches, sequences, step)
-        return self._extended(size, path, out, step)._replace(kv=kv, critic_kv=critic_kv)
+        out, (kv, critic_kv) = self._outputs((params, critic), read, caches, sequences, step)
+
+        def add(place: Array, scores: dict[str, Array]) -> dict[str, Array]:
+            ending = self._ending(place, step)
+            stats, values = ending.joined(path, out)
+            found = {"logp": stats.logp, "values_after": values}
+            row = jnp.where(ending.is_live, ending.row, len(sequences.is_asked))
+            return {name: x.at[row].set(found[name], mode="drop") for name, x in scores.items()}
+
+        if scores:
+            scores = jax.lax.fori_loop(0, step.count.max(), add, scores)
+        return self._extended(path, out, step)._replace(kv=kv, critic_kv=critic_kv), scores
 
     def pop(
         self,
-        size: int,
         state: TrainState,
         gradients: Gradients,
         path: Path,
+        batch: Batch,
         sequences: Sequences,
         step: Step,
     ) -> Gradients:
-        """Returns the gradients after the last tokens of each walk's path were popped."""
+        """Returns the gradients after the last tokens of each walk's path were popped.
+
+        `batch`: the prepared batch, whose losses and gradients these are; one sequence per row.
+        """
         trainable, (sums, slopes) = self._objective.trainable, gradients
 
         def outputs(trained: Any, hidden: Array, ports: Any) -> tuple[Outputs, Any]:
             models = trainable.whole(trained[0], state.params), trained[1]
             read = Read(hidden, (path.kv, path.critic_kv))
-            return self._outputs(size, models, read, ports, sequences, step)
+            return self._outputs(models, read, ports, sequences, step)
 
         trained = trainable.of(state.params), state.critic
         ports = slopes.kv, slopes.critic_kv
         (out, _), pull = jax.vjp(outputs, trained, _last_hidden(path, step), ports)
-        path = self._extended(size, path, out, step)
-        slopes, metrics = self._with_losses(slopes, path, sequences, step, state.kl_control)
-        of_out, slopes = self._taken(size, slopes, step)
+        of_out, slopes = self._taken(slopes, step)
+        (of_path, of_own), metrics = self._losses(batch, path, out, step, state.kl_control)
+        slopes = slopes._replace(
+            logp=slopes.logp + of_path[0].logp,
+            entropy=slopes.entropy + of_path[0].entropy,
+            values=_sum(slopes.values, of_path[1]),
+        )
+        stats = jax.tree.map(jnp.add, of_out.stats, of_own[0])
+        of_out = of_out._replace(stats=stats, values=_sum(of_out.values, of_own[1]))
         grads, of_hidden, (kv, critic_kv) = pull((of_out, ports))
         hidden = _added_behind(slopes.hidden, of_hidden, step)
         sums = jax.tree.map(jnp.add, sums[0], grads), add_metrics(sums[1], metrics)
         return Gradients(sums, slopes._replace(kv=kv, critic_kv=critic_kv, hidden=hidden))
 
-    def collect(
-        self, scores: dict[str, Array], path: Path, sequences: Sequences, step: Step
-    ) -> dict[str, Array]:
-        """Returns `scores`, (B, T) each, with those of the sequences that end in the leaves of `step`.
-
-        The names are those of `Objective.arrive`, and logp for any log-probs.
-        """
-        found = {"proximal_logp": path.stats.logp, "logp": path.stats.logp, "values_after": path.values}
-
-        def add(place: Array, scores: dict[str, Array]) -> dict[str, Array]:
-            row = _ending(place, step, sequences.order, fill=len(sequences.order))
-            return {
-                name: x.at[row].set(found[name][:, : self._length], mode="drop") for name, x in scores.items()
-            }
-
-        return jax.lax.fori_loop(0, step.count.max(), add, scores)
-
     # --- parts of a step ------------------------------------------------------------------------------------
 
     def _outputs(
         self,
-        size: int,
         models: tuple[Params, Params | None],
         read: Read,
         caches: tuple[KVStack, KVStack | None],
         sequences: Sequences,
         step: Step,
     ) -> tuple[Outputs, Any]:
-        """Returns the model's outputs for `size` tokens of each walk, and the attention's caches after them.
+        """Returns the model's outputs for the columns of each walk, and the attention's caches after them.
 
         `models`: parameters of policy and critic. `caches`: those of policy and separate critic, as in
         `PrefixAttention`.
         """
         objective, forward, (params, critic) = self._objective, self._objective.forward, models
-        positions = step.start[:, None] + jnp.arange(size)
-        at = step.sequence[:, None], jnp.minimum(positions, self._length - 1)
-        tokens, batch = sequences.batch.tokens[at], sequences.batch
-        places = self._places(size, step)
+        at = step.sequence, step.position
+        tokens, support = sequences.tokens[at], sequences.support
 
         def attended(forward: Forward, params: Params, of: int) -> tuple[Array, Any]:
-            attend = PrefixAttention(_path_tokens(step), places, read.stacks[of], self._mesh)
-            return forward.attended(params, tokens, positions, attend, caches[of])
+            places = self._places(step)
+            attend = PrefixAttention(_path_tokens(step), places, step.piece, read.stacks[of], self._mesh)
+            return forward.attended(params, tokens, step.position, attend, caches[of])
 
         hidden, cache = attended(forward, params, 0)
-        # Column 0 is the token before, whose hidden state the first token's log-prob is computed from.
+        # Column 0 is the path's last token, whose hidden state each piece's first log-prob is computed from.
         front = partial(jnp.pad, pad_width=((0, 0), (1, 0)))
-        is_live = jnp.arange(size) < step.length[:, None]
-        previous = jnp.broadcast_to(jnp.arange(size + 1) - 1, (len(tokens), size + 1))
+        is_first = step.position == step.start[:, None]
+        before = jnp.where(step.start > 0, 0, -1)[:, None]
         asked = PackedTokens(
             tokens=front(tokens),
-            previous=previous.at[:, 1].set(jnp.where(step.start > 0, 0, -1)),
-            mask=front(sequences.is_asked[at] & is_live),
+            previous=front(jnp.where(is_first, before, jnp.arange(step.columns)), constant_values=-1),
+            mask=front(sequences.is_asked[at] & (step.piece >= 0)),
             temperature=front(sequences.temperature[at], constant_values=1.0),
-            support=None if batch.support is None else jnp.pad(batch.support[at], ((0, 0), (1, 0), (0, 0))),
+            support=None if support is None else jnp.pad(support[at], ((0, 0), (1, 0), (0, 0))),
         )
         stats = forward.stats(params, jnp.concatenate([read.hidden[:, None], hidden], axis=1), asked)
         stats = TokenStats(*(x[:, 1:] for x in stats))
@@ -252,50 +185,52 @@ class TreePasses:
         values = objective.critic.values(critic, params, forward, hidden, of_trunk)
         return Outputs(hidden, stats, values), (cache, critic_cache)
 
-    def _extended(self, size: int, path: Path, out: Outputs, step: Step) -> Path:
+    def _extended(self, path: Path, out: Outputs, step: Step) -> Path:
         """Returns the path, its KV unchanged, with the outputs for each walk's tokens in their places."""
-        put = partial(written, places=self._places(size, step))
+        put = partial(written, places=self._places(step))
         return path._replace(
             hidden=put(path.hidden, out.hidden),
             stats=TokenStats(*map(put, path.stats, out.stats)),
             values=None if path.values is None or out.values is None else put(path.values, out.values),
         )
 
-    def _with_losses(
-        self, slopes: Slopes, path: Path, sequences: Sequences, step: Step, control: KLControl | None
-    ) -> tuple[Slopes, Any]:
-        """Returns the slopes with those of the losses of the sequences that end here; and metric sums."""
-        length = self._length
-        of_path = partial(jax.tree.map, lambda x: x[:, :length])
+    def _losses(
+        self, batch: Batch, path: Path, out: Outputs, step: Step, control: KLControl | None
+    ) -> tuple[Any, Any]:
+        """Returns the gradients of the losses of the sequences that end here, and the metric sums.
+
+        The gradients are with respect to (statistics, values) of the path, and of the step's columns.
+        """
+        read = (path.stats, path.values), (out.stats, out.values)
 
         def add(place: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-            row = _ending(place, step, sequences.order, fill=0)
-            is_live = (place < step.count)[:, None]
-            micro = map_batch(lambda x: x[row], lambda x: x, sequences.batch)
+            ending = self._ending(place, step)
+            micro = map_batch(lambda x: x[ending.row], lambda x: x, batch)
+            is_live = ending.is_live[:, None]
             micro = micro._replace(
                 loss_mask=micro.loss_mask & is_live, segment_ids=jnp.where(is_live, micro.segment_ids, 0)
             )
 
-            def loss(stats: TokenStats, values: Array | None) -> tuple[Array, Any]:
+            def loss(read: Any) -> tuple[Array, Any]:
+                (of_path, path_values), (own, own_values) = read
+                stats, values = ending.joined(
+                    path._replace(stats=of_path, values=path_values),
+                    out._replace(stats=own, values=own_values),
+                )
                 return self._objective.loss(stats, values, micro, control)
 
-            gradient = jax.grad(loss, argnums=(0, 1), has_aux=True)
-            (stats, values), metrics = gradient(*of_path((path.stats, path.values)))
-            new = stats.logp, stats.entropy, values
-            return jax.tree.map(jnp.add, carry[0], new), add_metrics(carry[1], metrics)
+            gradient, metrics = jax.grad(loss, has_aux=True)(read)
+            return jax.tree.map(jnp.add, carry[0], gradient), add_metrics(carry[1], metrics)
 
-        of = slopes.logp, slopes.entropy, slopes.values
-        start = of_path(of), self._objective.no_metrics(self._walks, length)
-        new, metrics = jax.lax.fori_loop(0, step.count.max(), add, start)
-        logp, entropy, values = jax.tree.map(lambda x, part: x.at[:, :length].set(part), of, new)
-        return slopes._replace(logp=logp, entropy=entropy, values=values), metrics
+        start = jax.tree.map(jnp.zeros_like, read), self._objective.no_metrics(self._walks, self._length)
+        return jax.lax.fori_loop(0, step.count.max(), add, start)
 
-    def _taken(self, size: int, slopes: Slopes, step: Step) -> tuple[Outputs, Slopes]:
+    def _taken(self, slopes: Slopes, step: Step) -> tuple[Outputs, Slopes]:
         """Returns the gradients with respect to each walk's outputs, and the slopes without them."""
-        places = self._places(size, step)
+        places = self._places(step)
 
         def apart(x: Array) -> tuple[Array, Array]:
-            own = taken(x, places, size)
+            own = taken(x, places, step.columns)
             return own, written(x, jnp.zeros_like(own), places)
 
         logp, entropy, hidden = map(apart, (slopes.logp, slopes.entropy, slopes.hidden))
@@ -304,20 +239,25 @@ class TreePasses:
         rest = slopes._replace(logp=logp[1], entropy=entropy[1], hidden=hidden[1], values=values[1])
         return Outputs(hidden[0], of_stats, values[0]), rest
 
-    def _places(self, size: int, step: Step) -> Int[Array, " W"]:
+    def _ending(self, place: Array, step: Step) -> Ending:
+        """Returns the sequence number `place` of those that are complete with the step, for each walk."""
+        is_live = place < step.count
+        at = jnp.minimum(step.first + place, len(step.endings) - 1)
+        row, column = step.endings[jnp.where(is_live, at, 0)].T
+        return Ending(row, column, step.start, is_live, self._length)
+
+    def _places(self, step: Step) -> Int[Array, " W"]:
         """Returns where in the path each walk's tokens go; a walk that waits writes where nothing reads."""
-        return jnp.where(step.length > 0, step.start, self.places - size)
+        return jnp.where(step.tokens > 0, step.start, self.places - step.columns)
 
 
-def _ending(place: Array, step: Step, order: Array, fill: int) -> Int[Array, " W"]:
-    """Returns the sequence number `place` of those that end in each walk's leaf; `fill` if there is none."""
-    at = jnp.minimum(step.first + place, len(order) - 1)
-    return jnp.where(place < step.count, order[at], fill)
+def _sum(one: Array | None, other: Array | None) -> Array | None:
+    return None if one is None or other is None else one + other
 
 
 def _path_tokens(step: Step) -> Int[Array, " W"]:
     """Returns the number of tokens before those of `step`; 0 for a walk that waits."""
-    return jnp.where(step.length > 0, step.start, 0)
+    return jnp.where(step.tokens > 0, step.start, 0)
 
 
 def _last_hidden(path: Path, step: Step) -> Float[Array, "W D"]:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from areal_jax.types import Trajectory
+from areal_jax.types import Batch, Trajectory
 
 
 class PrefixTree(NamedTuple):
@@ -40,6 +40,30 @@ class PrefixTree(NamedTuple):
     def tokens(self) -> int:
         """Number of the tree's nodes: distinct prefixes of the sequences, the empty prefix not counted."""
         return int(self.lengths[self.leaves].sum() - self.common.sum())
+
+
+class Sampled(NamedTuple):
+    """What decides which tokens of a sequence can be shared with others."""
+
+    tokens: np.ndarray  # (n,) int32
+    loss_mask: np.ndarray  # (n,) bool
+    temperature: float
+    support: np.ndarray | None  # (n, K) int32
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> Sampled:
+        return cls(
+            trajectory.tokens, trajectory.loss_mask, trajectory.sampling.temperature, trajectory.support
+        )
+
+    @classmethod
+    def of_row(cls, batch: Batch, row: int) -> Sampled:
+        """Returns the sequence of a row that holds one sequence from its first column on; empty if none."""
+        ids = batch.segment_ids[row]
+        size = int((ids > 0).sum())
+        support = None if batch.support is None else batch.support[row, :size]
+        temperature = float(batch.temperature[ids[0] - 1]) if size else 1.0
+        return cls(batch.tokens[row, :size], batch.loss_mask[row, :size], temperature, support)
 
 
 class TrainedOnPaths(NamedTuple):
@@ -81,50 +105,50 @@ def _common_tokens(one: np.ndarray, other: np.ndarray) -> int:
     return int(differs.argmax()) if differs.any() else size
 
 
-def tree_of(trajectories: Sequence[Trajectory]) -> PrefixTree:
-    """Returns the prefix tree of trajectories' tokens, for computing their log-probs.
+def tree_of(sequences: Sequence[Sampled]) -> PrefixTree:
+    """Returns the prefix tree of sequences of tokens, for computing their log-probs.
 
-    The log-prob of a trained token also depends on the temperature and on the token's support. Trajectories
+    The log-prob of a trained token also depends on the temperature and on the token's support. Sequences
     therefore share no trained token for which these differ. Loss masks, versions, log-probs and rewards may
     differ on shared tokens.
     """
-    return prefix_tree(_keys(trajectories))
+    return prefix_tree(_keys(sequences))
 
 
-def _keys(trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
-    """Returns for each trajectory an (n,) array of integers, as `prefix_tree` needs them."""
-    temperatures = [each.sampling.temperature for each in trajectories]
-    # From its first trained token on, a trajectory shares with others of its temperature alone. One
+def _keys(sequences: Sequence[Sampled]) -> list[np.ndarray]:
+    """Returns for each sequence an (n,) array of integers, as `prefix_tree` needs them."""
+    temperatures = [each.temperature for each in sequences]
+    # From its first trained token on, a sequence shares with others of its temperature alone. One
     # temperature, the commonest, needs no mark.
     commonest_first = sorted(set(temperatures), key=lambda each: (-temperatures.count(each), each))
     marks = {each: mark for mark, each in enumerate(commonest_first)}
-    has_support = any(each.support is not None for each in trajectories)
+    has_support = any(each.support is not None for each in sequences)
     if len(marks) <= 1 and not has_support:
-        return [each.tokens for each in trajectories]
+        return [each.tokens for each in sequences]
     parts = []
-    for each, temperature in zip(trajectories, temperatures, strict=True):
+    for each in sequences:
         is_marked = np.cumsum(each.loss_mask) > 0
-        columns = [each.tokens, np.where(is_marked, marks[temperature], 0)]
+        columns = [each.tokens, np.where(is_marked, marks[each.temperature], 0)]
         parts.append(np.column_stack(columns if each.support is None else [*columns, each.support]))
     _, numbers = np.unique(np.concatenate(parts), axis=0, return_inverse=True)
     return np.split(numbers.reshape(-1), np.cumsum([len(part) for part in parts])[:-1])
 
 
-def trained_on_paths(tree: PrefixTree, trajectories: Sequence[Trajectory], length: int) -> TrainedOnPaths:
-    """Returns which tokens of each leaf's path any trajectory trains, in rows of `length` tokens.
+def trained_on_paths(tree: PrefixTree, sequences: Sequence[Sampled], length: int) -> TrainedOnPaths:
+    """Returns which tokens of each leaf's path any sequence trains, in rows of `length` tokens.
 
-    `tree`: that of the trajectories, as `tree_of` returns it. The rows of the leaves' sequences are set.
+    `tree`: that of the sequences, as `tree_of` returns it. The rows of the leaves' sequences are set.
     """
-    is_trained = np.zeros((len(trajectories), length), bool)
-    temperature = np.ones((len(trajectories), length), np.float32)
+    is_trained = np.zeros((len(sequences), length), bool)
+    temperature = np.ones((len(sequences), length), np.float32)
 
     def join(leaf: int, tokens: int, mask: np.ndarray, values: np.ndarray | float) -> None:
         row = tree.leaves[leaf]
         temperature[row, :tokens] = np.where(mask[:tokens], values, temperature[row, :tokens])
         is_trained[row, :tokens] |= mask[:tokens]
 
-    for each, leaf in zip(trajectories, tree.leaf_of.tolist(), strict=True):
-        join(leaf, len(each.tokens), each.loss_mask, each.sampling.temperature)
+    for each, leaf in zip(sequences, tree.leaf_of.tolist(), strict=True):
+        join(leaf, len(each.tokens), each.loss_mask, each.temperature)
     pairs = list(pairwise(range(len(tree.leaves))))
     # Forth and back, what one leaf's path trains reaches all leaves that share the token.
     for leaf, other in [*pairs, *((two, one) for one, two in reversed(pairs))]:

@@ -3,34 +3,69 @@
 A walk visits leaf after leaf. To go down to a leaf it pushes tokens: their KV join those of the path. From
 there it pops tokens, the last ones first, down to those that the next leaf shares: each pop computes a block
 of tokens again, with gradients. So only one path is alive at a time. A leaf's last block need not be pushed
-before it is popped, because no other token reads its KV: the tail is cut. Several walks, each over a part of
-the leaves, take their steps together, as rows of the same calls. The method is AReaL-DTA's. Shapes: S
-sequences, L leaves, W walks, N steps.
+before it is popped, because no other token reads its KV: the tail is cut. The tails of several leaves that
+leave the path at the same token are popped in one call, as pieces that do not see each other. Several walks,
+each over a part of the leaves, take their steps together, as rows of the same calls. The method is
+AReaL-DTA's; joined tails are ours. Shapes: S sequences, L leaves, W walks, N steps, n columns of a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
+from areal_jax.trajectories.leaf_order import Blocks
 from areal_jax.trajectories.prefix_tree import PrefixTree
 
 PUSH, POP = 0, 1
 
 
-class Op(NamedTuple):
-    """One step of one walk: to push or to pop tokens `start` to `start + length` of a leaf's path."""
+class Piece(NamedTuple):
+    """Tokens `start` to `start + length` of a leaf's path."""
 
-    kind: int  # PUSH | POP
     leaf: int
     start: int
     length: int
-    is_last_block: bool = False
-    """Whether a pop is the first one of its leaf, of the path's last tokens."""
+    is_end: bool
+    """Whether these are the path's last tokens, with which the leaf's sequences are complete."""
+
+
+class Op(NamedTuple):
+    """One step of one walk: to push or to pop pieces, which all continue the path at the same token."""
+
+    kind: int  # PUSH | POP
+    pieces: tuple[Piece, ...]
+
+    @property
+    def start(self) -> int:
+        return self.pieces[0].start
+
+    @property
+    def tokens(self) -> int:
+        return sum(piece.length for piece in self.pieces)
+
+    def takes(self, piece: Piece, blocks: Blocks) -> bool:
+        """Returns whether `piece` can join this step: it then is a leaf's tail beside others."""
+        return (
+            blocks.joins_tails
+            and all(each.is_end for each in self.pieces)
+            and self.start == piece.start
+            and self.tokens + piece.length <= blocks.most
+        )
+
+    def joined(self, piece: Piece) -> Op:
+        return self._replace(pieces=(*self.pieces, piece))
+
+
+class Columns(NamedTuple):
+    """The tokens of a step, a column each; columns beyond a walk's tokens repeat its first one."""
+
+    sequence: np.ndarray  # (W, n) int32: a sequence with the token
+    position: np.ndarray  # (W, n) int32: the token's place in it
+    piece: np.ndarray  # (W, n) int32: number of the token's piece in the step; -1 = no token
 
 
 class Walk(NamedTuple):
@@ -38,148 +73,93 @@ class Walk(NamedTuple):
 
     kinds: np.ndarray
     """(N,) int32: PUSH or POP."""
-    buckets: np.ndarray
-    """(N,) int32: number of tokens for which the step's program is compiled, at least every length."""
     rows: np.ndarray
-    """(N, W, 5) int32, for each walk: the sequence with the tokens, the first token, the number of tokens (0:
-    the walk does nothing), and the range in `order` of the sequences that end in the leaf: first and count,
-    which is above 0 only where the leaf's last block is popped or, without gradients, pushed.
+    """(N, W, 4) int32, for each walk: the number of tokens on the path, the number of tokens of the step (0:
+    the walk does nothing), and the range in `endings` of the sequences that are complete with this step:
+    first and count.
     """
-    order: np.ndarray
-    """(S,) int32: the sequences by leaf."""
+    columns: list[Columns]
+    """The tokens of each step; n is the number of tokens for which the step's program is compiled."""
+    endings: np.ndarray
+    """(S, 2) int32: a sequence, and the column of the first token of its piece, in the order of the steps."""
+
+    def tokens(self, kind: int) -> int:
+        """Returns the number of tokens that all steps of a kind compute, without padding."""
+        return int(self.rows[self.kinds == kind, :, 1].sum())
 
     @property
-    def pushed_tokens(self) -> int:
-        return int(self.rows[self.kinds == PUSH, :, 2].sum())
-
-    @property
-    def popped_tokens(self) -> int:
-        return int(self.rows[self.kinds == POP, :, 2].sum())
+    def buckets(self) -> np.ndarray:
+        """(N,) int64: the number of columns of each step."""
+        return np.array([each.piece.shape[1] for each in self.columns], np.int64)
 
     @property
     def computed_tokens(self) -> int:
         """Tokens of all calls, with the padding of each walk to the step's bucket."""
-        return int(self.buckets.astype(np.int64).sum() * self.rows.shape[1])
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """Into which blocks of tokens a walk cuts what it pushes and pops."""
-
-    most: int
-    """Most tokens of a block."""
-    smallest: int = 32
-    """Smallest number of tokens for which a program is compiled."""
-    cuts_tail: bool = True
-    """Whether a leaf's last block is not pushed."""
-
-    @property
-    def buckets(self) -> tuple[int, ...]:
-        """Numbers of tokens for which programs are compiled, at most six: halves of `most`, ascending."""
-        sizes = [self.most]
-        while len(sizes) < 6 and sizes[-1] > self.smallest:
-            sizes.append(-(-sizes[-1] // 2))
-        return tuple(reversed(sizes))
-
-    def bucket(self, tokens: int) -> int:
-        """Returns the smallest bucket for `tokens` tokens."""
-        return next(size for size in self.buckets if size >= tokens)
-
-    def padded(self, tokens: int) -> int:
-        """Returns the number of tokens that are computed for `tokens` tokens, padding included."""
-        return sum(self.bucket(size) for _, size in self.cut(0, tokens))
-
-    def cut(self, start: int, end: int) -> list[tuple[int, int]]:
-        """Returns (start, length) of blocks from `start` to `end`; all but the first have `most` tokens."""
-        first = end - (end - start - 1) // self.most * self.most
-        bounds = [start, *range(first, end, self.most), end]
-        return [(one, other - one) for one, other in pairwise(bounds)]
-
-
-def depth_first(tree: PrefixTree, blocks: Blocks) -> PrefixTree:
-    """Returns the tree with its leaves in an order that needs few short pops.
-
-    The last pop of a node's last child continues into the node's own tokens. That child is the one with which
-    the blocks of all last pops have the least padding; the other children come before it, the shortest first.
-    """
-    if not len(tree.leaves):
-        return tree
-    ends = tree.lengths[tree.leaves].tolist()
-    # Nodes whose last child is still to come, each within the one before it; the first one is the root.
-    still_open = [_Node(0, [])]
-    for leaf, end in enumerate(ends):
-        shared = int(tree.common[leaf + 1])
-        closed = _Subtree(end, [leaf], [])
-        while still_open[-1].depth > shared:
-            node = still_open.pop()
-            parent = max(still_open[-1].depth, shared)
-            closed = node.closed([*node.children, closed], parent, blocks)
-        if still_open[-1].depth < shared:
-            still_open.append(_Node(shared, []))
-        still_open[-1].children.append(closed)
-    (root,) = still_open
-    whole = root.closed(root.children, 0, blocks)
-    return tree._replace(
-        leaves=tree.leaves[whole.leaves],
-        common=np.array([0, *whole.common, 0], np.int64),
-        leaf_of=np.argsort(whole.leaves)[tree.leaf_of],
-    )
-
-
-class _Subtree(NamedTuple):
-    """A node's subtree in its new order."""
-
-    end: int  # tokens of the path to its last leaf
-    leaves: list[int]
-    common: list[int]  # tokens that each leaf but the first shares with the leaf before it
-
-
-class _Node(NamedTuple):
-    """A node with several children; `depth`: number of tokens of the path to it."""
-
-    depth: int
-    children: list[_Subtree]
-
-    def closed(self, children: Sequence[_Subtree], parent: int, blocks: Blocks) -> _Subtree:
-        """Returns the node's subtree; `parent`: number of tokens of the path to the node above it."""
-
-        def saved(child: _Subtree) -> tuple[int, int]:
-            together = blocks.padded(child.end - parent)
-            return blocks.padded(child.end - self.depth) - together, child.end
-
-        last = max(range(len(children)), key=lambda place: saved(children[place]))
-        rest = sorted((c for place, c in enumerate(children) if place != last), key=lambda child: child.end)
-        ordered = [*rest, children[last]]
-        common = ordered[0].common[:]
-        for child in ordered[1:]:
-            common += [self.depth, *child.common]
-        return _Subtree(children[last].end, [leaf for child in ordered for leaf in child.leaves], common)
+        return int(self.buckets.sum()) * self.rows.shape[1]
 
 
 def steps_of(tree: PrefixTree, first: int, last: int, blocks: Blocks) -> list[Op]:
     """Returns the steps of one walk over the leaves `first` up to, but without, `last`."""
-    steps, path = [], 0
+    steps: list[Op] = []
+    path = 0
     for leaf in range(first, last):
         end = int(tree.lengths[tree.leaves[leaf]])
         below = int(tree.common[leaf + 1]) if leaf + 1 < last else 0
-        cut = blocks.cut(below, end)
+        top = _top_of_tail(steps, path, below, end, blocks)
+        cut = blocks.cut(top, end)
         pushed = cut[-1][0] if blocks.cuts_tail else end
-        if pushed > path:
-            steps += [Op(PUSH, leaf, start, size) for start, size in blocks.cut(path, pushed)]
-        steps += [
-            Op(POP, leaf, start, size, is_last_block=start == cut[-1][0]) for start, size in reversed(cut)
-        ]
+        steps += _in_blocks(PUSH, leaf, path, pushed, blocks)
+        tail = Piece(leaf, *cut[-1], is_end=True)
+        if steps and steps[-1].kind == POP and tail.start == path and steps[-1].takes(tail, blocks):
+            steps[-1] = steps[-1].joined(tail)
+        else:
+            steps.append(Op(POP, (tail,)))
+        steps += [Op(POP, (Piece(leaf, *block, is_end=False),)) for block in reversed(cut[:-1])]
+        steps += reversed(_in_blocks(POP, leaf, below, top, blocks))
         path = below
     return steps
 
 
+def _top_of_tail(steps: Sequence[Op], path: int, below: int, end: int, blocks: Blocks) -> int:
+    """Returns the first token of the pops that are a leaf's own: of the path, or of what is popped with it.
+
+    Where the walk goes on below the path, the leaf is its node's last child. Its pop continues into the
+    node's tokens, unless that costs more than to let the leaf's tail join others.
+    """
+    if below >= path or not blocks.joins_tails or end - path > blocks.most:
+        return min(below, end)
+    tail = Piece(0, path, end - path, is_end=True)
+    extra = blocks.cost(tail.length)
+    if steps and steps[-1].kind == POP and steps[-1].takes(tail, blocks):
+        extra = blocks.bucket(steps[-1].tokens + tail.length) - blocks.bucket(steps[-1].tokens)
+    return path if extra + blocks.cost(path - below) < blocks.cost(end - below) else below
+
+
+def _in_blocks(kind: int, leaf: int, start: int, end: int, blocks: Blocks) -> list[Op]:
+    if end <= start:
+        return []
+    return [Op(kind, (Piece(leaf, *block, is_end=False),)) for block in blocks.cut(start, end)]
+
+
 def steps_down(tree: PrefixTree, first: int, last: int, blocks: Blocks) -> list[Op]:
     """Returns the steps of one walk that only pushes, without gradients, over these leaves."""
-    steps = []
+    steps: list[Op] = []
+    path = 0
     for leaf in range(first, last):
         end = int(tree.lengths[tree.leaves[leaf]])
-        cut = blocks.cut(int(tree.common[leaf]) if leaf > first else 0, end)
-        steps += [Op(PUSH, leaf, start, size, start == cut[-1][0]) for start, size in cut]
+        below = int(tree.common[leaf + 1]) if leaf + 1 < last else 0
+        own = max(path, below)  # no other leaf reads the tokens from here on
+        joins = blocks.joins_tails and end - own <= blocks.most
+        top = own if joins else path
+        steps += _in_blocks(PUSH, leaf, path, top, blocks)
+        *blocks_before, tail = (Piece(leaf, *block, is_end=False) for block in blocks.cut(top, end))
+        tail = tail._replace(is_end=True)
+        steps += [Op(PUSH, (piece,)) for piece in blocks_before]
+        if joins and steps and steps[-1].takes(tail, blocks):
+            steps[-1] = steps[-1].joined(tail)
+        else:
+            steps.append(Op(PUSH, (tail,)))
+        path = below
     return steps
 
 
@@ -219,23 +199,37 @@ def plan_walk(tree: PrefixTree, walks: int, blocks: Blocks, *, with_gradients: b
     bounds = ranges(tree, walks)
     planned = steps_of if with_gradients else steps_down
     waiting = [planned(tree, int(a), int(b), blocks)[::-1] for a, b in pairwise(bounds)]
-    kinds, buckets, rows = [], [], []
+    kinds: list[int] = []
+    rows: list[np.ndarray] = []
+    columns: list[Columns] = []
+    endings: list[tuple[int, int]] = []
     while any(waiting):
         kind, bucket = _fullest(waiting, blocks)
-        step = np.zeros((walks, 5), np.int32)
+        row = np.zeros((walks, 4), np.int32)
+        step = Columns(*(np.full((walks, bucket), fill, np.int32) for fill in (0, 0, -1)))
         for walk, steps in enumerate(waiting):
-            if steps and steps[-1].kind == kind and steps[-1].length <= bucket:
-                op = steps.pop()
-                first, last = firsts[op.leaf : op.leaf + 2] if op.is_last_block else (0, 0)
-                step[walk] = tree.leaves[op.leaf], op.start, op.length, first, last - first
+            if not steps or steps[-1].kind != kind or steps[-1].tokens > bucket:
+                continue
+            op, before, column = steps.pop(), len(endings), 0
+            step.sequence[walk], step.position[walk] = tree.leaves[op.pieces[0].leaf], op.start
+            for number, piece in enumerate(op.pieces):
+                own = slice(column, column + piece.length)
+                step.sequence[walk, own] = tree.leaves[piece.leaf]
+                step.position[walk, own] = np.arange(piece.start, piece.start + piece.length)
+                step.piece[walk, own] = number
+                if piece.is_end:
+                    ended = order[firsts[piece.leaf] : firsts[piece.leaf + 1]]
+                    endings += [(int(sequence), column) for sequence in ended]
+                column += piece.length
+            row[walk] = op.start, op.tokens, before, len(endings) - before
         kinds.append(kind)
-        buckets.append(bucket)
-        rows.append(step)
+        rows.append(row)
+        columns.append(step)
     return Walk(
         np.array(kinds, np.int32),
-        np.array(buckets, np.int32),
-        np.array(rows, np.int32).reshape(-1, walks, 5),
-        order.astype(np.int32),
+        np.array(rows, np.int32).reshape(-1, walks, 4),
+        columns,
+        np.array(endings, np.int32).reshape(-1, 2),
     )
 
 
@@ -248,7 +242,7 @@ def _fullest(waiting: Sequence[Sequence[Op]], blocks: Blocks) -> tuple[int, int]
 
     def used(call: tuple[int, int]) -> tuple[float, int]:
         kind, bucket = call
-        tokens = sum(op.length for op in ahead if op.kind == kind and op.length <= bucket)
+        tokens = sum(op.tokens for op in ahead if op.kind == kind and op.tokens <= bucket)
         return tokens / bucket, tokens
 
-    return max(((op.kind, blocks.bucket(op.length)) for op in ahead), key=used)
+    return max(((op.kind, blocks.bucket(op.tokens)) for op in ahead), key=used)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -18,9 +18,11 @@ from areal_jax.models.config import ModelConfig
 from areal_jax.models.model import Model
 from areal_jax.tasks.tokenizers import CharTokenizer
 from areal_jax.trainer.learner import Learner
-from areal_jax.trainer.tree_passes import Gradients, Sequences, Step, TreePasses
-from areal_jax.trajectories.prefix_tree import PrefixTree, trained_on_paths, tree_of
-from areal_jax.trajectories.walk import POP, PUSH, Blocks, Walk, depth_first, plan_walk
+from areal_jax.trainer.tree_arrays import Gradients, Sequences, Step
+from areal_jax.trainer.tree_passes import TreePasses
+from areal_jax.trajectories.leaf_order import Blocks, depth_first
+from areal_jax.trajectories.prefix_tree import PrefixTree, Sampled, trained_on_paths, tree_of
+from areal_jax.trajectories.walk import POP, PUSH, Walk, plan_walk
 from areal_jax.types import Trajectory
 from tests.trainer.conftest import LENGTH, VOCAB, random_params
 from tests.trainer.prefix_trees import prepared, rows_of, trie
@@ -37,8 +39,6 @@ CASES = [
     for in_order in (True, False)
 ]
 
-compiled = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
 
 class Passes(NamedTuple):
     """A learner's dense gradient and the passes over a tree, compiled."""
@@ -50,11 +50,10 @@ class Passes(NamedTuple):
     tree: TreePasses
     push: Callable[..., Any]
     pop: Callable[..., Any]
-    collect: Callable[..., Any]
 
 
 @cache
-def passes(preset: str, chunk: int, walks: int = 1, **options: Any) -> Passes:
+def passes(preset: str, walks: int = 1, **options: Any) -> Passes:
     settings = dict(options.pop("algorithm", {}))
     is_wide = options.pop("is_wide", False)
     model = Model(
@@ -76,32 +75,39 @@ def passes(preset: str, chunk: int, walks: int = 1, **options: Any) -> Passes:
     if state.critic is not None:
         noise = lambda leaf: leaf + 0.1 * rng.normal(size=leaf.shape).astype(leaf.dtype)  # noqa: E731
         state = state.replace(critic=jax.tree.map(noise, state.critic))
-    tree = TreePasses(learner.objective, learner.mesh, walks, LENGTH, Blocks(chunk, chunk))
+    tree = TreePasses(learner.objective, learner.mesh, walks, LENGTH, Blocks(LENGTH, LENGTH))
     gradient = learner.objective.gradient
     return Passes(
         learner,
         state,
-        compiled(lambda state, micro: gradient(state.params, state.critic, micro, state.kl_control)),
-        compiled(learner.objective.arrive),
+        jax.jit(lambda state, micro: gradient(state.params, state.critic, micro, state.kl_control)),
+        jax.jit(learner.objective.arrive),
         tree,
-        compiled(partial(tree.push, chunk)),
-        compiled(partial(tree.pop, chunk)),
-        compiled(tree.collect),
+        jax.jit(tree.push),
+        jax.jit(tree.pop),
     )
 
 
 def sequences_of(trajectories: list[Trajectory], batch: Any, tree: PrefixTree) -> Sequences:
-    trained = trained_on_paths(tree, trajectories, LENGTH)
+    trained = trained_on_paths(tree, list(map(Sampled.of, trajectories)), LENGTH)
     temperature = trained.temperature.astype(batch.advantages.dtype)
-    order = np.argsort(tree.leaf_of, kind="stable")
-    return jax.tree.map(jnp.asarray, Sequences(batch, trained.is_trained, temperature, order))
+    return Sequences(jnp.asarray(batch.tokens), None, *map(jnp.asarray, (trained.is_trained, temperature)))
 
 
 def steps(walk: Walk) -> list[tuple[int, Step]]:
-    return [(int(kind), Step(*jnp.asarray(rows.T))) for kind, rows in zip(walk.kinds, walk.rows, strict=True)]
+    """The steps, all padded to LENGTH columns: one program runs them whatever the block's size."""
+
+    def padded(x: Any, empty: int = 0) -> Any:
+        return jnp.pad(x, ((0, 0), (0, LENGTH - x.shape[1])), constant_values=empty)
+
+    endings, each = jnp.asarray(walk.endings), zip(walk.kinds.tolist(), walk.rows, walk.columns, strict=True)
+    return [
+        (kind, Step(endings, *jnp.asarray(rows.T), padded(sequence), padded(position), padded(piece, -1)))
+        for kind, rows, (sequence, position, piece) in each
+    ]
 
 
-def gradient_by_tree(of: Passes, sequences: Sequences, walk: Walk) -> Gradients:
+def gradient_by_tree(of: Passes, batch: Any, sequences: Sequences, walk: Walk) -> Gradients:
     """The sums after all steps, and what is left of the slopes."""
     programs, state = of.learner.programs, of.state
     slopes, path = of.tree.no_slopes(), of.tree.empty_path()
@@ -109,9 +115,9 @@ def gradient_by_tree(of: Passes, sequences: Sequences, walk: Walk) -> Gradients:
     gradients = Gradients(sums, slopes)
     for kind, step in steps(walk):
         if kind == PUSH:
-            path = of.push(state.params, state.critic, path, sequences, step)
+            path, _ = of.push(state.params, state.critic, path, {}, sequences, step)
         else:
-            gradients = of.pop(state, gradients, path, sequences, step)
+            gradients = of.pop(state, gradients, path, batch, sequences, step)
     return gradients
 
 
@@ -126,13 +132,13 @@ def tried(of: Passes, seed: int, blocks: Blocks, in_order: bool, walks: int = 1,
     trajectories = trie(seed, COUNT, LENGTH, **options)
     dtype = of.learner.model.config.accumulate
     batch = prepared(rows_of(trajectories, LENGTH), seed, dtype)
-    tree = tree_of(trajectories)
+    tree = tree_of(list(map(Sampled.of, trajectories)))
     if in_order:
         tree = depth_first(tree, blocks)
-    sums, slopes = gradient_by_tree(
-        of, sequences_of(trajectories, batch, tree), plan_walk(tree, walks, blocks)
-    )
-    (grads, metrics) = of.dense(of.state, jax.tree.map(jnp.asarray, batch))
+    walk = plan_walk(tree, walks, blocks)
+    batch = jax.tree.map(jnp.asarray, batch)
+    sums, slopes = gradient_by_tree(of, batch, sequences_of(trajectories, batch, tree), walk)
+    (grads, metrics) = of.dense(of.state, batch)
     assert not any(jnp.any(leaf) for leaf in jax.tree.leaves(slopes))
     for name in ("tokens", "entropy"):
         np.testing.assert_allclose(sums[1][name], metrics[name], rtol=1e-5)
@@ -144,7 +150,7 @@ def test_gradients_are_the_dense_ones_in_float64(chunk: int):
     """Fourteen random trees for each chunk size, with and without cut tail and order, three times each."""
     cases = [(cuts_tail, in_order) for cuts_tail in (True, False) for in_order in (True, False)]
     with jax.enable_x64(True):
-        of = passes("decoupled_ppo", chunk, is_wide=True, algorithm=WITH_ENTROPY)
+        of = passes("decoupled_ppo", is_wide=True, algorithm=WITH_ENTROPY)
         for seed in range(14):
             cuts_tail, in_order = cases[seed % 4]
             assert tried(of, 100 * chunk + seed, Blocks(chunk, chunk, cuts_tail), in_order) <= 1e-9
@@ -164,42 +170,35 @@ WITH_ENTROPY = Frozen(entropy_coef=0.1, proximal="recompute")
 @pytest.mark.parametrize(
     ("preset", "options"),
     [
-        ("gspo", {}),
-        ("ppo", {}),
+        ("gspo", {"walks": 3}),
+        ("ppo", {"has_qkv_bias": True, "is_tied": False}),
         ("ppo", {"algorithm": Frozen(critic={"kind": "shared"})}),
-        ("grpo", {"walks": 3}),
-        ("grpo", {"lora": None, "has_qkv_bias": True, "is_tied": False}),
     ],
 )
 def test_gradients_are_the_dense_ones_with_sequence_losses_critics_and_several_walks(preset, options):
+    """Among sequences of two temperatures, which share no trained token."""
     walks = options.get("walks", 1)
-    of = passes(preset, 5, **options)
+    of = passes(preset, **options)
     for seed in range(3):
-        assert tried(of, seed, Blocks(5, 5), True, walks) <= 1e-4
-
-
-def test_sequences_of_several_temperatures_train_as_they_do_alone():
-    of = passes("grpo", 5)
-    assert tried(of, 7, Blocks(5, 5), True, temperatures=(1.0, 0.5)) <= 1e-4
+        assert tried(of, seed, Blocks(5, 5), True, walks, temperatures=(1.0, 0.5)) <= 1e-4
 
 
 def test_scores_of_a_forward_walk_are_the_dense_ones():
-    of = passes("ppo", 5, algorithm=Frozen(proximal="recompute"))
+    of = passes("ppo", algorithm=Frozen(proximal="recompute"))
     trajectories = trie(3, COUNT, LENGTH)
     batch = prepared(rows_of(trajectories, LENGTH), 3)
-    tree = depth_first(tree_of(trajectories), Blocks(5, 5))
+    tree = depth_first(tree_of(list(map(Sampled.of, trajectories))), Blocks(5, 5))
     walk = plan_walk(tree, 1, Blocks(5, 5), with_gradients=False)
     sequences, path = sequences_of(trajectories, batch, tree), of.tree.empty_path()
     zero = jnp.zeros((COUNT, LENGTH))
-    scores = {"proximal_logp": zero, "values_after": zero}
-    assert walk.pushed_tokens == tree.tokens < tree.sequence_tokens
+    scores = {"logp": zero, "values_after": zero}
+    assert walk.tokens(PUSH) == tree.tokens < tree.sequence_tokens
     for kind, step in steps(walk):
         assert kind != POP
-        path = of.push(of.state.params, of.state.critic, path, sequences, step)
-        scores = of.collect(scores, path, sequences, step)
-    right = of.arrive(of.state.params, of.state.critic, sequences.batch)
+        path, scores = of.push(of.state.params, of.state.critic, path, scores, sequences, step)
+    right = of.arrive(of.state.params, of.state.critic, jax.tree.map(jnp.asarray, batch))
     mask, is_token = batch.loss_mask, batch.segment_ids > 0
-    np.testing.assert_allclose(scores["proximal_logp"][mask], right["proximal_logp"][mask], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(scores["logp"][mask], right["proximal_logp"][mask], rtol=0, atol=1e-5)
     np.testing.assert_allclose(
         scores["values_after"][is_token], right["values_after"][is_token], rtol=0, atol=1e-5
     )

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from areal_jax.trajectories.prefix_tree import PrefixTree, prefix_tree, tree_of
+from areal_jax.trajectories.prefix_tree import PrefixTree, Sampled, prefix_tree, tree_of
 from areal_jax.types import SampleId, Sampling, Trajectory
 from tests.trajectories.samples import trajectory
 
@@ -74,14 +74,14 @@ def sampled(tokens: list[int], mask: list[bool], temperature: float = 1.0, suppo
 def test_loss_masks_and_rewards_may_differ_on_shared_tokens():
     one = sampled([1, 2, 3, 4], [False, True, True, True])
     other = dataclasses.replace(sampled([1, 2, 3, 5], [False, False, False, True]), reward=2.0)
-    assert tree_of([one, other]).tokens == 5
+    assert tree_of([Sampled.of(one), Sampled.of(other)]).tokens == 5
 
 
 @pytest.mark.parametrize("first_trained", [0, 1, 2])
 def test_trained_tokens_are_not_shared_across_temperatures(first_trained):
     mask = [place >= first_trained for place in range(4)]
     samples = [sampled([1, 2, 3, 4], mask, temperature) for temperature in (1.0, 1.0, 0.5)]
-    found = tree_of(samples)
+    found = tree_of(list(map(Sampled.of, samples)))
     assert found.tokens == 4 + 4 - first_trained
     assert found.leaf_of[0] == found.leaf_of[1] != found.leaf_of[2]
 
@@ -93,7 +93,7 @@ def test_tokens_are_not_shared_across_supports():
     )
     mask = [False, True, True]
     samples = [sampled([1, 2, 3], mask, support=support) for support in (same, same.copy(), other)]
-    assert tree_of(samples).tokens == 4
+    assert tree_of(list(map(Sampled.of, samples))).tokens == 4
 
 
 def test_an_empty_list_has_an_empty_tree():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import pairwise, product
 
 import numpy as np
@@ -9,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areal_jax.trajectories.leaf_order import Blocks, depth_first
 from areal_jax.trajectories.prefix_tree import PrefixTree, prefix_tree
-from areal_jax.trajectories.walk import POP, PUSH, Blocks, depth_first, plan_walk, ranges
+from areal_jax.trajectories.walk import POP, PUSH, Walk, plan_walk, ranges
 
 KEYS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=14), min_size=1, max_size=9)
 MOST = st.sampled_from([1, 3, 7, 100])
@@ -36,49 +38,63 @@ def test_the_order_keeps_the_tree(sequences, most):
         assert paths[leaf][: len(sequence)] == sequence
 
 
-@given(KEYS, MOST, st.booleans(), st.booleans(), st.sampled_from([1, 2, 4, 11]))
+def computed(walk: Walk, sequences: list[list[int]], walks: int) -> dict[int, list[tuple[int, ...]]]:
+    """Returns the prefixes whose last token a PUSH or POP computed; asserts what every step may read."""
+    paths: list[list[int]] = [[] for _ in range(walks)]
+    found: dict[int, list[tuple[int, ...]]] = {PUSH: [], POP: []}
+    ended: list[int] = []
+    for kind, rows, columns in zip(walk.kinds.tolist(), walk.rows.tolist(), walk.columns, strict=True):
+        for number, (start, tokens, first, count) in enumerate(rows):
+            sequence, position, piece = (x[number] for x in columns)
+            assert (piece[:tokens] >= 0).all() and (piece[tokens:] == -1).all()
+            if not tokens:
+                assert count == 0
+                continue
+            path = paths[number]
+            for of in range(piece.max() + 1):
+                own = np.flatnonzero(piece == of)
+                (source,) = set(sequence[own].tolist())
+                text = sequences[source]
+                assert position[own].tolist() == list(range(start, start + len(own)))
+                assert path[:start] == text[:start]
+                found[kind] += [tuple(text[: end + 1]) for end in position[own].tolist()]
+            for row, column in walk.endings[first : first + count].tolist():
+                # The loss reads the path's statistics, and those of the piece that begins in this column.
+                text = sequences[sequence[column]][: start + (piece == piece[column]).sum()]
+                assert position[column] == start
+                assert sequences[row] == text[: len(sequences[row])]
+                ended.append(row)
+            if kind == PUSH:
+                path[start:] = sequences[sequence[0]][start : start + (piece == 0).sum()]
+    assert sorted(ended) == list(range(len(sequences)))
+    return found
+
+
+@given(KEYS, MOST, st.booleans(), st.booleans(), st.booleans(), st.sampled_from([1, 2, 4, 11]))
 def test_a_walk_reads_only_what_is_on_its_path_and_pops_every_token_once(
-    sequences, most, cuts_tail, in_order, walks
+    sequences, most, cuts_tail, joins, in_order, walks
 ):
-    found, blocks = tree(sequences), Blocks(most, 1, cuts_tail)
+    found, blocks = tree(sequences), Blocks(most, 1, cuts_tail, joins)
     if in_order:
         found = depth_first(found, blocks)
     walk = plan_walk(found, walks, blocks)
-    paths: list[list[int]] = [[] for _ in range(walks)]
-    popped: list[tuple[int, ...]] = []
-    ended: list[int] = []
-    for kind, bucket, rows in zip(walk.kinds, walk.buckets, walk.rows.tolist(), strict=True):
-        for path, (sequence, start, length, first, count) in zip(paths, rows, strict=True):
-            assert length <= bucket and bucket in blocks.buckets
-            if not length:
-                assert count == 0
-                continue
-            assert path[:start] == sequences[sequence][:start]
-            tokens = sequences[sequence][start : start + length]
-            if kind == PUSH:
-                path[start:] = tokens
-            else:
-                popped += [tuple(sequences[sequence][: end + 1]) for end in range(start, start + length)]
-            # The loss reads the statistics of the whole path.
-            ends = walk.order[first : first + count].tolist()
-            assert all(sequences[end] == (path[:start] + tokens)[: len(sequences[end])] for end in ends)
-            assert kind == POP or not ends
-            ended += ends
-    assert sorted(ended) == list(range(len(sequences)))
+    assert set(walk.buckets.tolist()) <= set(blocks.buckets)
+    popped = computed(walk, sequences, walks)[POP]
     distinct = {tuple(each[: end + 1]) for each in sequences for end in range(len(each))}
     assert set(popped) == distinct
     if walks == 1:  # several walks repeat the tokens that their ranges share
-        assert len(popped) == walk.popped_tokens == found.tokens
+        assert len(popped) == walk.tokens(POP) == found.tokens
         if not cuts_tail:
-            assert walk.pushed_tokens == found.tokens
+            assert walk.tokens(PUSH) == found.tokens
 
 
-@given(KEYS, MOST)
-def test_a_forward_walk_pushes_every_token_once(sequences, most):
-    found = depth_first(tree(sequences), Blocks(most, 1))
-    walk = plan_walk(found, 1, Blocks(most, 1), with_gradients=False)
-    assert (walk.pushed_tokens, walk.popped_tokens) == (found.tokens, 0)
-    assert walk.rows[:, :, 4].sum() == len(sequences)
+@given(KEYS, MOST, st.booleans())
+def test_a_forward_walk_pushes_every_token_once(sequences, most, joins):
+    blocks = Blocks(most, 1, joins_tails=joins)
+    found = depth_first(tree(sequences), blocks)
+    walk = plan_walk(found, 1, blocks, with_gradients=False)
+    assert len(computed(walk, sequences, 1)[PUSH]) == walk.tokens(PUSH) == found.tokens
+    assert walk.tokens(POP) == 0
 
 
 @given(KEYS, st.integers(1, 12))
@@ -123,25 +139,47 @@ def test_a_multi_turn_set_needs_the_tokens_that_the_tree_predicts():
     walk = plan_walk(found, 1, Blocks(512))
     # A conversation's last block is cut off what is pushed; only the rules are pushed for all of them.
     predicted = 2048 + 8 * (16 * 96 - 512)
-    assert walk.pushed_tokens == predicted
-    ratio = (walk.pushed_tokens + 3 * walk.popped_tokens) / (3 * found.sequence_tokens)
+    assert walk.tokens(PUSH) == predicted
+    ratio = (walk.tokens(PUSH) + 3 * walk.tokens(POP)) / (3 * found.sequence_tokens)
     assert ratio == (predicted + 3 * found.tokens) / (3 * found.sequence_tokens) <= 0.15
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_cut_tail_lowers_what_is_pushed_and_order_the_padding_of_what_is_popped(seed):
-    rng = np.random.default_rng(seed)
-    sequences: list[list[int]] = []
-    for _ in range(40):
-        base = sequences[rng.integers(len(sequences))] if sequences else []
-        cut = int(rng.integers(0, len(base) + 1))
-        sequences.append(base[:cut] + rng.integers(0, 9, int(rng.integers(10, 200))).tolist())
-    found = tree(sequences)
-    plain, cut_tail = (plan_walk(found, 1, Blocks(128, cuts_tail=is_cut)) for is_cut in (False, True))
-    ordered = plan_walk(depth_first(found, Blocks(128)), 1, Blocks(128))
-    assert cut_tail.pushed_tokens < plain.pushed_tokens == found.tokens
-    assert ordered.pushed_tokens == cut_tail.pushed_tokens
-    assert ordered.buckets[ordered.kinds == POP].sum() < cut_tail.buckets[cut_tail.kinds == POP].sum()
+def test_the_answers_of_a_group_are_computed_together():
+    """Sixteen answers of 100 tokens in blocks of 512: five to a call, the last one with the prompt."""
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, 10**6, 60).tolist()
+    found = tree([prompt + rng.integers(0, 10**6, 100).tolist() for _ in range(16)])
+    blocks = Blocks(512)
+    walk = plan_walk(depth_first(found, blocks), 1, blocks)
+    assert walk.kinds.tolist() == [PUSH, POP, POP, POP, POP]
+    assert walk.rows[:, 0, 1].tolist() == [60, 500, 500, 500, 160]
+    forward = plan_walk(depth_first(found, blocks), 1, blocks, with_gradients=False)
+    assert forward.rows[:, 0, 1].tolist() == [60, 500, 500, 500, 100]
+
+
+def test_cut_tail_lowers_what_is_pushed_and_joined_tails_and_order_what_is_computed():
+    """Over ten trees, each with the same tokens to pop."""
+    alone = Blocks(128, joins_tails=False)
+    computed = dict.fromkeys(("plain", "cut tail", "joined", "ordered"), 0)
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        sequences: list[list[int]] = []
+        for _ in range(40):
+            base = sequences[rng.integers(len(sequences))] if sequences else []
+            cut = int(rng.integers(0, len(base) + 1))
+            sequences.append(base[:cut] + rng.integers(0, 9, int(rng.integers(10, 200))).tolist())
+        found = tree(sequences)
+        walks = {
+            "plain": plan_walk(found, 1, dataclasses.replace(alone, cuts_tail=False)),
+            "cut tail": plan_walk(found, 1, alone),
+            "joined": plan_walk(found, 1, Blocks(128)),
+            "ordered": plan_walk(depth_first(found, Blocks(128)), 1, Blocks(128)),
+        }
+        assert walks["cut tail"].tokens(PUSH) < walks["plain"].tokens(PUSH) == found.tokens
+        assert {walk.tokens(POP) for walk in walks.values()} == {found.tokens}
+        for name, walk in walks.items():
+            computed[name] += walk.computed_tokens
+    assert computed["ordered"] < computed["joined"] < computed["cut tail"] < computed["plain"]
 
 
 @pytest.mark.parametrize(
