@@ -159,6 +159,7 @@ def make_learner(config: Config, model: Model, mesh: Mesh, teacher: Source | Non
         optimizer_memory=config.trainer.optimizer_memory,
         teacher=Teacher(teacher.model, teacher.load) if teacher else None,
         trainable=config.trainable,
+        tree_block=config.trainer.tree_block,
     )
 
 

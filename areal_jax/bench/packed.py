@@ -87,7 +87,7 @@ def padded(groups: list[Group], rows: int, length: int) -> Batch:
     The batch has as many micro-batches of `rows` rows as needed. `pack` would return the same batch if no two
     of the sequences fitted into one row.
     """
-    plan = plan_batch(groups, rows, length, prompts="repeated")
+    plan = plan_batch(groups, rows, length, layout="repeated")
     count = len(plan.tokens)
     whole = -(-count // rows) * rows
     pieces = plan.pieces._replace(row=np.arange(count), column=np.zeros(count, np.int64))

@@ -113,7 +113,7 @@ class Config(Section):
 
 def _impossible(c: Config) -> Iterator[str]:
     """Yields a message with a remedy for each combination of values that are valid alone but cannot work."""
-    g, a, t = c.generation, c.algorithm, c.trainer
+    g, a = c.generation, c.algorithm
     yield from _impossible_control(c)
     if c.weights.backend == "memory" and c.runtime.redis:
         yield (
@@ -133,22 +133,11 @@ def _impossible(c: Config) -> Iterator[str]:
             )
     yield from _impossible_layout(c)
     yield from refusals(a, g.max_tokens)
-    if t.numerics == "exact":
-        yield from exact_refusals(t.mesh.shape, c.runtime.host_tensor, c.on_update)
-    if t.batch_size % a.minibatches:
-        yield (
-            f"algorithm.minibatches={a.minibatches} does not divide trainer.batch_size={t.batch_size} "
-            "groups; choose a divisor of it"
-        )
+    yield from _impossible_trainer(c)
     if g.max_tokens >= g.length:
         yield (
             f"generation.max_tokens={g.max_tokens} leaves no room for a prompt in "
             f"generation.length={g.length}; raise generation.length or lower generation.max_tokens"
-        )
-    if c.row_length < g.length:
-        yield (
-            f"trainer.length={t.length} is shorter than generation.length={g.length}, so the longest "
-            f"trajectory would not fit into a packed row; raise trainer.length to at least {g.length}"
         )
     if g.rollout_slots < 1:
         yield (
@@ -170,6 +159,28 @@ def _impossible(c: Config) -> Iterator[str]:
             "top_k, top_p and min_p need 1 <= generation.top_k <= generation.support_size: the trainer reads "
             f"all kept ids; got top_k={g.top_k}, support_size={g.support_size}, top_p={g.top_p}, "
             f"min_p={g.min_p}. Set generation.top_k=256 generation.support_size=256, or top_p=1 min_p=0"
+        )
+
+
+def _impossible_trainer(c: Config) -> Iterator[str]:
+    g, a, t = c.generation, c.algorithm, c.trainer
+    if t.numerics == "exact":
+        yield from exact_refusals(t.mesh.shape, c.runtime.host_tensor, c.on_update)
+        if t.compute != "packed":
+            yield (
+                f"trainer.compute={t.compute} with trainer.numerics=exact: hosts compute in other blocks of "
+                "tokens, so log-probs would differ in their last bits; set trainer.compute=packed, or "
+                "trainer.numerics=bounded"
+            )
+    if t.batch_size % a.minibatches:
+        yield (
+            f"algorithm.minibatches={a.minibatches} does not divide trainer.batch_size={t.batch_size} "
+            "groups; choose a divisor of it"
+        )
+    if c.row_length < g.length:
+        yield (
+            f"trainer.length={t.length} is shorter than generation.length={g.length}, so the longest "
+            f"trajectory would not fit into a packed row; raise trainer.length to at least {g.length}"
         )
 
 

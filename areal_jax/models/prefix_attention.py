@@ -90,7 +90,7 @@ class PrefixAttention(struct.PyTreeNode):
             keys, values = keys.astype(sum_dtype(keys)), values.astype(sum_dtype(values))
         attend: Any = partial(path_attention, block=CPU_BLOCK if is_cpu else BLOCK)
         if self.mesh is not None:
-            attend = over_mesh(attend, self.mesh, k.shape[2])
+            attend = over_mesh(attend, self.mesh, k.shape[2], ids=2)
         return attend(q, keys, values, self.path_tokens, self.pieces), cache
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from areal_jax.trainer.learner import Learner
+from areal_jax.trainer.learner import Learner, PreparedBatch
 from areal_jax.trainer.state import TrainState
-from areal_jax.types import ArealError, Batch
+from areal_jax.trainer.tree_update import TreeBatch
+from areal_jax.types import ArealError
 
 GIB = 2**30
 
@@ -30,13 +31,13 @@ class MemoryWatch:
         self._forecasts: dict[Any, int] = {}
         self._steps = 0
 
-    def before(self, state: TrainState, batch: Batch, is_alone: bool) -> None:
+    def before(self, state: TrainState, batch: PreparedBatch, is_alone: bool) -> None:
         """Forecast the memory that training this batch takes, once for each batch shape.
 
         `is_alone`: False if hosts decode on the device between the programs of the update. Raises ArealError
         if the forecast exceeds the device's memory.
         """
-        shape = batch.tokens.shape
+        shape = (batch.batch if isinstance(batch, TreeBatch) else batch).tokens.shape
         if shape in self._forecasts:
             return
         forecast = self._learner.forecast(state, batch, is_alone)

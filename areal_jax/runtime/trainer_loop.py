@@ -14,6 +14,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+
 from areal_jax.assembly.device_memory_remedies import TRAINER, explained
 from areal_jax.assembly.parts import Parts
 from areal_jax.config.tree import Config
@@ -55,8 +57,10 @@ def plan_groups(config: Config, groups: Sequence[Group], takes_shared_prompts: b
     PackingError if a sample is longer than a row.
     """
     c = config
-    prompts = c.trainer.prompts if takes_shared_prompts else "repeated"
-    return plan_batch(groups, c.trainer.rows, c.row_length, c.algorithm.minibatches, prompts)
+    layout = c.trainer.prompts if takes_shared_prompts else "repeated"
+    if c.trainer.compute == "tree":
+        layout = "apart"
+    return plan_batch(groups, c.trainer.rows, c.row_length, c.algorithm.minibatches, layout)
 
 
 def held_batch(parts: Parts, step: int, groups: Sequence[Group]) -> TrainBatch:
@@ -88,10 +92,12 @@ def train_batch(
     """
     learner, plan = parts.learner, batch.plan
     with clock.doing("pack"):
-        rows = learner.own_rows(plan.rows)
+        is_tree = plan.layout == "apart"
+        rows = np.arange(plan.rows) if is_tree else learner.own_rows(plan.rows)
         packed = fill(plan, rows, batch.source(plan.sources(rows)))
     with clock.doing("update"):
-        prepared = learner.prepare(state, packed, between)
+        prepare = learner.prepare_tree if is_tree else learner.prepare
+        prepared = prepare(state, packed, between)
         if memory is not None:
             memory.before(state, prepared, between is None)
         state, metrics = learner.update(state, prepared, between)

@@ -34,8 +34,10 @@ from areal_jax.trainer.learner_programs import LearnerPrograms
 from areal_jax.trainer.optimization import Optimization
 from areal_jax.trainer.state import TrainState
 from areal_jax.trainer.trainable import Trainable
+from areal_jax.trainer.tree_update import Pushes, TreeBatch, TreeUpdate
 from areal_jax.trainer.update import Objective
 from areal_jax.trainer.update_metrics import to_floats
+from areal_jax.trajectories.leaf_order import Blocks
 from areal_jax.types import ArealError, Batch, VersionedParams
 from areal_jax.weights.digest import digest
 from areal_jax.weights.store import dtype_in, wire_copy
@@ -49,6 +51,10 @@ class Teacher(NamedTuple):
     """Called as `load(shardings)`; returns the model's float32 parameters with these shardings."""
 
 
+PreparedBatch = Batch | TreeBatch
+"""A batch with all that `Learner.update` needs: packed, or with the walks over its prefix trees."""
+
+
 class Learner:
     """Trains one model by one algorithm on a mesh. The caller holds the train state; `update` donates it.
 
@@ -57,7 +63,8 @@ class Learner:
     number of tokens for which logits are in memory at once. `remat`: what the backward pass recomputes.
     `teacher`: required if `algorithm.teacher` is set, else forbidden. `optimizer_memory`: where the
     optimiser's moments are stored between two steps. `trainable`: a leaf is trained if this regular
-    expression matches the leaf's full path (None: all leaves are trained).
+    expression matches the leaf's full path (None: all leaves are trained). `tree_block`: tokens that each
+    device computes at once in an update over prefix trees (None: its tokens of a micro-batch).
     """
 
     def __init__(
@@ -75,6 +82,7 @@ class Learner:
         teacher: Teacher | None = None,
         optimizer_memory: Literal["device", "host"] = "device",
         trainable: str | None = None,
+        tree_block: int | None = None,
     ) -> None:
         self.model, self.algorithm, self.optimizer = model, algorithm, optimizer
         self.rows, self.length, self.teacher = rows, length, teacher
@@ -106,6 +114,7 @@ class Learner:
             self.objective, self._optimization, self.mesh, rows, length, self.compiled.append
         )
         self.state_shardings = self.programs.state_shardings
+        self._tree_blocks = Blocks(tree_block or rows * length // self._shards)
 
     def _require_consistent(self) -> None:
         if self.rows % self._shards:
@@ -128,12 +137,19 @@ class Learner:
         """
         return self.objective.forward.kernel is None
 
-    def forecast(self, state: TrainState, batch: Batch, is_alone: bool = True) -> Forecast:
+    @cached_property
+    def tree(self) -> TreeUpdate:
+        """The update over prefix trees, whose programs the first access makes."""
+        return TreeUpdate(self.objective, self.programs, self.mesh, self.length, self._tree_blocks)
+
+    def forecast(self, state: TrainState, batch: PreparedBatch, is_alone: bool = True) -> Forecast:
         """Returns the device memory that `update` needs for this prepared batch; compiles the programs.
 
         The result's `resident` counts state, batch and micro-batches. `is_alone` is False if `update` will be
         called with a function `between`, since `update` then runs other programs.
         """
+        if isinstance(batch, TreeBatch):
+            return self.tree.forecast(state, batch)
         programs, sums = self.programs, self.programs.abstract_sums()
         size = bytes_on_one_device(sums)
         minibatches = self.micro_batches(batch)
@@ -185,7 +201,10 @@ class Learner:
     # --- prepare --------------------------------------------------------------------------------------------
 
     def prepare(
-        self, state: TrainState, batch: Batch, between: Callable[[Array], None] | None = None
+        self,
+        state: TrainState,
+        batch: Batch,
+        between: Callable[[Array], None] | None = None,
     ) -> Batch:
         """Returns the batch on the trainer's mesh with all that `update` needs; `state` is not donated.
 
@@ -207,6 +226,29 @@ class Learner:
             scores["teacher_logp"] = self._scores(self._score_teacher, zero, batch, between)
         return self.programs.finish(batch, state.version, state.kl_control, scores)
 
+    def prepare_tree(
+        self, state: TrainState, batch: Batch, between: Callable[[Array], None] | None = None
+    ) -> TreeBatch:
+        """Returns the batch as `prepare` does, with the walks over its prefix trees.
+
+        Here and in `update`, prefixes that sequences share are computed once. The batch has the layout
+        "apart" (`trajectories.plan.Layout`); each process passes all rows.
+        """
+        minibatches = self.algorithm.minibatches
+        rows, length = batch.tokens.shape
+        if length != self.length or rows % minibatches:
+            raise ArealError(
+                f"a batch of {rows} rows of {length} tokens does not fit this learner, which was built for "
+                f"rows of {self.length} tokens and {minibatches} minibatches; plan it with layout=apart"
+            )
+        others = {}
+        if self.algorithm.has_reference:
+            reference = self.trainable.whole(state.reference, state.params)
+            others["ref_logp"] = self.tree.alone, reference
+        if self.teacher is not None:
+            others["teacher_logp"] = self._tree_teacher
+        return self.tree.prepare(state, batch, minibatches, others, between)
+
     def logp(self, params: Params, batch: Batch) -> Float[Array, "B T"]:
         """Returns the log-probs of the loss tokens under `params`, computed as in `prepare`; 0 elsewhere."""
         under = partial(self.programs.score, params)
@@ -214,11 +256,22 @@ class Learner:
 
     @cached_property
     def _score_teacher(self) -> Callable[[Batch], Array]:
-        """A function from a micro-batch to the teacher's log-probs; the first access loads the teacher."""
+        """A function from a micro-batch to the teacher's log-probs."""
+        forward, params = self._loaded_teacher
+        return partial(self.programs.program("score_teacher", forward.logp), params)
+
+    @cached_property
+    def _tree_teacher(self) -> tuple[Pushes, Params]:
+        forward, params = self._loaded_teacher
+        return self.tree.pushes_of("score_teacher", forward), params
+
+    @cached_property
+    def _loaded_teacher(self) -> tuple[Forward, Params]:
+        """The teacher's forward pass and parameters; the first access loads the teacher."""
         assert self.teacher is not None
         model = self.teacher.model
-        params = self.teacher.load(param_shardings(model.logical_axes, model.abstract_params, self.mesh))
-        return partial(self.programs.program("score_teacher", self._forward(model).logp), params)
+        shardings = param_shardings(model.logical_axes, model.abstract_params, self.mesh)
+        return self._forward(model), self.teacher.load(shardings)
 
     def own_rows(self, rows: int) -> np.ndarray:
         """Returns the ascending indices of this process's rows in a batch of `rows` rows."""
@@ -274,7 +327,7 @@ class Learner:
     # --- update ---------------------------------------------------------------------------------------------
 
     def update(
-        self, state: TrainState, batch: Batch, between: Callable[[Array], None] | None = None
+        self, state: TrainState, batch: PreparedBatch, between: Callable[[Array], None] | None = None
     ) -> tuple[TrainState, dict[str, float]]:
         """Train on a prepared batch: returns the next state and the metrics; donates `state`.
 
@@ -283,6 +336,9 @@ class Learner:
         generation host use the device. If `between` is None, a mesh of one CPU device runs all micro-batches
         of a minibatch and the optimiser step as one program, which returns the same bits.
         """
+        if isinstance(batch, TreeBatch):
+            state, of_tree = self.tree.update(state, batch, between)
+            return state, to_floats(jax.device_get(of_tree))
         metrics = []
         minibatches = self.micro_batches(batch)
         is_joined = between is None and self._joins_micro_batches

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Literal
 
 import numpy as np
 
 from areal_jax.trajectories.allocation import allocate
-from areal_jax.trajectories.plan import BatchPlan, PackingError, Pieces, fill
+from areal_jax.trajectories.plan import BatchPlan, Layout, PackingError, Pieces, fill
 from areal_jax.types import Batch, Group, Trajectory
 
 
@@ -18,7 +17,7 @@ def pack(
     rows: int,
     length: int,
     minibatches: int = 1,
-    prompts: Literal["shared", "repeated"] = "shared",
+    layout: Layout = "shared",
     own_rows: Callable[[int], np.ndarray] = np.arange,
 ) -> Batch:
     """Returns a batch of these groups, sorted by ordinal and laid out by `plan_batch` with these arguments.
@@ -26,7 +25,7 @@ def pack(
     `own_rows(B)`: which of the batch's B rows to return, as ascending indices; by default all. Raises
     PackingError as `plan_batch` does.
     """
-    plan = plan_batch(groups, rows, length, minibatches, prompts)
+    plan = plan_batch(groups, rows, length, minibatches, layout)
     flat = (one for group in _in_order(groups) for one in group.trajectories)
     return fill(plan, own_rows(plan.rows), dict(enumerate(flat)))
 
@@ -36,16 +35,17 @@ def plan_batch(
     rows: int,
     length: int,
     minibatches: int = 1,
-    prompts: Literal["shared", "repeated"] = "shared",
+    layout: Layout = "shared",
 ) -> BatchPlan:
     """Returns the plan of these groups' batch: micro-batches of `rows` rows of `length` tokens.
 
     `minibatches`: number of equal parts of the batch. Each part has the same number of micro-batches, a power
     of two, so that few shapes are compiled; unused rows are padding. A trajectory's tokens in a row are a
     segment. Segments are numbered from 1 in the order (group, member), with groups sorted by ordinal. With
-    `prompts` "shared", the prompt tokens that all trajectories of a group begin with are stored and computed
+    layout "shared", the prompt tokens that all trajectories of a group begin with are stored and computed
     once per row, as a segment of their own, to which the group's other segments in that row attend. With
-    "repeated", each trajectory is stored with its own prompt. Raises PackingError if `minibatches` does not
+    "repeated", each trajectory is stored with its own prompt. With "apart", each is stored in a row of its
+    own; there are no micro-batches, and `rows` does not matter. Raises PackingError if `minibatches` does not
     divide the number of groups, or if a trajectory cannot be packed.
     """
     groups = _in_order(groups)
@@ -58,13 +58,20 @@ def plan_batch(
     lengths = np.array([len(trajectory.tokens) for trajectory in flat])
     _check(flat, lengths, length)
     group_ids = np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups])
-    shared = np.array([_common_tokens(group) if prompts == "shared" else 0 for group in groups])
+    shared = np.array([_common_tokens(group) if layout == "shared" else 0 for group in groups])
     bounds = np.searchsorted(group_ids, np.arange(minibatches + 1) * (len(groups) // minibatches))
-    bins, micro_batches = _bins(lengths, group_ids, shared, bounds, rows, length)
+    if layout == "apart":
+        count = int(np.diff(bounds).max())
+        first = np.repeat(np.arange(minibatches) * count - bounds[:-1], np.diff(bounds))
+        bins = [(index + start, [index]) for index, start in enumerate(first.tolist())]
+        needed = minibatches * count
+    else:
+        bins, micro_batches = _bins(lengths, group_ids, shared, bounds, rows, length)
+        needed = minibatches * micro_batches * rows
     return BatchPlan(
-        rows=minibatches * micro_batches * rows,
+        rows=needed,
         length=length,
-        shares_prompts=prompts == "shared",
+        layout=layout,
         support=0 if flat[0].support is None else flat[0].support.shape[1],
         samples=np.array([trajectory.sample for trajectory in flat], np.int64),
         tokens=lengths,

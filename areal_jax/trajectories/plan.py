@@ -7,7 +7,7 @@ Every process then fills the rows on its own devices, and needs only the traject
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,12 @@ PER_TOKEN = {
     "turn_ids": np.int32(-1),
 }
 """Name -> padding value, for each array of a batch that is copied token by token from trajectories."""
+
+
+Layout = Literal["shared", "repeated", "apart"]
+"""How trajectories lie in the rows. shared: those of a group in one row share one copy of their prompt.
+repeated: each has its own copy. apart: each has a row of its own, for an update over prefix trees.
+"""
 
 
 class PackingError(ArealError):
@@ -55,7 +61,7 @@ class BatchPlan(NamedTuple):
 
     rows: int  # B
     length: int  # T
-    shares_prompts: bool
+    layout: Layout
     support: int  # K; 0 = no support
     samples: np.ndarray  # (S, 3) int64: ordinal, member, attempt
     tokens: np.ndarray  # (S,) int64: a trajectory's length
@@ -130,7 +136,7 @@ def fill(plan: BatchPlan, rows: np.ndarray, trajectories: Mapping[int, Trajector
         positions=spread(each(pieces.start) + within.astype(np.int32), 0),
         segment_ids=spread(each(pieces.segment), 0),
         previous=spread(previous, -1),
-        context_ids=spread(each(pieces.context), 0) if plan.shares_prompts else None,
+        context_ids=spread(each(pieces.context), 0) if plan.layout == "shared" else None,
         reward=plan.reward,
         group_ids=plan.group_ids,
         temperature=plan.temperature,

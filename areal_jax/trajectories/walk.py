@@ -92,6 +92,12 @@ class Walk(NamedTuple):
         """(N,) int64: the number of columns of each step."""
         return np.array([each.piece.shape[1] for each in self.columns], np.int64)
 
+    def of_rows(self, rows: np.ndarray) -> Walk:
+        """Returns the walk with sequence i numbered rows[i]."""
+        columns = [each._replace(sequence=rows[each.sequence].astype(np.int32)) for each in self.columns]
+        endings = np.stack([rows[self.endings[:, 0]], self.endings[:, 1]], axis=1).astype(np.int32)
+        return self._replace(columns=columns, endings=endings)
+
     @property
     def computed_tokens(self) -> int:
         """Tokens of all calls, with the padding of each walk to the step's bucket."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from areal_jax.algorithms.shapes import AXES
 from areal_jax.trajectories.plan import BatchPlan, Pieces, fill
-from areal_jax.types import Batch, SampleId, Sampling, Trajectory
+from areal_jax.types import Batch, Group, Prompt, SampleId, Sampling, Trajectory
 from tests.trainer.conftest import VOCAB
 
 
@@ -39,6 +40,27 @@ def trie(seed: int, count: int, length: int, temperatures: tuple[float, ...] = (
     return found
 
 
+def tree_groups(seed: int, length: int, count: int = 4, size: int = 4) -> list[Group]:
+    """Groups of sequences that share prefixes within and across groups, at two temperatures."""
+    flat = trie(seed, count * size, length, temperatures=(1.0, 0.7))
+    rng = np.random.default_rng(seed)
+    groups = []
+    for ordinal in range(count):
+        members = tuple(
+            replace(
+                flat[ordinal * size + member],
+                sample=SampleId(ordinal, member),
+                versions=np.where(flat[ordinal * size + member].loss_mask, rng.integers(0, 3), -1).astype(
+                    np.int32
+                ),
+                stop_reason="length" if member == 1 else "stop",
+            )
+            for member in range(size)
+        )
+        groups.append(Group(ordinal, Prompt("?"), members))
+    return groups
+
+
 def rows_of(sequences: list[Trajectory], length: int) -> Batch:
     """A batch with each sequence in a row of its own."""
     count = len(sequences)
@@ -47,7 +69,7 @@ def rows_of(sequences: list[Trajectory], length: int) -> Batch:
     plan = BatchPlan(
         rows=count,
         length=length,
-        shares_prompts=False,
+        layout="apart",
         support=0 if sequences[0].support is None else sequences[0].support.shape[1],
         samples=np.array([one.sample for one in sequences]),
         tokens=sizes,

@@ -59,7 +59,7 @@ def test_a_learner_compiles_each_program_once_for_any_number_of_micro_batches(
     state, _ = of.update(state, of.prepare(state, batch), turns)
     first = [program for program, _ in of.compiled]
     assert [first.count(name) for name in ("accumulate", "apply", "zero_sums", "finish")] == [1] * 4
-    more = pack(make_groups(), 2, LENGTH, prompts="repeated")
+    more = pack(make_groups(), 2, LENGTH, layout="repeated")
     twice = more._replace(
         **{
             name: np.concatenate([x, np.full_like(x, -1 if name == "previous" else 0)])
@@ -119,7 +119,7 @@ def test_on_a_gpu_a_new_number_of_micro_batches_compiles_no_program_with_the_mod
     def step(groups: Sequence[Group]) -> None:
         """As a step of a run; notes the number of micro-batches."""
         nonlocal state
-        prepared = of.prepare(state, pack(groups, 2, LENGTH, prompts="repeated"))
+        prepared = of.prepare(state, pack(groups, 2, LENGTH, layout="repeated"))
         counts.append(len(prepared.tokens) // 2)
         watch.before(state, prepared, is_alone=True)
         state, _ = of.update(state, prepared)

@@ -37,8 +37,7 @@ def test_log_probs_and_gradient_are_those_of_repeated_prompts(params: Any, learn
     of = learner()
     state = of.init(params)
     shared, repeated = (
-        of.prepare(state, pack(groups_of(4), 2, LENGTH, prompts=prompts))
-        for prompts in ("shared", "repeated")
+        of.prepare(state, pack(groups_of(4), 2, LENGTH, layout=prompts)) for prompts in ("shared", "repeated")
     )
     assert shared.context_ids is not None
     assert (np.asarray(shared.segment_ids) > 0).sum() < (np.asarray(repeated.segment_ids) > 0).sum()

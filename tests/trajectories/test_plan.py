@@ -50,8 +50,8 @@ def test_parts_from_their_own_trajectories_are_the_rows_of_the_whole(
     groups: list[Group], rows: int, processes: int, prompts, chance: random.Random
 ):
     """Rows dealt out at random; nobody has a trajectory of which nothing lies in its rows."""
-    whole = pack(groups, rows, LENGTH, prompts=prompts)
-    plan = sent(plan_batch(groups, rows, LENGTH, prompts=prompts))
+    whole = pack(groups, rows, LENGTH, layout=prompts)
+    plan = sent(plan_batch(groups, rows, LENGTH, layout=prompts))
     assert plan.rows == len(whole.tokens)
     everybody = flat(groups)
     owner = np.array([chance.randrange(processes) for _ in range(plan.rows)])

@@ -96,7 +96,7 @@ def test_a_worked_example():
     np.testing.assert_array_equal(batch.context_ids[0], [0, 0, 0, 3, 3, 3, 3, 3, 3, 0, 0, 0])
     np.testing.assert_array_equal(batch.positions[0], [0, 1, 2, 3, 4, 5, 6, 3, 4, 0, 0, 0])
     np.testing.assert_array_equal(batch.previous[0], [-1, 0, 1, 2, 3, 4, 5, 2, 7, -1, -1, -1])
-    repeated = pack([group], 1, 12, prompts="repeated")
+    repeated = pack([group], 1, 12, layout="repeated")
     assert repeated.context_ids is None
     np.testing.assert_array_equal(repeated.segment_ids[0], [1] * 7 + [2] * 5)
 
@@ -107,7 +107,7 @@ def test_a_group_that_fits_no_row_repeats_its_prompt_only_there():
     batch = pack(groups, 1, 24)
     assert batch.tokens.shape == (2, 24)
     assert sorted(set(batch.segment_ids.ravel().tolist())) == list(range(10))  # padding, 7 members, 2 prompts
-    assert pack(groups, 1, 24, prompts="repeated").tokens.shape == (4, 24)
+    assert pack(groups, 1, 24, layout="repeated").tokens.shape == (4, 24)
 
 
 @given(

@@ -1,0 +1,93 @@
+"""An update over prefix trees is the packed update: the same parameters, metrics and prepared batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+from areal_jax.trainer.learner import Learner
+from areal_jax.trainer.tree_passes import TreePasses
+from areal_jax.trainer.tree_update import TreeUpdate
+from areal_jax.trajectories.leaf_order import Blocks
+from areal_jax.trajectories.packing import pack
+from areal_jax.types import ArealError, Group
+from tests.trainer.conftest import LENGTH, MakeLearner
+from tests.trainer.prefix_trees import tree_groups
+
+PLAIN: dict[str, Any] = dict(preset="decoupled_ppo", minibatches=2)
+EVERYTHING: dict[str, Any] = dict(
+    preset="ppo",
+    kl={"coef": 0.1, "place": "loss", "estimator": "k3"},
+    entropy_coef=0.05,
+    truncation="mask",
+    minibatches=2,
+)
+
+
+def trained(learner: Learner, params: Any, batches: list[list[Group]], is_tree: bool) -> tuple[Any, Any]:
+    """The state and the metrics after updates on these groups."""
+    state, metrics = learner.init(params), []
+    layout = "apart" if is_tree else "shared"
+    for groups in batches:
+        batch = pack(groups, learner.rows, LENGTH, learner.algorithm.minibatches, layout)
+        prepare = learner.prepare_tree if is_tree else learner.prepare
+        state, of_step = learner.update(state, prepare(state, batch))
+        metrics.append(of_step)
+    return jax.device_get(state), metrics
+
+
+def assert_equal_updates(learner: Learner, params: Any) -> None:
+    batches = [tree_groups(seed, LENGTH) for seed in range(2)]
+    one, of_one = trained(learner, params, batches, is_tree=True)
+    two, of_two = trained(learner, params, batches, is_tree=False)
+    moved = jax.tree.map(lambda x, y: np.abs(x - y).max(), two.params, params)
+    assert max(jax.tree.leaves(moved)) > 1e-2
+    chex.assert_trees_all_close(one.params, two.params, rtol=1e-4, atol=1e-5)
+    chex.assert_trees_all_close(one.critic, two.critic, rtol=1e-4, atol=1e-5)
+    for found, right in zip(of_one, of_two, strict=True):
+        assert found.keys() == right.keys()
+        for name in right:
+            np.testing.assert_allclose(found[name], right[name], rtol=1e-3, atol=1e-5, err_msg=name)
+
+
+def test_an_update_over_trees_is_the_packed_one(learner: MakeLearner, params: Any):
+    assert_equal_updates(learner(**PLAIN), params)
+
+
+@pytest.mark.slow
+def test_an_update_with_critic_reference_and_entropy_is_the_packed_one(learner: MakeLearner, params: Any):
+    assert_equal_updates(learner(**EVERYTHING), params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"data": 2}, {"fsdp": 2, "tensor": 2}])
+def test_walks_on_several_devices_give_the_update_of_one(learner: MakeLearner, params: Any, mesh):
+    assert_equal_updates(learner(mesh=mesh, **PLAIN), params)
+
+
+def test_a_batch_of_another_layout_is_refused(learner: MakeLearner, params: Any):
+    of = learner(**PLAIN)
+    batch = pack(tree_groups(0, LENGTH), of.rows, LENGTH, 1, "apart")
+    with pytest.raises(ArealError, match=r"rows of 15 tokens.*layout=apart"):
+        of.prepare_tree(of.init(params), batch._replace(tokens=batch.tokens[:, :15]))
+
+
+def test_a_tree_needs_three_programs_for_each_bucket(
+    learner: MakeLearner, params: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """Over batches with trees of many shapes: push, push with scores, and pop."""
+    of, blocks = learner(**PLAIN), Blocks(8, smallest=4)
+    most = len(blocks.buckets)
+    monkeypatch.setattr(TreePasses, "push", chex.assert_max_traces(TreePasses.push, n=2 * most))
+    monkeypatch.setattr(TreePasses, "pop", chex.assert_max_traces(TreePasses.pop, n=most))
+    tree, state = TreeUpdate(of.objective, of.programs, of.mesh, LENGTH, blocks), of.init(params)
+    used = set()
+    for seed in range(5):
+        prepared = tree.prepare(state, pack(tree_groups(seed, LENGTH), 2, LENGTH, 2, "apart"), 2, {}, None)
+        state, _ = tree.update(state, prepared, None)
+        used |= {size for walks in prepared.walks for size in walks.training.buckets.tolist()}
+    assert used == set(blocks.buckets)
