@@ -68,7 +68,7 @@ def _room_for_programs() -> Iterator[None]:
     """
     yield
     maps = Path("/proc/self/maps")
-    if maps.is_file() and maps.read_bytes().count(b"\n") > 15_000:
+    if maps.is_file() and maps.read_bytes().count(b"\n") > 30_000:
         import jax
 
         jax.clear_caches()

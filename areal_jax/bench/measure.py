@@ -51,12 +51,13 @@ def random_params(model: Model, dtype: str) -> Params:
 
 
 def bench_learner(
-    shape: str, rows: int, length: int, dtype: str, remat: Remat = "none"
+    shape: str, rows: int, length: int, dtype: str, remat: Remat = "none", tree_block: int | None = None
 ) -> tuple[Learner, TrainState]:
     """Returns a learner with micro-batches of `rows` x `length` tokens, and its state with random weights.
 
     It trains by GRPO without KL penalty, with AdamW, and recomputes the log-probs of a batch before the
-    update. `remat`: what the backward pass recomputes to save memory, as trainer.remat.
+    update. `remat`: what the backward pass recomputes to save memory, as trainer.remat; `tree_block` is
+    trainer.tree_block.
     """
     model = random_model(shape, dtype)
     learner = Learner(
@@ -66,6 +67,7 @@ def bench_learner(
         rows=rows,
         length=length,
         remat=remat,
+        tree_block=tree_block,
     )
     return learner, learner.init(model.init(0))
 

@@ -18,6 +18,7 @@ from areal_jax.bench.hosting import room, serve, swap
 from areal_jax.bench.loop import loop
 from areal_jax.bench.measure import bench_learner, compile_s, matrix_peak, timed_s, updates
 from areal_jax.bench.packed import packed, skewed_groups
+from areal_jax.bench.prefix_trees import tree
 from areal_jax.bench.sync import sync
 from areal_jax.models.transformer import Remat
 from areal_jax.plugin import check_settings
@@ -83,7 +84,7 @@ def update(
     }
 
 
-MEASUREMENTS = decode, prefill, sample, logprob, update, packed, loop, sync, serve, room, swap, gpu
+MEASUREMENTS = decode, prefill, sample, logprob, update, packed, tree, loop, sync, serve, room, swap, gpu
 
 BENCHES: Mapping[str, Callable[..., dict[str, Any]]] = {each.__name__: each for each in MEASUREMENTS}
 

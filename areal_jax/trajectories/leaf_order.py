@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from areal_jax.trajectories.prefix_tree import PrefixTree
 
-CALL_TOKENS = 64
+CALL_TOKENS = 128
 """A call costs about as much as the computation of this many tokens, beside that of its own."""
 
 
@@ -27,6 +27,8 @@ class Blocks:
     """Whether a leaf's last block is not pushed."""
     joins_tails: bool = True
     """Whether tails that leave the path at the same token are computed in one call."""
+    sorts_leaves: bool = True
+    """Whether leaves are visited in the order of `depth_first`, rather than of their tokens."""
 
     @property
     def buckets(self) -> tuple[int, ...]:
@@ -45,10 +47,38 @@ class Blocks:
         return sum(self.bucket(size) + CALL_TOKENS for _, size in self.cut(0, tokens))
 
     def cut(self, start: int, end: int) -> list[tuple[int, int]]:
-        """Returns (start, length) of blocks from `start` to `end`; all but the first have `most` tokens."""
+        """Returns (start, length) of blocks from `start` to `end`.
+
+        All but the first few have `most` tokens. The rest is cut further if that saves more padding than it
+        costs: a call, and to push what is not the last block.
+        """
         first = end - (end - start - 1) // self.most * self.most
-        bounds = [start, *range(first, end, self.most), end]
-        return [(one, other - one) for one, other in pairwise(bounds)]
+        bounds = [first, *range(first + self.most, end, self.most), end]
+        while first > start:
+            size = first - start
+            smaller = max((each for each in self.buckets if each < size), default=0)
+            saved = self.bucket(size) - smaller - self.bucket(size - smaller) - CALL_TOKENS if smaller else 0
+            first = first - smaller if 3 * saved > size - smaller else start
+            bounds.insert(0, first)
+        return [(one, other - one) for one, other in pairwise(bounds) if other > one]
+
+    def joined(self, tails: Sequence[int]) -> tuple[int, list[int]]:
+        """Returns the least cost of tails of these lengths, and how many successive ones share each call."""
+        sums = [0, *accumulate(tails)]
+        best = [(0, 0)]  # of the first i tails: their cost, and how many the last call computes
+        for end in range(1, len(sums)):
+            options = []
+            for count in range(1, end + 1 if self.joins_tails else 2):
+                tokens = sums[end] - sums[end - count]
+                if tokens > self.most:
+                    break
+                options.append((best[end - count][0] + self.bucket(tokens) + CALL_TOKENS, count))
+            best.append(min(options))
+        counts, end = [], len(tails)
+        while end:
+            counts.append(best[end][1])
+            end -= counts[-1]
+        return best[-1][0], counts[::-1]
 
 
 def depth_first(tree: PrefixTree, blocks: Blocks) -> PrefixTree:
@@ -58,7 +88,7 @@ def depth_first(tree: PrefixTree, blocks: Blocks) -> PrefixTree:
     the blocks of all last pops have the least padding. Of the other children, subtrees come first, then the
     leaves, sorted so that their tails fill blocks.
     """
-    if not len(tree.leaves):
+    if not (len(tree.leaves) and blocks.sorts_leaves):
         return tree
     ends = tree.lengths[tree.leaves].tolist()
     # Nodes whose last child is still to come, each within the one before it; the first one is the root.

@@ -12,7 +12,7 @@ AReaL-DTA's; joined tails are ours. Shapes: S sequences, L leaves, W walks, N st
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -46,18 +46,6 @@ class Op(NamedTuple):
     @property
     def tokens(self) -> int:
         return sum(piece.length for piece in self.pieces)
-
-    def takes(self, piece: Piece, blocks: Blocks) -> bool:
-        """Returns whether `piece` can join this step: it then is a leaf's tail beside others."""
-        return (
-            blocks.joins_tails
-            and all(each.is_end for each in self.pieces)
-            and self.start == piece.start
-            and self.tokens + piece.length <= blocks.most
-        )
-
-    def joined(self, piece: Piece) -> Op:
-        return self._replace(pieces=(*self.pieces, piece))
 
 
 class Columns(NamedTuple):
@@ -104,69 +92,95 @@ class Walk(NamedTuple):
         return int(self.buckets.sum()) * self.rows.shape[1]
 
 
+class _Steps:
+    """Collects the steps of one walk. Tails wait until it is known which of them share a call."""
+
+    def __init__(self, kind: int, blocks: Blocks) -> None:
+        """`kind`: that of the steps that compute tails."""
+        self._kind, self._blocks = kind, blocks
+        self._done: list[Op] = []
+        self._tails: list[Piece] = []
+
+    def add(self, kind: int, pieces: Sequence[Piece]) -> None:
+        """Adds a step for each piece, in this order."""
+        if pieces:
+            self._join_tails()
+            self._done += [Op(kind, (piece,)) for piece in pieces]
+
+    def add_tail(self, piece: Piece) -> None:
+        """Adds a leaf's last tokens, which continue the path as it now is."""
+        if self._tails and self._tails[0].start != piece.start:
+            self._join_tails()
+        self._tails.append(piece)
+
+    def extra_cost(self, start: int, length: int) -> int:
+        """Returns what a tail of `length` tokens from `start` on would cost beside those that wait."""
+        waiting = [piece.length for piece in self._tails if piece.start == start]
+        return self._blocks.joined([*waiting, length])[0] - self._blocks.joined(waiting)[0]
+
+    def done(self) -> list[Op]:
+        self._join_tails()
+        return self._done
+
+    def _join_tails(self) -> None:
+        _, counts = self._blocks.joined([piece.length for piece in self._tails])
+        waiting = iter(self._tails)
+        self._done += [Op(self._kind, tuple(islice(waiting, count))) for count in counts]
+        self._tails = []
+
+
+def _pieces(leaf: int, start: int, end: int, blocks: Blocks) -> list[Piece]:
+    """Returns tokens `start` to `end` of a leaf's path in blocks, none of which ends the path."""
+    return [Piece(leaf, *block, is_end=False) for block in blocks.cut(start, end)] if end > start else []
+
+
+def _own_pieces(leaf: int, start: int, end: int, fork: int, blocks: Blocks) -> list[Piece]:
+    """Returns tokens `start` to `end` of a leaf's path in blocks, the last of which ends the path.
+
+    From token `fork` on, no other leaf has them: then they may join others, and stay one piece if they fit.
+    """
+    if start >= fork and end - start <= blocks.most:
+        return [Piece(leaf, start, end - start, is_end=True)]
+    *before, tail = _pieces(leaf, start, end, blocks)
+    return [*before, tail._replace(is_end=True)]
+
+
 def steps_of(tree: PrefixTree, first: int, last: int, blocks: Blocks) -> list[Op]:
     """Returns the steps of one walk over the leaves `first` up to, but without, `last`."""
-    steps: list[Op] = []
+    steps = _Steps(POP, blocks)
     path = 0
     for leaf in range(first, last):
         end = int(tree.lengths[tree.leaves[leaf]])
         below = int(tree.common[leaf + 1]) if leaf + 1 < last else 0
-        top = _top_of_tail(steps, path, below, end, blocks)
-        cut = blocks.cut(top, end)
-        pushed = cut[-1][0] if blocks.cuts_tail else end
-        steps += _in_blocks(PUSH, leaf, path, pushed, blocks)
-        tail = Piece(leaf, *cut[-1], is_end=True)
-        if steps and steps[-1].kind == POP and tail.start == path and steps[-1].takes(tail, blocks):
-            steps[-1] = steps[-1].joined(tail)
-        else:
-            steps.append(Op(POP, (tail,)))
-        steps += [Op(POP, (Piece(leaf, *block, is_end=False),)) for block in reversed(cut[:-1])]
-        steps += reversed(_in_blocks(POP, leaf, below, top, blocks))
+        top = below
+        if below < path and blocks.joins_tails and end - path <= blocks.most:
+            # The leaf is its node's last child: its pop continues into the node's tokens, unless that costs
+            # more than to let the leaf's tail join others.
+            apart = steps.extra_cost(path, end - path) + blocks.cost(path - below)
+            top = path if apart < blocks.cost(end - below) else below
+        *before, tail = _own_pieces(leaf, top, end, path, blocks)
+        steps.add(PUSH, _pieces(leaf, path, tail.start if blocks.cuts_tail else end, blocks))
+        steps.add_tail(tail)
+        steps.add(POP, before[::-1])
+        steps.add(POP, _pieces(leaf, below, top, blocks)[::-1])
         path = below
-    return steps
-
-
-def _top_of_tail(steps: Sequence[Op], path: int, below: int, end: int, blocks: Blocks) -> int:
-    """Returns the first token of the pops that are a leaf's own: of the path, or of what is popped with it.
-
-    Where the walk goes on below the path, the leaf is its node's last child. Its pop continues into the
-    node's tokens, unless that costs more than to let the leaf's tail join others.
-    """
-    if below >= path or not blocks.joins_tails or end - path > blocks.most:
-        return min(below, end)
-    tail = Piece(0, path, end - path, is_end=True)
-    extra = blocks.cost(tail.length)
-    if steps and steps[-1].kind == POP and steps[-1].takes(tail, blocks):
-        extra = blocks.bucket(steps[-1].tokens + tail.length) - blocks.bucket(steps[-1].tokens)
-    return path if extra + blocks.cost(path - below) < blocks.cost(end - below) else below
-
-
-def _in_blocks(kind: int, leaf: int, start: int, end: int, blocks: Blocks) -> list[Op]:
-    if end <= start:
-        return []
-    return [Op(kind, (Piece(leaf, *block, is_end=False),)) for block in blocks.cut(start, end)]
+    return steps.done()
 
 
 def steps_down(tree: PrefixTree, first: int, last: int, blocks: Blocks) -> list[Op]:
     """Returns the steps of one walk that only pushes, without gradients, over these leaves."""
-    steps: list[Op] = []
+    steps = _Steps(PUSH, blocks)
     path = 0
     for leaf in range(first, last):
         end = int(tree.lengths[tree.leaves[leaf]])
         below = int(tree.common[leaf + 1]) if leaf + 1 < last else 0
         own = max(path, below)  # no other leaf reads the tokens from here on
-        joins = blocks.joins_tails and end - own <= blocks.most
-        top = own if joins else path
-        steps += _in_blocks(PUSH, leaf, path, top, blocks)
-        *blocks_before, tail = (Piece(leaf, *block, is_end=False) for block in blocks.cut(top, end))
-        tail = tail._replace(is_end=True)
-        steps += [Op(PUSH, (piece,)) for piece in blocks_before]
-        if joins and steps and steps[-1].takes(tail, blocks):
-            steps[-1] = steps[-1].joined(tail)
-        else:
-            steps.append(Op(PUSH, (tail,)))
+        top = own if blocks.joins_tails and end - own <= blocks.most else path
+        *before, tail = _own_pieces(leaf, top, end, own, blocks)
+        steps.add(PUSH, [*_pieces(leaf, path, top, blocks), *before])
+        steps.add_tail(tail)
         path = below
-    return steps
+    return steps.done()
 
 
 def ranges(tree: PrefixTree, count: int) -> np.ndarray:
