@@ -23,6 +23,7 @@ from areal_jax.tasks.task import Task
 from areal_jax.trainer.learner import Learner, Teacher
 from areal_jax.trainer.state import TrainState, make_optimizer
 from areal_jax.trainer.supervised import supervised_start
+from areal_jax.trajectories.leaf_order import Blocks
 from areal_jax.types import ArealError, Completion, Prompt, SampleId, Trajectory
 
 CHECKED_PROMPTS = 256
@@ -159,7 +160,7 @@ def make_learner(config: Config, model: Model, mesh: Mesh, teacher: Source | Non
         optimizer_memory=config.trainer.optimizer_memory,
         teacher=Teacher(teacher.model, teacher.load) if teacher else None,
         trainable=config.trainable,
-        tree_block=config.trainer.tree_block,
+        tree_blocks=Blocks(config.trainer.tree_block) if config.trainer.tree_block else None,
     )
 
 

@@ -24,6 +24,7 @@ from areal_jax.models.transformer import Remat
 from areal_jax.tasks.tokenizers import ByteTokenizer
 from areal_jax.trainer.learner import Learner
 from areal_jax.trainer.state import TrainState, make_optimizer
+from areal_jax.trajectories.leaf_order import Blocks
 from areal_jax.types import Batch, SampleId, Sampling, Trajectory
 
 T = TypeVar("T")
@@ -67,7 +68,7 @@ def bench_learner(
         rows=rows,
         length=length,
         remat=remat,
-        tree_block=tree_block,
+        tree_blocks=Blocks(tree_block) if tree_block else None,
     )
     return learner, learner.init(model.init(0))
 

@@ -18,7 +18,7 @@ from areal_jax.models.transformer import Remat
 from areal_jax.trainer.learner import Learner
 from areal_jax.trainer.state import TrainState
 from areal_jax.trainer.tree_update import TreeUpdate
-from areal_jax.trajectories.leaf_order import Blocks, depth_first
+from areal_jax.trajectories.leaf_order import depth_first
 from areal_jax.trajectories.packing import pack
 from areal_jax.trajectories.prefix_tree import Sampled, tree_of
 from areal_jax.trajectories.walk import POP, PUSH, plan_walk
@@ -49,7 +49,7 @@ def tree(
     learner, state = bench_learner(shape, rows, length, dtype, remat, block)
     groups = _groups(workload, scale, learner.model.config.vocab_size)
     flat = [trajectory for group in groups for trajectory in group.trajectories]
-    blocks = Blocks(block or rows * length)
+    blocks = learner.tree_blocks
     plans = {"tree": blocks}
     if ladder:
         plain = replace(blocks, cuts_tail=False, joins_tails=False, sorts_leaves=False)

@@ -63,8 +63,8 @@ class Learner:
     number of tokens for which logits are in memory at once. `remat`: what the backward pass recomputes.
     `teacher`: required if `algorithm.teacher` is set, else forbidden. `optimizer_memory`: where the
     optimiser's moments are stored between two steps. `trainable`: a leaf is trained if this regular
-    expression matches the leaf's full path (None: all leaves are trained). `tree_block`: tokens that each
-    device computes at once in an update over prefix trees (None: its tokens of a micro-batch).
+    expression matches the leaf's full path (None: all leaves are trained). `tree_blocks`: the blocks of
+    tokens that each device computes at once over prefix trees (None: those of a micro-batch).
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Learner:
         teacher: Teacher | None = None,
         optimizer_memory: Literal["device", "host"] = "device",
         trainable: str | None = None,
-        tree_block: int | None = None,
+        tree_blocks: Blocks | None = None,
     ) -> None:
         self.model, self.algorithm, self.optimizer = model, algorithm, optimizer
         self.rows, self.length, self.teacher = rows, length, teacher
@@ -114,7 +114,7 @@ class Learner:
             self.objective, self._optimization, self.mesh, rows, length, self.compiled.append
         )
         self.state_shardings = self.programs.state_shardings
-        self._tree_blocks = Blocks(tree_block or rows * length // self._shards)
+        self.tree_blocks = tree_blocks or Blocks(rows * length // self._shards)
 
     def _require_consistent(self) -> None:
         if self.rows % self._shards:
@@ -140,7 +140,7 @@ class Learner:
     @cached_property
     def tree(self) -> TreeUpdate:
         """The update over prefix trees, whose programs the first access makes."""
-        return TreeUpdate(self.objective, self.programs, self.mesh, self.length, self._tree_blocks)
+        return TreeUpdate(self.objective, self.programs, self.mesh, self.length, self.tree_blocks)
 
     def forecast(self, state: TrainState, batch: PreparedBatch, is_alone: bool = True) -> Forecast:
         """Returns the device memory that `update` needs for this prepared batch; compiles the programs.

@@ -11,9 +11,6 @@ import numpy as np
 
 from areal_jax.trajectories.prefix_tree import PrefixTree
 
-CALL_TOKENS = 128
-"""A call costs about as much as the computation of this many tokens, beside that of its own."""
-
 
 @dataclass(frozen=True)
 class Blocks:
@@ -27,6 +24,8 @@ class Blocks:
     """Whether a leaf's last block is not pushed."""
     joins_tails: bool = True
     """Whether tails that leave the path at the same token are computed in one call."""
+    call_tokens: int = 64
+    """A call costs about as much as the computation of this many tokens, beside that of its own."""
     sorts_leaves: bool = True
     """Whether leaves are visited in the order of `depth_first`, rather than of their tokens."""
 
@@ -44,7 +43,7 @@ class Blocks:
 
     def cost(self, tokens: int) -> int:
         """Returns the number of tokens, with padding and for each call, that `tokens` tokens cost."""
-        return sum(self.bucket(size) + CALL_TOKENS for _, size in self.cut(0, tokens))
+        return sum(self.bucket(size) + self.call_tokens for _, size in self.cut(0, tokens))
 
     def cut(self, start: int, end: int) -> list[tuple[int, int]]:
         """Returns (start, length) of blocks from `start` to `end`.
@@ -57,7 +56,9 @@ class Blocks:
         while first > start:
             size = first - start
             smaller = max((each for each in self.buckets if each < size), default=0)
-            saved = self.bucket(size) - smaller - self.bucket(size - smaller) - CALL_TOKENS if smaller else 0
+            saved = (
+                self.bucket(size) - smaller - self.bucket(size - smaller) - self.call_tokens if smaller else 0
+            )
             first = first - smaller if 3 * saved > size - smaller else start
             bounds.insert(0, first)
         return [(one, other - one) for one, other in pairwise(bounds) if other > one]
@@ -72,7 +73,7 @@ class Blocks:
                 tokens = sums[end] - sums[end - count]
                 if tokens > self.most:
                     break
-                options.append((best[end - count][0] + self.bucket(tokens) + CALL_TOKENS, count))
+                options.append((best[end - count][0] + self.bucket(tokens) + self.call_tokens, count))
             best.append(min(options))
         counts, end = [], len(tails)
         while end:
@@ -86,7 +87,8 @@ def depth_first(tree: PrefixTree, blocks: Blocks) -> PrefixTree:
 
     The last pop of a node's last child continues into the node's own tokens. That child is the one with which
     the blocks of all last pops have the least padding. Of the other children, subtrees come first, then the
-    leaves, sorted so that their tails fill blocks.
+    leaves, sorted so that their tails fill blocks. A fork that saves less than its calls cost is left out:
+    its children then share only what they share with others.
     """
     if not (len(tree.leaves) and blocks.sorts_leaves):
         return tree
@@ -95,14 +97,16 @@ def depth_first(tree: PrefixTree, blocks: Blocks) -> PrefixTree:
     still_open = [_Node(0, [])]
     for leaf, end in enumerate(ends):
         shared = int(tree.common[leaf + 1])
-        closed = _Subtree(end, [leaf], [])
+        closed = [_Subtree(end, [leaf], [])]
         while still_open[-1].depth > shared:
             node = still_open.pop()
             parent = max(still_open[-1].depth, shared)
-            closed = node.closed([*node.children, closed], parent, blocks)
+            children = [*node.children, *closed]
+            is_worth = node.saved(len(children), parent) > blocks.call_tokens
+            closed = [node.closed(children, parent, blocks)] if is_worth else children
         if still_open[-1].depth < shared:
             still_open.append(_Node(shared, []))
-        still_open[-1].children.append(closed)
+        still_open[-1].children.extend(closed)
     (root,) = still_open
     whole = root.closed(root.children, 0, blocks)
     return tree._replace(
@@ -125,6 +129,14 @@ class _Node(NamedTuple):
 
     depth: int
     children: list[_Subtree]
+
+    def saved(self, children: int, parent: int) -> int:
+        """Returns what sharing the node's tokens saves, in tokens of forward passes.
+
+        Each child but one is spared a forward pass and a backward pass, which counts as two; one more forward
+        pass is needed to push them. `parent`: number of tokens of the path to the node above it.
+        """
+        return (3 * (children - 1) - 1) * (self.depth - parent)
 
     def closed(self, children: Sequence[_Subtree], parent: int, blocks: Blocks) -> _Subtree:
         """Returns the node's subtree; `parent`: number of tokens of the path to the node above it."""

@@ -17,6 +17,7 @@ from areal_jax.models.model import Model
 from areal_jax.parallel.mesh import make_mesh
 from areal_jax.tasks.tokenizers import CharTokenizer
 from areal_jax.trainer.learner import Learner
+from areal_jax.trajectories.leaf_order import Blocks
 from areal_jax.types import Batch, Group, Prompt, SampleId, Sampling, Trajectory
 
 VOCAB, LENGTH = 37, 16
@@ -68,6 +69,7 @@ def learner(model: Model) -> MakeLearner:
                 length=LENGTH,
                 mesh=make_mesh(shape, jax.devices(), "the trainer"),
                 logp_chunk=8,
+                tree_blocks=Blocks(LENGTH, LENGTH, call_tokens=0),
             )
         return made[key]
 

@@ -153,7 +153,10 @@ def test_gradients_are_the_dense_ones_in_float64(chunk: int):
         of = passes("decoupled_ppo", is_wide=True, algorithm=WITH_ENTROPY)
         for seed in range(14):
             cuts_tail, in_order = cases[seed % 4]
-            assert tried(of, 100 * chunk + seed, Blocks(chunk, chunk, cuts_tail), in_order) <= 1e-9
+            assert (
+                tried(of, 100 * chunk + seed, Blocks(chunk, chunk, cuts_tail, call_tokens=0), in_order)
+                <= 1e-9
+            )
 
 
 class Frozen(dict):
@@ -180,15 +183,15 @@ def test_gradients_are_the_dense_ones_with_sequence_losses_critics_and_several_w
     walks = options.get("walks", 1)
     of = passes(preset, **options)
     for seed in range(3):
-        assert tried(of, seed, Blocks(5, 5), True, walks, temperatures=(1.0, 0.5)) <= 1e-4
+        assert tried(of, seed, Blocks(5, 5, call_tokens=0), True, walks, temperatures=(1.0, 0.5)) <= 1e-4
 
 
 def test_scores_of_a_forward_walk_are_the_dense_ones():
     of = passes("ppo", algorithm=Frozen(proximal="recompute"))
     trajectories = trie(3, COUNT, LENGTH)
     batch = prepared(rows_of(trajectories, LENGTH), 3)
-    tree = depth_first(tree_of(list(map(Sampled.of, trajectories))), Blocks(5, 5))
-    walk = plan_walk(tree, 1, Blocks(5, 5), with_gradients=False)
+    tree = depth_first(tree_of(list(map(Sampled.of, trajectories))), Blocks(5, 5, call_tokens=0))
+    walk = plan_walk(tree, 1, Blocks(5, 5, call_tokens=0), with_gradients=False)
     sequences, path = sequences_of(trajectories, batch, tree), of.tree.empty_path()
     zero = jnp.zeros((COUNT, LENGTH))
     scores = {"logp": zero, "values_after": zero}

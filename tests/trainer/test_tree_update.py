@@ -80,7 +80,7 @@ def test_a_tree_needs_three_programs_for_each_bucket(
     learner: MakeLearner, params: Any, monkeypatch: pytest.MonkeyPatch
 ):
     """Over batches with trees of many shapes: push, push with scores, and pop."""
-    of, blocks = learner(**PLAIN), Blocks(8, smallest=4)
+    of, blocks = learner(**PLAIN), Blocks(8, smallest=4, call_tokens=0)
     most = len(blocks.buckets)
     monkeypatch.setattr(TreePasses, "push", chex.assert_max_traces(TreePasses.push, n=2 * most))
     monkeypatch.setattr(TreePasses, "pop", chex.assert_max_traces(TreePasses.pop, n=most))

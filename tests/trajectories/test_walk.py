@@ -29,7 +29,7 @@ def common(one: list[int], other: list[int]) -> int:
 
 @given(KEYS, MOST)
 def test_the_order_keeps_the_tree(sequences, most):
-    found, ordered = tree(sequences), depth_first(tree(sequences), Blocks(most, 1))
+    found, ordered = tree(sequences), depth_first(tree(sequences), Blocks(most, 1, call_tokens=0))
     assert sorted(ordered.leaves.tolist()) == sorted(found.leaves.tolist())
     assert ordered.tokens == found.tokens
     paths = [sequences[leaf] for leaf in ordered.leaves.tolist()]
@@ -70,11 +70,14 @@ def computed(walk: Walk, sequences: list[list[int]], walks: int) -> dict[int, li
     return found
 
 
-@given(KEYS, MOST, st.booleans(), st.booleans(), st.booleans(), st.sampled_from([1, 2, 4, 11]))
+WALKS, CALL_TOKENS = st.sampled_from([1, 2, 4, 11]), st.sampled_from([0, 1, 3])
+
+
+@given(KEYS, MOST, st.booleans(), st.booleans(), st.booleans(), WALKS, CALL_TOKENS)
 def test_a_walk_reads_only_what_is_on_its_path_and_pops_every_token_once(
-    sequences, most, cuts_tail, joins, in_order, walks
+    sequences, most, cuts_tail, joins, in_order, walks, call_tokens
 ):
-    found, blocks = tree(sequences), Blocks(most, 1, cuts_tail, joins)
+    found, blocks = tree(sequences), Blocks(most, 1, cuts_tail, joins, call_tokens)
     if in_order:
         found = depth_first(found, blocks)
     walk = plan_walk(found, walks, blocks)
@@ -149,7 +152,7 @@ def test_the_answers_of_a_group_are_computed_together():
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, 10**6, 60).tolist()
     found = tree([prompt + rng.integers(0, 10**6, 100).tolist() for _ in range(16)])
-    blocks = Blocks(512)
+    blocks = Blocks(512, call_tokens=128)
     walk = plan_walk(depth_first(found, blocks), 1, blocks)
     assert walk.kinds.tolist() == [PUSH, POP, POP, POP, POP]
     assert walk.rows[:, 0, 1].tolist() == [60, 500, 500, 500, 160]
@@ -159,7 +162,8 @@ def test_the_answers_of_a_group_are_computed_together():
 
 def test_cut_tail_lowers_what_is_pushed_and_joined_tails_and_order_what_is_computed():
     """Over ten trees, each with the same tokens to pop."""
-    alone = Blocks(128, joins_tails=False)
+    joined = Blocks(128, call_tokens=0)
+    alone = dataclasses.replace(joined, joins_tails=False)
     computed = dict.fromkeys(("plain", "cut tail", "joined", "ordered"), 0)
     for seed in range(10):
         rng = np.random.default_rng(seed)
@@ -172,13 +176,13 @@ def test_cut_tail_lowers_what_is_pushed_and_joined_tails_and_order_what_is_compu
         walks = {
             "plain": plan_walk(found, 1, dataclasses.replace(alone, cuts_tail=False)),
             "cut tail": plan_walk(found, 1, alone),
-            "joined": plan_walk(found, 1, Blocks(128)),
-            "ordered": plan_walk(depth_first(found, Blocks(128)), 1, Blocks(128)),
+            "joined": plan_walk(found, 1, joined),
+            "ordered": plan_walk(depth_first(found, joined), 1, joined),
         }
         assert walks["cut tail"].tokens(PUSH) < walks["plain"].tokens(PUSH) == found.tokens
         assert {walk.tokens(POP) for walk in walks.values()} == {found.tokens}
         for name, walk in walks.items():
-            computed[name] += walk.computed_tokens
+            computed[name] += int((np.where(walk.kinds == POP, 3, 1) * walk.buckets).sum())
     assert computed["ordered"] < computed["joined"] < computed["cut tail"] < computed["plain"]
 
 
