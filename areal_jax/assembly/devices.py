@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from areal_jax.assembly.gpus import gpu_environment, visible_gpus
 from areal_jax.config.tree import Config
+from areal_jax.models.config import ModelConfig
 from areal_jax.models.model import Model
 from areal_jax.parallel.mesh import make_mesh
 from areal_jax.plugin import version_of
@@ -136,6 +137,8 @@ def memory_table(
             ("trainer", "the critic's gradient, float32", 4 * critic // shards),
         ]
     state = sum(size for _, what, size in rows if "gradient" not in what)
+    if config.trainer.compute == "tree":
+        rows.append(("trainer", "a prefix tree's path, and its gradient in float32", _path_bytes(config, c)))
     rows.append(("the host's memory", "all but the gradient, while a checkpoint is written", state))
     if teacher is not None:
         rows.append(("trainer", "teacher, float32", 4 * teacher.parameter_count // shards))
@@ -163,6 +166,17 @@ def memory_table(
             ("evaluation host", f"KV pages, {room} tokens, {kv_dtype}", kv // kv_shards),
         ]
     return rows
+
+
+def _path_bytes(config: Config, c: ModelConfig) -> int:
+    """Returns the bytes of a walk's path and of the gradient with respect to it (`trainer.tree_arrays`).
+
+    These are KV, of policy and separate critic, and hidden states. The path has room for the longest sample
+    and for the tokens that are computed at once.
+    """
+    places = config.row_length + config.tree_block
+    kv = 2 * c.layers * c.kv_heads * c.head_dim * (1 + (config.algorithm.critic.kind == "separate"))
+    return places * (kv * (jnp.dtype(c.dtype).itemsize + 4) + 8 * c.width)
 
 
 def params_bytes(model: Model, dtype: str) -> int:

@@ -160,7 +160,7 @@ def make_learner(config: Config, model: Model, mesh: Mesh, teacher: Source | Non
         optimizer_memory=config.trainer.optimizer_memory,
         teacher=Teacher(teacher.model, teacher.load) if teacher else None,
         trainable=config.trainable,
-        tree_blocks=Blocks(config.trainer.tree_block) if config.trainer.tree_block else None,
+        tree_blocks=Blocks(config.tree_block),
     )
 
 

@@ -90,6 +90,12 @@ class Config(Section):
         return self.trainer.length or self.generation.length
 
     @property
+    def tree_block(self) -> int:
+        """Tokens that each of the trainer's devices computes at once over prefix trees."""
+        t = self.trainer
+        return t.tree_block or t.rows * self.row_length // (t.mesh.data * t.mesh.fsdp)
+
+    @property
     def trainable(self) -> str | None:
         """Regular expression that the path of a trained parameter must match; None: train all parameters."""
         return self.trainer.trainable or (ADAPTERS if self.model.lora.rank else None)
