@@ -165,8 +165,11 @@ def test_the_table_has_at_most_60_lines_and_every_failure():
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_every_measurement_of_the_whole_command_has_figures(tmp_path: Path):
+    """Alone: stages have limits in seconds, which another test on the second core would use up."""
     status, table = _whole_command(tmp_path, 240)
+    assert [line for line in table if "FAILED" in line] == []
     count = sum(len(stage.cells) for stage in stages("tiny"))
     assert (status, table[0]) == (0, f"bench gpu shape=tiny: {count} measurements, 0 without figures")
 
