@@ -158,7 +158,9 @@ def gradient_of(of: Objective) -> Gradient:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_micro_batches_and_reductions_change_no_gradient(name: str):
-    """Each reduction, in 1, 2 and 5 micro-batches of one minibatch: the gradients are equal, and not zero."""
+    """Each reduction, in 1, 2 and 5 micro-batches of one minibatch, and one sequence at a time, as over a
+    prefix tree: the gradients are equal, and not zero.
+    """
     theta, batch, after = packed(3, ROWS)
     of = objective_of(algorithm_of(name, minibatches=1))
     ready, gradient = prepare(of, theta, batch, after.astype(np.float32)), gradient_of(of)
@@ -170,11 +172,23 @@ def test_micro_batches_and_reductions_change_no_gradient(name: str):
         whole, *split = (
             in_parts(gradient, theta, ready._replace(weights=weights), parts) for parts in (1, 2, 5)
         )
-        for other in split:
+        for other in (*split, by_sequence(gradient, theta, ready._replace(weights=weights))):
             np.testing.assert_allclose(other, whole, rtol=1e-5, atol=1e-8)
         assert np.abs(whole).max() > 0
         seen.append(whole.tobytes())
     assert len(set(seen)) >= 4  # token_mean and token_mean_batch are one with one minibatch
+
+
+def by_sequence(gradient: Gradient, theta: np.ndarray, batch: Batch) -> np.ndarray:
+    """The sum over sequences of the gradient by every log-prob, each with all others masked."""
+    total = np.zeros_like(theta)
+    for segment in range(1, len(batch.reward) + 1):
+        is_own = batch.segment_ids == segment
+        own = batch._replace(
+            loss_mask=batch.loss_mask & is_own, segment_ids=jnp.where(is_own, batch.segment_ids, 0)
+        )
+        total += gradient(jnp.asarray(theta), own)
+    return total
 
 
 def in_parts(gradient: Gradient, theta: np.ndarray, batch: Batch, parts: int) -> np.ndarray:

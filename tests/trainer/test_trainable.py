@@ -23,6 +23,7 @@ from areal_jax.trainer.trainable import Trainable
 from areal_jax.trajectories.packing import pack
 from areal_jax.types import ArealError, Batch
 from tests.trainer.conftest import LENGTH, MakeLearner, distance, make_groups, random_params, same_bits
+from tests.trainer.prefix_trees import tree_groups
 
 RANK, ALPHA, DECAY = 2, 8.0, 0.75
 SOME = r"norm|blocks\.mlp\.(up|gate)"
@@ -106,6 +107,18 @@ def test_a_subset_takes_the_steps_that_it_takes_in_the_whole(
         < distance(trained.of(few), trained.of(params))
     )
     assert same_bits(trained.whole(trained.of(params), few), params)  # the rest did not move
+
+
+@pytest.mark.slow
+def test_adapters_train_the_same_over_prefix_trees(with_lora: Model, lora_params: Any):
+    tuned, groups = make(with_lora, ADAPTERS, optax.sgd(0.5)), tree_groups(0, LENGTH)
+    states = []
+    for layout, prepare in (("apart", tuned.prepare_tree), ("shared", tuned.prepare)):
+        state = tuned.init(lora_params)
+        states.append(tuned.update(state, prepare(state, pack(groups, 2, LENGTH, layout=layout)))[0].params)
+    over_tree, packed = states
+    assert distance(over_tree, packed) < 1e-5 < 1e-3 < distance(packed, lora_params)
+    assert same_bits(base_of(over_tree), base_of(lora_params))
 
 
 @pytest.mark.slow

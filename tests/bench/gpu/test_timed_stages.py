@@ -176,7 +176,7 @@ def test_every_measurement_of_the_whole_command_has_figures(tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_killed_stage_and_the_end_of_the_budget_leave_a_whole_table(tmp_path: Path):
-    status, table = _whole_command(tmp_path, 60, is_killed=True)
+    status, table = _whole_command(tmp_path, 35, is_killed=True)
     failed = [line.partition("FAILED: ")[2] for line in table if "FAILED" in line]
     assert status == 0 and table[-1] == f"all figures: {tmp_path / 'gpu.jsonl'}"
     assert failed.count("killed by SIGKILL") == 1
