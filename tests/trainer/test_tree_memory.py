@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ def pop_bytes(of: Learner, leaves: int, tokens: int, block: int) -> int:
     The walk is over `leaves` samples of at most `tokens` tokens. The program is compiled, not run.
     """
     passes = TreePasses(of.objective, of.mesh, 1, tokens, Blocks(block))
-    number = lambda *size: jax.ShapeDtypeStruct(size, np.int32)  # noqa: E731
+    number: Any = lambda *size: jax.ShapeDtypeStruct(size, np.int32)  # noqa: E731
     columns = (number(1, block),) * 3
     step = Step(number(leaves, 2), *(number(1),) * 4, *columns)
     batch = prepared(rows_of(trie(0, leaves, tokens), tokens), 0)
