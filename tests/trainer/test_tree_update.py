@@ -103,8 +103,12 @@ def test_a_tree_mask_of_many_levels_gives_the_update_over_trees(
 
 
 @pytest.mark.slow
-def test_an_update_with_critic_reference_and_entropy_is_the_packed_one(learner: MakeLearner, params: Any):
+def test_an_update_with_critic_reference_and_entropy_is_the_packed_one(
+    learner: MakeLearner, params: Any, monkeypatch: pytest.MonkeyPatch
+):
     assert_equal_updates(learner(**EVERYTHING), params)
+    monkeypatch.setattr(shared_prefixes, "LEAST_ACROSS_GROUPS", 3)
+    assert_equal_updates(learner(**EVERYTHING), params, [conversations()])
 
 
 @pytest.mark.slow
