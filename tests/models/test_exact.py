@@ -161,18 +161,18 @@ def test_a_segments_bits_do_not_depend_on_where_it_lies(model, params, dtype):
 
 
 def test_shared_prefixes_give_the_bits_of_repeated_ones(model, params):
-    """A prompt, a turn after it that two samples share, and a sample that leaves at the prompt."""
+    """A prompt, a sample that leaves there, and a turn that two samples share, away from the prompt."""
     rng = np.random.default_rng(2)
     texts = [rng.integers(2, 19, n) for n in (TILE + 3, TILE - 1, TILE, 2 * TILE + 1, TILE + 1)]
     prompt, turn = texts[0], np.concatenate(texts[:2])
     samples = [np.concatenate([turn, tail]) for tail in texts[2:4]] + [np.concatenate([prompt, texts[4]])]
     own = packed([[each] for each in samples])
-    shared = packed([[prompt, turn, *samples]], {2: 1, 3: 2, 4: 2, 5: 1})
+    shared = packed([[prompt, samples[2], turn, *samples[:2]]], {2: 1, 3: 1, 4: 3, 5: 3})
     assert shared["subtree_ends"].max(initial=0) == 2 * TILE + 2 + sum(map(len, texts[2:]))
     repeated, once = forward(model)(params, own), forward(model)(params, shared)
-    for number, start in ((1, len(turn)), (2, len(turn)), (3, len(prompt))):
+    for number, place, start in ((1, 4, len(turn)), (2, 5, len(turn)), (3, 2, len(prompt))):
         tail = of_segment(repeated, own, number)[start:]
-        assert tail.tobytes() == of_segment(once, shared, number + 2).tobytes()
+        assert tail.tobytes() == of_segment(once, shared, place).tobytes()
 
 
 def test_exact_hidden_states_and_gradients_are_the_bounded_ones_but_for_rounding(model, params):

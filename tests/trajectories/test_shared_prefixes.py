@@ -42,10 +42,9 @@ def tries(draw: st.DrawFn) -> list[Group]:
     rules = rng.integers(0, 2, (2, LEAST_ACROSS_GROUPS))
     groups = []
     for ordinal in range(draw(st.integers(1, 4))):
-        own = rng.integers(3)
         members = []
         for member in range(draw(st.integers(1, 5))):
-            head = rules[own].tolist() if own < 2 and rng.random() < 0.8 else []
+            head = [*rules.tolist(), []][rng.integers(3)]
             tail = rng.integers(0, 2, rng.integers(1, 12)).tolist()
             first = rng.integers(0, len(head + tail) + 1) if rng.random() < 0.3 else len(head + tail) - 1
             members.append(sample(ordinal, member, head + tail, int(first), int(rng.integers(0, 2**30))))
