@@ -169,7 +169,7 @@ class Batch(NamedTuple):
 
     tokens: Any  # (B, T) int32
     positions: Any  # (B, T) int32: 0 at each segment's first token
-    segment_ids: Any  # (B, T) int32: 1..S, unique in the batch; 0 = padding; beyond S: shared prompts
+    segment_ids: Any  # (B, T) int32: 1..S, unique in the batch; 0 = padding; beyond S: shared prefixes
     loss_mask: Any  # (B, T) bool
     behavior_logp: Any  # (B, T) float32
     versions: Any  # (B, T) int32
@@ -180,7 +180,7 @@ class Batch(NamedTuple):
     temperature: Any  # (S,) float32
     truncated: Any  # (S,) bool
     support: Any = None  # (B, T, K) int32 or None
-    context_ids: Any = None  # (B, T) int32: segment of the shared prompt that the token also sees; 0 = none
+    subtree_ends: Any = None  # (B, T) int32: column after the last token that may see this one
     ages: Any = None  # (B, T) int32: trainer's version - token's version; 0 if not sampled
     proximal_logp: Any = None  # (B, T) float32; None if the update computes it, from proximal_mix
     proximal_mix: Any = None  # (B, T) float32: α of proximal = sg(behaviour + α (current - behaviour))

@@ -43,7 +43,7 @@ def is_segment_end(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
 
 
 def per_token(values: Float[Array, " S"], segment_ids: Int[Array, "B T"]) -> Float[Array, "B T"]:
-    """Returns at each token its sequence's value; 0 at padding and at a group's shared prompt."""
+    """Returns at each token its sequence's value; 0 at padding and at shared prefixes."""
     chex.assert_rank([values, segment_ids], [1, 2])
     chex.assert_type(segment_ids, int)
     padded = jnp.concatenate([jnp.zeros_like(values[:1]), values])

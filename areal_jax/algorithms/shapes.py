@@ -22,7 +22,7 @@ AXES: Mapping[str, tuple[str, type]] = {
     **dict.fromkeys(("behavior_logp", "proximal_logp", "ref_logp", "teacher_logp"), ("BT", float)),
     **dict.fromkeys(("proximal_mix", "off_policy_weight", "weights", "advantages"), ("BT", float)),
     **dict.fromkeys(("token_rewards", "values", "returns"), ("BT", float)),
-    **dict.fromkeys(("context_ids", "ages"), ("BT", int)),
+    **dict.fromkeys(("subtree_ends", "ages"), ("BT", int)),
     **dict.fromkeys(("reward", "temperature", "bootstrap"), ("S", float)),
     "group_ids": ("S", int),
     "truncated": ("S", bool),
@@ -75,12 +75,12 @@ def check_result(result: Any, batch: Batch, what: str) -> None:
 def empty_batch(rows: int, length: int) -> Batch:
     """Returns a prepared batch of `rows` x `length` zeros, to trace a function.
 
-    The batch has one sequence, no loss tokens, no support and no shared prompts.
+    The batch has one sequence, no loss tokens, no support and no shared prefixes.
     """
     sizes = {"B": rows, "T": length, "S": 1}
 
     def zeros(axes: str, kind: type) -> Array:
         return jnp.zeros([sizes[axis] for axis in axes], kind)
 
-    given = {name: zeros(*of) for name, of in AXES.items() if name not in ("support", "context_ids")}
+    given = {name: zeros(*of) for name, of in AXES.items() if name not in ("support", "subtree_ends")}
     return Batch(**given)

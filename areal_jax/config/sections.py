@@ -401,8 +401,8 @@ class TrainerConfig(Section):
     length: int | None = Field(default=None, ge=2)
     """Tokens in a packed row (T). None: generation.length."""
     prompts: Literal["shared", "repeated"] = "shared"
-    """How prompts are packed. shared: a group's samples in one row share one copy of their prompt. repeated:
-    each sample has its own copy.
+    """How equal beginnings of samples are packed. shared: samples in one row share one copy of their prompt,
+    and of any other beginning that none of them trains. repeated: each sample has its own copy.
     """
     compute: Literal["packed", "tree"] = "packed"
     """How a batch is computed. packed: in rows, each token once per sample, or a group's prompt once per row.

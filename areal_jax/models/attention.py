@@ -19,7 +19,7 @@ from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from areal_jax.models.blockwise import NEGATIVE, blockwise_attention
+from areal_jax.models.blockwise import NEGATIVE, blockwise_attention, segment_ends
 from areal_jax.models.kernels.packed_attention import Kernel, over_mesh
 from areal_jax.models.kv_pages import KVPages, PagedKernel
 from areal_jax.models.products import sum_dtype
@@ -41,32 +41,32 @@ cache; over packed rows the cache is None.
 
 
 class PackedAttention(struct.PyTreeNode):
-    """Causal attention inside each segment (one sample) of a packed row.
+    """Causal attention inside each segment (one sample) of a packed row, or along its prefix tree.
 
-    If the samples of a group share their prompt, it is a segment of its own, earlier in the same row: a token
-    also attends to all tokens of the segment that its `context_ids` entry names. Context id 0 means no such
-    segment.
+    If the samples of a row share prefixes, their tokens lie depth first: what follows a shared token in any
+    sample is the range of columns after it up to its entry in `subtree_ends`. Tokens in this range see it.
     """
 
     segment_ids: Int[Array, "B T"]
-    context_ids: Int[Array, "B T"] | None = None
+    subtree_ends: Int[Array, "B T"] | None = None
+    """None: a token is seen up to the end of its segment."""
     kernel: Kernel | None = struct.field(pytree_node=False, default=None)
-    """Used if `context_ids` is None; otherwise, and if the kernel is None, JAX code computes block pairs."""
+    """Used if `subtree_ends` is None; otherwise, and if the kernel is None, JAX code computes block pairs."""
     mesh: Mesh | None = struct.field(pytree_node=False, default=None)
     """The trainer's mesh: each device computes its own rows. None: XLA chooses the split over devices."""
 
     def __call__(self, layer: Any, q: Any, k: Any, v: Any, cache: None) -> tuple[Array, None]:
-        if self.kernel is not None and self.context_ids is None:
+        if self.kernel is not None and self.subtree_ends is None:
             return self.kernel(q.astype(k.dtype), k, v, self.segment_ids).astype(jnp.float32), None
         is_cpu = platform_of(self.mesh) == "cpu"
         if is_cpu:  # its products read float32 (or float64), also over pages
             k, v = k.astype(sum_dtype(k)), v.astype(sum_dtype(v))
         block = CPU_BLOCK if is_cpu else BLOCK
-        ids = [self.segment_ids, *([] if self.context_ids is None else [self.context_ids])]
+        ends = segment_ends(self.segment_ids) if self.subtree_ends is None else self.subtree_ends
         attend: Any = partial(blockwise_attention, block=block)
         if self.mesh is not None:
-            attend = over_mesh(attend, self.mesh, k.shape[2], len(ids))
-        return attend(q, k, v, *ids), None
+            attend = over_mesh(attend, self.mesh, k.shape[2])
+        return attend(q, k, v, ends), None
 
 
 class PagedAttention(struct.PyTreeNode):

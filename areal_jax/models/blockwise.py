@@ -30,18 +30,16 @@ spares the backward pass a second forward pass.
 
 
 class Sight(NamedTuple):
-    """Which keys a query sees: those up to its own column that are in its segment or in its shared prompt."""
+    """Which keys a query sees: those up to its own column that end behind it."""
 
-    segment_ids: Int[Array, "n B Q"]
-    context_ids: Int[Array, "n B Q"]
-    """For each token, the id of its context segment, a shared prompt; -1 for none."""
+    ends: Int[Array, "n B Q"]
+    """For each key, the column after the last query that may see it."""
 
     def visible(self, i: Array, j: Array) -> Bool[Array, "B Q Q"]:
         """Returns whether each query (axis 1) of block i sees each key (axis 2) of block j."""
-        keys = self.segment_ids[j][:, None, :]
-        same = (self.segment_ids[i][:, :, None] == keys) | (self.context_ids[i][:, :, None] == keys)
-        size = keys.shape[-1]
-        return same & _is_causal(i, j, size)
+        size = self.ends.shape[-1]
+        queries = (i * size + jnp.arange(size))[:, None]
+        return (queries < self.ends[j][:, None, :]) & _is_causal(i, j, size)
 
     def key_blocks(self, i: Array) -> tuple[Array, Callable[[Array], Array]]:
         """Returns the number of key blocks that block i may see, and a function from 0, 1, ... to them."""
@@ -87,26 +85,30 @@ def blockwise_attention(
     q: Float[Array, "B T H h"],
     k: Float[Array, "B T K h"],
     v: Float[Array, "B T K h"],
-    segment_ids: Int[Array, "B T"],
-    context_ids: Int[Array, "B T"] | None = None,
+    ends: Int[Array, "B T"],
     *,
     block: int,
 ) -> Float[Array, "B T H h"]:
     """Returns softmax(q k / sqrt(h)) v over the keys that each token sees, in k's `sum_dtype`.
 
-    A token sees the keys up to its own column, both in its segment and, if its context id is not 0, in the
-    segment with that id. Scores are computed in blocks of `block` tokens; matrix products cast their operands
-    to k's dtype.
+    The token of column i sees the keys of the columns j <= i with i < `ends[j]`, and always its own. Scores
+    are computed in blocks of `block` tokens; matrix products cast their operands to k's dtype.
     """
     length = q.shape[1]
     chex.assert_equal_shape([k, v])
-    chex.assert_shape([x for x in (segment_ids, context_ids) if x is not None], q.shape[:2])
+    chex.assert_shape(ends, q.shape[:2])
     size = min(block, length)
-    unseen = jnp.full_like(segment_ids, -1) if context_ids is None else context_ids
-    sight = Sight(_split(segment_ids, size), _split(unseen, size, -1))
-    # Context 0 means none, but segment 0 is padding, which such tokens must not see.
-    sight = sight._replace(context_ids=jnp.where(sight.context_ids > 0, sight.context_ids, -1))
-    return _in_blocks(q, k, v, sight, size)
+    # A query without keys would have the output NaN: also padding sees itself, but nothing else.
+    ends = jnp.maximum(ends, jnp.arange(length) + 1)
+    return _in_blocks(q, k, v, Sight(_split(ends, size, jnp.iinfo(ends.dtype).max)), size)
+
+
+def segment_ends(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """Returns for each token the column after the last one of its segment; 0 for padding (segment 0)."""
+    length = segment_ids.shape[1]
+    after = jnp.pad(segment_ids[:, 1:], ((0, 0), (0, 1)))
+    ends = jnp.where(segment_ids != after, jnp.arange(length) + 1, length)
+    return jnp.where(segment_ids > 0, jax.lax.cummin(ends, axis=1, reverse=True), 0)
 
 
 def path_attention(

@@ -135,10 +135,10 @@ class ExactPackedAttention(struct.PyTreeNode):
     positions: Int[Array, "B T"]
     own: Int[Array, "B T"]
     """The segment's token at position p of its sample has index `own` + p among all B T tokens."""
-    shared: Int[Array, "B T"]
-    """Number of tokens in the shared prompt, a segment of its own that the sample begins with; 0: none."""
-    context: Int[Array, "B T"]
-    """Index, among all B T tokens, of the shared prompt's first token; 0 without a shared prompt."""
+    start: Int[Array, "B T"]
+    """Position of the segment's first token; tokens before it are in the segments of shared prefixes."""
+    parent: Int[Array, "B T"]
+    """Index, among all B T tokens, of the token before the segment's first; read only if `start` > 0."""
 
     @classmethod
     def of(
@@ -147,35 +147,41 @@ class ExactPackedAttention(struct.PyTreeNode):
         """Returns the attention that computes `bounded` with exact numerics.
 
         `positions`: each token's position in its sample. `previous`: column of the token before it in the
-        sample; may be None if no prompt is shared.
+        sample; may be None if no prefix is shared.
         """
         rows, length = positions.shape
         columns = jnp.arange(length)[None]
         row = length * jnp.arange(rows)[:, None]
         own, none = row + columns - positions, jnp.zeros_like(positions)
-        if bounded.context_ids is None:
+        if bounded.subtree_ends is None:
             return cls(bounded, positions, own, none, none)
-        assert previous is not None, "a batch with shared prompts has previous=None; pass Batch.previous"
+        assert previous is not None, "a batch with shared prefixes has previous=None; pass Batch.previous"
         ids = bounded.segment_ids
         is_first = ids != jnp.pad(ids[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
         first = jax.lax.cummax(jnp.where(is_first, columns, 0), axis=1)
-        before = jnp.take_along_axis(previous, first, axis=1)
-        shared = jnp.where(bounded.context_ids > 0, jnp.take_along_axis(positions, first, axis=1), 0)
-        return cls(bounded, positions, own, shared, jnp.where(shared > 0, row + before - shared + 1, 0))
+        start, before = (jnp.take_along_axis(x, first, axis=1) for x in (positions, previous))
+        return cls(bounded, positions, own, start, row + before)
 
     def rows(self, f: Callable[..., Any], *args: Any) -> Any:
         return _by_rows(f, args, self.bounded.segment_ids > 0)
 
     def __call__(self, layer: Any, q: Any, k: Any, v: Any, cache: None) -> tuple[Array, None]:
         keys, values = (x.reshape(-1, *x.shape[2:]).astype(jnp.float32) for x in (k, v))
+        segments = self.own.ravel(), self.start.ravel(), self.parent.ravel()
+
+        def climb(seen: Array, place: Any) -> Any:
+            """Returns `place`, or that of the segment before if the position `seen` comes before `place`."""
+            _, start, parent = place
+            before = (x[jnp.where(seen < start, parent, 0)] for x in segments)
+            return tuple(jnp.where(seen < start, x, y) for x, y in zip(before, place, strict=True))
 
         def fetch(place: Any, seen: Array) -> tuple[Array, Array]:
-            own, shared, context = (x[:, None] for x in place)
-            at = jnp.where(seen < shared, context, own) + seen
-            at = jnp.clip(at, 0, len(keys) - 1)
+            place = tuple(jnp.broadcast_to(x[:, None], (len(x), len(seen))) for x in place)
+            own, _, _ = jax.lax.while_loop(lambda at: (seen < at[1]).any(), partial(climb, seen), place)
+            at = jnp.clip(own + seen, 0, len(keys) - 1)
             return keys[at], values[at]
 
-        place = self.own, self.shared, self.context
+        place = self.own, self.start, self.parent
         return self.rows(partial(_attend, fetch), q, self.positions, place), None
 
 
@@ -259,7 +265,7 @@ def packed_attention(
     `kernel`: the attention kernel to use (None: JAX code); with exact numerics only the backward pass uses
     it. `mesh`: the trainer's mesh, on which each device computes its own rows; None: XLA chooses the split.
     """
-    bounded = PackedAttention(batch.segment_ids, batch.context_ids, kernel, mesh)
+    bounded = PackedAttention(batch.segment_ids, batch.subtree_ends, kernel, mesh)
     if config.numerics == "bounded":
         return bounded
     return ExactPackedAttention.of(bounded, batch.positions, batch.previous)

@@ -215,7 +215,7 @@ def _abstract_batch(config: Config, learner: Learner) -> Batch:
     given = set(Batch._fields[: Batch._fields.index("support")])
     given |= {"support"} if g.support_size else set()
     shares = config.trainer.prompts == "shared" and learner.takes_shared_prompts
-    given |= {"context_ids"} if shares else set()
+    given |= {"subtree_ends"} if shares else set()
     kinds = {int: jnp.int32, float: jnp.float32, bool: jnp.bool_}
 
     def one(name: str) -> jax.ShapeDtypeStruct | None:

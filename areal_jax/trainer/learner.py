@@ -131,9 +131,9 @@ class Learner:
 
     @property
     def takes_shared_prompts(self) -> bool:
-        """Whether samples in a batch may share a prompt's tokens (`Batch.context_ids`).
+        """Whether samples in a row may share prefixes, as their prompt (`Batch.subtree_ends`).
 
-        False if an attention kernel is used, because kernels do not support shared prompts.
+        False if an attention kernel is used, because kernels see each segment alone.
         """
         return self.objective.forward.kernel is None
 

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-import numpy as np
-
-from areal_jax.trajectories.prefix_tree import PrefixTree
+from areal_jax.trajectories.prefix_tree import PrefixTree, Subtree, reordered
 
 
 @dataclass(frozen=True)
@@ -90,78 +88,53 @@ def depth_first(tree: PrefixTree, blocks: Blocks) -> PrefixTree:
     leaves, sorted so that their tails fill blocks. A fork that saves less than its calls cost is left out:
     its children then share only what they share with others.
     """
-    if not (len(tree.leaves) and blocks.sorts_leaves):
+    if not blocks.sorts_leaves:
         return tree
-    ends = tree.lengths[tree.leaves].tolist()
-    # Nodes whose last child is still to come, each within the one before it; the first one is the root.
-    still_open = [_Node(0, [])]
-    for leaf, end in enumerate(ends):
-        shared = int(tree.common[leaf + 1])
-        closed = [_Subtree(end, [leaf], [])]
-        while still_open[-1].depth > shared:
-            node = still_open.pop()
-            parent = max(still_open[-1].depth, shared)
-            children = [*node.children, *closed]
-            is_worth = node.saved(len(children), parent) > blocks.call_tokens
-            closed = [node.closed(children, parent, blocks)] if is_worth else children
-        if still_open[-1].depth < shared:
-            still_open.append(_Node(shared, []))
-        still_open[-1].children.extend(closed)
-    (root,) = still_open
-    whole = root.closed(root.children, 0, blocks)
-    return tree._replace(
-        leaves=tree.leaves[whole.leaves],
-        common=np.array([0, *whole.common, 0], np.int64),
-        leaf_of=np.argsort(whole.leaves)[tree.leaf_of],
-    )
 
+    def close(depth: int, parent: int, children: list[Subtree]) -> list[Subtree]:
+        node = _Node(depth, parent, blocks)
+        is_root = depth == 0
+        return [node.closed(children)] if is_root or node.is_worth(len(children)) else children
 
-class _Subtree(NamedTuple):
-    """A node's subtree in its new order."""
-
-    end: int  # tokens of the path to its last leaf
-    leaves: list[int]
-    common: list[int]  # tokens that each leaf but the first shares with the leaf before it
+    return reordered(tree, close)
 
 
 class _Node(NamedTuple):
-    """A node with several children; `depth`: number of tokens of the path to it."""
+    """A node with several children."""
 
-    depth: int
-    children: list[_Subtree]
+    depth: int  # tokens of the path to it
+    parent: int  # tokens of the path to the node above it
+    blocks: Blocks
 
-    def saved(self, children: int, parent: int) -> int:
-        """Returns what sharing the node's tokens saves, in tokens of forward passes.
+    def is_worth(self, children: int) -> bool:
+        """Returns whether sharing the node's tokens saves more tokens of forward passes than its calls cost.
 
         Each child but one is spared a forward pass and a backward pass, which counts as two; one more forward
-        pass is needed to push them. `parent`: number of tokens of the path to the node above it.
+        pass is needed to push them.
         """
-        return (3 * (children - 1) - 1) * (self.depth - parent)
+        return (3 * (children - 1) - 1) * (self.depth - self.parent) > self.blocks.call_tokens
 
-    def closed(self, children: Sequence[_Subtree], parent: int, blocks: Blocks) -> _Subtree:
-        """Returns the node's subtree; `parent`: number of tokens of the path to the node above it."""
+    def closed(self, children: Sequence[Subtree]) -> Subtree:
+        """Returns the node's subtree in its new order."""
 
-        def saved(child: _Subtree) -> tuple[int, int]:
-            together = blocks.cost(child.end - parent)
-            return blocks.cost(child.end - self.depth) - together, child.end
+        def saved(child: Subtree) -> tuple[int, int]:
+            together = self.blocks.cost(child.end - self.parent)
+            return self.blocks.cost(child.end - self.depth) - together, child.end
 
         last = max(range(len(children)), key=lambda place: saved(children[place]))
         rest = [child for place, child in enumerate(children) if place != last]
-        is_tail = [len(child.leaves) == 1 and child.end - self.depth <= blocks.most for child in rest]
+        is_tail = [len(child.leaves) == 1 and child.end - self.depth <= self.blocks.most for child in rest]
         tails = [child for child, is_one in zip(rest, is_tail, strict=True) if is_one]
         others = [child for child, is_one in zip(rest, is_tail, strict=True) if not is_one]
-        ordered = [*sorted(others, key=lambda child: child.end), *self._filled(tails, blocks), children[last]]
-        common = ordered[0].common[:]
-        for child in ordered[1:]:
-            common += [self.depth, *child.common]
-        return _Subtree(children[last].end, [leaf for child in ordered for leaf in child.leaves], common)
+        others.sort(key=lambda child: child.end)
+        return Subtree.of_children(self.depth, [*others, *self._filled(tails), children[last]])
 
-    def _filled(self, tails: Sequence[_Subtree], blocks: Blocks) -> list[_Subtree]:
+    def _filled(self, tails: Sequence[Subtree]) -> list[Subtree]:
         """Returns leaves in an order in which successive ones fill blocks, the longest first."""
-        filled: list[tuple[int, list[_Subtree]]] = []
+        filled: list[tuple[int, list[Subtree]]] = []
         for tail in sorted(tails, key=lambda child: -child.end):
             size = tail.end - self.depth
-            place = next((i for i, (used, _) in enumerate(filled) if used + size <= blocks.most), None)
+            place = next((i for i, (used, _) in enumerate(filled) if used + size <= self.blocks.most), None)
             if place is None:
                 filled.append((size, [tail]))
             else:

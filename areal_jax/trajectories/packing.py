@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
-from areal_jax.trajectories.allocation import allocate
+from areal_jax.trajectories.allocation import Placed, allocate
 from areal_jax.trajectories.plan import BatchPlan, Layout, PackingError, Pieces, fill
+from areal_jax.trajectories.prefix_tree import PrefixTree
+from areal_jax.trajectories.shared_prefixes import longest_first, shareable_tree, unshared_tree
 from areal_jax.types import Batch, Group, Trajectory
 
 
@@ -42,11 +45,11 @@ def plan_batch(
     `minibatches`: number of equal parts of the batch. Each part has the same number of micro-batches, a power
     of two, so that few shapes are compiled; unused rows are padding. A trajectory's tokens in a row are a
     segment. Segments are numbered from 1 in the order (group, member), with groups sorted by ordinal. With
-    layout "shared", the prompt tokens that all trajectories of a group begin with are stored and computed
-    once per row, as a segment of their own, to which the group's other segments in that row attend. With
-    "repeated", each trajectory is stored with its own prompt. With "apart", each is stored in a row of its
-    own; there are no micro-batches, and `rows` does not matter. Raises PackingError if `minibatches` does not
-    divide the number of groups, or if a trajectory cannot be packed.
+    layout "shared", tokens that trajectories of a row can share (`shared_prefixes`) are stored and computed
+    once per row, in segments of their own, which the tokens that continue them see (`Batch.subtree_ends`).
+    With "repeated", each trajectory is stored with all its tokens. With "apart", each is stored in a row of
+    its own; there are no micro-batches, and `rows` does not matter. Raises PackingError if `minibatches` does
+    not divide the number of groups, or if a trajectory cannot be packed.
     """
     groups = _in_order(groups)
     if not groups or len(groups) % minibatches:
@@ -58,15 +61,20 @@ def plan_batch(
     lengths = np.array([len(trajectory.tokens) for trajectory in flat])
     _check(flat, lengths, length)
     group_ids = np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups])
-    shared = np.array([_common_tokens(group) if layout == "shared" else 0 for group in groups])
     bounds = np.searchsorted(group_ids, np.arange(minibatches + 1) * (len(groups) // minibatches))
     if layout == "apart":
         count = int(np.diff(bounds).max())
         first = np.repeat(np.arange(minibatches) * count - bounds[:-1], np.diff(bounds))
-        bins = [(index + start, [index]) for index, start in enumerate(first.tolist())]
+        bins = [(index + start, [Placed(index, 0)]) for index, start in enumerate(first.tolist())]
         needed = minibatches * count
     else:
-        bins, micro_batches = _bins(lengths, group_ids, shared, bounds, rows, length)
+        trees = [
+            shareable_tree(flat[start:end], group_ids[start:end])
+            if layout == "shared"
+            else unshared_tree(lengths[start:end])
+            for start, end in pairwise(bounds)
+        ]
+        bins, micro_batches = _bins(trees, bounds, rows, length)
         needed = minibatches * micro_batches * rows
     return BatchPlan(
         rows=needed,
@@ -79,7 +87,7 @@ def plan_batch(
         group_ids=group_ids.astype(np.int32),
         temperature=np.array([trajectory.sampling.temperature for trajectory in flat], np.float32),
         truncated=np.array([trajectory.truncated for trajectory in flat], np.bool_),
-        pieces=_pieces(bins, lengths, group_ids, shared),
+        pieces=_pieces(bins, lengths),
     )
 
 
@@ -87,78 +95,83 @@ def _in_order(groups: Sequence[Group]) -> list[Group]:
     return sorted(groups, key=lambda group: group.ordinal)
 
 
-def _common_tokens(group: Group) -> int:
-    """Returns the number of prompt tokens that all members of a group begin with; 0 for a group of one.
-
-    A trajectory's last token is never counted, so that its own segment has at least one token.
-    """
-    if len(group.trajectories) == 1:
-        return 0
-    most = min(_prompt_tokens(trajectory) for trajectory in group.trajectories)
-    prompts = np.stack([trajectory.tokens[:most] for trajectory in group.trajectories])
-    differs = np.flatnonzero((prompts != prompts[0]).any(axis=0))
-    return int(differs[0]) if differs.size else most
-
-
-def _prompt_tokens(trajectory: Trajectory) -> int:
-    sampled = trajectory.loss_mask.argmax() if trajectory.loss_mask.any() else len(trajectory.tokens)
-    # One token stays the trajectory's own, so that its segment is never empty.
-    return min(int(sampled), len(trajectory.tokens) - 1)
-
-
 def _bins(
-    lengths: np.ndarray,
-    group_ids: np.ndarray,
-    shared: np.ndarray,
-    bounds: np.ndarray,
-    rows: int,
-    length: int,
-) -> tuple[list[tuple[int, list[int]]], int]:
-    """Returns (row, indices of its trajectories) for every row in use, and the micro-batches per minibatch.
+    trees: Sequence[PrefixTree], bounds: np.ndarray, rows: int, length: int
+) -> tuple[list[tuple[int, list[Placed]]], int]:
+    """Returns (row, its trajectories) for every row in use, and the micro-batches per minibatch.
 
-    `lengths`, `group_ids`: number of tokens and group of each trajectory; `shared`: number of prompt tokens
-    that each group's trajectories share. Minibatch i has the trajectories `bounds[i]` up to, but without,
-    `bounds[i + 1]`. A micro-batch has `rows` rows of `length` tokens.
+    Minibatch i has the tree `trees[i]`, of the trajectories `bounds[i]` up to, but without, `bounds[i + 1]`.
+    A micro-batch has `rows` rows of `length` tokens.
     """
-    parts = [
-        allocate(lengths[start:end], length, group_ids[start:end], shared) for start, end in pairwise(bounds)
-    ]
+    parts = [allocate(longest_first(tree), length) for tree in trees]
     needed = -(-max(len(part) for part in parts) // rows)
     # The next power of two: every count of micro-batches is compiled, so few counts may occur.
     micro_batches = 1 << (needed - 1).bit_length()
     placed = []
     for minibatch, part in enumerate(parts):
+        first = int(bounds[minibatch])
         for number, members in enumerate(part, minibatch * micro_batches * rows):
-            placed.append((number, [int(index + bounds[minibatch]) for index in members]))
+            placed.append((number, [Placed(index + first, shared) for index, shared in members]))
     return placed, micro_batches
 
 
-def _pieces(
-    bins: Sequence[tuple[int, list[int]]], lengths: np.ndarray, group_ids: np.ndarray, shared: np.ndarray
-) -> Pieces:
-    """Returns the positions of all pieces (`Pieces`): each trajectory's own tokens, then the shared prompts.
+def _pieces(bins: Sequence[tuple[int, list[Placed]]], lengths: np.ndarray) -> Pieces:
+    """Returns the positions of all pieces (`Pieces`): each trajectory's own tokens, then the shared ones.
 
-    `bins`: the rows in use, as `_bins` returns them. `lengths`, `group_ids`: number of tokens and group of
-    each trajectory; `shared`: number of prompt tokens that each group's trajectories share.
+    `bins`: the rows in use, as `_bins` returns them. `lengths`: number of tokens of each trajectory.
     """
-    size, owner, prompts = lengths.tolist(), group_ids.tolist(), shared.tolist()
-    own: list[tuple[int, ...]] = [()] * len(size)
-    heads: list[tuple[int, ...]] = []
+    own: list[tuple[int, ...]] = [()] * len(lengths)
+    shared: list[tuple[int, ...]] = []
     for row, members in bins:
         column = 0
-        seen: dict[int, tuple[int, int]] = {}  # group -> its prompt's segment in this row, and last column
-        for index in members:
-            prompt = prompts[owner[index]]
-            if prompt and owner[index] not in seen:
-                segment = len(size) + len(heads) + 1
-                heads.append((index, 0, prompt, row, column, segment, 0, -1))
-                column += prompt
-                seen[owner[index]] = segment, column - 1
-            context, before = seen.get(owner[index], (0, -1))
-            rest = size[index] - prompt
-            own[index] = (index, prompt, rest, row, column, index + 1, context, before)
-            column += rest
-    return Pieces(*np.array([*own, *heads], np.int64).T)
+        closed: list[_Shared] = []
+        # Shared pieces of the current trajectory, each continuing the one before it.
+        path: list[_Shared] = []
+        for (index, before), (_, after) in pairwise([*members, Placed(-1, 0)]):
+            closed += _leave(path, before, column)
+            if after > before:
+                path.append(_Shared(index, before, after, column, _last_column(path)))
+                column += after - before
+            start, end = max(before, after), int(lengths[index])
+            size = end - start
+            own[index] = (index, start, size, row, column, column + size, index + 1, _last_column(path))
+            column += size
+        closed += _leave(path, 0, column)
+        for source, start, stop, first, previous, end in sorted(closed, key=lambda piece: piece.column):
+            segment = len(lengths) + len(shared) + 1
+            shared.append((source, start, stop - start, row, first, end, segment, previous))
+    return Pieces(*np.array([*own, *shared], np.int64).T)
+
+
+class _Shared(NamedTuple):
+    """A shared piece of a row."""
+
+    source: int
+    start: int
+    stop: int  # the piece has the tokens from `start` up to, but without, `stop` of its trajectory
+    column: int
+    previous: int
+    end: int = -1
+
+
+def _last_column(path: Sequence[_Shared]) -> int:
+    return path[-1].column + path[-1].stop - path[-1].start - 1 if path else -1
+
+
+def _leave(path: list[_Shared], tokens: int, column: int) -> list[_Shared]:
+    """Removes from the path all but its first `tokens` tokens; returns the pieces removed.
+
+    The tokens that see them end before `column`.
+    """
+    closed = []
+    while path and path[-1].stop > tokens:
+        last = path.pop()
+        if last.start < tokens:  # only a part of it is removed, so there are two pieces
+            path.append(last._replace(stop=tokens))
+            split = last.column + tokens - last.start
+            last = last._replace(start=tokens, column=split, previous=split - 1)
+        closed.append(last._replace(end=column))
+    return closed
 
 
 def _check(flat: list[Trajectory], lengths: np.ndarray, length: int) -> None:

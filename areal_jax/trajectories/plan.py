@@ -24,8 +24,9 @@ PER_TOKEN = {
 
 
 Layout = Literal["shared", "repeated", "apart"]
-"""How trajectories lie in the rows. shared: those of a group in one row share one copy of their prompt.
-repeated: each has its own copy. apart: each has a row of its own, for an update over prefix trees.
+"""How trajectories lie in the rows. shared: those in one row share one copy of each prefix that none of them
+trains, such as a group's prompt. repeated: each has its own copy. apart: each has a row of its own, for an
+update over prefix trees.
 """
 
 
@@ -36,8 +37,8 @@ class PackingError(ArealError):
 class Pieces(NamedTuple):
     """Where pieces (runs of consecutive tokens) lie in the packed rows; each array has one int64 per piece.
 
-    A piece is a complete trajectory, a prompt shared by several trajectories, or the rest of a trajectory
-    after its shared prompt.
+    A piece is a complete trajectory, a part of a prefix that trajectories share, or the rest of a trajectory
+    after the tokens that it shares.
     """
 
     source: np.ndarray  # the piece's trajectory: its index in the order (group, member)
@@ -45,8 +46,8 @@ class Pieces(NamedTuple):
     size: np.ndarray
     row: np.ndarray
     column: np.ndarray
-    segment: np.ndarray  # 1..S: the trajectory's segment; above S: a shared prompt's
-    context: np.ndarray  # segment of the shared prompt that the piece follows; 0 = none
+    end: np.ndarray  # column after the last token of the row that sees the piece's tokens
+    segment: np.ndarray  # 1..S: the trajectory's segment; above S: that of a shared part
     previous: np.ndarray  # column of the token before the piece's first; -1 = none
 
     def where(self, chosen: np.ndarray) -> Pieces:
@@ -136,7 +137,7 @@ def fill(plan: BatchPlan, rows: np.ndarray, trajectories: Mapping[int, Trajector
         positions=spread(each(pieces.start) + within.astype(np.int32), 0),
         segment_ids=spread(each(pieces.segment), 0),
         previous=spread(previous, -1),
-        context_ids=spread(each(pieces.context), 0) if plan.layout == "shared" else None,
+        subtree_ends=spread(each(pieces.end), 0) if plan.layout == "shared" else None,
         reward=plan.reward,
         group_ids=plan.group_ids,
         temperature=plan.temperature,

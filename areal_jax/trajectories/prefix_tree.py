@@ -10,7 +10,7 @@ sequence, K ids of a support.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -40,6 +40,55 @@ class PrefixTree(NamedTuple):
     def tokens(self) -> int:
         """Number of the tree's nodes: distinct prefixes of the sequences, the empty prefix not counted."""
         return int(self.lengths[self.leaves].sum() - self.common.sum())
+
+
+class Subtree(NamedTuple):
+    """Leaves below one node, in an order in which each subtree's leaves are neighbours."""
+
+    end: int
+    """Tokens of the path to its last leaf."""
+    leaves: list[int]
+    common: list[int]
+    """Tokens that each leaf but the first shares with the leaf before it."""
+
+    @classmethod
+    def of_children(cls, depth: int, children: Sequence[Subtree]) -> Subtree:
+        """Returns the children, in this order, below a node whose path has `depth` tokens."""
+        common = children[0].common[:]
+        for child in children[1:]:
+            common += [depth, *child.common]
+        return cls(children[-1].end, [leaf for child in children for leaf in child.leaves], common)
+
+
+def reordered(tree: PrefixTree, close: Callable[[int, int, list[Subtree]], list[Subtree]]) -> PrefixTree:
+    """Returns the tree with its leaves in another order.
+
+    `close(depth, parent, children)` is called for each node with several children, those below it first, and
+    for the root. It returns one subtree of them in their new order; or, except for the root, the children
+    themselves, which then are the parent's. `depth`: number of tokens of the path to the node; `parent`: of
+    that to the node above.
+    """
+    if not len(tree.leaves):
+        return tree
+    ends = tree.lengths[tree.leaves].tolist()
+    # Depths and children of the nodes that have more children to come, each within the one before it.
+    still_open: list[tuple[int, list[Subtree]]] = [(0, [])]
+    for leaf, end in enumerate(ends):
+        shared = int(tree.common[leaf + 1])
+        closed = [Subtree(end, [leaf], [])]
+        while still_open[-1][0] > shared:
+            depth, children = still_open.pop()
+            closed = close(depth, max(still_open[-1][0], shared), [*children, *closed])
+        if still_open[-1][0] < shared:
+            still_open.append((shared, []))
+        still_open[-1][1].extend(closed)
+    ((_, children),) = still_open
+    (whole,) = close(0, 0, children)
+    return tree._replace(
+        leaves=tree.leaves[whole.leaves],
+        common=np.array([0, *whole.common, 0], np.int64),
+        leaf_of=np.argsort(whole.leaves)[tree.leaf_of],
+    )
 
 
 class Sampled(NamedTuple):

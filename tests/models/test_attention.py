@@ -25,9 +25,9 @@ def arrays(seed: int, length: int) -> tuple[Any, Any, Any, Any]:
 
 
 def summed(
-    q: Any, k: Any, v: Any, segments: Any, weights: Any, contexts: Any = None
+    q: Any, k: Any, v: Any, segments: Any, weights: Any, ends: Any = None
 ) -> tuple[jax.Array, jax.Array]:
-    out, _ = PackedAttention(segments, contexts)(jnp.int32(0), q, k, v, None)
+    out, _ = PackedAttention(segments, ends)(jnp.int32(0), q, k, v, None)
     return (weights * out).sum(), out
 
 
@@ -43,7 +43,8 @@ def dense(q: Any, k: Any, v: Any, segments: Any, contexts: Any, weights: Any) ->
         shared = (row, slice(None), head // (q.shape[2] // k.shape[2]))
         mine = (row, slice(None), head)
         ids, named = segments[row], contexts[row]
-        same = (ids[:, None] == ids) | ((named[:, None] == ids) & (named[:, None] > 0))
+        same = ((ids[:, None] == ids) & (ids > 0)) | np.eye(len(ids), dtype=bool)
+        same |= (named[:, None] == ids) & (named[:, None] > 0)
         scores = np.where(same & np.tri(len(ids), dtype=bool), q[mine] @ k[shared].T, -np.inf)
         weight = np.exp((scores - scores.max(1, keepdims=True)) / np.sqrt(q.shape[-1]))
         weight /= weight.sum(1, keepdims=True)
@@ -61,6 +62,16 @@ def contexts_of(segments: np.ndarray) -> np.ndarray:
     return np.where(segments > 1, 1, 0).astype(np.int32)
 
 
+def ends_of(segments: np.ndarray) -> np.ndarray:
+    """The ends by which `PackedAttention` shows segment 1 to the segments from 2 on."""
+    ends = np.zeros_like(segments)
+    for row, ids in enumerate(segments):
+        for segment in set(ids.tolist()) - {0}:
+            seen_by = (ids > 0) if segment == 1 else ids == segment
+            ends[row, ids == segment] = np.flatnonzero(seen_by)[-1] + 1
+    return ends
+
+
 @pytest.mark.parametrize("block", [4, 8, 64])
 @pytest.mark.parametrize("has_context", [False, True], ids=["alone", "with a context"])
 def test_blocks_are_the_dense_reference(monkeypatch: pytest.MonkeyPatch, block: int, has_context: bool):
@@ -70,8 +81,8 @@ def test_blocks_are_the_dense_reference(monkeypatch: pytest.MonkeyPatch, block: 
     contexts = contexts_of(segments) if has_context else np.zeros_like(segments)
     weights = np.random.default_rng(1).normal(size=q.shape).astype(np.float32)
     both = jax.value_and_grad(summed, argnums=(0, 1, 2), has_aux=True)
-    named = contexts if has_context else None
-    (_, out), slopes = jax.jit(lambda *args: both(*args))(q, k, v, segments, weights, named)
+    ends = ends_of(segments) if has_context else None
+    (_, out), slopes = jax.jit(lambda *args: both(*args))(q, k, v, segments, weights, ends)
     for got, want in zip((out, *slopes), dense(q, k, v, segments, contexts, weights), strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
 
@@ -81,7 +92,7 @@ def test_no_array_of_a_row_by_itself_exists(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(attention, "CPU_BLOCK", 16)
     q, k, v, segments = arrays(0, 250)
     both = jax.jit(lambda *args: jax.value_and_grad(summed, argnums=(0, 1, 2), has_aux=True)(*args))
-    text = both.lower(q, k, v, segments, q, contexts_of(segments)).compile().as_text()
+    text = both.lower(q, k, v, segments, q, ends_of(segments)).compile().as_text()
     shapes = [tuple(map(int, found.split(","))) for found in re.findall(r"\[([\d,]+)\]", text)]
     assert (2, 2, 2 * 16, 16) in shapes
     assert max(int(np.prod(shape)) for shape in shapes) < 250 * 250
@@ -93,8 +104,8 @@ def test_blocks_that_no_query_sees_are_not_computed(monkeypatch: pytest.MonkeyPa
     q, k, v, _ = arrays(0, 32)
     segments = np.repeat([[1, 2, 3, 3]] * 2, 8, axis=1).astype(np.int32)
     k[:, 8:16] = np.nan  # segment 2
-    contexts = contexts_of(segments)
-    out = np.asarray(jax.jit(lambda *args: summed(*args, 1.0, contexts)[1])(q, k, v, segments))
+    ends = ends_of(segments)
+    out = np.asarray(jax.jit(lambda *args: summed(*args, 1.0, ends)[1])(q, k, v, segments))
     assert np.isnan(out[:, 8:16]).all()
     assert np.isfinite(np.delete(out, np.s_[8:16], axis=1)).all()
 
@@ -105,14 +116,14 @@ def test_one_segment_never_moves_another(monkeypatch: pytest.MonkeyPatch, block:
     """Change segment 2: not one bit of the others, nor of their slopes, within a block and across blocks."""
     monkeypatch.setattr(attention, "CPU_BLOCK", block)
     q, k, v, segments = arrays(2, 21)
-    contexts = contexts_of(segments) if has_context else None
+    ends = ends_of(segments) if has_context else None
     mine = (segments == 2)[..., None, None]
     assert 0 < mine.sum() < mine.size
     moved = [np.where(mine, 3 - x, x) for x in (q, k, v)]
     others = (segments != 2) & (segments != 1)  # segment 1 is seen by 2, so its slopes move
     both = jax.jit(jax.value_and_grad(summed, argnums=(0, 1, 2), has_aux=True))
-    (_, before), slopes_before = both(q, k, v, segments, 1.0, contexts)
-    (_, after), slopes_after = both(*moved, segments, 1.0, contexts)
+    (_, before), slopes_before = both(q, k, v, segments, 1.0, ends)
+    (_, after), slopes_after = both(*moved, segments, 1.0, ends)
     for one, other in zip((before, *slopes_before), (after, *slopes_after), strict=True):
         assert np.asarray(one)[others].tobytes() == np.asarray(other)[others].tobytes()
     first = segments == 1

@@ -101,33 +101,38 @@ def segments(seed: int) -> list[np.ndarray]:
     return [rng.integers(2, 19, n) for n in (TILE - 1, TILE + 1, KV_BLOCK - 1, KV_BLOCK + 1)]
 
 
-def packed(rows: list[list[np.ndarray]], prompts: dict[int, int] | None = None) -> dict[str, np.ndarray]:
-    """Rows of segments, side by side. `prompts`: number of a segment -> tokens it has from the first one."""
-    prompts = prompts or {}
-    names = ("tokens", "positions", "segment_ids", "context_ids", "previous")
+def packed(rows: list[list[np.ndarray]], parents: dict[int, int] | None = None) -> dict[str, np.ndarray]:
+    """Rows of segments, side by side; `parents`: number of a segment -> segment whose tokens it continues."""
+    names = ("tokens", "positions", "segment_ids", "subtree_ends", "previous")
     out = {name: np.zeros((len(rows), LENGTH), np.int32) for name in names}
     out["previous"] -= 1
-    number = 0
+    number, parents = 0, parents or {}
+    whole: dict[int, tuple[int, int]] = {}  # of each segment: tokens up to its end, and its last column
     for row, members in enumerate(rows):
         column = 0
         for ids in members:
             number += 1
-            start, size = prompts.get(number, 0), len(ids) - prompts.get(number, 0)
+            start, before = whole.get(parents.get(number, 0), (0, -1))
+            size = len(ids) - start
             at = slice(column, column + size)
             out["tokens"][row, at] = ids[start:]
             out["positions"][row, at] = np.arange(start, start + size)
             out["segment_ids"][row, at] = number
-            out["context_ids"][row, at] = 1 if start else 0
             out["previous"][row, at] = np.arange(column - 1, column + size - 1)
-            out["previous"][row, column] = start - 1  # the first segment lies at the row's beginning
+            out["previous"][row, column] = before
             column += size
+            whole[number] = len(ids), column - 1
+            ancestor = number
+            while ancestor:
+                out["subtree_ends"][row][out["segment_ids"][row] == ancestor] = column
+                ancestor = parents.get(ancestor, 0)
     return out
 
 
 @cache
 def forward(model: Model) -> Any:
     def hidden(params: Any, p: dict[str, Any]) -> Any:
-        bounded = PackedAttention(p["segment_ids"], p["context_ids"])
+        bounded = PackedAttention(p["segment_ids"], p["subtree_ends"])
         attend = ExactPackedAttention.of(bounded, p["positions"], p["previous"])
         return model.hidden(params, p["tokens"], p["positions"], attend)[0]
 
@@ -155,18 +160,19 @@ def test_a_segments_bits_do_not_depend_on_where_it_lies(model, params, dtype):
     assert of_segment(alone, packed([[b]]), 1).tobytes() == of_segment(one, here, 4).tobytes()
 
 
-def test_a_shared_prompt_gives_the_bits_of_one_that_is_repeated(model, params):
+def test_shared_prefixes_give_the_bits_of_repeated_ones(model, params):
+    """A prompt, a sample that leaves there, and a turn that two samples share, away from the prompt."""
     rng = np.random.default_rng(2)
-    prompt = rng.integers(2, 19, TILE + 3)
-    tails = [rng.integers(2, 19, n) for n in (TILE, 2 * TILE + 1)]
-    own = packed([[np.concatenate([prompt, tail])] for tail in tails])
-    shared = packed(
-        [[prompt, *(np.concatenate([prompt, tail]) for tail in tails)]], {2: len(prompt), 3: len(prompt)}
-    )
+    texts = [rng.integers(2, 19, n) for n in (TILE + 3, TILE - 1, TILE, 2 * TILE + 1, TILE + 1)]
+    prompt, turn = texts[0], np.concatenate(texts[:2])
+    samples = [np.concatenate([turn, tail]) for tail in texts[2:4]] + [np.concatenate([prompt, texts[4]])]
+    own = packed([[each] for each in samples])
+    shared = packed([[prompt, samples[2], turn, *samples[:2]]], {2: 1, 3: 1, 4: 3, 5: 3})
+    assert shared["subtree_ends"].max(initial=0) == 2 * TILE + 2 + sum(map(len, texts[2:]))
     repeated, once = forward(model)(params, own), forward(model)(params, shared)
-    for number in (1, 2):
-        tail = of_segment(repeated, own, number)[len(prompt) :]
-        assert tail.tobytes() == of_segment(once, shared, number + 1).tobytes()
+    for number, place, start in ((1, 4, len(turn)), (2, 5, len(turn)), (3, 2, len(prompt))):
+        tail = of_segment(repeated, own, number)[start:]
+        assert tail.tobytes() == of_segment(once, shared, place).tobytes()
 
 
 def test_exact_hidden_states_and_gradients_are_the_bounded_ones_but_for_rounding(model, params):
@@ -182,8 +188,7 @@ def test_exact_hidden_states_and_gradients_are_the_bounded_ones_but_for_rounding
     def both(hidden: Any) -> Any:
         return jax.jit(jax.value_and_grad(lambda params: (hidden(params) * slopes).sum()))(params)
 
-    alone = {**p, "context_ids": np.zeros_like(p["tokens"])}
-    (one, slope), (other, want) = both(lambda params: forward(model)(params, alone)), both(bounded_hidden)
+    (one, slope), (other, want) = both(lambda params: forward(model)(params, p)), both(bounded_hidden)
     assert one == pytest.approx(float(other), rel=1e-5)
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-5 * float(np.abs(y).max())),

@@ -77,7 +77,7 @@ def rows_of(sequences: list[Trajectory], length: int) -> Batch:
         group_ids=zero.astype(np.int32),
         temperature=np.array([one.sampling.temperature for one in sequences], np.float32),
         truncated=zero.astype(bool),
-        pieces=Pieces(each, zero, sizes, each, zero, each + 1, zero, zero - 1),
+        pieces=Pieces(each, zero, sizes, each, zero, sizes, each + 1, zero - 1),
     )
     return fill(plan, each, dict(enumerate(sequences)))
 

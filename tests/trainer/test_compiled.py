@@ -59,14 +59,12 @@ def test_a_learner_compiles_each_program_once_for_any_number_of_micro_batches(
     state, _ = of.update(state, of.prepare(state, batch), turns)
     first = [program for program, _ in of.compiled]
     assert [first.count(name) for name in ("accumulate", "apply", "zero_sums", "finish")] == [1] * 4
-    more = pack(make_groups(), 2, LENGTH, layout="repeated")
-    twice = more._replace(
+    twice = batch._replace(
         **{
             name: np.concatenate([x, np.full_like(x, -1 if name == "previous" else 0)])
-            for name, x in more._asdict().items()
-            if x is not None and x.shape[:1] == more.tokens.shape[:1] and x.ndim > 1
-        },
-        context_ids=None if batch.context_ids is None else np.zeros((2 * len(more.tokens), LENGTH), np.int32),
+            for name, x in batch._asdict().items()
+            if x is not None and x.shape[:1] == batch.tokens.shape[:1] and x.ndim > 1
+        }
     )
     before = len(of.compiled)
     of.update(state, of.prepare(state, twice), turns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import chex
@@ -12,11 +13,14 @@ import pytest
 from areal_jax.trainer.learner import Learner
 from areal_jax.trainer.tree_passes import TreePasses
 from areal_jax.trainer.tree_update import TreeUpdate
+from areal_jax.trajectories import shared_prefixes
 from areal_jax.trajectories.leaf_order import Blocks
 from areal_jax.trajectories.packing import pack
+from areal_jax.trajectories.prefix_tree import Sampled, tree_of
 from areal_jax.types import ArealError, Group
-from tests.trainer.conftest import LENGTH, MakeLearner
+from tests.trainer.conftest import LENGTH, VOCAB, MakeLearner, make_groups
 from tests.trainer.prefix_trees import tree_groups
+from tests.trainer.test_shared_prompts import levels
 
 PLAIN: dict[str, Any] = dict(preset="decoupled_ppo", minibatches=2)
 EVERYTHING: dict[str, Any] = dict(
@@ -26,6 +30,33 @@ EVERYTHING: dict[str, Any] = dict(
     truncation="mask",
     minibatches=2,
 )
+
+
+def conversations() -> list[Group]:
+    """Groups that begin with the same tokens, share a task, and in pairs of samples also a turn."""
+    rng = np.random.default_rng(0)
+    text = lambda size: rng.integers(0, VOCAB, size).astype(np.int32)  # noqa: E731
+    rules, groups = text(3), []
+    for group in make_groups():
+        task = np.concatenate([rules, text(1)])
+        turns = [np.concatenate([task, text(1)]), task]
+        members = []
+        for t in group.trajectories:
+            prefix = turns[t.sample.member % 2]
+            size = len(prefix) + int(rng.integers(1, 3))
+            is_own = np.arange(size) >= len(prefix)
+            members.append(
+                replace(
+                    t,
+                    tokens=np.concatenate([prefix, text(size - len(prefix))]),
+                    loss_mask=is_own,
+                    behavior_logp=np.where(is_own, rng.normal(-4, 1, size), 0).astype(np.float32),
+                    versions=np.where(is_own, 1, -1).astype(np.int32),
+                    turn_ids=np.where(is_own, 0, -1).astype(np.int32),
+                )
+            )
+        groups.append(replace(group, trajectories=tuple(members)))
+    return groups
 
 
 def trained(learner: Learner, params: Any, batches: list[list[Group]], is_tree: bool) -> tuple[Any, Any]:
@@ -40,8 +71,8 @@ def trained(learner: Learner, params: Any, batches: list[list[Group]], is_tree: 
     return jax.device_get(state), metrics
 
 
-def assert_equal_updates(learner: Learner, params: Any) -> None:
-    batches = [tree_groups(seed, LENGTH) for seed in range(2)]
+def assert_equal_updates(learner: Learner, params: Any, batches: list[list[Group]] | None = None) -> None:
+    batches = batches or [tree_groups(seed, LENGTH) for seed in range(2)]
     one, of_one = trained(learner, params, batches, is_tree=True)
     two, of_two = trained(learner, params, batches, is_tree=False)
     moved = jax.tree.map(lambda x, y: np.abs(x - y).max(), two.params, params)
@@ -58,9 +89,26 @@ def test_an_update_over_trees_is_the_packed_one(learner: MakeLearner, params: An
     assert_equal_updates(learner(**PLAIN), params)
 
 
+def test_a_tree_mask_of_many_levels_gives_the_update_over_trees(
+    learner: MakeLearner, params: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(shared_prefixes, "LEAST_ACROSS_GROUPS", 3)
+    groups = conversations()
+    packed = pack(groups, 2, LENGTH, 2)
+    stored = (packed.segment_ids > 0).sum()
+    assert levels(packed) == {0, 1, 2, 3}
+    flat = [Sampled.of(t) for group in groups for t in group.trajectories]
+    assert tree_of(flat).tokens < stored < 0.7 * sum(len(each.tokens) for each in flat)
+    assert_equal_updates(learner(**PLAIN), params, [groups])
+
+
 @pytest.mark.slow
-def test_an_update_with_critic_reference_and_entropy_is_the_packed_one(learner: MakeLearner, params: Any):
+def test_an_update_with_critic_reference_and_entropy_is_the_packed_one(
+    learner: MakeLearner, params: Any, monkeypatch: pytest.MonkeyPatch
+):
     assert_equal_updates(learner(**EVERYTHING), params)
+    monkeypatch.setattr(shared_prefixes, "LEAST_ACROSS_GROUPS", 3)
+    assert_equal_updates(learner(**EVERYTHING), params, [conversations()])
 
 
 @pytest.mark.slow

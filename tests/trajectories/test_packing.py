@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from areal_jax.trajectories.allocation import allocate
 from areal_jax.trajectories.packing import pack
 from areal_jax.trajectories.plan import PackingError
+from areal_jax.trajectories.shared_prefixes import longest_first, unshared_tree
 from areal_jax.types import Group, Prompt, SampleId
 from tests.trajectories.samples import group, trajectory
 from tests.trajectories.unpacking import unpack
@@ -23,9 +24,9 @@ LENGTHS = st.lists(st.integers(1, CAPACITY), max_size=60)
 
 
 def alone(lengths: list[int], capacity: int) -> list[list[int]]:
-    """The bins of sequences that share no prompt."""
-    none = np.zeros(len(lengths), np.int64)
-    return allocate(np.array(lengths, np.int64), capacity, np.arange(len(lengths)), none)
+    """The bins of sequences that share no prefix."""
+    tree = longest_first(unshared_tree(np.array(lengths, np.int64)))
+    return [[index for index, _ in members] for members in allocate(tree, capacity)]
 
 
 def reference_bins(lengths: list[int], capacity: int) -> list[list[int]]:

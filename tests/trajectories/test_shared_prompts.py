@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from areal_jax.trajectories.allocation import allocate
 from areal_jax.trajectories.packing import pack
+from areal_jax.trajectories.shared_prefixes import longest_first, shareable_tree
 from areal_jax.types import Group, Prompt, SampleId
 from tests.trajectories.samples import trajectory
-from tests.trajectories.unpacking import unpack
+from tests.trajectories.unpacking import places, unpack
 
 LENGTH = 24
 
@@ -56,24 +57,14 @@ def test_unpacking_gives_whole_trajectories_back(groups: list[Group], rows: int)
 
 
 @given(GROUPS)
-def test_following_previous_and_context_gives_every_trajectory(groups: list[Group]):
-    """From a trajectory's last token back to its first, column by column of one row."""
+def test_a_trajectory_is_its_own_segment_behind_its_prompts(groups: list[Group]):
     batch = pack(groups, 1, LENGTH)
-    wanted = [one for group in groups for one in group.trajectories]
-    for number, one in enumerate(wanted, 1):
-        (row,) = set(np.argwhere(batch.segment_ids == number)[:, 0].tolist())
-        column = int(np.argwhere(batch.segment_ids[row] == number).max())
-        read, seen = [], set()
-        while column >= 0:
-            read.append(int(batch.tokens[row, column]))
-            seen.add(int(batch.segment_ids[row, column]))
-            column = int(batch.previous[row, column])
-        np.testing.assert_array_equal(read[::-1], one.tokens)
-        at = batch.segment_ids[row] == number
-        context = 0 if batch.context_ids is None else int(batch.context_ids[row][at][0])
-        assert seen == ({number, context} if context else {number})
-        if context:
-            assert np.argwhere(batch.segment_ids[row] == context).max() < np.argwhere(at).min()
+    ids = batch.segment_ids.reshape(-1)
+    for number, where in enumerate(places(batch), 1):
+        own = np.flatnonzero(ids == number)
+        np.testing.assert_array_equal(where[-len(own) :], own)
+        shared = ids[where[: -len(own)]]
+        assert (shared > len(batch.reward)).all() and len(set(shared.tolist())) <= 1
 
 
 @given(GROUPS)
@@ -93,11 +84,11 @@ def test_a_worked_example():
     group = asked(5, 3, [4, 2])
     batch = pack([group], 1, 12)
     np.testing.assert_array_equal(batch.segment_ids[0], [3, 3, 3, 1, 1, 1, 1, 2, 2, 0, 0, 0])
-    np.testing.assert_array_equal(batch.context_ids[0], [0, 0, 0, 3, 3, 3, 3, 3, 3, 0, 0, 0])
+    np.testing.assert_array_equal(batch.subtree_ends[0], [9, 9, 9, 7, 7, 7, 7, 9, 9, 0, 0, 0])
     np.testing.assert_array_equal(batch.positions[0], [0, 1, 2, 3, 4, 5, 6, 3, 4, 0, 0, 0])
     np.testing.assert_array_equal(batch.previous[0], [-1, 0, 1, 2, 3, 4, 5, 2, 7, -1, -1, -1])
     repeated = pack([group], 1, 12, layout="repeated")
-    assert repeated.context_ids is None
+    assert repeated.subtree_ends is None
     np.testing.assert_array_equal(repeated.segment_ids[0], [1] * 7 + [2] * 5)
 
 
@@ -110,15 +101,41 @@ def test_a_group_that_fits_no_row_repeats_its_prompt_only_there():
     assert pack(groups, 1, 24, layout="repeated").tokens.shape == (4, 24)
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6)), min_size=1, max_size=40),
-    st.lists(st.integers(0, 10), min_size=4, max_size=4),
-)
-def test_bins_with_shared_prompts_hold_no_more_than_fits(members: list[tuple[int, int]], prompts: list[int]):
-    owners = [owner for owner, _ in members]
-    lengths = [prompts[owner] + own for owner, own in members]
-    bins = allocate(np.array(lengths), 16, np.array(owners), np.array(prompts))
-    assert sorted(index for members in bins for index in members) == list(range(len(lengths)))
-    for inside in bins:
-        tokens = sum(prompts[owner] for owner in {owners[i] for i in inside})
-        assert tokens + sum(lengths[i] - prompts[owners[i]] for i in inside) <= 16
+def bins_of_prompts(groups: list[list[int]], prompts: list[int], capacity: int) -> list[list[int]]:
+    """Groups placed by their longest trajectory, their members the longest first, beside their prompt."""
+    lengths = [prompt + own for prompt, sizes in zip(prompts, groups, strict=True) for own in sizes]
+    owner = [number for number, sizes in enumerate(groups) for _ in sizes]
+    is_shared = [prompts[g] > 0 and len(groups[g]) > 1 for g in owner]
+    longest = [max(n for n, g in zip(lengths, owner, strict=True) if g == mine) for mine in owner]
+    rank = [
+        (-longest[i], True, owner[i], -lengths[i], i) if is_shared[i] else (-lengths[i], False, -1, 0, i)
+        for i in range(len(lengths))
+    ]
+    bins: list[list[int]] = []
+    homes: dict[int, list[list[int]]] = {}
+
+    def used(members: list[int]) -> int:
+        held = {owner[i] for i in members if is_shared[i]}
+        own = sum(lengths[i] - prompts[owner[i]] * is_shared[i] for i in members)
+        return own + sum(prompts[g] for g in held)
+
+    for index in sorted(range(len(lengths)), key=rank.__getitem__):
+        own = homes.setdefault(owner[index], []) if is_shared[index] else []
+        found = next((b for b in own if used([*b, index]) <= capacity), None)
+        if found is None:
+            with_room = [b for b in bins if used(b) + lengths[index] <= capacity]
+            found = min(with_room, key=len) if with_room else []
+            own.append(found)
+            bins += [found] if not found else []
+        found.append(index)
+    return bins
+
+
+@given(GROUPS)
+def test_bins_are_those_of_groups_that_share_their_prompt(groups: list[Group]):
+    flat = [one for group in groups for one in group.trajectories]
+    owner = np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups])
+    bins = allocate(longest_first(shareable_tree(flat, owner)), LENGTH)
+    prompts = [int((~group.trajectories[0].loss_mask).sum()) for group in groups]
+    sizes = [[one.completion_tokens for one in group.trajectories] for group in groups]
+    assert [[index for index, _ in members] for members in bins] == bins_of_prompts(sizes, prompts, LENGTH)

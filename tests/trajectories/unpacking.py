@@ -16,22 +16,29 @@ PREPARED = (
 """Names of the batch's arrays that the learner's `prepare` adds."""
 
 
+def places(batch: Batch) -> list[np.ndarray]:
+    """Returns for each trajectory the indices of its tokens among all B T tokens, the first token first."""
+    ids, previous = np.asarray(batch.segment_ids), np.asarray(batch.previous).tolist()
+    length = ids.shape[1]
+    order = np.argsort(ids, axis=None, kind="stable")
+    last = order[np.searchsorted(ids.reshape(-1)[order], np.arange(len(batch.reward)) + 2) - 1]
+    found = []
+    for row, column in zip(*(x.tolist() for x in np.divmod(last, length)), strict=True):
+        columns = []
+        while column >= 0:
+            columns.append(column)
+            column = previous[row][column]
+        found.append(row * length + np.array(columns[::-1]))
+    return found
+
+
 def unpack(batch: Batch) -> list[dict[str, Any]]:
     """Returns a dict for each trajectory, in segment order: name of a field of Batch -> its values."""
     present = [*PER_TOKEN, "positions", *(n for n in ("support", *PREPARED) if getattr(batch, n) is not None)]
     arrays = {name: np.asarray(getattr(batch, name)) for name in present}
     flat = {name: array.reshape(-1, *array.shape[2:]) for name, array in arrays.items()}
-    ids = np.asarray(batch.segment_ids).reshape(-1)
-    contexts = None if batch.context_ids is None else np.asarray(batch.context_ids).reshape(-1)
-    count = len(np.asarray(batch.reward))
-    order = np.argsort(ids, kind="stable")  # stable: a segment's tokens keep their order
-    edges = np.searchsorted(ids[order], np.arange(ids.max() + 2))
     segments = []
-    for number in range(count):
-        where = order[edges[number + 1] : edges[number + 2]]
-        context = 0 if contexts is None else int(contexts[where[0]])
-        if context:
-            where = np.concatenate([order[edges[context] : edges[context + 1]], where])
+    for number, where in enumerate(places(batch)):
         segments.append(
             {name: array[where] for name, array in flat.items()}
             | {

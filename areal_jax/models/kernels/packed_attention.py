@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array, Float, Int
 
-from areal_jax.models.blockwise import blockwise_attention
+from areal_jax.models.blockwise import blockwise_attention, segment_ends
 from areal_jax.models.kernels.trials import Trial, failure, tried_apart
 from areal_jax.parallel.mesh import ROWS
 from areal_jax.parallel.private_jax import cudnn_attention
@@ -88,7 +88,7 @@ def triton(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
 
 def blocks(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
     """Returns causal attention within segments by JAX code: used if no kernel works, and to test kernels."""
-    return blockwise_attention(q, k, v, segment_ids, block=TRITON_BLOCK)
+    return blockwise_attention(q, k, v, segment_ends(segment_ids), block=TRITON_BLOCK)
 
 
 KERNELS: Mapping[str, Kernel] = {"cudnn": cudnn, "triton": triton}
@@ -249,10 +249,10 @@ def on_mesh(choice: Choice, mesh: Mesh, kv_heads: int) -> Kernel | None:
 
 
 def over_mesh(attend: Callable[..., Array], mesh: Mesh, kv_heads: int, ids: int = 1) -> Callable[..., Array]:
-    """Returns the function `attend(q, k, v, *id_arrays)`, split so that each device computes its part.
+    """Returns the function `attend(q, k, v, *per_token)`, split so that each device computes its part.
 
     That is its rows and its heads; heads are split only if the mesh's tensor axis divides `kv_heads`. q, k
-    and v are (B, T, heads, h); `ids` is the number of (B, T) arrays of ids that follow them.
+    and v are (B, T, heads, h); `ids` is the number of (B, T) arrays that follow them.
     """
     if mesh.size == 1:
         return attend
