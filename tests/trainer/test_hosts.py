@@ -27,6 +27,7 @@ from areal_jax.models.model import Model
 from areal_jax.trainer.checkpoint import committed, discard_newer
 from areal_jax.trajectories.codec import encode
 from areal_jax.trajectories.packing import plan_batch
+from areal_jax.trajectories.plan import Layout
 from areal_jax.weights.orbax import OrbaxReader
 from tests.small_run import small
 from tests.trainer.conftest import make_groups
@@ -37,6 +38,8 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 280
 TOGETHER, ALONE = "{fsdp: 2, tensor: 2}", "{data: 1}"
+PLANS: dict[str, Layout] = {"plan": "shared", "apart": "apart"}
+"""Files of plans: for packed batches, and for updates over prefix trees."""
 OWN = ("digest", "compiled_programs", "memory_forecast_bytes")
 """What is another mesh's own."""
 
@@ -47,8 +50,9 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("hosts")
     for step in range(STEPS):
         groups = make_groups(seed=step)
-        plan = plan_batch(groups, ROWS, LENGTH, minibatches=2)
-        (folder / f"plan-{step}").write_bytes(msgpack.packb(plan.to_wire()))
+        for name, layout in PLANS.items():
+            plan = plan_batch(groups, ROWS, LENGTH, minibatches=2, layout=layout)
+            (folder / f"{name}-{step}").write_bytes(msgpack.packb(plan.to_wire()))
         for place, one in enumerate(one for group in groups for one in group.trajectories):
             (folder / f"{step}-{place}").write_bytes(encode(one))
     return folder
@@ -120,6 +124,17 @@ def test_two_processes_train_as_one(alone: dict[str, Any], pair: list[dict[str, 
         assert figures(first)[step] == pytest.approx(wanted, rel=1e-5, abs=1e-8), step
     assert first["digests"] == second["digests"]
     assert first["digests"]["0"] == alone["digests"]["0"]  # the same first parameters on any mesh
+
+
+def test_two_processes_train_over_prefix_trees_as_one_trains_packed(folder: Path, alone: dict[str, Any]):
+    first, second = train(folder, "trees", 2, run="trees", plans="apart", last=2)
+    assert list(figures(first)) == ["0", "1"]
+    for step, row in figures(first).items():
+        wanted = figures(alone)[step]
+        assert row.keys() == wanted.keys()
+        for name in row.keys() - {"logp_unequal"}:
+            assert row[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-6), (step, name)
+    assert first["digests"] == second["digests"]
 
 
 def test_the_first_process_tells_and_the_others_do_not(pair: list[dict[str, Any]]):
