@@ -29,9 +29,6 @@ CRITIC = [
 LORA = ["model.lora.rank=2", "model.quantize=nf4", "weights.backend=orbax", "algorithm.kl.coef=0.05"]
 """Codes, adapters alone trained, and a reference that shares the codes."""
 
-TREE = ["trainer.compute=tree", "trainer.tree_block=32"]
-"""Batches trained over prefix trees, also those that a resumed run trains again."""
-
 CLI = ["env", "--default-signal=INT", sys.executable, "-m", "areal_jax.cli.main"]
 """Ctrl-C reaches a child also where this process was started with interrupts ignored."""
 
@@ -102,7 +99,7 @@ def test_kill_9_at_any_moment(tmp_path, moment):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("extra", [["weights.backend=memory"], ["weights.backend=orbax"], CRITIC, LORA, TREE])
+@pytest.mark.parametrize("extra", [["weights.backend=memory"], ["weights.backend=orbax"], CRITIC, LORA])
 def test_at_eta_0_a_killed_run_ends_with_the_same_bits_as_an_untouched_one(tmp_path, extra):
     words = ("run.steps=30", "control.max_staleness=0", "trainer.checkpoint_every=8")
     words += tuple(extra)

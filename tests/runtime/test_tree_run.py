@@ -7,7 +7,7 @@ give the same parameters and metrics.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,16 +18,19 @@ import pytest
 from areal_jax.assembly.parts import Parts, assemble
 from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
+from areal_jax.control.events import BatchTrained
 from areal_jax.generation.rollout import rollout
 from areal_jax.observe.metrics import read_rows
-from areal_jax.runtime.jobs import run
+from areal_jax.runtime.jobs import resume, run
 from areal_jax.runtime.reading import audit_run, open_journal
 from areal_jax.runtime.recovery import journaled_batches, journaled_groups
 from areal_jax.runtime.rows import batch_figures
 from areal_jax.tasks.datasets.tool_game import ToolGame
-from areal_jax.trainer.checkpoint import restore
+from areal_jax.trainer.checkpoint import discard_newer, restore
 from areal_jax.trainer.tree_update import TreeBatch, TreeUpdate
+from areal_jax.trajectories.journal import Entry
 from areal_jax.trajectories.packing import pack
+from areal_jax.trajectories.sqlite import JournalError, SqliteQueue
 from areal_jax.types import Completion, Group, Prompt, Reward
 from areal_jax.weights.digest import digest
 
@@ -89,13 +92,44 @@ def plain_loop(config: Config) -> list[str]:
     return digests
 
 
-def test_eta_0_is_bit_identical_to_the_plain_loop_over_trees(tmp_path: Path):
-    words = ("run.steps=6", "control.max_staleness=0")
-    rows = run(config_of(tmp_path / "run", *words), tasks=[Capitals()], stream=io.StringIO()).metrics
-    found = [row["params_digest"] for row in rows]
-    assert len(set(found)) == 6
-    assert found == plain_loop(config_of(tmp_path / "plain", *words))
+SYNC = ("run.steps=5", "control.max_staleness=0", "trainer.checkpoint_every=2")
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return plain_loop(config_of(tmp_path_factory.mktemp("plain"), *SYNC))
+
+
+def test_eta_0_is_bit_identical_to_the_plain_loop_over_trees(tmp_path: Path, oracle: list[str]):
+    rows = run(config_of(tmp_path / "run", *SYNC), tasks=[Capitals()], stream=io.StringIO()).metrics
+    assert len(set(oracle)) == 5
+    assert [row["params_digest"] for row in rows] == oracle
     assert {row["token_age_max"] for row in rows} == {0}
+
+
+def test_after_a_crash_batches_are_trained_again_over_their_trees_to_the_same_bits(
+    tmp_path: Path, oracle: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    """The journal ends after step 2, which makes version 3; the newest checkpoint has version 2."""
+    folder, append, has_ended = tmp_path / "run", SqliteQueue.append, []
+
+    def append_until(self: SqliteQueue, entries: Sequence[Entry], durable: bool = False) -> Any:
+        if has_ended:
+            raise JournalError("killed")
+        events = [entry.event for entry in entries]
+        has_ended.extend(each for each in events if isinstance(each, BatchTrained) and each.step == 2)
+        return append(self, entries, durable)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SqliteQueue, "append", append_until)
+        with pytest.raises(JournalError, match="killed"):
+            run(config_of(folder, *SYNC), tasks=[Capitals()], stream=io.StringIO())
+    assert discard_newer(folder / "checkpoints", 2) == [3], "as a trainer that is killed leaves no checkpoint"
+    said = io.StringIO()
+    resume(folder, tasks=[Capitals()], stream=said)
+    assert "training steps 2 to 2 again from the journal" in said.getvalue()
+    assert [row["params_digest"] for row in read_rows(folder)] == oracle
+    assert audit_run(folder).ok
 
 
 # --- asynchronous -------------------------------------------------------------------------------------------
