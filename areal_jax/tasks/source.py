@@ -27,6 +27,7 @@ BUILTIN = {
     "math": "areal_jax.tasks.datasets.math_data:Math",
     "multihop": "areal_jax.tasks.datasets.multihop:MultiHop",
     "reasoning_gym": "areal_jax.tasks.datasets.reasoning_gym:ReasoningGym",
+    "tool_game": "areal_jax.tasks.datasets.tool_game:ToolGame",
 }
 """Name of a built-in task -> module:Name of the class. The class's docstring describes the task."""
 
@@ -103,17 +104,24 @@ class PromptStream:
     """A run's prompts by ordinal (place in the run's order), a pure function of tasks, seed and ordinal.
 
     So a resumed run gets the same prompts again. Each epoch of a task, one pass over its prompts, has its own
-    shuffle. In every block of BLOCK (1000) consecutive ordinals each task gets its fraction by weight; which
-    task comes at which place is drawn at random for each block. Shuffles depend on a task's position in
-    `tasks`, not on its name, because `generation.rollout` names a task after its class and must get the same
-    prompts as a run.
+    shuffle, in which `Task.successive` prompts stay together. In every block of BLOCK (1000) consecutive
+    ordinals each task gets its fraction by weight; which task comes at which place is drawn at random for
+    each block. Shuffles depend on a task's position in `tasks`, not on its name, because `generation.rollout`
+    names a task after its class and must get the same prompts as a run.
     """
 
     def __init__(self, tasks: Mapping[str, WeightedTask], seed: int) -> None:
-        """Raises TaskError if a task has no prompts, or a weight too small for one prompt in BLOCK."""
+        """Raises TaskError if a task has no prompts, a weight too small for one prompt in BLOCK, or a number
+        `successive` below 1.
+        """
         for name, weighted in tasks.items():
             if len(weighted.task) < 1:
                 raise TaskError(f"tasks.{name} has no prompts; check its settings, or leave the task out")
+            if weighted.task.successive < 1:
+                raise TaskError(
+                    f"{type(weighted.task).__name__}.successive={weighted.task.successive} is not positive; "
+                    "give at least 1"
+                )
         self._names = list(tasks)
         self._tasks = [tasks[name].task for name in self._names]
         self._seed = seed
@@ -144,7 +152,11 @@ class PromptStream:
         return turns[_shuffled(BLOCK, f"{self._seed}/mixture/{block}")]
 
     def _permutation(self, number: int, epoch: int) -> np.ndarray:
-        return _shuffled(len(self._tasks[number]), f"{self._seed}/task/{number}/{epoch}")
+        count, successive = len(self._tasks[number]), self._tasks[number].successive
+        runs = _shuffled(-(-count // successive), f"{self._seed}/task/{number}/{epoch}")
+        order = (runs[:, None] * successive + np.arange(successive)).ravel()
+        # The last run may be shorter than the others.
+        return order[order < count]
 
 
 def _quotas(weights: Mapping[str, float]) -> np.ndarray:

@@ -31,6 +31,13 @@ class Task:
     wants_pieces: bool = False
     """Whether `score` reads `Completion.pieces`, the text of each token."""
 
+    successive: int = 1
+    """Number of prompts that stay together when the prompts are shuffled.
+
+    Prompts k * successive up to, but without, (k + 1) * successive come one after another, for example
+    because they are turns of one game, whose common prefix a batch computes once (trainer.compute=tree).
+    """
+
     def __len__(self) -> int:
         raise TaskError(f"{type(self).__name__} has no __len__; define it to return the number of prompts")
 

@@ -34,6 +34,7 @@ SETTINGS = {
     "math": {"data_dir": "."},
     "multihop": {"hops": 4, "size": 50},
     "reasoning_gym": {"dataset": "fraction_simplification", "size": 20},
+    "tool_game": {"rooms": 6, "compact": True, "split": "test"},
 }
 
 

@@ -16,9 +16,10 @@ from areal_jax.types import ArealError, Prompt
 
 
 class Numbered(Task):
-    def __init__(self, *, size: int = 10, flavour: str = "plain") -> None:
+    def __init__(self, *, size: int = 10, flavour: str = "plain", successive: int = 1) -> None:
         self.size = size
         self.flavour = flavour
+        self.successive = successive
 
     def __len__(self) -> int:
         return self.size
@@ -91,6 +92,39 @@ def test_in_a_mixture_every_task_still_sees_each_index_once_an_epoch():
         indices = [index for task, index in places if task == name]
         for start in range(0, len(indices) - size + 1, size):
             assert sorted(indices[start : start + size]) == list(range(size))
+
+
+@settings(max_examples=25)
+@given(st.integers(1, 300), st.integers(1, 12), st.integers(0, 2**31 - 1))
+def test_successive_prompts_stay_together_and_each_comes_once_an_epoch(size: int, together: int, seed: int):
+    """Also in a mixture, where prompts of other tasks come between; the last run may be shorter."""
+    own, other = Numbered(size=size, successive=together), Numbered(size=41)
+    mixed = PromptStream({"own": WeightedTask(own), "other": WeightedTask(other, 0.5)}, seed)
+    places = [mixed.place(i) for i in range(3 * size + BLOCK)]
+    indices = [index for name, index in places if name == "own"][: 2 * size]
+    assert len(indices) == 2 * size
+    for epoch in (indices[:size], indices[size:]):
+        assert sorted(epoch) == list(range(size))
+        firsts = [at for at, index in enumerate(epoch) if index % together == 0]
+        for at in firsts:
+            run = range(epoch[at], min(epoch[at] + together, size))
+            assert epoch[at : at + len(run)] == list(run)
+    if size > 20 * together:
+        assert indices[:size] != indices[size:] != list(range(size)), "the runs are shuffled"
+
+
+def test_an_order_never_changes_between_releases():
+    """Typed in: a run that an older release began must get the same prompts when it is resumed."""
+    alone, mixed = stream(7, only=(10, 1.0)), stream(3, a=(9, 1.0), b=(100, 2.0))
+    assert [alone.place(i)[1] for i in range(12)] == [0, 3, 8, 4, 6, 9, 5, 7, 1, 2, 2, 4]
+    names, indices = zip(*map(mixed.place, range(990, 1002)), strict=True)
+    assert "".join(names) == "ababbabaabbb"
+    assert indices == (1, 55, 0, 81, 22, 8, 77, 5, 7, 6, 60, 49)
+
+
+def test_runs_of_no_prompts_are_refused():
+    with pytest.raises(ArealError, match=r"Numbered\.successive=0 is not positive"):
+        PromptStream({"own": WeightedTask(Numbered(successive=0))}, 0)
 
 
 def test_a_prompt_carries_its_tasks_name():

@@ -26,6 +26,7 @@ WORDS = (
     "algorithm.minibatches=2",
     "algorithm.kl={coef: 0.05}",
     "trainer.rows=4",
+    "trainer.tree_block=24",
     "trainer.supervised_steps=1",
     "runtime.placement=shared",
     "runtime.deadline_s=60",
@@ -42,6 +43,8 @@ class Asked(NamedTuple):
     last: int
     """Train up to this version."""
     run: str = "run"
+    plans: str = "plan"
+    """Name of the files with the plans of the steps' batches."""
     stops_at: int = -1
     """Send itself a signal while it packs this step."""
     by: int = signal.SIGSTOP
@@ -92,7 +95,7 @@ def train(folder: Path, asked: Asked, beat: Beat) -> dict[str, Any]:
     )
     clock.follow(beat)
     for step in range(first.version, asked.last):
-        plan = BatchPlan.from_wire(msgpack.unpackb((folder / f"plan-{step}").read_bytes()))
+        plan = BatchPlan.from_wire(msgpack.unpackb((folder / f"{asked.plans}-{step}").read_bytes()))
         source = partial(read, folder, step, asked)
         trainer.inbox.put(TrainBatch(step, (step,), plan, source))
     trainer.inbox.put(None)

@@ -27,6 +27,7 @@ from areal_jax.models.model import Model
 from areal_jax.trainer.checkpoint import committed, discard_newer
 from areal_jax.trajectories.codec import encode
 from areal_jax.trajectories.packing import plan_batch
+from areal_jax.trajectories.plan import Layout
 from areal_jax.weights.orbax import OrbaxReader
 from tests.small_run import small
 from tests.trainer.conftest import make_groups
@@ -37,6 +38,8 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 280
 TOGETHER, ALONE = "{fsdp: 2, tensor: 2}", "{data: 1}"
+PLANS: dict[str, Layout] = {"plan": "shared", "apart": "apart"}
+"""Files of plans: for packed batches, and for updates over prefix trees."""
 OWN = ("digest", "compiled_programs", "memory_forecast_bytes")
 """What is another mesh's own."""
 
@@ -47,8 +50,9 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("hosts")
     for step in range(STEPS):
         groups = make_groups(seed=step)
-        plan = plan_batch(groups, ROWS, LENGTH, minibatches=2)
-        (folder / f"plan-{step}").write_bytes(msgpack.packb(plan.to_wire()))
+        for name, layout in PLANS.items():
+            plan = plan_batch(groups, ROWS, LENGTH, minibatches=2, layout=layout)
+            (folder / f"{name}-{step}").write_bytes(msgpack.packb(plan.to_wire()))
         for place, one in enumerate(one for group in groups for one in group.trajectories):
             (folder / f"{step}-{place}").write_bytes(encode(one))
     return folder
@@ -166,6 +170,21 @@ def test_a_checkpoint_of_two_processes_is_gone_on_from(
     if processes == 2:
         assert [one["digests"]["4"] for one in resumed] == [pair[0]["digests"]["4"]] * 2
     assert committed(folder / name / "checkpoints") == [2, 4]
+
+
+def test_two_processes_train_over_prefix_trees_as_one_trains_packed(
+    folder: Path, alone: dict[str, Any], pair: Any
+):
+    """From the pair's checkpoint of version 2, which saves the supervised start."""
+    go_back(folder, "trees")
+    first, second = train(folder, "trees", 2, run="trees", plans="apart", last=3)
+    assert first["restored"] == second["restored"] == 2
+    (found,), wanted = figures(first).values(), figures(alone)["2"]
+    assert found.keys() == wanted.keys()
+    for name in found.keys() - {"logp_unequal"}:  # a count of tokens that differ in any bit
+        assert found[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-6), name
+    assert first["digests"] == second["digests"]
+    assert first["digests"]["2"] != first["digests"]["3"]
 
 
 # --- ends ---------------------------------------------------------------------------------------------------

@@ -107,20 +107,29 @@ class Procedural(Interleaved, ABC):
 
     def _is_own(self, content: str) -> bool:
         """Returns whether the problem with this content is in this task's split."""
-        digest = hashlib.blake2b(content.encode(), digest_size=8).digest()
-        is_test = int.from_bytes(digest, "little") % _TEST_ONE_IN == 0
-        return is_test == (self._split == "test")
+        return is_in_split(content, self._split)
 
     def _first(self, draw: Callable[[], T | None]) -> T:
-        """Returns the first result of `draw` that is not None; raises TaskError after _MAX_DRAWS calls."""
-        for _ in range(_MAX_DRAWS):
-            drawn = draw()
-            if drawn is not None:
-                return drawn
-        raise TaskError(
-            f"none of {_MAX_DRAWS} problems drawn with these settings belongs to split={self._split}; choose "
-            "settings with more distinct problems"
-        )
+        return first_drawn(draw, self._split)
+
+
+def is_in_split(content: str, split: str) -> bool:
+    """Returns whether the problem with this content is in `split`; about one problem in ten is in test."""
+    digest = hashlib.blake2b(content.encode(), digest_size=8).digest()
+    is_test = int.from_bytes(digest, "little") % _TEST_ONE_IN == 0
+    return is_test == (split == "test")
+
+
+def first_drawn(draw: Callable[[], T | None], split: str) -> T:
+    """Returns the first result of `draw` that is not None; raises TaskError after _MAX_DRAWS calls."""
+    for _ in range(_MAX_DRAWS):
+        drawn = draw()
+        if drawn is not None:
+            return drawn
+    raise TaskError(
+        f"none of {_MAX_DRAWS} problems drawn with these settings belongs to split={split}; choose "
+        "settings with more distinct problems"
+    )
 
 
 def numbers_up_to(name: str, most: int, least: int | None, bounds: range) -> range:
