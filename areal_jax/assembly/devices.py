@@ -137,7 +137,7 @@ def memory_table(
             ("trainer", "the critic's gradient, float32", 4 * critic // shards),
         ]
     state = sum(size for _, what, size in rows if "gradient" not in what)
-    if config.trainer.compute == "tree":
+    if config.trainer.compute != "packed":
         rows.append(("trainer", "a prefix tree's path, and its gradient in float32", _path_bytes(config, c)))
     rows.append(("the host's memory", "all but the gradient, while a checkpoint is written", state))
     if teacher is not None:

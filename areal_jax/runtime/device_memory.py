@@ -37,11 +37,12 @@ class MemoryWatch:
         `is_alone`: False if hosts decode on the device between the programs of the update. Raises ArealError
         if the forecast exceeds the device's memory.
         """
-        shape = (batch.batch if isinstance(batch, TreeBatch) else batch).tokens.shape
-        if shape in self._forecasts:
+        is_tree = isinstance(batch, TreeBatch)
+        shape = (batch.batch if is_tree else batch).tokens.shape
+        if (is_tree, shape) in self._forecasts:
             return
         forecast = self._learner.forecast(state, batch, is_alone)
-        self._forecasts[shape] = forecast.peak
+        self._forecasts[is_tree, shape] = forecast.peak
         largest = forecast.largest
         parts = f"{_gib(forecast.resident)} resident, {_gib(forecast.needs[largest])} in {largest}"
         rows, length = shape

@@ -30,6 +30,7 @@ from areal_jax.trainer.tree_arrays import Gradients, Sequences, Step
 from areal_jax.trainer.tree_passes import TreePasses
 from areal_jax.trainer.update import Objective
 from areal_jax.trajectories.leaf_order import Blocks, depth_first
+from areal_jax.trajectories.leaf_ranges import TOKENS, LeafCosts
 from areal_jax.trajectories.prefix_tree import Sampled, trained_on_paths, tree_of
 from areal_jax.trajectories.walk import POP, PUSH, Walk, plan_walk
 from areal_jax.types import Batch
@@ -119,13 +120,16 @@ class TreeUpdate:
         minibatches: int,
         others: Mapping[str, tuple[Pushes, Params]],
         between: Between,
+        *,
+        costs: LeafCosts = TOKENS,
     ) -> TreeBatch:
         """Returns the batch on the mesh with all that `update` needs.
 
         `batch`: numpy arrays, one sequence per row, equally many rows for each minibatch. `others`: names of
-        further log-probs, with the models and parameters under which they are computed.
+        further log-probs, with the models and parameters under which they are computed. `costs`: by which the
+        leaves are cut over the devices.
         """
-        sequences, walks = self._planned(batch, minibatches)
+        sequences, walks = self._planned(batch, minibatches, costs)
         batch = map_batch(self._everywhere, self._everywhere, batch)
         steps = [each.scoring for each in walks]
         names = {"proximal_logp": "logp", "values_after": "values_after"}
@@ -142,7 +146,9 @@ class TreeUpdate:
         finished = self._programs.finish(batch, state.version, state.kl_control, scores)
         return TreeBatch(finished, sequences, walks)
 
-    def _planned(self, batch: Batch, minibatches: int) -> tuple[Sequences, tuple[Walks, ...]]:
+    def _planned(
+        self, batch: Batch, minibatches: int, costs: LeafCosts
+    ) -> tuple[Sequences, tuple[Walks, ...]]:
         """Returns the sequences on the devices, and the walks over the tree of each minibatch."""
         is_asked = np.zeros(batch.tokens.shape, bool)
         temperature = np.ones(batch.tokens.shape, self._objective.forward.model.config.accumulate)
@@ -154,7 +160,7 @@ class TreeUpdate:
             tree = depth_first(tree_of(sampled), self._blocks)
             trained = trained_on_paths(tree, sampled, self._length)
             is_asked[own], temperature[own] = trained.is_trained, trained.temperature
-            plan = partial(plan_walk, tree, self._walks, self._blocks)
+            plan = partial(plan_walk, tree, self._walks, self._blocks, costs)
             walks.append(Walks(plan(with_gradients=False).of_rows(own), plan().of_rows(own)))
         sequences = Sequences(
             tokens=self._everywhere(batch.tokens),
