@@ -131,8 +131,13 @@ def tree_work(
         for with_gradients, times in ((False, passes), (True, 1)):
             if times:
                 calls = calls_of(tree, walks, blocks, costs, with_gradients=with_gradients)
-                total += times * np.array([_work_of_call(call) for call in calls]).reshape(-1, 4).sum(axis=0)
+                total += times * np.array(work_of_calls(calls))
     return Work(*total.tolist())
+
+
+def work_of_calls(calls: Sequence[Call]) -> Work:
+    """Returns the work of the steps over one tree."""
+    return Work(*np.array([(0, 0, 0, 0), *map(_work_of_call, calls)]).sum(axis=0).tolist())
 
 
 def _work_of_call(call: Call) -> Work:
