@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +15,16 @@ from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
 from areal_jax.control.events import BatchTrained, Train
 from areal_jax.observe.metrics import read_rows
+from areal_jax.observe.waits import Timeline
 from areal_jax.runtime import compute_choice
 from areal_jax.runtime.compute_choice import ComputeChoice, plan_groups
 from areal_jax.runtime.jobs import resume, run
 from areal_jax.runtime.recovery import train_again
+from areal_jax.runtime.trainer_loop import held_batch, train_batch
+from areal_jax.trajectories.leaf_ranges import LeafCosts
 from areal_jax.trajectories.plan import BatchPlan
 from areal_jax.trajectories.sqlite import JournalError, SqliteQueue
-from areal_jax.types import Group, Prompt, SampleId, Sampling
+from areal_jax.types import Batch, Group, Prompt, SampleId, Sampling
 from tests.small_run import small
 from tests.trajectories.samples import trajectory
 
@@ -137,8 +141,13 @@ def test_where_bits_are_promised_or_the_way_is_given_nothing_measured_decides(wo
     choice, groups = ComputeChoice(config(word)), turns()
     first = choice.plan(groups, True).choice
     assert first["compute"] == "tree"
-    assert set(ways(choice, groups, {"packed": 0.1, "tree": 9.0}, 60)) == {"tree"}
+    assert set(ways(choice, groups, {"packed": 0.1, "tree": 9.0}, 40)) == {"tree"}
     assert choice.plan(groups, True).choice == first
+
+
+def test_where_bits_are_promised_no_way_is_tried():
+    choice = ComputeChoice(config("control.max_staleness=0"))
+    assert set(ways(choice, apart(), {"packed": 9.0, "tree": 0.1}, 40)) == {"packed"}
 
 
 def test_on_several_devices_measured_costs_cut_the_leaves():
@@ -153,6 +162,38 @@ def test_on_several_devices_measured_costs_cut_the_leaves():
     same = ComputeChoice(config(*words, "control.max_staleness=0"))
     ways(same, groups, {"tree": 0.5}, 16)
     assert "tree_costs" not in same.plan(groups, True).choice
+
+
+# --- the trainer --------------------------------------------------------------------------------------------
+
+
+def test_the_trainer_cuts_by_the_plans_costs_and_reports_the_choice_and_its_own_seconds():
+    """Half a second passes in the turn of a host, which is not the trainer's."""
+    c, groups = load_config(*WORDS, "trainer.compute=tree"), turns(1)
+    choice = {"compute": "tree", "tree_costs": [3.0, 1.0, 0.5]}
+    batch = held_batch(0, groups, plan_groups(c, groups, True, choice))
+    costs: list[Any] = []
+
+    def prepare_tree(state: Any, packed: Batch, between: Any, given: Any) -> Batch:
+        costs.append(given)
+        between(result)
+        return packed
+
+    result: Any = SimpleNamespace(block_until_ready=lambda: None)
+    learner = SimpleNamespace(
+        prepare_tree=prepare_tree,
+        update=lambda state, prepared, between: (state, {"grad_norm": 1.0}),
+        versioned=lambda state: "value",
+    )
+    memory: Any = SimpleNamespace(before=lambda *_: time.sleep(0.2), after=lambda: {"compiled_programs": 0.0})
+    parts: Any = SimpleNamespace(learner=learner)
+    wait: Any = lambda _: time.sleep(0.5)  # noqa: E731
+    state: Any = None
+    clock = Timeline(None).clock("trainer")
+    _, _, metrics = train_batch(parts, state, batch, clock, wait, memory)
+    assert costs == [LeafCosts(3.0, 1.0, 0.5)]
+    assert metrics.pop("update_s") < 0.2
+    assert metrics == {"grad_norm": 1.0, "compiled_programs": 0.0, **choice}
 
 
 # --- trained again ------------------------------------------------------------------------------------------

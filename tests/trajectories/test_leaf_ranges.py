@@ -62,6 +62,11 @@ def test_long_leaves_weigh_more_by_their_pairs():
     assert ranges(tree(sequences), 2, LeafCosts(0, 0, 1)).tolist() == [0, 5, 6]
 
 
+def test_each_leaf_costs_a_call():
+    sequences = [[number] for number in range(5)] + [[9, *range(29)]]
+    assert ranges(tree(sequences), 2, LeafCosts(1, 0, 0)).tolist() == [0, 3, 6]
+
+
 @pytest.mark.parametrize("count", [2, 4, 8])
 def test_a_cut_needs_no_more_tokens_than_bins_of_sequences(count):
     """AReaL-DTA's baseline: first-fit-decreasing by the tokens of sequences, which parts those that share."""
