@@ -69,8 +69,9 @@ class MemoryWatch:
         if self._steps:
             for program, shapes in compiled:
                 self._note(
-                    f"the program {program} was compiled again after the first step, because the shapes of "
-                    f"its arguments changed (now {_some(shapes)}); the run continues, but compiling took time"
+                    f"the program {program} was compiled after the first step, because no earlier step "
+                    f"called it with these shapes ({_some(shapes)}); the run continues, but compiling took "
+                    "time"
                 )
         self._steps += 1
         figures = {
