@@ -53,7 +53,7 @@ def for_trainer(config: Config, model: ModelConfig, need: Need) -> Iterator[tupl
     temporary, excess, shards = need.temporary, need.excess, t.mesh.data * t.mesh.fsdp
     if t.remat != "layer":
         yield "trainer.remat=layer", temporary // 2
-    if t.compute == "tree" and config.tree_block > 256:
+    if t.compute != "packed" and config.tree_block > 256:
         yield f"trainer.tree_block={config.tree_block // 2}", temporary // 2
     rows = shards * int(t.rows / shards * max(0.0, 1 - excess / max(1, temporary)))
     if shards <= rows < t.rows:

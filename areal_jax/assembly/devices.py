@@ -115,7 +115,7 @@ def memory_table(
     there is one copy of the published weights; otherwise the trainer holds one, and each host holds the
     current and the next version (with on_update=pinned, more). `teacher`: None without distillation.
     """
-    c, g, dtype = model.config, config.generation, config.wire_dtype
+    c, dtype = model.config, config.wire_dtype
     shards, host_shards = config.trainer.mesh.fsdp * config.trainer.mesh.tensor, config.runtime.host_tensor
     wire = params_bytes(model, dtype)
     moments = "trainer" if config.trainer.optimizer_memory == "device" else "the trainer's host memory"
@@ -137,7 +137,7 @@ def memory_table(
             ("trainer", "the critic's gradient, float32", 4 * critic // shards),
         ]
     state = sum(size for _, what, size in rows if "gradient" not in what)
-    if config.trainer.compute == "tree":
+    if config.trainer.compute != "packed":
         rows.append(("trainer", "a prefix tree's path, and its gradient in float32", _path_bytes(config, c)))
     rows.append(("the host's memory", "all but the gradient, while a checkpoint is written", state))
     if teacher is not None:
@@ -152,20 +152,25 @@ def memory_table(
         sets = config.parameter_sets + is_ahead  # one waits in its process for room
         what = "and the next ones" if sets == 2 else f"of up to {sets} versions"
         rows.append(("each host", f"serving weights, {what}, {dtype}", sets * wire // host_shards))
-    page = g.tokens_per_page
-    room = g.kv_tokens or g.slots * g.length
-    kv_dtype = c.dtype if g.kv_dtype == "auto" else g.kv_dtype
-    abstract = jax.eval_shape(lambda: model.kv_pages(room // page, page, kv_dtype))
-    kv = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract))
-    kv_shards = host_shards if c.kv_heads % host_shards == 0 else 1
-    rows.append(("each host", f"KV pages, {room} tokens, {kv_dtype}", kv // kv_shards))
+    pages = _kv_pages(config, model)
+    rows.append(("each host", *pages))
     if config.observe.evaluate:
         read = params_bytes(model, "float32") + (wire if dtype != "float32" else 0)
         rows += [
             ("evaluation host", "a checkpoint's weights, as read and as served", read // host_shards),
-            ("evaluation host", f"KV pages, {room} tokens, {kv_dtype}", kv // kv_shards),
+            ("evaluation host", *pages),
         ]
     return rows
+
+
+def _kv_pages(config: Config, model: Model) -> tuple[str, int]:
+    """Returns content and bytes per device of a host's KV pages."""
+    c, g, shards = model.config, config.generation, config.runtime.host_tensor
+    room, page = g.kv_tokens or g.slots * g.length, g.tokens_per_page
+    dtype = c.dtype if g.kv_dtype == "auto" else g.kv_dtype
+    abstract = jax.eval_shape(lambda: model.kv_pages(room // page, page, dtype))
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract))
+    return f"KV pages, {room} tokens, {dtype}", size // (shards if c.kv_heads % shards == 0 else 1)
 
 
 def _path_bytes(config: Config, c: ModelConfig) -> int:

@@ -31,12 +31,13 @@ from areal_jax.cluster.payloads import Held
 from areal_jax.cluster.remote import RemoteHosts
 from areal_jax.control import events as e
 from areal_jax.observe.waits import WaitTimeout
+from areal_jax.runtime.compute_choice import plan_groups, recorded_choice
 from areal_jax.runtime.context import RunContext
 from areal_jax.runtime.core import Incoming
 from areal_jax.runtime.driver import Driver
 from areal_jax.runtime.recovery import Journaled, journaled_batches, journaled_groups
-from areal_jax.runtime.trainer_loop import plan_groups
 from areal_jax.trajectories.codec import decode
+from areal_jax.trajectories.plan import BatchPlan
 from areal_jax.types import ArealError, Completion, Group, Prompt, SampleId, Trajectory
 from areal_jax.weights.staged import committed
 
@@ -413,7 +414,10 @@ class Controller:
         one = self._journaled.pop(0)
         self._again = journaled_groups(self._inputs, self._journal, one.train)
         trainers = self._membership.of_role("trainer")
-        self._send_batch(trainers, one.train, self._again, digest=one.digest, published=one.published)
+        choice = recorded_choice(self._config, one.metrics)
+        plan = plan_groups(self._config, self._again, self._shares_prompts, choice)
+        self._held.put_back(self._again)
+        self._send_batch(trainers, one.train, plan, digest=one.digest, published=one.published)
 
     def _trainer_ready(self, ready: m.Ready) -> None:
         """Starts or continues the run, once all trainer processes are ready; `ready`: trainer-0's message."""
@@ -515,13 +519,12 @@ class Controller:
         ready (`Driver.ask_again`).
         """
         if trainers := self._membership.ready("trainer"):
-            self._send_batch(trainers, action, groups)
+            self._held.put_back(groups)
+            self._send_batch(trainers, action, self._driver.choice.plan(groups, self._shares_prompts))
 
     def _send_batch(
-        self, trainers: Iterable[Member], action: e.Train, groups: tuple[Group, ...], **digests: str
+        self, trainers: Iterable[Member], action: e.Train, plan: BatchPlan, **digests: str
     ) -> None:
-        self._held.put_back(groups)
-        plan = plan_groups(self._config, groups, self._shares_prompts)
         command = m.Command(self._epoch, action, {"plan": plan.to_wire(), **digests})
         for member in trainers:
             self._post(member.mailbox, command)

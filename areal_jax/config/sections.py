@@ -404,12 +404,13 @@ class TrainerConfig(Section):
     """How equal beginnings of samples are packed. shared: samples in one row share one copy of their prompt,
     and of any other beginning that none of them trains. repeated: each sample has its own copy.
     """
-    compute: Literal["packed", "tree"] = "packed"
+    compute: Literal["packed", "tree", "auto"] = "packed"
     """How a batch is computed. packed: in rows, each token once per sample, or a group's prompt once per row.
-    tree: over the prefix tree of the samples, each prefix that samples share once, whatever its depth.
+    tree: over the prefix tree of the samples, each prefix that samples share once, whatever its depth. auto:
+    each batch in the way that is forecast to be faster.
     """
     tree_block: int | None = Field(default=None, ge=1)
-    """Tokens that each device computes at once with compute=tree. Larger blocks need more memory, and compute
+    """Tokens that each device computes at once over prefix trees. Larger blocks need more memory and compute
     fewer tokens twice. None: as many as a micro-batch has on a device.
     """
     logp_chunk: int = Field(default=1024, ge=1)

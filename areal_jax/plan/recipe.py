@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,9 +26,11 @@ from areal_jax.models.config import SHAPES
 from areal_jax.models.model import Model
 from areal_jax.parallel.mesh import param_shardings, replicated, rows_over
 from areal_jax.plan.costs import Assumed
+from areal_jax.plan.tree_programs import TREE_PROGRAMS, full_length_work, tree_programs
 from areal_jax.tasks.source import load_tasks
 from areal_jax.trainer.compiled import bytes_on_one_device
 from areal_jax.trainer.learner import Learner
+from areal_jax.trajectories.train_cost import Work, default_costs
 from areal_jax.types import Batch
 from areal_jax.weights.digest import leaf_sums
 from areal_jax.weights.store import copy_with_sums, dtype_in
@@ -131,38 +133,24 @@ def _total_bytes(tree: Any) -> int:
 
 
 def _trainer(config: Config, learner: Learner, devices: Devices, teacher: Source | None) -> Side:
-    programs, state = learner.programs, learner.abstract_state()
-    batch = _abstract_batch(config, learner)
-    micro, micros = _micro(batch, learner.rows, learner), batch.tokens.shape[0] // learner.rows
-    minibatches = config.algorithm.minibatches
-    sums, flag = programs.abstract_sums(), np.bool_(True)
-    arrived = Batch(*micro[: Batch._fields.index("ages")])
-    add = partial(RecipeProgram, role=TRAINER, assumed=_assumed_training(config, learner))
-    tokens = micro.tokens.size
+    state, compute = learner.abstract_state(), config.trainer.compute
+    batches = {"packed": _abstract_batch(config, learner), "tree": _abstract_tree_batch(config, learner)}
+    if compute != "auto":
+        batches = {compute: batches[compute]}
     found = []
-    if learner.objective.on_arrival:
-        arguments = (state.params, state.critic, arrived)
-        found.append(
-            add(name="arrive", function=programs.arrive, arguments=arguments, calls=micros, tokens=tokens)
-        )
-    if learner.algorithm.has_reference:
-        arguments = (learner.trainable.whole(state.reference, state.params), arrived)
-        found.append(
-            add(name="score", function=programs.score, arguments=arguments, calls=micros, tokens=tokens)
-        )
-    is_single = micros == minibatches
+    if compute != "tree":
+        found += _packed_programs(config, learner, batches["packed"], state)
+    if compute != "packed":
+        for one in tree_programs(config, learner, batches["tree"], state):
+            found.append(RecipeProgram(role=TRAINER, **one))
+    if compute == "auto":
+        found = _of_one_way(config, learner, batches["packed"], found)
+    sums, flag = learner.programs.abstract_sums(), np.bool_(True)
+    add = partial(RecipeProgram, role=TRAINER, assumed=_assumed_training(config, learner))
     found += [
         add(
-            name="begin", function=programs.begin, arguments=(state, micro),
-            calls=micros * is_single, tokens=tokens,
-        ),
-        add(
-            name="accumulate", function=programs.accumulate, arguments=(state, sums, micro), beyond=sums,
-            calls=micros * (not is_single), tokens=tokens,
-        ),
-        add(
-            name="apply", function=programs.apply, arguments=(state, sums, flag), beyond=sums,
-            calls=minibatches,
+            name="apply", function=learner.programs.apply, arguments=(state, sums, flag), beyond=sums,
+            calls=config.algorithm.minibatches,
         ),
         add(
             name="wire copy", function=jax.jit(copy_with_sums, static_argnums=1),
@@ -171,7 +159,7 @@ def _trainer(config: Config, learner: Learner, devices: Devices, teacher: Source
     ]  # fmt: skip
     resident = {
         STATE: bytes_on_one_device(state),
-        "batch, and its micro-batches": 2 * bytes_on_one_device(batch),
+        "batch, and its micro-batches": 2 * max(map(bytes_on_one_device, batches.values())),
     }
     if not overwrites_serving(config, devices.placement):
         copies = 2 if config.weights_backend == "orbax" else 1
@@ -182,6 +170,45 @@ def _trainer(config: Config, learner: Learner, devices: Devices, teacher: Source
         shardings = param_shardings(model.logical_axes, model.abstract_params, learner.mesh)
         resident["teacher"] = bytes_on_one_device(_on(model.abstract_params, shardings))
     return Side(TRAINER, learner.mesh, tuple(found), resident, learner.objective.forward.attention.path)
+
+
+def _packed_programs(config: Config, learner: Learner, batch: Batch, state: Any) -> list[RecipeProgram]:
+    programs = learner.programs
+    micro, micros = _micro(batch, learner.rows, learner), batch.tokens.shape[0] // learner.rows
+    sums = programs.abstract_sums()
+    arrived = Batch(*micro[: Batch._fields.index("ages")])
+    add = partial(
+        RecipeProgram, role=TRAINER, tokens=micro.tokens.size, assumed=_assumed_training(config, learner)
+    )
+    found = []
+    if learner.objective.on_arrival:
+        arguments = (state.params, state.critic, arrived)
+        found.append(add(name="arrive", function=programs.arrive, arguments=arguments, calls=micros))
+    if learner.algorithm.has_reference:
+        arguments = (learner.trainable.whole(state.reference, state.params), arrived)
+        found.append(add(name="score", function=programs.score, arguments=arguments, calls=micros))
+    is_single = micros == config.algorithm.minibatches
+    return [
+        *found,
+        add(name="begin", function=programs.begin, arguments=(state, micro), calls=micros * is_single),
+        add(
+            name="accumulate", function=programs.accumulate, arguments=(state, sums, micro), beyond=sums,
+            calls=micros * (not is_single),
+        ),
+    ]  # fmt: skip
+
+
+def _of_one_way(
+    config: Config, learner: Learner, packed: Batch, found: Sequence[RecipeProgram]
+) -> list[RecipeProgram]:
+    """Returns the programs of compute=auto; those of the way that costs more by default are never called."""
+    a, shards = config.algorithm, learner.mesh.shape["data"] * learner.mesh.shape["fsdp"]
+    passes = bool(learner.objective.on_arrival) + a.has_reference + (a.teacher is not None)
+    micros, tokens = packed.tokens.shape[0] // learner.rows, packed.tokens.size / shards
+    costs = default_costs(learner.tree_blocks.call_tokens, ())
+    in_rows = costs.seconds(Work((1 + passes) * micros, tokens, passes * tokens, 0))
+    is_tree = costs.seconds(full_length_work(config, learner, passes)) < in_rows
+    return [one if (one.name in TREE_PROGRAMS) == is_tree else replace(one, calls=0.0) for one in found]
 
 
 def _assumed_training(config: Config, learner: Learner) -> Assumed:
@@ -210,12 +237,25 @@ def _abstract_batch(config: Config, learner: Learner) -> Batch:
     rows = -(-samples // a.minibatches // (length // g.length))
     micros = -(-rows // learner.rows)
     # A minibatch has a power of two of micro-batches (trajectories.packing).
-    sizes = {"B": a.minibatches * learner.rows * 2 ** (micros - 1).bit_length(), "T": length, "S": samples}
+    rows = a.minibatches * learner.rows * 2 ** (micros - 1).bit_length()
+    shares = config.trainer.prompts == "shared" and learner.takes_shared_prompts
+    return _micro(_abstract_prepared(config, learner, rows, shares), rows, learner)
+
+
+def _abstract_tree_batch(config: Config, learner: Learner) -> Batch:
+    """Returns the same for an update over prefix trees: one sample per row, whole on every device."""
+    samples, whole = config.trainer.batch_size * config.algorithm.group_size, replicated(learner.mesh)
+    batch = _abstract_prepared(config, learner, samples, shares_prompts=False)
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), batch)
+
+
+def _abstract_prepared(config: Config, learner: Learner, rows: int, shares_prompts: bool) -> Batch:
+    a, g = config.algorithm, config.generation
+    sizes = {"B": rows, "T": learner.length, "S": config.trainer.batch_size * a.group_size}
     sizes["K"] = g.support_size
     given = set(Batch._fields[: Batch._fields.index("support")])
     given |= {"support"} if g.support_size else set()
-    shares = config.trainer.prompts == "shared" and learner.takes_shared_prompts
-    given |= {"subtree_ends"} if shares else set()
+    given |= {"subtree_ends"} if shares_prompts else set()
     kinds = {int: jnp.int32, float: jnp.float32, bool: jnp.bool_}
 
     def one(name: str) -> jax.ShapeDtypeStruct | None:
@@ -224,14 +264,13 @@ def _abstract_batch(config: Config, learner: Learner) -> Batch:
         return jax.ShapeDtypeStruct(shape, kinds[kind]) if name in given else None
 
     batch = Batch(*map(one, Batch._fields))
-    score = jax.ShapeDtypeStruct((sizes["B"], length), jnp.float32)
+    score = jax.ShapeDtypeStruct((rows, learner.length), jnp.float32)
     names = [*learner.objective.on_arrival]
     names += ["ref_logp"] if a.has_reference else []
     names += ["teacher_logp"] if a.teacher is not None else []
     state = learner.abstract_state()
     finish = learner.objective.finish
-    batch = jax.eval_shape(finish, batch, state.version, state.kl_control, dict.fromkeys(names, score))
-    return _micro(batch, sizes["B"], learner)
+    return jax.eval_shape(finish, batch, state.version, state.kl_control, dict.fromkeys(names, score))
 
 
 def _micro(batch: Batch, rows: int, learner: Learner) -> Batch:

@@ -37,11 +37,12 @@ class MemoryWatch:
         `is_alone`: False if hosts decode on the device between the programs of the update. Raises ArealError
         if the forecast exceeds the device's memory.
         """
-        shape = (batch.batch if isinstance(batch, TreeBatch) else batch).tokens.shape
-        if shape in self._forecasts:
+        is_tree = isinstance(batch, TreeBatch)
+        shape = (batch.batch if is_tree else batch).tokens.shape
+        if (is_tree, shape) in self._forecasts:
             return
         forecast = self._learner.forecast(state, batch, is_alone)
-        self._forecasts[shape] = forecast.peak
+        self._forecasts[is_tree, shape] = forecast.peak
         largest = forecast.largest
         parts = f"{_gib(forecast.resident)} resident, {_gib(forecast.needs[largest])} in {largest}"
         rows, length = shape
@@ -68,8 +69,9 @@ class MemoryWatch:
         if self._steps:
             for program, shapes in compiled:
                 self._note(
-                    f"the program {program} was compiled again after the first step, because the shapes of "
-                    f"its arguments changed (now {_some(shapes)}); the run continues, but compiling took time"
+                    f"the program {program} was compiled after the first step, because no earlier step "
+                    f"called it with these shapes ({_some(shapes)}); the run continues, but compiling took "
+                    "time"
                 )
         self._steps += 1
         figures = {

@@ -9,6 +9,7 @@ from areal_jax.assembly.parts import Inputs
 from areal_jax.assembly.run_folder import CHECKPOINTS
 from areal_jax.control import events as e
 from areal_jax.control.events import Event
+from areal_jax.runtime.compute_choice import ComputeChoice
 from areal_jax.runtime.context import RunContext
 from areal_jax.runtime.core import DriverCore, Endpoints, Incoming
 from areal_jax.runtime.rows import HostFigures, RowMaker, Totals
@@ -44,6 +45,8 @@ class Driver:
         start_s = context.history[-1].metrics["wall_s"] if context.history else 0.0
         rows = RowMaker(take_totals, hosts, start_s, tuple(inputs.tasks), task_of)
         self.control = context.control
+        self.choice = ComputeChoice(context.config, (batch.metrics for batch in context.history))
+        """Plans the batches for the endpoint `train`."""
         self._core = DriverCore(context.config, context.control, context.journal, inputs, rows, endpoints)
         self._trained = deque((batch.step + 1, batch.ordinals) for batch in context.history)
 
@@ -81,6 +84,7 @@ class Driver:
     def _follow(self, event: Event) -> None:
         """Update the files for a journaled event: metrics rows, snapshots, deletion of old trajectories."""
         if isinstance(event, e.BatchTrained):
+            self.choice.see(event.metrics)
             self._metrics.write(event.metrics)
             self._view.show(event.metrics)
             self._timeline.flush()

@@ -225,4 +225,5 @@ class LocalRun:
         self._pool.submit(action.ordinal, action.attempt, prompt, completions, self._deliver)
 
     def train(self, action: e.Train, groups: tuple[Group, ...]) -> None:
-        self.trainer.inbox.put(held_batch(self._parts, action.step, groups))
+        plan = self._driver.choice.plan(groups, self._parts.learner.takes_shared_prompts)
+        self.trainer.inbox.put(held_batch(action.step, groups, plan))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from areal_jax.assembly.parts import Inputs, Parts
 from areal_jax.control.events import BatchTrained, Train, VersionCommitted, VersionReissued
 from areal_jax.control.reward_gate import paid
+from areal_jax.runtime.compute_choice import plan_groups, recorded_choice
 from areal_jax.runtime.trainer_loop import TrainBatch, Trainer, held_batch
 from areal_jax.trainer.checkpoint import discard_newer, restore
 from areal_jax.trainer.state import TrainState
@@ -53,22 +55,25 @@ class Journaled:
     """Digest of the trainer's parameters after this batch."""
     published: str
     """Digest of this version's weights as published to the hosts; "" if the version was not published."""
+    metrics: Mapping[str, Any]
+    """The step's metrics row, which says how the batch was computed (`compute_choice.recorded_choice`)."""
 
 
 def journaled_batches(journal: SqliteQueue, first: int, last: int) -> list[Journaled]:
     """Returns the journaled batches of steps `first` to `last` - 1, in order."""
     trains: dict[int, Train] = {}
-    digests: dict[int, str] = {}
+    trained: dict[int, BatchTrained] = {}
     published: dict[PolicyVersion, str] = {}
     for row in journal.rows():
         match row.event:
-            case BatchTrained(step, _, digest):
-                digests[step] = digest
+            case BatchTrained(step):
+                trained[step] = row.event
             case VersionCommitted(version, digest) | VersionReissued(version, _, digest):
                 published[version] = digest
         trains |= {action.step: action for action in row.actions if isinstance(action, Train)}
     return [
-        Journaled(trains[step], digests[step], published.get(step + 1, "")) for step in range(first, last)
+        Journaled(trains[step], trained[step].digest, published.get(step + 1, ""), trained[step].metrics)
+        for step in range(first, last)
     ]
 
 
@@ -132,7 +137,10 @@ def train_again(
         note(f"training steps {first} to {last - 1} again from the journal")
     found = []
     for one in journaled_batches(journal, first, last):
-        batch = held_batch(parts, one.train.step, journaled_groups(parts, journal, one.train))
+        groups = journaled_groups(parts, journal, one.train)
+        choice = recorded_choice(parts.config, one.metrics)
+        plan = plan_groups(parts.config, groups, parts.learner.takes_shared_prompts, choice)
+        batch = held_batch(one.train.step, groups, plan)
         dtype = parts.config.wire_dtype
         found.append(retrain(trainer, batch, one.digest, one.published, dtype, note))
     return [reissued for reissued in found if reissued is not None]

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import math
 import queue
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from areal_jax.assembly.device_memory_remedies import TRAINER, explained
 from areal_jax.assembly.parts import Parts
-from areal_jax.config.tree import Config
 from areal_jax.control.events import BatchTrained, CheckpointCommitted, Event, VersionCommitted
 from areal_jax.observe.waits import Clock, get
 from areal_jax.parallel.agreement import leads
@@ -26,7 +27,7 @@ from areal_jax.runtime.device_memory import MemoryWatch
 from areal_jax.runtime.turns import OneDevice
 from areal_jax.trainer.checkpoint import Checkpointer
 from areal_jax.trainer.state import TrainState
-from areal_jax.trajectories.packing import plan_batch
+from areal_jax.trajectories.leaf_ranges import TOKENS, LeafCosts
 from areal_jax.trajectories.plan import BatchPlan, fill
 from areal_jax.types import ArealError, Group, SampleId, Trajectory, VersionedParams
 from areal_jax.weights.store import ParamPublisher
@@ -50,28 +51,11 @@ class TrainBatch:
     source: Source
 
 
-def plan_groups(config: Config, groups: Sequence[Group], takes_shared_prompts: bool) -> BatchPlan:
-    """Plan the row and column of each token of the groups in a batch.
-
-    `takes_shared_prompts`: whether the learner can process a prompt once for all samples of its group. Raises
-    PackingError if a sample is longer than a row.
-    """
-    c = config
-    layout = c.trainer.prompts if takes_shared_prompts else "repeated"
-    if c.trainer.compute == "tree":
-        layout = "apart"
-    return plan_batch(groups, c.trainer.rows, c.row_length, c.algorithm.minibatches, layout)
-
-
-def held_batch(parts: Parts, step: int, groups: Sequence[Group]) -> TrainBatch:
-    """Make the command to train `groups`, which are in this process's memory, as step `step`.
-
-    Raises PackingError if a sample is longer than a row of the batch.
-    """
+def held_batch(step: int, groups: Sequence[Group], plan: BatchPlan) -> TrainBatch:
+    """Make the command to train `groups`, which are in this process's memory, as step `step`."""
     groups = sorted(groups, key=lambda group: group.ordinal)
     held = dict(enumerate(one for group in groups for one in group.trajectories))
     ordinals = tuple(group.ordinal for group in groups)
-    plan = plan_groups(parts.config, groups, parts.learner.takes_shared_prompts)
     return TrainBatch(step, ordinals, plan, lambda places: held)
 
 
@@ -82,26 +66,35 @@ def train_batch(
     clock: Clock,
     between: Callable | None = None,
     memory: MemoryWatch | None = None,
-) -> tuple[TrainState, VersionedParams, dict[str, float]]:
+) -> tuple[TrainState, VersionedParams, dict[str, Any]]:
     """Do one update; return the state after it, the new version's parameters and digest, and the metrics.
 
     The parameters are the arrays of the returned state, not copies. The argument `state` is donated and must
     not be used afterwards. `between(array)`, if given, is called after each micro-batch, so that hosts may
-    use the device (see `Learner.update`). `memory`, if given, adds memory use to the metrics. Raises
-    ArealError if the gradient's norm is not finite.
+    use the device (see `Learner.update`). The metrics contain the plan's `choice`. `memory`, if given, adds
+    memory use and seconds (`update_s`). Raises ArealError if the gradient's norm is not finite.
     """
     learner, plan = parts.learner, batch.plan
     with clock.doing("pack"):
         is_tree = plan.layout == "apart"
         rows = np.arange(plan.rows) if is_tree else learner.own_rows(plan.rows)
         packed = fill(plan, rows, batch.source(plan.sources(rows)))
+    metrics: dict[str, Any]
     with clock.doing("update"):
-        prepare = learner.prepare_tree if is_tree else learner.prepare
-        prepared = prepare(state, packed, between)
+        spent = _Stopwatch()
+        between = spent.without(between)
+        if is_tree:
+            costs = LeafCosts(*plan.choice.get("tree_costs", TOKENS))
+            prepared = learner.prepare_tree(state, packed, between, costs)
+        else:
+            prepared = learner.prepare(state, packed, between)
         if memory is not None:
-            memory.before(state, prepared, between is None)
+            with spent.stopped():
+                memory.before(state, prepared, between is None)
         state, metrics = learner.update(state, prepared, between)
-        metrics |= {} if memory is None else memory.after()
+        metrics |= plan.choice
+        if memory is not None:
+            metrics |= memory.after() | {"update_s": spent.seconds}
         value = learner.versioned(state)
     norms = {name: value for name, value in metrics.items() if name.endswith("grad_norm")}
     if not all(map(math.isfinite, norms.values())):
@@ -112,6 +105,35 @@ def train_batch(
             "model.source=RUN_FOLDER"
         )
     return state, value, metrics
+
+
+class _Stopwatch:
+    """Measures the seconds since it was made, without those in which it was stopped."""
+
+    def __init__(self) -> None:
+        self._start_s, self._stopped_s = time.monotonic(), 0.0
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._start_s - self._stopped_s
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        start_s = time.monotonic()
+        yield
+        self._stopped_s += time.monotonic() - start_s
+
+    def without(self, between: Callable | None) -> Callable | None:
+        """Returns the function `between`, which gives the device to hosts, not measured."""
+        if between is None:
+            return None
+
+        def timed(result: Any) -> None:
+            result.block_until_ready()  # until then the device works for the trainer
+            with self.stopped():
+                between(result)
+
+        return timed
 
 
 class Trainer:
@@ -188,7 +210,7 @@ class Trainer:
 
     def train(
         self, batch: TrainBatch, between: Callable | None = None
-    ) -> tuple[VersionedParams, dict[str, float]]:
+    ) -> tuple[VersionedParams, dict[str, Any]]:
         """Train one batch without reporting it; return the new version's parameters and the metrics.
 
         The parameters are the arrays of `self.state`, not copies. `between`: as in `train_batch`.

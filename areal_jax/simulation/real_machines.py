@@ -14,6 +14,7 @@ from areal_jax.control import events as e
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host, Start, Stop
 from areal_jax.observe.waits import Timeline
+from areal_jax.runtime.compute_choice import ComputeChoice
 from areal_jax.runtime.core import Incoming
 from areal_jax.runtime.rows import batch_figures
 from areal_jax.runtime.trainer_loop import held_batch, train_batch
@@ -100,6 +101,7 @@ class RealMachines:
         self.state, self.prompts = state, parts
         self._parts, self._engines = parts, list(engines)
         self._store = MemoryStore(engines[0].canary, parts.config.wire_dtype)
+        self._choice = ComputeChoice(parts.config)
         self._clock = Timeline(None).clock("trainer")
         self._trained: dict[PolicyVersion, VersionedParams] = {0: parts.learner.publish(state)}
 
@@ -122,7 +124,9 @@ class RealMachines:
 
         Decoders get the new version only after `publish`.
         """
-        batch = held_batch(self._parts, action.step, groups)
+        # No step is measured, so that a seed decides every choice.
+        plan = self._choice.plan(groups, self._parts.learner.takes_shared_prompts)
+        batch = held_batch(action.step, groups, plan)
         self.state, value, metrics = train_batch(self._parts, self.state, batch, self._clock)
         self._trained[value.version] = wire_copy(value, self._parts.config.wire_dtype)
         return value.digest, batch_figures(action.step, groups, action.gates) | metrics

@@ -38,6 +38,7 @@ from areal_jax.trainer.tree_update import Pushes, TreeBatch, TreeUpdate
 from areal_jax.trainer.update import Objective
 from areal_jax.trainer.update_metrics import to_floats
 from areal_jax.trajectories.leaf_order import Blocks
+from areal_jax.trajectories.leaf_ranges import TOKENS, LeafCosts
 from areal_jax.types import ArealError, Batch, VersionedParams
 from areal_jax.weights.digest import digest
 from areal_jax.weights.store import dtype_in, wire_copy
@@ -227,12 +228,17 @@ class Learner:
         return self.programs.finish(batch, state.version, state.kl_control, scores)
 
     def prepare_tree(
-        self, state: TrainState, batch: Batch, between: Callable[[Array], None] | None = None
+        self,
+        state: TrainState,
+        batch: Batch,
+        between: Callable[[Array], None] | None = None,
+        costs: LeafCosts = TOKENS,
     ) -> TreeBatch:
         """Returns the batch as `prepare` does, with the walks over its prefix trees.
 
         Here and in `update`, prefixes that sequences share are computed once. The batch has the layout
-        "apart" (`trajectories.plan.Layout`); each process passes all rows.
+        "apart" (`trajectories.plan.Layout`); each process passes all rows. `costs`: by which the leaves are
+        cut over the mesh's data and fsdp axes; all processes need the same.
         """
         minibatches = self.algorithm.minibatches
         rows, length = batch.tokens.shape
@@ -247,7 +253,7 @@ class Learner:
             others["ref_logp"] = self.tree.alone, reference
         if self.teacher is not None:
             others["teacher_logp"] = self._tree_teacher
-        return self.tree.prepare(state, batch, minibatches, others, between)
+        return self.tree.prepare(state, batch, minibatches, others, between, costs=costs)
 
     def logp(self, params: Params, batch: Batch) -> Float[Array, "B T"]:
         """Returns the log-probs of the loss tokens under `params`, computed as in `prepare`; 0 elsewhere."""

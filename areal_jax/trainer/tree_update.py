@@ -30,12 +30,17 @@ from areal_jax.trainer.tree_arrays import Gradients, Sequences, Step
 from areal_jax.trainer.tree_passes import TreePasses
 from areal_jax.trainer.update import Objective
 from areal_jax.trajectories.leaf_order import Blocks, depth_first
+from areal_jax.trajectories.leaf_ranges import TOKENS, LeafCosts
 from areal_jax.trajectories.prefix_tree import Sampled, trained_on_paths, tree_of
 from areal_jax.trajectories.walk import POP, PUSH, Walk, plan_walk
 from areal_jax.types import Batch
 
 Between = Callable[[Array], None] | None
 """Called after each call of a program, as `Learner.update` describes."""
+
+
+SCORES = {"proximal_logp": "logp", "values_after": "values_after"}
+"""Score of `Objective.on_arrival` -> its name among the scores of `TreePasses.push`."""
 
 
 class Walks(NamedTuple):
@@ -119,30 +124,34 @@ class TreeUpdate:
         minibatches: int,
         others: Mapping[str, tuple[Pushes, Params]],
         between: Between,
+        *,
+        costs: LeafCosts = TOKENS,
     ) -> TreeBatch:
         """Returns the batch on the mesh with all that `update` needs.
 
         `batch`: numpy arrays, one sequence per row, equally many rows for each minibatch. `others`: names of
-        further log-probs, with the models and parameters under which they are computed.
+        further log-probs, with the models and parameters under which they are computed. `costs`: by which the
+        leaves are cut over the devices.
         """
-        sequences, walks = self._planned(batch, minibatches)
+        sequences, walks = self._planned(batch, minibatches, costs)
         batch = map_batch(self._everywhere, self._everywhere, batch)
         steps = [each.scoring for each in walks]
-        names = {"proximal_logp": "logp", "values_after": "values_after"}
         scores: dict[str, Array] = {}
         if arriving := self._objective.on_arrival:
-            wanted = [names[name] for name in arriving]
+            wanted = [SCORES[name] for name in arriving]
             found = self._scores(
                 self._policy, (state.params, state.critic), wanted, sequences, steps, between
             )
-            scores = {name: found[names[name]] for name in arriving}
+            scores = {name: found[SCORES[name]] for name in arriving}
         for name, (pushes, params) in others.items():
             found = self._scores(pushes, (params, None), ["logp"], sequences, steps, between)
             scores[name] = found["logp"]
         finished = self._programs.finish(batch, state.version, state.kl_control, scores)
         return TreeBatch(finished, sequences, walks)
 
-    def _planned(self, batch: Batch, minibatches: int) -> tuple[Sequences, tuple[Walks, ...]]:
+    def _planned(
+        self, batch: Batch, minibatches: int, costs: LeafCosts
+    ) -> tuple[Sequences, tuple[Walks, ...]]:
         """Returns the sequences on the devices, and the walks over the tree of each minibatch."""
         is_asked = np.zeros(batch.tokens.shape, bool)
         temperature = np.ones(batch.tokens.shape, self._objective.forward.model.config.accumulate)
@@ -154,7 +163,7 @@ class TreeUpdate:
             tree = depth_first(tree_of(sampled), self._blocks)
             trained = trained_on_paths(tree, sampled, self._length)
             is_asked[own], temperature[own] = trained.is_trained, trained.temperature
-            plan = partial(plan_walk, tree, self._walks, self._blocks)
+            plan = partial(plan_walk, tree, self._walks, self._blocks, costs)
             walks.append(Walks(plan(with_gradients=False).of_rows(own), plan().of_rows(own)))
         sequences = Sequences(
             tokens=self._everywhere(batch.tokens),
@@ -237,6 +246,44 @@ class TreeUpdate:
                 state, Gradients(sums, slopes), path, prepared.batch, prepared.sequences, step
             )
         return Forecast(resident, needs)
+
+    def abstract_calls(
+        self, state: TrainState, batch: Batch, minibatches: int
+    ) -> dict[str, tuple[Program, tuple]]:
+        """Returns programs with abstract arguments for steps of as many tokens as a block has.
+
+        These are `push` and `pop` of the update, `push with scores` of `prepare`, if the algorithm needs it,
+        and `tree score`, with which a reference policy is scored. `state` and `batch`, as `update` gets it,
+        are abstract arrays with shardings.
+        """
+
+        def on(sharding: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+        whole, by_walk = replicated(self._mesh), rows_over(self._mesh)
+        shape, accumulate = batch.tokens.shape, self._objective.forward.model.config.accumulate
+        sequences = Sequences(batch.tokens, batch.support, batch.loss_mask, on(whole, shape, accumulate))
+        each, columns = (self._walks,), (self._walks, self._blocks.most)
+        step = Step(
+            on(whole, (shape[0] // minibatches, 2), np.int32),
+            *(on(by_walk, size, np.int32) for size in (each,) * 4 + (columns,) * 3),
+        )
+        score = on(whole, shape, accumulate)
+        path, slopes = jax.eval_shape(self._policy.empty_path), jax.eval_shape(self._no_slopes)
+        gradients = Gradients(self._programs.abstract_sums(), slopes)
+        models, rest = (state.params, state.critic), (sequences, step)
+        calls: dict[str, tuple[Program, tuple]] = {
+            "push": (self._policy.push, (*models, path, {}, *rest)),
+            "pop": (self._pop, (state, gradients, path, batch, *rest)),
+        }
+        if names := [SCORES[name] for name in self._objective.on_arrival]:
+            scores = dict.fromkeys(names, score)
+            calls["push with scores"] = self._policy.push, (*models, path, scores, *rest)
+        if self._objective.algorithm.has_reference:
+            reference = self._objective.trainable.whole(state.reference, state.params)
+            alone = path._replace(critic_kv=None, values=None)
+            calls["tree score"] = self.alone.push, (reference, None, alone, {"logp": score}, *rest)
+        return calls
 
     def _largest(self, prepared: TreeBatch, kind: int) -> Step | None:
         """Returns a step of this kind with the most columns; None if there is none."""

@@ -71,6 +71,10 @@ class BatchPlan(NamedTuple):
     temperature: np.ndarray  # (S,) float32
     truncated: np.ndarray  # (S,) bool
     pieces: Pieces
+    choice: Mapping[str, Any] = {}
+    """What was decided about the computation, as fields of the step's metrics row (`runtime.compute_choice`).
+    `compute` is packed or tree; `tree_costs`, if given, `LeafCosts` by which leaves are cut over devices.
+    """
 
     def sources(self, rows: np.ndarray) -> dict[int, SampleId]:
         """Returns, for the trajectories with tokens in the given rows: index in the plan -> SampleId."""

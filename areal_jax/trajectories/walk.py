@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from areal_jax.trajectories.leaf_order import Blocks
+from areal_jax.trajectories.leaf_ranges import TOKENS, LeafCosts, ranges
 from areal_jax.trajectories.prefix_tree import PrefixTree
 
 PUSH, POP = 0, 1
@@ -183,54 +184,65 @@ def steps_down(tree: PrefixTree, first: int, last: int, blocks: Blocks) -> list[
     return steps.done()
 
 
-def ranges(tree: PrefixTree, count: int) -> np.ndarray:
-    """Returns `count` + 1 ascending bounds that cut the leaves into ranges of nearly equal numbers of tokens.
+class Call(NamedTuple):
+    """One step of all walks."""
 
-    The tokens of a range are those of its own tree: its first leaf shares nothing. Ranges may be empty. The
-    largest range is the smallest possible, found by bisection.
-    """
-    ends, common = tree.lengths[tree.leaves], tree.common[:-1]
-    own = np.concatenate([[0], np.cumsum(ends - common)])
-
-    def cut(limit: int) -> list[int]:
-        bounds = [0]
-        while bounds[-1] < len(ends) and len(bounds) <= count:
-            start = bounds[-1]
-            room = limit - common[start] + own[start]
-            bounds.append(max(start + 1, int(np.searchsorted(own, room, side="right")) - 1))
-        return bounds
-
-    low, high = int(ends.max(initial=0)), int(ends.sum())
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if cut(middle)[-1] == len(ends) else (middle + 1, high)
-    bounds = cut(low)
-    return np.array(bounds + [len(ends)] * (count + 1 - len(bounds)), np.int64)
+    kind: int
+    bucket: int
+    """The number of tokens for which the step's program is compiled."""
+    ops: tuple[Op | None, ...]
+    """What each walk does; None: it waits."""
 
 
-def plan_walk(tree: PrefixTree, walks: int, blocks: Blocks, *, with_gradients: bool = True) -> Walk:
-    """Returns the steps of `walks` walks over the tree's leaves, each over a range of them.
+def calls_of(
+    tree: PrefixTree,
+    walks: int,
+    blocks: Blocks,
+    costs: LeafCosts = TOKENS,
+    *,
+    with_gradients: bool = True,
+) -> list[Call]:
+    """Returns the steps of `walks` walks, each over a range of the tree's leaves, cut by `costs`.
 
     A call computes one kind of step for all walks that are about to take one, with as many tokens as the
     longest of them; the others wait. Without gradients nothing is popped.
     """
+    planned = steps_of if with_gradients else steps_down
+    bounds = ranges(tree, walks, costs).tolist()
+    waiting = [planned(tree, first, last, blocks)[::-1] for first, last in pairwise(bounds)]
+    calls = []
+    while any(waiting):
+        kind, bucket = _fullest(waiting, blocks)
+        takes_part = [
+            bool(steps) and steps[-1].kind == kind and steps[-1].tokens <= bucket for steps in waiting
+        ]
+        ops = tuple(steps.pop() if takes else None for steps, takes in zip(waiting, takes_part, strict=True))
+        calls.append(Call(kind, bucket, ops))
+    return calls
+
+
+def plan_walk(
+    tree: PrefixTree,
+    walks: int,
+    blocks: Blocks,
+    costs: LeafCosts = TOKENS,
+    *,
+    with_gradients: bool = True,
+) -> Walk:
+    """Returns the steps of `walks` walks as arrays; the arguments are those of `calls_of`."""
+    calls = calls_of(tree, walks, blocks, costs, with_gradients=with_gradients)
     order = np.argsort(tree.leaf_of, kind="stable")
     firsts = np.searchsorted(tree.leaf_of[order], np.arange(len(tree.leaves) + 1))
-    bounds = ranges(tree, walks)
-    planned = steps_of if with_gradients else steps_down
-    waiting = [planned(tree, int(a), int(b), blocks)[::-1] for a, b in pairwise(bounds)]
-    kinds: list[int] = []
     rows: list[np.ndarray] = []
     columns: list[Columns] = []
     endings: list[tuple[int, int]] = []
-    while any(waiting):
-        kind, bucket = _fullest(waiting, blocks)
+    for call in calls:
         row = np.zeros((walks, 4), np.int32)
-        step = Columns(*(np.full((walks, bucket), fill, np.int32) for fill in (0, 0, -1)))
-        for walk, steps in enumerate(waiting):
-            if not steps or steps[-1].kind != kind or steps[-1].tokens > bucket:
+        step = Columns(*(np.full((walks, call.bucket), fill, np.int32) for fill in (0, 0, -1)))
+        for walk, op in enumerate(call.ops):
+            if op is None:
                 continue
-            op, before, column = steps.pop(), len(endings), 0
+            before, column = len(endings), 0
             step.sequence[walk], step.position[walk] = tree.leaves[op.pieces[0].leaf], op.start
             for number, piece in enumerate(op.pieces):
                 own = slice(column, column + piece.length)
@@ -242,11 +254,10 @@ def plan_walk(tree: PrefixTree, walks: int, blocks: Blocks, *, with_gradients: b
                     endings += [(int(sequence), column) for sequence in ended]
                 column += piece.length
             row[walk] = op.start, op.tokens, before, len(endings) - before
-        kinds.append(kind)
         rows.append(row)
         columns.append(step)
     return Walk(
-        np.array(kinds, np.int32),
+        np.array([call.kind for call in calls], np.int32),
         np.array(rows, np.int32).reshape(-1, walks, 4),
         columns,
         np.array(endings, np.int32).reshape(-1, 2),

@@ -258,6 +258,8 @@ def test_a_pinned_host_may_hold_the_bound_and_one_more():
             "generation.weight_layout=split",
             "generation.weight_layout=split with trainer.numerics=exact: hosts must run the trainer's matrix",
         ),
+        ("trainer.compute=tree", "trainer.compute=tree with trainer.numerics=exact: hosts compute in other"),
+        ("trainer.compute=auto", "trainer.compute=auto with trainer.numerics=exact: hosts compute in other"),
     ],
 )
 def test_what_cannot_be_exact_is_refused(words: str, message: str):

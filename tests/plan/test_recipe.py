@@ -12,10 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from areal_jax.assembly.devices import memory_table
 from areal_jax.assembly.parts import make_engine, make_learner
 from areal_jax.bench.measure import random_trajectory
 from areal_jax.config.loading import load_config
 from areal_jax.plan.recipe import Recipe, open_recipe, recipe_source
+from areal_jax.plan.tree_programs import TREE_PROGRAMS
+from areal_jax.trainer.compiled import Program
 from areal_jax.trajectories.packing import pack
 from areal_jax.types import Group, Prompt, SampleId
 
@@ -66,6 +69,66 @@ def test_a_micro_batch_is_that_of_a_packed_batch_of_full_samples(words: tuple[st
     assert shapes(planned[0]) == shapes(state)
     calls = {one.name: one.calls for one in recipe.sides[0].programs}
     assert calls["begin"] + calls["accumulate"] == sum(map(len, micros))
+
+
+@pytest.mark.parametrize("words", [(), ("algorithm.preset=ppo", "algorithm.kl.coef=0.1")])
+def test_the_programs_over_trees_are_those_that_a_step_calls(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+):
+    """Nothing is compiled or computed: each program returns zeros."""
+    sizes = ("trainer.batch_size=4", "trainer.tree_block=32", "algorithm.minibatches=2")
+    config = load_config(QUICKSTART, *sizes, "trainer.compute=tree", *words)
+    recipe, size = open_recipe(config, jax.devices()), config.generation.length
+    learner = make_learner(config, recipe.model, recipe.devices.trainer, None)
+    numbers = np.random.default_rng(0)
+
+    def group(ordinal: int) -> Group:
+        first, *others = (
+            random_trajectory(SampleId(ordinal, member), size, numbers, 20)
+            for member in range(config.algorithm.group_size)
+        )
+        for one in others:
+            one.tokens[: size // 2] = first.tokens[: size // 2]
+        return Group(ordinal, Prompt("a"), (first, *others))
+
+    groups = [group(ordinal) for ordinal in range(4)]
+    batch = pack(groups, 8, learner.length, 2, "apart")
+    state, seen = learner.init(recipe.model.init(0)), []
+
+    def zeros(program: Program, *args: Any) -> Any:
+        seen.append(shapes(args))
+        return jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(program._jitted, *args)
+        )
+
+    monkeypatch.setattr(Program, "__call__", zeros)
+    learner.update(state, learner.prepare_tree(state, batch))
+    planned = {one.name: one for one in recipe.sides[0].programs if one.name in TREE_PROGRAMS}
+    assert len(planned) == (4 if words else 3)
+    columns = ("[5].sequence", "[5].position", "[5].piece")  # as many as the bucket of the step has
+    called = [[leaf for leaf in each if leaf[0] not in columns] for each in seen]
+    for one in planned.values():
+        assert [leaf for leaf in shapes(one.arguments) if leaf[0] not in columns] in called, one.name
+        assert one.calls > 0
+
+
+def test_of_two_ways_the_cheaper_one_is_called_and_both_need_memory():
+    words = ("trainer.batch_size=4", "trainer.rows=8")
+    config = load_config(QUICKSTART, *words, "trainer.compute=auto")
+
+    def calls(*words: str) -> dict[str, float]:
+        recipe = open_recipe(load_config(QUICKSTART, *words), jax.devices())
+        return {one.name: one.calls for one in recipe.sides[0].programs}
+
+    of_auto = calls(*words, "trainer.compute=auto")
+    packed, tree = calls(*words), calls(*words, "trainer.compute=tree")
+    assert of_auto.keys() == packed.keys() | tree.keys()
+    is_tree = of_auto["pop"] > 0
+    expected = dict.fromkeys(of_auto, 0.0) | (tree if is_tree else packed)
+    assert of_auto == expected
+    model = recipe_source(config)[0].model
+    table = {what: size for _, what, size in memory_table(config, model, "split")}
+    assert table["a prefix tree's path, and its gradient in float32"] > 0
 
 
 def test_a_hosts_programs_are_those_that_it_warms_up(monkeypatch: pytest.MonkeyPatch):

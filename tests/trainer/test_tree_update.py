@@ -10,13 +10,16 @@ import jax
 import numpy as np
 import pytest
 
+from areal_jax.trainer import tree_update
 from areal_jax.trainer.learner import Learner
 from areal_jax.trainer.tree_passes import TreePasses
 from areal_jax.trainer.tree_update import TreeUpdate
 from areal_jax.trajectories import shared_prefixes
 from areal_jax.trajectories.leaf_order import Blocks
+from areal_jax.trajectories.leaf_ranges import LeafCosts
 from areal_jax.trajectories.packing import pack
 from areal_jax.trajectories.prefix_tree import Sampled, tree_of
+from areal_jax.trajectories.walk import plan_walk
 from areal_jax.types import ArealError, Group
 from tests.trainer.conftest import LENGTH, VOCAB, MakeLearner, make_groups
 from tests.trainer.prefix_trees import tree_groups
@@ -115,6 +118,22 @@ def test_an_update_with_critic_reference_and_entropy_is_the_packed_one(
 @pytest.mark.parametrize("mesh", [{"data": 2}, {"fsdp": 2, "tensor": 2}])
 def test_walks_on_several_devices_give_the_update_of_one(learner: MakeLearner, params: Any, mesh):
     assert_equal_updates(learner(mesh=mesh, **PLAIN), params)
+
+
+def test_the_leaves_are_cut_by_the_given_costs(
+    learner: MakeLearner, params: Any, monkeypatch: pytest.MonkeyPatch
+):
+    of, costs = learner(**PLAIN), LeafCosts(3.0, 1.0, 0.5)
+    seen = []
+
+    def planned(tree: Any, walks: int, blocks: Blocks, given: LeafCosts, **options: Any) -> Any:
+        seen.append(given)
+        return plan_walk(tree, walks, blocks, given, **options)
+
+    monkeypatch.setattr(tree_update, "plan_walk", planned)
+    batch = pack(tree_groups(0, LENGTH), of.rows, LENGTH, 2, "apart")
+    of.prepare_tree(of.init(params), batch, costs=costs)
+    assert seen == [costs] * 4  # two minibatches, each scored and trained
 
 
 def test_a_batch_of_another_layout_is_refused(learner: MakeLearner, params: Any):

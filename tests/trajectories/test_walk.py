@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from areal_jax.trajectories.leaf_order import Blocks, depth_first
 from areal_jax.trajectories.prefix_tree import PrefixTree, prefix_tree
-from areal_jax.trajectories.walk import POP, PUSH, Walk, plan_walk, ranges
+from areal_jax.trajectories.walk import POP, PUSH, Walk, plan_walk
 
 KEYS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=14), min_size=1, max_size=9)
 MOST = st.sampled_from([1, 3, 7, 100])
@@ -98,30 +98,6 @@ def test_a_forward_walk_pushes_every_token_once(sequences, most, joins):
     walk = plan_walk(found, 1, blocks, with_gradients=False)
     assert len(computed(walk, sequences, 1)[PUSH]) == walk.tokens(PUSH) == found.tokens
     assert walk.tokens(POP) == 0
-
-
-@given(KEYS, st.integers(1, 12))
-def test_the_largest_range_is_the_smallest_possible(sequences, count):
-    found = tree(sequences)
-    bounds = ranges(found, count)
-    ends, shared = found.lengths[found.leaves], found.common
-
-    def cost(first: int, last: int) -> int:
-        return int(ends[first:last].sum() - shared[first + 1 : last].sum()) if last > first else 0
-
-    assert bounds[0] == 0 and bounds[-1] == len(ends) and (np.diff(bounds) >= 0).all()
-    assert len(bounds) == count + 1
-    best = {(0, 0): 0}  # (leaves so far, ranges so far) -> least largest cost
-    for parts in range(1, count + 1):
-        for last in range(len(ends) + 1):
-            options = [
-                max(best[first, parts - 1], cost(first, last))
-                for first in range(last + 1)
-                if (first, parts - 1) in best
-            ]
-            if options:
-                best[last, parts] = min(options)
-    assert max(cost(one, other) for one, other in pairwise(bounds.tolist())) == best[len(ends), count]
 
 
 def conversations(rules: int, turns: int, size: int, groups: int, samples: int) -> list[list[int]]:
