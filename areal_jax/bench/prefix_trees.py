@@ -20,8 +20,10 @@ from areal_jax.trainer.learner import Learner
 from areal_jax.trainer.state import TrainState
 from areal_jax.trainer.tree_update import TreeBatch, TreeUpdate
 from areal_jax.trajectories.leaf_order import Blocks, depth_first
-from areal_jax.trajectories.packing import pack
+from areal_jax.trajectories.leaf_ranges import TOKENS
+from areal_jax.trajectories.packing import pack, plan_batch
 from areal_jax.trajectories.prefix_tree import Sampled, tree_of
+from areal_jax.trajectories.train_cost import default_costs, packed_work, tree_work
 from areal_jax.trajectories.walk import POP, PUSH, plan_walk
 from areal_jax.types import ArealError, Batch, Group, Prompt, SampleId, Trajectory
 
@@ -48,7 +50,9 @@ def tree(
     `leaves` the number of samples that share a prompt or a task. `rows` x `length` tokens are a micro-batch;
     `block` is trainer.tree_block. `ladder` also measures the tree without cut tails, order of leaves, joined
     tails and the full block. `memory`: whether to forecast each arm's memory. In the result, `token_ratio` is
-    the analytic ratio of tokens over `repeated`, a forward pass counted as 1 and a backward pass as 2.
+    the analytic ratio of tokens over `repeated`, a forward pass counted as 1 and a backward pass as 2; `auto`
+    is the way that trainer.compute=auto chooses before it has measured a batch, and `auto_speedup` the
+    seconds of the faster way / those of this one.
     """
     learner, state = bench_learner(shape, rows, length, dtype, remat, block)
     groups = _groups(workload, scale, leaves, learner.model.config.vocab_size)
@@ -64,6 +68,7 @@ def tree(
     blocks = learner.tree_blocks
     forward = plan_walk(depth_first(found, blocks), 1, blocks, with_gradients=False)
     computed = forward.tokens(PUSH) + walks["tree"].tokens(PUSH) + 3 * walks["tree"].tokens(POP)
+    auto = _chosen(learner, groups, rows, length)
     return machine(shape, dtype, took["tree"]) | {
         "workload": workload,
         "samples": len(found.lengths),
@@ -73,6 +78,8 @@ def tree(
         "row_tokens": {name: arm.tokens for name, arm in arms.items() if name not in plans},
         "seconds_by_arm": seconds,
         "speedup": {arm: seconds[arm] / seconds["tree"] for arm in seconds if arm != "tree"},
+        "auto": auto,
+        "auto_speedup": min(seconds["shared"], seconds["tree"]) / seconds[auto],
         "token_ratio": 4 * found.sequence_tokens / computed,
         "calls": {name: len(walk.kinds) for name, walk in walks.items()},
         "pushed_tokens": {name: walk.tokens(PUSH) for name, walk in walks.items()},
@@ -141,6 +148,17 @@ def _arms(
             apart,
         )
     return arms
+
+
+def _chosen(learner: Learner, groups: list[Group], rows: int, length: int) -> str:
+    """Returns the arm, shared or tree, that the default costs forecast to be faster."""
+    blocks, sequences = learner.tree_blocks, [Sampled.of(one) for each in groups for one in each.trajectories]
+    work = {
+        "shared": packed_work(plan_batch(groups, rows, length), rows, 1, 1),
+        "tree": tree_work([sequences], 1, blocks, TOKENS, 1),
+    }
+    costs = default_costs(blocks.call_tokens, ())
+    return min(work, key=lambda arm: costs.seconds(work[arm]))
 
 
 def _groups(workload: str, scale: float, leaves: int, vocab_size: int) -> list[Group]:
