@@ -117,7 +117,11 @@ def test_an_update_with_critic_reference_and_entropy_is_the_packed_one(
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"data": 2}, {"fsdp": 2, "tensor": 2}])
 def test_walks_on_several_devices_give_the_update_of_one(learner: MakeLearner, params: Any, mesh):
-    assert_equal_updates(learner(mesh=mesh, **PLAIN), params)
+    """Five times two updates; the last batch has fewer leaves than a mesh of four devices has walks."""
+    of = learner(mesh=mesh, **PLAIN)
+    for seed in range(0, 8, 2):
+        assert_equal_updates(of, params, [tree_groups(seed, LENGTH), tree_groups(seed + 1, LENGTH)])
+    assert_equal_updates(of, params, [tree_groups(9, LENGTH), tree_groups(8, LENGTH, count=2, size=1)])
 
 
 def test_the_leaves_are_cut_by_the_given_costs(
