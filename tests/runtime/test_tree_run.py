@@ -147,8 +147,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
     folder, ages = tmp_path_factory.mktemp("tree") / "run", []
     prepare = TreeUpdate.prepare
 
-    def noted(self: TreeUpdate, *args: Any) -> TreeBatch:
-        found = prepare(self, *args)
+    def noted(self: TreeUpdate, *args: Any, **costs: Any) -> TreeBatch:
+        found = prepare(self, *args, **costs)
         ages.append(jax.device_get((found.batch.ages, found.batch.loss_mask, found.batch.segment_ids)))
         return found
 
