@@ -59,8 +59,7 @@ FORMS = {
 }
 """The templates' responses. Compact ones have no "<" but those of tags, and no whitespace."""
 
-SLOW = pytest.mark.slow
-FAST = [("interruptible", "recompute")]
+pytestmark = pytest.mark.slow  # whole runs, from a model that is first taught the format
 OTHERS = ("ppo", "reinforce_pp", "aipo", "decoupled_ppo")
 """Presets beside grpo: with a critic, with the reference's KL in the reward, of LlamaRL and of AReaL."""
 
@@ -193,7 +192,7 @@ def first_answers(samples: list[Sample]) -> float:
 
 @pytest.mark.parametrize(
     ("strategy", "on_update"),
-    [pytest.param(*pair, id="-".join(pair), marks=[] if pair in FAST else SLOW) for pair in PAIRS],
+    [pytest.param(*pair, id="-".join(pair)) for pair in PAIRS],
 )
 def test_every_strategy_pays_interleaved_answers_by_the_gate(tmp_path, source, strategy, on_update):
     config = gated(tmp_path / "run", source, *scarce(strategy, on_update))
@@ -205,7 +204,7 @@ def test_every_strategy_pays_interleaved_answers_by_the_gate(tmp_path, source, s
     assert first_answers(samples) < 0.4
 
 
-@pytest.mark.parametrize("preset", ["grpo", *(pytest.param(name, marks=SLOW) for name in OTHERS)])
+@pytest.mark.parametrize("preset", ["grpo", *OTHERS])
 def test_every_optimiser_trains_on_the_same_rewards(tmp_path, source, preset):
     run(gated(tmp_path / "run", source, *FEW, f"algorithm.preset={preset}"), stream=io.StringIO())
     assert is_mixed(check_run(tmp_path / "run"))
@@ -214,7 +213,6 @@ def test_every_optimiser_trains_on_the_same_rewards(tmp_path, source, preset):
     assert ("value_loss" in rows[0]) == (preset == "ppo")
 
 
-@pytest.mark.slow
 def test_adapters_learn_from_interleaved_answers_beside_a_base_without_a_changed_bit(tmp_path, source):
     config = gated(tmp_path / "run", source, *FEW, "model.lora.rank=4")
     run(config, stream=io.StringIO())
@@ -235,7 +233,6 @@ def same_bits(one: Any, other: Any) -> bool:
 # --- templates and rewards ----------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["think_answer", "delayed"])
 def test_templates_with_all_thoughts_first_show_their_first_answer_later(tmp_path, name):
     words = (*TASK, *LEARN_FORMAT, *GATE, *FEW, "control.max_staleness=0", f"tasks.chained.template={name}")
@@ -251,7 +248,6 @@ Pays = Callable[[Mapping[str, float]], float]
 """The parts of a response without surplus answers -> what its sub-answers earn."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "pays"),
     [
