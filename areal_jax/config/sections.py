@@ -405,7 +405,7 @@ class TrainerConfig(Section):
     and of any other beginning that none of them trains. repeated: each sample has its own copy.
     """
     compute: Literal["packed", "tree", "auto"] = "packed"
-    """How a batch is computed. packed: in rows, each token once per sample, or a shared beginning once per row.
+    """How a batch is computed. packed: in rows, each token once per sample, or a shared prefix once per row.
     tree: over the prefix tree of the samples, each prefix that samples share once, whatever its depth. auto:
     each batch in the way that is forecast to be faster.
     """
