@@ -173,11 +173,12 @@ WITH_ENTROPY = Frozen(entropy_coef=0.1, proximal="recompute")
 @pytest.mark.parametrize(
     ("preset", "options"),
     [
-        ("gspo", {"walks": 3, "has_qkv_bias": True, "is_tied": False}),
+        ("gspo", {"walks": 3}),
+        ("ppo", {"has_qkv_bias": True, "is_tied": False}),
         ("ppo", {"algorithm": Frozen(critic={"kind": "shared"})}),
     ],
 )
-def test_gradients_are_the_dense_ones_with_sequence_losses_a_critic_and_several_walks(preset, options):
+def test_gradients_are_the_dense_ones_with_sequence_losses_critics_and_several_walks(preset, options):
     """Among sequences of two temperatures, which share no trained token."""
     walks = options.get("walks", 1)
     of = passes(preset, **options)
