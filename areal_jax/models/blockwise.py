@@ -1,16 +1,15 @@
 """Attention over packed rows by pairs of blocks: an online softmax, forward and backward.
 
-Scores exist for one block of queries against one block of keys. A pair of blocks in which no query sees a key
-is skipped, so work grows with the segments' lengths and not with the row's. For the backward pass the forward
-pass stores one number per query, the log of the softmax's denominator, instead of the weights (Dao et al.,
-arXiv:2205.14135; Milakov & Gimelshein, arXiv:1805.02867). Shapes: B rows, T tokens, H query heads, K kv
+Scores exist for one block of queries against one block of keys. Pairs of blocks in which no query sees a key
+are not visited, so work grows with the segments' lengths and not with the row's. For the backward pass the
+forward pass stores one number per query, the log of the softmax's denominator, instead of the weights (Dao et
+al., arXiv:2205.14135; Milakov & Gimelshein, arXiv:1805.02867). Shapes: B rows, T tokens, H query heads, K kv
 heads, R query heads per kv head, h head dimension, n blocks of Q tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import chex
@@ -22,7 +21,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from areal_jax.models.products import sum_dtype
 
-NEGATIVE = -1e30  # finite: the difference of two of them is 0, not NaN
+NEGATIVE = -1e30
+"""The score of a key that a query does not see. It is finite: the difference of two of them is 0, not NaN."""
+LOWEST = -1e20
+"""A query's largest score before it has seen a key: exp(NEGATIVE - LOWEST) is 0."""
 KEPT = "attention"
 """Checkpoint name of the stored output and denominators: a rematerialisation policy that saves this name
 spares the backward pass a second forward pass.
@@ -34,51 +36,59 @@ class Sight(NamedTuple):
 
     ends: Int[Array, "n B Q"]
     """For each key, the column after the last query that may see it."""
+    counts: Int[Array, " n"]
+    """For each block of queries the number of key blocks with keys that it sees in any row."""
+    seen: Int[Array, "n n"]
+    """For each block of queries these key blocks, ascending; what follows them is not read."""
+
+    @classmethod
+    def of(cls, ends: Int[Array, "B T"], size: int) -> Sight:
+        """Returns what blocks of `size` queries see; `ends`: for each key, 0 for padding."""
+        # A query without keys would have the output NaN: also padding sees itself, but nothing else.
+        ends = _split(jnp.maximum(ends, jnp.arange(ends.shape[1]) + 1), size, jnp.iinfo(ends.dtype).max)
+        blocks = jnp.arange(len(ends))
+        is_seen = (ends.max((1, 2)) > blocks[:, None] * size) & (blocks <= blocks[:, None])
+        return cls(ends, is_seen.sum(1), jnp.argsort(~is_seen, axis=1, stable=True))
 
     def visible(self, i: Array, j: Array) -> Bool[Array, "B Q Q"]:
         """Returns whether each query (axis 1) of block i sees each key (axis 2) of block j."""
         size = self.ends.shape[-1]
         queries = (i * size + jnp.arange(size))[:, None]
-        return (queries < self.ends[j][:, None, :]) & _is_causal(i, j, size)
+        return (queries < self.ends[j][:, None, :]) & (queries >= j * size + jnp.arange(size))
 
     def key_blocks(self, i: Array) -> tuple[Array, Callable[[Array], Array]]:
-        """Returns the number of key blocks that block i may see, and a function from 0, 1, ... to them."""
-        return i + 1, lambda number: number
+        """Returns the number of key blocks that block i sees, and a function from 0, 1, ... to them."""
+        return self.counts[i], lambda number: self.seen[i, number]
 
 
 class PrefixSight(struct.PyTreeNode):
-    """Which keys a query behind a path sees: those of the path, and those of its piece up to its own.
+    """Which keys a query behind a path sees: those of the path, and of the columns beside its own.
 
     The keys are `path_blocks` blocks of the path, then a block for each block of queries.
     """
 
     path_tokens: Int[Array, " B"]
     """Number of tokens of each row's path; later keys of the path's blocks are not seen."""
-    pieces: Int[Array, "n B Q"]
-    """For each query the number of its piece."""
+    own: Sight
     path_blocks: int = struct.field(pytree_node=False)
-    size: int = struct.field(pytree_node=False)
-    """Tokens of a block (Q)."""
 
     def visible(self, i: Array, j: Array) -> Bool[Array, "B Q Q"]:
         """Returns whether each query (axis 1) of block i sees each key (axis 2) of block j."""
-        keys = j * self.size + jnp.arange(self.size)
-        in_path = (keys < self.path_tokens[:, None])[:, None, :]
-        other = jnp.maximum(j - self.path_blocks, 0)
-        is_same = self.pieces[i][:, :, None] == self.pieces[other][:, None, :]
-        own = is_same & _is_causal(i, other, self.size)
+        size = self.own.ends.shape[-1]
+        in_path = (j * size + jnp.arange(size) < self.path_tokens[:, None])[:, None, :]
+        own = self.own.visible(i, jnp.maximum(j - self.path_blocks, 0))
         return jnp.where(j < self.path_blocks, in_path, own)
 
     def key_blocks(self, i: Array) -> tuple[Array, Callable[[Array], Array]]:
-        """Returns the number of key blocks that block i may see, and a function from 0, 1, ... to them."""
-        seen = -(-self.path_tokens.max() // self.size)
-        unseen = self.path_blocks - seen
-        return seen + i + 1, lambda number: jnp.where(number < seen, number, number + unseen)
+        """Returns the number of key blocks that block i sees, and a function from 0, 1, ... to them."""
+        of_path = -(-self.path_tokens.max() // self.own.ends.shape[-1])
+        count, block = self.own.key_blocks(i)
 
+        def numbered(number: Array) -> Array:
+            own = block(jnp.maximum(number - of_path, 0)) + self.path_blocks
+            return jnp.where(number < of_path, number, own)
 
-def _is_causal(i: Array, j: Array, size: int) -> Bool[Array, "Q Q"]:
-    """Returns whether query a of block i is at or after key b of block j of the same tokens, for all a, b."""
-    return (i * size + jnp.arange(size))[:, None] >= j * size + jnp.arange(size)
+        return of_path + count, numbered
 
 
 def blockwise_attention(
@@ -98,9 +108,7 @@ def blockwise_attention(
     chex.assert_equal_shape([k, v])
     chex.assert_shape(ends, q.shape[:2])
     size = min(block, length)
-    # A query without keys would have the output NaN: also padding sees itself, but nothing else.
-    ends = jnp.maximum(ends, jnp.arange(length) + 1)
-    return _in_blocks(q, k, v, Sight(_split(ends, size, jnp.iinfo(ends.dtype).max)), size)
+    return _in_blocks(q, k, v, Sight.of(ends, size), size)
 
 
 def segment_ends(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
@@ -116,21 +124,21 @@ def path_attention(
     k: Float[Array, "B P+n K h"],
     v: Float[Array, "B P+n K h"],
     path_tokens: Int[Array, " B"],
-    pieces: Int[Array, "B n"],
+    ends: Int[Array, "B n"],
     *,
     block: int,
 ) -> Float[Array, "B n H h"]:
     """Returns softmax(q k / sqrt(h)) v for n tokens that continue each row's path, in k's `sum_dtype`.
 
     The first P keys and values are those of the path, of which row b has `path_tokens[b]` tokens; the others
-    are those of the n tokens, of which each sees those up to its own with the same number in `pieces`. P must
-    be a multiple of the block, which has min(`block`, n) tokens.
+    are those of the n tokens, of which each sees those that `blockwise_attention` lets it see by `ends`. P
+    must be a multiple of the block, which has min(`block`, n) tokens.
     """
     length = q.shape[1]
     size = min(block, length)
     chex.assert_equal_shape([k, v])
     chex.assert_is_divisible(k.shape[1] - length, size)
-    sight = PrefixSight(path_tokens, _split(pieces, size), (k.shape[1] - length) // size, size)
+    sight = PrefixSight(path_tokens, Sight.of(ends, size), (k.shape[1] - length) // size)
     return _in_blocks(q, k, v, sight, size)
 
 
@@ -149,7 +157,9 @@ def _in_blocks(q: Array, k: Array, v: Array, sight: Any, size: int) -> Float[Arr
     chex.assert_shape([k, v], (rows, None, kv_heads, head_dim))
     repeats = heads // kv_heads  # query heads per kv head
     grouped = q.reshape(rows, length, kv_heads, repeats, head_dim)
-    queries = jnp.moveaxis(_split(grouped.astype(k.dtype), size), 2, 4)
+    # Scaled here, queries give scaled scores, and the keys' gradients need no scale.
+    scaled = (grouped.astype(sum_dtype(k)) * head_dim**-0.5).astype(k.dtype)
+    queries = jnp.moveaxis(_split(scaled, size), 2, 4)
     queries = queries.reshape(-1, rows, kv_heads, repeats * size, head_dim)
     out = _attend(queries, *(jnp.moveaxis(_split(x, size), 2, 3) for x in (k, v)), sight)
     out = jnp.moveaxis(out.reshape(-1, rows, kv_heads, repeats, size, head_dim), (1, 4), (0, 2))
@@ -169,16 +179,15 @@ def _forward(q: Array, k: Array, v: Array, sight: Any) -> tuple[Array, tuple]:
     def one_block(i: Array) -> tuple[Array, Array]:
         def visit(j: Array, mask: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             largest, total, out = carry
-            scores = jnp.where(mask, _scores(q[i], k[j]), NEGATIVE)
+            scores = jnp.where(mask, _product(q[i], k[j], 3, 3), NEGATIVE)
             now = jnp.maximum(largest, scores.max(-1))
             shrink = jnp.exp(largest - now)
-            # Until a query has seen a key, exp(NEGATIVE - NEGATIVE) is 1: hence the mask.
-            weights = jnp.where(mask, jnp.exp(scores - now[..., None]), 0.0)
+            weights = jnp.exp(scores - now[..., None])
             mixed = _product(weights.astype(v.dtype), v[j], 3, 2)
             return now, total * shrink + weights.sum(-1), out * shrink[..., None] + mixed
 
         shape, dtype = q.shape[1:-1], sum_dtype(q)
-        start = (jnp.full(shape, NEGATIVE, dtype), jnp.zeros(shape, dtype), jnp.zeros(q.shape[1:], dtype))
+        start = (jnp.full(shape, LOWEST, dtype), jnp.zeros(shape, dtype), jnp.zeros(q.shape[1:], dtype))
         largest, total, out = _over_seen(i, sight, visit, start)
         return out / total[..., None], largest + jnp.log(total)
 
@@ -199,9 +208,9 @@ def _backward(kept: tuple, slope: Array) -> tuple[Array, Array, Array, None]:
     def one_block(slopes: tuple[Array, Array], i: Array) -> tuple[tuple[Array, Array], Array]:
         def visit(j: Array, mask: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             of_q, of_k, of_v = carry
-            weights = jnp.where(mask, jnp.exp(_scores(q[i], k[j]) - log_total[i][..., None]), 0.0)
-            of_scores = weights * (_product(slope[i], v[j], 3, 3) - along[i][..., None])
-            of_scores = (of_scores * q.shape[-1] ** -0.5).astype(k.dtype)
+            weights = jnp.where(mask, jnp.exp(_product(q[i], k[j], 3, 3) - log_total[i][..., None]), 0.0)
+            of_weights = _product(slope[i], v[j], 3, 3)
+            of_scores = (weights * (of_weights - along[i][..., None])).astype(k.dtype)
             return (
                 of_q + _product(of_scores, k[j], 3, 2),
                 of_k.at[j].add(_product(of_scores, q[i], 2, 2)),
@@ -233,14 +242,10 @@ def _over_seen(i: Array, sight: Any, visit: Callable, start: tuple[Array, ...]) 
         repeats = start[0].shape[2] // size
         mask = jnp.broadcast_to(visible[:, None, None], (rows, 1, repeats, size, size))
         mask = mask.reshape(rows, 1, repeats * size, size)
-        return jax.lax.cond(visible.any(), partial(visit, j, mask), lambda same: same, carry)
+        return visit(j, mask, carry)
 
     with jax.named_scope("key_blocks"):
         return jax.lax.fori_loop(0, count, one_pair, start)
-
-
-def _scores(q: Array, k: Array) -> Float[Array, "B K RQ Q"]:
-    return _product(q, k, 3, 3) * q.shape[-1] ** -0.5
 
 
 def _product(left: Array, right: Array, left_axis: int, right_axis: int) -> Array:

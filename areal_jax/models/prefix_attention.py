@@ -64,7 +64,7 @@ class KVStack(NamedTuple):
 
 
 class PrefixAttention(struct.PyTreeNode):
-    """Attention of each walk's next n tokens over its path and, causally, over those of their piece."""
+    """Attention of each walk's next n tokens over its path and over one another."""
 
     path_tokens: Int[Array, " W"]
     """Number of tokens of each walk's path."""
@@ -72,14 +72,18 @@ class PrefixAttention(struct.PyTreeNode):
     """Where each walk's n tokens are written in the stack: behind the path; for a walk that does nothing in
     this call, at places that are never read.
     """
-    pieces: Int[Array, "W n"]
-    """For each token the number of its piece; pieces do not see each other."""
+    ends: Int[Array, "W n"]
+    """For each token the column after the last one that may see it; 0 for padding. The model may compute the
+    walks' tokens in more rows of fewer tokens.
+    """
     stack: KVStack | None = None
     """The path's KV if gradients are computed; the cache is then the port. None: the cache is the stack."""
     mesh: Mesh | None = struct.field(pytree_node=False, default=None)
 
     def __call__(self, layer: Any, q: Any, k: Any, v: Any, cache: KVStack) -> tuple[Array, KVStack]:
-        chex.assert_shape([self.path_tokens, self.places], (q.shape[0],))
+        chex.assert_shape([self.path_tokens, self.places], (len(self.ends),))
+        shape = q.shape
+        q, k, v = (x.reshape(*self.ends.shape, *x.shape[2:]) for x in (q, k, v))
         if self.stack is None:
             keys, values = (_joined(*pair) for pair in zip(cache.layer(layer), (k, v), strict=True))
             cache = cache.written(layer, self.places, k, v)
@@ -91,7 +95,7 @@ class PrefixAttention(struct.PyTreeNode):
         attend: Any = partial(path_attention, block=CPU_BLOCK if is_cpu else BLOCK)
         if self.mesh is not None:
             attend = over_mesh(attend, self.mesh, k.shape[2], ids=2)
-        return attend(q, keys, values, self.path_tokens, self.pieces), cache
+        return attend(q, keys, values, self.path_tokens, self.ends).reshape(shape), cache
 
 
 def _joined(path: Float[Array, "W P K h"], own: Float[Array, "W n K h"]) -> Float[Array, "W P+n K h"]:

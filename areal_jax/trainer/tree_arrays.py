@@ -75,7 +75,7 @@ class Step(NamedTuple):
     """One step of W walks (`trajectories.walk.Walk`), of n columns each."""
 
     endings: Int[Array, "E 2"]
-    """Of the whole walk: a sequence, and the column of the first token of its piece."""
+    """Of the whole walk: a sequence, and the column of the last token of its leaf."""
     start: Int[Array, " W"]
     """Number of tokens on the path before the step."""
     tokens: Int[Array, " W"]
@@ -86,12 +86,14 @@ class Step(NamedTuple):
     """Number of these sequences."""
     sequence: Int[Array, "W n"]
     position: Int[Array, "W n"]
-    piece: Int[Array, "W n"]
-    """Number of each token's piece; -1: no token."""
+    previous: Int[Array, "W n"]
+    """Column of the token before each token; -1: the path's last token."""
+    ends: Int[Array, "W n"]
+    """The column after the last token below each token; 0: no token."""
 
     @property
     def columns(self) -> int:
-        return self.piece.shape[1]
+        return self.ends.shape[1]
 
 
 class Outputs(NamedTuple):
@@ -103,27 +105,37 @@ class Outputs(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """A sequence of each walk that is complete with a step: it begins with the path, and ends in a piece."""
+    """A sequence of each walk that is complete with a step: it begins with the path and ends in a column."""
 
     row: Int[Array, " W"]
     """The sequence's row in the batch."""
-    column: Int[Array, " W"]
-    """Column of its piece's first token."""
+    columns: Int[Array, "W T"]
+    """For each of its tokens that is not on the path, its column."""
     start: Int[Array, " W"]
     """Number of its tokens on the path."""
     is_live: Bool[Array, " W"]
     """False: the walk has no such sequence."""
-    length: int
+
+    @classmethod
+    def of(cls, place: Array, step: Step, length: int) -> Ending:
+        """Returns number `place` of the sequences, of at most `length` tokens, that the step completes."""
+        is_live = place < step.count
+        at = jnp.minimum(step.first + place, len(step.endings) - 1)
+        row, last = step.endings[jnp.where(is_live, at, 0)].T
+        # The tokens above the leaf's last one are those that it sees.
+        column = jnp.arange(step.columns)
+        is_above = (column <= last[:, None]) & (step.ends > last[:, None])
+        walk, position = jnp.arange(len(row))[:, None], jnp.where(is_above, step.position, length)
+        columns = jnp.zeros((len(row), length), column.dtype).at[walk, position].set(column, mode="drop")
+        return cls(row, columns, step.start, is_live)
 
     def joined(self, path: Path, out: Outputs) -> tuple[TokenStats, Array | None]:
         """Returns statistics and values of the sequence's tokens, (W, T) each."""
-        token = jnp.arange(self.length)
-        own = self.column[:, None] + token - self.start[:, None]
-        is_own = token >= self.start[:, None]
+        length = self.columns.shape[1]
+        is_own = jnp.arange(length) >= self.start[:, None]
 
         def join(of_path: Array, of_own: Array) -> Array:
-            at = jnp.clip(own, 0, of_own.shape[1] - 1)
-            return jnp.where(is_own, jnp.take_along_axis(of_own, at, axis=1), of_path[:, : self.length])
+            return jnp.where(is_own, jnp.take_along_axis(of_own, self.columns, axis=1), of_path[:, :length])
 
         values = None if path.values is None or out.values is None else join(path.values, out.values)
         return TokenStats(*map(join, path.stats, out.stats)), values

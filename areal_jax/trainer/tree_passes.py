@@ -88,7 +88,7 @@ class TreePasses:
         out, (kv, critic_kv) = self._outputs((params, critic), read, caches, sequences, step)
 
         def add(place: Array, scores: dict[str, Array]) -> dict[str, Array]:
-            ending = self._ending(place, step)
+            ending = Ending.of(place, step, self._length)
             stats, values = ending.joined(path, out)
             found = {"logp": stats.logp, "values_after": values}
             row = jnp.where(ending.is_live, ending.row, len(sequences.is_asked))
@@ -153,21 +153,23 @@ class TreePasses:
         objective, forward, (params, critic) = self._objective, self._objective.forward, models
         at = step.sequence, step.position
         tokens, support = sequences.tokens[at], sequences.support
+        # XLA computes several rows faster than one of as many tokens: on a CPU 0.19 instead of 0.23 ms each.
+        split = partial(jnp.reshape, shape=(self._walks * math.gcd(4, step.columns), -1))
 
         def attended(forward: Forward, params: Params, of: int) -> tuple[Array, Any]:
             places = self._places(step)
-            attend = PrefixAttention(_path_tokens(step), places, step.piece, read.stacks[of], self._mesh)
-            return forward.attended(params, tokens, step.position, attend, caches[of])
+            attend = PrefixAttention(_path_tokens(step), places, step.ends, read.stacks[of], self._mesh)
+            hidden, cache = forward.attended(params, split(tokens), split(step.position), attend, caches[of])
+            return hidden.reshape(*tokens.shape, -1), cache
 
         hidden, cache = attended(forward, params, 0)
-        # Column 0 is the path's last token, whose hidden state each piece's first log-prob is computed from.
+        # Column 0 is the path's last token, from whose hidden state those behind it get their log-probs.
         front = partial(jnp.pad, pad_width=((0, 0), (1, 0)))
-        is_first = step.position == step.start[:, None]
-        before = jnp.where(step.start > 0, 0, -1)[:, None]
+        is_first = (step.position == 0) | (step.ends == 0)
         asked = PackedTokens(
             tokens=front(tokens),
-            previous=front(jnp.where(is_first, before, jnp.arange(step.columns)), constant_values=-1),
-            mask=front(sequences.is_asked[at] & (step.piece >= 0)),
+            previous=front(jnp.where(is_first, -1, step.previous + 1), constant_values=-1),
+            mask=front(sequences.is_asked[at] & (step.ends > 0)),
             temperature=front(sequences.temperature[at], constant_values=1.0),
             support=None if support is None else jnp.pad(support[at], ((0, 0), (1, 0), (0, 0))),
         )
@@ -204,7 +206,7 @@ class TreePasses:
         read = (path.stats, path.values), (out.stats, out.values)
 
         def add(place: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-            ending = self._ending(place, step)
+            ending = Ending.of(place, step, self._length)
             micro = map_batch(lambda x: x[ending.row], lambda x: x, batch)
             is_live = ending.is_live[:, None]
             micro = micro._replace(
@@ -238,13 +240,6 @@ class TreePasses:
         of_stats = TokenStats(logp[0], entropy[0], jnp.zeros_like(logp[0]))
         rest = slopes._replace(logp=logp[1], entropy=entropy[1], hidden=hidden[1], values=values[1])
         return Outputs(hidden[0], of_stats, values[0]), rest
-
-    def _ending(self, place: Array, step: Step) -> Ending:
-        """Returns the sequence number `place` of those that are complete with the step, for each walk."""
-        is_live = place < step.count
-        at = jnp.minimum(step.first + place, len(step.endings) - 1)
-        row, column = step.endings[jnp.where(is_live, at, 0)].T
-        return Ending(row, column, step.start, is_live, self._length)
 
     def _places(self, step: Step) -> Int[Array, " W"]:
         """Returns where in the path each walk's tokens go; a walk that waits writes where nothing reads."""

@@ -266,7 +266,7 @@ class TreeUpdate:
         each, columns = (self._walks,), (self._walks, self._blocks.most)
         step = Step(
             on(whole, (shape[0] // minibatches, 2), np.int32),
-            *(on(by_walk, size, np.int32) for size in (each,) * 4 + (columns,) * 3),
+            *(on(by_walk, size, np.int32) for size in (each,) * 4 + (columns,) * 4),
         )
         score = on(whole, shape, accumulate)
         path, slopes = jax.eval_shape(self._policy.empty_path), jax.eval_shape(self._no_slopes)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -21,19 +23,18 @@ class Blocks:
     cuts_tail: bool = True
     """Whether a leaf's last block is not pushed."""
     joins_tails: bool = True
-    """Whether tails that leave the path at the same token are computed in one call."""
+    """Whether a call computes whole subtrees, and several that leave the path at the same token."""
     call_tokens: int = 64
     """A call costs about as much as the computation of this many tokens, beside that of its own."""
     sorts_leaves: bool = True
     """Whether leaves are visited in the order of `depth_first`, rather than of their tokens."""
 
-    @property
+    @cached_property
     def buckets(self) -> tuple[int, ...]:
-        """Numbers of tokens for which programs are compiled, at most six: halves of `most`, ascending."""
-        sizes = [self.most]
-        while len(sizes) < 6 and sizes[-1] > self.smallest:
-            sizes.append(-(-sizes[-1] // 2))
-        return tuple(reversed(sizes))
+        """Numbers of tokens for which programs are compiled, at most six, ascending: parts of `most`."""
+        parts = (1, 3 / 4, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
+        sizes = [-(-math.ceil(self.most * part) // self.smallest) * self.smallest for part in parts]
+        return tuple(sorted({min(size, self.most) for size in sizes}))
 
     def bucket(self, tokens: int) -> int:
         """Returns the smallest bucket for `tokens` tokens."""
@@ -41,6 +42,8 @@ class Blocks:
 
     def cost(self, tokens: int) -> int:
         """Returns the number of tokens, with padding and for each call, that `tokens` tokens cost."""
+        if not tokens:
+            return 0
         return sum(self.bucket(size) + self.call_tokens for _, size in self.cut(0, tokens))
 
     def cut(self, start: int, end: int) -> list[tuple[int, int]]:
@@ -61,32 +64,58 @@ class Blocks:
             bounds.insert(0, first)
         return [(one, other - one) for one, other in pairwise(bounds) if other > one]
 
-    def joined(self, tails: Sequence[int]) -> tuple[int, list[int]]:
-        """Returns the least cost of tails of these lengths, and how many successive ones share each call."""
+    def joined(self, tails: Sequence[int], own: int = 0) -> Joined:
+        """Returns the cheapest calls for subtrees of these numbers of tokens and the path's last `own` ones.
+
+        A call computes successive subtrees; the last one may go on with tokens of the path.
+        """
         sums = [0, *accumulate(tails)]
-        best = [(0, 0)]  # of the first i tails: their cost, and how many the last call computes
+        best = [(0, 0)]  # of the first i subtrees: their cost, and how many the last call computes
         for end in range(1, len(sums)):
+            is_last = end == len(tails)
             options = []
             for count in range(1, end + 1 if self.joins_tails else 2):
                 tokens = sums[end] - sums[end - count]
                 if tokens > self.most:
                     break
-                options.append((best[end - count][0] + self.bucket(tokens) + self.call_tokens, count))
+                cost = self.with_own(tokens, own)[0] if is_last else self.bucket(tokens) + self.call_tokens
+                options.append((best[end - count][0] + cost, count))
             best.append(min(options))
         counts, end = [], len(tails)
         while end:
             counts.append(best[end][1])
             end -= counts[-1]
-        return best[-1][0], counts[::-1]
+        last = sums[-1] - sums[-1 - counts[0]] if counts else 0
+        return Joined(best[-1][0], counts[::-1], self.with_own(last, own)[1])
+
+    def with_own(self, tokens: int, own: int) -> tuple[int, int]:
+        """Returns the cost of a call of `tokens` tokens and of `own` ones of the path; how many join it."""
+        rooms = [size - tokens for size in self.buckets if size >= tokens]
+        joins = {min(room, own) for room in rooms if own and room}
+        if self.joins_tails or not joins:
+            joins.add(0)
+        cost, n = min(
+            (self.bucket(tokens + n) + self.call_tokens + self.cost(own - n), n) for n in sorted(joins)
+        )
+        return cost, n
+
+
+class Joined(NamedTuple):
+    """Calls that compute successive subtrees."""
+
+    cost: int
+    counts: list[int]
+    """Number of subtrees of each call."""
+    own: int
+    """How many of the path's last tokens the last call also computes."""
 
 
 def depth_first(tree: PrefixTree, blocks: Blocks) -> PrefixTree:
     """Returns the tree with its leaves in an order that needs few calls and little padding.
 
-    The last pop of a node's last child continues into the node's own tokens. That child is the one with which
-    the blocks of all last pops have the least padding. Of the other children, subtrees come first, then the
-    leaves, sorted so that their tails fill blocks. A fork that saves less than its calls cost is left out:
-    its children then share only what they share with others.
+    Of a node's children, those that do not fit a block come first; the others are sorted so that they fill
+    blocks, of which the last one has room for the node's own tokens. A fork that saves less than its calls
+    cost is left out: its children then share only what they share with others.
     """
     if not blocks.sorts_leaves:
         return tree
@@ -94,7 +123,7 @@ def depth_first(tree: PrefixTree, blocks: Blocks) -> PrefixTree:
     def close(depth: int, parent: int, children: list[Subtree]) -> list[Subtree]:
         node = _Node(depth, parent, blocks)
         is_root = depth == 0
-        return [node.closed(children)] if is_root or node.is_worth(len(children)) else children
+        return [node.closed(children)] if is_root or node.is_worth(children) else children
 
     return reordered(tree, close)
 
@@ -106,39 +135,53 @@ class _Node(NamedTuple):
     parent: int  # tokens of the path to the node above it
     blocks: Blocks
 
-    def is_worth(self, children: int) -> bool:
+    def is_worth(self, children: Sequence[Subtree]) -> bool:
         """Returns whether sharing the node's tokens saves more tokens of forward passes than its calls cost.
 
-        Each child but one is spared a forward pass and a backward pass, which counts as two; one more forward
-        pass is needed to push them.
+        A subtree that fits a block costs no further call. Otherwise each child but one is spared a forward
+        pass and a backward pass, which counts as two; one more forward pass is needed to push the tokens.
         """
-        return (3 * (children - 1) - 1) * (self.depth - self.parent) > self.blocks.call_tokens
+        own = self.depth - self.parent
+        tokens = own + sum(child.tokens - self.depth for child in children)
+        fits = self.blocks.joins_tails and tokens <= self.blocks.most
+        return fits or (3 * (len(children) - 1) - 1) * own > self.blocks.call_tokens
 
     def closed(self, children: Sequence[Subtree]) -> Subtree:
         """Returns the node's subtree in its new order."""
+        tails = [child for child in children if self._is_tail(child)]
+        others = [child for child in children if not self._is_tail(child)]
+        others.sort(key=lambda child: (self._saved(child), child.end))
+        return Subtree.of_children(self.depth, [*others, *self._filled(tails)])
 
-        def saved(child: Subtree) -> tuple[int, int]:
-            together = self.blocks.cost(child.end - self.parent)
-            return self.blocks.cost(child.end - self.depth) - together, child.end
+    def _is_tail(self, child: Subtree) -> bool:
+        """Returns whether one call computes the child."""
+        is_one = len(child.leaves) == 1 or self.blocks.joins_tails
+        return is_one and child.tokens - self.depth <= self.blocks.most
 
-        last = max(range(len(children)), key=lambda place: saved(children[place]))
-        rest = [child for place, child in enumerate(children) if place != last]
-        is_tail = [len(child.leaves) == 1 and child.end - self.depth <= self.blocks.most for child in rest]
-        tails = [child for child, is_one in zip(rest, is_tail, strict=True) if is_one]
-        others = [child for child, is_one in zip(rest, is_tail, strict=True) if not is_one]
-        others.sort(key=lambda child: child.end)
-        return Subtree.of_children(self.depth, [*others, *self._filled(tails), children[last]])
+    def _saved(self, child: Subtree) -> int:
+        """Returns what is saved if pops go on from the child's last leaf into the node's own tokens."""
+        together = self.blocks.cost(child.end - self.parent)
+        return self.blocks.cost(child.end - self.depth) - together
 
     def _filled(self, tails: Sequence[Subtree]) -> list[Subtree]:
-        """Returns leaves in an order in which successive ones fill blocks, the longest first."""
+        """Returns the children in an order in which successive ones fill blocks.
+
+        The last block has the room that the node's own tokens leave; the others come the fullest first.
+        """
+        most = self.blocks.most
+        last: list[Subtree] = []
+        room = most - (self.depth - self.parent) % most
         filled: list[tuple[int, list[Subtree]]] = []
-        for tail in sorted(tails, key=lambda child: -child.end):
-            size = tail.end - self.depth
-            place = next((i for i, (used, _) in enumerate(filled) if used + size <= self.blocks.most), None)
+        for tail in sorted(tails, key=lambda child: -child.tokens):
+            size = tail.tokens - self.depth
+            if size <= room:
+                room -= size
+                last.append(tail)
+                continue
+            place = next((i for i, (used, _) in enumerate(filled) if used + size <= most), None)
             if place is None:
                 filled.append((size, [tail]))
             else:
                 used, members = filled[place]
                 filled[place] = used + size, [*members, tail]
-        # The emptiest block comes last: the node's last child may join it.
-        return [tail for _, members in sorted(filled, key=lambda each: -each[0]) for tail in members]
+        return [tail for _, members in sorted(filled, key=lambda each: -each[0]) for tail in members] + last

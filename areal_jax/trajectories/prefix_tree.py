@@ -47,6 +47,8 @@ class Subtree(NamedTuple):
 
     end: int
     """Tokens of the path to its last leaf."""
+    tokens: int
+    """Distinct tokens of the paths to its leaves."""
     leaves: list[int]
     common: list[int]
     """Tokens that each leaf but the first shares with the leaf before it."""
@@ -57,7 +59,9 @@ class Subtree(NamedTuple):
         common = children[0].common[:]
         for child in children[1:]:
             common += [depth, *child.common]
-        return cls(children[-1].end, [leaf for child in children for leaf in child.leaves], common)
+        tokens = depth + sum(child.tokens - depth for child in children)
+        leaves = [leaf for child in children for leaf in child.leaves]
+        return cls(children[-1].end, tokens, leaves, common)
 
 
 def reordered(tree: PrefixTree, close: Callable[[int, int, list[Subtree]], list[Subtree]]) -> PrefixTree:
@@ -75,7 +79,7 @@ def reordered(tree: PrefixTree, close: Callable[[int, int, list[Subtree]], list[
     still_open: list[tuple[int, list[Subtree]]] = [(0, [])]
     for leaf, end in enumerate(ends):
         shared = int(tree.common[leaf + 1])
-        closed = [Subtree(end, [leaf], [])]
+        closed = [Subtree(end, end, [leaf], [])]
         while still_open[-1][0] > shared:
             depth, children = still_open.pop()
             closed = close(depth, max(still_open[-1][0], shared), [*children, *closed])

@@ -1,18 +1,19 @@
 """The order in which a trainer walks over a prefix tree, planned as data before the first forward pass.
 
-A walk visits leaf after leaf. To go down to a leaf it pushes tokens: their KV join those of the path. From
-there it pops tokens, the last ones first, down to those that the next leaf shares: each pop computes a block
-of tokens again, with gradients. So only one path is alive at a time. A leaf's last block need not be pushed
-before it is popped, because no other token reads its KV: the tail is cut. The tails of several leaves that
-leave the path at the same token are popped in one call, as pieces that do not see each other. Several walks,
-each over a part of the leaves, take their steps together, as rows of the same calls. The method is
-AReaL-DTA's; joined tails are ours. Shapes: S sequences, L leaves, W walks, N steps, n columns of a step.
+A walk visits subtree after subtree. A subtree whose distinct tokens fit a block is computed whole, in one
+call in which each token sees those above it in the tree; several that leave the path at the same token share
+a call. To get into a larger subtree the walk pushes the tokens that its leaves share: their KV join those of
+the path. From there it pops tokens, the last ones first, down to those that the next subtree shares: each pop
+computes a block of tokens again, with gradients. So only one path is alive at a time. What a leaf's last pop
+computes need not be pushed before, because no other token reads its KV: the tail is cut. Several walks, each
+over a part of the leaves, take their steps together, as rows of the same calls. The method is AReaL-DTA's;
+computing small subtrees whole is ours. Shapes: S sequences, L leaves, W walks, N steps, n columns of a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import islice, pairwise
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -35,10 +36,11 @@ class Piece(NamedTuple):
 
 
 class Op(NamedTuple):
-    """One step of one walk: to push or to pop pieces, which all continue the path at the same token."""
+    """One step of one walk: to push or to pop the tokens of a part of the tree."""
 
     kind: int  # PUSH | POP
     pieces: tuple[Piece, ...]
+    """The first one continues the path; the others continue the path or pieces before them, depth first."""
 
     @property
     def start(self) -> int:
@@ -54,7 +56,10 @@ class Columns(NamedTuple):
 
     sequence: np.ndarray  # (W, n) int32: a sequence with the token
     position: np.ndarray  # (W, n) int32: the token's place in it
-    piece: np.ndarray  # (W, n) int32: number of the token's piece in the step; -1 = no token
+    previous: np.ndarray  # (W, n) int32: column of the token before it; -1 = the path's last token
+    ends: np.ndarray
+    """(W, n) int32: the column after the last token below this one; 0 = no token. The token of column i has
+    below it, and is seen by, those of columns i to ends[i] - 1."""
 
 
 class Walk(NamedTuple):
@@ -70,7 +75,7 @@ class Walk(NamedTuple):
     columns: list[Columns]
     """The tokens of each step; n is the number of tokens for which the step's program is compiled."""
     endings: np.ndarray
-    """(S, 2) int32: a sequence, and the column of the first token of its piece, in the order of the steps."""
+    """(S, 2) int32: a sequence, and the column of the last token of its leaf, in the order of the steps."""
 
     def tokens(self, kind: int) -> int:
         """Returns the number of tokens that all steps of a kind compute, without padding."""
@@ -79,7 +84,7 @@ class Walk(NamedTuple):
     @property
     def buckets(self) -> np.ndarray:
         """(N,) int64: the number of columns of each step."""
-        return np.array([each.piece.shape[1] for each in self.columns], np.int64)
+        return np.array([each.ends.shape[1] for each in self.columns], np.int64)
 
     def of_rows(self, rows: np.ndarray) -> Walk:
         """Returns the walk with sequence i numbered rows[i]."""
@@ -93,95 +98,125 @@ class Walk(NamedTuple):
         return int(self.buckets.sum()) * self.rows.shape[1]
 
 
+class _Node(NamedTuple):
+    """Leaves `first` to `last` - 1, which share the tokens of the path."""
+
+    first: int
+    last: int
+    path: int
+    """Number of tokens on the path."""
+    below: int
+    """Number of tokens that stay on the path after these leaves."""
+
+
+class _Child(NamedTuple):
+    """The leaves `first` to `last` - 1 below a node, which also share the next token."""
+
+    first: int
+    last: int
+    tokens: int
+    """Number of distinct tokens behind the path."""
+
+
 class _Steps:
-    """Collects the steps of one walk. Tails wait until it is known which of them share a call."""
+    """Plans the steps of one walk, with gradients."""
 
-    def __init__(self, kind: int, blocks: Blocks) -> None:
-        """`kind`: that of the steps that compute tails."""
-        self._kind, self._blocks = kind, blocks
+    def __init__(self, tree: PrefixTree, blocks: Blocks) -> None:
+        self._blocks = blocks
+        self._ends: list[int] = tree.lengths[tree.leaves].tolist()
+        self._common: list[int] = tree.common.tolist()
         self._done: list[Op] = []
-        self._tails: list[Piece] = []
 
-    def add(self, kind: int, pieces: Sequence[Piece]) -> None:
-        """Adds a step for each piece, in this order."""
-        if pieces:
-            self._join_tails()
-            self._done += [Op(kind, (piece,)) for piece in pieces]
-
-    def add_tail(self, piece: Piece) -> None:
-        """Adds a leaf's last tokens, which continue the path as it now is."""
-        if self._tails and self._tails[0].start != piece.start:
-            self._join_tails()
-        self._tails.append(piece)
-
-    def extra_cost(self, start: int, length: int) -> int:
-        """Returns what a tail of `length` tokens from `start` on would cost beside those that wait."""
-        waiting = [piece.length for piece in self._tails if piece.start == start]
-        return self._blocks.joined([*waiting, length])[0] - self._blocks.joined(waiting)[0]
-
-    def done(self) -> list[Op]:
-        self._join_tails()
+    def over(self, first: int, last: int) -> list[Op]:
+        """Returns the steps over the leaves `first` to `last` - 1."""
+        ahead = [_Node(first, last, 0, 0)]
+        while ahead:  # a stack, since trees may be deeper than Python's calls
+            ahead += self._visit(ahead.pop())
         return self._done
 
-    def _join_tails(self) -> None:
-        _, counts = self._blocks.joined([piece.length for piece in self._tails])
-        waiting = iter(self._tails)
-        self._done += [Op(self._kind, tuple(islice(waiting, count))) for count in counts]
-        self._tails = []
+    def _visit(self, node: _Node) -> list[_Node]:
+        """Adds steps for children of the node; returns what is left to visit, the next one last."""
+        tails: list[_Child] = []
+        for child in self._children(node):
+            is_leaf = child.last == child.first + 1
+            if child.tokens <= self._blocks.most and (is_leaf or self._blocks.joins_tails):
+                tails.append(child)
+                continue
+            self._pop_tails(tails, node.path, node.path)
+            # The last child's pops go on into the tokens above it.
+            is_last = child.last == node.last
+            below = node.below if is_last else node.path
+            rest = [] if is_last else [node._replace(first=child.last)]
+            if is_leaf:
+                self._leaf(child.first, node.path, below)
+                return rest
+            fork = min(self._common[child.first + 1 : child.last])
+            self._add(PUSH, self._pieces(child.first, node.path, fork))
+            return [*rest, _Node(child.first, child.last, fork, below)]
+        self._pop_tails(tails, node.path, node.below)
+        return []
 
+    def _children(self, node: _Node) -> Iterator[_Child]:
+        first = node.first
+        while first < node.last:
+            last, tokens = first + 1, self._ends[first] - node.path
+            while last < node.last and self._common[last] > node.path:
+                tokens += self._ends[last] - self._common[last]
+                last += 1
+            yield _Child(first, last, tokens)
+            first = last
 
-def _pieces(leaf: int, start: int, end: int, blocks: Blocks) -> list[Piece]:
-    """Returns tokens `start` to `end` of a leaf's path in blocks, none of which ends the path."""
-    return [Piece(leaf, *block, is_end=False) for block in blocks.cut(start, end)] if end > start else []
+    def _leaf(self, leaf: int, path: int, below: int) -> None:
+        """Adds the steps for a leaf with more tokens behind the path than a block has."""
+        *before, tail = self._pieces(leaf, below, self._ends[leaf])
+        self._add(PUSH, self._pieces(leaf, path, tail.start if self._blocks.cuts_tail else self._ends[leaf]))
+        self._add(POP, [tail._replace(is_end=True), *before[::-1]])
 
+    def _pop_tails(self, tails: Sequence[_Child], path: int, below: int) -> None:
+        """Adds the steps for subtrees that are computed whole, then for the path's tokens from `below` on."""
+        if not tails:
+            return
+        if not self._blocks.cuts_tail:
+            for leaf in range(tails[0].first, tails[-1].last):
+                start = path if leaf == tails[0].first else max(path, self._common[leaf])
+                self._add(PUSH, self._pieces(leaf, start, self._ends[leaf]))
+        joined = self._blocks.joined([child.tokens for child in tails], path - below)
+        place = 0
+        for count in joined.counts:
+            place += count
+            start = path - joined.own if place == len(tails) else path
+            self._done.append(Op(POP, self._whole(tails[place - count : place], path, start)))
+        self._add(POP, self._pieces(tails[-1].first, below, path - joined.own)[::-1])
 
-def _own_pieces(leaf: int, start: int, end: int, fork: int, blocks: Blocks) -> list[Piece]:
-    """Returns tokens `start` to `end` of a leaf's path in blocks, the last of which ends the path.
+    def _whole(self, children: Sequence[_Child], path: int, start: int) -> tuple[Piece, ...]:
+        """Returns the tokens of the children as pieces, and before them the path's from `start` on."""
+        pieces = []
+        for leaf in range(children[0].first, children[-1].last):
+            pieces.append(Piece(leaf, start, self._ends[leaf] - start, is_end=True))
+            start = max(path, self._common[leaf + 1])
+        return tuple(pieces)
 
-    From token `fork` on, no other leaf has them: then they may join others, and stay one piece if they fit.
-    """
-    if start >= fork and end - start <= blocks.most:
-        return [Piece(leaf, start, end - start, is_end=True)]
-    *before, tail = _pieces(leaf, start, end, blocks)
-    return [*before, tail._replace(is_end=True)]
+    def _pieces(self, leaf: int, start: int, end: int) -> list[Piece]:
+        """Returns tokens `start` to `end` of a leaf's path in blocks, none of which ends the path."""
+        cut = self._blocks.cut(start, end) if end > start else []
+        return [Piece(leaf, *block, is_end=False) for block in cut]
+
+    def _add(self, kind: int, pieces: Sequence[Piece]) -> None:
+        """Adds a step for each piece, in this order."""
+        self._done += [Op(kind, (piece,)) for piece in pieces]
 
 
 def steps_of(tree: PrefixTree, first: int, last: int, blocks: Blocks) -> list[Op]:
     """Returns the steps of one walk over the leaves `first` up to, but without, `last`."""
-    steps = _Steps(POP, blocks)
-    path = 0
-    for leaf in range(first, last):
-        end = int(tree.lengths[tree.leaves[leaf]])
-        below = int(tree.common[leaf + 1]) if leaf + 1 < last else 0
-        top = below
-        if below < path and blocks.joins_tails and end - path <= blocks.most:
-            # The leaf is its node's last child: its pop continues into the node's tokens, unless that costs
-            # more than to let the leaf's tail join others.
-            apart = steps.extra_cost(path, end - path) + blocks.cost(path - below)
-            top = path if apart < blocks.cost(end - below) else below
-        *before, tail = _own_pieces(leaf, top, end, path, blocks)
-        steps.add(PUSH, _pieces(leaf, path, tail.start if blocks.cuts_tail else end, blocks))
-        steps.add_tail(tail)
-        steps.add(POP, before[::-1])
-        steps.add(POP, _pieces(leaf, below, top, blocks)[::-1])
-        path = below
-    return steps.done()
+    return _Steps(tree, blocks).over(first, last)
 
 
 def steps_down(tree: PrefixTree, first: int, last: int, blocks: Blocks) -> list[Op]:
-    """Returns the steps of one walk that only pushes, without gradients, over these leaves."""
-    steps = _Steps(PUSH, blocks)
-    path = 0
-    for leaf in range(first, last):
-        end = int(tree.lengths[tree.leaves[leaf]])
-        below = int(tree.common[leaf + 1]) if leaf + 1 < last else 0
-        own = max(path, below)  # no other leaf reads the tokens from here on
-        top = own if blocks.joins_tails and end - own <= blocks.most else path
-        *before, tail = _own_pieces(leaf, top, end, own, blocks)
-        steps.add(PUSH, [*_pieces(leaf, path, top, blocks), *before])
-        steps.add_tail(tail)
-        path = below
-    return steps.done()
+    """Returns the steps of one walk that only pushes, without gradients, over these leaves.
+
+    They are the pops in reverse: what a pop leaves on the path was pushed before it.
+    """
+    return [Op(PUSH, op.pieces) for op in steps_of(tree, first, last, blocks)[::-1] if op.kind == POP]
 
 
 class Call(NamedTuple):
@@ -238,21 +273,17 @@ def plan_walk(
     endings: list[tuple[int, int]] = []
     for call in calls:
         row = np.zeros((walks, 4), np.int32)
-        step = Columns(*(np.full((walks, call.bucket), fill, np.int32) for fill in (0, 0, -1)))
+        step = Columns(*(np.full((walks, call.bucket), fill, np.int32) for fill in (0, 0, -1, 0)))
         for walk, op in enumerate(call.ops):
             if op is None:
                 continue
-            before, column = len(endings), 0
+            before = len(endings)
             step.sequence[walk], step.position[walk] = tree.leaves[op.pieces[0].leaf], op.start
-            for number, piece in enumerate(op.pieces):
-                own = slice(column, column + piece.length)
-                step.sequence[walk, own] = tree.leaves[piece.leaf]
-                step.position[walk, own] = np.arange(piece.start, piece.start + piece.length)
-                step.piece[walk, own] = number
+            ended_at = _fill(tree, op, Columns(*(x[walk] for x in step)))
+            for piece, column in zip(op.pieces, ended_at, strict=True):
                 if piece.is_end:
                     ended = order[firsts[piece.leaf] : firsts[piece.leaf + 1]]
                     endings += [(int(sequence), column) for sequence in ended]
-                column += piece.length
             row[walk] = op.start, op.tokens, before, len(endings) - before
         rows.append(row)
         columns.append(step)
@@ -262,6 +293,24 @@ def plan_walk(
         columns,
         np.array(endings, np.int32).reshape(-1, 2),
     )
+
+
+def _fill(tree: PrefixTree, op: Op, step: Columns) -> list[int]:
+    """Writes a walk's tokens into its columns; returns the column of each piece's last token."""
+    column, last = 0, []
+    open_columns = np.empty(0, np.int64)  # those of the tokens from the path to the newest one
+    for piece in op.pieces:
+        above, closed = np.split(open_columns, [piece.start - op.start])
+        step.ends[closed] = column
+        own = np.arange(column, column + piece.length)
+        step.sequence[own] = tree.leaves[piece.leaf]
+        step.position[own] = np.arange(piece.start, piece.start + piece.length)
+        step.previous[own] = np.append(above[-1:] if len(above) else -1, own[:-1])
+        open_columns = np.append(above, own)
+        column += piece.length
+        last.append(column - 1)
+    step.ends[open_columns] = column
+    return last
 
 
 def _fullest(waiting: Sequence[Sequence[Op]], blocks: Blocks) -> tuple[int, int]:

@@ -55,7 +55,7 @@ def part(
     model: Model = MODEL,
 ) -> tuple[jax.Array, KVStack]:
     start = jnp.asarray(start)
-    attend = PrefixAttention(start, start, jnp.zeros((WALKS, SIZE), int), stack)
+    attend = PrefixAttention(start, start, jnp.full((WALKS, SIZE), SIZE), stack)
     return model.hidden(
         params, rows(TOKENS, start), start[:, None] + jnp.arange(SIZE), attend, cache, Execution(remat)
     )

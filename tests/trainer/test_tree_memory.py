@@ -23,7 +23,7 @@ def pop_bytes(of: Learner, leaves: int, tokens: int, block: int) -> int:
     """
     passes = TreePasses(of.objective, of.mesh, 1, tokens, Blocks(block))
     number: Any = lambda *size: jax.ShapeDtypeStruct(size, np.int32)  # noqa: E731
-    columns = (number(1, block),) * 3
+    columns = (number(1, block),) * 4
     step = Step(number(leaves, 2), *(number(1),) * 4, *columns)
     batch = prepared(rows_of(trie(0, leaves, tokens), tokens), 0)
     sequences = Sequences(batch.tokens, None, batch.loss_mask, batch.advantages)

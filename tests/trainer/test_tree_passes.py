@@ -16,11 +16,14 @@ from areal_jax.config.presets import preset_settings
 from areal_jax.config.sections import AlgorithmConfig
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.model import Model
+from areal_jax.parallel.mesh import make_mesh
 from areal_jax.tasks.tokenizers import CharTokenizer
 from areal_jax.trainer.learner import Learner
 from areal_jax.trainer.tree_arrays import Gradients, Sequences, Step
 from areal_jax.trainer.tree_passes import TreePasses
+from areal_jax.trainer.tree_update import TreeBatch, TreeUpdate
 from areal_jax.trajectories.leaf_order import Blocks, depth_first
+from areal_jax.trajectories.leaf_ranges import TOKENS
 from areal_jax.trajectories.prefix_tree import PrefixTree, Sampled, trained_on_paths, tree_of
 from areal_jax.trajectories.walk import POP, PUSH, Walk, plan_walk
 from areal_jax.types import Trajectory
@@ -29,15 +32,13 @@ from tests.trainer.prefix_trees import prepared, rows_of, trie
 
 SIZES = dict(vocab_size=VOCAB, layers=2, width=16, heads=4, kv_heads=2, head_dim=4, mlp_width=24)
 WIDE = dict(dtype="float64", accumulate="float64")
+RATE = 0.5
+"""Learning rate."""
 COUNT = 10
 """Sequences of a tree."""
-CHUNKS = (1, 3, 7, LENGTH)
-CASES = [
-    (chunk, cuts_tail, in_order)
-    for chunk in CHUNKS
-    for cuts_tail in (True, False)
-    for in_order in (True, False)
-]
+WHOLE = COUNT * LENGTH
+"""Tokens of a block into which every tree fits."""
+CHUNKS = (1, 3, 7, WHOLE)
 
 
 class Passes(NamedTuple):
@@ -55,7 +56,7 @@ class Passes(NamedTuple):
 @cache
 def passes(preset: str, walks: int = 1, **options: Any) -> Passes:
     settings = dict(options.pop("algorithm", {}))
-    is_wide = options.pop("is_wide", False)
+    is_wide, mesh = options.pop("is_wide", False), options.pop("mesh", None)
     model = Model(
         ModelConfig(**SIZES, **(WIDE if is_wide else {}), **options),
         CharTokenizer("".join(map(chr, range(97, 97 + VOCAB - 2)))),
@@ -64,9 +65,10 @@ def passes(preset: str, walks: int = 1, **options: Any) -> Passes:
     learner = Learner(
         model,
         AlgorithmConfig.model_validate(algorithm),
-        optax.sgd(0.5),
+        optax.sgd(RATE),
         rows=COUNT,
         length=LENGTH,
+        mesh=make_mesh({"data": 1, "fsdp": 1, "tensor": 1, **(mesh or {})}, jax.devices(), "the trainer"),
         logp_chunk=8,
         remat="none",
     )
@@ -75,7 +77,7 @@ def passes(preset: str, walks: int = 1, **options: Any) -> Passes:
     if state.critic is not None:
         noise = lambda leaf: leaf + 0.1 * rng.normal(size=leaf.shape).astype(leaf.dtype)  # noqa: E731
         state = state.replace(critic=jax.tree.map(noise, state.critic))
-    tree = TreePasses(learner.objective, learner.mesh, walks, LENGTH, Blocks(LENGTH, LENGTH))
+    tree = TreePasses(learner.objective, learner.mesh, walks, LENGTH, Blocks(WHOLE, LENGTH))
     gradient = learner.objective.gradient
     return Passes(
         learner,
@@ -95,15 +97,15 @@ def sequences_of(trajectories: list[Trajectory], batch: Any, tree: PrefixTree) -
 
 
 def steps(walk: Walk) -> list[tuple[int, Step]]:
-    """The steps, all padded to LENGTH columns: one program runs them whatever the block's size."""
+    """The steps, padded to LENGTH or WHOLE columns: two programs run them whatever the block's size."""
 
-    def padded(x: Any, empty: int = 0) -> Any:
-        return jnp.pad(x, ((0, 0), (0, LENGTH - x.shape[1])), constant_values=empty)
+    def padded(x: Any) -> Any:
+        width = LENGTH if x.shape[1] <= LENGTH else WHOLE
+        return jnp.pad(x, ((0, 0), (0, width - x.shape[1])))
 
     endings, each = jnp.asarray(walk.endings), zip(walk.kinds.tolist(), walk.rows, walk.columns, strict=True)
     return [
-        (kind, Step(endings, *jnp.asarray(rows.T), padded(sequence), padded(position), padded(piece, -1)))
-        for kind, rows, (sequence, position, piece) in each
+        (kind, Step(endings, *jnp.asarray(rows.T), *map(padded, columns))) for kind, rows, columns in each
     ]
 
 
@@ -157,6 +159,30 @@ def test_gradients_are_the_dense_ones_in_float64(chunk: int):
                 tried(of, 100 * chunk + seed, Blocks(chunk, chunk, cuts_tail, call_tokens=0), in_order)
                 <= 1e-9
             )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"data": 2}, {"fsdp": 2}])
+def test_gradients_of_two_devices_are_the_dense_ones_in_float64(mesh: dict[str, int]):
+    """Five random trees. The optimiser is SGD, so the step is the gradient."""
+    with jax.enable_x64(True):
+        one, two = (
+            passes("decoupled_ppo", is_wide=True, algorithm=WITH_ENTROPY, mesh=each)
+            for each in (None, Frozen(mesh))
+        )
+        learner, start = two.learner, jax.device_get(two.state.params)
+        tree = TreeUpdate(
+            learner.objective, learner.programs, learner.mesh, LENGTH, Blocks(7, 7, call_tokens=0)
+        )
+        for seed in range(5):
+            batch = prepared(rows_of(trie(seed, COUNT, LENGTH), LENGTH), seed, np.float64)
+            sequences, walks = tree._planned(batch, 1, TOKENS)
+            assert (walks[0].training.rows[:, :, 1].sum(axis=0) > 0).all()
+            on_mesh = TreeBatch(jax.tree.map(tree._everywhere, batch), sequences, walks)
+            state, _ = tree.update(learner.init(start), on_mesh, None)
+            found = jax.tree.map(lambda old, new: (old - new) / RATE, start, jax.device_get(state.params))
+            right, _ = one.dense(one.state, jax.tree.map(jnp.asarray, batch))
+            assert error(found, jax.device_get(right)[0]) <= 1e-9
 
 
 class Frozen(dict):

@@ -114,12 +114,12 @@ def test_the_work_over_a_tree():
     blocks = Blocks(16, 4, call_tokens=8)
     trained = tree_work(sequences, 1, blocks, TOKENS, passes=0)
     backward = 12 * 4 + 2 * 21 + 10 * 11 / 2
-    assert trained == Work(3, 16 + 16, 4, 10 + 3 * backward)
+    assert trained == Work(3, 12 + 12, 4, 10 + 3 * backward)
     scored = tree_work(sequences, 1, blocks, TOKENS, passes=1)
-    # 18 tokens do not fit a block: two answers, and one.
+    # The same calls in reverse: one answer with the prompt, and two.
     assert scored.backward_tokens == trained.backward_tokens
-    assert scored.forward_tokens - trained.forward_tokens == 4 + 16 + 8
-    assert scored.calls - trained.calls == 3
+    assert scored.forward_tokens - trained.forward_tokens == 12 + 12
+    assert scored.calls - trained.calls == 2
     assert scored.pairs - trained.pairs == 10 + 3 * (6 * 4 + 21)
 
 

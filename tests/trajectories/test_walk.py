@@ -45,27 +45,27 @@ def computed(walk: Walk, sequences: list[list[int]], walks: int) -> dict[int, li
     ended: list[int] = []
     for kind, rows, columns in zip(walk.kinds.tolist(), walk.rows.tolist(), walk.columns, strict=True):
         for number, (start, tokens, first, count) in enumerate(rows):
-            sequence, position, piece = (x[number] for x in columns)
-            assert (piece[:tokens] >= 0).all() and (piece[tokens:] == -1).all()
+            sequence, position, previous, ends = (x[number].tolist() for x in columns)
+            assert min(ends[:tokens], default=1) > 0 and not any(ends[tokens:])
             if not tokens:
                 assert count == 0
                 continue
             path = paths[number]
-            for of in range(piece.max() + 1):
-                own = np.flatnonzero(piece == of)
-                (source,) = set(sequence[own].tolist())
-                text = sequences[source]
-                assert position[own].tolist() == list(range(start, start + len(own)))
-                assert path[:start] == text[:start]
-                found[kind] += [tuple(text[: end + 1]) for end in position[own].tolist()]
+            texts = []
+            for column in range(tokens):
+                seen = [other for other in range(column + 1) if ends[other] > column]
+                text = path[:start] + [sequences[sequence[other]][position[other]] for other in seen]
+                assert text == sequences[sequence[column]][: position[column] + 1]
+                assert previous[column] == (seen[-2] if len(seen) > 1 else -1)
+                texts.append(text)
+            found[kind] += map(tuple, texts)
             for row, column in walk.endings[first : first + count].tolist():
-                # The loss reads the path's statistics, and those of the piece that begins in this column.
-                text = sequences[sequence[column]][: start + (piece == piece[column]).sum()]
-                assert position[column] == start
-                assert sequences[row] == text[: len(sequences[row])]
+                # The loss reads the path's statistics, and those of the tokens that this column sees.
+                assert sequences[row] == texts[column][: len(sequences[row])]
                 ended.append(row)
-            if kind == PUSH:
-                path[start:] = sequences[sequence[0]][start : start + (piece == 0).sum()]
+            if kind == PUSH:  # the columns whose tokens continue each other lie behind the path
+                size = next((n for n in range(1, tokens) if previous[n] != n - 1), tokens)
+                path[start:] = texts[size - 1][start:]
     assert sorted(ended) == list(range(len(sequences)))
     return found
 
@@ -133,7 +133,19 @@ def test_the_answers_of_a_group_are_computed_together():
     assert walk.kinds.tolist() == [PUSH, POP, POP, POP, POP]
     assert walk.rows[:, 0, 1].tolist() == [60, 500, 500, 500, 160]
     forward = plan_walk(depth_first(found, blocks), 1, blocks, with_gradients=False)
-    assert forward.rows[:, 0, 1].tolist() == [60, 500, 500, 500, 100]
+    assert forward.rows[:, 0, 1].tolist() == [160, 500, 500, 500]
+
+
+def test_a_subtree_that_fits_a_block_is_one_call():
+    """Three groups of four answers, each 150 tokens: two whole groups to a call, and nothing is pushed."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 10**6, 30).tolist() for _ in range(3)]
+    found = tree([prompt + rng.integers(0, 10**6, 30).tolist() for prompt in prompts for _ in range(4)])
+    for with_gradients, kind in ((True, POP), (False, PUSH)):
+        blocks = Blocks(320)
+        walk = plan_walk(depth_first(found, blocks), 1, blocks, with_gradients=with_gradients)
+        assert walk.kinds.tolist() == [kind, kind]
+        assert sorted(walk.rows[:, 0, 1].tolist()) == [150, 300]
 
 
 def test_cut_tail_lowers_what_is_pushed_and_joined_tails_and_order_what_is_computed():
@@ -163,7 +175,7 @@ def test_cut_tail_lowers_what_is_pushed_and_joined_tails_and_order_what_is_compu
 
 
 @pytest.mark.parametrize(
-    ("most", "buckets"), [(512, (32, 64, 128, 256, 512)), (2048, (64, 128, 256, 512, 1024, 2048))]
+    ("most", "buckets"), [(512, (32, 64, 128, 256, 384, 512)), (2048, (128, 256, 512, 1024, 1536, 2048))]
 )
 def test_there_are_at_most_six_buckets(most, buckets):
     assert Blocks(most).buckets == buckets
