@@ -48,10 +48,10 @@ def tree(
     `workload`: turns (one sample per turn of conversations that begin with the same rules), groups (16
     answers to a prompt of half their length) or apart (nothing shared); `scale` multiplies its lengths, and
     `leaves` the number of samples that share a prompt or a task. `rows` x `length` tokens are a micro-batch;
-    `block` is trainer.tree_block. `ladder` also measures the tree without cut tails, order of leaves, joined
-    tails and the full block. `memory`: whether to forecast each arm's memory. In the result, `token_ratio` is
-    the analytic ratio of tokens over `repeated`, a forward pass counted as 1 and a backward pass as 2; `auto`
-    is the way that trainer.compute=auto chooses before it has measured a batch, and `auto_speedup` the
+    `block` is trainer.tree_block. `ladder` also measures the tree without cut tails, order of leaves, whole
+    subtrees and the full block. `memory`: whether to forecast each arm's memory. In the result, `token_ratio`
+    is the analytic ratio of tokens over `repeated`, a forward pass counted as 1 and a backward pass as 2;
+    `auto` is the way that trainer.compute=auto chooses before it has measured a batch, and `auto_speedup` the
     seconds of the faster way / those of this one.
     """
     learner, state = bench_learner(shape, rows, length, dtype, remat, block)
@@ -90,12 +90,14 @@ def tree(
 
 def _ladder(blocks: Blocks) -> dict[str, Blocks]:
     """Returns the ways to walk over a tree, by name: without any saving, then with one more each."""
-    plain = replace(blocks, most=-(-blocks.most // 2), cuts_tail=False, joins_tails=False, sorts_leaves=False)
+    plain = replace(
+        blocks, most=-(-blocks.most // 2), cuts_tail=False, joins_subtrees=False, sorts_leaves=False
+    )
     cut = replace(plain, cuts_tail=True)
     ordered = replace(cut, sorts_leaves=True)
-    joined = replace(ordered, joins_tails=True)
-    names = ("tree_plain", "tree_cut_tail", "tree_ordered", "tree_joined", "tree")
-    return dict(zip(names, (plain, cut, ordered, joined, blocks), strict=True))
+    whole = replace(ordered, joins_subtrees=True)
+    names = ("tree_plain", "tree_cut_tail", "tree_ordered", "tree_whole_subtrees", "tree")
+    return dict(zip(names, (plain, cut, ordered, whole, blocks), strict=True))
 
 
 class _Arm(NamedTuple):

@@ -22,7 +22,7 @@ class Blocks:
     """Smallest number of tokens for which a program is compiled."""
     cuts_tail: bool = True
     """Whether a leaf's last block is not pushed."""
-    joins_tails: bool = True
+    joins_subtrees: bool = True
     """Whether a call computes whole subtrees, and several that leave the path at the same token."""
     call_tokens: int = 64
     """A call costs about as much as the computation of this many tokens, beside that of its own."""
@@ -64,24 +64,24 @@ class Blocks:
             bounds.insert(0, first)
         return [(one, other - one) for one, other in pairwise(bounds) if other > one]
 
-    def joined(self, tails: Sequence[int], own: int = 0) -> Joined:
+    def joined(self, sizes: Sequence[int], own: int = 0) -> Joined:
         """Returns the cheapest calls for subtrees of these numbers of tokens and the path's last `own` ones.
 
         A call computes successive subtrees; the last one may go on with tokens of the path.
         """
-        sums = [0, *accumulate(tails)]
+        sums = [0, *accumulate(sizes)]
         best = [(0, 0)]  # of the first i subtrees: their cost, and how many the last call computes
         for end in range(1, len(sums)):
-            is_last = end == len(tails)
+            is_last = end == len(sizes)
             options = []
-            for count in range(1, end + 1 if self.joins_tails else 2):
+            for count in range(1, end + 1 if self.joins_subtrees else 2):
                 tokens = sums[end] - sums[end - count]
                 if tokens > self.most:
                     break
                 cost = self.with_own(tokens, own)[0] if is_last else self.bucket(tokens) + self.call_tokens
                 options.append((best[end - count][0] + cost, count))
             best.append(min(options))
-        counts, end = [], len(tails)
+        counts, end = [], len(sizes)
         while end:
             counts.append(best[end][1])
             end -= counts[-1]
@@ -92,7 +92,7 @@ class Blocks:
         """Returns the cost of a call of `tokens` tokens and of `own` ones of the path; how many join it."""
         rooms = [size - tokens for size in self.buckets if size >= tokens]
         joins = {min(room, own) for room in rooms if own and room}
-        if self.joins_tails or not joins:
+        if self.joins_subtrees or not joins:
             joins.add(0)
         cost, n = min(
             (self.bucket(tokens + n) + self.call_tokens + self.cost(own - n), n) for n in sorted(joins)
@@ -143,19 +143,19 @@ class _Node(NamedTuple):
         """
         own = self.depth - self.parent
         tokens = own + sum(child.tokens - self.depth for child in children)
-        fits = self.blocks.joins_tails and tokens <= self.blocks.most
+        fits = self.blocks.joins_subtrees and tokens <= self.blocks.most
         return fits or (3 * (len(children) - 1) - 1) * own > self.blocks.call_tokens
 
     def closed(self, children: Sequence[Subtree]) -> Subtree:
         """Returns the node's subtree in its new order."""
-        tails = [child for child in children if self._is_tail(child)]
-        others = [child for child in children if not self._is_tail(child)]
+        small = [child for child in children if self._is_one_call(child)]
+        others = [child for child in children if not self._is_one_call(child)]
         others.sort(key=lambda child: (self._saved(child), child.end))
-        return Subtree.of_children(self.depth, [*others, *self._filled(tails)])
+        return Subtree.of_children(self.depth, [*others, *self._filled(small)])
 
-    def _is_tail(self, child: Subtree) -> bool:
+    def _is_one_call(self, child: Subtree) -> bool:
         """Returns whether one call computes the child."""
-        is_one = len(child.leaves) == 1 or self.blocks.joins_tails
+        is_one = len(child.leaves) == 1 or self.blocks.joins_subtrees
         return is_one and child.tokens - self.depth <= self.blocks.most
 
     def _saved(self, child: Subtree) -> int:
@@ -163,7 +163,7 @@ class _Node(NamedTuple):
         together = self.blocks.cost(child.end - self.parent)
         return self.blocks.cost(child.end - self.depth) - together
 
-    def _filled(self, tails: Sequence[Subtree]) -> list[Subtree]:
+    def _filled(self, children: Sequence[Subtree]) -> list[Subtree]:
         """Returns the children in an order in which successive ones fill blocks.
 
         The last block has the room that the node's own tokens leave; the others come the fullest first.
@@ -172,16 +172,16 @@ class _Node(NamedTuple):
         last: list[Subtree] = []
         room = most - (self.depth - self.parent) % most
         filled: list[tuple[int, list[Subtree]]] = []
-        for tail in sorted(tails, key=lambda child: -child.tokens):
-            size = tail.tokens - self.depth
+        for child in sorted(children, key=lambda child: -child.tokens):
+            size = child.tokens - self.depth
             if size <= room:
                 room -= size
-                last.append(tail)
+                last.append(child)
                 continue
             place = next((i for i, (used, _) in enumerate(filled) if used + size <= most), None)
             if place is None:
-                filled.append((size, [tail]))
+                filled.append((size, [child]))
             else:
                 used, members = filled[place]
-                filled[place] = used + size, [*members, tail]
-        return [tail for _, members in sorted(filled, key=lambda each: -each[0]) for tail in members] + last
+                filled[place] = used + size, [*members, child]
+        return [child for _, members in sorted(filled, key=lambda each: -each[0]) for child in members] + last

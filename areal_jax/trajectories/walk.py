@@ -136,13 +136,13 @@ class _Steps:
 
     def _visit(self, node: _Node) -> list[_Node]:
         """Adds steps for children of the node; returns what is left to visit, the next one last."""
-        tails: list[_Child] = []
+        whole: list[_Child] = []
         for child in self._children(node):
             is_leaf = child.last == child.first + 1
-            if child.tokens <= self._blocks.most and (is_leaf or self._blocks.joins_tails):
-                tails.append(child)
+            if child.tokens <= self._blocks.most and (is_leaf or self._blocks.joins_subtrees):
+                whole.append(child)
                 continue
-            self._pop_tails(tails, node.path, node.path)
+            self._pop_whole(whole, node.path, node.path)
             # The last child's pops go on into the tokens above it.
             is_last = child.last == node.last
             below = node.below if is_last else node.path
@@ -153,7 +153,7 @@ class _Steps:
             fork = min(self._common[child.first + 1 : child.last])
             self._add(PUSH, self._pieces(child.first, node.path, fork))
             return [*rest, _Node(child.first, child.last, fork, below)]
-        self._pop_tails(tails, node.path, node.below)
+        self._pop_whole(whole, node.path, node.below)
         return []
 
     def _children(self, node: _Node) -> Iterator[_Child]:
@@ -172,23 +172,23 @@ class _Steps:
         self._add(PUSH, self._pieces(leaf, path, tail.start if self._blocks.cuts_tail else self._ends[leaf]))
         self._add(POP, [tail._replace(is_end=True), *before[::-1]])
 
-    def _pop_tails(self, tails: Sequence[_Child], path: int, below: int) -> None:
+    def _pop_whole(self, whole: Sequence[_Child], path: int, below: int) -> None:
         """Adds the steps for subtrees that are computed whole, then for the path's tokens from `below` on."""
-        if not tails:
+        if not whole:
             return
         if not self._blocks.cuts_tail:
-            for leaf in range(tails[0].first, tails[-1].last):
-                start = path if leaf == tails[0].first else max(path, self._common[leaf])
+            for leaf in range(whole[0].first, whole[-1].last):
+                start = path if leaf == whole[0].first else max(path, self._common[leaf])
                 self._add(PUSH, self._pieces(leaf, start, self._ends[leaf]))
-        joined = self._blocks.joined([child.tokens for child in tails], path - below)
+        joined = self._blocks.joined([child.tokens for child in whole], path - below)
         place = 0
         for count in joined.counts:
             place += count
-            start = path - joined.own if place == len(tails) else path
-            self._done.append(Op(POP, self._whole(tails[place - count : place], path, start)))
-        self._add(POP, self._pieces(tails[-1].first, below, path - joined.own)[::-1])
+            start = path - joined.own if place == len(whole) else path
+            self._done.append(Op(POP, self._joined(whole[place - count : place], path, start)))
+        self._add(POP, self._pieces(whole[-1].first, below, path - joined.own)[::-1])
 
-    def _whole(self, children: Sequence[_Child], path: int, start: int) -> tuple[Piece, ...]:
+    def _joined(self, children: Sequence[_Child], path: int, start: int) -> tuple[Piece, ...]:
         """Returns the tokens of the children as pieces, and before them the path's from `start` on."""
         pieces = []
         for leaf in range(children[0].first, children[-1].last):

@@ -93,7 +93,7 @@ def test_a_walk_reads_only_what_is_on_its_path_and_pops_every_token_once(
 
 @given(KEYS, MOST, st.booleans())
 def test_a_forward_walk_pushes_every_token_once(sequences, most, joins):
-    blocks = Blocks(most, 1, joins_tails=joins)
+    blocks = Blocks(most, 1, joins_subtrees=joins)
     found = depth_first(tree(sequences), blocks)
     walk = plan_walk(found, 1, blocks, with_gradients=False)
     assert len(computed(walk, sequences, 1)[PUSH]) == walk.tokens(PUSH) == found.tokens
@@ -148,10 +148,10 @@ def test_a_subtree_that_fits_a_block_is_one_call():
         assert sorted(walk.rows[:, 0, 1].tolist()) == [150, 300]
 
 
-def test_cut_tail_lowers_what_is_pushed_and_joined_tails_and_order_what_is_computed():
+def test_cut_tail_lowers_what_is_pushed_and_joined_subtrees_and_order_what_is_computed():
     """Over ten trees, each with the same tokens to pop."""
     joined = Blocks(128, call_tokens=0)
-    alone = dataclasses.replace(joined, joins_tails=False)
+    alone = dataclasses.replace(joined, joins_subtrees=False)
     computed = dict.fromkeys(("plain", "cut tail", "joined", "ordered"), 0)
     for seed in range(10):
         rng = np.random.default_rng(seed)
