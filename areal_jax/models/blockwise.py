@@ -157,9 +157,7 @@ def _in_blocks(q: Array, k: Array, v: Array, sight: Any, size: int) -> Float[Arr
     chex.assert_shape([k, v], (rows, None, kv_heads, head_dim))
     repeats = heads // kv_heads  # query heads per kv head
     grouped = q.reshape(rows, length, kv_heads, repeats, head_dim)
-    # Scaled here, queries give scaled scores, and the keys' gradients need no scale.
-    scaled = (grouped.astype(sum_dtype(k)) * head_dim**-0.5).astype(k.dtype)
-    queries = jnp.moveaxis(_split(scaled, size), 2, 4)
+    queries = jnp.moveaxis(_split(grouped.astype(k.dtype), size), 2, 4)
     queries = queries.reshape(-1, rows, kv_heads, repeats * size, head_dim)
     out = _attend(queries, *(jnp.moveaxis(_split(x, size), 2, 3) for x in (k, v)), sight)
     out = jnp.moveaxis(out.reshape(-1, rows, kv_heads, repeats, size, head_dim), (1, 4), (0, 2))
@@ -179,7 +177,7 @@ def _forward(q: Array, k: Array, v: Array, sight: Any) -> tuple[Array, tuple]:
     def one_block(i: Array) -> tuple[Array, Array]:
         def visit(j: Array, mask: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             largest, total, out = carry
-            scores = jnp.where(mask, _product(q[i], k[j], 3, 3), NEGATIVE)
+            scores = jnp.where(mask, _scores(q[i], k[j]), NEGATIVE)
             now = jnp.maximum(largest, scores.max(-1))
             shrink = jnp.exp(largest - now)
             weights = jnp.exp(scores - now[..., None])
@@ -208,9 +206,10 @@ def _backward(kept: tuple, slope: Array) -> tuple[Array, Array, Array, None]:
     def one_block(slopes: tuple[Array, Array], i: Array) -> tuple[tuple[Array, Array], Array]:
         def visit(j: Array, mask: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             of_q, of_k, of_v = carry
-            weights = jnp.where(mask, jnp.exp(_product(q[i], k[j], 3, 3) - log_total[i][..., None]), 0.0)
+            weights = jnp.where(mask, jnp.exp(_scores(q[i], k[j]) - log_total[i][..., None]), 0.0)
             of_weights = _product(slope[i], v[j], 3, 3)
-            of_scores = (weights * (of_weights - along[i][..., None])).astype(k.dtype)
+            of_scores = weights * (of_weights - along[i][..., None])
+            of_scores = (of_scores * q.shape[-1] ** -0.5).astype(k.dtype)
             return (
                 of_q + _product(of_scores, k[j], 3, 2),
                 of_k.at[j].add(_product(of_scores, q[i], 2, 2)),
@@ -246,6 +245,11 @@ def _over_seen(i: Array, sight: Any, visit: Callable, start: tuple[Array, ...]) 
 
     with jax.named_scope("key_blocks"):
         return jax.lax.fori_loop(0, count, one_pair, start)
+
+
+def _scores(q: Array, k: Array) -> Float[Array, "B K RQ Q"]:
+    # Scaled behind the product, as where tokens are decoded: the rounding is the same.
+    return _product(q, k, 3, 3) * q.shape[-1] ** -0.5
 
 
 def _product(left: Array, right: Array, left_axis: int, right_axis: int) -> Array:
