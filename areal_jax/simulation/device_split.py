@@ -23,13 +23,12 @@ LlamaRL, Wu et al. (https://arxiv.org/abs/2505.24034), whose theorem this models
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from areal_jax.types import ArealError
 
-SPLIT_STEPS = 60
-"""Bisections of the device split θ: each halves the interval, so the rest is float64's rounding."""
+SPLIT_STEPS = 40
+"""Bisections of the device split θ: each halves the interval, to 1e-12 in the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +118,8 @@ class CostModel:
     generator: RoleCost
     samples: float
     """Samples of a batch, which is one training step."""
+    shared_generator: RoleCost | None = None
+    """The generator on shared devices if its engine is another one, at least as costly; None: the same."""
     longest: float = 1.0
     """Longest completion of a batch over its mean: a synchronous step decodes until the longest has ended,
     an asynchronous generator starts other samples meanwhile. 1: all are equally long, as in the theory.
@@ -127,7 +128,9 @@ class CostModel:
     def __post_init__(self) -> None:
         figures = {"samples": self.samples, "devices.count": self.devices.count}
         figures |= {"devices.link": self.devices.link, "devices.network": self.devices.network}
-        for name, role in (("trainer", self.trainer), ("generator", self.generator)):
+        for name in ("trainer", "generator", "shared_generator"):
+            if (role := getattr(self, name)) is None:
+                continue
             positive = ("sample_s", "sample_bytes", "sample_split", "most_samples")
             figures |= {f"{name}.{one}": getattr(role, one) for one in positive}
             for one in fields(role):
@@ -221,10 +224,11 @@ def _degrees(model: CostModel) -> list[int]:
 
 
 def _shared(model: CostModel, degree: int) -> Step:
-    count, roles = model.devices.count, (model.trainer, model.generator)
+    count, shared = model.devices.count, model.shared_generator or model.generator
+    roles = (model.trainer, shared)
     resident = sum(role.resident_bytes(degree) for role in roles)
     trainer, generator = (plan_role(model, role, count, degree, resident) for role in roles)
-    fixed_s, _ = model.generator.times_s(model.devices, degree)
+    fixed_s, _ = shared.times_s(model.devices, degree)
     wait_s = (model.longest - 1) * fixed_s
     return Step(trainer.step_s + generator.step_s + wait_s, trainer, generator)
 
@@ -237,15 +241,15 @@ def _split(model: CostModel, theta: float) -> Step:
 
 
 def _fastest(model: CostModel, role: RoleCost, count: float) -> RolePlan:
-    step_s: Callable[[RolePlan], float] = lambda plan: plan.step_s  # noqa: E731
-    plans = (plan_role(model, role, count, degree, role.resident_bytes(degree)) for degree in _degrees(model))
-    return min(plans, key=step_s)
+    plans = [plan_role(model, role, count, degree, role.resident_bytes(degree)) for degree in _degrees(model)]
+    return min(plans, key=lambda plan: plan.step_s)
 
 
 def _fitting(model: CostModel, step: Step) -> Step:
     if math.isinf(step.step_s):
         raise ArealError(
             f"state and one sample fit at no parallel degree of {_degrees(model)} into "
-            f"devices.memory_bytes={model.devices.memory_bytes:.4g}; give more devices, higher degrees or memory"
+            f"devices.memory_bytes={model.devices.memory_bytes:.4g}; "
+            "give more devices, higher degrees or more memory"
         )
     return step
