@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from areal_jax.cli.shell import AsJson, print_json, show
 from areal_jax.observe.sharing import Sharing
-from areal_jax.observe.staleness import Staleness
 from areal_jax.types import ArealError
+
+if TYPE_CHECKING:
+    from areal_jax.observe.staleness import Staleness
 
 Folder = Annotated[Path, typer.Argument(help="The run's folder.")]
 

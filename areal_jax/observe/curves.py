@@ -150,7 +150,7 @@ def bubble_curve(rows: Rows) -> Figure | None:
         top.set_ylim(0, 1.05)
         top.set_title("(longest − mean) / longest, and its running mean")
         below.plot(step, smooth(ratio), color=SERIES[1])
-        below.set_ylim(bottom=0)
+        below.set_ylim(0, 1.1 * max(1.0, np.nanmax(ratio, initial=0.0)))
         below.set_title("longest / median")
         below.set_xlabel("step")
 

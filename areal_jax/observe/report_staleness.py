@@ -62,8 +62,8 @@ def explained(found: Staleness) -> str:
         "weight in every line. Hard prompts have long answers, which are old when they are trained, so the "
         "raw gap contains selection bias. The difficulty of a sample's prompt is the mean reward of the "
         f"other samples of its group (reliability {found.reliability:.2f}). Where whole groups have one age, "
-        f"about {1 - found.reliability:.0%} of the raw gap remains in the strata, whatever causes it; only the gap "
-        "within groups tells the effect of staleness from that of hard prompts."
+        f"about {1 - found.reliability:.0%} of the raw gap remains in the strata, whatever causes it; only "
+        "the gap within groups tells the effect of staleness from that of hard prompts."
     )
 
 

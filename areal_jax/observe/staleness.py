@@ -216,7 +216,7 @@ def standardise(
     many = int(classes.max()) + 1
     cells, size = strata * many + classes, (int(strata.max()) + 1) * many
     counts = np.bincount(cells, minlength=size).reshape(-1, many)
-    is_common = (counts >= fewest).all(axis=1)
+    is_common = np.all(counts >= fewest, axis=1)
     if not is_common.any():
         return None
     sums = np.bincount(cells, weights=rewards, minlength=size).reshape(-1, many)

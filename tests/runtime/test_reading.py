@@ -11,8 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from areal_jax.assembly.parts import open_inputs
 from areal_jax.cli.main import app
