@@ -40,7 +40,7 @@ def staleness_section(found: Staleness | None) -> str:
 
 def cells(each: AgeFigures) -> tuple[str, ...]:
     """Returns the texts of a line of the table, in the order of COLUMNS."""
-    within = f"{_gap(each.group_gap)} of {each.groups:,} groups" if each.groups else "–"
+    within = "–" if each.group_gap.value is None else f"{_gap(each.group_gap)} of {each.groups:,} groups"
     return (
         each.name,
         f"{each.samples:,}",

@@ -23,6 +23,9 @@ FEWEST_SAMPLES, LEAST_SHARE = 50, 0.02
 FEWEST_IN_CELL = 5
 """Number of samples of every age that a stratum of difficulty needs to be compared."""
 
+FEWEST_GROUPS = 10
+"""Number of groups with samples of both ages that a gap within groups needs."""
+
 DECIMALS = 9
 """Difficulties are rounded to this many decimals, so that rounding errors do not separate equal ones."""
 
@@ -124,12 +127,7 @@ def study(trained: Sequence[Trained]) -> Staleness | None:
     figures = []
     for number, youngest in enumerate(starts):
         is_own = classes == number
-        pair = is_own | (classes == 0)
-        within = (
-            standardise(rewards[pair], (classes[pair] > 0).astype(int), groups[pair], groups[pair])
-            if number
-            else None
-        )
+        group_gap, mixed = within_groups(rewards, is_own, is_own | (classes == 0), groups)
         figures.append(
             AgeFigures(
                 youngest=int(youngest),
@@ -140,8 +138,8 @@ def study(trained: Sequence[Trained]) -> Staleness | None:
                 stratified_reward=float(even.means[number]),
                 gap=raw.gaps[number],
                 stratified_gap=even.gaps[number],
-                group_gap=within.gaps[1] if within else NOTHING,
-                groups=within.strata if within else 0,
+                group_gap=group_gap,
+                groups=mixed,
             )
         )
     reliability = reliability_of(rewards - raw.means[classes], groups)
@@ -162,6 +160,23 @@ def first_ages(ages: np.ndarray) -> np.ndarray:
             starts.append(start)
             start, count = None, 0
     return np.array(starts, int)
+
+
+def within_groups(
+    rewards: np.ndarray, is_old: np.ndarray, is_compared: np.ndarray, groups: np.ndarray
+) -> tuple[Estimate, int]:
+    """Returns the gap of old samples within the groups that have other samples too, and these groups' number.
+
+    A group's weight is its number of compared samples. The gap is NOTHING with fewer than FEWEST_GROUPS such
+    groups. `rewards`: Float[S]; `is_old`, `is_compared`: Bool[S]; `groups`: Int[S], from 0.
+    """
+    if is_old[is_compared].all():
+        return NOTHING, 0
+    own = groups[is_compared]
+    found = standardise(rewards[is_compared], is_old[is_compared].astype(int), own, own)
+    if found is None:
+        return NOTHING, 0
+    return found.gaps[1] if found.strata >= FEWEST_GROUPS else NOTHING, found.strata
 
 
 def difficulties(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:

@@ -264,7 +264,7 @@ def _length_figures(groups: Sequence[Group]) -> dict[str, float]:
     one slot for each sample would leave empty while it waits for the longest one.
     """
     lengths = [t.completion_tokens for group in groups for t in group.trajectories]
-    longest = max(lengths)
+    longest = int(max(lengths))
     return {
         "completion_bubble_share": float(1 - np.mean(lengths) / longest) if longest else 0.0,
         "completion_tokens_max": longest,

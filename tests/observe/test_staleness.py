@@ -161,6 +161,9 @@ def test_the_gap_within_groups_finds_harm_that_the_raw_gap_hides():
     assert old.group_gap.value == pytest.approx(np.mean(each))
     assert old.group_gap.low < -0.1 < old.group_gap.high < 0 < 0.15 < old.gap.low
     assert (young.groups, old.groups) == (0, 400)
+    first = [one._replace(age=one.age if one.ordinal < 9 else int(one.ordinal % 4 == 0)) for one in trained]
+    old = studied(first).ages[1]
+    assert old.groups == 9 and old.group_gap == Estimate(None, None, None)  # too few to say
     assert young.gap == young.group_gap == Estimate(None, None, None)
 
 
