@@ -165,7 +165,7 @@ def first_ages(ages: np.ndarray) -> np.ndarray:
 def within_groups(
     rewards: np.ndarray, is_old: np.ndarray, is_compared: np.ndarray, groups: np.ndarray
 ) -> tuple[Estimate, int]:
-    """Returns the gap of old samples within the groups that have other samples too, and these groups' number.
+    """Returns the gap of old samples within groups that also have others, and the number of such groups.
 
     A group's weight is its number of compared samples. The gap is NOTHING with fewer than FEWEST_GROUPS such
     groups. `rewards`: Float[S]; `is_old`, `is_compared`: Bool[S]; `groups`: Int[S], from 0.
