@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from areal_jax.cli.shell import AsJson, print_json, show
 from areal_jax.observe.sharing import Sharing
 from areal_jax.types import ArealError
+
+if TYPE_CHECKING:
+    from areal_jax.observe.staleness import Staleness
 
 Folder = Annotated[Path, typer.Argument(help="The run's folder.")]
 
@@ -38,20 +41,32 @@ def inspect(
         bool,
         typer.Option("--tree", help="Instead of a sample: how many tokens of the samples were repeated."),
     ] = False,
+    staleness: Annotated[
+        bool,
+        typer.Option(
+            "--staleness", help="Instead of a sample: rewards by age, raw and of equally hard prompts."
+        ),
+    ] = False,
     json: AsJson = False,
 ) -> None:
     """Show one sample: prompt, completion coloured by version and by log-prob, reward and its explanation.
 
     With --tree, show how many tokens of the samples repeat a prefix of another sample in their batch.
+    With --staleness, show the rewards of the trained samples by age.
     """
     from areal_jax.observe.sample import print_sample
-    from areal_jax.runtime.reading import prefix_sharing, view_sample
+    from areal_jax.runtime.reading import prefix_sharing, rewards_by_age, view_sample
 
-    if (sample is not None) == tree:
+    if (sample is not None) + tree + staleness != 1:
         raise ArealError(
-            f"given: {sample or 'no sample'} and {'' if tree else 'no '}--tree; give either a sample, as in "
-            "`areal-jax inspect RUN 12/3`, or --tree, as in `areal-jax inspect RUN --tree`"
+            f"given: {sample or 'no sample'}, {'' if tree else 'no '}--tree and {'' if staleness else 'no '}"
+            "--staleness; give one of them, as in `areal-jax inspect RUN 12/3`, "
+            "`areal-jax inspect RUN --tree` or `areal-jax inspect RUN --staleness`"
         )
+    if staleness:
+        found = rewards_by_age(folder)
+        show(found.to_json(), json, _staleness_lines(found))
+        return
     if tree:
         whole, parts = prefix_sharing(folder)
         lines = ["steps          tokens of samples   distinct prefixes   compression   repeated"]
@@ -64,6 +79,15 @@ def inspect(
         print_json(view.to_json())
     else:
         print_sample(view, sys.stdout)
+
+
+def _staleness_lines(found: Staleness) -> list[str]:
+    from areal_jax.observe.report_staleness import COLUMNS, cells, explained
+
+    table = [COLUMNS, *map(cells, found.ages)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in table]
+    return [*lines, explained(found)]
 
 
 def _sharing_line(part: Sharing) -> str:

@@ -131,6 +131,36 @@ def length_curve(rows: Rows) -> Figure | None:
     return Figure("Length and truncation over time", draw_svg("length-curve", draw, (5.2, 2.9), alt), alt)
 
 
+def bubble_curve(rows: Rows) -> Figure | None:
+    """Draws over the steps the bubble of completion lengths, and how often the median fits into the longest.
+
+    The bubble is (longest - mean) / longest. Returns None if no row has it.
+    """
+    bubble = column(rows, "completion_bubble_share")
+    if not np.isfinite(bubble).any():
+        return None
+    longest, p50 = column(rows, "completion_tokens_max"), column(rows, "completion_tokens_p50")
+    ratio = longest / np.where(p50 > 0, p50, np.nan)
+
+    def draw(figure: Any) -> None:
+        top, below = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
+        step = column(rows, "step")
+        top.plot(step, bubble, color=SERIES[0], alpha=0.35, linewidth=0.8)
+        top.plot(step, smooth(bubble), color=SERIES[0])
+        top.set_ylim(0, 1.05)
+        top.set_title("(longest − mean) / longest, and its running mean")
+        below.plot(step, smooth(ratio), color=SERIES[1])
+        below.set_ylim(0, 1.1 * max(1.0, np.nanmax(ratio, initial=0.0)))
+        below.set_title("longest / median")
+        below.set_xlabel("step")
+
+    alt = (
+        f"Length bubble of the batches: mean {last_tenth(bubble):.1%} in the last tenth, where the longest "
+        f"completion has {last_tenth(ratio):.1f} times the tokens of the median one."
+    )
+    return Figure("Length bubble", draw_svg("bubble", draw, (5.2, 2.9), alt), alt)
+
+
 def eval_curve(evals: Sequence[Mapping[str, Any]]) -> Figure | None:
     """Draws greedy accuracy and pass@1 by policy version with 95 % intervals, in one colour per task.
 

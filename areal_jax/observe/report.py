@@ -9,12 +9,16 @@ from html import escape
 from importlib.resources import files
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from areal_jax.observe import curves, figures, lanes
 from areal_jax.observe.live import clock
 from areal_jax.observe.report_samples import sample_groups
+from areal_jax.observe.report_staleness import staleness_section
 from areal_jax.observe.sample import SampleView
 from areal_jax.observe.sharing import sharing
-from areal_jax.observe.svg import Figure
+from areal_jax.observe.staleness import Staleness
+from areal_jax.observe.svg import figures_html
 from areal_jax.observe.waits import Interval, is_idle
 
 
@@ -45,6 +49,8 @@ class ReportData:
     """Age in versions -> number of trained samples with a first token of that age."""
     lengths: Sequence[int] = ()
     """Number of completion tokens of each trained sample."""
+    staleness: Staleness | None = None
+    """Rewards by age; None if the run has nothing to compare."""
     samples: Sequence[tuple[str, Sequence[SampleView]]] = ()
     """(title, the samples shown under this title), in the report's order."""
     samples_missing: str = ""
@@ -67,7 +73,7 @@ def render(data: ReportData) -> str:
         [
             f"<header><h1>{escape(data.title)}</h1>{_tiles(data)}</header>",
             _section("Learning", _learning(data)),
-            _section("Answers", _figures([curves.length_curve(data.rows), figures.lengths(data.lengths)])),
+            _section("Answers", _answers(data)),
             _section("Samples", sample_groups(data.samples) or _note(data.samples_missing)),
             _section("Failed rewards", _failures(data)),
             _section("Asynchrony", _asynchrony(data)),
@@ -119,6 +125,11 @@ def _tiles(data: ReportData) -> str:
     if shared := sharing(rows):
         note = f"of {shared.sequence_tokens:,} tokens; a prefix tree has {shared.compression:.2f} times fewer"
         tiles.append(("repeated prefixes", f"{shared.repeated_share:.0%}", note))
+    bubble = figures.column(rows, "completion_bubble_share")
+    if np.isfinite(bubble).any():
+        tiles.append(
+            ("length bubble", f"{np.nanmean(bubble):.0%}", "(longest − mean) / longest, mean of steps")
+        )
     if failed := _total(rows, "failed_rewards"):
         tiles.append(("failed rewards", f"{failed:,}", "groups that could not be scored"))
     return '<dl class="tiles">' + "".join(map(_tile, tiles)) + "</dl>"
@@ -174,19 +185,16 @@ def _note(text: str) -> str:
     return f'<p class="note">{escape(text)}</p>' if text else ""
 
 
-def _figures(drawn: Sequence[Figure | None]) -> str:
-    shown = [figure for figure in drawn if figure is not None]
-    blocks = (
-        f"<figure><figcaption>{escape(figure.title)}</figcaption>{figure.svg}<p>{escape(figure.alt)}</p></figure>"
-        for figure in shown
-    )
-    return f'<div class="figures">{"".join(blocks)}</div>' if shown else ""
-
-
 def _learning(data: ReportData) -> str:
     wide = [figures.reward_curve(data.rows), curves.parts_curve(data.rows), curves.eval_curve(data.evals)]
     by_task = [curves.task_curve(data.rows, field, title) for field, title in curves.BY_TASK.items()]
-    return "".join(_figures([figure]) for figure in wide) + _figures(by_task)
+    return "".join(figures_html([figure]) for figure in wide) + figures_html(by_task)
+
+
+def _answers(data: ReportData) -> str:
+    return figures_html(
+        [curves.length_curve(data.rows), figures.lengths(data.lengths), curves.bubble_curve(data.rows)]
+    )
 
 
 def _failures(data: ReportData) -> str:
@@ -206,7 +214,7 @@ def _failures(data: ReportData) -> str:
     )
     head = "<tr><th>task</th><th>outcome</th><th>prompts</th><th>message</th></tr>"
     table = f'<table class="failures"><thead>{head}</thead><tbody>{"".join(lines)}</tbody></table>'
-    return f"{_figures([curves.failure_curve(data.rows)])}<article>{table}</article>"
+    return f"{figures_html([curves.failure_curve(data.rows)])}<article>{table}</article>"
 
 
 def _few(ordinals: Sequence[int]) -> str:
@@ -227,8 +235,15 @@ def _asynchrony(data: ReportData) -> str:
         figures.throughput(data.rows),
         figures.logp_gap(data.rows),
     ]
-    stacked = "".join(_figures([figure]) for figure in wide)
-    return stacked + _orchestration(data.intervals) + _waits_table(data.intervals) + _figures(rest)
+    stacked = "".join(figures_html([figure]) for figure in wide)
+    table = _waits_table(data.intervals)
+    return (
+        stacked
+        + _orchestration(data.intervals)
+        + table
+        + figures_html(rest)
+        + staleness_section(data.staleness)
+    )
 
 
 def _orchestration(intervals: Sequence[Interval]) -> str:

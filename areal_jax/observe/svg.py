@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
@@ -86,6 +86,16 @@ def draw_svg(name: str, draw: Callable[[Any], None], size: tuple[float, float], 
     svg = re.sub(r"font(-family)?: ([\d.]+px )?'DejaVu Sans'[^;\"]*", _page_font, svg)
     svg = re.sub(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', _open_tag(alt), svg, count=1)
     return svg
+
+
+def figures_html(drawn: Sequence[Figure | None]) -> str:
+    """Returns the HTML of figures with their titles and contents in words; None is left out."""
+    shown = [figure for figure in drawn if figure is not None]
+    blocks = (
+        f"<figure><figcaption>{escape(figure.title)}</figcaption>{figure.svg}<p>{escape(figure.alt)}</p></figure>"
+        for figure in shown
+    )
+    return f'<div class="figures">{"".join(blocks)}</div>' if shown else ""
 
 
 def standalone(figure: Figure, page_css: str) -> str:

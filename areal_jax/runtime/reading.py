@@ -20,6 +20,7 @@ from areal_jax.observe.metrics import read_rows
 from areal_jax.observe.report import FailedReward, ReportData, page_css, render
 from areal_jax.observe.sample import SampleView
 from areal_jax.observe.sharing import Sharing, sharing, sharing_by_part
+from areal_jax.observe.staleness import FEWEST_SAMPLES, Staleness, Trained, study
 from areal_jax.observe.svg import standalone
 from areal_jax.observe.waits import read_timelines
 from areal_jax.runtime.viewer import Late, Viewer, gates_in
@@ -41,6 +42,7 @@ class Found:
     token_ages: Counter[int] = field(default_factory=Counter)
     head_ages: Counter[int] = field(default_factory=Counter)
     lengths: list[int] = field(default_factory=list)
+    trained: list[Trained] = field(default_factory=list)
     late: deque[Late] = field(default_factory=lambda: deque(maxlen=LATE))
     failures: deque[RewardFailed] = field(default_factory=lambda: deque(maxlen=LISTED))
 
@@ -87,16 +89,20 @@ def find(journal: SqliteQueue) -> Found:
 def _count(
     found: Found, trained_version: int, event: SampleFinished, scored: RewardScored | None, gates: Gates
 ) -> None:
+    reward = None
     if scored is not None:
         paid = rewards_of(scored.rewards, [dict(parts) for parts in scored.parts], gates)
         reward = paid[event.sample.member]
         found.late.append(Late(event.sample, reward, event.interruptions))
     if not event.spans:  # a reference answer: no policy sampled it
         return
-    found.head_ages[trained_version - event.spans[0].version] += 1
+    age, tokens = trained_version - event.spans[0].version, sum(s.end - s.start for s in event.spans)
+    found.head_ages[age] += 1
     for span in event.spans:
         found.token_ages[trained_version - span.version] += span.end - span.start
-    found.lengths.append(sum(span.end - span.start for span in event.spans))
+    found.lengths.append(tokens)
+    if reward is not None:
+        found.trained.append(Trained(event.sample.ordinal, reward, age, tokens))
 
 
 def write_timeline(folder: Path, target: Path) -> None:
@@ -130,6 +136,7 @@ def write_report(folder: Path, config: Config, tasks: Mapping[str, WeightedTask]
         token_ages=found.token_ages,
         head_ages=found.head_ages,
         lengths=found.lengths,
+        staleness=study(found.trained),
         samples=samples,
         samples_missing=missing,
         evals=read_evals(folder),
@@ -173,6 +180,23 @@ def view_sample(folder: Path, name: str) -> SampleView:
     config = load_config(folder / "config.yaml")
     with open_journal(folder) as journal:
         return Viewer(journal, config).view(sample)
+
+
+def rewards_by_age(folder: Path) -> Staleness:
+    """Return the rewards of a run's trained samples by age.
+
+    Raises ArealError if the run has nothing to compare.
+    """
+    with open_journal(folder) as journal:
+        trained = find(journal).trained
+    found = study(trained)
+    if found is None:
+        raise ArealError(
+            f"{folder}: rewards by age cannot be compared for the {len(trained):,} trained samples: it needs "
+            f"groups of several samples, and two ages with at least {FEWEST_SAMPLES} samples each; use a run "
+            "with algorithm.group_size > 1 and control.max_staleness > 0, and train more steps"
+        )
+    return found
 
 
 def prefix_sharing(folder: Path) -> tuple[Sharing, list[Sharing]]:

@@ -258,8 +258,16 @@ def _tree_figures(groups: Sequence[Group]) -> dict[str, int]:
 
 
 def _length_figures(groups: Sequence[Group]) -> dict[str, float]:
+    """Return the figures on completion lengths.
+
+    `completion_bubble_share` is (longest - mean) / longest: the share of slots and steps that a decoder with
+    one slot for each sample would leave empty while it waits for the longest one.
+    """
     lengths = [t.completion_tokens for group in groups for t in group.trajectories]
+    longest = int(max(lengths))
     return {
+        "completion_bubble_share": float(1 - np.mean(lengths) / longest) if longest else 0.0,
+        "completion_tokens_max": longest,
         "completion_tokens_mean": float(np.mean(lengths)),
         "completion_tokens_p50": float(np.median(lengths)),
         "completion_tokens_p99": float(np.quantile(lengths, 0.99)),

@@ -18,7 +18,9 @@ from areal_jax.observe import curves, figures, lanes, svg
 from areal_jax.observe.metrics import REQUIRED
 from areal_jax.observe.report import FailedReward, ReportData, drops_by_reason, mean_share, page_css, render
 from areal_jax.observe.report_samples import FIRST, LAST, sample_groups
+from areal_jax.observe.report_staleness import reward_by_age
 from areal_jax.observe.sample import Piece, SampleView
+from areal_jax.observe.staleness import Trained, study
 from areal_jax.observe.svg import PAGE_COLOURS
 from areal_jax.observe.waits import Interval
 from areal_jax.types import NOT_SAMPLED
@@ -269,6 +271,23 @@ def test_lengths_over_time_say_how_they_end():
     )
 
 
+def test_the_bubble_of_lengths_is_a_curve_and_a_tile():
+    rows = [
+        row(s, completion_bubble_share=s / 25, completion_tokens_max=100 * s, completion_tokens_p50=s or None)
+        for s in range(20)
+    ]
+    figure = curves.bubble_curve(rows)
+    assert figure is not None and figure.alt == (
+        "Length bubble of the batches: mean 74.0% in the last tenth, where the longest completion has 100.0 "
+        "times the tokens of the median one."
+    )
+    page = render(ReportData("t", "c", "y", rows=rows))
+    assert dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page))["length bubble"] == "38%"
+    assert "<figcaption>Length bubble</figcaption>" in page
+    assert curves.bubble_curve(WHOLE.rows) is None  # rows of an older version
+    assert "ength bubble" not in render(WHOLE)
+
+
 def test_evaluations_of_a_version_are_a_point_and_the_newest_counts():
     assert curves.eval_curve([]) is None
     lines = [evaluated(10, 0.2), evaluated(20, 0.4), evaluated(20, 0.5), evaluated(20, 0.9, "test")]
@@ -399,6 +418,8 @@ def test_an_ablations_arms_are_drawn_as_means_over_their_seeds(monkeypatch):
 
 
 def test_every_figure_is_valid_xml_with_alt_text_and_the_pages_colours():
+    by_age = study([Trained(i, (i + k) % 3 / 2, i % 2, 9) for i in range(60) for k in range(4)])
+    assert by_age is not None
     drawn = [
         figures.reward_curve(WHOLE.rows),
         figures.ages(WHOLE.token_ages, WHOLE.head_ages),
@@ -406,6 +427,8 @@ def test_every_figure_is_valid_xml_with_alt_text_and_the_pages_colours():
         figures.throughput(WHOLE.rows),
         figures.logp_gap(WHOLE.rows),
         curves.length_curve(WHOLE.rows),
+        curves.bubble_curve([row(0, completion_bubble_share=0.5, completion_tokens_max=9)]),
+        reward_by_age(by_age),
         curves.failure_curve([of_tasks(step) for step in range(4)]),
         curves.eval_curve([evaluated(1, 0.5)]),
         curves.parts_curve(PARTS),

@@ -63,8 +63,9 @@ def test_inspect_names_what_is_missing(tmp_path):
         return done.stderr
 
     assert "metrics.jsonl has no step with sequence_tokens and tree_tokens" in fails("--tree")
-    assert "given: no sample and no --tree" in fails()
-    assert "given: 3/1 and --tree" in fails("3/1", "--tree")
+    assert "given: no sample, no --tree and no --staleness" in fails()
+    assert "given: 3/1, --tree and no --staleness" in fails("3/1", "--tree")
+    assert "given: no sample, --tree and --staleness" in fails("--staleness", "--tree")
 
 
 def test_the_report_has_a_tile():

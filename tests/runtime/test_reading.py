@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,12 +11,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner, Result
 
 from areal_jax.assembly.parts import open_inputs
+from areal_jax.cli.main import app
 from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
 from areal_jax.control import events as e
 from areal_jax.observe.sample import SampleView
+from areal_jax.observe.staleness import Trained
 from areal_jax.runtime import viewer
 from areal_jax.runtime.context import write_result
 from areal_jax.runtime.reading import find, view_sample, write_report
@@ -95,6 +99,9 @@ def test_ages_lengths_and_rewards_are_of_what_was_trained(journal: SqliteQueue):
     assert found.token_ages == {2: 3, 1: 4}
     assert found.head_ages == {2: 2, 1: 2}
     assert sorted(found.lengths) == [1, 1, 2, 3]
+    assert found.trained == [
+        Trained(0, 0.25, 2, 3), Trained(0, 1.0, 2, 1), Trained(1, 0.0, 1, 2), Trained(1, 0.5, 1, 1),
+    ]  # fmt: skip
     assert list(found.late) == [
         Late(SampleId(0, 0), 0.25, 1),
         Late(SampleId(0, 1), 1.0, 0),
@@ -102,6 +109,35 @@ def test_ages_lengths_and_rewards_are_of_what_was_trained(journal: SqliteQueue):
         Late(SampleId(1, 1, 1), 0.5, 0),
     ]
     assert [failure.message for failure in found.failures] == ["slow"]
+
+
+def inspected(folder: Path, *words: str) -> Result:
+    return CliRunner().invoke(app, ["inspect", str(folder), "--staleness", *words])
+
+
+def test_inspect_and_the_report_compare_rewards_by_age(folder: Path):
+    """Even groups are one version old, odd ones two; of four samples the last two are right, or all."""
+    entries = []
+    for ordinal in range(2, 62):
+        age = 1 + ordinal % 2
+        entries += [finished(trajectory(SampleId(ordinal, k), [2 - age] * (age + k % 2))) for k in range(4)]
+        entries.append(scored(ordinal, *([1.0] * 4 if ordinal % 4 == 0 else [0.0, 0.0, 1.0, 1.0])))
+    entries.append(Entry(e.BatchTrained(2, tuple(range(2, 62)), "d", {})))
+    assert inspected(folder).exit_code == 1
+    assert "rewards by age cannot be compared for the 4 trained samples" in inspected(folder).stderr
+    with SqliteQueue.open(folder / "journal.sqlite") as journal:
+        journal.append(entries)
+    found = json.loads(inspected(folder, "--json").stdout)
+    assert found["trained"] == found["compared"] == 4 + 60 * 4
+    young, old = found["ages"]
+    assert (young["youngest"], young["oldest"], old["youngest"]) == (1, 1, 2)
+    assert young["reward"] == pytest.approx((15 * 4 + 15 * 2 + 0.5) / 122)
+    assert old["reward"] == pytest.approx((30 * 2 + 1.25) / 122)
+    assert (young["completion_tokens_p50"], old["completion_tokens_p50"]) == (1.5, 2.5)
+    lines = inspected(folder).stdout.splitlines()
+    assert lines[1].split()[:4] == ["1", "122", "1.5", "0.7418"] and len(lines) == 4
+    assert lines[2].split()[:4] == ["2", "122", "2.5", "0.5020"]
+    assert "<h3>Reward by age</h3>" in write_report(folder, config_of("run.name=x")).read_text()
 
 
 def test_best_worst_and_most_interrupted_are_shown_once(journal: SqliteQueue, monkeypatch):

@@ -93,6 +93,7 @@ def test_rewards_ages_and_lengths_are_those_of_the_batch():
         "head_age_mean": np.mean([2, 1, 0, 1]), "token_age_mean": np.mean([2, 2, 1, 0, 0, 0, 0, 1, 1, 0]),
         "token_age_min": 0, "token_age_median": 0.5, "token_age_max": 2,
         "completion_tokens_mean": 2.5, "completion_tokens_p50": 2.5,
+        "completion_tokens_max": 4, "completion_bubble_share": (4 - 2.5) / 4,
         "completion_tokens_p99": np.quantile([2, 4, 1, 3], 0.99),
         "truncated_share": 0.5, "grad_norm": 0.5,
         # all tokens are equal, so that every sample begins the longest
