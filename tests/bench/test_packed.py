@@ -23,7 +23,7 @@ def test_micro_batches_of_equally_many_sequences_hold_each_once_and_are_as_few_a
     flat = [one for group in groups for one in group.trajectories]
     for number, one in enumerate(flat, start=1):
         assert batch.tokens[batch.segment_ids == number].tolist() == one.tokens.tolist()
-    # Longest first into rows of 64 tokens, by hand for each part: some part of one micro-batch less overflows.
+    # With one micro-batch less, some part would need more rows than a micro-batch has.
     fewer = np.array_split(np.array(sizes), len(micro) - 1)
     assert max(rows_needed(part.tolist(), length) for part in fewer) > rows
     assert len(micro) > len(pack(groups, rows, length).tokens) / rows
