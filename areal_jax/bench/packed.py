@@ -116,9 +116,7 @@ def split(groups: list[Group], rows: int, length: int) -> Batch:
     alone = [Group(ordinal, Prompt(tokens=[0]), (trajectory,)) for ordinal, trajectory in enumerate(flat)]
     for count in range(1, len(alone) + 1):
         parts = np.array_split(np.arange(len(alone)), count)
-        plans = [
-            plan_batch(alone[part[0] : part[-1] + 1], rows, length, layout="repeated") for part in parts
-        ]
+        plans = [plan_batch(alone[part[0] : part[-1] + 1], rows, length, layout="repeated") for part in parts]
         if all(plan.rows == rows for plan in plans):
             break
     pieces = []
