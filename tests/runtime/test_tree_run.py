@@ -27,6 +27,7 @@ from areal_jax.runtime.recovery import journaled_batches, journaled_groups
 from areal_jax.runtime.rows import batch_figures
 from areal_jax.tasks.datasets.tool_game import ToolGame
 from areal_jax.trainer.checkpoint import discard_newer, restore
+from areal_jax.trainer.gaps import PER_DECADE
 from areal_jax.trainer.tree_update import TreeBatch, TreeUpdate
 from areal_jax.trajectories.journal import Entry
 from areal_jax.trajectories.packing import pack
@@ -194,10 +195,10 @@ def test_50_asynchronous_batches_are_trained_as_a_packed_learner_trains_them(
         assert by_sample(*ages) == [(step - t.versions[t.loss_mask]).tolist() for t in samples]
         state, metrics = learner.update(state, batch)
         for name in metrics:
-            # A gap is the difference of two log-probs, each of which float32 gives within 1e-4 of its value.
-            bound = 1e-4 if name.startswith("logp_gap") else 1e-5
+            # A quantile of the gaps is known to a bin of their histogram, and may lie at a bin's edge.
+            rel = 10 ** (1 / PER_DECADE) - 1 if name.startswith("logp_gap_p999") else 1e-4
             if not name.startswith("logp_unequal"):  # a count of tokens whose log-probs differ in any bit
-                assert row[name] == pytest.approx(metrics[name], rel=1e-4, abs=bound), (step, name)
+                assert row[name] == pytest.approx(metrics[name], rel=rel, abs=1e-5), (step, name)
     assert audit_run(finished.folder).ok
     assert max(row["token_age_max"] for row in rows) >= 1 and len({r["reward_mean"] for r in rows}) > 10
     assert sum(r["sequence_tokens"] for r in rows) > 8 * sum(r["tree_tokens"] for r in rows)
