@@ -228,8 +228,13 @@ class Admission:
             self.waiting.appendleft(self._live.free(slot))
 
     def evict(self, slot: int) -> None:
-        """Free the slot, and put its sample, with its tokens and KV, at the front of the queue."""
-        self.waiting.appendleft(self._live.evict(slot))
+        """Free the slot, and put its sample, with its tokens and KV, at the front of the queue.
+
+        The KV moves to host memory.
+        """
+        work = self._live.take_out(slot)
+        work.move_to_host_memory()
+        self.waiting.appendleft(work)
 
     def cancel(self, samples: set[SampleId]) -> None:
         """Drop these samples, waiting or live, and free their slots."""
@@ -244,7 +249,7 @@ class Admission:
         """Remove the sample and return it with its tokens and KV; returns None if it is not in this queue."""
         for slot in self._own:
             if self._live.works[slot].sample == sample:
-                self.evict(slot)
+                return self._live.take_out(slot)
         found = self._remove(lambda work: work.sample == sample)
         return found[0] if found else None
 

@@ -256,7 +256,8 @@ class Engine(jetstream.Engine):
         # A sample that was evicted, or that comes from another host, is elsewhere. `device_put` takes longer
         # than all else that Python does here, also if it has nothing to do.
         if any(getattr(leaf, "sharding", None) != self._cache for leaf in jax.tree.leaves(prefix.cache)):
-            prefix = prefix.replace(cache=jax.device_put(prefix.cache, self._cache))
+            whole = replicated(self._mesh)
+            prefix = jax.device_put(prefix, Prefix(self._cache, whole, whole))  # type: ignore[arg-type]
         with Running("insert"):
             return self._insert(decode_state, prefix, slot, request, -1 if sibling is None else sibling)
 

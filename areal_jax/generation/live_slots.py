@@ -137,8 +137,8 @@ class LiveSlots:
         self._changes += 1
         return self.works.pop(slot)
 
-    def evict(self, slot: int) -> Work:
-        """Free the slot and return its sample; its `so_far` has the tokens, and the KV in host memory.
+    def take_out(self, slot: int) -> Work:
+        """Free the slot and return its sample; its `so_far` has the tokens, and the KV on the device.
 
         If it has no sampled token yet, `so_far` stays None: it starts again from its prompt.
         """
@@ -146,7 +146,7 @@ class LiveSlots:
         # A sample without a sampled token has only its prompt's KV, and the prompt is prefilled again.
         if self.has_begun(slot):
             kv = self.engine.extract(slot, self.state, filled)
-            work.so_far = SoFar(self.records.of(slot).copy(), jax.device_get(kv))
+            work.so_far = SoFar(self.records.of(slot).copy(), kv)
         return self.free(slot)
 
     # --- a step --------------------------------------------------------------------------------------------
