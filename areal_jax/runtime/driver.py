@@ -69,7 +69,7 @@ class Driver:
         self.handle([(event, None) for event in first])
 
     def placement_due(self) -> list[Incoming]:
-        """Returns PlacementDue if control.placement_every_s has passed since the last one and it may matter."""
+        """Returns PlacementDue, if it may matter and the last one was control.placement_every_s ago."""
         if not self.control.places_differ():
             self._placed_s = time.monotonic()
             return []

@@ -18,8 +18,8 @@ from areal_jax.assembly.parts import Parts
 from areal_jax.control import events as e
 from areal_jax.control.events import Event
 from areal_jax.evaluation.follower import Follower
-from areal_jax.generation.engine import Engine
 from areal_jax.generation.commands import Stop, command_of
+from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host
 from areal_jax.generation.reference_host import ReferenceHost
 from areal_jax.observe.threads import reporting_thread

@@ -50,7 +50,7 @@ class Decoder(Protocol):
     def cancel(self, samples: Iterable[SampleId]) -> None: ...
 
     def serve(self, version: PolicyVersion) -> None:
-        """Let the next step adopt `version`; without this, a host that decodes for one version adopts none."""
+        """Let the next step adopt `version`; needed by hosts that decode for different versions."""
         ...
 
     def hand_over(self, samples: Sequence[SampleId]) -> tuple[tuple[SampleId, ...], Offer]:

@@ -11,8 +11,8 @@ from typing import Any
 
 from areal_jax.assembly.parts import Parts
 from areal_jax.control import events as e
-from areal_jax.generation.engine import Engine
 from areal_jax.generation.commands import HandOver, Serve, Start, Stop, TakeBack, TakeOver, Work
+from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host
 from areal_jax.observe.waits import Timeline
 from areal_jax.runtime.compute_choice import ComputeChoice

@@ -361,7 +361,8 @@ class World:
             self.later(fault.down_s + 0.02, self._join, name)
         else:
             raise SimulationError(
-                f"Schedule.faults: unknown kind {fault.kind}; use host_death, kv_short, driver_crash or trainer_crash"
+                f"Schedule.faults: unknown kind {fault.kind}; use host_death, kv_short, driver_crash or "
+                "trainer_crash"
             )
 
     def _crash(self, down_s: float) -> None:

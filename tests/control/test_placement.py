@@ -138,6 +138,17 @@ def test_a_period_moves_what_an_event_left_behind():
     assert traced.tell(e.PlacementDue())[:2] == (e.Move(ids(1), "a", "b"), e.Move(ids(2), "a", "b"))
 
 
+def test_a_group_of_which_an_end_is_still_under_way_does_not_move():
+    """Host a offers one member, and the event of the other one's end is late: a decodes what it offered."""
+    traced = Traced()
+    traced.tell(e.VersionCommitted(1, "d1"))
+    before = traced.outstanding
+    assert traced.tell(e.SamplesOffered(ids(1, (1,)), "a", "b"))[0] == e.TakeBack(ids(1, (1,)), "a")
+    assert traced.homes()[1] == "a" and traced.outstanding["b"] == before["b"] - 2
+    traced.end(1, "a")
+    assert audit(traced.plane._config, traced.rows).violations == []
+
+
 def test_kv_pressure_moves_the_youngest_group_to_a_host_of_its_version_with_fewer_samples():
     traced = Traced()
     assert traced.tell(e.KVShort("a")) == ()  # b has as many
