@@ -82,7 +82,8 @@ def _shard(box: Box, device: Device, dtype: Any, pieces: Sequence[tuple[Box, jax
     whole = jnp.zeros(sizes, dtype, device=device)
     for there, piece in pieces:
         if (common := _common(there, box)) is not None:
-            part = _cut(piece, _from(common, there), tuple(stop - start for start, stop in common))
+            extent = tuple(stop - start for start, stop in common)
+            part = piece if common == there else _cut(piece, _from(common, there), extent)
             whole = _lay(whole, jax.device_put(part, device), _from(common, box))
     return whole
 
