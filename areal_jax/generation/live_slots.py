@@ -137,16 +137,19 @@ class LiveSlots:
         self._changes += 1
         return self.works.pop(slot)
 
-    def evict(self, slot: int) -> Work:
-        """Free the slot and return its sample; its `so_far` has the tokens, and the KV in host memory.
+    def evict(self, slot: int, *, stays_on_device: bool = False) -> Work:
+        """Free the slot and return its sample; its `so_far` has the tokens and the KV.
 
-        If it has no sampled token yet, `so_far` stays None: it starts again from its prompt.
+        The KV moves to host memory, unless it `stays_on_device`, as for a sample that goes on on another
+        host. If the sample has no sampled token yet, `so_far` stays None: it starts again from its prompt.
         """
         work, filled = self.works[slot], int(self.records.filled[slot])
         # A sample without a sampled token has only its prompt's KV, and the prompt is prefilled again.
         if self.has_begun(slot):
             kv = self.engine.extract(slot, self.state, filled)
-            work.so_far = SoFar(self.records.of(slot).copy(), jax.device_get(kv))
+            cache = kv.cache if stays_on_device else jax.device_get(kv.cache)
+            kv = Prefix(cache, np.asarray(kv.tokens), np.asarray(kv.true_length))
+            work.so_far = SoFar(self.records.of(slot).copy(), kv)
         return self.free(slot)
 
     # --- a step --------------------------------------------------------------------------------------------
@@ -259,6 +262,13 @@ class LiveSlots:
         return False
 
 
+def record_dtype(support_size: int) -> np.dtype:
+    """Returns the dtype of a token's record, which has the token's support of up to `support_size` ids."""
+    return np.dtype(
+        [("tokens", "i4"), ("logp", "f4"), ("versions", "i4"), ("support", "i4", (support_size,))]
+    )
+
+
 class Records:
     """The tokens of the sample in each slot, with log-probs, versions and supports, in host memory.
 
@@ -268,10 +278,8 @@ class Records:
     """
 
     def __init__(self, slots: int, length: int, steps: int, support_size: int) -> None:
-        ids = (support_size,)
-        columns = [("tokens", "i4"), ("logp", "f4"), ("versions", "i4"), ("support", "i4", ids)]
         # What is not sampled, such as the prompt, has no version, log-prob or support.
-        blank = np.array((0, 0.0, NOT_SAMPLED, np.full(ids, -1)), columns)
+        blank = np.array((0, 0.0, NOT_SAMPLED, np.full(support_size, -1)), record_dtype(support_size))
         self.rows = np.full((slots, length + steps), blank)
         self._blank, self._has_support = self.rows[0].copy(), support_size > 0
         self.filled = np.ones(slots, np.int64)

@@ -91,8 +91,8 @@ class Incoming:
         self._connection._poison_connection()
 
 
-def wait_for(arrays: Iterable[jax.Array], end_s: float) -> None:
-    """Waits until the arrays have arrived.
+def wait_for(arrays: Iterable[Any], end_s: float) -> None:
+    """Waits until all of the arrays, which `Incoming.pull` returned, have arrived.
 
     Raises TimeoutError at `end_s`, a time of time.monotonic(), and jax.errors.JaxRuntimeError if a pull
     failed.
