@@ -258,7 +258,7 @@ class Serve:
 
 @dataclass(frozen=True)
 class Move:
-    """Command to `host`: stop decoding these samples of one group, and offer them, with their KV, to `target`.
+    """Command to `host`: stop decoding these samples of one group, and offer them with their KV to `target`.
 
     `target` decodes samples of the same version. The host answers SamplesOffered if it still has them.
     """

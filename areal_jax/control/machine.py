@@ -214,7 +214,7 @@ class ControlPlane:
         if event.samples == group.unfinished:
             s.groups[group.ordinal] = replace(group, is_offered=True)
             yield e.Fetch(event.samples, event.target, event.host)
-        else:  # the event of a sample that ended on the host is late; the group moves as a whole or not at all
+        else:  # the end of another sample is still under way; the group moves as a whole or not at all
             s.end_move(group, event.host)
             yield e.TakeBack(event.samples, event.host)
 

@@ -65,10 +65,11 @@ def reason_against_kv(
             f"the sample's KV was computed under version {work.version} (digest {work.digest}), but {name} "
             f"holds {versions}; move the sample to a host with that version, or start it again"
         )
-    if not engine.is_own(work.so_far.kv):
+    support_size = work.so_far.rows["support"].shape[1]
+    if not engine.is_own(work.so_far.kv) or support_size != engine.support_size:
         return (
-            f"the sample's KV pages have another layout than those of {name}; start both hosts with the same "
-            "generation.* settings"
+            f"the sample's KV pages or records have another layout than those of {name}; start both hosts "
+            "with the same generation.* settings"
         )
     return ""
 
@@ -246,7 +247,10 @@ class Admission:
                 self._live.free(slot)
 
     def take(self, sample: SampleId) -> Work | None:
-        """Remove the sample and return it with its tokens and KV; returns None if it is not in this queue."""
+        """Remove the sample and return it with its tokens and KV; returns None if it is not in this queue.
+
+        The KV of a live sample stays in device memory, from which another host can copy it directly.
+        """
         for slot in self._own:
             if self._live.works[slot].sample == sample:
                 return self._live.take_out(slot)

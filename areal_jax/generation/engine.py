@@ -174,6 +174,11 @@ class Engine(jetstream.Engine):
     def mesh(self) -> Mesh:
         return self._mesh
 
+    @property
+    def kv_sharding(self) -> NamedSharding:
+        """How KV pages are laid out on the mesh, those of a prefix too."""
+        return self._cache
+
     colocated_cpus = None
 
     def get_tokenizer(self) -> Any:
@@ -256,8 +261,7 @@ class Engine(jetstream.Engine):
         # A sample that was evicted, or that comes from another host, is elsewhere. `device_put` takes longer
         # than all else that Python does here, also if it has nothing to do.
         if any(getattr(leaf, "sharding", None) != self._cache for leaf in jax.tree.leaves(prefix.cache)):
-            whole = replicated(self._mesh)
-            prefix = jax.device_put(prefix, Prefix(self._cache, whole, whole))  # type: ignore[arg-type]
+            prefix = prefix.replace(cache=jax.device_put(prefix.cache, self._cache))
         with Running("insert"):
             return self._insert(decode_state, prefix, slot, request, -1 if sibling is None else sibling)
 

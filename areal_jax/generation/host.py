@@ -201,7 +201,7 @@ class Host:
             return [replace(work) for work in works]
 
     def _take_over(self, works: Sequence[Work]) -> str:
-        """Queue another host's samples before all others; returns why they are refused, "" if they are not."""
+        """Queue another host's samples before all others; returns why they are refused, or ""."""
         for work in works:
             if reason := reason_against_kv(self._engine, work, self._held, self.name):
                 return reason
@@ -284,13 +284,13 @@ class Host:
             work.is_stale |= is_rebuilt
         for work in [*self._slots.works.values(), *evicted]:
             work.version, work.digest = value.version, value.digest
-        self._totals.recomputed_tokens += self._slots.rebuild(value)
+        self._totals.recomputed_tokens += self._slots.rebuild(self._held)
         self._totals.interruptions += len(begun)
         # Clients' requests make no control events, so they do not count as interrupted rollouts.
         return sum(not work.start.is_request for work in begun)
 
     def _in_use(self) -> set[PolicyVersion]:
-        """Returns the versions to keep: the newest on this host, and those of live, evicted and kept samples."""
+        """Returns the versions to keep: those of live, evicted and kept samples, and the newest one."""
         kept = [work for work in self._kept.values() if work.so_far is not None]
         in_use = {work.version for work in [*self._slots.works.values(), *self._evicted, *kept]}
         return in_use | ({max(self._held)} if self._held else set())
@@ -339,7 +339,7 @@ class Host:
         # While a host drains, new requests wait: they would keep slots live, and the drain would not end.
         is_draining = self._on_update == "drain" and self._store.latest() != current.version
         failed = [*self._rollouts.refill(current), *self._requests.refill(current, is_held=is_draining)]
-        self._totals.recomputed_tokens += self._slots.rebuild(current)
+        self._totals.recomputed_tokens += self._slots.rebuild(self._held)
         for work, reason in failed:
             self._emit(SampleFailed(work.sample, self.name, reason), None)
 
