@@ -60,18 +60,21 @@ def place(state: State, demand: int) -> Iterator[e.Action]:
             work[group.version] += len(group.unfinished)
     wanted = partition(len(state.hosts), work)
     awaited = {group.target for group in state.groups.values()}
+    freed: list[e.Action] = []
     for version in sorted({host.serves for host in state.hosts.values()} - {state.version}):
         serving = [(h.outstanding, name) for name, h in state.hosts.items() if h.serves == version]
         # Hosts with the fewest samples go first, since what they hold has to move.
         for _, name in sorted(serving)[: max(0, len(serving) - wanted.get(version, 0))]:
             if name not in awaited:
-                yield from serve_newest(state, name)
+                freed += serve_newest(state, name)
     for ordinal in sorted(state.groups):
         group = state.groups[ordinal]
         if is_at_home(state, group):
             continue
         if (target := _roomiest(state, group)) is not None:
             yield state.move(group, target)
+    # After the moves: samples that wait on a freed host would else begin under the newest version there.
+    yield from freed
 
 
 def serve_newest(state: State, host: str) -> Iterator[e.Action]:

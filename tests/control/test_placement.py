@@ -105,7 +105,7 @@ def test_a_new_version_takes_a_host_whose_samples_move_to_the_other_host():
     traced = Traced()
     actions = traced.tell(e.VersionCommitted(1, "d1"))
     # 8 samples of version 0, and 4 of version 1 may start: one host each, and a ties with b.
-    assert actions[:3] == (e.Serve("a", 1), e.Move(ids(1), "a", "b"), e.Move(ids(2), "a", "b"))
+    assert actions[:3] == (e.Move(ids(1), "a", "b"), e.Move(ids(2), "a", "b"), e.Serve("a", 1))
     assert actions[3:] == (e.Dispatch(ids(6), "a", 1), e.Dispatch(ids(7), "a", 1))
     assert traced.outstanding == {"a": 4, "b": 8}
     assert "group 1 waits for its move from host a to b" in traced.plane.waits()

@@ -18,7 +18,6 @@ KV_BYTES = 30 * 2 * 3 * 64 * 2 * 1000
         (23.04e6, 1000.0, True),  # 1 s against 1 s: nothing is computed twice
         (23.03e6, 1000.0, False),
         (None, 1e9, True),  # the first move measures
-        (1.0, None, True),
     ],
 )
 def test_the_cheaper_way_is_chosen(bytes_per_s, prefill_tokens_per_s, is_cheaper):
