@@ -6,6 +6,7 @@ import statistics
 import tempfile
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from areal_jax.assembly.devices import machine
 from areal_jax.bench.measure import in_turn, random_params, timed_s
-from areal_jax.bench.migration_source import SAMPLE, bench_engine_of, source
+from areal_jax.bench.migration_source import SAMPLE, Source, bench_engine_of, source
 from areal_jax.bench.spawned import DEADLINE_S
 from areal_jax.bench.sync import TMPFS
 from areal_jax.generation.engine import Engine
@@ -57,38 +58,48 @@ def migration(
             way: Path(open_now.enter_context(tempfile.TemporaryDirectory(dir=disk)))
             for way, disk in disks.items()
         }
-        offer, release = open_now.enter_context(source(folders, *own))
+        there = open_now.enter_context(source(folders, *own))
         receivers = {way: Receiver(engine, place, deadline_s=DEADLINE_S) for way, place in folders.items()}
         receivers["direct"] = Receiver(engine, Path(), deadline_s=DEADLINE_S)
-        kv: list[Prefix] = []
+        arms = {way: partial(_move, engine, there, receiver, way) for way, receiver in receivers.items()}
+        rounds = in_turn(arms | {"prefill": partial(_prefill, engine, value, tokens)}, repeats)
+    size = used_bytes(engine.begin_prefill(np.zeros(tokens, np.int32), tokens).prefix)
+    rates = receivers["direct"].bytes_per_s, tokens / _median(rounds["prefill"], "whole")
+    return (
+        machine(shape, dtype, [one["whole"] for one in rounds["direct"]])
+        | {"tokens": tokens, "bytes": size}
+        | _compared(rounds, size)
+        | {
+            "bytes_per_s": rates[0],
+            "prefill_tokens_per_s": rates[1],
+            "is_move_cheaper": is_move_cheaper(
+                size, tokens, bytes_per_s=rates[0], prefill_tokens_per_s=rates[1]
+            ),
+        }
+    )
 
-        def move(way: str) -> Times:
-            started_s = time.perf_counter()
-            ticket, offer_s = offer(way)
-            offered_s = time.perf_counter()
-            (work,) = receivers[way].fetch(ticket)
-            fetched_s = time.perf_counter()
-            assert work.so_far is not None
-            jax.block_until_ready(_inserted(engine, work.so_far.kv))
-            ended_s = time.perf_counter()
-            kv[:] = [work.so_far.kv]
-            release()
-            parts = {"offer": offer_s, "fetch": fetched_s - offered_s, "insert": ended_s - fetched_s}
-            return parts | {"whole": ended_s - started_s}
 
-        def prefill() -> Times:
-            prompt = np.arange(tokens) % 200
-            return {
-                "whole": timed_s(
-                    lambda: _inserted(
-                        engine, engine.prefill(params=value, padded_tokens=prompt, true_length=tokens)
-                    )
-                )
-            }
+def _move(engine: Engine, there: Source, receiver: Receiver, way: str) -> Times:
+    started_s = time.perf_counter()
+    ticket, offer_s = there.offer(way)
+    offered_s = time.perf_counter()
+    (work,) = receiver.fetch(ticket)
+    fetched_s = time.perf_counter()
+    assert work.so_far is not None
+    jax.block_until_ready(_inserted(engine, work.so_far.kv))
+    ended_s = time.perf_counter()
+    there.release()
+    parts = {"offer": offer_s, "fetch": fetched_s - offered_s, "insert": ended_s - fetched_s}
+    return parts | {"whole": ended_s - started_s}
 
-        arms = {way: (lambda way=way: move(way)) for way in receivers}
-        rounds = in_turn(arms | {"prefill": prefill}, repeats)
-        return _summary(rounds, shape, dtype, kv[0], receivers["direct"].bytes_per_s)
+
+def _prefill(engine: Engine, value: VersionedParams, tokens: int) -> Times:
+    prompt = np.arange(tokens) % 200
+
+    def run() -> Any:
+        return _inserted(engine, engine.prefill(params=value, padded_tokens=prompt, true_length=tokens))
+
+    return {"whole": timed_s(run)}
 
 
 def _inserted(engine: Engine, prefix: Prefix) -> Any:
@@ -96,28 +107,19 @@ def _inserted(engine: Engine, prefix: Prefix) -> Any:
     return engine.insert(prefix, engine.init_decode_state(), 0, request=request)
 
 
-def _summary(
-    rounds: dict[str, list[Times]], shape: str, dtype: str, kv: Prefix, bytes_per_s: float | None
-) -> dict[str, Any]:
-    medians = {
-        arm: {part: statistics.median(one[part] for one in each) for part in each[0]}
-        for arm, each in rounds.items()
-    }
+def _median(each: list[Times], part: str) -> float:
+    return statistics.median(one[part] for one in each)
+
+
+def _compared(rounds: dict[str, list[Times]], size: int) -> dict[str, Any]:
+    """Returns the medians, beside a prefill and one copy of `size` bytes by numpy."""
+    medians = {arm: {part: _median(each, part) for part in each[0]} for arm, each in rounds.items()}
     whole = {arm: parts["whole"] for arm, parts in medians.items()}
-    size, tokens = used_bytes(kv), int(kv.true_length)
     plain, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
     limit = statistics.median(timed_s(lambda: np.copyto(target, plain)) for _ in range(5))
-    prefill_tokens_per_s = tokens / whole["prefill"]
-    return machine(shape, dtype, [one["whole"] for one in rounds["direct"]]) | {
-        "tokens": tokens,
-        "bytes": size,
+    return {
         "limit": limit,
         "fraction_of_limit": limit / whole["direct"],
         "medians_s": medians,
         "over_prefill": {arm: whole[arm] / whole["prefill"] for arm in whole if arm != "prefill"},
-        "bytes_per_s": bytes_per_s,
-        "prefill_tokens_per_s": prefill_tokens_per_s,
-        "is_move_cheaper": is_move_cheaper(
-            size, tokens, bytes_per_s=bytes_per_s, prefill_tokens_per_s=prefill_tokens_per_s
-        ),
     }

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,15 @@ from areal_jax.observe.waits import Timeline
 from areal_jax.types import SampleId, Sampling
 
 SAMPLE = SampleId(0, 0)
-WAYS = "direct", "staged", "staged_tmpfs"
 
-Offer = Callable[[str], tuple[bytes, float]]
-"""`offer(way)` takes the sample out of its slot and offers it; returns (ticket, seconds that this took)."""
+
+class Source(NamedTuple):
+    """The calls by which the benchmark drives the child process."""
+
+    offer: Callable[[str], tuple[bytes, float]]
+    """`offer(way)` takes the sample out of its slot and offers it; returns the ticket, and seconds taken."""
+    release: Callable[[], None]
+    """Releases what was offered last."""
 
 
 def bench_engine_of(shape: str, dtype: str, tokens: int, sizes: Mapping[str, Any]) -> Engine:
@@ -37,8 +42,8 @@ def bench_engine_of(shape: str, dtype: str, tokens: int, sizes: Mapping[str, Any
 
 
 @contextmanager
-def source(folders: Mapping[str, Path], *engine: Any) -> Iterator[tuple[Offer, Callable[[], None]]]:
-    """Context manager: starts the process; yields `offer` and a function that releases what it offered.
+def source(folders: Mapping[str, Path], *engine: Any) -> Iterator[Source]:
+    """Context manager: starts the process, and ends it at the end of the block.
 
     `folders`: way -> folder of its files. `engine`: arguments of `bench_engine_of`.
     """
@@ -53,7 +58,7 @@ def source(folders: Mapping[str, Path], *engine: Any) -> Iterator[tuple[Offer, C
             received(pipe)
 
         received(pipe)
-        yield offer, release
+        yield Source(offer, release)
 
 
 def _offer(pipe: Connection, folders: dict[str, Path], *own: Any) -> None:
