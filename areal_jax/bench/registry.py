@@ -17,6 +17,7 @@ from areal_jax.bench.gpu.timed_stages import gpu
 from areal_jax.bench.hosting import room, serve, swap
 from areal_jax.bench.loop import loop
 from areal_jax.bench.measure import bench_learner, compile_s, matrix_peak, timed_s, updates
+from areal_jax.bench.migration import migration
 from areal_jax.bench.packed import packed, skewed_groups
 from areal_jax.bench.prefix_trees import tree
 from areal_jax.bench.sync import sync
@@ -84,7 +85,22 @@ def update(
     }
 
 
-MEASUREMENTS = decode, prefill, sample, logprob, update, packed, tree, loop, sync, serve, room, swap, gpu
+MEASUREMENTS = (
+    decode,
+    prefill,
+    sample,
+    logprob,
+    update,
+    packed,
+    tree,
+    loop,
+    sync,
+    migration,
+    serve,
+    room,
+    swap,
+    gpu,
+)
 
 BENCHES: Mapping[str, Callable[..., dict[str, Any]]] = {each.__name__: each for each in MEASUREMENTS}
 
