@@ -117,7 +117,7 @@ def test_200_asynchronous_updates_without_a_differing_bit(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_samples_that_moved_between_hosts_differ_in_no_bit_from_their_one_version(tmp_path):
-    """DORA's D1 and D5 in a real run: three hosts, one of which adopts each version while the others decode on.
+    """DORA's D1 and D5 in a real run of three hosts, one of which adopts each version before the others.
 
     Long samples on few slots: many are half-decoded when a version is committed.
     """
