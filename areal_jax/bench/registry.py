@@ -21,6 +21,7 @@ from areal_jax.bench.migration import migration
 from areal_jax.bench.packed import packed, skewed_groups
 from areal_jax.bench.prefix_trees import tree
 from areal_jax.bench.sync import sync
+from areal_jax.bench.versions import versions
 from areal_jax.models.transformer import Remat
 from areal_jax.plugin import check_settings
 from areal_jax.runtime.device_memory import reset_peak, resident_bytes
@@ -96,6 +97,7 @@ MEASUREMENTS = (
     loop,
     sync,
     migration,
+    versions,
     serve,
     room,
     swap,
