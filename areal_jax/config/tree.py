@@ -68,7 +68,7 @@ class Config(Section):
 
     @property
     def places_versions(self) -> bool:
-        """Whether hosts decode for different versions, one each as far as possible (`control.placement`)."""
+        """Whether each host decodes for one version, as far as possible (`control.orchestrator`)."""
         is_one_version = self.control.strategy == self.on_update == "pinned"
         return is_one_version and self.algorithm.samples == "policy"
 
