@@ -18,6 +18,7 @@ from areal_jax.assembly.gpus import gpu_environment, visible_gpus
 from areal_jax.config.tree import Config
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.model import Model
+from areal_jax.models.quantize import CODES, SCALE
 from areal_jax.parallel.mesh import make_mesh
 from areal_jax.plugin import version_of
 from areal_jax.trainer.critic import Critic
@@ -151,7 +152,13 @@ def memory_table(
         is_ahead = config.on_update == "pinned" and config.runtime.redis is not None
         sets = config.parameter_sets + is_ahead  # one waits in its process for room
         what = "and the next ones" if sets == 2 else f"of up to {sets} versions"
-        rows.append(("each host", f"serving weights, {what}, {dtype}", sets * wire // host_shards))
+        kind = config.generation.quantize
+        if kind != "none":
+            rows.append(("each host", f"a version as it arrives, {dtype}", wire // host_shards))
+            # Their scales are float32, and their embedding and norms as published.
+            dtype = f"{dtype} with {kind} matrices"
+        served = served_bytes(model, config.wire_dtype, kind)
+        rows.append(("each host", f"serving weights, {what}, {dtype}", sets * served // host_shards))
     pages = _kv_pages(config, model)
     rows.append(("each host", *pages))
     if config.observe.evaluate:
@@ -193,17 +200,39 @@ def params_bytes(model: Model, dtype: str) -> int:
     return sum(leaf.size * jnp.dtype(dtype_in(leaf.dtype, dtype)).itemsize for leaf in leaves)
 
 
+def served_bytes(model: Model, dtype: str, kind: str) -> int:
+    """Returns the size in bytes of the parameters with which a host decodes that stores them by `kind`.
+
+    `dtype`: of the published parameters. `kind`: as generation.quantize.
+    """
+    if kind == "none":
+        return params_bytes(model, dtype)
+    leaves = jax.tree.leaves_with_path(model.with_codes(kind).abstract_params)
+    is_code = lambda path: path[-1].key in (CODES, SCALE)  # noqa: E731
+    return sum(
+        leaf.size * jnp.dtype(leaf.dtype if is_code(path) else dtype_in(leaf.dtype, dtype)).itemsize
+        for path, leaf in leaves
+    )
+
+
 def overwrites_serving(config: Config, placement: str) -> bool:
     """Returns whether publishing overwrites the host's weights in place, so that there is only one copy.
 
-    True if a single host shares the trainer's process and only device, and generation.on_update is recompute
-    or keep. With drain and pinned, samples in progress still need the weights under which they began.
-    `placement`: split or shared.
+    True if a single host shares the trainer's process and only device, decodes with the published weights,
+    and generation.on_update is recompute or keep. With drain and pinned, samples in progress still need the
+    weights under which they began. `placement`: split or shared.
     """
     r = config.runtime
     is_alone = r.hosts == 1 and config.trainer.mesh.devices == 1 and r.host_tensor == 1
     is_in_memory = config.weights_backend == "memory"
-    return placement == "shared" and is_alone and is_in_memory and config.on_update in ("recompute", "keep")
+    is_as_published = config.generation.quantize == "none"
+    return (
+        placement == "shared"
+        and is_alone
+        and is_in_memory
+        and is_as_published
+        and config.on_update in ("recompute", "keep")
+    )
 
 
 def usable_cores() -> int:

@@ -182,10 +182,12 @@ def with_measured_layout(parts: Parts) -> Parts:
 
     Only on a CPU, where the fastest layout depends on the kind of CPU. The run's config.yaml and the
     journal's header name the layout, and a resumed run uses it. The parts stay as they are if the run
-    promises equal bits, which must not depend on a measurement, or if a host has several devices.
+    promises equal bits, which must not depend on a measurement, if a host has several devices, or if it
+    decodes with codes, which no layout changes.
     """
     c, mesh = parts.config, parts.devices.hosts[0]
-    if c.generation.weight_layout != "auto" or c.promises_bits or platform_of(mesh) != "cpu" or mesh.size > 1:
+    is_set = c.generation.weight_layout != "auto" or c.generation.quantize != "none"
+    if is_set or c.promises_bits or platform_of(mesh) != "cpu" or mesh.size > 1:
         return parts
     layout = fastest_layout(parts.model, c.generation.slots, usable_cores())
     generation = c.generation.model_copy(update={"weight_layout": layout})
@@ -233,6 +235,7 @@ def make_engine(
         prefill_chunk=g.prefill_chunk,
         support_size=g.support_size,
         weight_layout=g.weight_layout,
+        quantize=g.quantize,
         has_penalties=has_penalties,
         reserved_slots=reserved_slots,
         sampling=g.sampling,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from areal_jax.config.presets import MINIBATCH_STATISTICS, NO_REWARD, OWN_RATIO
-from areal_jax.config.sections import AlgorithmConfig, ControlConfig
+from areal_jax.config.sections import AlgorithmConfig, ControlConfig, GenerationConfig, ModelSettings
 
 WIDEST_SEQUENCE_CLIP = 0.1
 """Clip ranges of at least this value are refused for a loss that clips importance ratios of whole sequences.
@@ -272,6 +272,45 @@ def exact_refusals(mesh: Mapping[str, int], host_tensor: int, on_update: str) ->
             f"{exact} with generation.on_update=keep: tokens decoded from the KV of an older version have "
             f"log-probs that no single version gives; set control.strategy=interruptible, {bounded}"
         )
+
+
+# --- quantised hosts ----------------------------------------------------------------------------------------
+
+
+def quantized_refusals(
+    c: GenerationConfig, model: ModelSettings, numerics: str, a: AlgorithmConfig
+) -> Iterator[str]:
+    """Yields a message for each setting that contradicts generation.quantize; `numerics`: the trainer's."""
+    if c.quantize == "none":
+        return
+    setting, none = f"generation.quantize={c.quantize}", "generation.quantize=none"
+    if numerics == "exact":
+        yield (
+            f"{setting} with trainer.numerics=exact: a quantised host computes other log-probs than the "
+            f"trainer, so they cannot agree in every bit; set trainer.numerics=bounded, or {none}"
+        )
+    if model.quantize != "none":
+        yield (
+            f"{setting} with model.quantize={model.quantize}: hosts get the frozen matrices as codes "
+            f"already; set {none}, or model.quantize=none"
+        )
+    if a.samples == "reference":
+        yield f"{setting} with algorithm.samples=reference: hosts sample nothing; set {none}"
+    elif not (is_corrected(a) or _is_own(a.loss) or _is_own(a.off_policy)):
+        yield (
+            f"{setting} with algorithm.loss={a.loss}, proximal={a.proximal}, off_policy={a.off_policy}: "
+            "nothing corrects for the difference between the quantised policy that samples and the policy "
+            "that is trained; set algorithm.preset=aipo, or algorithm.off_policy=truncate"
+        )
+
+
+def is_corrected(a: AlgorithmConfig) -> bool:
+    """Whether the objective weighs each token by a ratio to the policy that sampled it.
+
+    That is an off-policy weight, a loss with its own ratio, or a trust region around the behaviour policy.
+    """
+    is_around_behavior = a.proximal_form == "none" and a.loss != "policy_gradient"
+    return a.off_policy != "none" or a.loss in OWN_RATIO or is_around_behavior
 
 
 # --- control ------------------------------------------------------------------------------------------------

@@ -254,6 +254,12 @@ class GenerationConfig(Section):
     """dtype of the KV cache. auto: the dtype that the device reads fastest for model.dtype. int8: one scale
     for each token and head; sampled log-probs then agree less closely with the trainer's.
     """
+    quantize: Literal["none", "int8", "fp8"] = "none"
+    """How hosts store the projections with which they decode. none: as published. int8, fp8: as codes, with
+    one scale for each output and block of 64 inputs, quantised anew from each version; needs the extra
+    [quantize], and fp8 an NVIDIA GPU that has it. Trainer, digests and published weights keep full precision;
+    recorded log-probs are those of the quantised policy, and the loss must correct for the difference.
+    """
     weight_layout: Literal["auto", "stacked", "split", "feature_major"] = "auto"
     """How weights lie in a host's memory during decoding. stacked: as published, an array with a matrix of
     all layers. split: each layer has arrays of its own. feature_major: as split, with a row for each output;

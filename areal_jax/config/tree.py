@@ -17,6 +17,7 @@ from areal_jax.config.refusals import (
     ON_UPDATE,
     control_refusals,
     exact_refusals,
+    quantized_refusals,
     refusals,
 )
 from areal_jax.config.sections import (
@@ -145,6 +146,7 @@ def _impossible(c: Config) -> Iterator[str]:
             )
     yield from _impossible_layout(c)
     yield from refusals(a, g.max_tokens)
+    yield from quantized_refusals(g, c.model, c.trainer.numerics, a)
     yield from _impossible_trainer(c)
     if g.max_tokens >= g.length:
         yield (

@@ -337,12 +337,18 @@ def _host(config: Config, model: Model, devices: Devices) -> Side:
         )
     )  # fmt: skip
     sets = 1 if overwrites_serving(config, devices.placement) else config.parameter_sets
+    weights, served = (
+        bytes_on_one_device(published),
+        bytes_on_one_device(engine.abstract_served(config.wire_dtype)),
+    )
+    if engine.quantize == "none":
+        served = weights
     resident = {
-        f"weights of {sets} version{'s' * (sets > 1)}": sets * bytes_on_one_device(published),
+        f"weights of {sets} version{'s' * (sets > 1)}": sets * served,
         POOL: bytes_on_one_device(state),
     }
-    if engine.weight_layout != "stacked":
-        resident[CONVERTED] = bytes_on_one_device(published)
+    if engine.weight_layout != "stacked" or not is_as_published:
+        resident[CONVERTED] = weights
     return Side(HOST, mesh, tuple(programs), resident, engine.attention.path)
 
 

@@ -14,11 +14,12 @@ import pytest
 
 from areal_jax import plugin
 from areal_jax.assembly import devices, doctor, parts
-from areal_jax.assembly.devices import header, memory_table, overwrites_serving, place
+from areal_jax.assembly.devices import header, memory_table, overwrites_serving, place, served_bytes
 from areal_jax.assembly.doctor import diagnose
 from areal_jax.assembly.gpus import gpu_environment
 from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
+from areal_jax.generation.engine import Engine
 from areal_jax.models.config import Lora, model_config
 from areal_jax.models.model import Model
 from areal_jax.sandbox.runner import require_sandbox
@@ -287,6 +288,19 @@ def test_only_trained_parameters_have_moments_a_gradient_and_a_reference():
     floats = n + adapters - c.layers * (attention + mlp)
     assert table["trainer: master weights, float32"] == 4 * floats + c.layers * (halves + scales)
     assert table[f"trainer: gradient, float32, {few}"] == 4 * adapters
+
+
+def test_quantised_hosts_are_forecast_with_their_codes_and_a_version_as_it_arrives():
+    """The forecast is the size of what an engine loads; publishing never overwrites what a host quantises."""
+    words = ("model.dtype=bfloat16", "generation.quantize=int8", "generation.weight_layout=stacked")
+    table = figures("shared", *words)
+    engine = Engine(model(), slots=1, length=16, quantize="int8", weight_layout="stacked")
+    loaded = jax.tree.leaves(engine.load_params(engine.blank("bfloat16")).params)
+    size = sum(leaf.nbytes for leaf in loaded)
+    assert served_bytes(model(), "bfloat16", "int8") == size < 2 * model().parameter_count
+    assert table["each host: serving weights"] == 2 * size
+    assert table["each host: a version as it arrives"] == 2 * model().parameter_count
+    assert not overwrites_serving(config(*words), "shared")
 
 
 def test_a_critic_and_a_teacher_are_counted():
