@@ -143,22 +143,7 @@ def memory_table(
     rows.append(("the host's memory", "all but the gradient, while a checkpoint is written", state))
     if teacher is not None:
         rows.append(("trainer", "teacher, float32", 4 * teacher.parameter_count // shards))
-    if overwrites_serving(config, placement):
-        rows.append(("each host", f"serving weights, overwritten in place, {dtype}", wire))
-    else:
-        is_staged = config.weights_backend == "orbax"
-        what = "published weights, one being written and one waiting" if is_staged else "published weights"
-        rows.append(("trainer", f"{what}, {dtype}", (1 + is_staged) * wire // shards))
-        is_ahead = config.on_update == "pinned" and config.runtime.redis is not None
-        sets = config.parameter_sets + is_ahead  # one waits in its process for room
-        what = "and the next ones" if sets == 2 else f"of up to {sets} versions"
-        kind = config.generation.quantize
-        if kind != "none":
-            rows.append(("each host", f"a version as it arrives, {dtype}", wire // host_shards))
-            # Their scales are float32, and their embedding and norms as published.
-            dtype = f"{dtype} with {kind} matrices"
-        served = served_bytes(model, config.wire_dtype, kind)
-        rows.append(("each host", f"serving weights, {what}, {dtype}", sets * served // host_shards))
+    rows += _published_rows(config, model, placement)
     pages = _kv_pages(config, model)
     rows.append(("each host", *pages))
     if config.observe.evaluate:
@@ -168,6 +153,26 @@ def memory_table(
             ("evaluation host", *pages),
         ]
     return rows
+
+
+def _published_rows(config: Config, model: Model, placement: str) -> list[tuple[str, str, int]]:
+    """Returns the rows of `memory_table` of the weights that are published, and of hosts' own copies."""
+    dtype, kind = config.wire_dtype, config.generation.quantize
+    shards, host_shards = config.trainer.mesh.fsdp * config.trainer.mesh.tensor, config.runtime.host_tensor
+    wire = params_bytes(model, dtype)
+    if overwrites_serving(config, placement):
+        return [("each host", f"serving weights, overwritten in place, {dtype}", wire)]
+    is_staged = config.weights_backend == "orbax"
+    what = "published weights, one being written and one waiting" if is_staged else "published weights"
+    rows = [("trainer", f"{what}, {dtype}", (1 + is_staged) * wire // shards)]
+    is_ahead = config.on_update == "pinned" and config.runtime.redis is not None
+    sets = config.parameter_sets + is_ahead  # one waits in its process for room
+    what = "and the next ones" if sets == 2 else f"of up to {sets} versions"
+    if kind != "none":
+        rows.append(("each host", f"a version as it arrives, {dtype}", wire // host_shards))
+        dtype += f" with {kind} matrices"
+    served = served_bytes(model, config.wire_dtype, kind)
+    return [*rows, ("each host", f"serving weights, {what}, {dtype}", sets * served // host_shards)]
 
 
 def _kv_pages(config: Config, model: Model) -> tuple[str, int]:

@@ -63,6 +63,19 @@ class Prefilling(NamedTuple):
         return self.done >= self.prefix.true_length - 1
 
 
+def _served_by(model: Model, quantize: str, mesh: Mesh) -> Model:
+    """Returns the model with which a host decodes: `model`, or with codes in place of its matrices.
+
+    Raises ArealError if the mesh's devices cannot compute with these codes.
+    """
+    if quantize == "fp8" and not has_fp8(mesh):
+        raise ArealError(
+            f"generation.quantize=fp8 on {mesh.devices.flat[0].device_kind}: fp8 needs an NVIDIA GPU of "
+            "compute capability 8.9 or newer (Ada, Hopper, Blackwell); use int8"
+        )
+    return model.with_codes(quantize)
+
+
 class Engine(jetstream.Engine):
     """Decodes up to `slots` samples at once, each of at most `length` tokens, prompt included.
 
@@ -121,13 +134,7 @@ class Engine(jetstream.Engine):
         self._sampling, self._seed = sampling or Sampling(max_tokens=length), seed
         self._mesh = mesh or make_mesh({"tensor": 1}, jax.devices(), "a generation host")
         self.param_shardings = param_shardings(model.logical_axes, model.abstract_params, self._mesh)
-        if quantize == "fp8" and not has_fp8(self._mesh):
-            raise ArealError(
-                f"generation.quantize=fp8 on {self._mesh.devices.flat[0].device_kind}: fp8 needs an NVIDIA "
-                "GPU of compute capability 8.9 or newer (Ada, Hopper, Blackwell); use int8"
-            )
-        self.quantize, self._served = quantize, model.with_codes(quantize)
-        """The model with which this engine decodes: `model`, or with codes in place of its matrices."""
+        self.quantize, self._served = quantize, _served_by(model, quantize, self._mesh)
         self._platform = platform_of(self._mesh)
         self.weight_layout: Layout = layout_on(self._mesh, model, weight_layout)
         kv_dtype = model.config.dtype if kv_dtype == "auto" else kv_dtype

@@ -337,12 +337,9 @@ def _host(config: Config, model: Model, devices: Devices) -> Side:
         )
     )  # fmt: skip
     sets = 1 if overwrites_serving(config, devices.placement) else config.parameter_sets
-    weights, served = (
-        bytes_on_one_device(published),
-        bytes_on_one_device(engine.abstract_served(config.wire_dtype)),
-    )
-    if engine.quantize == "none":
-        served = weights
+    weights = bytes_on_one_device(published)
+    is_as_published = engine.quantize == "none"
+    served = weights if is_as_published else bytes_on_one_device(engine.abstract_served(config.wire_dtype))
     resident = {
         f"weights of {sets} version{'s' * (sets > 1)}": sets * served,
         POOL: bytes_on_one_device(state),
