@@ -6,15 +6,16 @@ import os
 import statistics
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from areal_jax.assembly.gpus import gpu_environment, visible_gpus
+from areal_jax.config.sections import ExecutorConfig
 from areal_jax.config.tree import Config
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.model import Model
@@ -34,6 +35,10 @@ class Devices:
     hosts: tuple[Mesh, ...]
     evaluation: Mesh | None = None
     """The mesh of the evaluation host; None unless observe.evaluate is set."""
+    reference: Mesh | None = None
+    """The reference policy's own mesh; None: the trainer's (`runtime.reference`)."""
+    teacher: Mesh | None = None
+    """The teacher's own mesh; None: the trainer's (`runtime.teacher`)."""
 
 
 def use_virtual_cpus(count: int) -> None:
@@ -69,7 +74,7 @@ def place(config: Config, devices: Sequence[Any] | None = None) -> Devices:
     """
     r = config.runtime
     hosts = r.hosts + bool(config.observe.evaluate)
-    trainer_devices, host_devices = config.trainer.mesh.devices, hosts * r.host_tensor
+    trainer_devices, host_devices = config.trainer_devices, hosts * r.host_tensor
     wanted = r.placement
     together = max(trainer_devices, r.host_tensor)
     if devices is None:
@@ -77,32 +82,63 @@ def place(config: Config, devices: Sequence[Any] | None = None) -> Devices:
         devices = jax.devices()
     if wanted == "auto":
         wanted = "split" if len(devices) >= trainer_devices + host_devices else "shared"
-    if wanted == "split" and len(devices) < trainer_devices + host_devices:
-        raise ArealError(
-            f"runtime.placement=split needs {trainer_devices} devices for the trainer and {host_devices} "
-            f"for the hosts, but there are {len(devices)}; use runtime.placement=shared, or reduce "
-            "trainer.mesh, runtime.hosts or runtime.host_tensor"
-        )
-    if wanted == "shared" and config.observe.evaluate:
-        raise ArealError(
-            f"observe.evaluate={config.observe.evaluate} needs a device of its own, but with "
-            "runtime.placement=shared all meshes share one; set runtime.placement=split, or set "
-            "observe.evaluate=0 and evaluate the run later with `areal-jax eval RUN`"
-        )
-    if wanted == "shared" and config.generation.calls_ahead == 1:
-        raise ArealError(
-            "generation.calls_ahead=1 leaves a decode call on the device at the end of a host's turn, when "
-            "with runtime.placement=shared the trainer's turn begins; set generation.calls_ahead=auto, or "
-            "runtime.placement=split"
-        )
-    trainer = make_mesh(config.trainer.mesh.shape, devices, "the trainer")
+    if refusal := _against(config, wanted, len(devices)):
+        raise ArealError(refusal)
+    own = place_trainer(config, devices)
     first = trainer_devices if wanted == "split" else 0
     step = r.host_tensor if wanted == "split" else 0
     meshes = [
         make_mesh({"tensor": r.host_tensor}, devices[first + i * step :], f"generation host {i}")
         for i in range(hosts)
     ]
-    return Devices(wanted, trainer, tuple(meshes[: r.hosts]), *meshes[r.hosts :])
+    evaluation = meshes[r.hosts] if config.observe.evaluate else None
+    return replace(own, placement=wanted, hosts=tuple(meshes[: r.hosts]), evaluation=evaluation)
+
+
+def _against(config: Config, placement: str, count: int) -> str:
+    """Returns why the config's meshes cannot be placed as `placement` on `count` devices; "" if they can."""
+    r = config.runtime
+    if placement == "split":
+        needed = (r.hosts + bool(config.observe.evaluate)) * r.host_tensor
+        if count >= config.trainer_devices + needed:
+            return ""
+        return (
+            f"runtime.placement=split needs {config.trainer_devices} devices for the trainer and {needed} "
+            f"for the hosts, but there are {count}; use runtime.placement=shared, or reduce "
+            "trainer.mesh, runtime.hosts or runtime.host_tensor"
+        )
+    if config.trainer_devices > config.trainer.mesh.devices:
+        return (
+            "runtime.reference.mesh and runtime.teacher.mesh need devices of their own, but with "
+            "runtime.placement=shared trainer and hosts take turns on one; set runtime.placement=split, or "
+            "leave these meshes out"
+        )
+    if config.observe.evaluate:
+        return (
+            f"observe.evaluate={config.observe.evaluate} needs a device of its own, but with "
+            "runtime.placement=shared all meshes share one; set runtime.placement=split, or set "
+            "observe.evaluate=0 and evaluate the run later with `areal-jax eval RUN`"
+        )
+    if config.generation.calls_ahead == 1:
+        return (
+            "generation.calls_ahead=1 leaves a decode call on the device at the end of a host's turn, when "
+            "with runtime.placement=shared the trainer's turn begins; set generation.calls_ahead=auto, or "
+            "runtime.placement=split"
+        )
+    return ""
+
+
+def place_trainer(config: Config, devices: Sequence[Any]) -> Devices:
+    """Returns the meshes of the trainer's process, without hosts: trainer, reference policy, teacher.
+
+    They take `devices` in this order. Raises ArealError if there are too few.
+    """
+    first, meshes = config.trainer.mesh.devices, {}
+    for name, executor in (("reference", config.runtime.reference), ("teacher", config.runtime.teacher)):
+        if executor.mesh is not None:
+            meshes[name] = make_mesh(executor.mesh.shape, devices[first:], f"the {name}")
+            first += executor.devices
+    return Devices("split", make_mesh(config.trainer.mesh.shape, devices, "the trainer"), (), **meshes)
 
 
 def memory_table(
@@ -129,7 +165,7 @@ def memory_table(
         ("trainer", f"gradient, float32{few}", 4 * trained // shards),
     ]
     if config.algorithm.has_reference:
-        rows.append(("trainer", f"reference policy, float32{few}", 4 * trained // shards))
+        rows.append(_frozen_row(config, "reference", f"reference policy{{}}{few}", model, trained))
     if config.algorithm.critic.kind != "none":
         critic = Critic(model, config.algorithm.critic.kind, trainable).parameter_count
         rows += [
@@ -142,7 +178,7 @@ def memory_table(
         rows.append(("trainer", "a prefix tree's path, and its gradient in float32", _path_bytes(config, c)))
     rows.append(("the host's memory", "all but the gradient, while a checkpoint is written", state))
     if teacher is not None:
-        rows.append(("trainer", "teacher, float32", 4 * teacher.parameter_count // shards))
+        rows.append(_frozen_row(config, "teacher", "teacher{}", teacher, teacher.parameter_count))
     rows += _published_rows(config, model, placement)
     pages = _kv_pages(config, model)
     rows.append(("each host", *pages))
@@ -153,6 +189,22 @@ def memory_table(
             ("evaluation host", *pages),
         ]
     return rows
+
+
+def _frozen_row(
+    config: Config, name: Literal["reference", "teacher"], what: str, model: Model, count: int
+) -> tuple[str, str, int]:
+    """Returns the row of `memory_table` of a reference policy or a teacher.
+
+    `what`: its content, with {} for the dtype. `count`: its parameters on the trainer's mesh; on devices of
+    its own, or in a dtype of its own, it has all parameters of `model`.
+    """
+    executor: ExecutorConfig = getattr(config.runtime, name)
+    dtype = "float32" if executor.dtype == "auto" else executor.dtype
+    mesh = executor.mesh or config.trainer.mesh
+    owner = f"the {name}'s devices" if executor.mesh else "trainer"
+    size = params_bytes(model, dtype) if executor.is_apart else 4 * count
+    return owner, what.format(f", {dtype}"), size // (mesh.fsdp * mesh.tensor)
 
 
 def _published_rows(config: Config, model: Model, placement: str) -> list[tuple[str, str, int]]:

@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from areal_jax.config.presets import MINIBATCH_STATISTICS, NO_REWARD, OWN_RATIO
-from areal_jax.config.sections import AlgorithmConfig, ControlConfig, GenerationConfig, ModelSettings
+from areal_jax.config.sections import (
+    AlgorithmConfig,
+    ControlConfig,
+    GenerationConfig,
+    ModelSettings,
+    RuntimeConfig,
+    TrainerConfig,
+)
 
 WIDEST_SEQUENCE_CLIP = 0.1
 """Clip ranges of at least this value are refused for a loss that clips importance ratios of whole sequences.
@@ -311,6 +318,43 @@ def is_corrected(a: AlgorithmConfig) -> bool:
     """
     is_around_behavior = a.proximal_form == "none" and a.loss != "policy_gradient"
     return a.off_policy != "none" or a.loss in OWN_RATIO or is_around_behavior
+
+
+# --- executors ----------------------------------------------------------------------------------------------
+
+
+def executor_refusals(r: RuntimeConfig, a: AlgorithmConfig, t: TrainerConfig) -> Iterator[str]:
+    """Yields a message for each setting that contradicts a reference policy or teacher apart."""
+    used = {"reference": a.has_reference, "teacher": a.teacher is not None}
+    lacks = {"reference": "algorithm.kl.coef=0", "teacher": "algorithm.teacher unset"}
+    for name, executor in (("reference", r.reference), ("teacher", r.teacher)):
+        if not executor.is_apart:
+            continue
+        keys = [key for key in ("mesh", "dtype") if getattr(executor, key) not in (None, "auto")]
+        setting = " and ".join(f"runtime.{name}.{key}" for key in keys)
+        if not used[name]:
+            yield f"{setting} with {lacks[name]}: no {name} is there to compute; leave {setting} out"
+        if t.compute != "packed":
+            yield (
+                f"{setting} with trainer.compute={t.compute}: walks over prefix trees compute all models on "
+                f"the trainer's mesh; set trainer.compute=packed, or leave {setting} out"
+            )
+        if r.trainer_processes > 1:
+            yield (
+                f"{setting} with runtime.trainer_processes={r.trainer_processes}: arrays move between meshes "
+                f"of one process only; set runtime.trainer_processes=1, or leave {setting} out"
+            )
+        shards = executor.mesh.data * executor.mesh.fsdp if executor.mesh else 1
+        if t.rows % shards:
+            yield (
+                f"trainer.rows={t.rows} does not divide evenly over runtime.{name}.mesh's data x fsdp = "
+                f"{shards} shards; set trainer.rows to a multiple of {shards}"
+            )
+    if r.reference.is_apart and a.reference == "ema":
+        yield (
+            "algorithm.reference=ema with runtime.reference: the moving average is taken by the trainer's "
+            "update, in float32; leave runtime.reference out, or set algorithm.reference=frozen"
+        )
 
 
 # --- control ------------------------------------------------------------------------------------------------

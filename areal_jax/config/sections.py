@@ -460,6 +460,27 @@ class TrainerConfig(Section):
     """Axes of the trainer's mesh."""
 
 
+class ExecutorConfig(Section):
+    mesh: MeshConfig | None = None
+    """Its mesh, on devices of its own beside the trainer's, such as {fsdp: 2}: data, fsdp and tensor as in
+    trainer.mesh. None: the trainer's mesh.
+    """
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """dtype of its parameters and of the inputs of its matrix products. auto: parameters in float32, products
+    in model.dtype.
+    """
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether its mesh or dtype differs from what the trainer would use for it."""
+        return self.mesh is not None or self.dtype != "auto"
+
+    @property
+    def devices(self) -> int:
+        """Number of devices of its own."""
+        return 0 if self.mesh is None else self.mesh.devices
+
+
 class WeightsConfig(Section):
     backend: Literal["auto", "memory", "transfer", "orbax"] = "auto"
     """How parameters reach the generation hosts. memory: within one process. orbax: as files on a file system
@@ -486,6 +507,10 @@ class RuntimeConfig(Section):
     """Number of generation hosts."""
     host_tensor: int = Field(default=1, ge=1)
     """Number of devices of one host; the host shards its attention heads over them."""
+    reference: ExecutorConfig = ExecutorConfig()
+    """Where the reference policy of algorithm.kl computes, in the trainer's process."""
+    teacher: ExecutorConfig = ExecutorConfig()
+    """Where algorithm.teacher computes, in the trainer's process."""
     decode_calls_per_micro_batch: int = Field(default=2, ge=0)
     """Read with placement=shared: decode calls that hosts may make between two micro-batches of an update."""
     reward_workers: int = Field(default=1, ge=1)

@@ -17,6 +17,7 @@ from areal_jax.config.refusals import (
     ON_UPDATE,
     control_refusals,
     exact_refusals,
+    executor_refusals,
     quantized_refusals,
     refusals,
 )
@@ -91,6 +92,11 @@ class Config(Section):
     def wire_dtype(self) -> str:
         """dtype of published parameters."""
         return self.model.dtype if self.weights.wire_dtype == "auto" else self.weights.wire_dtype
+
+    @property
+    def trainer_devices(self) -> int:
+        """Devices of the trainer's processes: its mesh, and those that reference and teacher have alone."""
+        return self.trainer.mesh.devices + self.runtime.reference.devices + self.runtime.teacher.devices
 
     @property
     def row_length(self) -> int:
@@ -191,6 +197,7 @@ def _impossible_trainer(c: Config) -> Iterator[str]:
             f"algorithm.minibatches={a.minibatches} does not divide trainer.batch_size={t.batch_size} "
             "groups; choose a divisor of it"
         )
+    yield from executor_refusals(c.runtime, a, t)
     if c.row_length < g.length:
         yield (
             f"trainer.length={t.length} is shorter than generation.length={g.length}, so the longest "

@@ -95,7 +95,7 @@ def _collective(which: Collective, times: float) -> dict[str, Any]:
 def memory_only(config: Config, machine: Machine) -> dict[str, Any]:
     """Returns what stays in memory during a run, without temporaries; compiles nothing."""
     r = config.runtime
-    needed = config.trainer.mesh.devices + (r.hosts + bool(config.observe.evaluate)) * r.host_tensor
+    needed = config.trainer_devices + (r.hosts + bool(config.observe.evaluate)) * r.host_tensor
     placement = r.placement
     if placement == "auto":
         placement = "split" if machine.count >= needed else "shared"
