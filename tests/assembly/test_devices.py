@@ -46,6 +46,39 @@ def ids(mesh) -> list[int]:
 # --- placement ----------------------------------------------------------------------------------------------
 
 
+APART = (
+    "algorithm.preset=grpo",
+    "runtime.reference={mesh: {tensor: 2}, dtype: bfloat16}",
+    "observe.evaluate=0",
+)
+
+
+def test_reference_and_teacher_lie_between_the_trainer_and_the_hosts(four):
+    placed = place(config(*APART, "runtime.placement=split"))
+    assert placed.reference is not None and placed.teacher is None
+    assert [ids(mesh) for mesh in (placed.trainer, placed.reference, *placed.hosts)] == [[0], [1, 2], [3]]
+    assert placed.reference.shape["tensor"] == 2
+    teacher = ("algorithm.preset=distillation", "algorithm.teacher=tiny", "runtime.teacher.mesh={data: 2}")
+    placed = place(config(*teacher, "runtime.placement=split"))
+    assert placed.teacher is not None and (ids(placed.teacher), ids(placed.hosts[0])) == ([1, 2], [3])
+
+
+def test_an_executor_of_its_own_needs_devices_of_its_own(four):
+    with pytest.raises(
+        ArealError, match="needs 3 devices for the trainer and 2 for the hosts, but there are 4"
+    ):
+        place(config(*APART, "runtime.placement=split", "runtime.hosts=2"))
+    with pytest.raises(ArealError, match=r"runtime\.reference\.mesh and .* need devices of their own"):
+        place(config(*APART, "runtime.placement=shared"))
+
+
+def test_an_executor_apart_is_forecast_on_its_own_devices():
+    n = model().parameter_count
+    rows = memory_table(config(*APART), model(), "split")
+    found = {(who, what): size for who, what, size in rows if "reference" in what}
+    assert found == {("the reference's devices", "reference policy, bfloat16"): 2 * n // 2}
+
+
 def test_split_gives_everybody_devices_of_their_own(four):
     placed = place(config("runtime.placement=split", "trainer.mesh.fsdp=2", "runtime.hosts=2"))
     assert placed.placement == "split"

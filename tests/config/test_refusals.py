@@ -186,6 +186,41 @@ def test_quantised_hosts_are_taken_where_a_ratio_to_the_sampler_corrects_for_the
     assert load_config(*words.split(), "generation.quantize=int8").generation.quantize == "int8"
 
 
+# --- executors ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "runtime.reference.mesh={fsdp: 2} algorithm.kl.coef=0",
+            "runtime.reference.mesh with algorithm.kl.coef=0: no reference is there to compute",
+        ),
+        (
+            "runtime.teacher.dtype=bfloat16",
+            "runtime.teacher.dtype with algorithm.teacher unset: no teacher is",
+        ),
+        (
+            "runtime.reference.dtype=bfloat16 trainer.compute=auto",
+            "trainer.compute=auto: walks over prefix trees compute all models on the trainer's mesh",
+        ),
+        (
+            "runtime.reference={mesh: {data: 2}, dtype: float32} runtime.trainer_processes=2",
+            "runtime.reference.mesh and runtime.reference.dtype with runtime.trainer_processes=2: arrays",
+        ),
+        (
+            "runtime.reference.mesh={data: 3}",
+            "trainer.rows=8 does not divide evenly over runtime.reference.mesh",
+        ),
+        ("runtime.reference.dtype=bfloat16 algorithm.reference=ema", "set algorithm.reference=frozen"),
+        ("runtime.reference.mesh={rows: 3}", "runtime.reference.mesh.rows: Extra inputs are not permitted"),
+    ],
+)
+def test_an_executor_apart_is_refused_where_it_cannot_compute(words: str, message: str):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config("algorithm.preset=grpo", *re.findall(r"\S+=(?:{.*?}(?:, \w+: \w+})?|\S+)", words))
+
+
 # --- control ------------------------------------------------------------------------------------------------
 
 PAIRS = {
