@@ -9,8 +9,9 @@ from typing import Any
 
 import jax
 
-from areal_jax.assembly.devices import memory_table, usable_cores
+from areal_jax.assembly.devices import usable_cores
 from areal_jax.assembly.gpus import PRECISION, gpu_environment
+from areal_jax.assembly.memory_table import memory_table
 from areal_jax.config.tree import Config
 from areal_jax.plan.absent import absent_devices
 from areal_jax.plan.bounds import PlannedProgram, plan_program

@@ -113,9 +113,10 @@ class Learner:
             trainable=self.trainable,
         )
         self.compiled: list[Compiled] = []
-        is_apart = algorithm.has_reference and reference is not None
-        self._reference = self._scorer("score", model, reference) if is_apart else None
-        holds_reference = algorithm.has_reference and not is_apart
+        self._reference = None
+        if algorithm.has_reference and reference is not None:
+            self._reference = self._scorer("score", model, reference)
+        holds_reference = algorithm.has_reference and self._reference is None
         own = (model, algorithm, optimizer, self.critic, self.trainable, holds_reference)
         self._optimization = Optimization(*own, memory=optimizer_memory)
         self.programs = LearnerPrograms(

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 ROWS = 64
 """Largest number of slices into which `_sum_by_slices` splits a matrix."""
@@ -50,7 +51,7 @@ def by_devices(leaves: Sequence[Any]) -> list[list[int]]:
     """Returns the indices of the leaves, grouped by devices: one program takes arrays of one mesh only."""
     groups: dict[Any, list[int]] = {}
     for place, leaf in enumerate(leaves):
-        is_there = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+        is_there = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
         groups.setdefault(frozenset(leaf.sharding.device_set) if is_there else None, []).append(place)
     return list(groups.values())
 

@@ -69,6 +69,7 @@ class Gather:
 
     def __call__(self, rows: jax.Array) -> jax.Array:
         """Raises ArealError if the rows are not on the mesh `of`, or if `to` does not divide them evenly."""
+        # A link has one direction: results of another mesh mean that a caller mixed up two executors.
         if rows.sharding.device_set != set(self.of.devices.flat):
             raise ArealError(
                 f"rows on {sorted(map(str, rows.sharding.device_set))} are not results of the mesh "
@@ -88,6 +89,8 @@ def _moved_rows(rows: jax.Array, to: Mesh) -> jax.Array:
 
 
 def _moved(x: jax.Array, sharding: Sharding) -> jax.Array:
+    # Unchanged, not copied: readers of the memory store then share the published arrays.
     if x.sharding.is_equivalent_to(sharding, x.ndim):
         return x
+    # Not jax.device_put: between shards that differ it fetches the whole array into host memory.
     return assemble(x.shape, x.dtype, sharding, own_pieces(x))

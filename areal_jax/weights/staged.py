@@ -99,6 +99,7 @@ class Detached(NamedTuple):
             groups = by_devices(leaves)
             if len(groups) == 1:
                 return cls(*copy_with_sums(tree))
+            # A reference policy apart lies on devices of its own; a program takes arrays of one mesh only.
             copies = {
                 place: copy
                 for places in groups

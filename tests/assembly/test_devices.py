@@ -14,9 +14,10 @@ import pytest
 
 from areal_jax import plugin
 from areal_jax.assembly import devices, doctor, parts
-from areal_jax.assembly.devices import header, memory_table, overwrites_serving, place, served_bytes
+from areal_jax.assembly.devices import header, overwrites_serving, place
 from areal_jax.assembly.doctor import diagnose
 from areal_jax.assembly.gpus import gpu_environment
+from areal_jax.assembly.memory_table import memory_table, served_bytes
 from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
 from areal_jax.generation.engine import Engine
