@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from areal_jax.assembly.devices import machine
+from areal_jax.bench.costs import costs
 from areal_jax.bench.decode import decode, prefill, sample
 from areal_jax.bench.gpu.timed_stages import gpu
 from areal_jax.bench.hosting import room, serve, swap
@@ -84,7 +85,22 @@ def update(
     }
 
 
-MEASUREMENTS = decode, prefill, sample, logprob, update, packed, tree, loop, sync, serve, room, swap, gpu
+MEASUREMENTS = (
+    decode,
+    prefill,
+    sample,
+    logprob,
+    update,
+    packed,
+    tree,
+    loop,
+    sync,
+    serve,
+    room,
+    swap,
+    costs,
+    gpu,
+)
 
 BENCHES: Mapping[str, Callable[..., dict[str, Any]]] = {each.__name__: each for each in MEASUREMENTS}
 
