@@ -138,12 +138,16 @@ def _difference_table(figures: Mapping[str, Any]) -> Any:
 def simtest(
     schedules: Annotated[int, typer.Option(help="Number of seeded fault schedules to run.")] = 200,
     seed: Annotated[int, typer.Option(help="Seed of the first schedule.")] = 0,
+    strategy: Annotated[str, typer.Option(help="control.strategy of all runs; empty: drawn at random.")] = "",
     json: AsJson = False,
 ) -> None:
     """Test the control plane in simulated runs with random delays, crashes and restarts, without a model."""
+    from areal_jax.config.refusals import ON_UPDATE
     from areal_jax.simulation.simtest import simtest as simulate_all
 
-    figures = simulate_all(schedules, seed)
+    if strategy and strategy not in ON_UPDATE:
+        raise ArealError(f"--strategy={strategy} is unknown; use one of {', '.join(ON_UPDATE)}")
+    figures = simulate_all(schedules, seed, strategy or None)
     show(figures, json)
     if figures["failed"]:
         raise typer.Exit(1)

@@ -200,11 +200,14 @@ class Controller:
         for message in messages:
             if isinstance(message, m.Event):
                 events += self._valid(message, payloads)
-                continue
+                # Whether later samples of this host are late depends on what it has taken over.
+                if not isinstance(message.event, e.SamplesMoved):
+                    continue
             self._driver.handle(events)  # the journal keeps the order of the messages
             events = []
-            self._receive(message)
-        self._driver.handle(events)
+            if not isinstance(message, m.Event):
+                self._receive(message)
+        self._driver.handle(events + self._driver.placement_due())
         self._held.settle(self._control.state.groups.keys() | {group.ordinal for group in self._again})
         self._confirmed |= {
             mailbox_of(message.name, message.incarnation): message.number
@@ -296,7 +299,7 @@ class Controller:
     # --- messages from processes ----------------------------------------------------------------------------
 
     def _valid(self, message: m.Event, payloads: Mapping[Announced, bytes]) -> list[Incoming]:
-        """Returns [(event, trajectory or None)]; [] if the event is refused or has to wait (`_in_time`).
+        """Returns [(event, payload)]; [] if the event is refused or has to wait (`_in_time`).
 
         `payloads`: (sample, host's mailbox) -> the sample's encoded trajectory in Redis. A host's event is
         refused if the host was declared lost, or if the event was sent before the host's last Begin, because
@@ -317,7 +320,7 @@ class Controller:
         if isinstance(event, e.HostAdopted) and is_valid:
             return self._in_time(event)
         if not isinstance(event, e.SampleFinished):
-            return [(event, None)] if is_valid else []
+            return [(event, message.ticket or None)] if is_valid else []
         announced = event.sample, mailbox
         if not is_valid or self._control.state.is_stale(event):
             self._held.refuse(*announced)
@@ -481,11 +484,13 @@ class Controller:
 
     # --- actions --------------------------------------------------------------------------------------------
 
-    def dispatch(self, action: e.Dispatch, prompt: tuple[int, ...]) -> None:
-        self._command(action.host, action, prompt)
+    def command(self, action: e.HostCommand, payload: Any = None) -> None:
+        """Sends the action and its payload (see `messages.Command`) to the action's host.
 
-    def cancel(self, action: e.Cancel) -> None:
-        self._command(action.host, action)
+        Does nothing if that process was lost: the event HostLost informs the control plane of the loss.
+        """
+        if (member := self._membership.members.get(action.host)) is not None:
+            self._post(member.mailbox, m.Command(self._epoch, action, payload))
 
     def score(self, action: e.Score, prompt: Prompt, completions: Sequence[Completion]) -> None:
         plain = [(one.text, one.tokens, one.stop_reason, one.pieces) for one in completions]
@@ -528,14 +533,6 @@ class Controller:
         command = m.Command(self._epoch, action, {"plan": plan.to_wire(), **digests})
         for member in trainers:
             self._post(member.mailbox, command)
-
-    def _command(self, name: str, action: e.Dispatch | e.Cancel, payload: Any = None) -> None:
-        """Sends the action and its payload (see `messages.Command`) to the process `name`.
-
-        Does nothing if that process was lost: the event HostLost informs the control plane of the loss.
-        """
-        if (member := self._membership.members.get(name)) is not None:
-            self._post(member.mailbox, m.Command(self._epoch, action, payload))
 
     def _post(self, mailbox: str, message: m.Message) -> None:
         """Queues a message for `mailbox`; the next `_send` posts all queued messages together."""

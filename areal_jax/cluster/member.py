@@ -95,8 +95,10 @@ class ControllerLink:
         """Queues a message to the controller and returns at once."""
         self._out.put((message, None))
 
-    def report(self, event: Event, trajectory: Trajectory | None = None) -> None:
-        """Queues an event for the control plane; a SampleFinished comes with the sample's `trajectory`.
+    def report(self, event: Event, trajectory: Trajectory | None = None, ticket: bytes = b"") -> None:
+        """Queues an event for the control plane.
+
+        A SampleFinished comes with the sample's `trajectory`, a SamplesOffered with a `ticket`.
 
         If the controller restarts, or Redis loses its data, before an event is journaled, the event is sent
         again. A finished sample is not sent again: a host then decodes it again with the same random keys.
@@ -104,7 +106,7 @@ class ControllerLink:
         # Numbers go out in order: the controller ignores an event with a number below the newest.
         with self._guard:
             number = next(self._numbers)
-            message = m.Event(self.name, self.incarnation, self.epoch, number, event)
+            message = m.Event(self.name, self.incarnation, self.epoch, number, event, ticket)
             if trajectory is None:
                 self._unconfirmed.append(message)
             self._out.put((message, trajectory))

@@ -8,7 +8,7 @@ so handling a message twice must have the effect of handling it once.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, get_args
 
 from areal_jax.control import events as e
 from areal_jax.types import ArealError
@@ -71,6 +71,8 @@ class Event:
     number: int
     """The event's number, counted by the process; the controller confirms journaled events by this number."""
     event: e.Event
+    ticket: bytes = b""
+    """For a SamplesOffered: with this, the target fetches the samples (`generation.moving`); else empty."""
 
 
 @dataclass(frozen=True)
@@ -122,14 +124,15 @@ class Weights:
 class Command:
     """An action of the control plane, with the data that the receiver needs to carry it out.
 
-    `payload` for Dispatch: the prompt's tokens. For Score: [text, tokens, stop reason, the tokens' texts] of
-    each completion; the last one is empty unless the task wants it. For Cancel: None. For Train: a dict with
-    the batch's `plan`, as `BatchPlan.to_wire` returns it; if a journaled batch is trained again, the dict
-    also has the batch's journaled digests `digest` and `published` (see `recovery.Journaled`).
+    `payload` for Dispatch: the prompt's tokens. For Fetch: the ticket of the samples to take over. For other
+    commands to hosts: None. For Score: [text, tokens, stop reason, the tokens' texts] of each completion; the
+    last one is empty unless the task wants it. For Train: a dict with the batch's `plan`, as
+    `BatchPlan.to_wire` returns it; if a journaled batch is trained again, the dict also has the batch's
+    journaled digests `digest` and `published` (see `recovery.Journaled`).
     """
 
     epoch: str
-    action: e.Dispatch | e.Cancel | e.Score | e.Train
+    action: e.HostCommand | e.Score | e.Train
     payload: Any = None
 
 
@@ -148,7 +151,7 @@ Message = Hello | Ready | Event | Note | Ended | Begin | Weights | Command | End
 
 KINDS: dict[str, type] = {kind.__name__: kind for kind in Message.__args__}
 
-SENT: dict[str, type] = {kind.__name__: kind for kind in (e.Dispatch, e.Cancel, e.Score, e.Train)}
+SENT: dict[str, type] = {kind.__name__: kind for kind in (*get_args(e.HostCommand), e.Score, e.Train)}
 """Class name -> class of the actions that a Command can contain; other actions are never sent."""
 
 

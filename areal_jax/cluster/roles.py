@@ -33,14 +33,25 @@ from areal_jax.control.events import (
     Cancel,
     Dispatch,
     Event,
+    Fetch,
     HostAdopted,
+    HostCommand,
+    MoveFailed,
     SampleFailed,
     SampleFinished,
+    Score,
+    TakeBack,
     Train,
 )
 from areal_jax.generation.canary import canary
-from areal_jax.generation.commands import Start, Stop
+from areal_jax.generation.commands import Stop, Work, command_of
 from areal_jax.generation.engine import Engine
+from areal_jax.generation.moving.forecast import is_move_cheaper, prefill_tokens_per_s
+from areal_jax.generation.moving.page_runs import used_bytes
+from areal_jax.generation.moving.receiver import Receiver
+from areal_jax.generation.moving.sender import make_sender
+from areal_jax.generation.moving.ticket import MoveError
+from areal_jax.generation.moving.ticket import decode as decode_ticket
 from areal_jax.observe.threads import reporting_thread
 from areal_jax.observe.waits import Timeline, process_timeline
 from areal_jax.parallel.agreement import leads
@@ -59,6 +70,12 @@ from areal_jax.weights.publishing import PublisherSettings
 from areal_jax.weights.store import FetchingReader, ParamPublisher
 from areal_jax.weights.transfer.publisher import TransferStore
 from areal_jax.weights.transfer.reader import TransferReader
+
+FETCH_S = 30.0
+"""Seconds after which samples that another host offers, and does not deliver, stay on that host."""
+
+MOVES = "moves"
+"""Folder in the run's folder with the KV of samples on the move, where it cannot go from device to device."""
 
 GAPS = 1000
 """Maximum number of decode gaps (times between two decode calls) that one heartbeat reports."""
@@ -91,10 +108,10 @@ def generate(config: Config, folder: Path, name: str) -> None:
                     work.begin(weights)
                 case Weights(_, address) if work is not None:
                     work.find_weights(address)
-                case Command(_, Dispatch(samples, _, min_version), prompt) if work is not None:
-                    work.start(Start(samples, tuple(prompt), min_version))
-                case Command(_, Cancel(samples)) if work is not None:
-                    work.stop(samples)
+                case Command(_, action, payload) if work is not None and not isinstance(
+                    action, Score | Train
+                ):
+                    work.command(action, payload)
 
 
 class _Hosting:
@@ -115,7 +132,10 @@ class _Hosting:
         c, self._link, self._slots = config, link, config.generation.rollout_slots
         self._reader = _reader(config, folder, weights, engine)
         with explained(HOST, config, engine.model.config):
-            engine.warm(engine.load_params(engine.blank(config.wire_dtype)))
+            blank = engine.load_params(engine.blank(config.wire_dtype))
+            engine.warm(blank)
+            self._moves = _Moves(c, folder, engine, link.name, blank) if c.places_versions else None
+            del blank
         self._store = Prefetcher(self._reader, engine.param_shardings, engine.load_params)
         self._unfinished: dict[SampleId, None] = {}
         self._adopted = HostAdopted(link.name, -1, "")
@@ -129,6 +149,8 @@ class _Hosting:
 
     def begin(self, weights: str) -> None:
         # The controller dispatches these again in its new epoch, to this host or to another.
+        if self._moves is not None:
+            self._moves.release(self._unfinished)
         self.stop(tuple(self._unfinished))
         self.find_weights(weights)
         # The host reports a version once, when it adopts it; a new epoch has to hear of it again.
@@ -139,9 +161,49 @@ class _Hosting:
             self._reader.move_to(address)
             self._store.forget()
 
-    def start(self, command: Start) -> None:
-        self._unfinished |= dict.fromkeys(command.samples)
-        self._host.inbox.put(command)
+    def command(self, action: HostCommand, payload: Any) -> None:
+        """Passes a command to the host; a Fetch once the samples' KV has arrived.
+
+        Fetching here and not in the host's thread, the host decodes meanwhile, and commands keep their order.
+        """
+        if isinstance(action, Fetch):
+            try:
+                payload = self._moving.fetch(payload)
+            except MoveError as error:
+                self._link.report(MoveFailed(action.samples, action.host, action.source, str(error)))
+                return
+        if isinstance(action, Dispatch | Fetch):
+            self._unfinished |= dict.fromkeys(action.samples)
+        if isinstance(action, Cancel | TakeBack) and self._moves is not None:
+            self._moves.release(action.samples)
+        if isinstance(action, Cancel):
+            self.stop(action.samples)
+        else:
+            self._host.inbox.put(command_of(action, payload, self._answer))
+
+    @property
+    def _moving(self) -> _Moves:
+        if self._moves is None:
+            raise ArealError(
+                "the controller moves samples between hosts, but this host's config keeps each where it is; "
+                "start every process with the config.yaml in the run's folder"
+            )
+        return self._moves
+
+    def _answer(self, event: Event, works: list[Work] | None) -> None:
+        """Reports the host's answer to a Move, with a ticket for the samples `works`, or to a Fetch."""
+        if works is None:
+            if isinstance(event, MoveFailed):
+                for sample in event.samples:
+                    self._unfinished.pop(sample, None)
+            self._link.report(event)
+            return
+        try:
+            ticket = self._moving.offer(works)
+        except MoveError as error:  # the target cannot read the empty ticket, and the samples stay here
+            self._link.note(str(error))
+            ticket = b""
+        self._link.report(event, ticket=ticket)
 
     def stop(self, samples: tuple[SampleId, ...]) -> None:
         for sample in samples:
@@ -157,6 +219,8 @@ class _Hosting:
         self._host.inbox.put(Stop())
         self._thread.join(self._deadline_s)
         self._store.close(self._deadline_s)
+        if self._moves is not None:
+            self._moves.close()
 
     def figures(self) -> dict[str, Any]:
         """Returns the body of a heartbeat: the host's counts since its start, and its decode gaps.
@@ -177,6 +241,38 @@ class _Hosting:
         if isinstance(event, HostAdopted):
             self._adopted = event
         self._link.report(event, trajectory)
+
+
+class _Moves:
+    """The host's side of moves between processes: offers samples, and fetches those of other hosts."""
+
+    def __init__(
+        self, config: Config, folder: Path, engine: Engine, name: str, blank: VersionedParams
+    ) -> None:
+        """`blank`: parameters with which a prefill is timed."""
+        is_direct = config.weights_backend == "transfer"
+        # The address of the machine is needed only where other machines connect to it.
+        address = f"{own_address(config)}:0" if is_direct else "127.0.0.1:0"
+        self._sender = make_sender(
+            name, folder / MOVES, is_direct=is_direct, address=address, secret=secret()
+        )
+        self._receiver = Receiver(engine, folder / MOVES, secret(), min(FETCH_S, config.runtime.deadline_s))
+        self._prefill_tokens_per_s = prefill_tokens_per_s(engine, blank)
+        self.offer, self.release, self.close = self._sender.offer, self._sender.release, self._sender.close
+
+    def fetch(self, ticket: bytes) -> list[Work]:
+        """Returns another host's samples: with their KV, or with KV to recompute where that takes less time.
+
+        Raises MoveError if they cannot be fetched.
+        """
+        kvs = [work.so_far.kv for work in decode_ticket(ticket).works if work.so_far is not None]
+        is_cheaper = is_move_cheaper(
+            sum(map(used_bytes, kvs)),
+            sum(int(kv.true_length) for kv in kvs),
+            bytes_per_s=self._receiver.bytes_per_s,
+            prefill_tokens_per_s=self._prefill_tokens_per_s,
+        )
+        return self._receiver.fetch(ticket) if is_cheaper else self._receiver.without_kv(ticket)
 
 
 def _reader(config: Config, folder: Path, address: str, engine: Engine) -> FetchingReader:

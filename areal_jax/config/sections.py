@@ -338,6 +338,10 @@ class ControlConfig(Section):
     """Maximum number of groups in generation or scoring at once. None: only the hosts' slots and
     max_staleness limit this number.
     """
+    placement_every_s: float = Field(default=2.0, gt=0)
+    """With pinned: seconds after which samples of older versions are placed on hosts again. They are placed
+    at once when a version is committed, a host is short of KV pages, or a host joins or is lost.
+    """
 
     @field_validator("max_staleness", mode="before")
     @classmethod

@@ -67,6 +67,12 @@ class Config(Section):
         return self.generation.on_update or ON_UPDATE[self.control.strategy][0]
 
     @property
+    def places_versions(self) -> bool:
+        """Whether hosts decode for different versions, one each as far as possible (`control.placement`)."""
+        is_one_version = self.control.strategy == self.on_update == "pinned"
+        return is_one_version and self.algorithm.samples == "policy"
+
+    @property
     def parameter_sets(self) -> int:
         """Maximum number of versions of the parameters on a host: 2, the current one and the next one.
 

@@ -89,8 +89,11 @@ class _Account:
 
     attempt: int = 0
     host: str = ""
+    target: str = ""
+    """The host to which the group's unfinished samples are moving; "" if they are not moving."""
     asked: dict[str, int] = field(default_factory=dict)
-    """Host -> lowest weights version that a Dispatch of this group to that host required."""
+    """Host -> lowest weights version that a Dispatch of this group to that host required, or to the host from
+    which the group moved there."""
     oldest: dict[int, int] = field(default_factory=dict)
     """Index of each finished sample of the group -> weights version of the sample's oldest token."""
     newest: dict[int, int] = field(default_factory=dict)
@@ -209,7 +212,9 @@ class _Books:
         if self.hosts.pop(host, None) is not None:
             for account in self.accounts.values():
                 if account.host == host:
-                    account.host, account.is_again = "", True
+                    account.host, account.target, account.is_again = "", "", True
+                elif account.target == host:
+                    account.target = ""
 
     # --- samples and groups ---------------------------------------------------------------------------------
 
@@ -242,6 +247,55 @@ class _Books:
         account.host = action.host
         # Versions only grow, so the first requested one is the lowest.
         account.asked.setdefault(action.host, action.min_version)
+
+    def _on_serve(self, action: e.Serve) -> None:
+        self.require(
+            action.host in self.hosts and action.version == self.committed,
+            f"{action}: the host is not part of the run, or the newest committed version is {self.committed}",
+        )
+
+    def _on_move(self, action: e.Move) -> None:
+        account = self._account(action.samples[0].ordinal)
+        self._check_move(action, account, account.host == action.host and not account.target)
+        account.target = action.target
+
+    def _on_fetch(self, action: e.Fetch) -> None:
+        account = self._account(action.samples[0].ordinal)
+        self._check_move(action, account, (account.host, account.target) == (action.source, action.host))
+
+    def _check_move(self, action: e.Move | e.Fetch, account: _Account, is_there: bool) -> None:
+        attempts = {sample.attempt for sample in action.samples}
+        members = {sample.member for sample in action.samples}
+        missing = set(range(self.group_size)) - set(account.oldest)
+        self.require(
+            is_there and (account.fate, {account.attempt}, missing) == ("live", attempts, members),
+            f"{action} contradicts the state of its group: {account.fate}, attempt {account.attempt}, on "
+            f"{account.host or 'no host'}, moving to {account.target or 'no host'}, unfinished members "
+            f"{sorted(missing)}",
+        )
+        target = action.target if isinstance(action, e.Move) else action.host
+        self.require(target in self.hosts, f"{action}: the target is not part of the run")
+
+    def _on_moved(self, event: e.SamplesMoved) -> None:
+        if (account := self._moving(event)) is not None:
+            asked = account.asked[event.source]
+            account.asked[event.host] = min(asked, account.asked.get(event.host, asked))
+            account.host, account.target = event.host, ""
+
+    def _on_unmoved(self, event: e.MoveFailed) -> None:
+        if (account := self._moving(event)) is not None:
+            account.target = ""
+
+    def _on_take_back(self, action: e.TakeBack) -> None:
+        account = self._account(action.samples[0].ordinal)
+        if account.host == action.host:
+            account.target = ""
+
+    def _moving(self, event: e.SamplesMoved | e.MoveFailed) -> _Account | None:
+        """Returns what is known of the group of these samples; None if it is not moving to this host."""
+        account = self._account(event.samples[0].ordinal)
+        is_moving = (account.host, account.target) == (event.source, event.host)
+        return account if is_moving and account.attempt == event.samples[0].attempt else None
 
     def _account(self, ordinal: int) -> _Account:
         """Returns what is known of group `ordinal`; with fate "unknown" if the group was never admitted."""
@@ -292,7 +346,7 @@ class _Books:
         )
         account.oldest[member], account.newest[member] = versions[0], versions[-1]
         if len(account.oldest) == self.group_size:
-            account.host = ""
+            account.host = account.target = ""
 
     def _account_of(self, sample: SampleId, host: str) -> _Account | None:
         """Returns what is known of the sample's group; None if the sample is late or a duplicate.
@@ -337,7 +391,7 @@ class _Books:
             )
             return
         self.ready.discard(action.ordinal)
-        account.fate, account.host = action.reason, ""
+        account.fate, account.host, account.target = action.reason, "", ""
 
     # --- batches --------------------------------------------------------------------------------------------
 
@@ -462,7 +516,13 @@ _READERS: dict[type, Any] = {
     e.BatchTrained: _Books._on_trained,
     e.VersionCommitted: _Books._on_committed,
     e.VersionReissued: _Books._on_reissued_version,
+    e.SamplesMoved: _Books._on_moved,
+    e.MoveFailed: _Books._on_unmoved,
     e.Dispatch: _Books._on_dispatch,
+    e.Serve: _Books._on_serve,
+    e.Move: _Books._on_move,
+    e.Fetch: _Books._on_fetch,
+    e.TakeBack: _Books._on_take_back,
     e.Train: _Books._on_train,
     e.Drop: _Books._on_drop,
     e.Reissue: _Books._on_reissue,

@@ -165,9 +165,57 @@ class CheckpointCommitted:
     version: int
 
 
+@dataclass(frozen=True)
+class SamplesOffered:
+    """The answer to Move: `host` no longer decodes these samples and keeps them, with their KV, for `target`.
+
+    They are the group's samples that were unfinished on `host`; what is needed to fetch them comes with the
+    event and is not journaled.
+    """
+
+    samples: tuple[SampleId, ...]
+    host: str
+    target: str
+
+
+@dataclass(frozen=True)
+class SamplesMoved:
+    """The answer to Fetch: `host` now decodes these samples of `source`, from the KV computed there."""
+
+    samples: tuple[SampleId, ...]
+    host: str
+    source: str
+
+
+@dataclass(frozen=True)
+class MoveFailed:
+    """The answer to Fetch: `host` does not take over these samples of `source`, for the given reason.
+
+    `source` still has them and continues to decode them (`TakeBack`).
+    """
+
+    samples: tuple[SampleId, ...]
+    host: str
+    source: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class KVShort:
+    """The host had too few free KV pages for its live samples, and moved one sample's KV to host memory."""
+
+    host: str
+
+
+@dataclass(frozen=True)
+class PlacementDue:
+    """control.placement_every_s seconds have passed since samples were last placed on hosts."""
+
+
 Event = (
     RunStarted | RunResumed | HostJoined | HostLost | HostAdopted | SampleFinished | SampleFailed
     | RewardScored | RewardFailed | BatchTrained | VersionCommitted | VersionReissued | CheckpointCommitted
+    | SamplesOffered | SamplesMoved | MoveFailed | KVShort | PlacementDue
 )  # fmt: skip
 
 # --- actions ------------------------------------------------------------------------------------------------
@@ -187,7 +235,54 @@ class Dispatch:
 
 @dataclass(frozen=True)
 class Cancel:
-    """Command to `host`: stop decoding these samples. Issued when their group is dropped or restarted."""
+    """Command to `host`: forget these samples, which it decodes or keeps for another host.
+
+    Issued when their group is dropped or restarted, and when another host has taken them over.
+    """
+
+    samples: tuple[SampleId, ...]
+    host: str
+
+
+@dataclass(frozen=True)
+class Serve:
+    """Command to `host`: adopt weights version `version` or, if that is committed, a newer one.
+
+    Issued only where hosts decode for different versions (`Config.places_versions`); elsewhere a host adopts
+    each version by itself.
+    """
+
+    host: str
+    version: int
+
+
+@dataclass(frozen=True)
+class Move:
+    """Command to `host`: stop decoding these samples of one group, and offer them with their KV to `target`.
+
+    `target` decodes samples of the same version. The host answers SamplesOffered if it still has them.
+    """
+
+    samples: tuple[SampleId, ...]
+    host: str
+    target: str
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Command to `host`: take over these samples, which `source` keeps for it, and continue to decode them.
+
+    The host answers SamplesMoved or MoveFailed.
+    """
+
+    samples: tuple[SampleId, ...]
+    host: str
+    source: str
+
+
+@dataclass(frozen=True)
+class TakeBack:
+    """Command to `host`: decode these samples again, which it kept for another host."""
 
     samples: tuple[SampleId, ...]
     host: str
@@ -241,7 +336,10 @@ class Finish:
     """The run is complete: every admitted group is trained or dropped."""
 
 
-Action = Dispatch | Cancel | Score | Train | Drop | Reissue | Finish
+HostCommand = Dispatch | Cancel | Serve | Move | Fetch | TakeBack
+"""The commands to a generation host; their field `host` names it."""
+
+Action = HostCommand | Score | Train | Drop | Reissue | Finish
 
 # --- wire form ----------------------------------------------------------------------------------------------
 

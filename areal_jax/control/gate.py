@@ -24,6 +24,15 @@ def may_admit(admitted: int, dropped: int, version: int, batch_size: int, max_st
     return (admitted - dropped - 1) // batch_size <= version + max_staleness
 
 
+def admissible(admitted: int, dropped: int, version: int, batch_size: int, max_staleness: int) -> int:
+    """Returns how many more groups may start now by `may_admit`, whose arguments it takes; at least 0.
+
+    `admitted` counts the groups that have started. The condition of `may_admit` for group number a is
+    equivalent to a <= B (version + eta + 1) + dropped.
+    """
+    return max(0, batch_size * (version + max_staleness + 1) + dropped - admitted)
+
+
 def may_train(step: int, left: Sequence[int], batch_size: int, max_staleness: int) -> bool:
     """Whether training batch `step` now makes no group outside the batch too old for that group's own batch.
 

@@ -17,6 +17,8 @@ from areal_jax.config.tree import Config
 from areal_jax.control import events as e
 from areal_jax.control.errors import ControlError
 from areal_jax.control.events import Action, Event
+from areal_jax.control.gate import admissible
+from areal_jax.control.placement import is_at_home, place, relieve, serve_newest
 from areal_jax.control.reward_gate import accuracy_of, gates_of, group_correct, ungated
 from areal_jax.control.state import GroupState, HostState, State, from_plain, to_plain, waits
 from areal_jax.control.strategies import STRATEGIES
@@ -91,7 +93,7 @@ class ControlPlane:
         if s.training is not None and s.training.step < s.steps:
             yield s.training
 
-    def _host_joined(self, event: e.HostJoined) -> None:
+    def _host_joined(self, event: e.HostJoined) -> Iterator[Action]:
         if event.slots < 1:
             raise ControlError(
                 f"host {event.host} joined with {event.slots} slots for rollouts, but needs at least 1; "
@@ -99,11 +101,23 @@ class ControlPlane:
             )
         # A host that joins again has restarted: it holds nothing of what was dispatched to it.
         if event.host in self.state.hosts:
-            self.state.lose(event.host)
+            yield from self._lose(event.host)
         self.state.hosts[event.host] = HostState(event.slots)
+        if self._config.places_versions:
+            yield from serve_newest(self.state, event.host)
+            yield from self._place()
 
-    def _host_lost(self, event: e.HostLost) -> None:
-        self.state.lose(event.host)
+    def _host_lost(self, event: e.HostLost) -> Iterator[Action]:
+        yield from self._lose(event.host)
+        yield from self._place()
+
+    def _lose(self, host: str) -> Iterator[Action]:
+        for group in list(self.state.groups.values()):
+            if group.target == host:
+                yield e.TakeBack(group.unfinished, group.host)
+            elif group.host == host and group.target:
+                yield e.Cancel(group.unfinished, group.target)
+        self.state.lose(host)
 
     def _host_adopted(self, event: e.HostAdopted) -> None:
         host = self.state.hosts[event.host]
@@ -113,7 +127,8 @@ class ControlPlane:
                 "host"
             )
         self.state.require_digest(event.version, event.digest, f"host {event.host} adopted")
-        self.state.hosts[event.host] = replace(host, version=event.version)
+        serves = max(host.serves, event.version) if self._config.places_versions else host.serves
+        self.state.hosts[event.host] = replace(host, version=event.version, serves=serves)
 
     def _sample_finished(self, event: e.SampleFinished) -> Iterator[Action]:
         s, sample = self.state, event.sample
@@ -128,9 +143,9 @@ class ControlPlane:
             )
         oldest = (*group.oldest[: sample.member], versions[0], *group.oldest[sample.member + 1 :])
         s.groups[group.ordinal] = group = replace(group, oldest=oldest)
-        s.unload(group.host, 1)
+        s.unload(group.counted_on, 1)
         if not group.unfinished:
-            s.groups[group.ordinal] = replace(group, stage="scoring", host="")
+            s.groups[group.ordinal] = replace(group, stage="scoring", host="", target="", is_offered=False)
             yield e.Score(group.ordinal, group.attempt)
 
     def _sample_failed(self, event: e.SampleFailed) -> Iterable[Action]:
@@ -165,7 +180,7 @@ class ControlPlane:
         s.accuracy = accuracy_of([s.groups.pop(ordinal).correct for ordinal in event.ordinals])
         s.trained_version, s.training = event.step + 1, None
 
-    def _version_committed(self, event: e.VersionCommitted) -> None:
+    def _version_committed(self, event: e.VersionCommitted) -> Iterator[Action]:
         s = self.state
         if event.version <= s.version:  # published again after a resume
             self.state.require_digest(event.version, event.digest, "the trainer committed again")
@@ -177,6 +192,7 @@ class ControlPlane:
         else:
             s.version = event.version
             s.digests[event.version] = event.digest
+            yield from self._place()
 
     def _version_reissued(self, event: e.VersionReissued) -> None:
         s = self.state
@@ -190,6 +206,60 @@ class ControlPlane:
         s.checkpoints = sorted({*s.checkpoints, event.version})[-self._config.trainer.keep_checkpoints :]
         needed = min(s.checkpoints[0], s.version)
         s.digests = {version: digest for version, digest in s.digests.items() if version >= needed}
+
+    # --- placement by version -------------------------------------------------------------------------------
+
+    def _samples_offered(self, event: e.SamplesOffered) -> Iterator[Action]:
+        s, group = self.state, self.state.groups[event.samples[0].ordinal]
+        if event.samples == group.unfinished:
+            s.groups[group.ordinal] = replace(group, is_offered=True)
+            yield e.Fetch(event.samples, event.target, event.host)
+        else:  # the end of another sample is still under way; the group moves as a whole or not at all
+            s.end_move(group, event.host)
+            yield e.TakeBack(event.samples, event.host)
+
+    def _samples_moved(self, event: e.SamplesMoved) -> Iterator[Action]:
+        self.state.end_move(self.state.groups[event.samples[0].ordinal], event.host)
+        yield e.Cancel(event.samples, event.source)
+
+    def _move_failed(self, event: e.MoveFailed) -> Iterator[Action]:
+        group = self.state.groups[event.samples[0].ordinal]
+        self.state.end_move(replace(group, may_move=False), event.source)
+        yield e.TakeBack(event.samples, event.source)
+
+    def _kv_short(self, event: e.KVShort) -> Iterable[Action]:
+        return relieve(self.state, event.host) if self._config.places_versions else ()
+
+    def _placement_due(self, event: e.PlacementDue) -> Iterable[Action]:
+        return self._place()
+
+    def _place(self) -> Iterable[Action]:
+        return place(self.state, self._demand()) if self._config.places_versions else ()
+
+    def _demand(self) -> int:
+        """Returns the number of samples that wait for a host or may start now.
+
+        Groups that may start count up to as many samples as all hosts have slots.
+        """
+        s, c, size = self.state, self._config, self._config.algorithm.group_size
+        more = [s.steps * c.trainer.batch_size + s.refunds - s.admitted]
+        if (bound := c.max_staleness) is not None:
+            more.append(admissible(s.admitted, s.refunds, s.version, c.trainer.batch_size, bound))
+        if (limit := c.control.max_concurrent) is not None:
+            more.append(limit - s.running)
+        slots = sum(host.slots for host in s.hosts.values())
+        waiting = sum(len(s.groups[ordinal].unfinished) for ordinal in s.waiting)
+        return waiting + min(slots, size * max(0, min(more)))
+
+    def places_differ(self) -> bool:
+        """Whether a PlacementDue may change anything: a host serves an older version than the newest one, or
+        decodes samples of an older version than it serves.
+        """
+        s = self.state
+        is_older = any(host.serves < s.version for host in s.hosts.values())
+        return self._config.places_versions and (
+            is_older or not all(is_at_home(s, group) for group in s.groups.values())
+        )
 
     # --- what follows from any event ------------------------------------------------------------------------
 
@@ -205,6 +275,9 @@ class ControlPlane:
         if s.training is None:
             yield from self._reissue_over_age()
             yield from self._form_batch()
+        if self._config.places_versions:
+            for name in [name for name, h in s.hosts.items() if h.serves < s.version and not h.outstanding]:
+                yield from serve_newest(s, name)
         yield from self._dispatch()
 
     def _finish(self) -> Iterator[Action]:
@@ -250,7 +323,8 @@ class ControlPlane:
         False: any number of samples may wait on a host.
         """
         s, room = self.state, self._config.algorithm.group_size if is_room_needed else None
-        while (host := s.roomiest_host(room)) is not None:
+        serving = s.version if self._config.places_versions else None
+        while (host := s.roomiest_host(room, serving)) is not None:
             if s.waiting:
                 group = s.groups[s.waiting.pop(0)]
             elif self._may_admit():
@@ -298,8 +372,10 @@ class ControlPlane:
     def _withdraw(self, group: GroupState) -> Iterator[Action]:
         self.state.unlist(group.ordinal)
         if group.host:
-            self.state.unload(group.host, len(group.unfinished))
+            self.state.unload(group.counted_on, len(group.unfinished))
             yield e.Cancel(group.unfinished, group.host)
+        if group.target:
+            yield e.Cancel(group.unfinished, group.target)
 
 
 _TAKERS: dict[type, Callable[[ControlPlane, Any], Iterable[Action] | None]] = {
@@ -316,5 +392,10 @@ _TAKERS: dict[type, Callable[[ControlPlane, Any], Iterable[Action] | None]] = {
     e.VersionCommitted: ControlPlane._version_committed,
     e.VersionReissued: ControlPlane._version_reissued,
     e.CheckpointCommitted: ControlPlane._checkpoint_committed,
+    e.SamplesOffered: ControlPlane._samples_offered,
+    e.SamplesMoved: ControlPlane._samples_moved,
+    e.MoveFailed: ControlPlane._move_failed,
+    e.KVShort: ControlPlane._kv_short,
+    e.PlacementDue: ControlPlane._placement_due,
 }
 """Kind of event -> the method that applies it; a test compares the keys with `events.EVENTS`."""

@@ -34,6 +34,19 @@ class GroupState:
     failures: int = 0
     correct: float | None = None
     """Mean of the reward part `correct` over the group's samples; None before scoring, or without a gate."""
+    version: int = -1
+    """The newest committed version when the group was last dispatched; -1 before."""
+    target: str = ""
+    """The host to which the unfinished samples are moving; "" if they stay on `host`."""
+    is_offered: bool = False
+    """Whether `host` has stopped to decode the samples that move, and keeps them for `target`."""
+    may_move: bool = True
+    """Whether no host has refused to take the group over; a refused group stays where it is."""
+
+    @property
+    def counted_on(self) -> str:
+        """The host that has the unfinished samples in its `HostState.outstanding`; "" if there is none."""
+        return self.target or self.host
 
     @property
     def unfinished(self) -> tuple[SampleId, ...]:
@@ -50,7 +63,9 @@ class HostState:
     version: int = -1
     """The weights version that the host adopted last; -1 if the host has adopted none yet."""
     outstanding: int = 0
-    """Number of samples dispatched to the host and not yet finished or canceled."""
+    """Number of samples dispatched or moving to the host and not yet finished or canceled."""
+    serves: int = -1
+    """The newest version that the host was told to serve; -1 if hosts adopt every version by themselves."""
 
 
 @dataclass
@@ -108,6 +123,12 @@ class State:
                 return not self.is_scoring(ordinal, attempt)
             case e.BatchTrained(step):
                 return step < self.trained_version
+            case e.SamplesOffered(samples, host, target):
+                return not self.is_moving(samples, host, target, is_offered=False)
+            case e.SamplesMoved(samples, host, source) | e.MoveFailed(samples, host, source):
+                return not self.is_moving(samples, source, host, is_offered=True)
+            case e.KVShort(host):
+                return host not in self.hosts
         return False
 
     def awaits(self, sample: SampleId, host: str) -> bool:
@@ -118,6 +139,15 @@ class State:
             and (group.stage, group.attempt, group.host) == ("decoding", sample.attempt, host)
             and 0 <= sample.member < len(group.oldest)
             and group.oldest[sample.member] is None
+        )
+
+    def is_moving(self, samples: tuple[SampleId, ...], source: str, target: str, is_offered: bool) -> bool:
+        """Whether the group of these samples is moving from `source` to `target`, and is offered or not."""
+        group = self.groups.get(samples[0].ordinal)
+        return (
+            group is not None
+            and group.attempt == samples[0].attempt
+            and (group.host, group.target, group.is_offered) == (source, target, is_offered)
         )
 
     def is_scoring(self, ordinal: int, attempt: int) -> bool:
@@ -150,31 +180,49 @@ class State:
         needed = min(batches, self.steps) * batch_size + self.refunds
         return self.admitted >= needed and not self.waiting and not self.hosts_behind
 
-    def roomiest_host(self, beyond: int | None) -> str | None:
+    def roomiest_host(self, beyond: int | None, serving: int | None = None) -> str | None:
         """Returns the name of the host with the fewest unfinished samples, or None if no host has capacity.
 
         A host has capacity while it has fewer unfinished samples than its slots + `beyond`; if `beyond` is
-        None, every host has capacity.
+        None, every host has capacity. `serving`: only hosts that serve this version or a newer one; None: all
+        hosts.
         """
         # Samples that wait on the host itself refill its slots without a message from here. Ties go by name,
         # so that the choice is the same in every fold.
         room = [
             (h.outstanding, name)
             for name, h in self.hosts.items()
-            if beyond is None or h.outstanding < h.slots + beyond
+            if (beyond is None or h.outstanding < h.slots + beyond)
+            and (serving is None or h.serves >= serving)
         ]
         return min(room)[1] if room else None
 
     def wait(self, group: GroupState) -> None:
         """Records that the group waits for a host."""
-        self.groups[group.ordinal] = replace(group, stage="waiting", host="")
+        self.groups[group.ordinal] = replace(group, stage="waiting", host="", target="", is_offered=False)
         insort(self.waiting, group.ordinal)
 
     def place(self, group: GroupState, host: str) -> None:
         """Records that `host` decodes the group's unfinished samples."""
         first = self.version if group.min_version < 0 else group.min_version
-        self.groups[group.ordinal] = replace(group, stage="decoding", host=host, min_version=first)
+        self.groups[group.ordinal] = replace(
+            group, stage="decoding", host=host, min_version=first, version=self.version
+        )
         self.unload(host, -len(group.unfinished))
+
+    def move(self, group: GroupState, target: str) -> e.Move:
+        """Records that the group's unfinished samples are to move to `target`; returns the command."""
+        self._count_on(replace(group, target=target), group.host)
+        return e.Move(group.unfinished, group.host, target)
+
+    def end_move(self, group: GroupState, host: str) -> None:
+        """Records that the group's move is over, and that `host`, its source or target, decodes it."""
+        self._count_on(replace(group, host=host, target="", is_offered=False), group.target)
+
+    def _count_on(self, group: GroupState, former: str) -> None:
+        self.groups[group.ordinal] = group
+        self.unload(former, len(group.unfinished))
+        self.unload(group.counted_on, -len(group.unfinished))
 
     def unlist(self, ordinal: int) -> None:
         """Removes a group's ordinal from the lists `waiting` and `complete`, if one of them contains it."""
@@ -183,11 +231,18 @@ class State:
                 ordinals.remove(ordinal)
 
     def lose(self, host: str) -> None:
-        """Removes the host. Its unfinished samples wait for any host; its finished samples stay finished."""
+        """Removes the host. Its unfinished samples wait for any host; its finished samples stay finished.
+
+        Samples that were moving to it stay where they came from.
+        """
+        for group in [group for group in self.groups.values() if host in (group.host, group.target)]:
+            if group.host == host:
+                self.unload(group.counted_on, len(group.unfinished))
+                # The attempt stays: the same random keys draw the same tokens on another host.
+                self.wait(group)
+            else:
+                self.end_move(group, group.host)
         del self.hosts[host]
-        # The attempt stays: the same random keys draw the same tokens on another host.
-        for group in [group for group in self.groups.values() if group.host == host]:
-            self.wait(group)
 
     def require_digest(self, version: int, digest: str, subject: str) -> None:
         """Raises ControlError unless this is the version's committed digest; `subject` begins the message."""
@@ -251,6 +306,8 @@ def waits(state: State, batch_size: int, is_next_begun_first: bool) -> tuple[str
     for group in state.groups.values():
         if group.stage == "waiting":
             said.append(f"group {group.ordinal} waits for a host with free capacity")
+        elif group.target:
+            said.append(f"group {group.ordinal} waits for its move from host {group.host} to {group.target}")
         elif group.stage == "decoding":
             said.append(
                 f"group {group.ordinal} waits for {len(group.unfinished)} samples of host {group.host}"

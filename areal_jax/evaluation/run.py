@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 from areal_jax.config.tree import Config
 from areal_jax.control.events import Event, RewardFailed
 from areal_jax.evaluation.result import Failure, PassResult, ScoredPrompt, TaskResult
+from areal_jax.generation.commands import Start
 from areal_jax.generation.engine import Engine
-from areal_jax.generation.host import Host, Start
+from areal_jax.generation.host import Host
 from areal_jax.generation.rollout import completion_of
 from areal_jax.observe.waits import get
 from areal_jax.tasks.pool import RewardPool

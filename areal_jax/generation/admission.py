@@ -65,10 +65,11 @@ def reason_against_kv(
             f"the sample's KV was computed under version {work.version} (digest {work.digest}), but {name} "
             f"holds {versions}; move the sample to a host with that version, or start it again"
         )
-    if not engine.is_own(work.so_far.kv):
+    support_size = work.so_far.rows["support"].shape[1]
+    if not engine.is_own(work.so_far.kv) or support_size != engine.support_size:
         return (
-            f"the sample's KV pages have another layout than those of {name}; start both hosts with the same "
-            "generation.* settings"
+            f"the sample's KV pages or records have another layout than those of {name}; start both hosts "
+            "with the same generation.* settings"
         )
     return ""
 
@@ -228,8 +229,13 @@ class Admission:
             self.waiting.appendleft(self._live.free(slot))
 
     def evict(self, slot: int) -> None:
-        """Free the slot, and put its sample, with its tokens and KV, at the front of the queue."""
-        self.waiting.appendleft(self._live.evict(slot))
+        """Free the slot, and put its sample, with its tokens and KV, at the front of the queue.
+
+        The KV moves to host memory.
+        """
+        work = self._live.take_out(slot)
+        work.move_to_host_memory()
+        self.waiting.appendleft(work)
 
     def cancel(self, samples: set[SampleId]) -> None:
         """Drop these samples, waiting or live, and free their slots."""
@@ -241,10 +247,13 @@ class Admission:
                 self._live.free(slot)
 
     def take(self, sample: SampleId) -> Work | None:
-        """Remove the sample and return it with its tokens and KV; returns None if it is not in this queue."""
+        """Remove the sample and return it with its tokens and KV; returns None if it is not in this queue.
+
+        The KV of a live sample stays in device memory, from which another host can copy it directly.
+        """
         for slot in self._own:
             if self._live.works[slot].sample == sample:
-                self.evict(slot)
+                return self._live.take_out(slot)
         found = self._remove(lambda work: work.sample == sample)
         return found[0] if found else None
 

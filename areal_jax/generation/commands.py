@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
+from areal_jax.control import events
+from areal_jax.control.events import Event, HostCommand
 from areal_jax.generation.sampling import Truncation
 from areal_jax.generation.slots import Penalties, Prefix
 from areal_jax.types import PolicyVersion, SampleId, Sampling
@@ -71,29 +74,44 @@ class Wake:
 
 
 @dataclass(frozen=True)
-class HandOver:
-    """Command: remove `sample` from this host and call `to` with the sample's record, tokens and KV included.
+class Serve:
+    """Command: adopt weights version `version` or a newer one; needed by a host with `adopts_when_told`."""
 
-    If the sample is not on this host, `to` is called with None.
+    version: PolicyVersion
+
+
+@dataclass(frozen=True)
+class HandOver:
+    """Command: stop decoding `samples`, and call `to` with copies of their records, tokens and KV included.
+
+    Samples that are not on this host are left out. The host keeps the others, and the parameters of their
+    version, until Stop forgets them or TakeBack returns them to its queue.
     """
 
-    sample: SampleId
-    to: Callable[[Work | None], None]
+    samples: tuple[SampleId, ...]
+    to: Callable[[list[Work]], None]
 
 
 @dataclass(frozen=True)
 class TakeOver:
-    """Command: continue `work`, a sample of another host, with the KV computed there instead of a prefill.
+    """Command: continue `works`, samples of another host, with the KV computed there instead of a prefill.
 
-    If this host does not hold the parameters with which the KV was computed, or lays out KV pages
-    differently, the host does not take the sample and calls `refused` with `work` and the reason.
+    The host calls `answer` with "" or, if it takes none of them, with the reason: it does not hold the
+    parameters with which the KV was computed, or lays out KV pages differently.
     """
 
-    work: Work
-    refused: Callable[[Work, str], None]
+    works: Sequence[Work]
+    answer: Callable[[str], None]
 
 
-Command = Start | Stop | Pause | Unpause | Wake | HandOver | TakeOver
+@dataclass(frozen=True)
+class TakeBack:
+    """Command: decode `samples` again, which this host keeps since a HandOver."""
+
+    samples: tuple[SampleId, ...]
+
+
+Command = Start | Stop | Pause | Unpause | Wake | Serve | HandOver | TakeOver | TakeBack
 
 
 class Tokens(NamedTuple):
@@ -156,6 +174,11 @@ class Work:
     def group(self) -> tuple[int, int]:
         return self.sample.ordinal, self.sample.attempt
 
+    def move_to_host_memory(self) -> None:
+        """Copies the KV of a half-decoded sample to host memory, and frees that on the device."""
+        if self.so_far is not None:
+            self.so_far = SoFar(self.so_far.rows, jax.device_get(self.so_far.kv))
+
 
 @dataclass
 class Statistics:
@@ -182,3 +205,36 @@ class Statistics:
     swap_s: float = 0.0
     evictions: int = 0
     prefills: int = 0
+
+
+def command_of(
+    action: HostCommand, payload: Any, emit: Callable[[Event, list[Work] | None], None]
+) -> Command:
+    """Returns the host's command for an action of the control plane.
+
+    `payload`: for a Dispatch the prompt's tokens, for a Fetch the samples to take over. `emit(event, works)`
+    reports the answer to a Move, with the samples to take over, or to a Fetch, with None.
+    """
+    match action:
+        case events.Dispatch(samples, _, min_version):
+            return Start(samples, tuple(payload), min_version)
+        case events.Cancel(samples):
+            return Stop(samples)
+        case events.Serve(_, version):
+            return Serve(version)
+        case events.TakeBack(samples):
+            return TakeBack(samples)
+        case events.Move(samples, host, target):
+
+            def offer(works: list[Work]) -> None:
+                if works:
+                    emit(events.SamplesOffered(tuple(work.sample for work in works), host, target), works)
+
+            return HandOver(samples, offer)
+        case events.Fetch(samples, host, source):
+
+            def answer(reason: str) -> None:
+                moved = events.SamplesMoved(samples, host, source)
+                emit(events.MoveFailed(samples, host, source, reason) if reason else moved, None)
+
+            return TakeOver(payload, answer)

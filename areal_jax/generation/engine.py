@@ -174,6 +174,11 @@ class Engine(jetstream.Engine):
     def mesh(self) -> Mesh:
         return self._mesh
 
+    @property
+    def kv_sharding(self) -> NamedSharding:
+        """How KV pages are laid out on the mesh, those of a prefix too."""
+        return self._cache
+
     colocated_cpus = None
 
     def get_tokenizer(self) -> Any:

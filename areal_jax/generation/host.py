@@ -10,21 +10,24 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from queue import Queue
 from threading import TIMEOUT_MAX
 from typing import Any, Literal
 
-from areal_jax.control.events import Event, HostAdopted, SampleFailed, SampleFinished
+from areal_jax.control.events import Event, HostAdopted, KVShort, SampleFailed, SampleFinished
 from areal_jax.generation.admission import Admission, reason_against, reason_against_kv
 from areal_jax.generation.commands import (
     Command,
     HandOver,
     Pause,
+    Serve,
     Start,
     Statistics,
     Stop,
+    TakeBack,
     TakeOver,
     Tokens,
     Unpause,
@@ -53,7 +56,8 @@ class Host:
     adopts the new version only once the live samples, and those that may start under the old one, have ended.
     `on_tokens(sample, tokens)` is called after each decode call with the sample's new tokens, before the
     sample's end is reported; if the engine has reserved slots, only for samples of clients' requests.
-    `calls_ahead`: as generation.calls_ahead.
+    `calls_ahead`: as generation.calls_ahead. `adopts_when_told`: whether the host adopts a version only after
+    a Serve command; it then also reports KVShort.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class Host:
         stops: tuple[int, ...] | None = None,
         on_update: str = "recompute",
         versions: int = 2,
+        adopts_when_told: bool = False,
         on_tokens: Callable[[SampleId, Tokens], None] | None = None,
         turn: Callable[[], AbstractContextManager[Any]] = nullcontext,
         calls_ahead: int | Literal["auto"] = "auto",
@@ -92,6 +97,10 @@ class Host:
         self._requests = Admission(self._slots, range(reserved or slots), self._clock, self._collect)
         self._queues = self._rollouts, self._requests
         self._held: dict[PolicyVersion, VersionedParams] = {}
+        self._told: PolicyVersion | None = -1 if adopts_when_told else None
+        """The newest version that a Serve command named, -1 before; None: the host adopts every version."""
+        self._kept: dict[SampleId, Work] = {}
+        """Samples handed over to another host that may not have taken them over yet."""
         self._is_paused = False
         self._last_call_s: float | None = None
         self._stalled_since_s: float | None = None
@@ -160,6 +169,8 @@ class Host:
             case Stop(samples):
                 for queue in self._queues:
                     queue.cancel(set(samples))
+                for sample in samples:
+                    self._kept.pop(sample, None)
                 if not self._slots.works:
                     self._last_call_s = None
             case Pause() | Unpause():
@@ -167,15 +178,43 @@ class Host:
                 self._is_paused = isinstance(command, Pause)
                 # `gaps_s` measures decoding: a pause does not count as a gap.
                 self._last_call_s = None
-            case HandOver(sample, to):
-                self._collect()
-                to(next((work for queue in self._queues if (work := queue.take(sample))), None))
-            case TakeOver(work, refused):
-                if reason := reason_against_kv(self._engine, work, self._held, self.name):
-                    refused(work, reason)
-                else:
-                    self._queue_of(work).waiting.appendleft(work)
+            case Serve(version):
+                self._told = version
+            case HandOver(samples, to):
+                to(self._hand_over(samples))
+            case TakeOver(works, answer):
+                answer(self._take_over(works))
+            case TakeBack(samples):
+                kept = [self._kept.pop(sample) for sample in samples if sample in self._kept]
+                self._queue_first(kept)
         self._statistics = self._count()
+
+    # --- moves between hosts --------------------------------------------------------------------------------
+
+    def _hand_over(self, samples: Sequence[SampleId]) -> list[Work]:
+        self._collect()
+        with self._clock.doing("move"):
+            found = [queue.take(sample) for sample in samples for queue in self._queues]
+            works = [work for work in found if work is not None]
+            self._kept |= {work.sample: work for work in works}
+            # Copies: the other host changes what it takes over, and this one may have to take its own back.
+            return [replace(work) for work in works]
+
+    def _take_over(self, works: Sequence[Work]) -> str:
+        """Queue another host's samples before all others; returns why they are refused, or ""."""
+        for work in works:
+            if reason := reason_against_kv(self._engine, work, self._held, self.name):
+                return reason
+        with self._clock.doing("move"):
+            # What finds no slot waits in host memory, as evicted samples do.
+            for work in works[max(0, self._engine.slots - len(self._slots.works)) :]:
+                work.move_to_host_memory()
+        self._queue_first(works)
+        return ""
+
+    def _queue_first(self, works: Sequence[Work]) -> None:
+        for work in reversed(works):
+            self._queue_of(work).waiting.appendleft(work)
 
     # --- weights -------------------------------------------------------------------------------------------
 
@@ -186,6 +225,8 @@ class Host:
     def _adopt_newer(self) -> None:
         latest, former = self._store.latest(), self._current
         if latest is None or (former is not None and latest <= former.version):
+            return
+        if self._told is not None and self._told <= (former.version if former is not None else -1):
             return
         if self._on_update == "drain" and former is not None and self._is_draining(former.version):
             return
@@ -243,14 +284,15 @@ class Host:
             work.is_stale |= is_rebuilt
         for work in [*self._slots.works.values(), *evicted]:
             work.version, work.digest = value.version, value.digest
-        self._totals.recomputed_tokens += self._slots.rebuild(value)
+        self._totals.recomputed_tokens += self._slots.rebuild(self._held)
         self._totals.interruptions += len(begun)
         # Clients' requests make no control events, so they do not count as interrupted rollouts.
         return sum(not work.start.is_request for work in begun)
 
     def _in_use(self) -> set[PolicyVersion]:
-        """Returns the versions to keep: those of live and evicted samples, and the newest on this host."""
-        in_use = {work.version for work in [*self._slots.works.values(), *self._evicted]}
+        """Returns the versions to keep: those of live, evicted and kept samples, and the newest one."""
+        kept = [work for work in self._kept.values() if work.so_far is not None]
+        in_use = {work.version for work in [*self._slots.works.values(), *self._evicted, *kept]}
         return in_use | ({max(self._held)} if self._held else set())
 
     def _free_versions(self) -> None:
@@ -297,7 +339,7 @@ class Host:
         # While a host drains, new requests wait: they would keep slots live, and the drain would not end.
         is_draining = self._on_update == "drain" and self._store.latest() != current.version
         failed = [*self._rollouts.refill(current), *self._requests.refill(current, is_held=is_draining)]
-        self._totals.recomputed_tokens += self._slots.rebuild(current)
+        self._totals.recomputed_tokens += self._slots.rebuild(self._held)
         for work, reason in failed:
             self._emit(SampleFailed(work.sample, self.name, reason), None)
 
@@ -320,6 +362,8 @@ class Host:
         if is_starved and (youngest := self._slots.evictable) is not None:
             self._queue_of(self._slots.works[youngest]).evict(youngest)
             self._totals.evictions += 1
+            if self._told is not None:
+                self._emit(KVShort(self.name), None)
         # The samples that ended may have been the last ones of their version.
         if self._on_update == "pinned":
             self._free_versions()

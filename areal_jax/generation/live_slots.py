@@ -137,30 +137,31 @@ class LiveSlots:
         self._changes += 1
         return self.works.pop(slot)
 
-    def evict(self, slot: int) -> Work:
-        """Free the slot and return its sample; its `so_far` has the tokens, and the KV in host memory.
+    def take_out(self, slot: int) -> Work:
+        """Free the slot and return its sample; its `so_far` has the tokens, and the KV on the device.
 
-        If it has no sampled token yet, `so_far` stays None: it starts again from its prompt.
+        If the sample has no sampled token yet, `so_far` stays None: it starts again from its prompt.
         """
         work, filled = self.works[slot], int(self.records.filled[slot])
         # A sample without a sampled token has only its prompt's KV, and the prompt is prefilled again.
         if self.has_begun(slot):
             kv = self.engine.extract(slot, self.state, filled)
-            work.so_far = SoFar(self.records.of(slot).copy(), jax.device_get(kv))
+            kv = Prefix(kv.cache, np.asarray(kv.tokens), np.asarray(kv.true_length))
+            work.so_far = SoFar(self.records.of(slot).copy(), kv)
         return self.free(slot)
 
     # --- a step --------------------------------------------------------------------------------------------
 
-    def rebuild(self, params: VersionedParams) -> int:
-        """Rebuild, under `params`, the KV of live samples that is of an older version (`is_stale`).
+    def rebuild(self, params: Mapping[PolicyVersion, VersionedParams]) -> int:
+        """Rebuild the KV of live samples that is missing or of an older version than theirs (`is_stale`).
 
-        Returns the number of tokens rebuilt.
+        `params`: the parameters by version. Returns the number of tokens rebuilt.
         """
         stale = [slot for slot, work in self.works.items() if work.is_stale]
-        if not stale:
-            return 0
-        only = np.isin(np.arange(self.engine.slots), stale)
-        self.state = jax.block_until_ready(self.engine.recompute(params, self.state, only))
+        for version in sorted({self.works[slot].version for slot in stale}):
+            own = [slot for slot in stale if self.works[slot].version == version]
+            only = np.isin(np.arange(self.engine.slots), own)
+            self.state = jax.block_until_ready(self.engine.recompute(params[version], self.state, only))
         for slot in stale:
             self.works[slot].is_stale = False
         return int((self.records.filled[stale] - 1).sum())
@@ -259,6 +260,13 @@ class LiveSlots:
         return False
 
 
+def record_dtype(support_size: int) -> np.dtype:
+    """Returns the dtype of a token's record, which has the token's support of up to `support_size` ids."""
+    return np.dtype(
+        [("tokens", "i4"), ("logp", "f4"), ("versions", "i4"), ("support", "i4", (support_size,))]
+    )
+
+
 class Records:
     """The tokens of the sample in each slot, with log-probs, versions and supports, in host memory.
 
@@ -268,10 +276,8 @@ class Records:
     """
 
     def __init__(self, slots: int, length: int, steps: int, support_size: int) -> None:
-        ids = (support_size,)
-        columns = [("tokens", "i4"), ("logp", "f4"), ("versions", "i4"), ("support", "i4", ids)]
         # What is not sampled, such as the prompt, has no version, log-prob or support.
-        blank = np.array((0, 0.0, NOT_SAMPLED, np.full(ids, -1)), columns)
+        blank = np.array((0, 0.0, NOT_SAMPLED, np.full(support_size, -1)), record_dtype(support_size))
         self.rows = np.full((slots, length + steps), blank)
         self._blank, self._has_support = self.rows[0].copy(), support_size > 0
         self.filled = np.ones(slots, np.int64)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from areal_jax.control.events import Event, RewardFailed, SampleFailed
+from areal_jax.generation.commands import Start
 from areal_jax.generation.engine import Engine
-from areal_jax.generation.host import Host, Start
+from areal_jax.generation.host import Host
 from areal_jax.tasks.errors import TaskError
 from areal_jax.tasks.scoring import score_group
 from areal_jax.tasks.source import PromptStream, WeightedTask, load_tasks

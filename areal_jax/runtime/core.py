@@ -18,7 +18,7 @@ from areal_jax.control.events import Action, Event
 from areal_jax.control.machine import ControlPlane
 from areal_jax.control.reward_gate import Gates, paid
 from areal_jax.trajectories.journal import Entry, with_rewards
-from areal_jax.types import ArealError, Completion, Group, Prompt, Trajectory
+from areal_jax.types import ArealError, Completion, Group, Prompt, SampleId, Trajectory
 
 MOST_DROPS = 50
 """The run stops with an error if, between two trained batches, more groups are dropped than this many
@@ -28,8 +28,11 @@ batches have.
 DURABLE = (e.CheckpointCommitted, e.VersionCommitted)
 """Events that the journal syncs to disk, so that they survive a power failure."""
 
-Incoming = tuple[Event, Trajectory | None]
-"""An event and its payload: the trajectory for a SampleFinished, None for other events."""
+Offer = Any
+"""What a driver needs to move half-decoded samples: in one process the samples, else how to fetch them."""
+
+Incoming = tuple[Event, Trajectory | Offer | None]
+"""An event and its payload: a trajectory for a SampleFinished, an Offer for a SamplesOffered, else None."""
 
 
 class Endpoints(Protocol):
@@ -38,9 +41,9 @@ class Endpoints(Protocol):
     No call waits: the result arrives later as an event.
     """
 
-    def dispatch(self, action: e.Dispatch, prompt: tuple[int, ...]) -> None: ...
-
-    def cancel(self, action: e.Cancel) -> None: ...
+    def command(self, action: e.HostCommand, payload: Any = None) -> None:
+        """Send `action` to its host. `payload`: the prompt's tokens for a Dispatch, an Offer for a Fetch."""
+        ...
 
     def score(self, action: e.Score, prompt: Prompt, completions: Sequence[Completion]) -> None: ...
 
@@ -106,22 +109,24 @@ class DriverCore:
         # Payloads in flight: ordinal -> member -> trajectory of the group's newest attempt, with its reward
         # once scored. This is a cache: the journal has what is missing here after a restart.
         self._members: dict[int, dict[int, Trajectory]] = {}
+        self._offers: dict[tuple[SampleId, ...], Offer] = {}
+        """Offers of samples whose Fetch is not sent yet."""
         self._drops = 0
 
     def record(self, incoming: Iterable[Incoming]) -> list[Entry]:
         """Let the control plane decide on each event; write events and actions into the journal.
 
-        `incoming`: each event with its trajectory or None. Returns the journaled entries. Raises ControlError
+        `incoming`: each event with its payload. Returns the journaled entries. Raises ControlError
         for an event that the control plane refuses; earlier events are written all the same, so that state
         and journal always agree.
         """
         entries: list[Entry] = []
         try:
-            for event, trajectory in incoming:
+            for event, payload in incoming:
                 # The trainer delivers a BatchTrained again if the controller died after journaling it and
                 # before acknowledging it. Its groups are gone from the state, so no row can be made.
                 if not (isinstance(event, e.BatchTrained) and self.control.state.is_stale(event)):
-                    entries.append(self._decide(event, trajectory))
+                    entries.append(self._decide(event, payload))
         finally:
             if entries:
                 is_durable = any(isinstance(entry.event, DURABLE) for entry in entries)
@@ -137,9 +142,11 @@ class DriverCore:
         for action in actions:
             match action:
                 case e.Dispatch(samples):
-                    self._endpoints.dispatch(action, self._prompts.prompt_tokens(samples[0].ordinal))
-                case e.Cancel():
-                    self._endpoints.cancel(action)
+                    self._endpoints.command(action, self._prompts.prompt_tokens(samples[0].ordinal))
+                case e.Fetch(samples):
+                    self._endpoints.command(action, self._offers.pop(samples))
+                case e.Cancel() | e.Serve() | e.Move() | e.TakeBack():
+                    self._endpoints.command(action)
                 case e.Score(ordinal, attempt):
                     completions = [self._prompts.completion(t) for t in self._trajectories(ordinal, attempt)]
                     self._endpoints.score(action, self._prompts.prompt(ordinal), completions)
@@ -156,7 +163,8 @@ class DriverCore:
                 "algorithm.group_filter=none; for failed_reward correct the task's score"
             )
 
-    def _decide(self, event: Event, trajectory: Trajectory | None) -> Entry:
+    def _decide(self, event: Event, payload: Any) -> Entry:
+        trajectory: Trajectory | None = payload if isinstance(event, e.SampleFinished) else None
         if self.control.state.is_stale(event):
             trajectory = None  # too late: it must not replace the payload that counts
         elif trajectory is not None:
@@ -171,6 +179,7 @@ class DriverCore:
             event = replace(event, metrics=row)
         actions = self.control.handle(event)
         self._rows.see(event, actions)
+        self._offers |= {action.samples: payload for action in actions if isinstance(action, e.Fetch)}
         if isinstance(event, e.BatchTrained):
             self._drops = 0
             for ordinal in event.ordinals:

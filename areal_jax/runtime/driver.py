@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -48,6 +49,7 @@ class Driver:
         self.choice = ComputeChoice(context.config, (batch.metrics for batch in context.history))
         """Plans the batches for the endpoint `train`."""
         self._core = DriverCore(context.config, context.control, context.journal, inputs, rows, endpoints)
+        self._placed_s = time.monotonic()
         self._trained = deque((batch.step + 1, batch.ordinals) for batch in context.history)
 
     def handle(self, incoming: Sequence[Incoming]) -> None:
@@ -65,6 +67,16 @@ class Driver:
         if self.control.state.version >= 0:
             first = [e.RunResumed(steps), e.VersionCommitted(version, digest)]
         self.handle([(event, None) for event in first])
+
+    def placement_due(self) -> list[Incoming]:
+        """Returns PlacementDue, if it may matter and the last one was control.placement_every_s ago."""
+        if not self.control.places_differ():
+            self._placed_s = time.monotonic()
+            return []
+        if time.monotonic() < self._placed_s + self._config.control.placement_every_s:
+            return []
+        self._placed_s = time.monotonic()
+        return [(e.PlacementDue(), None)]
 
     def ask_again(self) -> None:
         """If a batch is in training, send its Train action again: a restarted trainer has lost the batch."""
@@ -97,6 +109,11 @@ class Driver:
             self._view.note(
                 f"sample {event.sample.member} of group {event.sample.ordinal} failed, so the group "
                 f"starts again or, at its second failure, is dropped: {event.reason}"
+            )
+        elif isinstance(event, e.MoveFailed):
+            self._view.note(
+                f"group {event.samples[0].ordinal} stays on {event.source}, because {event.host} did not "
+                f"take it over: {event.reason}"
             )
         elif isinstance(event, e.RewardFailed):
             self._view.note(

@@ -7,20 +7,23 @@ commands from its own inbox.
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 from areal_jax.assembly.parts import Parts
 from areal_jax.control import events as e
 from areal_jax.control.events import Event
 from areal_jax.evaluation.follower import Follower
+from areal_jax.generation.commands import Stop, command_of
 from areal_jax.generation.engine import Engine
-from areal_jax.generation.host import Host, Start, Stop
+from areal_jax.generation.host import Host
 from areal_jax.generation.reference_host import ReferenceHost
 from areal_jax.observe.threads import reporting_thread
 from areal_jax.observe.waits import WaitTimeout, get
 from areal_jax.runtime.context import RunContext
-from areal_jax.runtime.core import Incoming
+from areal_jax.runtime.core import Incoming, Offer
 from areal_jax.runtime.driver import Driver
 from areal_jax.runtime.interrupts import interrupts_sent
 from areal_jax.runtime.talking import training_host
@@ -54,6 +57,8 @@ class LocalRun:
         self._parts, self._view, self._timeline = parts, view, timeline
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._deadline_s = c.runtime.deadline_s
+        self._heard_s = time.monotonic()
+        """When the main thread last took an event from its inbox."""
         turns = None
         if parts.devices.placement == "shared":
             is_decoding = lambda: any(host.has_work for host in self._hosts.values())  # noqa: E731
@@ -109,6 +114,7 @@ class LocalRun:
         try:
             with interrupts_sent(self._inbox.put):
                 self._begin()
+                self._heard_s = time.monotonic()
                 while not self._driver.control.state.is_finished:
                     self._driver.handle(self._messages())
         except BaseException:
@@ -173,26 +179,32 @@ class LocalRun:
 
     # --- events ---------------------------------------------------------------------------------------------
 
-    def _deliver(self, event: Event, trajectory: Trajectory | None = None) -> None:
-        self._inbox.put((event, trajectory))
+    def _deliver(self, event: Event, payload: Trajectory | Offer | None = None) -> None:
+        self._inbox.put((event, payload))
 
     def _messages(self) -> list[Incoming]:
-        """Wait for an event, then return all events in the inbox.
+        """Wait for an event, or until samples are to be placed again; then return all events in the inbox.
 
         Raises the error of a thread that failed, KeyboardInterrupt after Ctrl-C, or WaitTimeout if no event
         arrives within runtime.deadline_s. Events that came before are recorded.
         """
+        driver, every_s = self._driver, self._parts.config.control.placement_every_s
+        left_s = self._deadline_s - (time.monotonic() - self._heard_s)
+        is_placing = driver.control.places_differ() and every_s < left_s
         try:
             first = get(
                 self._inbox,
                 waiter="the control plane",
                 what="an event from the trainer, a host or the reward pool",
-                deadline_s=self._deadline_s,
+                deadline_s=every_s if is_placing else max(left_s, 0.0),
                 clock=self._timeline.clock("control", "decide"),
             )
         except WaitTimeout as error:
-            raise WaitTimeout(f"{error}. {'; '.join(self._driver.control.waits())}") from None
-        messages = [first, *self._waiting()]
+            if is_placing:
+                return driver.placement_due()
+            raise WaitTimeout(f"{error}. {'; '.join(driver.control.waits())}") from None
+        self._heard_s = time.monotonic()
+        messages = [first, *driver.placement_due(), *self._waiting()]
         for message in messages:
             if isinstance(message, BaseException):
                 self._driver.record([m for m in messages if not isinstance(m, BaseException)])
@@ -201,11 +213,8 @@ class LocalRun:
 
     # --- actions --------------------------------------------------------------------------------------------
 
-    def dispatch(self, action: e.Dispatch, prompt: tuple[int, ...]) -> None:
-        self._hosts[action.host].inbox.put(Start(action.samples, prompt, action.min_version))
-
-    def cancel(self, action: e.Cancel) -> None:
-        self._hosts[action.host].inbox.put(Stop(action.samples))
+    def command(self, action: e.HostCommand, payload: Any = None) -> None:
+        self._hosts[action.host].inbox.put(command_of(action, payload, self._deliver))
 
     def score(self, action: e.Score, prompt: Prompt, completions: Sequence[Completion]) -> None:
         self._pool.submit(action.ordinal, action.attempt, prompt, completions, self._deliver)

@@ -6,15 +6,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 
 from areal_jax.config.tree import Config
 from areal_jax.control import events as e
-from areal_jax.runtime.core import Incoming
+from areal_jax.runtime.core import Incoming, Offer
 from areal_jax.types import PolicyVersion, SampleId, Sampling, Trajectory, VersionSpan
 
 SAMPLING = Sampling()
@@ -27,7 +27,7 @@ class Call:
     adopted: e.HostAdopted | None
     """The version that the host adopted at the start of the step; None if the host kept its version."""
     prefills: int
-    """Number of samples that got a slot in this step."""
+    """Number of samples that began in this step."""
     live: int
     """Number of slots that decoded; 0 if there was nothing to decode."""
     tokens: int
@@ -48,6 +48,25 @@ class Decoder(Protocol):
     def take(self, dispatch: e.Dispatch, prompt: tuple[int, ...]) -> None: ...
 
     def cancel(self, samples: Iterable[SampleId]) -> None: ...
+
+    def serve(self, version: PolicyVersion) -> None:
+        """Let the next step adopt `version`; needed by hosts that decode for different versions."""
+        ...
+
+    def hand_over(self, samples: Sequence[SampleId]) -> tuple[tuple[SampleId, ...], Offer]:
+        """Stop decoding these samples, and keep them until `cancel` or `take_back`.
+
+        Returns those that the host still has, and what another host needs to take them over.
+        """
+        ...
+
+    def take_over(self, offer: Offer) -> str:
+        """Continue to decode another host's samples; returns why they are refused, "" if they are not."""
+        ...
+
+    def take_back(self, samples: Sequence[SampleId]) -> None:
+        """Decode samples again that are kept for another host."""
+        ...
 
     def step(self) -> Call:
         """Adopt the newest committed version, fill free slots with waiting samples, and decode once."""
@@ -123,8 +142,12 @@ class DrawnDecoder:
         self._slots, self._steps = config.generation.rollout_slots, config.generation.decode_steps
         self._limit, self._on_update = config.generation.max_tokens, config.on_update
         self._version: PolicyVersion = -1
+        # Only a host that decodes for one version is told which; any other adopts each version.
+        self._serves = -1 if config.places_versions else None
         self._queue: deque[Work] = deque()
         self._live: list[Work] = []
+        self._kept: dict[SampleId, Work] = {}
+        """Samples that are offered to another host."""
 
     def take(self, dispatch: e.Dispatch, prompt: tuple[int, ...]) -> None:
         for sample in dispatch.samples:
@@ -135,6 +158,36 @@ class DrawnDecoder:
         gone = set(samples)
         self._queue = deque(work for work in self._queue if work.sample not in gone)
         self._live = [work for work in self._live if work.sample not in gone]
+        self._kept = {sample: work for sample, work in self._kept.items() if sample not in gone}
+
+    def serve(self, version: PolicyVersion) -> None:
+        if self._serves is not None:
+            self._serves = version
+
+    def hand_over(self, samples: Sequence[SampleId]) -> tuple[tuple[SampleId, ...], Offer]:
+        own = {work.sample: work for work in [*self._live, *self._queue]}
+        found = [own[sample] for sample in samples if sample in own]
+        self.cancel(samples)
+        self._kept |= {work.sample: work for work in found}
+        # Copies: this host may have to take its own back while the other one already decodes.
+        copies = [replace(work, spans=list(work.spans)) for work in found]
+        return tuple(work.sample for work in found), copies
+
+    def take_over(self, offer: Offer) -> str:
+        begun = {work.version for work in offer if work.tokens}
+        if missing := begun - self._held:
+            return f"{self.name} does not hold version {min(missing)}"
+        self._queue.extendleft(reversed(offer))
+        return ""
+
+    def take_back(self, samples: Sequence[SampleId]) -> None:
+        self._queue.extendleft(self._kept.pop(sample) for sample in reversed(samples) if sample in self._kept)
+
+    @property
+    def _held(self) -> set[PolicyVersion]:
+        """The versions of the parameters that the host keeps: the newest one and those of begun samples."""
+        begun = [work for work in [*self._live, *self._queue, *self._kept.values()] if work.tokens]
+        return {work.version for work in begun} | {self._version}
 
     def step(self) -> Call:
         adopted, recomputed = self._adopt()
@@ -144,7 +197,7 @@ class DrawnDecoder:
         tokens = sum(work.grow(self._steps) for work in self._live)
         ended = tuple(self._end(work) for work in self._live if work.tokens >= work.length)
         self._live = [work for work in self._live if work.tokens < work.length]
-        held = len(versions | {self._version})
+        held = len(versions | self._held)
         return Call(adopted, prefills, live, tokens, ended, recomputed, len(versions), held)
 
     def _adopt(self) -> tuple[e.HostAdopted | None, int]:
@@ -155,6 +208,8 @@ class DrawnDecoder:
         """
         version, digest = self._latest()
         if version <= self._version or (self._on_update == "drain" and (self._live or self._is_due())):
+            return None, 0
+        if self._serves is not None and self._serves <= self._version:
             return None, 0
         self._version = version
         interrupted = [work for work in self._live if work.tokens]
@@ -174,8 +229,9 @@ class DrawnDecoder:
         started = 0
         while self._is_due() and len(self._live) < self._slots:
             self._live.append(work := self._queue.popleft())
-            work.version = self._version
-            started += 1
+            if not work.tokens:
+                work.version = self._version
+                started += 1
         return started
 
     def _end(self, work: Work) -> Incoming:

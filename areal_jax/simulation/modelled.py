@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from areal_jax.config.tree import Config
 from areal_jax.control import events as e
 from areal_jax.observe.waits import NS, Clock, Interval, idle_share
+from areal_jax.runtime.core import Offer
 from areal_jax.runtime.jobs import run_parts
 from areal_jax.simulation.ablation import Measured, recorded
 from areal_jax.simulation.decoders import Call, Decoder
@@ -84,12 +85,12 @@ class TimedWorld(World):
         self._clock("trainer", FOR_BATCH).switch("update")
         super().train(action, groups)
 
-    def deliver(self, event: e.Event, trajectory: Trajectory | None = None) -> None:
+    def deliver(self, event: e.Event, payload: Trajectory | Offer | None = None) -> None:
         if isinstance(event, e.BatchTrained):
             self._clock("trainer", FOR_BATCH).switch(FOR_BATCH)
             # Before the event is handled: the control plane may answer it with the next batch.
             self.steps.append(self._row(event.step))
-        super().deliver(event, trajectory)
+        super().deliver(event, payload)
 
     def _row(self, step: int) -> dict[str, Any]:
         new, self._generated = self.meters.tokens - self._generated, self.meters.tokens
@@ -151,6 +152,18 @@ class _WatchedDecoder:
         gone = set(samples)
         self._waiting = deque(sample for sample in self._waiting if sample not in gone)
         self._decoder.cancel(gone)
+
+    def serve(self, version: PolicyVersion) -> None:
+        self._decoder.serve(version)
+
+    def hand_over(self, samples: Sequence[SampleId]) -> tuple[tuple[SampleId, ...], Offer]:
+        return self._decoder.hand_over(samples)
+
+    def take_over(self, offer: Offer) -> str:
+        return self._decoder.take_over(offer)
+
+    def take_back(self, samples: Sequence[SampleId]) -> None:
+        self._decoder.take_back(samples)
 
     def step(self) -> Call:
         call, costs = self._decoder.step(), self._world.schedule

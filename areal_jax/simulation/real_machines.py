@@ -11,11 +11,12 @@ from typing import Any
 
 from areal_jax.assembly.parts import Parts
 from areal_jax.control import events as e
+from areal_jax.generation.commands import HandOver, Serve, Start, Stop, TakeBack, TakeOver, Work
 from areal_jax.generation.engine import Engine
-from areal_jax.generation.host import Host, Start, Stop
+from areal_jax.generation.host import Host
 from areal_jax.observe.waits import Timeline
 from areal_jax.runtime.compute_choice import ComputeChoice
-from areal_jax.runtime.core import Incoming
+from areal_jax.runtime.core import Incoming, Offer
 from areal_jax.runtime.rows import batch_figures
 from areal_jax.runtime.trainer_loop import held_batch, train_batch
 from areal_jax.simulation.decoders import Call
@@ -48,6 +49,7 @@ class EngineDecoder:
             sampling=c.generation.sampling,
             on_update=c.on_update,
             versions=c.parameter_sets,
+            adopts_when_told=c.places_versions,
             calls_ahead=c.generation.calls_ahead,
             on_tokens=lambda sample, tokens: self._decoded_under.add(tokens.version),
         )
@@ -60,6 +62,24 @@ class EngineDecoder:
     def cancel(self, samples: Iterable[SampleId]) -> None:
         if gone := tuple(samples):
             self._host.inbox.put(Stop(gone))
+
+    def serve(self, version: PolicyVersion) -> None:
+        self._host.inbox.put(Serve(version))
+
+    def hand_over(self, samples: Sequence[SampleId]) -> tuple[tuple[SampleId, ...], Offer]:
+        found: list[Work] = []
+        self._host.inbox.put(HandOver(tuple(samples), found.extend))
+        self._host.take_commands()
+        return tuple(work.sample for work in found), found
+
+    def take_over(self, offer: Offer) -> str:
+        said: list[str] = []
+        self._host.inbox.put(TakeOver(offer, said.append))
+        self._host.take_commands()
+        return said[0]
+
+    def take_back(self, samples: Sequence[SampleId]) -> None:
+        self._host.inbox.put(TakeBack(tuple(samples)))
 
     def step(self) -> Call:
         host = self._host

@@ -20,10 +20,10 @@ class Fault:
     """
 
     kind: str
-    """host_death | driver_crash | trainer_crash"""
+    """host_death | kv_short | driver_crash | trainer_crash"""
     at_row: int
     host: int = 0
-    """Index of the host that dies, among the hosts alive at that time."""
+    """Index of the host that dies or is short of KV, among the hosts alive at that time."""
     down_s: float = 1.0
 
 
@@ -47,6 +47,8 @@ class Schedule:
     """Seconds that a host needs to adopt a version, without recomputing KV."""
     recompute_token_s: float = 1e-4
     """Seconds to recompute the KV of one token under the adopted version; only with on_update=recompute."""
+    move_s: float = 0.05
+    """Seconds to move the KV of a group's half-decoded samples to another host."""
     train_s: float = 1.0
     publish_s: float = 0.1
     reward_s: float = 0.05
@@ -65,15 +67,22 @@ class Schedule:
     max_rows: int = 1_000_000
 
 
-def random_schedule(seed: int) -> tuple[Config, Schedule]:
+def random_schedule(seed: int, strategy: str | None = None) -> tuple[Config, Schedule]:
     """Return the config and schedule, drawn from `seed`, of a small run for finding bugs.
 
-    The run has 2 or 3 hosts and 3 to 6 faults, and trains at least 50 groups in at least 7 batches.
+    `strategy`: value of control.strategy; None: drawn too.
+
+    The run has 2 to 4 hosts and 3 to 6 faults, and trains at least 50 groups in at least 7 batches.
     """
     rng = np.random.default_rng([seed, 1])
     size = int(rng.integers(4, 9))
-    hosts = int(rng.integers(2, 4))
-    pairs = [(strategy, on_update) for strategy, allowed in ON_UPDATE.items() for on_update in allowed]
+    hosts = int(rng.integers(2, 5))
+    pairs = [
+        (name, on_update)
+        for name, allowed in ON_UPDATE.items()
+        if strategy in (None, name)
+        for on_update in allowed
+    ]
     strategy, on_update = pairs[int(rng.integers(len(pairs)))]
     staleness = FIXED_STALENESS.get(strategy, int(rng.choice([0, 1, 2, 4, 8])))
     config = make_config(
@@ -94,12 +103,13 @@ def random_schedule(seed: int) -> tuple[Config, Schedule]:
                 "max_staleness": staleness,
                 "max_token_age": staleness + int(rng.integers(0, 2)) if rng.random() < 0.5 else None,
                 "max_concurrent": int(rng.integers(2, 20)) if rng.random() < 0.5 else None,
+                "placement_every_s": float(rng.uniform(0.1, 2.0)),
             },
             "trainer": {"batch_size": size, "checkpoint_every": int(rng.integers(1, 5))},
             "runtime": {"hosts": hosts},
         }
     )
-    kinds = ["host_death", "driver_crash", "trainer_crash"]
+    kinds = ["host_death", "driver_crash", "trainer_crash", "kv_short"]
     faults = [
         Fault(str(rng.choice(kinds)), int(row), int(rng.integers(hosts)), float(rng.uniform(0.1, 5.0)))
         for row in rng.choice(np.arange(1, 140), size=int(rng.integers(3, 7)), replace=False)
@@ -108,6 +118,7 @@ def random_schedule(seed: int) -> tuple[Config, Schedule]:
         seed=seed,
         train_s=float(rng.uniform(0.02, 1.0)),
         publish_s=float(rng.uniform(0.01, 1.0)),
+        move_s=float(rng.uniform(0.001, 0.5)),
         reward_s=float(rng.uniform(0.01, 1.0)),
         sigma_tokens=float(rng.uniform(0.0, 1.5)),
         equal_rewards=float(rng.choice([0.0, 0.5])),

@@ -23,7 +23,7 @@ from areal_jax.control.audit import AuditResult, Row, audit
 from areal_jax.control.events import Action, Event
 from areal_jax.control.machine import ControlPlane
 from areal_jax.control.reward_gate import Gates
-from areal_jax.runtime.core import DriverCore
+from areal_jax.runtime.core import DriverCore, Offer
 from areal_jax.simulation.decoders import Call, Decoder
 from areal_jax.simulation.machines import DrawnMachines, Machines
 from areal_jax.simulation.memory_journal import MemoryJournal
@@ -117,6 +117,49 @@ class Host:
         self.name, self.decoder, self.world = name, decoder, world
         self.is_alive = True
         self._is_busy = False
+        self._moves: list[e.Move] = []
+        self._fetches: list[e.Fetch] = []
+        """Those of which the KV is under way."""
+
+    def command(self, action: e.HostCommand, payload: Any) -> None:
+        """Carry out a command: a Move once the decode call under way has ended, any other at once."""
+        decoder = self.decoder
+        match action:
+            case e.Dispatch():
+                decoder.take(action, payload)
+            case e.Cancel(samples):
+                self._fetches = [fetch for fetch in self._fetches if not {*samples} & {*fetch.samples}]
+                decoder.cancel(samples)
+            case e.Serve(_, version):
+                decoder.serve(version)
+            case e.TakeBack(samples):
+                self._moves = [move for move in self._moves if move.samples != samples]
+                decoder.take_back(samples)
+            case e.Move():
+                self._moves.append(action)
+            case e.Fetch():
+                self._fetches.append(action)
+                self.world.later(
+                    self.world.latency(self.world.schedule.move_s), self._fetched, action, payload
+                )
+                return
+        self.wake()
+
+    def _fetched(self, fetch: e.Fetch, offer: Offer) -> None:
+        if not self.is_alive or fetch not in self._fetches:
+            return
+        self._fetches.remove(fetch)
+        reason = self.decoder.take_over(offer)
+        answer = (fetch.samples, self.name, fetch.source)
+        self.world.deliver(e.MoveFailed(*answer, reason) if reason else e.SamplesMoved(*answer))
+        self.wake()
+
+    def _hand_over(self) -> None:
+        moves, self._moves = self._moves, []
+        for move in moves:
+            found, offer = self.decoder.hand_over(move.samples)
+            if found and self.is_alive:  # a fault may strike as one of them is delivered
+                self.world.deliver(e.SamplesOffered(found, self.name, move.target), offer)
 
     def wake(self) -> None:
         """Begin the next step, unless a step is under way or the host is dead."""
@@ -129,6 +172,9 @@ class Host:
         if not self.is_alive:
             return
         world, schedule = self.world, self.world.schedule
+        self._hand_over()
+        if not self.is_alive:
+            return
         call = self.decoder.step()
         seconds = 0.0
         if call.adopted is not None:
@@ -181,6 +227,8 @@ class World:
         self._published_s = 0.0
         self._checkpoint = 0
         self._finished_s = 0.0
+        self._is_watching = False
+        """Whether the next check of the placement is scheduled."""
 
     def _driver(self, control: ControlPlane) -> DriverCore:
         return DriverCore(self.config, control, self._journal, self.machines.prompts, self.meters, self)
@@ -221,14 +269,14 @@ class World:
     def latency(self, seconds: float) -> float:
         return seconds * float(np.exp(self.schedule.jitter * self._noise.standard_normal()))
 
-    def deliver(self, event: Event, trajectory: Trajectory | None = None) -> None:
+    def deliver(self, event: Event, payload: Trajectory | Offer | None = None) -> None:
         """Record the event and the control plane's actions, carry these out, then let faults occur.
 
         The faults are those due by this journal row. If one is a driver_crash, no action is carried out.
         """
         state = self.control.state
         before = state.version
-        entries = self._core.record([(event, trajectory)])
+        entries = self._core.record([(event, payload)])
         trained = state.trained_version * self.config.trainer.batch_size
         known = trained + state.refunds + len(state.groups)
         if state.version < before or known != state.admitted:
@@ -261,19 +309,26 @@ class World:
         elif isinstance(event, e.VersionCommitted):
             for host in self._hosts.values():
                 host.wake()
+            self._watch_placement()
         if self.control.state.is_finished and not self._finished_s:
             self._finished_s = self.now_s
 
+    def _watch_placement(self) -> None:
+        if not self._is_watching and self.control.places_differ():
+            self._is_watching = True
+            self.later(self.config.control.placement_every_s, self._placement_due)
+
+    def _placement_due(self) -> None:
+        self._is_watching = False
+        if self.control.places_differ() and not self.control.state.is_finished:
+            self.deliver(e.PlacementDue())
+            self._watch_placement()
+
     # --- the endpoints of the driver's core -----------------------------------------------------------------
 
-    def dispatch(self, action: e.Dispatch, prompt: tuple[int, ...]) -> None:
+    def command(self, action: e.HostCommand, payload: Any = None) -> None:
         if (host := self._hosts.get(action.host)) is not None:
-            host.decoder.take(action, prompt)
-            host.wake()
-
-    def cancel(self, action: e.Cancel) -> None:
-        if (host := self._hosts.get(action.host)) is not None:
-            host.decoder.cancel(action.samples)
+            host.command(action, payload)
 
     def score(self, action: e.Score, prompt: Prompt, completions: Sequence[Completion]) -> None:
         seconds = self.latency(self.schedule.reward_s)
@@ -286,7 +341,8 @@ class World:
     # --- faults ---------------------------------------------------------------------------------------------
 
     def _strike(self, fault: Fault) -> None:
-        if fault.kind == "host_death" and not self._hosts:  # no host to kill: try again after the next row
+        # Without a host, the fault occurs after a later row.
+        if fault.kind in ("host_death", "kv_short") and not self._hosts:
             self._faults.append(replace(fault, at_row=len(self._journal.rows)))
             return
         self.meters.faults[fault.kind] += 1
@@ -296,6 +352,8 @@ class World:
             self._trainer += 1
             self._is_trainer_up = False
             self.later(fault.down_s, self._restart_trainer, self._trainer)
+        elif fault.kind == "kv_short":
+            self.deliver(e.KVShort(sorted(self._hosts)[fault.host % len(self._hosts)]))
         elif fault.kind == "host_death":
             name = sorted(self._hosts)[fault.host % len(self._hosts)]
             self._hosts.pop(name).is_alive = False
@@ -303,7 +361,8 @@ class World:
             self.later(fault.down_s + 0.02, self._join, name)
         else:
             raise SimulationError(
-                f"Schedule.faults: unknown kind {fault.kind}; use host_death, driver_crash or trainer_crash"
+                f"Schedule.faults: unknown kind {fault.kind}; use host_death, kv_short, driver_crash or "
+                "trainer_crash"
             )
 
     def _crash(self, down_s: float) -> None:
@@ -313,6 +372,7 @@ class World:
         rebuilt from the journal, differs from the state before the crash.
         """
         self._pending.clear()
+        self._is_watching = False
         for host in self._hosts.values():
             host.is_alive = False
         self._hosts.clear()

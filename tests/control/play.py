@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -43,6 +43,13 @@ class Decoding:
     """The version that its dispatch asked for."""
 
 
+@dataclass(frozen=True)
+class Moving:
+    """A host that was asked to hand samples over, or to fetch them, and has not answered yet."""
+
+    command: e.Move | e.Fetch
+
+
 @dataclass
 class Player:
     """`pending` is what was asked for and not yet answered; `step` answers one of it."""
@@ -56,8 +63,11 @@ class Player:
     hosts: int = 2
     drains: bool = False
     """Hosts hold one version at a time and adopt the next once what was dispatched for it has ended."""
+    failed_moves: float = 0.0
     rows: list[Row] = field(default_factory=list)
-    pending: list[Decoding | Event] = field(default_factory=list)
+    pending: list[Decoding | Moving | Event] = field(default_factory=list)
+    kept: list[Decoding] = field(default_factory=list)
+    """What hosts keep of samples that they have offered."""
     ages: list[int] = field(default_factory=list)
     """Trained version - version of each token span, of every trained sample."""
     spans: dict[SampleId, tuple[VersionSpan, ...]] = field(default_factory=dict)
@@ -100,8 +110,16 @@ class Player:
         match action:
             case e.Dispatch(samples, host, version):
                 self.pending += [Decoding(sample, host, version) for sample in samples]
-            case e.Cancel(samples):
-                self.pending = [p for p in self.pending if getattr(p, "sample", None) not in samples]
+            case e.Cancel(samples, host):
+                is_gone = lambda p: isinstance(p, Decoding) and p.host == host and p.sample in samples  # noqa: E731
+                self.pending = [p for p in self.pending if not is_gone(p)]
+                self.kept = [p for p in self.kept if not is_gone(p)]
+            case e.Move() | e.Fetch():
+                self.pending.append(Moving(action))
+            case e.TakeBack(samples, host):
+                back = [p for p in self.kept if p.host == host and p.sample in samples]
+                self.kept = [p for p in self.kept if p not in back]
+                self.pending += back
             case e.Score(ordinal, attempt):
                 self.pending.append(self.score(ordinal, attempt))
             case e.Train(step, ordinals):
@@ -142,7 +160,35 @@ class Player:
         self.answer(self.pending.pop(choice))
         return True
 
-    def answer(self, pending: Decoding | Event) -> tuple[Action, ...]:
+    def answer_move(self, command: e.Move | e.Fetch) -> tuple[Action, ...]:
+        """C1: a sample keeps its version where it goes."""
+        samples, host = command.samples, command.host
+        if isinstance(command, e.Move):
+            own = [
+                p for p in self.pending if isinstance(p, Decoding) and p.host == host and p.sample in samples
+            ]
+            self.pending = [p for p in self.pending if p not in own]
+            self.kept += own
+            offered = e.SamplesOffered(tuple(p.sample for p in own), host, command.target)
+            return self.tell(offered) if own else ()
+        own = [p for p in self.kept if p.host == command.source and p.sample in samples]
+        if len(own) < len(samples) or self.random.random() < self.failed_moves:
+            return self.tell(e.MoveFailed(samples, host, command.source, ""))
+        self.pending += [replace(p, host=host) for p in own]
+        return self.tell(e.SamplesMoved(samples, host, command.source))
+
+    def lose(self, host: str) -> Player:
+        """The host dies, with all that it decodes, keeps and was asked for, and joins again."""
+        is_its = lambda p: (p.command if isinstance(p, Moving) else p).host == host  # noqa: E731
+        self.kept = [p for p in self.kept if not is_its(p)]
+        self.pending = [p for p in self.pending if not (isinstance(p, (Decoding, Moving)) and is_its(p))]
+        self.tell(e.HostLost(host, ""))
+        self.tell(e.HostJoined(host, self.slots))
+        return self
+
+    def answer(self, pending: Decoding | Moving | Event) -> tuple[Action, ...]:
+        if isinstance(pending, Moving):
+            return self.answer_move(pending.command)
         if not isinstance(pending, Decoding):
             return self.tell(pending)
         due = self.drain(pending) if self.drains else pending
@@ -174,7 +220,7 @@ class Player:
     def resume(self, steps: int = 0) -> Player:
         """A new process: all that was under way is forgotten, the journal is folded, hosts join again."""
         self.plane = ControlPlane.fold(self.config, self.events)
-        self.pending = []
+        self.pending, self.kept = [], []
         self.tell(e.RunResumed(steps))
         for version in range(self.plane.state.version + 1, self.plane.state.trained_version + 1):
             self.tell(e.VersionCommitted(version, f"d{version}"))

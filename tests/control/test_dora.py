@@ -79,7 +79,10 @@ def test_the_trainer_waits_for_a_straggler_and_says_so():
     assert sorted(plane.state.groups) == [0, 1]
     assert end(1, 0) == (e.Train(0, (1,), (0,)),)  # group 0 can still be trained in step 1
     plane.handle(e.BatchTrained(0, (1,), "d1", {}))
-    assert plane.handle(e.VersionCommitted(1, "d1")) == (e.Dispatch((SampleId(2, 0),), "a", 1),)
+    assert plane.handle(e.VersionCommitted(1, "d1")) == (
+        e.Serve("a", 1),
+        e.Dispatch((SampleId(2, 0),), "a", 1),
+    )
     assert end(2, 1) == ()  # complete, and yet step 1 is kept for group 0
     assert plane.state.training is None
     assert "the trainer waits for group 0, which would be too old for a later batch" in plane.waits()
@@ -222,7 +225,7 @@ def test_a_pinned_sample_of_a_lost_host_starts_again_under_the_newest_version():
     for each in (plane, again):
         each.handle(e.HostLost("a", "killed"))
         actions = each.handle(e.HostJoined("b", 9))
-        assert actions[0] == e.Dispatch((SampleId(0, 0),), "b", 1)
+        assert actions == (e.Serve("b", 1), e.Dispatch((SampleId(0, 0),), "b", 1), *actions[2:])
         assert each.state.began(but=()) == [0, 1]
 
 

@@ -29,8 +29,7 @@ LENGTH, SLOTS, STEPS, SUPPORT = 32, 5, 2, 6
 DenseLogp = Callable[..., np.ndarray]
 
 
-@pytest.fixture(scope="session")
-def model() -> Model:
+def make_model() -> Model:
     tokenizer = CharTokenizer("abcdefghijklmnopq")
     sizes = model_config(
         "tiny",
@@ -45,16 +44,22 @@ def model() -> Model:
     return Model(sizes, tokenizer)
 
 
+def version_of(engine: Engine, version: int) -> VersionedParams:
+    """Parameters far from those of other versions, under which tokens depend on all tokens before."""
+    params = engine.model.init(100 + version)
+    params = jax.tree.map(lambda leaf: leaf if leaf.ndim < 3 else 2 * leaf, params)
+    return VersionedParams(version, jax.device_put(params, engine.param_shardings), digest(params))
+
+
 @pytest.fixture(scope="session")
-def versions(model: Model, engine: Engine) -> Callable[[int], VersionedParams]:
-    """Version -> its parameters, each far from the others, under which tokens depend on all tokens before."""
+def model() -> Model:
+    return make_model()
 
-    @cache
-    def make(version: int) -> VersionedParams:
-        params = jax.tree.map(lambda leaf: leaf if leaf.ndim < 3 else 2 * leaf, model.init(100 + version))
-        return VersionedParams(version, jax.device_put(params, engine.param_shardings), digest(params))
 
-    return make
+@pytest.fixture(scope="session")
+def versions(engine: Engine) -> Callable[[int], VersionedParams]:
+    """Version -> its parameters, see `version_of`."""
+    return cache(lambda version: version_of(engine, version))
 
 
 @pytest.fixture

@@ -250,10 +250,10 @@ def test_reserved_slots_and_their_pages_are_for_requests_alone(model, store, ver
 
 
 def moved(host, sample: SampleId) -> Work | None:
-    found: list[Work | None] = []
-    host.inbox.put(HandOver(sample, found.append))
+    found: list[Work] = []
+    host.inbox.put(HandOver((sample,), found.extend))
     host.take_commands()
-    return found[0]
+    return found[0] if found else None
 
 
 @pytest.mark.parametrize("calls_ahead", [0, 1])
@@ -275,12 +275,12 @@ def test_a_half_decoded_sample_moves_with_its_kv_without_a_prefill(
     work = moved(home, sample)
     assert work is not None and work.so_far is not None
     assert len(work.so_far.rows) == len(PROMPT) + 4 * STEPS
-    refusals: list[str] = []
-    there.inbox.put(TakeOver(work, lambda _, reason: refusals.append(reason)))
+    answers: list[str] = []
+    there.inbox.put(TakeOver([work], answers.append))
     there.take_commands()
     while there.has_work:
         there.step()
-    assert refusals == [] and there.statistics().prefills == prefills
+    assert answers == [""] and there.statistics().prefills == prefills
     alone = decode(engine, versions(0), {0: Asked(PROMPT, sample)})[0]
     mine = there._emit.done[sample]
     np.testing.assert_array_equal(mine.tokens, alone.tokens)
@@ -306,13 +306,11 @@ def test_a_sample_is_refused_where_its_kv_means_something_else(model, engine, st
     there.inbox.put(start(7, 1, PROMPT[:2]))
     there.take_commands()
     there.step()
-    refused: list[tuple[Work, str]] = []
-    there.inbox.put(TakeOver(work, lambda *told: refused.append(told)))
+    answers: list[str] = []
+    there.inbox.put(TakeOver([work], answers.append))
     there.take_commands()
-    assert refused[0][0] is work and there.statistics().waiting == 0
-    assert ("pages" if why == "other pages" else "move the sample to a host with that version") in refused[0][
-        1
-    ]
+    assert there.statistics().waiting == 0
+    assert ("pages" if why == "other pages" else "move the sample to a host with that version") in answers[0]
 
 
 # --- requests -----------------------------------------------------------------------------------------------

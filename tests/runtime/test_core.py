@@ -44,16 +44,18 @@ class Recorder:
 
     def __init__(self) -> None:
         self.dispatched: list[e.Dispatch] = []
+        self.fetched: list[tuple[e.Fetch, object]] = []
         self.scored: list[e.Score] = []
         self.trained: list[tuple[Group, ...]] = []
         self.rows: list[tuple[int, list[int]]] = []
         self.gates: list[Gates] = []
         self.seen: list[e.Event] = []
 
-    def dispatch(self, action: e.Dispatch, prompt: tuple[int, ...]) -> None:
-        self.dispatched.append(action)
-
-    def cancel(self, action: e.Cancel) -> None: ...
+    def command(self, action: e.HostCommand, payload: object = None) -> None:
+        if isinstance(action, e.Dispatch):
+            self.dispatched.append(action)
+        if isinstance(action, e.Fetch):
+            self.fetched.append((action, payload))
 
     def score(self, action: e.Score, prompt: Prompt, completions: Sequence[Completion]) -> None:
         self.scored.append(action)

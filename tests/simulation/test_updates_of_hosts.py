@@ -54,10 +54,12 @@ class Stepped:
             lambda sample: Work(sample, lengths[sample.ordinal]),
             lambda: (self.version, f"d{self.version}"),
         )
+        self.host.serve(0)
         self.ask(0, 1, 2)
         call = self.host.step()
         assert (call.adopted, call.prefills, call.tokens) == (e.HostAdopted("a", 0, "d0"), 2, 8)
         self.version = 1
+        self.host.serve(1)
         self.ask(3)
 
     def ask(self, *ordinals: int) -> None:

@@ -10,6 +10,7 @@ from areal_jax.config.loading import make_config
 from areal_jax.config.refusals import ON_UPDATE
 from areal_jax.config.tree import Config
 from areal_jax.control import events as e
+from areal_jax.control.audit import BOUNDED
 from areal_jax.simulation.schedule import Fault, Schedule, random_schedule
 from areal_jax.simulation.world import SimulationError, simulate
 
@@ -97,19 +98,20 @@ def test_a_fault_at_any_row_is_survived(kind):
         assert (result.faults, result.audit.trained, result.audit.in_flight) == ({kind: 1}, 15, 0), schedule
 
 
-def test_two_hundred_random_schedules_are_clean():
-    faults, dropped, reissued, repeated = Counter(), Counter(), Counter(), 0
-    seen: Counter[tuple[str, str]] = Counter()
+@pytest.mark.parametrize("strategy", ON_UPDATE)
+def test_two_hundred_random_schedules_of_each_strategy_are_clean(strategy):
+    faults, dropped, reissued, repeated, moved = Counter(), Counter(), Counter(), 0, Counter()
+    seen: Counter[str] = Counter()
     for seed in range(200):
-        config, schedule = random_schedule(seed)
+        config, schedule = random_schedule(seed, strategy)
         result = simulate(config, schedule)
         assert result.audit.violations == [], f"seed {seed}"
-        assert config.runtime.hosts >= 2, f"seed {seed}"
+        assert config.control.strategy == strategy and config.runtime.hosts >= 2, f"seed {seed}"
         assert result.audit.trained >= 50 and result.audit.in_flight == 0, f"seed {seed}"
         assert result.versions >= 5, f"seed {seed}"
         assert sum(result.faults.values()) >= 3, f"seed {seed}: {result.faults} of {schedule.faults}"
-        seen[config.control.strategy, config.on_update] += 1
-        if config.control.strategy in ("sync", "one_step", "pinned"):
+        seen[config.on_update] += 1
+        if strategy in BOUNDED:
             assert max(result.token_ages) <= (config.max_staleness or 0), f"seed {seed}"
             assert max(result.held) <= config.parameter_sets, f"seed {seed}"
         faults.update(result.faults)
@@ -117,12 +119,14 @@ def test_two_hundred_random_schedules_are_clean():
         for _, event, actions in result.rows:
             reissued.update(a.reason for a in actions if isinstance(a, e.Reissue))
             repeated += isinstance(event, e.RunResumed)
-    assert min(faults.values()) > 100 and len(faults) == 3
+            moved[type(event)] += isinstance(event, (e.SamplesMoved, e.MoveFailed))
+    assert min(faults.values()) > 100 and len(faults) == 4
     assert min(dropped[reason] for reason in ("no_signal", "failed_reward", "failed_sample")) > 5
-    assert min(reissued[reason] for reason in ("over_age", "failed_reward", "failed_sample")) > 20
+    assert min(reissued[reason] for reason in ("failed_reward", "failed_sample")) > 20
+    assert reissued["over_age"] > 20 or strategy in BOUNDED  # there no token is so old
     assert repeated == faults["driver_crash"]
-    assert set(seen) == {(strategy, each) for strategy, allowed in ON_UPDATE.items() for each in allowed}
-    assert min(seen.values()) > 10
+    assert set(seen) == set(ON_UPDATE[strategy]) and min(seen.values()) > 10
+    assert (moved[e.SamplesMoved] > 200) == (strategy == "pinned")
 
 
 def test_a_hang_names_who_waits_for_whom_and_the_seed():

@@ -24,8 +24,9 @@ from areal_jax.weights.digest import digest
 from areal_jax.weights.orbax import OrbaxReader
 from areal_jax.weights.staged import committed
 from areal_jax.weights.store import PublisherLostError, load_newer
-from areal_jax.weights.transfer import pulling
-from areal_jax.weights.transfer.pulling import Pull, start_server
+from areal_jax.weights.transfer import arrays
+from areal_jax.weights.transfer.arrays import start_server
+from areal_jax.weights.transfer.pulling import Pull
 from areal_jax.weights.transfer.reader import TransferReader
 from tests.weights.group import SPECS, params_of, probe
 from tests.weights.processes import DEADLINE_S, SECRET, make_engine, wait_for
@@ -194,7 +195,7 @@ def test_a_reader_whose_connections_broke_while_they_were_made_pulls_again(
         wait_until(lambda: reader.latest() == 0)
         for _ in range(12):
             with monkeypatch.context() as patch:
-                patch.setattr(pulling, "start_server", stop_and_start)
+                patch.setattr(arrays, "start_server", stop_and_start)
                 with pytest.raises(PublisherLostError, match=r"within 0\.5 s"):
                     reader.load(0, host.param_shardings)
             trainer.send_signal(signal.SIGCONT)

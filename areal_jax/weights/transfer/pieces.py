@@ -82,13 +82,15 @@ def _shard(box: Box, device: Device, dtype: Any, pieces: Sequence[tuple[Box, jax
     whole = jnp.zeros(sizes, dtype, device=device)
     for there, piece in pieces:
         if (common := _common(there, box)) is not None:
-            part = _cut(piece, _from(common, there), tuple(stop - start for start, stop in common))
+            extent = tuple(stop - start for start, stop in common)
+            part = piece if common == there else cut(piece, _from(common, there), extent)
             whole = _lay(whole, jax.device_put(part, device), _from(common, box))
     return whole
 
 
 @functools.partial(jax.jit, static_argnames="sizes")
-def _cut(piece: jax.Array, at: list[int], sizes: tuple[int, ...]) -> jax.Array:
+def cut(piece: jax.Array, at: list[int], sizes: tuple[int, ...]) -> jax.Array:
+    """Returns the part of `piece` with these `sizes` that starts at the indices `at`, one per axis."""
     return jax.lax.dynamic_slice(piece, at, sizes)
 
 

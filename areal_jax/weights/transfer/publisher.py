@@ -12,22 +12,20 @@ does. Readers are given the address of the first process, which sends them the a
 
 from __future__ import annotations
 
-import secrets
 import threading
 from collections import Counter
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.parallel.agreement import together
 from areal_jax.types import PolicyVersion
 from areal_jax.weights.digest import to_plain
 from areal_jax.weights.publishing import Outgoing, Publisher, PublisherSettings
+from areal_jax.weights.transfer.arrays import Offers
 from areal_jax.weights.transfer.channel import ChannelError, Listener
 from areal_jax.weights.transfer.pieces import own_pieces
-from areal_jax.weights.transfer.pulling import start_server
 
 LONGEST_WAIT_S = 30.0
 """Longest time, in seconds, that the publisher waits for a version before it answers a reader's request."""
@@ -56,7 +54,6 @@ class TransferStore(Publisher):
         self._listener = Listener(address, secret, lambda: _Session(self), settings.deadline_s)
         self.host, self.address = self._listener.host, self._listener.address
         """`address`: the host:port that readers connect to; `host`: its numeric host."""
-        self.nothing = jnp.zeros(1, jnp.int8)
         self.addresses = _gathered(self.address)
         """Addresses of all processes that publish together, in process order."""
 
@@ -124,20 +121,14 @@ class TransferStore(Publisher):
 
 
 class _Session:
-    """Answers the requests of one reader. A request is a dict; its `ask` is latest, describe, pull or canary.
-
-    For each pull, publisher and reader start a transfer server of their own, because a server of jaxlib 0.10
-    sometimes moves no more arrays after a connection broke while it was being made. A start takes 0.4 ms.
-    """
+    """Answers one reader's requests. A request is a dict; its `ask` is latest, describe, pull or canary."""
 
     def __init__(self, store: TransferStore) -> None:
         self._store = store
         self._version: PolicyVersion | None = None
         """The version that the reader is pulling, which the store may have dropped; None without a pull."""
-        self._server: Any = None
-        """The transfer server that the reader pulls from; None without a pull."""
-        self._offers: dict[int, int] = {}
-        """Random number that permits the pull of some arrays -> how many arrays these are."""
+        self._offers: Offers | None = None
+        """The arrays that the reader may pull; None without a pull."""
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -164,39 +155,32 @@ class _Session:
         reading = self._store.begin_reading(version, wait_s)
         if reading is None:
             return {"gone": self._store.latest()}
-        self._version = version
-        self._server = start_server(self._store.host)
+        self._version, self._offers = version, Offers(self._store.host)
         arrays = to_plain(reading.wire.params)
         return {
             "digest": reading.wire.digest,
             "leaves": reading.leaves(),
             "pieces": {name: [box for box, _ in own_pieces(leaf)] for name, leaf in arrays.items()},
-            "transfer": self._server.address(),
+            "transfer": self._offers.address,
             "others": [one for one in self._store.addresses if one != self._store.address],
         }
 
     def _read(self, request: dict[str, Any]) -> dict[str, Any]:
         reading = self._store.find(self._version)
-        if reading is None:
+        if reading is None or self._offers is None:
             return {"gone": self._store.latest()}
         if request["ask"] == "canary":
             # Requested last: the devices may still be computing it.
             return {"canary": np.asarray(reading.canary, np.float64).tolist()}
         arrays = to_plain(reading.wire.params)
         pieces = [piece for name in request["leaves"] for _, piece in own_pieces(arrays[name])]
-        # Random and long: the number alone permits the pull, which needs no secret.
-        number = secrets.randbits(63)
-        self._server.await_pull(number, pieces)
-        self._offers[number] = len(pieces)
-        return {"number": number}
+        return {"number": self._offers.add(pieces)}
 
     def close(self) -> None:
         """Ends the pull in progress, if any, and releases its arrays, which cannot be pulled any more."""
-        # The runtime has no way to cancel an offer; one under the same number replaces it.
-        for number, count in self._offers.items():
-            self._server.await_pull(number, [self._store.nothing] * count)
-        version, self._version, self._server = self._version, None, None
-        self._offers.clear()
+        if self._offers is not None:
+            self._offers.close()
+        version, self._version, self._offers = self._version, None, None
         if version is not None:
             self._store.end_reading(version)
 

@@ -1,8 +1,7 @@
 """Copies one weights version, leaf by leaf, from all publishing processes to a reader's devices.
 
 Several leaves are pulled together (a portion). While one portion is pulled, the previous portion is assembled
-on the reader's mesh, so that only few bytes are on a device twice. The timeouts of jax do not end a pull on
-every platform, so every wait in this module polls a deadline.
+on the reader's mesh, so that only few bytes are on a device twice.
 """
 
 from __future__ import annotations
@@ -11,37 +10,19 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.experimental import transfer
-from jax.sharding import SingleDeviceSharding
 
 from areal_jax.types import PolicyVersion
 from areal_jax.weights.store import PublisherLostError, VersionDamagedError, VersionGoneError
-from areal_jax.weights.transfer.channel import Channel, ChannelError, join
-from areal_jax.weights.transfer.pieces import Box, are_whole, assemble, landing, places
+from areal_jax.weights.transfer.arrays import Incoming, spec_of, wait_for
+from areal_jax.weights.transfer.channel import Channel, ChannelError
+from areal_jax.weights.transfer.pieces import Box, are_whole, assemble
 
 PORTION_BYTES = 128 << 20
 """Size in bytes up to which leaves are pulled together; a larger leaf is pulled alone."""
-SOCKETS = 2
-"""Number of connections over which a transfer is spread; docs/performance.md compares one to four."""
-CHUNK_BYTES = 4 << 20
-CHUNKS = 4
-"""Number of staging buffers, of CHUNK_BYTES each, that jax allocates per transfer server and direction."""
-POLL_S = 0.0005
-
-
-def start_server(host: str) -> Any:
-    """Starts and returns a server for transfers between devices, listening at `host`, a numeric address."""
-    client = jax.local_devices()[0].client
-    here = join(host, 0)
-    return transfer.start_transfer_server(
-        client, here, [here] * SOCKETS, max_num_parallel_copies=CHUNKS, transfer_size=CHUNK_BYTES
-    )
-
 
 Wanted = Mapping[str, jax.ShapeDtypeStruct]
 """Leaf name -> its shape, dtype and sharding on the reader's mesh."""
@@ -53,13 +34,12 @@ _Portion = dict[str, list[tuple[Box, jax.Array]]]
 class _Source(NamedTuple):
     """A reader's connection to one publishing process.
 
-    `channel` carries requests. `server`: the reader's transfer server, which owns `connection`, by which
-    arrays arrive. `pieces`: leaf name -> positions (boxes) of the pieces that the publishing process owns.
+    `channel` carries requests; by `incoming` arrays arrive. `pieces`: leaf name -> positions (boxes) of the
+    pieces that the publishing process owns.
     """
 
     channel: Channel
-    server: Any
-    connection: Any
+    incoming: Incoming
     pieces: dict[str, tuple[Box, ...]]
 
 
@@ -93,8 +73,7 @@ class Pull:
     def close(self) -> None:
         """Disconnects from all publishing processes; pulls in progress fail and free their memory."""
         for source in self._sources:
-            # Private, but the only way to end a pull whose other side hangs: the runtime's deadline does not.
-            source.connection._poison_connection()
+            source.incoming.close()
             source.channel.close()
         self._sources.clear()
 
@@ -128,13 +107,11 @@ class Pull:
         channel = Channel(address, self._secret, self._left_s())
         try:
             said = self._ask(channel, ask="describe", version=self.version, wait_s=wait_s)
-            # Not that of an earlier pull: see the publisher's `_Session`.
-            server = start_server(channel.own_host)
-            connection = server.connect(said["transfer"])
+            incoming = Incoming(channel.own_host, said["transfer"])
         except BaseException:
             channel.close()
             raise
-        self._sources.append(_Source(channel, server, connection, said["pieces"]))
+        self._sources.append(_Source(channel, incoming, said["pieces"]))
         return said
 
     def _ask(self, channel: Channel, **request: Any) -> dict[str, Any]:
@@ -165,27 +142,15 @@ class Pull:
                 continue
             number = self._ask(source.channel, ask="pull", leaves=held)["number"]
             places_of = [(name, box) for name in held for box in source.pieces[name]]
-            specs = [_spec(box, wanted[name]) for name, box in places_of]
-            arrays = source.connection.pull(
-                number, specs, datetime.now(UTC) + timedelta(seconds=self._left_s())
-            )
+            specs = [spec_of(box, wanted[name]) for name, box in places_of]
+            arrays = source.incoming.pull(number, specs, self._end_s)
             for (name, box), array in zip(places_of, arrays, strict=True):
                 portion[name].append((box, array))
         return portion
 
     def _end(self, portion: _Portion, wanted: Wanted) -> dict[str, jax.Array]:
-        for pieces in portion.values():
-            for _, piece in pieces:
-                self._wait_for(piece)
+        wait_for((piece for pieces in portion.values() for _, piece in pieces), self._end_s)
         return {name: self._whole(name, pieces, wanted[name]) for name, pieces in portion.items()}
-
-    def _wait_for(self, piece: Any) -> None:
-        # Polled, since `block_until_ready` would wait without a deadline.
-        while not piece.is_ready():
-            if time.monotonic() > self._end_s:
-                raise TimeoutError("timed out")
-            time.sleep(POLL_S)
-        piece.block_until_ready()  # raises the error of a failed pull
 
     def _whole(self, name: str, pieces: list[tuple[Box, jax.Array]], like: jax.ShapeDtypeStruct) -> jax.Array:
         if not are_whole([box for box, _ in pieces], like.shape):
@@ -211,14 +176,3 @@ class Pull:
                 f"{self._deadline_s:g} s: {(str(error) or 'no answer').splitlines()[0][:200]}; the "
                 "host keeps its current version until the publisher is back"
             ) from error
-
-
-def _spec(box: Box, like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Describes the leaf's piece at position `box` for its pull: shape, dtype and the device to pull it onto.
-
-    `like`: the leaf's shape, dtype and sharding on the reader's mesh. The device is the one that needs most
-    of the piece.
-    """
-    device = landing(box, places(like.sharding, like.shape))
-    shape = tuple(stop - start for start, stop in box)
-    return jax.ShapeDtypeStruct(shape, like.dtype, sharding=SingleDeviceSharding(device))

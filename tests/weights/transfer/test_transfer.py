@@ -26,9 +26,10 @@ from areal_jax.weights.store import (
     load_newer,
 )
 from areal_jax.weights.transfer import pulling
+from areal_jax.weights.transfer.arrays import Incoming, start_server
 from areal_jax.weights.transfer.channel import Channel, ChannelError
 from areal_jax.weights.transfer.publisher import TransferStore
-from areal_jax.weights.transfer.pulling import Pull, start_server
+from areal_jax.weights.transfer.pulling import Pull
 from areal_jax.weights.transfer.reader import TransferReader
 from areal_jax.weights.writer import OnFailure
 from tests.weights.values import DEADLINE_S, HERE, THERE, newest, pointers, probe, same, value, wait_for
@@ -328,10 +329,15 @@ def test_a_publisher_that_hangs_is_given_up_at_the_deadline(make, monkeypatch):
     store = make(publisher, probe)
     publish(store, value(0))
     reader = reader_of(make, store, deadline_s=1.0)
-    ask, wait, waited_for = Pull._ask, Pull._wait_for, []
+    ask, pull, waited_for = Pull._ask, Incoming.pull, []
+
+    def noted(self, *request):
+        waited_for[:] = pull(self, *request)
+        return list(waited_for)
+
     other_number = lambda self, channel, **request: ask(self, channel, **request) | {"number": 12345}  # noqa: E731
     monkeypatch.setattr(Pull, "_ask", other_number)
-    monkeypatch.setattr(Pull, "_wait_for", lambda self, piece: (waited_for.append(piece), wait(self, piece)))
+    monkeypatch.setattr(Incoming, "pull", noted)
     started = time.monotonic()
     with pytest.raises(PublisherLostError, match=r"version 0 could not be pulled .* within 1 s: timed out"):
         reader.load(0, HERE)
@@ -341,6 +347,7 @@ def test_a_publisher_that_hangs_is_given_up_at_the_deadline(make, monkeypatch):
         waited_for[0].block_until_ready()
     assert reader.latest() == 0 and load_newer(reader, HERE) is None  # which is to wait, and ask again
     monkeypatch.setattr(Pull, "_ask", ask)
+    monkeypatch.setattr(Incoming, "pull", pull)
     assert same(reader.load(0, HERE).params, value(0).params)  # over a new connection
 
 
