@@ -1,14 +1,15 @@
-"""Published figures of AReaL, DORA and LlamaRL beside those of the simulator, which the real control plane drives.
+"""Published figures of AReaL, DORA and LlamaRL beside simulated ones; the control plane is the real one.
 
-The cost models are those of the papers in kind, not of their machines: a decode step takes 1 + n / N0 times as
-long with n live slots, and lengths are lognormal, so few samples are far longer than the others. So ratios
-compare, not seconds.
+The cost models are those of the papers in kind, not of their machines: a decode step takes 1 + n / N0 times
+as long with n live slots, and lengths are lognormal, so few samples are far longer than the others. Ratios
+compare, seconds do not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from statistics import median
 from typing import Any
 
@@ -19,7 +20,6 @@ from areal_jax.simulation.llama_split import split_table
 from areal_jax.simulation.modelled import simulated
 from areal_jax.simulation.schedule import Schedule
 from areal_jax.simulation.strategies import FOR_BATCH
-from areal_jax.types import ArealError
 
 MEDIAN, CUT = 12, 180
 """Tokens of the median completion, and of the longest: sigma 1, cut at 15 times the median (AReaL)."""
@@ -41,7 +41,7 @@ COSTS = Schedule(
 
 @dataclass(frozen=True)
 class Design:
-    """A simulated design: a strategy, its staleness bound, and the sizes of a run with groups of 4 samples."""
+    """A simulated run: its strategy and staleness bound, and its sizes; a group has 4 samples."""
 
     strategy: str = "interruptible"
     eta: int = 4
@@ -168,3 +168,106 @@ REPREFILL_S = 5e-4
 
 HEAVY, MILD = (1.1, 30), (0.5, 4)
 """Sigma and cut of lengths whose 99th percentile is 12.9 and 3.2 times the median."""
+
+
+# --- the table ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Line:
+    """A published figure, a ratio unless its name says otherwise, beside the simulator's."""
+
+    name: str
+    published: str
+    """As the paper reports it, or what its acceptance test asks."""
+    simulated: float
+    """The median over seeds."""
+    least: float
+    """The simulated figure is expected to be at least this."""
+    most: float = inf
+
+    @property
+    def holds(self) -> bool:
+        return self.least <= self.simulated <= self.most
+
+
+def published_table(seeds: int = 3) -> list[Line]:
+    """Returns the published figures beside the simulator's, of the papers in the order of this module."""
+    each = range(seeds)
+    return [*_areal(each), *_dora(each), *_llama()]
+
+
+def _areal(seeds: Sequence[int]) -> list[Line]:
+    speeds = [by_staleness(seed) for seed in seeds]
+    gains = {eta: median(one[eta] / one[0] for one in speeds) for eta in speeds[0]}
+    paper = {1: 2.09, 2: 2.77, 4: 2.77, 8: 2.89, 16: 2.97}
+    lines = [
+        Line(f"AReaL, figure 5c: throughput of eta={eta} over eta=0", f"{paper[eta]}", gains[eta], 1.0)
+        for eta in paper
+        if eta != 4
+    ]
+    lines.insert(2, Line("AReaL, figure 5c: throughput of eta=4 over eta=0", "2.77", gains[4], 2.0))
+    plateau = median(one[4] / max(one.values()) for one in speeds)
+    at_8 = {
+        (eta, longest): median(efficiency(seed, eta, longest) for seed in seeds)
+        for eta in (0, 4)
+        for longest in (CUT, 2 * MEDIAN)
+    }
+    return [
+        *lines,
+        Line("AReaL, figure 5c: eta=4 over the fastest", "0.90", plateau, 0.9),
+        Line("AReaL, figure 4: efficiency at 8 times the hosts", "0.62", at_8[4, CUT], 0.6),
+        Line("the same, synchronous", "lower", at_8[0, CUT], 0.0, at_8[4, CUT]),
+        Line("the same, synchronous, short completions", "higher", at_8[0, 2 * MEDIAN], at_8[0, CUT]),
+        Line("AReaL: interrupting over draining", "1.12, 1.17", median(map(of_interruption, seeds)), 1.1),
+        Line(
+            "the same, completions equally long",
+            "about 1",
+            median(of_interruption(seed, 0.0, 40) for seed in seeds),
+            0.95,
+            1.05,
+        ),
+        Line(
+            "AReaL: 75 % of the devices generate, over all in turn",
+            "2 or more",
+            median(map(of_split, seeds)),
+            2.0,
+        ),
+    ]
+
+
+def _dora(seeds: Sequence[int]) -> list[Line]:
+    heavy, mild = ([paradigms(seed, *lengths) for seed in seeds] for lengths in (HEAVY, MILD))
+
+    def gain(found: Sequence[Mapping[str, Speed]], one: str, other: str) -> float:
+        return median(speeds[one].tokens_per_s / speeds[other].tokens_per_s for speeds in found)
+
+    waits = median(one["sync"].rollout_only_s / one["dora"].rollout_only_s for one in heavy)
+    gains = gain(heavy, "dora", "sync")
+    return [
+        Line("DORA, K=3: throughput over synchronous", "1.65, 2.12", gains, 1.5),
+        Line("the same, mild tail", "less", gain(mild, "dora", "sync"), 0.0, gains),
+        Line("DORA, K=3: throughput over partial rollout", "1.17, 1.11", gain(heavy, "dora", "partial"), 1.0),
+        Line(
+            "DORA: throughput of partial rollout over synchronous",
+            "1.41, 1.91",
+            gain(heavy, "partial", "sync"),
+            1.0,
+        ),
+        Line(
+            "DORA: throughput of one-step over synchronous",
+            "1.00, 1.44",
+            gain(heavy, "one_step", "sync"),
+            1.0,
+        ),
+        Line("DORA, K=3: rollout-only time of synchronous over DORA's", "8.2, 5.9", waits, 3.0),
+    ]
+
+
+def _llama() -> list[Line]:
+    """Returns LlamaRL's speedups under the assumptions of docs/strategies.md that are named last."""
+    rows = [row for row in split_table() if row["assumptions"] == "and the split generator has fp8 weights"]
+    return [
+        Line(f"LlamaRL: speedup of {row['model']}", f"{row['published_speedup']:.2f}", row["speedup"], 1.0)
+        for row in rows
+    ]
