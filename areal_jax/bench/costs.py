@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import queue
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
 
+import jax
 import numpy as np
 
 from areal_jax.assembly.devices import machine
 from areal_jax.assembly.parts import Parts, assemble
-from areal_jax.bench.decode import call_s
+from areal_jax.bench.decode import call_s, filled
 from areal_jax.bench.hosting import started
 from areal_jax.bench.measure import in_turn, random_trajectory, timed_s
 from areal_jax.config.loading import load_config
@@ -62,7 +64,7 @@ def costs(
     times = in_turn({"publish_s": lambda: timed_s(publish), "swap_s": lambda: timed_s(adopt)}, repeats)
     found = {name: statistics.median(each) for name, each in times.items()}
     calls, found["prefill_s"] = _decode_s(c, engine, store, repeats)
-    found["recompute_token_s"] = _recompute_s(c, engine, store, repeats)
+    found |= _kv_s(c, engine, store, repeats)
     runs = _train_s(parts, state, *lengths, repeats)
     found["train_s"], found["reward_s"] = statistics.median(runs), _reward_s(parts, repeats)
     return machine(c.model.shape, c.model.dtype, runs) | {
@@ -114,12 +116,27 @@ def _decode_s(c: Config, engine: Engine, store: MemoryStore, repeats: int) -> tu
     return {live: statistics.median(each) for live, each in calls.items()}, statistics.median(prefills)
 
 
-def _recompute_s(c: Config, engine: Engine, store: MemoryStore, repeats: int) -> float:
+def _kv_s(c: Config, engine: Engine, store: MemoryStore, repeats: int) -> dict[str, float]:
+    """Returns the seconds to recompute the KV of a token, and to move that of a group."""
     value = engine.load_params(store.load(store.latest() or 0, engine.param_shardings))
-    tokens = max(2, c.generation.length // 2)
+    tokens, group = max(2, c.generation.length // 2), min(c.algorithm.group_size, engine.slots)
     rebuild = partial(engine.recompute, value)
-    runs = in_turn({"all": partial(call_s, engine, value, tokens, rebuild)}, repeats)["all"]
-    return statistics.median(runs) / (engine.slots * tokens)
+
+    def move() -> Any:
+        state = filled(engine, value, tokens)
+        started_s = time.perf_counter()
+        for slot in range(group):
+            kv = jax.device_get(engine.extract(slot, state, tokens))
+            state = engine.free_resource(slot, state)
+            request = engine.request(SampleId(0, slot), 0, Sampling(max_tokens=engine.length), tokens)
+            state = engine.insert(kv, state, slot, request=request)
+        jax.block_until_ready(state)
+        return time.perf_counter() - started_s
+
+    arms = {"recompute": partial(call_s, engine, value, tokens, rebuild), "move": move}
+    runs = in_turn(arms, repeats)
+    recompute_s, move_s = (statistics.median(runs[name]) for name in arms)
+    return {"recompute_token_s": recompute_s / (engine.slots * tokens), "move_s": move_s}
 
 
 def _train_s(parts: Parts, state: TrainState, median: float, sigma: float, repeats: int) -> list[float]:

@@ -17,6 +17,7 @@ FIGURES: Mapping[str, str] = {
     "prefill_s": "seconds until a sample that gets a slot can be decoded, in the mean over a group",
     "swap_s": "seconds in which a host adopts a version, without recomputing KV",
     "recompute_token_s": "seconds to recompute the KV of a token",
+    "move_s": "seconds to move the KV of a group's half-decoded samples to another host",
     "train_s": "seconds of a training step",
     "publish_s": "seconds from the end of a step until hosts can load the new version",
     "reward_s": "seconds to score a group",
@@ -42,7 +43,7 @@ def fitted(figures: Mapping[str, Any]) -> Schedule:
             "figure to the file"
         )
     token_s, crowd_slots = _decode(figures["decode_call_s"], figures["decode_steps"])
-    names = ("prefill_s", "swap_s", "recompute_token_s", "train_s", "publish_s", "reward_s")
+    names = ("prefill_s", "swap_s", "recompute_token_s", "move_s", "train_s", "publish_s", "reward_s")
     times = {name: _number(name, figures[name]) for name in (*names, "median_tokens", "sigma_tokens")}
     return Schedule(token_s=token_s, crowd_slots=crowd_slots, jitter=0.0, **times)
 
