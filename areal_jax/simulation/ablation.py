@@ -347,7 +347,7 @@ class Shared:
     def __init__(self, shares_start: bool = False) -> None:
         self._shares_start = shares_start
         self._learners: dict[str, Learner] = {}
-        self._params: dict[str, Params] = {}
+        self.params: dict[str, Params] = {}
 
     def parts(self, config: Config) -> tuple[Parts, Params]:
         """Return the assembled parts of a config, and its first parameters, which must not be donated."""
@@ -359,22 +359,22 @@ class Shared:
         of_params = _key(config, "model", "runtime", "trainer", *prompts) + f"{config.row_length} {seed}"
         parts = assemble(config, learner=self._learners.get(of_learner))
         self._learners[of_learner] = parts.learner
-        if of_params not in self._params:
+        if of_params not in self.params:
             first = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
-            self._params[of_params] = first_params(assemble(first, learner=parts.learner))
-        return parts, self._params[of_params]
+            self.params[of_params] = first_params(assemble(first, learner=parts.learner))
+        return parts, self.params[of_params]
 
 
 class LocalBench:
     """Runs configs under the wall clock, in this process and in temporary folders."""
 
     def __init__(self) -> None:
-        self._shared = Shared()
+        self.shared = Shared()
 
     def run(self, config: Config) -> Measured:
         with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as silent:
             where = config.run.model_copy(update={"dir": f"{folder}/run"})
-            parts, params = self._shared.parts(config.model_copy(update={"run": where}))
+            parts, params = self.shared.parts(config.model_copy(update={"run": where}))
             started = _Started(**vars(with_measured_layout(parts)), params=params)
             return recorded(run_parts(started, started.config, silent))
 
@@ -397,13 +397,13 @@ class Workbench:
     """
 
     def __init__(self, speed: float, shares_start: bool = False) -> None:
-        self._speed, self._shared = speed, Shared(shares_start)
+        self._speed, self.shared = speed, Shared(shares_start)
         self._engines: dict[str, list[Engine]] = {}
 
     def run(self, config: Config, evaluations: Mapping[str, Config] | None = None) -> Measured:
         """Run a config, and evaluate its last parameters by the configs `evaluations`."""
         of_engine = _key(config, "model", "tasks", "generation", "runtime")
-        parts, params = self._shared.parts(config)
+        parts, params = self.shared.parts(config)
         if of_engine not in self._engines:
             self._engines[of_engine] = [parts.engine(i) for i in range(config.runtime.hosts)]
         state = parts.learner.init(params)

@@ -43,9 +43,24 @@ def fitted(figures: Mapping[str, Any]) -> Schedule:
             "figure to the file"
         )
     token_s, crowd_slots = _decode(figures["decode_call_s"], figures["decode_steps"])
-    names = ("prefill_s", "swap_s", "recompute_token_s", "move_s", "train_s", "publish_s", "reward_s")
-    times = {name: _number(name, figures[name]) for name in (*names, "median_tokens", "sigma_tokens")}
-    return Schedule(token_s=token_s, crowd_slots=crowd_slots, jitter=0.0, **times)
+
+    def number(name: str) -> float:
+        return _number(name, figures[name])
+
+    return Schedule(
+        median_tokens=number("median_tokens"),
+        sigma_tokens=number("sigma_tokens"),
+        token_s=token_s,
+        crowd_slots=crowd_slots,
+        prefill_s=number("prefill_s"),
+        swap_s=number("swap_s"),
+        recompute_token_s=number("recompute_token_s"),
+        move_s=number("move_s"),
+        train_s=number("train_s"),
+        publish_s=number("publish_s"),
+        reward_s=number("reward_s"),
+        jitter=0.0,
+    )
 
 
 def _decode(by_live: Mapping[Any, Any], steps: Any) -> tuple[float, float]:

@@ -173,9 +173,12 @@ class _WatchedDecoder:
             self._clock.switch("swap")
             if call.live:
                 swap_s = costs.swap_s + call.recomputed * costs.recompute_token_s
-                self._world.later(swap_s, self._clock.switch, "decode")
+                self._world.later(swap_s, self._decode)
         elif call.live:
             self._clock.switch("decode")
         else:
             self._clock.switch(FOR_VERSION if self._waiting else FOR_SAMPLES)
         return call
+
+    def _decode(self) -> None:
+        self._clock.switch("decode")

@@ -98,7 +98,7 @@ class Recorded:
         }
         row |= {"completion_tokens_mean": 9.0}
         sampled = {"pass@1": right, "parts": parts}
-        return [row] * config.run.steps, {name: {"sampled": sampled} for name in evaluations}
+        return Measured([row] * config.run.steps, {name: {"sampled": sampled} for name in evaluations})
 
 
 @pytest.fixture
@@ -213,4 +213,4 @@ def test_a_run_is_evaluated_on_longer_problems_and_all_seeds_begin_with_one_star
     assert found["4 steps"]["prompts"] == 128
     assert set(found["4 steps"]["sampled"]["parts"]) >= {"correct", "ttft_share", "format"}
     bench.run(configs[1])
-    assert len(bench._params) == 1
+    assert len(bench.shared.params) == 1
