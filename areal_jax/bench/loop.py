@@ -10,7 +10,7 @@ from areal_jax.assembly.devices import machine
 from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
 from areal_jax.simulation.ablation import LocalBench
-from areal_jax.simulation.figures import last_mean, per_s
+from areal_jax.simulation.run_figures import last_mean, per_s
 
 
 def loop(

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from areal_jax.assembly.devices import machine
-from areal_jax.bench.costs import costs
+from areal_jax.bench.cost_figures import costs
 from areal_jax.bench.decode import decode, prefill, sample
 from areal_jax.bench.gpu.timed_stages import gpu
 from areal_jax.bench.hosting import room, serve, swap

@@ -17,48 +17,56 @@ COLUMN = 13
 """Width of each column in an ablation's table, in characters, even if the terminal is narrower."""
 
 
+Name = Annotated[str, typer.Argument(help="Name of the ablation; if omitted, all are listed.")]
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="values=[...], arms=[...], seeds=N, speed=X, or section.key=value for all; strategies also "
+        "takes a config file as the first word."
+    ),
+]
+Smoke = Annotated[
+    bool, typer.Option("--smoke", help="Run a part of the ablation that takes at most two minutes.")
+]
+Kept = Annotated[
+    Path | None,
+    typer.Option(help="File to which each finished run is appended; runs that it has are not repeated."),
+]
+Curves = Annotated[Path | None, typer.Option(help="SVG file for the curves by step, one line for each arm.")]
+Page = Annotated[Path | None, typer.Option(help="HTML file for the tables and figures.")]
+Simulated = Annotated[
+    bool,
+    typer.Option("--simulated", help="strategies: simulate the runs, and compare with published figures."),
+]
+Sleeping = Annotated[
+    bool,
+    typer.Option(
+        "--sleeping",
+        help="strategies: run in real time with executors that sleep as long as the cost model says, and "
+        "compare with the simulation.",
+    ),
+]
+Costs = Annotated[
+    Path | None,
+    typer.Option(
+        help="YAML or JSON file with the cost model's figures, as `areal-jax bench costs --json` prints "
+        "them; if omitted, they are measured."
+    ),
+]
+
+
 def ablate(
-    name: Annotated[str, typer.Argument(help="Name of the ablation; if omitted, all are listed.")] = "",
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="values=[...], arms=[...], seeds=N, speed=X, or section.key=value for all; strategies "
-            "also takes a config file as the first word."
-        ),
-    ] = None,
+    name: Name = "",
+    words: Words = None,
     json: AsJson = False,
-    smoke: Annotated[
-        bool, typer.Option("--smoke", help="Run a part of the ablation that takes at most two minutes.")
-    ] = False,
-    runs: Annotated[
-        Path | None,
-        typer.Option(help="File to which each finished run is appended; runs that it has are not repeated."),
-    ] = None,
-    curves: Annotated[
-        Path | None, typer.Option(help="SVG file for the curves by step, one line for each arm.")
-    ] = None,
-    page: Annotated[Path | None, typer.Option(help="HTML file for the tables and figures.")] = None,
-    simulated: Annotated[
-        bool,
-        typer.Option(
-            "--simulated", help="strategies: simulate the runs, and compare with published figures."
-        ),
-    ] = False,
-    sleeping: Annotated[
-        bool,
-        typer.Option(
-            "--sleeping",
-            help="strategies: run in real time with executors that sleep as long as the cost model says, and "
-            "compare with the simulation.",
-        ),
-    ] = False,
-    costs: Annotated[
-        Path | None,
-        typer.Option(
-            help="YAML or JSON file with the cost model's figures, as `areal-jax bench costs --json` prints "
-            "them; if omitted, they are measured."
-        ),
-    ] = None,
+    *,
+    smoke: Smoke = False,
+    runs: Kept = None,
+    curves: Curves = None,
+    page: Page = None,
+    simulated: Simulated = False,
+    sleeping: Sleeping = False,
+    costs: Costs = None,
 ) -> None:
     """Run an ablation (runs that differ in one key) over several seeds, and show a table of its results."""
     from areal_jax.simulation.ablations import ABLATIONS, find
@@ -102,10 +110,10 @@ def _under_costs(
     from functools import partial
 
     from areal_jax.simulation.ablation import Runner, ablate
-    from areal_jax.simulation.costs import fitted
+    from areal_jax.simulation.cost_model import fitted
     from areal_jax.simulation.modelled import simulated, slept
     from areal_jax.simulation.published import published_table
-    from areal_jax.simulation.strategies import compared, under_a_cost_model
+    from areal_jax.simulation.strategy_ablation import compared, under_a_cost_model
 
     ablation = under_a_cost_model(ablation)
     measured = _costs(costs, words, ablation.recipe, say)

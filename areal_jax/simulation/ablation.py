@@ -385,6 +385,12 @@ class _Started(Parts):
 
     params: Any = None
 
+    def engine(self, host: int) -> Engine:
+        engine = super().engine(host)
+        # A program that compiles at a run's first swap would take longer than many of its steps.
+        engine.warm(engine.load_params(engine.blank(self.config.wire_dtype)))
+        return engine
+
     def first_state(self) -> TrainState:
         return self.learner.init(self.params)
 

@@ -10,9 +10,9 @@ from statistics import mean, median
 
 from areal_jax.plugin import did_you_mean
 from areal_jax.simulation.ablation import Ablation, Row, Table
-from areal_jax.simulation.figures import WARM_UP, last_mean, mean_of, per_s, warm_mean
 from areal_jax.simulation.interleaved_ablation import INTERLEAVED
-from areal_jax.simulation.strategies import STRATEGIES
+from areal_jax.simulation.run_figures import WARM_UP, last_mean, mean_of, per_s, warm_mean
+from areal_jax.simulation.strategy_ablation import STRATEGIES
 from areal_jax.types import ArealError
 
 UNBOUNDED = "unbounded"

@@ -23,7 +23,7 @@ from areal_jax.simulation.decoders import Call, Decoder
 from areal_jax.simulation.machines import DrawnMachines, Machines
 from areal_jax.simulation.schedule import Schedule
 from areal_jax.simulation.sleeping import sleeping_parts
-from areal_jax.simulation.strategies import FOR_BATCH, FOR_SAMPLES, FOR_VERSION
+from areal_jax.simulation.strategy_ablation import FOR_BATCH, FOR_SAMPLES, FOR_VERSION
 from areal_jax.simulation.world import SimulationError, World
 from areal_jax.types import Completion, Group, PolicyVersion, Prompt, SampleId, Trajectory
 
@@ -117,7 +117,7 @@ class TimedWorld(World):
 
 
 class _Watching:
-    """Machines whose decoders `watched(name, decoder)` replaces."""
+    """Machines with decoders that `watched(name, decoder)` replaces."""
 
     def __init__(self, machines: Machines, watched: Callable[[str, Decoder], Decoder]) -> None:
         self.prompts, self._machines, self._watched = machines.prompts, machines, watched

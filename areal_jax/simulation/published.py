@@ -19,7 +19,7 @@ from areal_jax.observe.lanes import shares
 from areal_jax.simulation.llama_split import split_table
 from areal_jax.simulation.modelled import simulated
 from areal_jax.simulation.schedule import Schedule
-from areal_jax.simulation.strategies import FOR_BATCH
+from areal_jax.simulation.strategy_ablation import FOR_BATCH
 
 MEDIAN, CUT = 12, 180
 """Tokens of the median completion, and of the longest: sigma 1, cut at 15 times the median (AReaL)."""
@@ -167,7 +167,7 @@ REPREFILL_S = 5e-4
 """Seconds to recompute the KV of a token: a twentieth of a decode step of one sample."""
 
 HEAVY, MILD = (1.1, 30), (0.5, 4)
-"""Sigma and cut of lengths whose 99th percentile is 12.9 and 3.2 times the median."""
+"""Sigma and cut of lengths with a 99th percentile of 12.9 and of 3.2 times the median."""
 
 
 # --- the table ----------------------------------------------------------------------------------------------

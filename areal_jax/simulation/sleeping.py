@@ -50,7 +50,7 @@ TOKEN = 1
 
 
 def sleeping_parts(config: Config, schedule: Schedule) -> Parts:
-    """Returns the parts of a run whose engines, learner, weight store and task sleep as `schedule` says.
+    """Returns the parts of a run: engines, learner, weight store and task that sleep as `schedule` says.
 
     Sizes, strategy and bounds are those of `config`. Model, meshes and tasks are not: the model is a tiny one
     that computes nothing, and all roles name one device. Schedule's jitter, failures, faults and delays
@@ -104,7 +104,7 @@ class SleepingParts(Parts):
 
 
 def _state(version: PolicyVersion) -> TrainState:
-    """Returns a train state whose only parameter is its version, so that each version has its own digest."""
+    """Returns a train state with its version as the only parameter, so that versions differ in digest."""
     number = jnp.asarray(version, jnp.int32)
     return TrainState(number, number, {"version": jnp.full(1, version, jnp.float32)}, {})
 
@@ -135,7 +135,7 @@ class Slots:
 
 
 class SleepingEngine(Engine):
-    """An engine whose calls return made-up tokens after the time that `schedule` gives them.
+    """An engine with calls that return made-up tokens after the time that `schedule` gives them.
 
     As in the simulator, a sample takes `prefill_s` when it gets a slot, a decode step `token_s` times
     1 + live / crowd_slots for each version, an adoption `swap_s`, and a recomputed token `recompute_token_s`.
@@ -231,7 +231,7 @@ class SleepingEngine(Engine):
 
 
 class SleepingLearner(Learner):
-    """A learner whose update takes `train_s` of the schedule; the new parameters are the version's number."""
+    """A learner that updates in `train_s` of the schedule; the parameters are the version's number."""
 
     def __init__(self, model: Model, mesh: Mesh, schedule: Schedule) -> None:
         self.model, self.mesh, self._schedule = model, mesh, schedule

@@ -1,4 +1,4 @@
-"""The task of a run whose executors sleep: prompts without content, and rewards that take a modelled time."""
+"""The task of a run with sleeping executors: empty prompts, and rewards that take a modelled time."""
 
 from __future__ import annotations
 

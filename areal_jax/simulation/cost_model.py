@@ -31,7 +31,7 @@ LEAST_SHARE = 0.01
 
 
 def fitted(figures: Mapping[str, Any]) -> Schedule:
-    """Returns the schedule, without jitter and faults, whose times come closest to the measured figures.
+    """Returns the schedule, without jitter and faults, with times that come closest to the figures.
 
     A decode call of n live slots takes decode_steps * token_s * (1 + n / crowd_slots); both parameters are
     fitted by least squares of relative errors. Raises ArealError if a figure is missing or not a number.

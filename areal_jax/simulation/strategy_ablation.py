@@ -10,7 +10,7 @@ from typing import Any
 from areal_jax.config.refusals import FIXED_STALENESS, ON_UPDATE
 from areal_jax.observe.lanes import shares
 from areal_jax.simulation.ablation import Ablation, Measured, Table
-from areal_jax.simulation.figures import last_mean, per_s, warm_mean, warm_step_s
+from areal_jax.simulation.run_figures import last_mean, per_s, warm_mean, warm_step_s
 
 ARM = "default"
 """The name of the only arm: each strategy runs with its default for generation.on_update."""

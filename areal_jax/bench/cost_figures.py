@@ -25,7 +25,7 @@ from areal_jax.generation.engine import Engine
 from areal_jax.observe.waits import Timeline
 from areal_jax.runtime.compute_choice import ComputeChoice
 from areal_jax.runtime.trainer_loop import held_batch, train_batch
-from areal_jax.simulation.strategies import STRATEGIES
+from areal_jax.simulation.strategy_ablation import STRATEGIES
 from areal_jax.tasks.pool import RewardPool
 from areal_jax.trainer.state import TrainState
 from areal_jax.types import ArealError, Group, SampleId, Sampling
@@ -40,11 +40,11 @@ def costs(
     sigma_tokens: float | None = None,
     repeats: int = 3,
 ) -> dict[str, Any]:
-    """Measures the figures of a cost model (`simulation.costs.FIGURES`) for a run of the config.
+    """Measures the figures of a cost model (`simulation.cost_model.FIGURES`) for a run of the config.
 
     `words`: further settings, section.key=value. Lengths of completions are lognormal; None: the `median` and
-    `sigma` of the config's task. Each figure is measured alone, with random parameters, so a run whose
-    trainer and hosts share cores is slower.
+    `sigma` of the config's task. Each figure is measured alone, with random parameters; where trainer and
+    hosts share cores, a run is slower.
     """
     c = load_config(config, *words)
     lengths = _lengths(c, median_tokens, sigma_tokens)

@@ -23,7 +23,7 @@ from areal_jax.simulation.machines import drawn_work
 from areal_jax.simulation.modelled import simulated, slept
 from areal_jax.simulation.schedule import Schedule
 from areal_jax.simulation.sleeping import SleepingEngine
-from areal_jax.simulation.strategies import (
+from areal_jax.simulation.strategy_ablation import (
     FOR_BATCH,
     FOR_SAMPLES,
     STRATEGIES,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from areal_jax.simulation.costs import FIGURES, fitted
+from areal_jax.simulation.cost_model import FIGURES, fitted
 from areal_jax.types import ArealError
 
 
