@@ -18,9 +18,11 @@ from areal_jax.bench.gpu.timed_stages import gpu
 from areal_jax.bench.hosting import room, serve, swap
 from areal_jax.bench.loop import loop
 from areal_jax.bench.measure import bench_learner, compile_s, matrix_peak, timed_s, updates
+from areal_jax.bench.migration import migration
 from areal_jax.bench.packed import packed, skewed_groups
 from areal_jax.bench.prefix_trees import tree
 from areal_jax.bench.sync import sync
+from areal_jax.bench.versions import versions
 from areal_jax.models.transformer import Remat
 from areal_jax.plugin import check_settings
 from areal_jax.runtime.device_memory import reset_peak, resident_bytes
@@ -95,10 +97,18 @@ MEASUREMENTS = (
     tree,
     loop,
     sync,
+<<<<<<< HEAD
     serve,
     room,
     swap,
     costs,
+=======
+    migration,
+    versions,
+    serve,
+    room,
+    swap,
+>>>>>>> main
     gpu,
 )
 

@@ -20,7 +20,8 @@ import numpy as np
 
 from areal_jax.assembly.devices import machine, use_virtual_cpus
 from areal_jax.bench.measure import random_model, timed_s
-from areal_jax.bench.sync_publisher import DEADLINE_S, adapted_model, publisher
+from areal_jax.bench.spawned import DEADLINE_S
+from areal_jax.bench.sync_publisher import adapted_model, publisher
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import POLL_S
 from areal_jax.models.model import Params

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing as mp
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from typing import Any
 
 import jax
 
 from areal_jax.bench.measure import random_model
+from areal_jax.bench.spawned import DEADLINE_S, received, spawned
 from areal_jax.generation.engine import Engine
 from areal_jax.models.config import Lora
 from areal_jax.models.lora import adapters_of, base_of, with_adapters
 from areal_jax.models.model import Model
-from areal_jax.types import ArealError, VersionedParams
+from areal_jax.types import VersionedParams
 from areal_jax.weights.digest import digest
 from areal_jax.weights.publishing import PublisherSettings
 from areal_jax.weights.transfer.publisher import TransferStore
 
-DEADLINE_S = 600.0
 LORA = Lora(rank=8, alpha=16.0)
 
 
@@ -46,35 +44,13 @@ def publisher(shape: str, dtype: str) -> Iterator[tuple[str, Publish]]:
     The function has the type Publish. Weights go from device to device. At the end of the block the process
     is killed.
     """
-    context = mp.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=_publish, args=(there, shape, dtype), daemon=True)
-    process.start()
-    there.close()  # else the pipe stays open when the child ends
+    with spawned(_publish, shape, dtype) as pipe:
 
-    def publish(version: int, what: str) -> tuple[float, float]:
-        here.send((version, what))
-        return _received(here)
+        def publish(version: int, what: str) -> tuple[float, float]:
+            pipe.send((version, what))
+            return received(pipe)
 
-    try:
-        yield _received(here), publish
-    finally:
-        process.kill()
-        process.join()
-
-
-def _received(pipe: Connection) -> Any:
-    if not pipe.poll(DEADLINE_S):
-        raise ArealError(
-            f"the publishing process sent no message for {DEADLINE_S:g} s, so the benchmark ends; see its "
-            "last lines above"
-        )
-    try:
-        return pipe.recv()
-    except EOFError:
-        raise ArealError(
-            "the publishing process ended unexpectedly, so the benchmark ends; see its traceback above"
-        ) from None
+        yield received(pipe), publish
 
 
 def _publish(pipe: Connection, shape: str, dtype: str) -> None:

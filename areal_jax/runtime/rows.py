@@ -9,7 +9,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from areal_jax.control.events import Action, Drop, Event, HostAdopted, Reissue, RewardFailed
+from areal_jax.control.events import (
+    Action,
+    Drop,
+    Event,
+    HostAdopted,
+    Reissue,
+    RewardFailed,
+    SamplesMoved,
+)
 from areal_jax.control.reward_gate import Gates
 from areal_jax.generation.commands import Statistics
 from areal_jax.observe.waits import CONTROL, CONTROL_ALONE, idle_share
@@ -75,7 +83,7 @@ class RowMaker:
         self._last_s = time.monotonic()
         self._generated = 0
         self._host_totals: Mapping[str, float] = dict.fromkeys(HOST_COUNTS, 0)
-        self._interruptions = 0
+        self._interruptions = self._moved = 0
         self._failed: Counter[str] = Counter()
         self._dropped: Counter[str] = Counter()
         self._reissued: Counter[str] = Counter()
@@ -84,6 +92,8 @@ class RowMaker:
         """Count an event and the actions that the control plane returned for it."""
         if isinstance(event, HostAdopted):
             self._interruptions += event.interrupted
+        elif isinstance(event, SamplesMoved):
+            self._moved += len(event.samples)
         elif isinstance(event, RewardFailed):
             self._failed[self._task_of(event.ordinal)] += 1
         for action in actions:
@@ -117,9 +127,11 @@ class RowMaker:
             "train_tokens_per_s": trained["trained_tokens"] / span,
             "trainer_wait_share": idle_share(totals.get("trainer", {})),
             "generator_idle_share": self._idle_share(totals),
+            "move_share": self._share_of("move", totals),
             **_control_shares(totals),
             "decode_gap_p99_s": float(np.quantile(gaps, 0.99)) if gaps else 0.0,
             "interruptions": self._interruptions,
+            "moved_samples": self._moved,
             **self._host_counts(),
             "failed_rewards": self._failed.total(),
             "dropped": self._dropped.total(),
@@ -129,7 +141,7 @@ class RowMaker:
             "clip_share": 0.0,
             **trained,
         }
-        self._interruptions = 0
+        self._interruptions = self._moved = 0
         for counter in (self._failed, self._dropped, self._reissued):
             counter.clear()
         return row
@@ -145,6 +157,12 @@ class RowMaker:
     def _idle_share(self, totals: Mapping[str, Mapping[str, float]]) -> float:
         """Return the fraction of time that a host was idle, averaged over hosts; 0 if there is no host."""
         shares = [idle_share(totals.get(host.name, {})) for host in self._hosts]
+        return sum(shares) / len(shares) if shares else 0.0
+
+    def _share_of(self, activity: str, totals: Mapping[str, Mapping[str, float]]) -> float:
+        """Return the fraction of time that a host spent on `activity`, averaged over hosts."""
+        spent = [totals.get(host.name, {}) for host in self._hosts]
+        shares = [own.get(activity, 0.0) / sum(own.values()) for own in spent if own]
         return sum(shares) / len(shares) if shares else 0.0
 
     def _host_counts(self) -> dict[str, float]:
