@@ -88,6 +88,61 @@ def update(
 
 
 MEASUREMENTS = (
+    *(decode, prefill, sample, logprob, update, packed, tree, loop, sync),
+    *(migration, versions, serve, room, swap, costs, gpu),
+)
+
+BENCHES:
+        raise ArealError(f"unknown benchmark {name}; choose one of: {', '.join(BENCHES)}")
+    check_settings(BENCHES[name], settings, f"bench {name}")
+    return BENCHES[name](**settings)
+
+
+def logprob(
+    *, shape: str = "smollm2-135m", rows: int = 8, length: int = 256, dtype: str = "float32", repeats: int = 5
+) -> dict[str, Any]:
+    """Measures tokens per second of the trainer's log-prob pass over `rows` rows of `length` tokens each.
+
+    The rows have no padding. In the result, `limit` is the throughput if a token costs 2 FLOPs per parameter,
+    at the FLOP/s measured for a large matrix product.
+    """
+    learner, state, batch = _trainer(shape, rows, length, dtype)
+    flops = 2 * learner.model.parameter_count * batch.tokens.size
+    return _of_peak(shape, dtype, flops, batch, lambda: learner.prepare(state, batch), repeats)
+
+
+def update(
+    *,
+    shape: str = "smollm2-135m",
+    rows: int = 8,
+    length: int = 256,
+    dtype: str = "float32",
+    repeats: int = 5,
+    remat: Remat = "none",
+) -> dict[str, Any]:
+    """Measures tokens per second of one update of a micro-batch of full rows, AdamW included.
+
+    In the result, `limit` is the throughput if a token costs 6 FLOPs per parameter, at the FLOP/s measured
+    for a large matrix product; what the backward pass recomputes (`remat`, as trainer.remat) is not counted.
+    `memory_forecast_bytes` is the device memory that an update is forecast to need, state and batch included;
+    `memory_grown_bytes` is how far the process's host memory grew in one update, up to its peak.
+    """
+    learner, state, batch = _trainer(shape, rows, length, dtype, remat)
+    batch = learner.prepare(state, batch)
+    forecast = learner.forecast(state, batch)
+    once, before = partial(updates(learner, state), batch), resident_bytes("VmRSS")
+    reset_peak()
+    timed_s(once)
+    grown = resident_bytes() - before
+    flops = 6 * learner.model.parameter_count * batch.tokens.size
+    return _of_peak(shape, dtype, flops, batch, once, repeats) | {
+        "memory_forecast_bytes": forecast.peak,
+        "memory_forecast_beyond_resident_bytes": forecast.peak - forecast.resident,
+        "memory_grown_bytes": grown,
+    }
+
+
+MEASUREMENTS = (
     decode,
     prefill,
     sample,
