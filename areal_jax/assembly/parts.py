@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from jax.sharding import Mesh
 
-from areal_jax.assembly.devices import Devices, overwrites_serving, place, usable_cores
+from areal_jax.assembly.devices import Devices, overwrites_serving, params_bytes, place, usable_cores
 from areal_jax.assembly.sources import Source, open_source, open_teacher
 from areal_jax.config.sections import GenerationConfig
 from areal_jax.config.tree import Config
@@ -26,6 +27,11 @@ from areal_jax.trainer.state import TrainState, make_optimizer
 from areal_jax.trainer.supervised import supervised_start
 from areal_jax.trajectories.leaf_order import Blocks
 from areal_jax.types import ArealError, Completion, Prompt, SampleId, Trajectory
+from areal_jax.weights.memory import MemoryStore
+from areal_jax.weights.orbax import OrbaxStore
+from areal_jax.weights.publishing import PublisherSettings
+from areal_jax.weights.store import ParamStore, Probe
+from areal_jax.weights.writer import OnFailure
 
 CHECKED_PROMPTS = 256
 """Number of prompts, from ordinal 0 on, that are checked for being empty or too long before a run starts."""
@@ -99,6 +105,17 @@ class Parts(Inputs):
         """Returns a new decoding engine, without weights, for the host with index `host`, on its mesh."""
         g, on = with_layout(self.config, self.devices), self.devices.hosts[host]
         return make_engine(g, self.model, on, reserved_slots=g.reserved_slots, seed=self.config.run.seed)
+
+    def store(self, probe: Probe, folder: Path, on_failure: OnFailure) -> ParamStore:
+        """Returns the store of weights versions for a run of one process in `folder`.
+
+        `probe`: the canary of its hosts' engines. `on_failure` is called with the error of a failed commit.
+        """
+        c, dtype = self.config, self.config.wire_dtype
+        if c.weights_backend == "memory":
+            return MemoryStore(probe, dtype, overwrites_serving(c, self.devices.placement))
+        settings = PublisherSettings(probe, dtype, c.runtime.deadline_s, on_failure)
+        return OrbaxStore.of_run(c, folder, settings, params_bytes(self.model, dtype))
 
     def first_state(self) -> TrainState:
         """Returns the trainer's state at version 0, after supervised steps; the config alone decides it."""

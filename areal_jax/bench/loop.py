@@ -9,8 +9,8 @@ from typing import Any
 from areal_jax.assembly.devices import machine
 from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
-from areal_jax.simulation.ablation import run_locally
-from areal_jax.simulation.ablations import last_mean, per_s
+from areal_jax.simulation.ablation import LocalBench
+from areal_jax.simulation.run_figures import last_mean, per_s
 
 
 def loop(
@@ -36,9 +36,10 @@ def loop(
     }
     speeds: dict[str, list[float]] = {arm: [] for arm in arms}
     rewards: dict[str, list[float]] = {arm: [] for arm in arms}
+    local = LocalBench()
     for repeat in range(repeats):
         for arm, words in arms.items():
-            rows = run_locally(_decode_heavy(steps, median, seed + repeat, words))
+            rows = local.run(_decode_heavy(steps, median, seed + repeat, words)).rows
             speeds[arm].append(per_s("trained_tokens")(rows))
             rewards[arm].append(last_mean("reward_mean")(rows))
     ratios = [a / s for a, s in zip(speeds["async"], speeds["sync"], strict=True)]
@@ -59,7 +60,7 @@ def whole_run(*, steps: int, words: Sequence[str] = ()) -> dict[str, Any]:
 
     `words`: further settings, section.key=value.
     """
-    rows = run_locally(_quiet("runtime.placement=shared", f"run.steps={steps}", *words))
+    rows = LocalBench().run(_quiet("runtime.placement=shared", f"run.steps={steps}", *words)).rows
     late = rows[len(rows) // 2 :]
     names = "trainer_wait_share", "generator_idle_share", "decode_gap_p99_s"
     return {

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from areal_jax.assembly.devices import machine
+from areal_jax.bench.cost_figures import costs
 from areal_jax.bench.decode import decode, prefill, sample
 from areal_jax.bench.gpu.timed_stages import gpu
 from areal_jax.bench.hosting import room, serve, swap
@@ -87,21 +88,8 @@ def update(
 
 
 MEASUREMENTS = (
-    decode,
-    prefill,
-    sample,
-    logprob,
-    update,
-    packed,
-    tree,
-    loop,
-    sync,
-    migration,
-    versions,
-    serve,
-    room,
-    swap,
-    gpu,
+    *(decode, prefill, sample, logprob, update, packed, tree, loop, sync),
+    *(migration, versions, serve, room, swap, costs, gpu),
 )
 
 BENCHES: Mapping[str, Callable[..., dict[str, Any]]] = {each.__name__: each for each in MEASUREMENTS}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from areal_jax.cli import (
+    ablate,
     cluster,
     convert,
     evaluate,
@@ -32,7 +33,7 @@ VERBS = {
     "serve": serve.serve,
     "convert": convert.convert,
     "bench": measure.bench,
-    "ablate": measure.ablate,
+    "ablate": ablate.ablate,
     "simtest": measure.simtest,
     "parity": parity.parity,
     "config": explain.config,

@@ -87,6 +87,31 @@ def totals(intervals: Sequence[Interval]) -> dict[str, dict[str, float]]:
     return spent
 
 
+def shares(intervals: Sequence[Interval]) -> dict[str, dict[str, float]]:
+    """Returns role -> activity -> share of the role's time, from the first update's start to the last's end.
+
+    The roles are `trainer` and `hosts`, all hosts together. Empty for a run without an update.
+    """
+    updates = [each for each in intervals if each.activity == "update"]
+    if not updates:
+        return {}
+    begin, end = min(each.start_s for each in updates), max(each.end_s for each in updates)
+    clipped = [
+        each._replace(
+            component="trainer" if each.component == "trainer" else "hosts",
+            start_s=max(each.start_s, begin),
+            end_s=min(each.end_s, end),
+        )
+        for each in intervals
+        if each.component == "trainer" or each.component.startswith("host")
+    ]
+    spent = totals([each for each in clipped if each.end_s > each.start_s])
+    return {
+        role: {activity: span / sum(own.values()) for activity, span in own.items()}
+        for role, own in spent.items()
+    }
+
+
 class Orchestration(NamedTuple):
     """Seconds of control plane work and of idle devices, from the first update's start to the last's end.
 

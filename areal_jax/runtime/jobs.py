@@ -46,18 +46,22 @@ def run(config: Config, tasks: Sequence[Task] = (), stream: TextIO | None = None
     `tasks`, if given, replace the config's tasks. Progress is shown on `stream`; None: stdout. Raises
     ArealError if the run's folder exists or the run fails. A run that ended early can be resumed.
     """
-    folder = config.run.folder
-    if folder.exists():
-        raise ArealError(
-            f"the run folder {folder} exists; choose another run.name or run.dir, or continue that run with "
-            f"`areal-jax resume {folder}`"
-        )
+    _require_new(config.run.folder)
     use_gpu_environment(config)
     use_compilation_cache()
     parts = with_measured_layout(assemble(config, tasks))
-    config = _naming(parts.config, parts) if tasks else parts.config
-    make_folder(config, folder)
-    with SqliteQueue.create(folder / JOURNAL, header(config)) as journal:
+    return run_parts(parts, _naming(parts.config, parts) if tasks else parts.config, stream)
+
+
+def run_parts(parts: Parts, named: Config, stream: TextIO | None = None) -> RunResult:
+    """Start a new run of assembled parts and train it to the end.
+
+    `named`: the config that the run's folder records. `stream`, errors: as in `run`.
+    """
+    folder = named.run.folder
+    _require_new(folder)
+    make_folder(named, folder)
+    with SqliteQueue.create(folder / JOURNAL, header(named)) as journal:
         return _train(parts, journal, folder, stream)
 
 
@@ -139,6 +143,14 @@ def dry_run(config: Config, tasks: Sequence[Task] = ()) -> dict[str, Any]:
 
 
 # --- inside -------------------------------------------------------------------------------------------------
+
+
+def _require_new(folder: Path) -> None:
+    if folder.exists():
+        raise ArealError(
+            f"the run folder {folder} exists; choose another run.name or run.dir, or continue that run with "
+            f"`areal-jax resume {folder}`"
+        )
 
 
 def _naming(config: Config, parts: Parts) -> Config:

@@ -10,10 +10,8 @@ import queue
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-from areal_jax.assembly.devices import overwrites_serving, params_bytes
 from areal_jax.assembly.parts import Parts
 from areal_jax.control import events as e
 from areal_jax.control.events import Event
@@ -35,10 +33,6 @@ from areal_jax.tasks.pool import RewardPool
 from areal_jax.trainer.checkpoint import Checkpointer
 from areal_jax.trainer.state import TrainState
 from areal_jax.types import ArealError, Completion, Group, PolicyVersion, Prompt, Trajectory
-from areal_jax.weights.memory import MemoryStore
-from areal_jax.weights.orbax import OrbaxStore
-from areal_jax.weights.publishing import PublisherSettings
-from areal_jax.weights.store import ParamStore
 
 STOP_S = 60.0
 """Seconds that the main thread waits for a thread to end after sending the thread a stop command."""
@@ -70,7 +64,7 @@ class LocalRun:
             is_decoding = lambda: any(host.has_work for host in self._hosts.values())  # noqa: E731
             turns = OneDevice(c.runtime.decode_calls_per_micro_batch, is_decoding, self._deadline_s)
         engines = [parts.engine(i) for i in range(c.runtime.hosts)]
-        self._store = self._make_store(engines[0], folder)
+        self._store = parts.store(engines[0].canary, folder, self._inbox.put)
         hosts = [self._make_host(i, engine, turns) for i, engine in enumerate(engines)]
         self._hosts = {host.name: host for host, _ in hosts}
         checkpointer = Checkpointer(folder / "checkpoints", restored, self._inbox.put)
@@ -113,14 +107,6 @@ class LocalRun:
             return host, host.run
         own = (c, index, engine, self._store, self._deliver)
         return training_host(*own, name=name, clock=clock, turns=turns)
-
-    def _make_store(self, engine: Engine, folder: Path) -> ParamStore:
-        c = self._parts.config
-        dtype = c.wire_dtype
-        if c.weights_backend == "memory":
-            return MemoryStore(engine.canary, dtype, overwrites_serving(c, self._parts.devices.placement))
-        settings = PublisherSettings(engine.canary, dtype, self._deadline_s, self._inbox.put)
-        return OrbaxStore.of_run(c, folder, settings, params_bytes(self._parts.model, dtype))
 
     # --- from start to end ----------------------------------------------------------------------------------
 

@@ -15,14 +15,15 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import yaml
 
 from areal_jax.assembly.devices import machine
-from areal_jax.assembly.parts import assemble, first_params
+from areal_jax.assembly.parts import Parts, assemble, first_params, with_measured_layout
 from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
 from areal_jax.control.events import BatchTrained
@@ -33,13 +34,17 @@ from areal_jax.generation.engine import Engine
 from areal_jax.models.model import Params
 from areal_jax.observe.estimates import paired_estimate
 from areal_jax.observe.metrics import read_objects
+from areal_jax.observe.waits import Interval, read_timelines
 from areal_jax.plugin import check_settings, did_you_mean
-from areal_jax.runtime.jobs import run
+from areal_jax.runtime.context import RunResult
+from areal_jax.runtime.jobs import run_parts
+from areal_jax.runtime.reading import find, open_journal
 from areal_jax.simulation.real_machines import RealMachines
 from areal_jax.simulation.schedule import Schedule
 from areal_jax.simulation.world import simulate
 from areal_jax.tasks.held_out import held_out, without_splits
 from areal_jax.trainer.learner import Learner
+from areal_jax.trainer.state import TrainState
 from areal_jax.types import ArealError, VersionedParams
 
 PUBLISH_S = 0.02
@@ -59,8 +64,27 @@ Table = Mapping[tuple[Any, str], Mapping[str, Sequence[float]]]
 Evaluations = Mapping[str, Mapping[str, Any]]
 """Name of an evaluation -> its figures over all tasks, as `evaluation.result.task_figures` returns them."""
 
-Measured = tuple[Sequence[Row], Evaluations]
-"""The metrics rows of a run, and the evaluations of its last parameters."""
+
+class Measured(NamedTuple):
+    """What a run gives to an ablation's figures."""
+
+    rows: Sequence[Row]
+    evaluations: Evaluations = MappingProxyType({})
+    """Of the run's last parameters."""
+    intervals: Sequence[Interval] = ()
+    """What trainer and hosts did at which time."""
+    token_ages: Mapping[int, int] = MappingProxyType({})
+    """Age in versions -> number of trained tokens of that age."""
+
+
+@dataclass(frozen=True)
+class Runner:
+    """A way to run a config, other than the ablation's own."""
+
+    name: str
+    run: Callable[[Config], Measured]
+    depends_on: str = ""
+    """What determines a run's result besides its config, as text."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +134,10 @@ class Ablation:
     """Whether all seeds begin with the parameters of seed 0, as runs that begin with one pretrained model."""
     contrasts: tuple[Contrast, ...] = ()
     """The differences that the result shows with their 95 % intervals over seeds."""
+    observed: Mapping[str, Callable[[Measured], float]] = field(default_factory=dict)
+    """Name -> function that computes the figure from all that was measured of a run."""
+    takes_config: bool = False
+    """Whether the first word may be a user's config file, in place of the recipe."""
     curves: tuple[str, ...] = ("reward_mean",)
     """Fields of the metrics rows that each run's result has for every step; `part/field` is in a mapping."""
 
@@ -118,28 +146,38 @@ class Ablation:
 
 
 def ablate(
-    name: str, ablation: Ablation, words: Sequence[str], say: Callable[[str], None], kept: Path | None = None
+    name: str,
+    ablation: Ablation,
+    words: Sequence[str],
+    say: Callable[[str], None],
+    kept: Path | None = None,
+    runner: Runner | None = None,
 ) -> dict[str, Any]:
     """Run an ablation and return its table.
 
-    `words` are key=value arguments: settings (values, arms, seeds, speed) or config keys. `say(text)` reports
-    each finished run in one line. `kept`: a file to which each finished run is appended as a JSON line; a run
-    that it has already, of an equal config, is not repeated. Raises ArealError for an unknown key, and for a
-    config key that the ablation itself varies.
+    `words` are key=value arguments: settings (values, arms, seeds, speed) or config keys; before them, if
+    `ablation.takes_config`, a config file. `say(text)` reports each finished run in one line. `kept`: a file
+    to which each finished run is appended as a JSON line; a run that it has already, of an equal config, is
+    not repeated. `runner`: how to run each config; None: with the real engine and learner. Raises ArealError
+    for an unknown key, and for a config key that the ablation itself varies.
     """
+    if ablation.takes_config and words and "=" not in words[0]:
+        ablation, words = replace(ablation, recipe=words[0]), words[1:]
     settings, overrides = _read(name, ablation, words)
     places = _places(settings)
     # A bad word fails before the first run.
     configs = [_config(ablation, overrides, *place) for place in places]
     asked = [_evaluation_configs(ablation, overrides, *place) for place in places]
-    bench = None if settings["speed"] is None else Workbench(settings["speed"], ablation.shares_start)
+    runs = _runs(ablation, settings["speed"], runner)
     known = {} if kept is None else {one["config"]: one for one in read_objects(kept, "delete the line")}
     results, started = [], time.perf_counter()
     for place, config, evaluations in zip(places, configs, asked, strict=True):
-        name_of_run = _digest(config, evaluations)
+        name_of_run = _digest(config, evaluations, runner)
         result = known.get(name_of_run)
         if result is None:
-            result = _measured(ablation, place, bench, config, evaluations)
+            began = time.perf_counter()
+            measured = runs(config, evaluations)
+            result = _result(ablation, place, measured) | {"seconds": time.perf_counter() - began}
             result["config"] = name_of_run
             _keep(kept, result)
         results.append(result)
@@ -173,26 +211,32 @@ def _first_figure(ablation: Ablation) -> str:
     return next(iter(ablation.evaluated or ablation.figures))
 
 
-def _measured(
-    ablation: Ablation,
-    place: tuple[int, Any, str],
-    bench: Workbench | None,
-    config: Config,
-    evaluations: Mapping[str, Config],
-) -> dict[str, Any]:
-    """Run a config, with `bench` or, without one, under the wall clock; return its figures and curves."""
+def _runs(
+    ablation: Ablation, speed: float | None, runner: Runner | None
+) -> Callable[[Config, Mapping[str, Config]], Measured]:
+    """Return the function that runs a config and evaluates its last parameters by the given configs."""
+    if runner is not None:
+        return lambda config, evaluations: runner.run(config)
+    if speed is None:
+        local = LocalBench()
+        return lambda config, evaluations: local.run(config)
+    return Workbench(speed, ablation.shares_start).run
+
+
+def _result(ablation: Ablation, place: tuple[int, Any, str], measured: Measured) -> dict[str, Any]:
+    """Return a run's figures and curves."""
     seed, value, arm = place
-    began = time.perf_counter()
-    rows, found = (run_locally(config), {}) if bench is None else bench.run(config, evaluations)
+    rows = measured.rows
     return {
         "value": value,
         "arm": arm,
         "seed": seed,
-        **{name: figure(found) for name, figure in ablation.evaluated.items()},
+        **{name: figure(measured.evaluations) for name, figure in ablation.evaluated.items()},
         **{name: figure(rows) for name, figure in ablation.figures.items()},
+        **{name: figure(measured) for name, figure in ablation.observed.items()},
         "curves": {name: [_rounded(_field(row, name)) for row in rows] for name in ablation.curves},
+        "token_ages": {str(age): count for age, count in sorted(measured.token_ages.items())},
         "digest": rows[-1]["params_digest"],
-        "seconds": time.perf_counter() - began,
     }
 
 
@@ -206,11 +250,12 @@ def _rounded(value: Any) -> Any:
     return round(value, 4) if isinstance(value, float) else value
 
 
-def _digest(config: Config, evaluations: Mapping[str, Config]) -> str:
+def _digest(config: Config, evaluations: Mapping[str, Config], runner: Runner | None) -> str:
     """Return a digest of everything that determines a run's result, except code and machine."""
     # The evaluation's sizes count too; where a run's folder is does not.
     texts = [config.model_dump_json(exclude={"run": {"dir"}}), str((EVAL_PROMPTS, EVAL_SAMPLES))]
     texts += [f"{name} {other.model_dump_json(include={'tasks'})}" for name, other in evaluations.items()]
+    texts += [] if runner is None else [f"{runner.name} {runner.depends_on}"]
     return hashlib.blake2b("\n".join(texts).encode(), digest_size=8).hexdigest()
 
 
@@ -228,7 +273,7 @@ def _answer(
     results: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """Return the ablation's table, differences, claims and runs."""
-    figures = [*ablation.evaluated, *ablation.figures]
+    figures = [*ablation.evaluated, *ablation.figures, *ablation.observed]
     table: dict[tuple[Any, str], dict[str, list[float]]] = {}
     for result in results:
         numbers = table.setdefault((result["value"], result["arm"]), {figure: [] for figure in figures})
@@ -286,11 +331,68 @@ def _holds(table: Table, test: Callable[[Table], bool]) -> bool | None:
         return None
 
 
-def run_locally(config: Config) -> list[dict[str, Any]]:
-    """Return the metrics rows, one per step, of a local run under the wall clock in a temporary folder."""
-    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as silent:
-        where = config.run.model_copy(update={"dir": f"{folder}/run"})
-        return run(config.model_copy(update={"run": where}), stream=silent).metrics
+def recorded(result: RunResult) -> Measured:
+    """Return what a finished run's folder has of it."""
+    with open_journal(result.folder) as journal:
+        ages = find(journal).token_ages
+    return Measured(result.metrics, intervals=read_timelines(result.folder), token_ages=ages)
+
+
+class Shared:
+    """Learners and first parameters that runs have in common, so that most runs compile and pretrain nothing.
+
+    `shares_start`: all seeds begin with the parameters of seed 0.
+    """
+
+    def __init__(self, shares_start: bool = False) -> None:
+        self._shares_start = shares_start
+        self._learners: dict[str, Learner] = {}
+        self.params: dict[str, Params] = {}
+
+    def parts(self, config: Config) -> tuple[Parts, Params]:
+        """Return the assembled parts of a config, and its first parameters, which must not be donated."""
+        own = _key(config, "model", "tasks", "algorithm", "trainer", "runtime")
+        of_learner = f"{own} {config.generation.length} {config.generation.max_tokens} {config.run.steps}"
+        # Arms with the same tasks in their supervised steps have the same start.
+        prompts = () if config.trainer.supervised_tasks else ("tasks",)
+        seed = 0 if self._shares_start else config.run.seed
+        of_params = _key(config, "model", "runtime", "trainer", *prompts) + f"{config.row_length} {seed}"
+        parts = assemble(config, learner=self._learners.get(of_learner))
+        self._learners[of_learner] = parts.learner
+        if of_params not in self.params:
+            first = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
+            self.params[of_params] = first_params(assemble(first, learner=parts.learner))
+        return parts, self.params[of_params]
+
+
+class LocalBench:
+    """Runs configs under the wall clock, in this process and in temporary folders."""
+
+    def __init__(self) -> None:
+        self.shared = Shared()
+
+    def run(self, config: Config) -> Measured:
+        with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as silent:
+            where = config.run.model_copy(update={"dir": f"{folder}/run"})
+            parts, params = self.shared.parts(config.model_copy(update={"run": where}))
+            started = _Started(**vars(with_measured_layout(parts)), params=params)
+            return recorded(run_parts(started, started.config, silent))
+
+
+@dataclass(frozen=True)
+class _Started(Parts):
+    """The parts of a run that begins with given parameters."""
+
+    params: Any = None
+
+    def engine(self, host: int) -> Engine:
+        engine = super().engine(host)
+        # A program that compiles at a run's first swap would take longer than many of its steps.
+        engine.warm(engine.load_params(engine.blank(self.config.wire_dtype)))
+        return engine
+
+    def first_state(self) -> TrainState:
+        return self.learner.init(self.params)
 
 
 class Workbench:
@@ -301,27 +403,16 @@ class Workbench:
     """
 
     def __init__(self, speed: float, shares_start: bool = False) -> None:
-        self._speed, self._shares_start = speed, shares_start
-        self._learners: dict[str, Learner] = {}
+        self._speed, self.shared = speed, Shared(shares_start)
         self._engines: dict[str, list[Engine]] = {}
-        self._params: dict[str, Params] = {}
 
     def run(self, config: Config, evaluations: Mapping[str, Config] | None = None) -> Measured:
-        """Run a config; return its rows, and the evaluations of its last parameters by these configs."""
+        """Run a config, and evaluate its last parameters by the configs `evaluations`."""
         of_engine = _key(config, "model", "tasks", "generation", "runtime")
-        of_learner = of_engine + _key(config, "algorithm", "trainer") + str(config.run.steps)
-        # Arms with the same tasks in their supervised steps have the same start.
-        prompts = () if config.trainer.supervised_tasks else ("tasks",)
-        seed = 0 if self._shares_start else config.run.seed
-        of_params = _key(config, "model", "runtime", "trainer", *prompts) + f"{config.row_length} {seed}"
-        parts = assemble(config, learner=self._learners.get(of_learner))
-        self._learners[of_learner] = parts.learner
+        parts, params = self.shared.parts(config)
         if of_engine not in self._engines:
             self._engines[of_engine] = [parts.engine(i) for i in range(config.runtime.hosts)]
-        if of_params not in self._params:
-            first = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
-            self._params[of_params] = first_params(assemble(first, learner=parts.learner))
-        state = parts.learner.init(self._params[of_params])
+        state = parts.learner.init(params)
         machines = RealMachines(parts, state, self._engines[of_engine])
         result = simulate(config, schedule(config, self._speed), machines)
         if not result.audit.ok:
@@ -332,10 +423,11 @@ class Workbench:
         trained = [event for _, event, _ in result.rows if isinstance(event, BatchTrained)]
         rows = [event.metrics | {"params_digest": event.digest} for event in trained]
         value = parts.learner.publish(machines.state)
-        return rows, {
+        found = {
             name: self._evaluated(self._engines[of_engine][0], value, other)
             for name, other in (evaluations or {}).items()
         }
+        return Measured(rows, found, token_ages=result.token_ages)
 
     def _evaluated(self, engine: Engine, value: VersionedParams, config: Config) -> dict[str, Any]:
         asked = held_out(without_splits(config.tasks))

@@ -5,12 +5,14 @@ A recipe is a config file that the package contains.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from statistics import fmean, mean, median
+from collections.abc import Mapping, Sequence
+from statistics import mean, median
 
 from areal_jax.plugin import did_you_mean
 from areal_jax.simulation.ablation import Ablation, Row, Table
 from areal_jax.simulation.interleaved_ablation import INTERLEAVED
+from areal_jax.simulation.run_figures import WARM_UP, last_mean, mean_of, per_s, warm_mean
+from areal_jax.simulation.strategy_ablation import STRATEGIES
 from areal_jax.types import ArealError
 
 UNBOUNDED = "unbounded"
@@ -18,12 +20,6 @@ STALENESS = (0, 1, 2, 4, 8, 16, UNBOUNDED)
 
 ORACLE_MARGIN = 0.03
 """Largest accepted difference in mean reward, in arm decoupled, between max_staleness 1, 2 or 4 and 0."""
-
-LATE = 4
-"""Final figures are means over the last 1 / LATE (a quarter) of the steps."""
-
-WARM_UP = 5
-"""Rates and speeds leave out the first 1 / WARM_UP (a fifth) of the steps, which compile programs."""
 
 INTERRUPTION_GAIN = 1.10
 LAG_MARGIN = 0.05
@@ -38,33 +34,6 @@ CONSTANT_GAIN = 1.05
 
 Equal lengths: all completions are equally long, so that interrupting them gains little.
 """
-
-
-def _mean(figure: str) -> Callable[[Sequence[Row]], float]:
-    return lambda rows: fmean(row[figure] for row in rows)
-
-
-def last_mean(figure: str) -> Callable[[Sequence[Row]], float]:
-    """Return a function of a run's metrics rows: the mean of `figure` over the last quarter (1 / LATE)."""
-    return lambda rows: _mean(figure)(rows[-max(1, len(rows) // LATE) :])
-
-
-def _warm(figure: str) -> Callable[[Sequence[Row]], float]:
-    return lambda rows: _mean(figure)(rows[len(rows) // WARM_UP :])
-
-
-def per_s(figure: str) -> Callable[[Sequence[Row]], float]:
-    """Return a function of a run's metrics rows: the sum of the field `figure` per second of wall time.
-
-    The first fifth (1 / WARM_UP) of the rows, but at least one row, is left out.
-    """
-
-    def rate(rows: Sequence[Row]) -> float:
-        first = max(1, len(rows) // WARM_UP)
-        counted = sum(row[figure] for row in rows[first:])
-        return counted / (rows[-1]["wall_s"] - rows[first - 1]["wall_s"])
-
-    return rate
 
 
 # --- staleness ----------------------------------------------------------------------------------------------
@@ -170,8 +139,8 @@ ABLATIONS: Mapping[str, Ablation] = {
         speed=0.6,
         figures={
             "reward": last_mean("reward_mean"),
-            "clip_share": _mean("clip_share"),
-            "off_policy_weight": _mean("off_policy_weight_mean"),
+            "clip_share": mean_of("clip_share"),
+            "off_policy_weight": mean_of("off_policy_weight_mean"),
             "head_age": last_mean("head_age_mean"),
             "token_age": last_mean("token_age_mean"),
         },
@@ -204,11 +173,11 @@ ABLATIONS: Mapping[str, Ablation] = {
             "generated_tokens_per_s": per_s("generated_tokens"),
             "swap_ms": _swap_ms,
             "recomputed_share": _recomputed_share,
-            "interruptions": _warm("interruptions"),
-            "generator_idle_share": _warm("generator_idle_share"),
-            "trainer_wait_share": _warm("trainer_wait_share"),
-            "token_age": _warm("token_age_mean"),
-            "completion_tokens": _warm("completion_tokens_mean"),
+            "interruptions": warm_mean("interruptions"),
+            "generator_idle_share": warm_mean("generator_idle_share"),
+            "trainer_wait_share": warm_mean("trainer_wait_share"),
+            "token_age": warm_mean("token_age_mean"),
+            "completion_tokens": warm_mean("completion_tokens_mean"),
             "reward": last_mean("reward_mean"),
         },
         claims={
@@ -270,6 +239,7 @@ ABLATIONS: Mapping[str, Ablation] = {
         smoke=("values=[0]", "seeds=1", "run.steps=4"),
     ),
     "interleaved": INTERLEAVED,
+    "strategies": STRATEGIES,
 }
 
 

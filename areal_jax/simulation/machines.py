@@ -100,9 +100,14 @@ class DrawnMachines:
         return f"digest-{version}"
 
     def _work(self, sample: SampleId) -> Work:
-        """Draw a sample's length and whether it fails, from the schedule's seed and the sample's id alone."""
-        schedule = self._schedule
-        rng = np.random.default_rng([schedule.seed, 3, *sample])
-        tokens = schedule.median_tokens * np.exp(schedule.sigma_tokens * rng.standard_normal())
-        length = min(max(round(tokens), 1), self._config.generation.max_tokens)
-        return Work(sample, length, fails=bool(rng.random() < schedule.failed_samples))
+        return drawn_work(self._schedule, sample, self._config.generation.max_tokens)
+
+
+def drawn_work(schedule: Schedule, sample: SampleId, most: int) -> Work:
+    """Draw a sample's length and whether it fails, from the schedule's seed and the sample's id alone.
+
+    `most`: tokens of the longest completion.
+    """
+    rng = np.random.default_rng([schedule.seed, 3, *sample])
+    tokens = schedule.median_tokens * np.exp(schedule.sigma_tokens * rng.standard_normal())
+    return Work(sample, min(max(round(tokens), 1), most), fails=bool(rng.random() < schedule.failed_samples))

@@ -277,7 +277,7 @@ def test_every_way_to_pay_sub_answers_trains(tmp_path, source, words: list[str],
 def test_the_virtual_clock_decides_the_gates_and_gives_the_same_bits_twice(tmp_path, source):
     bench = Workbench(1.5)
     config = gated(tmp_path / "run", source, *FEW, "control.max_staleness=1")
-    (rows, _), (again, _) = bench.run(config), bench.run(config)
+    rows, again = bench.run(config).rows, bench.run(config).rows
     assert rows == again and len({row["params_digest"] for row in rows}) == STEPS
     assert [row["head_age_mean"] for row in rows] == [0, 1, 1, 1, 1]
     accuracies = [row["reward_parts"]["correct"] for row in rows]

@@ -80,21 +80,21 @@ def test_a_seed_gives_the_same_bits_again_whatever_ran_before_it(table, bench):
     """The last run of the table against the first one of another bench; then that bench's third run."""
     last = table["runs"][-1]
     assert (last["value"], last["arm"]) == (3, "decoupled")
-    alone, _ = bench.run(config_of(3))
-    assert [round(row["reward_mean"], 4) for row in alone] == last["curves"]["reward_mean"]
-    assert alone[-1]["params_digest"] == last["digest"]
-    other, _ = bench.run(config_of(3, "run.seed=1"))
+    alone = bench.run(config_of(3))
+    assert [round(row["reward_mean"], 4) for row in alone.rows] == last["curves"]["reward_mean"]
+    assert alone.rows[-1]["params_digest"] == last["digest"]
+    other = bench.run(config_of(3, "run.seed=1")).rows
     assert other[-1]["params_digest"] != last["digest"]
-    assert bench.run(config_of(3)) == (alone, {})
+    assert bench.run(config_of(3)) == alone
 
 
 @pytest.mark.slow
 def test_every_named_staleness_is_reached_and_unbounded_grows_with_the_run(bench):
     """Ages by step: the first batches are of version 0, then each is as old as the gate lets it be."""
     for eta in (1, 2):
-        ages = [row["head_age_mean"] for row in bench.run(config_of(eta))[0]]
+        ages = [row["head_age_mean"] for row in bench.run(config_of(eta)).rows]
         assert ages == [min(step, eta) for step in range(8)]
-    ages = [row["head_age_mean"] for row in bench.run(config_of("unbounded"))[0]]
+    ages = [row["head_age_mean"] for row in bench.run(config_of("unbounded")).rows]
     assert ages[0] == 0 and ages == sorted(ages) and ages[-1] > 2
 
 
@@ -109,7 +109,7 @@ def test_staleness_0_is_the_plain_synchronous_loop_bit_for_bit(bench):
         batch = pack(groups, config.trainer.rows, config.row_length, 4, config.trainer.prompts)
         state, _ = learner.update(state, learner.prepare(state, batch))
         oracle.append(digest(state.params))
-    assert [row["params_digest"] for row in bench.run(config)[0]][:3] == oracle
+    assert [row["params_digest"] for row in bench.run(config).rows][:3] == oracle
     assert len(set(oracle)) == 3
 
 

@@ -98,7 +98,7 @@ class Recorded:
         }
         row |= {"completion_tokens_mean": 9.0}
         sampled = {"pass@1": right, "parts": parts}
-        return [row] * config.run.steps, {name: {"sampled": sampled} for name in evaluations}
+        return Measured([row] * config.run.steps, {name: {"sampled": sampled} for name in evaluations})
 
 
 @pytest.fixture
@@ -209,8 +209,8 @@ def test_a_run_is_evaluated_on_longer_problems_and_all_seeds_begin_with_one_star
     bench = Workbench(0.6, shares_start=True)
     configs = [load_config(INTERLEAVED.recipe, *words, f"run.seed={seed}") for seed in (0, 1)]
     longer = load_config(INTERLEAVED.recipe, *words, "tasks.chained.steps=4")
-    _, found = bench.run(configs[0], {"4 steps": longer})
+    found = bench.run(configs[0], {"4 steps": longer}).evaluations
     assert found["4 steps"]["prompts"] == 128
     assert set(found["4 steps"]["sampled"]["parts"]) >= {"correct", "ttft_share", "format"}
     bench.run(configs[1])
-    assert len(bench._params) == 1
+    assert len(bench.shared.params) == 1

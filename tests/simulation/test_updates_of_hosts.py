@@ -1,8 +1,7 @@
-"""What hosts do when a version commits, under the virtual clock: DORA's D2 to D4, one_step, and A8."""
+"""What hosts do when a version commits, under the virtual clock: DORA's D2 to D4, and one_step."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from math import inf
 
@@ -204,24 +203,3 @@ def test_keep_admits_as_interruptible_does_and_recomputes_nothing():
         (event, actions) for _, event, actions in rebuilt.rows
     ]
     assert rebuilt.recomputed_tokens > 1000
-
-
-# --- A8 -----------------------------------------------------------------------------------------------------
-
-
-def gain(seed: int, schedule: dict[str, float]) -> float:
-    """Trained tokens a second, interrupting over waiting; no sample waits for a slot."""
-    speed: Counter[str] = Counter()
-    for on_update in ("recompute", "drain"):
-        control = {"strategy": "interruptible", "max_staleness": 2, "max_concurrent": 8}
-        config = config_of("interruptible", on_update, 2, control=control)
-        result = simulate(config, replace(LONG_TAIL, seed=seed, **schedule))
-        speed[on_update] = sum(result.token_ages.values()) / result.virtual_s
-    return speed["recompute"] / speed["drain"]
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_interrupting_gains_a_tenth_on_skewed_lengths_and_nothing_on_constant_ones(seed):
-    """A8 (the paper: 1.12 and 1.17): without interruption a host waits for its longest sample."""
-    assert gain(seed, {}) >= 1.10
-    assert gain(seed, {"sigma_tokens": 0.0, "median_tokens": 40}) == pytest.approx(1.0, abs=0.05)
