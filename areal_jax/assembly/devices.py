@@ -1,4 +1,4 @@
-"""Assigns devices to trainer and hosts, and forecasts the memory that each device needs."""
+"""Assigns devices to trainer, reference policy, teacher and hosts, and describes this machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import statistics
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,9 @@ from jax.sharding import Mesh
 
 from areal_jax.assembly.gpus import gpu_environment, visible_gpus
 from areal_jax.config.tree import Config
-from areal_jax.models.config import ModelConfig
 from areal_jax.models.model import Model
 from areal_jax.parallel.mesh import make_mesh
 from areal_jax.plugin import version_of
-from areal_jax.trainer.critic import Critic
-from areal_jax.trainer.trainable import Trainable
 from areal_jax.types import ArealError
 from areal_jax.weights.store import dtype_in
 
@@ -33,6 +30,10 @@ class Devices:
     hosts: tuple[Mesh, ...]
     evaluation: Mesh | None = None
     """The mesh of the evaluation host; None unless observe.evaluate is set."""
+    reference: Mesh | None = None
+    """The reference policy's own mesh; None: the trainer's (`runtime.reference`)."""
+    teacher: Mesh | None = None
+    """The teacher's own mesh; None: the trainer's (`runtime.teacher`)."""
 
 
 def use_virtual_cpus(count: int) -> None:
@@ -68,7 +69,7 @@ def place(config: Config, devices: Sequence[Any] | None = None) -> Devices:
     """
     r = config.runtime
     hosts = r.hosts + bool(config.observe.evaluate)
-    trainer_devices, host_devices = config.trainer.mesh.devices, hosts * r.host_tensor
+    trainer_devices, host_devices = config.trainer_devices, hosts * r.host_tensor
     wanted = r.placement
     together = max(trainer_devices, r.host_tensor)
     if devices is None:
@@ -76,112 +77,63 @@ def place(config: Config, devices: Sequence[Any] | None = None) -> Devices:
         devices = jax.devices()
     if wanted == "auto":
         wanted = "split" if len(devices) >= trainer_devices + host_devices else "shared"
-    if wanted == "split" and len(devices) < trainer_devices + host_devices:
-        raise ArealError(
-            f"runtime.placement=split needs {trainer_devices} devices for the trainer and {host_devices} "
-            f"for the hosts, but there are {len(devices)}; use runtime.placement=shared, or reduce "
-            "trainer.mesh, runtime.hosts or runtime.host_tensor"
-        )
-    if wanted == "shared" and config.observe.evaluate:
-        raise ArealError(
-            f"observe.evaluate={config.observe.evaluate} needs a device of its own, but with "
-            "runtime.placement=shared all meshes share one; set runtime.placement=split, or set "
-            "observe.evaluate=0 and evaluate the run later with `areal-jax eval RUN`"
-        )
-    if wanted == "shared" and config.generation.calls_ahead == 1:
-        raise ArealError(
-            "generation.calls_ahead=1 leaves a decode call on the device at the end of a host's turn, when "
-            "with runtime.placement=shared the trainer's turn begins; set generation.calls_ahead=auto, or "
-            "runtime.placement=split"
-        )
-    trainer = make_mesh(config.trainer.mesh.shape, devices, "the trainer")
+    if refusal := _against(config, wanted, len(devices)):
+        raise ArealError(refusal)
+    own = place_trainer(config, devices)
     first = trainer_devices if wanted == "split" else 0
     step = r.host_tensor if wanted == "split" else 0
     meshes = [
         make_mesh({"tensor": r.host_tensor}, devices[first + i * step :], f"generation host {i}")
         for i in range(hosts)
     ]
-    return Devices(wanted, trainer, tuple(meshes[: r.hosts]), *meshes[r.hosts :])
+    evaluation = meshes[r.hosts] if config.observe.evaluate else None
+    return replace(own, placement=wanted, hosts=tuple(meshes[: r.hosts]), evaluation=evaluation)
 
 
-def memory_table(
-    config: Config, model: Model, placement: str, teacher: Model | None = None
-) -> list[tuple[str, str, int]]:
-    """Returns (owner, content, bytes per device) of everything that stays allocated during a run.
-
-    Owner and content are texts, such as trainer and "gradient, float32". `placement`: split or shared. Not
-    included: temporaries of the programs. The trainer needs 4 bytes per parameter for master weights, and per
-    trained parameter 8 for Adam and 4 for the gradient. If publishing overwrites the host's weights in place,
-    there is one copy of the published weights; otherwise the trainer holds one, and each host holds the
-    current and the next version (with on_update=pinned, more). `teacher`: None without distillation.
-    """
-    c, dtype = model.config, config.wire_dtype
-    shards, host_shards = config.trainer.mesh.fsdp * config.trainer.mesh.tensor, config.runtime.host_tensor
-    wire = params_bytes(model, dtype)
-    moments = "trainer" if config.trainer.optimizer_memory == "device" else "the trainer's host memory"
-    trainable = Trainable(config.trainable)
-    trained = trainable.count(model)
-    few = "" if trained == model.parameter_count else f", of {trained:,} trained parameters"
-    rows = [
-        ("trainer", "master weights, float32", params_bytes(model, "float32") // shards),
-        (moments, f"Adam moments, float32{few}", 8 * trained // shards),
-        ("trainer", f"gradient, float32{few}", 4 * trained // shards),
-    ]
-    if config.algorithm.has_reference:
-        rows.append(("trainer", f"reference policy, float32{few}", 4 * trained // shards))
-    if config.algorithm.critic.kind != "none":
-        critic = Critic(model, config.algorithm.critic.kind, trainable).parameter_count
-        rows += [
-            ("trainer", "critic, float32", 4 * critic // shards),
-            (moments, "the critic's Adam moments, float32", 8 * critic // shards),
-            ("trainer", "the critic's gradient, float32", 4 * critic // shards),
-        ]
-    state = sum(size for _, what, size in rows if "gradient" not in what)
-    if config.trainer.compute != "packed":
-        rows.append(("trainer", "a prefix tree's path, and its gradient in float32", _path_bytes(config, c)))
-    rows.append(("the host's memory", "all but the gradient, while a checkpoint is written", state))
-    if teacher is not None:
-        rows.append(("trainer", "teacher, float32", 4 * teacher.parameter_count // shards))
-    if overwrites_serving(config, placement):
-        rows.append(("each host", f"serving weights, overwritten in place, {dtype}", wire))
-    else:
-        is_staged = config.weights_backend == "orbax"
-        what = "published weights, one being written and one waiting" if is_staged else "published weights"
-        rows.append(("trainer", f"{what}, {dtype}", (1 + is_staged) * wire // shards))
-        is_ahead = config.on_update == "pinned" and config.runtime.redis is not None
-        sets = config.parameter_sets + is_ahead  # one waits in its process for room
-        what = "and the next ones" if sets == 2 else f"of up to {sets} versions"
-        rows.append(("each host", f"serving weights, {what}, {dtype}", sets * wire // host_shards))
-    pages = _kv_pages(config, model)
-    rows.append(("each host", *pages))
+def _against(config: Config, placement: str, count: int) -> str:
+    """Returns why the config's meshes cannot be placed as `placement` on `count` devices; "" if they can."""
+    r = config.runtime
+    if placement == "split":
+        needed = (r.hosts + bool(config.observe.evaluate)) * r.host_tensor
+        if count >= config.trainer_devices + needed:
+            return ""
+        return (
+            f"runtime.placement=split needs {config.trainer_devices} devices for the trainer and {needed} "
+            f"for the hosts, but there are {count}; use runtime.placement=shared, or reduce "
+            "trainer.mesh, runtime.hosts or runtime.host_tensor"
+        )
+    if config.trainer_devices > config.trainer.mesh.devices:
+        return (
+            "runtime.reference.mesh and runtime.teacher.mesh need devices of their own, but with "
+            "runtime.placement=shared trainer and hosts take turns on one; set runtime.placement=split, or "
+            "leave these meshes out"
+        )
     if config.observe.evaluate:
-        read = params_bytes(model, "float32") + (wire if dtype != "float32" else 0)
-        rows += [
-            ("evaluation host", "a checkpoint's weights, as read and as served", read // host_shards),
-            ("evaluation host", *pages),
-        ]
-    return rows
+        return (
+            f"observe.evaluate={config.observe.evaluate} needs a device of its own, but with "
+            "runtime.placement=shared all meshes share one; set runtime.placement=split, or set "
+            "observe.evaluate=0 and evaluate the run later with `areal-jax eval RUN`"
+        )
+    if config.generation.calls_ahead == 1:
+        return (
+            "generation.calls_ahead=1 leaves a decode call on the device at the end of a host's turn, when "
+            "with runtime.placement=shared the trainer's turn begins; set generation.calls_ahead=auto, or "
+            "runtime.placement=split"
+        )
+    return ""
 
 
-def _kv_pages(config: Config, model: Model) -> tuple[str, int]:
-    """Returns content and bytes per device of a host's KV pages."""
-    c, g, shards = model.config, config.generation, config.runtime.host_tensor
-    room, page = g.kv_tokens or g.slots * g.length, g.tokens_per_page
-    dtype = c.dtype if g.kv_dtype == "auto" else g.kv_dtype
-    abstract = jax.eval_shape(lambda: model.kv_pages(room // page, page, dtype))
-    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract))
-    return f"KV pages, {room} tokens, {dtype}", size // (shards if c.kv_heads % shards == 0 else 1)
+def place_trainer(config: Config, devices: Sequence[Any]) -> Devices:
+    """Returns the meshes of the trainer's process, without hosts: trainer, reference policy, teacher.
 
-
-def _path_bytes(config: Config, c: ModelConfig) -> int:
-    """Returns the bytes of a walk's path and of the gradient with respect to it (`trainer.tree_arrays`).
-
-    These are KV, of policy and separate critic, and hidden states. The path has room for the longest sample
-    and for the tokens that are computed at once.
+    They take `devices` in this order. Raises ArealError if there are too few.
     """
-    places = config.row_length + config.tree_block
-    kv = 2 * c.layers * c.kv_heads * c.head_dim * (1 + (config.algorithm.critic.kind == "separate"))
-    return places * (kv * (jnp.dtype(c.dtype).itemsize + 4) + 8 * c.width)
+    first, meshes = config.trainer.mesh.devices, {}
+    for name, executor in (("reference", config.runtime.reference), ("teacher", config.runtime.teacher)):
+        if executor.mesh is not None:
+            meshes[name] = make_mesh(executor.mesh.shape, devices[first:], f"the {name}")
+            first += executor.devices
+    return Devices("split", make_mesh(config.trainer.mesh.shape, devices, "the trainer"), (), **meshes)
 
 
 def params_bytes(model: Model, dtype: str) -> int:
@@ -196,14 +148,21 @@ def params_bytes(model: Model, dtype: str) -> int:
 def overwrites_serving(config: Config, placement: str) -> bool:
     """Returns whether publishing overwrites the host's weights in place, so that there is only one copy.
 
-    True if a single host shares the trainer's process and only device, and generation.on_update is recompute
-    or keep. With drain and pinned, samples in progress still need the weights under which they began.
-    `placement`: split or shared.
+    True if a single host shares the trainer's process and only device, decodes with the published weights,
+    and generation.on_update is recompute or keep. With drain and pinned, samples in progress still need the
+    weights under which they began. `placement`: split or shared.
     """
     r = config.runtime
     is_alone = r.hosts == 1 and config.trainer.mesh.devices == 1 and r.host_tensor == 1
     is_in_memory = config.weights_backend == "memory"
-    return placement == "shared" and is_alone and is_in_memory and config.on_update in ("recompute", "keep")
+    is_as_published = config.generation.quantize == "none"
+    return (
+        placement == "shared"
+        and is_alone
+        and is_in_memory
+        and is_as_published
+        and config.on_update in ("recompute", "keep")
+    )
 
 
 def usable_cores() -> int:

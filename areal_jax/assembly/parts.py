@@ -22,6 +22,7 @@ from areal_jax.tasks.reference_answers import reference_trajectory
 from areal_jax.tasks.source import PromptStream, WeightedTask, load_tasks
 from areal_jax.tasks.task import Task
 from areal_jax.trainer.learner import Learner, Teacher
+from areal_jax.trainer.scorer import Executor
 from areal_jax.trainer.state import TrainState, make_optimizer
 from areal_jax.trainer.supervised import supervised_start
 from areal_jax.trajectories.leaf_order import Blocks
@@ -158,12 +159,15 @@ def assemble_on(devices: Devices, inputs: Inputs, learner: Learner | None = None
     """Builds a run's parts on the given devices, with `learner` or, if it is None, a new one."""
     config = inputs.config
     teacher = open_teacher(config, inputs.tasks, inputs.model) if config.algorithm.teacher else None
-    learner = learner or make_learner(config, inputs.model, devices.trainer, teacher)
+    learner = learner or make_learner(config, inputs.model, devices, teacher)
     own = (config, inputs.tasks, inputs.prompts, inputs.source, inputs.held_out, inputs.supervised)
     return Parts(*own, devices, learner, teacher)
 
 
-def make_learner(config: Config, model: Model, mesh: Mesh, teacher: Source | None) -> Learner:
+def make_learner(config: Config, model: Model, devices: Devices, teacher: Source | None) -> Learner:
+    r, mesh = config.runtime, devices.trainer
+    reference = Executor(devices.reference or mesh, r.reference.dtype) if r.reference.is_apart else None
+    apart = Executor(devices.teacher or mesh, r.teacher.dtype) if r.teacher.is_apart else None
     return Learner(
         model,
         config.algorithm,
@@ -175,7 +179,8 @@ def make_learner(config: Config, model: Model, mesh: Mesh, teacher: Source | Non
         logp_chunk=config.trainer.logp_chunk,
         remat=config.trainer.remat,
         optimizer_memory=config.trainer.optimizer_memory,
-        teacher=Teacher(teacher.model, teacher.load) if teacher else None,
+        teacher=Teacher(teacher.model, teacher.load, apart) if teacher else None,
+        reference=reference,
         trainable=config.trainable,
         tree_blocks=Blocks(config.tree_block),
     )
@@ -199,10 +204,12 @@ def with_measured_layout(parts: Parts) -> Parts:
 
     Only on a CPU, where the fastest layout depends on the kind of CPU. The run's config.yaml and the
     journal's header name the layout, and a resumed run uses it. The parts stay as they are if the run
-    promises equal bits, which must not depend on a measurement, or if a host has several devices.
+    promises equal bits, which must not depend on a measurement, if a host has several devices, or if it
+    decodes with codes, which no layout changes.
     """
     c, mesh = parts.config, parts.devices.hosts[0]
-    if c.generation.weight_layout != "auto" or c.promises_bits or platform_of(mesh) != "cpu" or mesh.size > 1:
+    is_set = c.generation.weight_layout != "auto" or c.generation.quantize != "none"
+    if is_set or c.promises_bits or platform_of(mesh) != "cpu" or mesh.size > 1:
         return parts
     layout = fastest_layout(parts.model, c.generation.slots, usable_cores())
     generation = c.generation.model_copy(update={"weight_layout": layout})
@@ -250,6 +257,7 @@ def make_engine(
         prefill_chunk=g.prefill_chunk,
         support_size=g.support_size,
         weight_layout=g.weight_layout,
+        quantize=g.quantize,
         has_penalties=has_penalties,
         reserved_slots=reserved_slots,
         sampling=g.sampling,

@@ -73,7 +73,7 @@ def _offer(pipe: Connection, folders: dict[str, Path], *own: Any) -> None:
         pipe.send("ready")
         way = pipe.recv()
         started_s = time.perf_counter()
-        work = slots.evict(0, stays_on_device=True)
+        work = slots.take_out(0)
         ticket = senders[way].offer([work])
         pipe.send((ticket, time.perf_counter() - started_s))
         pipe.recv()

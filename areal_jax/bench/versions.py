@@ -77,7 +77,7 @@ def _round(hosts: Sequence[Connection]) -> float:
 
 
 def _decode(pipe: Connection, cores: Sequence[int], slots: int, versions: int, *own: Any) -> None:
-    """The host process: times its decode calls whenever it is told to."""
+    """The host process: times its decode calls at each "go"."""
     # Before jax starts its threads, one for each core that the process may use.
     os.sched_setaffinity(0, cores)
     shape, dtype, prompt, calls, decode_steps = own

@@ -61,7 +61,7 @@ def show(figures: Mapping[str, Any], is_json: bool, lines: Iterable[str] | None 
 
 
 def print_memory(rows: Iterable[Mapping[str, Any]]) -> None:
-    """Prints a memory table: rows of `assembly.devices.memory_table` as dicts with owner, content, bytes."""
+    """Prints a memory table: rows of `assembly.memory_table` as dicts with owner, content, bytes."""
     from rich.console import Console
     from rich.table import Table
 

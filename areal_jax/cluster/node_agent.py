@@ -88,7 +88,7 @@ def plan_of(config: Config, place: Place) -> Plan:
     if plan.accelerator == "gpu" and needed > len(gpus):
         raise LaunchError(
             f"machine {place.rank} has {len(gpus)} GPUs, but its processes need {needed} (devices of "
-            f"trainer.mesh: {config.trainer.mesh.devices}; runtime.hosts={config.runtime.hosts} with "
+            f"the trainer: {config.trainer_devices}; runtime.hosts={config.runtime.hosts} with "
             f"runtime.host_tensor={config.runtime.host_tensor} each). Reduce these settings; or use one GPU "
             "(`areal-jax run` with runtime.placement=shared), or CPUs (launch.accelerator=cpu)"
         )

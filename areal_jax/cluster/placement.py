@@ -76,16 +76,16 @@ def make_plan(config: Config, accelerator: str = "gpu", one_machine: bool = Fals
     devices than launch.machine_devices. Raises LaunchError if runtime.placement=shared, if the devices cannot
     be divided among processes and machines, or if run.name is not valid in a machine's name.
     """
-    r, mesh, room = config.runtime, config.trainer.mesh, config.launch.machine_devices
+    r, devices, room = config.runtime, config.trainer_devices, config.launch.machine_devices
     _require_processes(config)
-    share, host_share = mesh.devices // r.trainer_processes, r.host_tensor
+    share, host_share = devices // r.trainer_processes, r.host_tensor
     is_evaluated = config.observe.evaluate > 0
     count = r.hosts + is_evaluated
-    total = mesh.devices + count * host_share
+    total = devices + count * host_share
     # A TPU process takes all chips of its machine, so there trainer and hosts never share one.
     if one_machine or (total <= room and accelerator != "tpu"):
         trainers = tuple(_place("trainer", r.trainer_processes, share, total, 0, 0))
-        hosts = tuple(_place("generate", count, host_share, total, 0, mesh.devices))
+        hosts = tuple(_place("generate", count, host_share, total, 0, devices))
         machines = (1, 0)
     else:
         _require_room("trainer.mesh with runtime.trainer_processes", share, room)
@@ -168,7 +168,7 @@ def _place(
 
 
 def _require_processes(config: Config) -> None:
-    r, devices = config.runtime, config.trainer.mesh.devices
+    r, devices = config.runtime, config.trainer_devices
     if r.placement == "shared":
         raise LaunchError(
             "runtime.placement=shared: trainer and host take turns within one process, so they cannot be "

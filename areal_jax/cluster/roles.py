@@ -16,9 +16,9 @@ import jax
 
 from areal_jax.assembly.device_memory_remedies import HOST, explained
 from areal_jax.assembly.devices import (
-    Devices,
     host_mesh,
     params_bytes,
+    place_trainer,
     use_compilation_cache,
     use_virtual_cpus,
 )
@@ -55,7 +55,6 @@ from areal_jax.generation.moving.ticket import decode as decode_ticket
 from areal_jax.observe.threads import reporting_thread
 from areal_jax.observe.waits import Timeline, process_timeline
 from areal_jax.parallel.agreement import leads
-from areal_jax.parallel.mesh import make_mesh
 from areal_jax.runtime.recovery import require_one_run, retrain, start_state
 from areal_jax.runtime.talking import training_host
 from areal_jax.runtime.trainer_loop import TrainBatch, Trainer
@@ -295,14 +294,13 @@ def train(config: Config, folder: Path, name: str, coordinator: str, beat: Calla
     """
     use_compilation_cache()
     processes = config.runtime.trainer_processes
-    use_virtual_cpus(-(-config.trainer.mesh.devices // processes))
+    use_virtual_cpus(-(-config.trainer_devices // processes))
     with joined(coordinator, processes, _index(name)):
         _train(config, folder, name, beat)
 
 
 def _train(config: Config, folder: Path, name: str, beat: Callable[[str], None]) -> None:
-    mesh = make_mesh(config.trainer.mesh.shape, jax.devices(), "the trainer")
-    parts = assemble_on(Devices("split", mesh, ()), open_inputs(config))
+    parts = assemble_on(place_trainer(config, jax.devices()), open_inputs(config))
     timeline = process_timeline(folder, name)
     timeline.clock("trainer").follow(beat)
     work: _Training | None = None

@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from areal_jax.config.presets import MINIBATCH_STATISTICS, NO_REWARD, OWN_RATIO
-from areal_jax.config.sections import AlgorithmConfig, ControlConfig
+from areal_jax.config.sections import (
+    AlgorithmConfig,
+    ControlConfig,
+    GenerationConfig,
+    ModelSettings,
+    RuntimeConfig,
+    TrainerConfig,
+)
 
 WIDEST_SEQUENCE_CLIP = 0.1
 """Clip ranges of at least this value are refused for a loss that clips importance ratios of whole sequences.
@@ -271,6 +278,82 @@ def exact_refusals(mesh: Mapping[str, int], host_tensor: int, on_update: str) ->
         yield (
             f"{exact} with generation.on_update=keep: tokens decoded from the KV of an older version have "
             f"log-probs that no single version gives; set control.strategy=interruptible, {bounded}"
+        )
+
+
+# --- quantised hosts ----------------------------------------------------------------------------------------
+
+
+def quantized_refusals(
+    c: GenerationConfig, model: ModelSettings, numerics: str, a: AlgorithmConfig
+) -> Iterator[str]:
+    """Yields a message for each setting that contradicts generation.quantize; `numerics`: the trainer's."""
+    if c.quantize == "none":
+        return
+    setting, none = f"generation.quantize={c.quantize}", "generation.quantize=none"
+    if numerics == "exact":
+        yield (
+            f"{setting} with trainer.numerics=exact: a quantised host computes other log-probs than the "
+            f"trainer, so they cannot agree in every bit; set trainer.numerics=bounded, or {none}"
+        )
+    if model.quantize != "none":
+        yield (
+            f"{setting} with model.quantize={model.quantize}: hosts get the frozen matrices as codes "
+            f"already; set {none}, or model.quantize=none"
+        )
+    if a.samples == "reference":
+        yield f"{setting} with algorithm.samples=reference: hosts sample nothing; set {none}"
+    elif not (is_corrected(a) or _is_own(a.loss) or _is_own(a.off_policy)):
+        yield (
+            f"{setting} with algorithm.loss={a.loss}, proximal={a.proximal}, off_policy={a.off_policy}: "
+            "nothing corrects for the difference between the quantised policy that samples and the policy "
+            "that is trained; set algorithm.preset=aipo, or algorithm.off_policy=truncate"
+        )
+
+
+def is_corrected(a: AlgorithmConfig) -> bool:
+    """Whether the objective weighs each token by a ratio to the policy that sampled it.
+
+    That is an off-policy weight, a loss with its own ratio, or a trust region around the behaviour policy.
+    """
+    is_around_behavior = a.proximal_form == "none" and a.loss != "policy_gradient"
+    return a.off_policy != "none" or a.loss in OWN_RATIO or is_around_behavior
+
+
+# --- executors ----------------------------------------------------------------------------------------------
+
+
+def executor_refusals(r: RuntimeConfig, a: AlgorithmConfig, t: TrainerConfig) -> Iterator[str]:
+    """Yields a message for each setting that contradicts a reference policy or teacher apart."""
+    used = {"reference": a.has_reference, "teacher": a.teacher is not None}
+    lacks = {"reference": "algorithm.kl.coef=0", "teacher": "algorithm.teacher unset"}
+    for name, executor in (("reference", r.reference), ("teacher", r.teacher)):
+        if not executor.is_apart:
+            continue
+        keys = [key for key in ("mesh", "dtype") if getattr(executor, key) not in (None, "auto")]
+        setting = " and ".join(f"runtime.{name}.{key}" for key in keys)
+        if not used[name]:
+            yield f"{setting} with {lacks[name]}: no {name} is there to compute; leave {setting} out"
+        if t.compute != "packed":
+            yield (
+                f"{setting} with trainer.compute={t.compute}: walks over prefix trees compute all models on "
+                f"the trainer's mesh; set trainer.compute=packed, or leave {setting} out"
+            )
+        if r.trainer_processes > 1:
+            yield (
+                f"{setting} with runtime.trainer_processes={r.trainer_processes}: arrays move between meshes "
+                f"of one process only; set runtime.trainer_processes=1, or leave {setting} out"
+            )
+        shards = executor.mesh.data * executor.mesh.fsdp if executor.mesh else 1
+        if t.rows % shards:
+            yield (
+                f"trainer.rows={t.rows} does not divide evenly over runtime.{name}.mesh's data x fsdp = "
+                f"{shards} shards; set trainer.rows to a multiple of {shards}"
+            )
+    if r.reference.is_apart and a.reference == "ema":
+        yield (
+            "algorithm.reference=ema with runtime.reference: the moving average is taken by the trainer's "
+            "update, in float32; leave runtime.reference out, or set algorithm.reference=frozen"
         )
 
 

@@ -254,6 +254,12 @@ class GenerationConfig(Section):
     """dtype of the KV cache. auto: the dtype that the device reads fastest for model.dtype. int8: one scale
     for each token and head; sampled log-probs then agree less closely with the trainer's.
     """
+    quantize: Literal["none", "int8", "fp8"] = "none"
+    """How hosts store the projections with which they decode. none: as published. int8, fp8: as codes, with
+    one scale for each output and block of 64 inputs, quantised anew from each version; needs the extra
+    [quantize], and fp8 an NVIDIA GPU that has it. Trainer, digests and published weights keep full precision;
+    recorded log-probs are those of the quantised policy, and the loss must correct for the difference.
+    """
     weight_layout: Literal["auto", "stacked", "split", "feature_major"] = "auto"
     """How weights lie in a host's memory during decoding. stacked: as published, an array with a matrix of
     all layers. split: each layer has arrays of its own. feature_major: as split, with a row for each output;
@@ -454,6 +460,27 @@ class TrainerConfig(Section):
     """Axes of the trainer's mesh."""
 
 
+class ExecutorConfig(Section):
+    mesh: MeshConfig | None = None
+    """Its mesh, on devices of its own beside the trainer's, such as {fsdp: 2}: data, fsdp and tensor as in
+    trainer.mesh. None: the trainer's mesh.
+    """
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """dtype of its parameters and of the inputs of its matrix products. auto: parameters in float32, products
+    in model.dtype.
+    """
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether its mesh or dtype differs from what the trainer would use for it."""
+        return self.mesh is not None or self.dtype != "auto"
+
+    @property
+    def devices(self) -> int:
+        """Number of devices of its own."""
+        return 0 if self.mesh is None else self.mesh.devices
+
+
 class WeightsConfig(Section):
     backend: Literal["auto", "memory", "transfer", "orbax"] = "auto"
     """How parameters reach the generation hosts. memory: within one process. orbax: as files on a file system
@@ -480,6 +507,10 @@ class RuntimeConfig(Section):
     """Number of generation hosts."""
     host_tensor: int = Field(default=1, ge=1)
     """Number of devices of one host; the host shards its attention heads over them."""
+    reference: ExecutorConfig = ExecutorConfig()
+    """Where the reference policy of algorithm.kl computes, in the trainer's process."""
+    teacher: ExecutorConfig = ExecutorConfig()
+    """Where algorithm.teacher computes, in the trainer's process."""
     decode_calls_per_micro_batch: int = Field(default=2, ge=0)
     """Read with placement=shared: decode calls that hosts may make between two micro-batches of an update."""
     reward_workers: int = Field(default=1, ge=1)

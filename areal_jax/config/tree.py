@@ -17,6 +17,8 @@ from areal_jax.config.refusals import (
     ON_UPDATE,
     control_refusals,
     exact_refusals,
+    executor_refusals,
+    quantized_refusals,
     refusals,
 )
 from areal_jax.config.sections import (
@@ -68,7 +70,7 @@ class Config(Section):
 
     @property
     def places_versions(self) -> bool:
-        """Whether hosts decode for different versions, one each as far as possible (`control.placement`)."""
+        """Whether each host decodes for one version, as far as possible (`control.orchestrator`)."""
         is_one_version = self.control.strategy == self.on_update == "pinned"
         return is_one_version and self.algorithm.samples == "policy"
 
@@ -90,6 +92,11 @@ class Config(Section):
     def wire_dtype(self) -> str:
         """dtype of published parameters."""
         return self.model.dtype if self.weights.wire_dtype == "auto" else self.weights.wire_dtype
+
+    @property
+    def trainer_devices(self) -> int:
+        """Devices of the trainer's processes: its mesh, and those that reference and teacher have alone."""
+        return self.trainer.mesh.devices + self.runtime.reference.devices + self.runtime.teacher.devices
 
     @property
     def row_length(self) -> int:
@@ -145,6 +152,7 @@ def _impossible(c: Config) -> Iterator[str]:
             )
     yield from _impossible_layout(c)
     yield from refusals(a, g.max_tokens)
+    yield from quantized_refusals(g, c.model, c.trainer.numerics, a)
     yield from _impossible_trainer(c)
     if g.max_tokens >= g.length:
         yield (
@@ -189,6 +197,7 @@ def _impossible_trainer(c: Config) -> Iterator[str]:
             f"algorithm.minibatches={a.minibatches} does not divide trainer.batch_size={t.batch_size} "
             "groups; choose a divisor of it"
         )
+    yield from executor_refusals(c.runtime, a, t)
     if c.row_length < g.length:
         yield (
             f"trainer.length={t.length} is shorter than generation.length={g.length}, so the longest "

@@ -25,10 +25,10 @@ def may_admit(admitted: int, dropped: int, version: int, batch_size: int, max_st
 
 
 def admissible(admitted: int, dropped: int, version: int, batch_size: int, max_staleness: int) -> int:
-    """Returns how many more groups may start now by `may_admit`, whose arguments it takes; at least 0.
+    """Returns how many more groups may start now by `may_admit`, at least 0.
 
-    `admitted` counts the groups that have started. The condition of `may_admit` for group number a is
-    equivalent to a <= B (version + eta + 1) + dropped.
+    The arguments are those of `may_admit`, with `admitted` the number of groups that have started. Its
+    condition for group number a is equivalent to a <= B (version + eta + 1) + dropped.
     """
     return max(0, batch_size * (version + max_staleness + 1) + dropped - admitted)
 

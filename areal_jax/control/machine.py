@@ -17,8 +17,7 @@ from areal_jax.config.tree import Config
 from areal_jax.control import events as e
 from areal_jax.control.errors import ControlError
 from areal_jax.control.events import Action, Event
-from areal_jax.control.gate import admissible
-from areal_jax.control.placement import is_at_home, place, relieve, serve_newest
+from areal_jax.control.orchestrator import Orchestrator
 from areal_jax.control.reward_gate import accuracy_of, gates_of, group_correct, ungated
 from areal_jax.control.state import GroupState, HostState, State, from_plain, to_plain, waits
 from areal_jax.control.strategies import STRATEGIES
@@ -38,6 +37,7 @@ class ControlPlane:
         strategy = STRATEGIES[config.control.strategy]
         self._strategy = strategy(config.trainer.batch_size, config.max_staleness)
         self.state = State(steps=config.run.steps)
+        self.orchestrator = Orchestrator(config, self.state)
 
     @classmethod
     def fold(
@@ -51,6 +51,7 @@ class ControlPlane:
         plane = cls(config)
         if snapshot is not None:
             plane.state = from_plain(snapshot)
+            plane.orchestrator = Orchestrator(config, plane.state)
         for event in events:
             plane.handle(event)
         return plane
@@ -101,23 +102,13 @@ class ControlPlane:
             )
         # A host that joins again has restarted: it holds nothing of what was dispatched to it.
         if event.host in self.state.hosts:
-            yield from self._lose(event.host)
+            yield from self.orchestrator.lose(event.host)
         self.state.hosts[event.host] = HostState(event.slots)
-        if self._config.places_versions:
-            yield from serve_newest(self.state, event.host)
-            yield from self._place()
+        yield from self.orchestrator.join(event.host)
 
     def _host_lost(self, event: e.HostLost) -> Iterator[Action]:
-        yield from self._lose(event.host)
-        yield from self._place()
-
-    def _lose(self, host: str) -> Iterator[Action]:
-        for group in list(self.state.groups.values()):
-            if group.target == host:
-                yield e.TakeBack(group.unfinished, group.host)
-            elif group.host == host and group.target:
-                yield e.Cancel(group.unfinished, group.target)
-        self.state.lose(host)
+        yield from self.orchestrator.lose(event.host)
+        yield from self.orchestrator.place()
 
     def _host_adopted(self, event: e.HostAdopted) -> None:
         host = self.state.hosts[event.host]
@@ -127,7 +118,7 @@ class ControlPlane:
                 "host"
             )
         self.state.require_digest(event.version, event.digest, f"host {event.host} adopted")
-        serves = max(host.serves, event.version) if self._config.places_versions else host.serves
+        serves = max(host.serves, event.version)
         self.state.hosts[event.host] = replace(host, version=event.version, serves=serves)
 
     def _sample_finished(self, event: e.SampleFinished) -> Iterator[Action]:
@@ -192,74 +183,13 @@ class ControlPlane:
         else:
             s.version = event.version
             s.digests[event.version] = event.digest
-            yield from self._place()
+            yield from self.orchestrator.place()
 
     def _version_reissued(self, event: e.VersionReissued) -> None:
-        s = self.state
-        if event.version <= s.version:  # a version that was never committed reached no host
-            self.state.require_digest(event.version, event.old, "the resumed trainer took back")
-            s.digests |= {event.version: event.new} if event.version in s.digests else {}
+        self.state.replace_digest(event.version, event.old, event.new)
 
     def _checkpoint_committed(self, event: e.CheckpointCommitted) -> None:
-        s = self.state
-        # A resume trains again from a kept checkpoint on, so no older digest is needed.
-        s.checkpoints = sorted({*s.checkpoints, event.version})[-self._config.trainer.keep_checkpoints :]
-        needed = min(s.checkpoints[0], s.version)
-        s.digests = {version: digest for version, digest in s.digests.items() if version >= needed}
-
-    # --- placement by version -------------------------------------------------------------------------------
-
-    def _samples_offered(self, event: e.SamplesOffered) -> Iterator[Action]:
-        s, group = self.state, self.state.groups[event.samples[0].ordinal]
-        if event.samples == group.unfinished:
-            s.groups[group.ordinal] = replace(group, is_offered=True)
-            yield e.Fetch(event.samples, event.target, event.host)
-        else:  # the end of another sample is still under way; the group moves as a whole or not at all
-            s.end_move(group, event.host)
-            yield e.TakeBack(event.samples, event.host)
-
-    def _samples_moved(self, event: e.SamplesMoved) -> Iterator[Action]:
-        self.state.end_move(self.state.groups[event.samples[0].ordinal], event.host)
-        yield e.Cancel(event.samples, event.source)
-
-    def _move_failed(self, event: e.MoveFailed) -> Iterator[Action]:
-        group = self.state.groups[event.samples[0].ordinal]
-        self.state.end_move(replace(group, may_move=False), event.source)
-        yield e.TakeBack(event.samples, event.source)
-
-    def _kv_short(self, event: e.KVShort) -> Iterable[Action]:
-        return relieve(self.state, event.host) if self._config.places_versions else ()
-
-    def _placement_due(self, event: e.PlacementDue) -> Iterable[Action]:
-        return self._place()
-
-    def _place(self) -> Iterable[Action]:
-        return place(self.state, self._demand()) if self._config.places_versions else ()
-
-    def _demand(self) -> int:
-        """Returns the number of samples that wait for a host or may start now.
-
-        Groups that may start count up to as many samples as all hosts have slots.
-        """
-        s, c, size = self.state, self._config, self._config.algorithm.group_size
-        more = [s.steps * c.trainer.batch_size + s.refunds - s.admitted]
-        if (bound := c.max_staleness) is not None:
-            more.append(admissible(s.admitted, s.refunds, s.version, c.trainer.batch_size, bound))
-        if (limit := c.control.max_concurrent) is not None:
-            more.append(limit - s.running)
-        slots = sum(host.slots for host in s.hosts.values())
-        waiting = sum(len(s.groups[ordinal].unfinished) for ordinal in s.waiting)
-        return waiting + min(slots, size * max(0, min(more)))
-
-    def places_differ(self) -> bool:
-        """Whether a PlacementDue may change anything: a host serves an older version than the newest one, or
-        decodes samples of an older version than it serves.
-        """
-        s = self.state
-        is_older = any(host.serves < s.version for host in s.hosts.values())
-        return self._config.places_versions and (
-            is_older or not all(is_at_home(s, group) for group in s.groups.values())
-        )
+        self.state.add_checkpoint(event.version, self._config.trainer.keep_checkpoints)
 
     # --- what follows from any event ------------------------------------------------------------------------
 
@@ -275,9 +205,7 @@ class ControlPlane:
         if s.training is None:
             yield from self._reissue_over_age()
             yield from self._form_batch()
-        if self._config.places_versions:
-            for name in [name for name, h in s.hosts.items() if h.serves < s.version and not h.outstanding]:
-                yield from serve_newest(s, name)
+        yield from self.orchestrator.reuse()
         yield from self._dispatch()
 
     def _finish(self) -> Iterator[Action]:
@@ -323,7 +251,7 @@ class ControlPlane:
         False: any number of samples may wait on a host.
         """
         s, room = self.state, self._config.algorithm.group_size if is_room_needed else None
-        serving = s.version if self._config.places_versions else None
+        serving = s.version if self._config.places_versions else -1
         while (host := s.roomiest_host(room, serving)) is not None:
             if s.waiting:
                 group = s.groups[s.waiting.pop(0)]
@@ -337,12 +265,8 @@ class ControlPlane:
             yield e.Dispatch(group.unfinished, host, s.version)
 
     def _may_admit(self) -> bool:
-        s, limit = self.state, self._config.control.max_concurrent
-        return (
-            s.admitted < s.steps * self._config.trainer.batch_size + s.refunds
-            and (limit is None or s.running < limit)
-            and self._strategy.admits(s)
-        )
+        places = self.state.open_places(self._config.trainer.batch_size, self._config.control.max_concurrent)
+        return places > 0 and self._strategy.admits(self.state)
 
     # --- failures, drops and restarts -----------------------------------------------------------------------
 
@@ -392,10 +316,10 @@ _TAKERS: dict[type, Callable[[ControlPlane, Any], Iterable[Action] | None]] = {
     e.VersionCommitted: ControlPlane._version_committed,
     e.VersionReissued: ControlPlane._version_reissued,
     e.CheckpointCommitted: ControlPlane._checkpoint_committed,
-    e.SamplesOffered: ControlPlane._samples_offered,
-    e.SamplesMoved: ControlPlane._samples_moved,
-    e.MoveFailed: ControlPlane._move_failed,
-    e.KVShort: ControlPlane._kv_short,
-    e.PlacementDue: ControlPlane._placement_due,
+    e.SamplesOffered: lambda plane, event: plane.orchestrator.offered(event),
+    e.SamplesMoved: lambda plane, event: plane.orchestrator.moved(event),
+    e.MoveFailed: lambda plane, event: plane.orchestrator.failed(event),
+    e.KVShort: lambda plane, event: plane.orchestrator.relieve(event.host),
+    e.PlacementDue: lambda plane, event: plane.orchestrator.place(),
 }
 """Kind of event -> the method that applies it; a test compares the keys with `events.EVENTS`."""

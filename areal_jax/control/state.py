@@ -65,7 +65,7 @@ class HostState:
     outstanding: int = 0
     """Number of samples dispatched or moving to the host and not yet finished or canceled."""
     serves: int = -1
-    """The newest version that the host was told to serve; -1 if hosts adopt every version by themselves."""
+    """The version of the host's last Serve command; -1 if hosts adopt every version by themselves."""
 
 
 @dataclass
@@ -165,6 +165,15 @@ class State:
         first = [self.groups[ordinal].min_version for ordinal in left]
         return [self.version if version < 0 else version for version in first]
 
+    def open_places(self, batch_size: int, limit: int | None) -> int:
+        """Returns how many more groups the run needs and has room for, whatever the strategy says.
+
+        `limit`: maximum number of running groups, None = unlimited.
+        """
+        # Each dropped group has another one in its place.
+        left = self.steps * batch_size + self.refunds - self.admitted
+        return max(0, left if limit is None else min(left, limit - self.running))
+
     @property
     def hosts_behind(self) -> list[str]:
         """Names of hosts that have unfinished samples and have not adopted the newest committed version."""
@@ -180,20 +189,19 @@ class State:
         needed = min(batches, self.steps) * batch_size + self.refunds
         return self.admitted >= needed and not self.waiting and not self.hosts_behind
 
-    def roomiest_host(self, beyond: int | None, serving: int | None = None) -> str | None:
+    def roomiest_host(self, beyond: int | None, serving: int = -1) -> str | None:
         """Returns the name of the host with the fewest unfinished samples, or None if no host has capacity.
 
         A host has capacity while it has fewer unfinished samples than its slots + `beyond`; if `beyond` is
-        None, every host has capacity. `serving`: only hosts that serve this version or a newer one; None: all
-        hosts.
+        None, every host has capacity. Hosts that serve an older version than `serving` have
+        none.
         """
         # Samples that wait on the host itself refill its slots without a message from here. Ties go by name,
         # so that the choice is the same in every fold.
         room = [
             (h.outstanding, name)
             for name, h in self.hosts.items()
-            if (beyond is None or h.outstanding < h.slots + beyond)
-            and (serving is None or h.serves >= serving)
+            if (beyond is None or h.outstanding < h.slots + beyond) and h.serves >= serving
         ]
         return min(room)[1] if room else None
 
@@ -253,6 +261,19 @@ class State:
                 f"{self.digests.get(version)}: the weights were damaged, or another run published them; end "
                 "any second run in this run's folder, then resume this run"
             )
+
+    def replace_digest(self, version: int, old: str, new: str) -> None:
+        """Records that the version has another digest than the committed one; ControlError if not `old`."""
+        if version <= self.version:  # a version that was never committed reached no host
+            self.require_digest(version, old, "the resumed trainer took back")
+            self.digests |= {version: new} if version in self.digests else {}
+
+    def add_checkpoint(self, version: int, kept: int) -> None:
+        """Records a complete checkpoint; `kept`: number of checkpoints that stay."""
+        self.checkpoints = sorted({*self.checkpoints, version})[-kept:]
+        # A resume trains again from a kept checkpoint on, so no older digest is needed.
+        needed = min(self.checkpoints[0], self.version)
+        self.digests = {version: digest for version, digest in self.digests.items() if version >= needed}
 
     def unload(self, name: str, samples: int) -> None:
         """Lowers the number of unfinished samples recorded for a host by `samples`, which may be negative."""

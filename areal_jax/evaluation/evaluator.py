@@ -27,7 +27,9 @@ class Evaluator:
         self, model: Model, asked: Mapping[str, WeightedTask], settings: EvalSettings, mesh: Mesh
     ) -> None:
         self._asked, self._settings = asked, settings
-        self._engine = make_engine(settings.config.generation, model, mesh)
+        # The version that is trained is evaluated, not the one that hosts quantise.
+        full = settings.config.generation.model_copy(update={"quantize": "none"})
+        self._engine = make_engine(full, model, mesh)
         self.shardings = self._engine.param_shardings
 
     def figures(self, value: VersionedParams, progress: Progress = lambda *_: None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ freed. Evicted samples resume before new ones start.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -262,3 +262,27 @@ class Admission:
         for work in gone:
             self.waiting.remove(work)
         return gone
+
+
+class Queues:
+    """A host's queues: one of rollouts, and one of clients' requests, which have the reserved slots."""
+
+    def __init__(self, live: LiveSlots, clock: Clock, settle: Callable[[], None]) -> None:
+        """`settle()` reads and records the results of all decode calls so far."""
+        reserved, slots = live.engine.reserved_slots, live.engine.slots
+        self.rollouts = Admission(live, range(reserved, slots), clock, settle)
+        self.requests = Admission(live, range(reserved or slots), clock, settle)
+        self.both = self.rollouts, self.requests
+
+    def of(self, work: Work) -> Admission:
+        return self.requests if work.start.is_request else self.rollouts
+
+    @property
+    def evicted(self) -> list[Work]:
+        """The half-decoded waiting samples: evicted on this host, or taken over from another one."""
+        return [work for queue in self.both for work in queue.waiting if work.so_far is not None]
+
+    def put_first(self, works: Sequence[Work]) -> None:
+        """Puts samples before all others in their queues."""
+        for work in reversed(works):
+            self.of(work).waiting.appendleft(work)

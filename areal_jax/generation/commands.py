@@ -75,7 +75,7 @@ class Wake:
 
 @dataclass(frozen=True)
 class Serve:
-    """Command: adopt weights version `version` or a newer one; needed by a host with `adopts_when_told`."""
+    """Command: adopt weights version `version` or a newer one; needed by a host with `adopts_on_command`."""
 
     version: PolicyVersion
 

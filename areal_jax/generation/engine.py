@@ -45,7 +45,8 @@ from areal_jax.generation.slots import (
 )
 from areal_jax.models.kernels.paged_attention import choose_for
 from areal_jax.models.model import Model, Params
-from areal_jax.parallel.mesh import make_mesh, param_shardings, platform_of, replicated
+from areal_jax.models.quantize import has_codes, quantize_tree
+from areal_jax.parallel.mesh import has_fp8, make_mesh, param_shardings, platform_of, replicated
 from areal_jax.parallel.program_errors import Running
 from areal_jax.types import ArealError, SampleId, Sampling, VersionedParams
 from areal_jax.weights.store import dtype_in
@@ -62,6 +63,19 @@ class Prefilling(NamedTuple):
         return self.done >= self.prefix.true_length - 1
 
 
+def _served_by(model: Model, quantize: str, mesh: Mesh) -> Model:
+    """Returns the model with which a host decodes: `model`, or with codes in place of its matrices.
+
+    Raises ArealError if the mesh's devices cannot compute with these codes.
+    """
+    if quantize == "fp8" and not has_fp8(mesh):
+        raise ArealError(
+            f"generation.quantize=fp8 on {mesh.devices.flat[0].device_kind}: fp8 needs an NVIDIA GPU of "
+            "compute capability 8.9 or newer (Ada, Hopper, Blackwell); use int8"
+        )
+    return model.with_codes(quantize)
+
+
 class Engine(jetstream.Engine):
     """Decodes up to `slots` samples at once, each of at most `length` tokens, prompt included.
 
@@ -74,6 +88,7 @@ class Engine(jetstream.Engine):
     ids; 0: not at all.
     `reserved_slots`: number of slots, from slot 0 on, reserved with all their pages for clients' requests.
     `weight_layout`: the layout of the weights (`device_layout`); auto: the one for the mesh's platform.
+    `quantize`: how projections are stored, none, int8 or fp8: `load_params` quantises each version.
     `has_penalties`: whether requests may have penalties and logit biases, as on a server.
     `sampling`, `seed`: used for samples that are inserted without a request.
     `mesh`: the devices to decode on; None: the first device.
@@ -92,6 +107,7 @@ class Engine(jetstream.Engine):
         prefill_chunk: int = 32,
         support_size: int = 0,
         weight_layout: Layout | Literal["auto"] = "auto",
+        quantize: str = "none",
         has_penalties: bool = False,
         reserved_slots: int = 0,
         sampling: Sampling | None = None,
@@ -118,6 +134,7 @@ class Engine(jetstream.Engine):
         self._sampling, self._seed = sampling or Sampling(max_tokens=length), seed
         self._mesh = mesh or make_mesh({"tensor": 1}, jax.devices(), "a generation host")
         self.param_shardings = param_shardings(model.logical_axes, model.abstract_params, self._mesh)
+        self.quantize, self._served = quantize, _served_by(model, quantize, self._mesh)
         self._platform = platform_of(self._mesh)
         self.weight_layout: Layout = layout_on(self._mesh, model, weight_layout)
         kv_dtype = model.config.dtype if kv_dtype == "auto" else kv_dtype
@@ -129,7 +146,7 @@ class Engine(jetstream.Engine):
         chunk = min(prefill_chunk, length)
         ends_early = self._platform not in ("gpu", "cuda")
         self._programs = Programs(
-            model, decode_steps, chunk, support_size, reserved_slots, kernel, ends_early
+            self._served, decode_steps, chunk, support_size, reserved_slots, kernel, ends_early
         )
         self._truncation = Truncation.of(self._sampling)
         self._compile(self._programs)
@@ -197,12 +214,15 @@ class Engine(jetstream.Engine):
     def load_params(self, value: VersionedParams) -> VersionedParams:
         """Returns `value` with its parameters on this engine's mesh, in the layout `weight_layout`.
 
-        A value that is already converted is returned unchanged.
+        An engine with `quantize` quantises them first, anew from each version's published parameters; the
+        digest stays that of the published ones. A value that is already converted is returned unchanged.
         """
-        if is_laid_out(value.params):
+        if is_laid_out(value.params) or (self.quantize != "none" and has_codes(value.params)):
             return value
         params = jax.device_put(value.params, self.param_shardings)
-        return value._replace(params=laid_out(self.model, params, self.weight_layout, self._platform))
+        if self.quantize != "none":
+            params = jax.device_put(quantize_tree(params, self.quantize), self._served_shardings)
+        return value._replace(params=laid_out(self._served, params, self.weight_layout, self._platform))
 
     def init_decode_state(self, *args: Any, **kwargs: Any) -> DecodeState:
         return self._empty_state(self._neutral)
@@ -427,14 +447,25 @@ class Engine(jetstream.Engine):
             self.param_shardings,
         )
 
+    def abstract_served(self, dtype: str) -> Params:
+        """Returns shapes, dtypes and shardings of the result of `load_params`, as `abstract_params`."""
+        params = self.abstract_params(dtype)
+        if self.quantize != "none":
+            codes = jax.eval_shape(lambda params: quantize_tree(params, self.quantize), params)
+            params = jax.tree.map(
+                lambda leaf, on: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on),
+                codes,
+                self._served_shardings,
+            )
+        return abstractly_laid_out(self._served, params, self.weight_layout, self._mesh)
+
     def abstract_calls(self, dtype: str) -> dict[str, tuple[Any, tuple]]:
         """Returns name -> (jitted function, abstract arguments) of the programs that a host calls.
 
         Each program has its largest size. `dtype`: the dtype of the parameters. The programs can be compiled
         without a device.
         """
-        params = self.abstract_params(dtype)
-        params = abstractly_laid_out(self.model, params, self.weight_layout, self._mesh)
+        params = self.abstract_served(dtype)
         state = self._empty_state.eval_shape(self._neutral)
         cache = self._empty_prefix.eval_shape(self.pages_per_slot)
         chunk = np.zeros((1, self._programs.prefill_chunk), np.int32)
@@ -493,6 +524,11 @@ class Engine(jetstream.Engine):
         return RequestPenalty(
             np.asarray(penalties.repetition, np.float32), np.asarray(penalties.presence, np.float32), bias
         )
+
+    @property
+    def _served_shardings(self) -> Params:
+        """The shardings of the parameters as this engine decodes with them, before they are laid out."""
+        return param_shardings(self._served.logical_axes, self._served.abstract_params, self._mesh)
 
     def _cache_sharding(self) -> NamedSharding:
         # Pages are split by KV heads if the axis divides them; otherwise every device holds all heads.

@@ -10,31 +10,19 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from queue import Queue
 from threading import TIMEOUT_MAX
 from typing import Any, Literal
 
 from areal_jax.control.events import Event, HostAdopted, KVShort, SampleFailed, SampleFinished
-from areal_jax.generation.admission import Admission, reason_against, reason_against_kv
-from areal_jax.generation.commands import (
-    Command,
-    HandOver,
-    Pause,
-    Serve,
-    Start,
-    Statistics,
-    Stop,
-    TakeBack,
-    TakeOver,
-    Tokens,
-    Unpause,
-    Work,
-)
+from areal_jax.generation import commands as c
+from areal_jax.generation.admission import Queues, reason_against
+from areal_jax.generation.commands import Command, Statistics
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.live_slots import LiveSlots, Progress
+from areal_jax.generation.moves import Moves
 from areal_jax.observe.waits import REMEDY, Clock, Timeline, WaitTimeout, get
 from areal_jax.parallel.mesh import platform_of
 from areal_jax.types import PolicyVersion, SampleId, Sampling, Trajectory, VersionedParams
@@ -56,8 +44,8 @@ class Host:
     adopts the new version only once the live samples, and those that may start under the old one, have ended.
     `on_tokens(sample, tokens)` is called after each decode call with the sample's new tokens, before the
     sample's end is reported; if the engine has reserved slots, only for samples of clients' requests.
-    `calls_ahead`: as generation.calls_ahead. `adopts_when_told`: whether the host adopts a version only after
-    a Serve command; it then also reports KVShort.
+    `calls_ahead`: as generation.calls_ahead. `adopts_on_command`: whether the host adopts a version only on a
+    Serve command; it then also reports KVShort.
     """
 
     def __init__(
@@ -72,8 +60,8 @@ class Host:
         stops: tuple[int, ...] | None = None,
         on_update: str = "recompute",
         versions: int = 2,
-        adopts_when_told: bool = False,
-        on_tokens: Callable[[SampleId, Tokens], None] | None = None,
+        adopts_on_command: bool = False,
+        on_tokens: Callable[[SampleId, c.Tokens], None] | None = None,
         turn: Callable[[], AbstractContextManager[Any]] = nullcontext,
         calls_ahead: int | Literal["auto"] = "auto",
         clock: Clock | None = None,
@@ -92,21 +80,17 @@ class Host:
         self._slots = LiveSlots(engine, self._clock)
         is_alone = turn is nullcontext and platform_of(engine.mesh) != "cpu"
         self._calls_ahead = int(is_alone) if calls_ahead == "auto" else calls_ahead
-        reserved, slots = engine.reserved_slots, engine.slots
-        self._rollouts = Admission(self._slots, range(reserved, slots), self._clock, self._collect)
-        self._requests = Admission(self._slots, range(reserved or slots), self._clock, self._collect)
-        self._queues = self._rollouts, self._requests
+        self._queues = Queues(self._slots, self._clock, self._collect)
+        self._moves = Moves(self._slots, self._queues, self._clock)
         self._held: dict[PolicyVersion, VersionedParams] = {}
-        self._told: PolicyVersion | None = -1 if adopts_when_told else None
+        self._to_serve: PolicyVersion | None = -1 if adopts_on_command else None
         """The newest version that a Serve command named, -1 before; None: the host adopts every version."""
-        self._kept: dict[SampleId, Work] = {}
-        """Samples handed over to another host that may not have taken them over yet."""
         self._is_paused = False
         self._last_call_s: float | None = None
         self._stalled_since_s: float | None = None
         self.generated_tokens = 0
         self.tokens_per_s: float | None = None
-        self._totals, self._statistics = Statistics(slots=slots, pages=engine.pages), Statistics()
+        self._totals, self._statistics = Statistics(slots=engine.slots, pages=engine.pages), Statistics()
         self.gaps_s: deque[float] = deque(maxlen=100_000)
         """Seconds between the results of two successive decode calls, if samples were live in between."""
 
@@ -126,7 +110,7 @@ class Host:
 
     @property
     def has_work(self) -> bool:
-        has_samples = bool(self._slots.works) or any(queue.waiting for queue in self._queues)
+        has_samples = bool(self._slots.works) or any(queue.waiting for queue in self._queues.both)
         return has_samples and not self._is_paused
 
     def statistics(self) -> Statistics:
@@ -156,7 +140,7 @@ class Host:
         """
         while first is not None or not self.inbox.empty():
             command, first = first or self.inbox.get_nowait(), None
-            if isinstance(command, Stop) and not command.samples:
+            if isinstance(command, c.Stop) and not command.samples:
                 self._collect()
                 return False
             self._obey(command)
@@ -164,57 +148,29 @@ class Host:
 
     def _obey(self, command: Command) -> None:
         match command:
-            case Start():
+            case c.Start():
                 self._accept(command)
-            case Stop(samples):
-                for queue in self._queues:
+            case c.Stop(samples):
+                for queue in self._queues.both:
                     queue.cancel(set(samples))
-                for sample in samples:
-                    self._kept.pop(sample, None)
+                self._moves.forget(samples)
                 if not self._slots.works:
                     self._last_call_s = None
-            case Pause() | Unpause():
+            case c.Pause() | c.Unpause():
                 self._collect()
-                self._is_paused = isinstance(command, Pause)
+                self._is_paused = isinstance(command, c.Pause)
                 # `gaps_s` measures decoding: a pause does not count as a gap.
                 self._last_call_s = None
-            case Serve(version):
-                self._told = version
-            case HandOver(samples, to):
-                to(self._hand_over(samples))
-            case TakeOver(works, answer):
-                answer(self._take_over(works))
-            case TakeBack(samples):
-                kept = [self._kept.pop(sample) for sample in samples if sample in self._kept]
-                self._queue_first(kept)
+            case c.Serve(version):
+                self._to_serve = version
+            case c.HandOver(samples, to):
+                self._collect()
+                to(self._moves.offer(samples))
+            case c.TakeOver(works, answer):
+                answer(self._moves.take_over(works, self._held, self.name))
+            case c.TakeBack(samples):
+                self._moves.take_back(samples)
         self._statistics = self._count()
-
-    # --- moves between hosts --------------------------------------------------------------------------------
-
-    def _hand_over(self, samples: Sequence[SampleId]) -> list[Work]:
-        self._collect()
-        with self._clock.doing("move"):
-            found = [queue.take(sample) for sample in samples for queue in self._queues]
-            works = [work for work in found if work is not None]
-            self._kept |= {work.sample: work for work in works}
-            # Copies: the other host changes what it takes over, and this one may have to take its own back.
-            return [replace(work) for work in works]
-
-    def _take_over(self, works: Sequence[Work]) -> str:
-        """Queue another host's samples before all others; returns why they are refused, or ""."""
-        for work in works:
-            if reason := reason_against_kv(self._engine, work, self._held, self.name):
-                return reason
-        with self._clock.doing("move"):
-            # What finds no slot waits in host memory, as evicted samples do.
-            for work in works[max(0, self._engine.slots - len(self._slots.works)) :]:
-                work.move_to_host_memory()
-        self._queue_first(works)
-        return ""
-
-    def _queue_first(self, works: Sequence[Work]) -> None:
-        for work in reversed(works):
-            self._queue_of(work).waiting.appendleft(work)
 
     # --- weights -------------------------------------------------------------------------------------------
 
@@ -226,7 +182,7 @@ class Host:
         latest, former = self._store.latest(), self._current
         if latest is None or (former is not None and latest <= former.version):
             return
-        if self._told is not None and self._told <= (former.version if former is not None else -1):
+        if self._to_serve is not None and self._to_serve <= (former.version if former is not None else -1):
             return
         if self._on_update == "drain" and former is not None and self._is_draining(former.version):
             return
@@ -251,14 +207,9 @@ class Host:
 
         True while a sample is live or evicted, or if the first waiting rollout may start under `version`.
         """
-        waiting = self._rollouts.waiting
+        waiting = self._queues.rollouts.waiting
         is_owed = bool(waiting) and waiting[0].start.min_version <= version
-        return is_owed or bool(self._slots.works) or bool(self._evicted)
-
-    @property
-    def _evicted(self) -> list[Work]:
-        """The half-decoded waiting samples: evicted on this host, or taken over from another one."""
-        return [work for queue in self._queues for work in queue.waiting if work.so_far is not None]
+        return is_owed or bool(self._slots.works) or bool(self._queues.evicted)
 
     def _put_in_force(self, value: VersionedParams, former: VersionedParams | None) -> int:
         """Make `value` the version under which new samples start; `former` is the one before, None at first.
@@ -267,7 +218,7 @@ class Host:
         """
         is_changed = former is not None and former.digest != value.digest
         is_rebuilt = is_changed and self._on_update == "recompute"
-        for queue in self._queues:
+        for queue in self._queues.both:
             queue.forget_prompt()
             # A sample without a token has nothing to keep, and a fresh prefill costs as much as a rebuild.
             if is_changed and self._on_update != "pinned":
@@ -277,7 +228,7 @@ class Host:
             self._free_versions()
             return 0
         self._held = {value.version: value}
-        evicted = self._evicted
+        evicted = self._queues.evicted
         begun = [work for slot, work in self._slots.works.items() if self._slots.has_begun(slot)] + evicted
         for work in begun:
             work.interruptions += 1
@@ -291,9 +242,8 @@ class Host:
 
     def _in_use(self) -> set[PolicyVersion]:
         """Returns the versions to keep: those of live, evicted and kept samples, and the newest one."""
-        kept = [work for work in self._kept.values() if work.so_far is not None]
-        in_use = {work.version for work in [*self._slots.works.values(), *self._evicted, *kept]}
-        return in_use | ({max(self._held)} if self._held else set())
+        in_use = {work.version for work in [*self._slots.works.values(), *self._queues.evicted]}
+        return in_use | self._moves.versions | ({max(self._held)} if self._held else set())
 
     def _free_versions(self) -> None:
         self._held = {version: self._held[version] for version in self._held if version in self._in_use()}
@@ -303,7 +253,7 @@ class Host:
 
         Raises WaitTimeout if they have waited longer than `deadline_s`.
         """
-        stalled = [] if self._is_paused else [q.waiting[0] for q in self._queues if q.is_stalled]
+        stalled = [] if self._is_paused else [q.waiting[0] for q in self._queues.both if q.is_stalled]
         if not stalled:
             self._stalled_since_s = None
             return
@@ -320,17 +270,14 @@ class Host:
 
     # --- slots and results ---------------------------------------------------------------------------------
 
-    def _accept(self, start: Start) -> None:
+    def _accept(self, start: c.Start) -> None:
         """Queue the samples of `start`; if they cannot be decoded, emit SampleFailed for each."""
         if reason := reason_against(self._engine, start):
             for sample in start.samples:
                 self._emit(SampleFailed(sample, self.name, reason), None)
             return
         for work in start.works(self._sampling, self._seed, self._stops):
-            self._queue_of(work).waiting.append(work)
-
-    def _queue_of(self, work: Work) -> Admission:
-        return self._requests if work.start.is_request else self._rollouts
+            self._queues.of(work).waiting.append(work)
 
     def _refill(self) -> None:
         current = self._current
@@ -338,7 +285,10 @@ class Host:
             return
         # While a host drains, new requests wait: they would keep slots live, and the drain would not end.
         is_draining = self._on_update == "drain" and self._store.latest() != current.version
-        failed = [*self._rollouts.refill(current), *self._requests.refill(current, is_held=is_draining)]
+        failed = [
+            *self._queues.rollouts.refill(current),
+            *self._queues.requests.refill(current, is_held=is_draining),
+        ]
         self._totals.recomputed_tokens += self._slots.rebuild(self._held)
         for work, reason in failed:
             self._emit(SampleFailed(work.sample, self.name, reason), None)
@@ -360,9 +310,9 @@ class Host:
                 self._report(each)
             self._last_call_s = now if self._slots.works else None
         if is_starved and (youngest := self._slots.evictable) is not None:
-            self._queue_of(self._slots.works[youngest]).evict(youngest)
+            self._queues.of(self._slots.works[youngest]).evict(youngest)
             self._totals.evictions += 1
-            if self._told is not None:
+            if self._to_serve is not None:
                 self._emit(KVShort(self.name), None)
         # The samples that ended may have been the last ones of their version.
         if self._on_update == "pinned":
@@ -386,11 +336,11 @@ class Host:
             version=current.version if current else -1,
             digest=current.digest if current else "",
             live=len(self._slots.works),
-            waiting=sum(len(queue.waiting) for queue in self._queues),
+            waiting=sum(len(queue.waiting) for queue in self._queues.both),
             is_paused=self._is_paused,
             free_pages=self._slots.free_pages if self._slots.works else self._engine.shared_pages,
             held_versions=tuple(sorted(self._held)),
             generated_tokens=self.generated_tokens,
-            prefills=sum(queue.prefills for queue in self._queues),
+            prefills=sum(queue.prefills for queue in self._queues.both),
         )
         return Statistics(**counts)

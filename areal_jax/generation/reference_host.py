@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 from areal_jax.control.events import SampleFailed, SampleFinished
-from areal_jax.generation.commands import Start, Statistics, Stop
+from areal_jax.generation.commands import Command, Start, Statistics, Stop
 from areal_jax.generation.host import Emit
 from areal_jax.observe.waits import Clock, get
 from areal_jax.types import ArealError, SampleId, Trajectory
@@ -33,7 +33,7 @@ class ReferenceHost:
         clock: Clock,
         deadline_s: float,
     ) -> None:
-        self.name, self.inbox = name, queue.Queue[Start | Stop]()
+        self.name, self.inbox = name, queue.Queue[Command]()
         self._answer, self._emit = answer, emit
         self._length, self._clock, self._deadline_s = length, clock, deadline_s
         self.has_work = False
@@ -62,7 +62,7 @@ class ReferenceHost:
             if isinstance(command, Start):
                 for sample in command.samples:
                     self._finish(sample)
-            elif not command.samples:
+            elif isinstance(command, Stop) and not command.samples:
                 return
 
     def _finish(self, sample: SampleId) -> None:

@@ -40,7 +40,7 @@ def submission(plan: Plan, launch: Launch) -> Submission:
     }
     if is_tpu:
         env |= {
-            "TRAINER_TYPE": _tpu_type(plan, plan.config.trainer.mesh.devices),
+            "TRAINER_TYPE": _tpu_type(plan, plan.config.trainer_devices),
             "TRAINER_WORKERS": str(plan.trainer_machines),
             "HOST_TYPE": _tpu_type(plan, c.machine_devices),
             "HOSTS": str(plan.generation_machines),

@@ -78,7 +78,7 @@ def _settings(plan: Plan) -> dict[str, str]:
         settings |= {
             "TRAINER_MACHINES": str(plan.trainer_machines),
             "HOSTS": str(plan.generation_machines),
-            "TRAINER_TOPOLOGY": _topology(plan, plan.config.trainer.mesh.devices),
+            "TRAINER_TOPOLOGY": _topology(plan, plan.config.trainer_devices),
             "HOST_TOPOLOGY": _topology(plan, plan.config.runtime.host_tensor),
         }
     return settings

@@ -75,7 +75,7 @@ class ModelConfig:
     """
     lora: Lora | None = None
     """LoRA adapters of the projections; None: the model has no adapters."""
-    quantize: str = "none"  # none | int8 | int4 | nf4
+    quantize: str = "none"  # none | int8 | int4 | nf4 | fp8
     """none: the blocks' projections are stored as floats; else as integer codes, which are not trained."""
     numerics: str = "bounded"  # bounded | exact
     """exact: generator and trainer compute bit-identical log-probs (`models.exact`).

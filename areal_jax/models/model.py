@@ -67,6 +67,19 @@ class Model:
         plain = dataclasses.replace(self.config, lora=None, quantize="none")
         return self if plain == self.config else Model(plain, self.tokenizer)
 
+    def with_codes(self, kind: str) -> Model:
+        """Returns the model whose projections are stored as codes of `kind` (`quantize_tree`); none: this
+        model. Raises ArealError if this model's projections are codes already.
+        """
+        if kind == "none":
+            return self
+        if self.config.quantize != "none":
+            raise ArealError(
+                f"a model with model.quantize={self.config.quantize} cannot be quantised again, to {kind}; "
+                "set generation.quantize=none"
+            )
+        return Model(dataclasses.replace(self.config, quantize=kind), self.tokenizer)
+
     def init(self, seed: int) -> Params:
         """Returns random parameters that depend on the seed alone: float32, except for quantised codes."""
         if self.base is self:

@@ -1,9 +1,10 @@
-"""Frozen matrices as integer codes with a scale per tile, by the package qwix: int8, int4 (symmetric), nf4.
+"""Matrices as codes with a scale per tile, by the package qwix: int8, int4 (symmetric), nf4, fp8.
 
 A matrix W (L, I..., O...) of L layers, with input axes I and output axes O, becomes {"codes", "scale"}, with
 one scale for each output and each tile of inputs, so that W is about codes x scale. nf4's 16 values are the
-quantiles of a normal distribution (QLoRA, Dettmers et al., arXiv:2305.14314). A byte stores two codes of 4
-bits, which are neighbours along the last axis. Scales are rounded to bfloat16, so that publishing weights in
+quantiles of a normal distribution (QLoRA, Dettmers et al., arXiv:2305.14314); fp8 is e4m3, with 4 bits of
+exponent and 3 of mantissa (Micikevicius et al., arXiv:2209.05433). A byte stores two codes of 4 bits, which
+are neighbours along the last axis. Scales are rounded to bfloat16, so that publishing weights in
 bfloat16 does not change the scales. The rounding adds an error of at most a quarter of the distance between
 two codes for int8, and a negligible error for int4 and nf4.
 """
@@ -22,6 +23,7 @@ from areal_jax.models.config import PROJECTIONS
 from areal_jax.plugin import needing
 
 CODES, SCALE = "codes", "scale"
+FP8 = "float8_e4m3fn"
 TILE = 64
 """Most inputs that share a scale; the number is gcd(TILE, size of the last input axis)."""
 
@@ -34,14 +36,15 @@ def inputs_of(name: str) -> int:
 def quantized(matrix: Float[Array, "L ..."], kind: str, inputs: int) -> dict[str, Array]:
     """Returns {"codes", "scale"} of a projection's matrices in all layers.
 
-    `kind`: int8, int4 or nf4. `inputs`: the matrix's number of input axes, which follow the axis of layers
-    (`inputs_of` returns this number).
+    `kind`: int8, int4, nf4 or fp8. `inputs`: the matrix's number of input axes, which follow the axis of
+    layers (`inputs_of` returns this number).
     """
     qwix = _qwix()
     tile = math.gcd(matrix.shape[inputs], TILE)
     whole = [axis for axis in range(matrix.ndim) if axis != inputs]
+    qtype = FP8 if kind == "fp8" else kind
     found = qwix.quantize(
-        matrix, kind, channelwise_axes=whole, tiled_axes={inputs: tile}, scale_dtype=jnp.bfloat16
+        matrix, qtype, channelwise_axes=whole, tiled_axes={inputs: tile}, scale_dtype=jnp.bfloat16
     )
     return {CODES: _packed(found.qvalue, kind), SCALE: found.scale.astype(jnp.float32)}
 
@@ -51,25 +54,25 @@ def dequantized(codes: Array, scale: Array, kind: str) -> Float[Array, "..."]:
     qwix = _qwix()
     if scale.dtype == jnp.uint16:
         scale = jax.lax.bitcast_convert_type(scale, jnp.bfloat16)
-    qtype = "nf4" if kind == "nf4" else jnp.int8
+    qtype = {"nf4": "nf4", "fp8": FP8}.get(kind, jnp.int8)
     return qwix.dequantize(qwix.QArray(_unpacked(codes, kind), scale.astype(jnp.float32), qtype=qtype))
 
 
 def _qwix() -> Any:
-    with needing("model.quantize", "quantize"):
+    with needing("model.quantize or generation.quantize", "quantize"):
         import qwix
     return qwix
 
 
 def _packed(codes: Array, kind: str) -> Array:
-    if kind == "int8":
+    if kind in ("int8", "fp8"):
         return codes
     nibbles = (codes.astype(jnp.int8) + (8 if kind == "int4" else 0)).astype(jnp.uint8)
     return nibbles[..., 0::2] | nibbles[..., 1::2] << 4
 
 
 def _unpacked(codes: Array, kind: str) -> Array:
-    if kind == "int8":
+    if kind in ("int8", "fp8"):
         return codes
     nibbles = jnp.stack([codes & 15, codes >> 4], -1).reshape(*codes.shape[:-1], 2 * codes.shape[-1])
     return nibbles.astype(jnp.uint4) if kind == "nf4" else nibbles.astype(jnp.int8) - 8
@@ -81,7 +84,9 @@ def quantize_tree(params: Any, kind: str) -> Any:
 
     def one(path: Any, leaf: Array) -> Any:
         name = path[-1].key
-        return quantized(leaf, kind, inputs_of(name)) if name in PROJECTIONS else leaf
+        if name not in PROJECTIONS:
+            return leaf
+        return quantized(leaf.astype(jnp.float32), kind, inputs_of(name))  # published ones may be bfloat16
 
     return jax.tree_util.tree_map_with_path(one, params)
 
@@ -92,10 +97,16 @@ def dequantize_tree(params: Any, kind: str) -> Any:
     Parameters without codes are returned as they are.
     """
 
-    def is_quantised(node: Any) -> bool:
-        return isinstance(node, dict) and CODES in node
-
     def one(node: Any) -> Any:
-        return dequantized(**node, kind=kind) if is_quantised(node) else node
+        return dequantized(**node, kind=kind) if _is_quantised(node) else node
 
-    return jax.tree.map(one, params, is_leaf=is_quantised)
+    return jax.tree.map(one, params, is_leaf=_is_quantised)
+
+
+def has_codes(params: Any) -> bool:
+    """Whether any matrix of the parameters is quantised."""
+    return any(_is_quantised(node) for node in jax.tree.leaves(params, is_leaf=_is_quantised))
+
+
+def _is_quantised(node: Any) -> bool:
+    return isinstance(node, dict) and CODES in node

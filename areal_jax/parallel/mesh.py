@@ -58,6 +58,23 @@ def absent_device(mesh: Mesh) -> Any | None:
     return first if first.client.runtime_type == "compile_only_runtime" else None
 
 
+FP8_CAPABILITY = (8, 9)
+"""Compute capability of the first NVIDIA GPUs with fp8 in hardware (Ada)."""
+
+
+def has_fp8(mesh: Mesh) -> bool:
+    """Whether the mesh's devices compute in fp8: NVIDIA GPUs from FP8_CAPABILITY on.
+
+    True for GPUs that are not there, whose capability jax does not know.
+    """
+    if platform_of(mesh) not in ("gpu", "cuda"):
+        return False
+    capability = getattr(mesh.devices.flat[0], "compute_capability", None)
+    if capability is None:
+        return absent_device(mesh) is not None
+    return tuple(int(part) for part in str(capability).split(".")) >= FP8_CAPABILITY
+
+
 def own_rows(mesh: Mesh, rows: int) -> np.ndarray:
     """Returns the ascending indices of the rows, of a batch of `rows` rows, that this process's devices hold.
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import jax
 
-from areal_jax.assembly.devices import memory_table, usable_cores
+from areal_jax.assembly.devices import usable_cores
 from areal_jax.assembly.gpus import PRECISION, gpu_environment
+from areal_jax.assembly.memory_table import memory_table
 from areal_jax.config.tree import Config
 from areal_jax.plan.absent import absent_devices
 from areal_jax.plan.bounds import PlannedProgram, plan_program
@@ -95,7 +96,7 @@ def _collective(which: Collective, times: float) -> dict[str, Any]:
 def memory_only(config: Config, machine: Machine) -> dict[str, Any]:
     """Returns what stays in memory during a run, without temporaries; compiles nothing."""
     r = config.runtime
-    needed = config.trainer.mesh.devices + (r.hosts + bool(config.observe.evaluate)) * r.host_tensor
+    needed = config.trainer_devices + (r.hosts + bool(config.observe.evaluate)) * r.host_tensor
     placement = r.placement
     if placement == "auto":
         placement = "split" if machine.count >= needed else "shared"

@@ -99,7 +99,7 @@ def open_recipe(config: Config, devices: Sequence[Any]) -> Recipe:
     """
     placed = place(config, devices)
     source, teacher = recipe_source(config)
-    learner = make_learner(config, source.model, placed.trainer, teacher)
+    learner = make_learner(config, source.model, placed, teacher)
     sides = _trainer(config, learner, placed, teacher), _host(config, source.model, placed)
     return Recipe(config, source.model, placed, sides, _total_bytes(_wire(config, source.model)))
 
@@ -133,7 +133,8 @@ def _total_bytes(tree: Any) -> int:
 
 
 def _trainer(config: Config, learner: Learner, devices: Devices, teacher: Source | None) -> Side:
-    state, compute = learner.abstract_state(), config.trainer.compute
+    # A reference policy on devices of its own is no part of what the trainer's programs take.
+    state, compute = learner.on_mesh(learner.abstract_state()), config.trainer.compute
     batches = {"packed": _abstract_batch(config, learner), "tree": _abstract_tree_batch(config, learner)}
     if compute != "auto":
         batches = {compute: batches[compute]}
@@ -165,7 +166,7 @@ def _trainer(config: Config, learner: Learner, devices: Devices, teacher: Source
         copies = 2 if config.weights_backend == "orbax" else 1
         wire = _on(_wire(config, learner.model), learner.state_shardings.params)
         resident["published weights"] = copies * bytes_on_one_device(wire)
-    if teacher is not None:
+    if teacher is not None and not config.runtime.teacher.is_apart:
         model = teacher.model
         shardings = param_shardings(model.logical_axes, model.abstract_params, learner.mesh)
         resident["teacher"] = bytes_on_one_device(_on(model.abstract_params, shardings))
@@ -184,7 +185,7 @@ def _packed_programs(config: Config, learner: Learner, batch: Batch, state: Any)
     if learner.objective.on_arrival:
         arguments = (state.params, state.critic, arrived)
         found.append(add(name="arrive", function=programs.arrive, arguments=arguments, calls=micros))
-    if learner.algorithm.has_reference:
+    if learner.algorithm.has_reference and not config.runtime.reference.is_apart:
         arguments = (learner.trainable.whole(state.reference, state.params), arrived)
         found.append(add(name="score", function=programs.score, arguments=arguments, calls=micros))
     is_single = micros == config.algorithm.minibatches
@@ -337,12 +338,15 @@ def _host(config: Config, model: Model, devices: Devices) -> Side:
         )
     )  # fmt: skip
     sets = 1 if overwrites_serving(config, devices.placement) else config.parameter_sets
+    weights = bytes_on_one_device(published)
+    is_as_published = engine.quantize == "none"
+    served = weights if is_as_published else bytes_on_one_device(engine.abstract_served(config.wire_dtype))
     resident = {
-        f"weights of {sets} version{'s' * (sets > 1)}": sets * bytes_on_one_device(published),
+        f"weights of {sets} version{'s' * (sets > 1)}": sets * served,
         POOL: bytes_on_one_device(state),
     }
-    if engine.weight_layout != "stacked":
-        resident[CONVERTED] = bytes_on_one_device(published)
+    if engine.weight_layout != "stacked" or not is_as_published:
+        resident[CONVERTED] = weights
     return Side(HOST, mesh, tuple(programs), resident, engine.attention.path)
 
 

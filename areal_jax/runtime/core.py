@@ -110,7 +110,7 @@ class DriverCore:
         # once scored. This is a cache: the journal has what is missing here after a restart.
         self._members: dict[int, dict[int, Trajectory]] = {}
         self._offers: dict[tuple[SampleId, ...], Offer] = {}
-        """Offers of samples whose Fetch is not sent yet."""
+        """Samples -> their offer, until their Fetch is sent."""
         self._drops = 0
 
     def record(self, incoming: Iterable[Incoming]) -> list[Entry]:

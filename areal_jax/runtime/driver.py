@@ -70,7 +70,7 @@ class Driver:
 
     def placement_due(self) -> list[Incoming]:
         """Returns PlacementDue, if it may matter and the last one was control.placement_every_s ago."""
-        if not self.control.places_differ():
+        if not self.control.orchestrator.is_due():
             self._placed_s = time.monotonic()
             return []
         if time.monotonic() < self._placed_s + self._config.control.placement_every_s:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from areal_jax.assembly.devices import header, memory_table, use_compilation_cache
+from areal_jax.assembly.devices import header, use_compilation_cache
 from areal_jax.assembly.gpus import gpu_environment, use_gpu_environment
+from areal_jax.assembly.memory_table import memory_table
 from areal_jax.assembly.parts import Parts, assemble, with_measured_layout
 from areal_jax.assembly.run_folder import JOURNAL
 from areal_jax.config.loading import ConfigError, load_config, resolved

@@ -190,7 +190,7 @@ class LocalRun:
         """
         driver, every_s = self._driver, self._parts.config.control.placement_every_s
         left_s = self._deadline_s - (time.monotonic() - self._heard_s)
-        is_placing = driver.control.places_differ() and every_s < left_s
+        is_placing = driver.control.orchestrator.is_due() and every_s < left_s
         try:
             first = get(
                 self._inbox,

@@ -51,7 +51,7 @@ def training_host(
         sampling=config.generation.sampling,
         on_update=config.on_update,
         versions=config.parameter_sets,
-        adopts_when_told=config.places_versions,
+        adopts_on_command=config.places_versions,
         turn=partial(turns.turn, "host", clock) if turns else nullcontext,
         calls_ahead=config.generation.calls_ahead,
         clock=clock,

@@ -22,6 +22,13 @@ ORACLE_MARGIN = 0.03
 """Largest accepted difference in mean reward, in arm decoupled, between max_staleness 1, 2 or 4 and 0."""
 
 INTERRUPTION_GAIN = 1.10
+LAG_MARGIN = 0.05
+"""Largest accepted difference in mean reward, in arm aipo, between a lag of 1 or 4 and none."""
+
+QUANTIZED_LAGS = (0, 4)
+QUANTIZED_SHARE = 0.95
+"""Smallest accepted ratio of the mean reward with quantised hosts to that without."""
+
 CONSTANT_GAIN = 1.05
 """Largest accepted ratio of trained tokens/s in arm recompute to those in arm drain, for equal lengths.
 
@@ -93,6 +100,30 @@ def _skew_makes_the_gain(table: Table) -> bool:
     return _gain(table, 0.0) <= CONSTANT_GAIN
 
 
+# --- lag and quantised hosts --------------------------------------------------------------------------------
+
+
+def _aipo_bears_lag(table: Table) -> bool:
+    fresh = mean(table[0, "aipo"]["reward"])
+    return all(abs(mean(table[lag, "aipo"]["reward"]) - fresh) <= LAG_MARGIN for lag in (1, 4))
+
+
+def _aipo_leads_at_8(table: Table) -> bool:
+    return mean(table[8, "aipo"]["reward"]) >= mean(table[8, "uncorrected"]["reward"])
+
+
+def _int8_earns_as_much(table: Table) -> bool:
+    """Whether the reward with int8 is at least QUANTIZED_SHARE of that without, at each lag."""
+    pairs = [[mean(table[lag, arm]["reward"]) for arm in ("int8", "none")] for lag in QUANTIZED_LAGS]
+    return all(ours >= QUANTIZED_SHARE * theirs for ours, theirs in pairs)
+
+
+def _int8_differs(table: Table) -> bool:
+    """Whether, without lag, every run's gap with int8 is above 10 times that of every run without."""
+    gaps = {arm: table[0, arm]["logp_gap"] for arm in ("int8", "none")}
+    return min(gaps["int8"]) > 10 * max(gaps["none"])
+
+
 ABLATIONS: Mapping[str, Ablation] = {
     "staleness": Ablation(
         doc="the cost of staleness with the trust region around the behavior policy (naive) or around "
@@ -154,6 +185,58 @@ ABLATIONS: Mapping[str, Ablation] = {
             f"constant: recompute trains <= {CONSTANT_GAIN:.2f} x drain's tokens": _skew_makes_the_gain,
         },
         smoke=("values=[1.0]", "arms=[recompute,drain]", "seeds=1", "run.steps=6"),
+    ),
+    "lag": Ablation(
+        doc="a lag of k versions between sampling and training, with no correction, with AIPO's capped "
+        "weight and with PPO's clip around the behaviour policy; a small version of LlamaRL's ablation of "
+        "off-policy corrections (arXiv:2505.24034)",
+        recipe="configs/lag.yaml",
+        key="control.max_staleness",
+        values=(0, 1, 4, 8),
+        arms={
+            "uncorrected": ("algorithm.loss=policy_gradient", "algorithm.loss_settings={}"),
+            "aipo": (),
+            "ppo_clip": (
+                "algorithm.loss=ppo_clip",
+                "algorithm.loss_settings={low: 0.2, high: 0.2}",
+                "algorithm.proximal=none",
+            ),
+        },
+        seeds=3,
+        speed=0.6,
+        figures={
+            "reward": last_mean("reward_mean"),
+            "head_age": last_mean("head_age_mean"),
+            "logp_gap_max": _mean("logp_gap_max"),
+            "clip_share": lambda rows: fmean(row.get("clip_share", 0.0) for row in rows),
+            "grad_norm": last_mean("grad_norm"),
+        },
+        claims={
+            f"at lag 1 and 4 the reward of aipo is within {LAG_MARGIN} of that without lag": _aipo_bears_lag,
+            "at lag 8 aipo earns at least as much as uncorrected": _aipo_leads_at_8,
+        },
+        smoke=("values=[0,4]", "arms=[aipo]", "seeds=1", "run.steps=4"),
+    ),
+    "quantized": Ablation(
+        doc="hosts that decode with int8 weights, quantised anew from each version, beside a trainer in full "
+        "precision, with AIPO; a small version of LlamaRL's quantised generator (arXiv:2505.24034)",
+        recipe="configs/lag.yaml",
+        key="control.max_staleness",
+        values=QUANTIZED_LAGS,
+        arms={"none": (), "int8": ("generation.quantize=int8",)},
+        seeds=3,
+        speed=0.6,
+        figures={
+            "reward": last_mean("reward_mean"),
+            "logp_gap": _mean("logp_gap_mean"),
+            "mismatch_kl": _mean("mismatch_kl"),
+            "head_age": last_mean("head_age_mean"),
+        },
+        claims={
+            f"with int8 the reward is >= {QUANTIZED_SHARE:.0%} of that without": _int8_earns_as_much,
+            "without lag the log-prob gap with int8 is above 10 times that without": _int8_differs,
+        },
+        smoke=("values=[0]", "seeds=1", "run.steps=4"),
     ),
     "interleaved": INTERLEAVED,
     "strategies": STRATEGIES,

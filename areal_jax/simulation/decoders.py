@@ -142,7 +142,7 @@ class DrawnDecoder:
         self._slots, self._steps = config.generation.rollout_slots, config.generation.decode_steps
         self._limit, self._on_update = config.generation.max_tokens, config.on_update
         self._version: PolicyVersion = -1
-        # Only a host that decodes for one version is told which; any other adopts each version.
+        # None: the host adopts every version by itself, as where hosts decode for all versions.
         self._serves = -1 if config.places_versions else None
         self._queue: deque[Work] = deque()
         self._live: list[Work] = []

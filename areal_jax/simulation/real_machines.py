@@ -49,7 +49,7 @@ class EngineDecoder:
             sampling=c.generation.sampling,
             on_update=c.on_update,
             versions=c.parameter_sets,
-            adopts_when_told=c.places_versions,
+            adopts_on_command=c.places_versions,
             calls_ahead=c.generation.calls_ahead,
             on_tokens=lambda sample, tokens: self._decoded_under.add(tokens.version),
         )

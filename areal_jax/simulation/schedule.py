@@ -109,12 +109,17 @@ def random_schedule(seed: int, strategy: str | None = None) -> tuple[Config, Sch
             "runtime": {"hosts": hosts},
         }
     )
+    schedule = _schedule(seed, hosts, rng)
+    return (_with_gate(config) if rng.random() < 0.5 else config), schedule
+
+
+def _schedule(seed: int, hosts: int, rng: np.random.Generator) -> Schedule:
     kinds = ["host_death", "driver_crash", "trainer_crash", "kv_short"]
     faults = [
         Fault(str(rng.choice(kinds)), int(row), int(rng.integers(hosts)), float(rng.uniform(0.1, 5.0)))
         for row in rng.choice(np.arange(1, 140), size=int(rng.integers(3, 7)), replace=False)
     ]
-    schedule = Schedule(
+    return Schedule(
         seed=seed,
         train_s=float(rng.uniform(0.02, 1.0)),
         publish_s=float(rng.uniform(0.01, 1.0)),
@@ -128,7 +133,6 @@ def random_schedule(seed: int, strategy: str | None = None) -> tuple[Config, Sch
         duplicated=float(rng.choice([0.0, 0.2])),
         faults=tuple(sorted(faults, key=lambda fault: fault.at_row)),
     )
-    return (_with_gate(config) if rng.random() < 0.5 else config), schedule
 
 
 def _with_gate(config: Config) -> Config:

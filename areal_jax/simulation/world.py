@@ -314,13 +314,13 @@ class World:
             self._finished_s = self.now_s
 
     def _watch_placement(self) -> None:
-        if not self._is_watching and self.control.places_differ():
+        if not self._is_watching and self.control.orchestrator.is_due():
             self._is_watching = True
             self.later(self.config.control.placement_every_s, self._placement_due)
 
     def _placement_due(self) -> None:
         self._is_watching = False
-        if self.control.places_differ() and not self.control.state.is_finished:
+        if self.control.orchestrator.is_due() and not self.control.state.is_finished:
             self.deliver(e.PlacementDue())
             self._watch_placement()
 

@@ -32,6 +32,7 @@ from areal_jax.trainer.critic import Critic
 from areal_jax.trainer.forward import Forward
 from areal_jax.trainer.learner_programs import LearnerPrograms
 from areal_jax.trainer.optimization import Optimization
+from areal_jax.trainer.scorer import Executor, Scorer
 from areal_jax.trainer.state import TrainState
 from areal_jax.trainer.trainable import Trainable
 from areal_jax.trainer.tree_update import Pushes, TreeBatch, TreeUpdate
@@ -50,6 +51,8 @@ class Teacher(NamedTuple):
     model: Model
     load: Callable[[Any], Params]
     """Called as `load(shardings)`; returns the model's float32 parameters with these shardings."""
+    executor: Executor | None = None
+    """Where it computes; None: as the trainer, on its mesh."""
 
 
 PreparedBatch = Batch | TreeBatch
@@ -65,7 +68,8 @@ class Learner:
     `teacher`: required if `algorithm.teacher` is set, else forbidden. `optimizer_memory`: where the
     optimiser's moments are stored between two steps. `trainable`: a leaf is trained if this regular
     expression matches the leaf's full path (None: all leaves are trained). `tree_blocks`: the blocks of
-    tokens that each device computes at once over prefix trees (None: those of a micro-batch).
+    tokens that each device computes at once over prefix trees (None: those of a micro-batch). `reference`:
+    where the reference policy computes, if the algorithm has one (None: as the trainer, on its mesh).
     """
 
     def __init__(
@@ -84,6 +88,7 @@ class Learner:
         optimizer_memory: Literal["device", "host"] = "device",
         trainable: str | None = None,
         tree_blocks: Blocks | None = None,
+        reference: Executor | None = None,
     ) -> None:
         self.model, self.algorithm, self.optimizer = model, algorithm, optimizer
         self.rows, self.length, self.teacher = rows, length, teacher
@@ -107,15 +112,27 @@ class Learner:
             max_tokens=float(max_tokens or length),
             trainable=self.trainable,
         )
-        self._optimization = Optimization(
-            model, algorithm, optimizer, self.critic, self.trainable, memory=optimizer_memory
-        )
         self.compiled: list[Compiled] = []
+        self._reference = None
+        if algorithm.has_reference and reference is not None:
+            self._reference = self._scorer("score", model, reference)
+        holds_reference = algorithm.has_reference and self._reference is None
+        own = (model, algorithm, optimizer, self.critic, self.trainable, holds_reference)
+        self._optimization = Optimization(*own, memory=optimizer_memory)
         self.programs = LearnerPrograms(
             self.objective, self._optimization, self.mesh, rows, length, self.compiled.append
         )
         self.state_shardings = self.programs.state_shardings
+        if self._reference is not None:
+            self.state_shardings = self.state_shardings.replace(reference=self._reference.shardings)
         self.tree_blocks = tree_blocks or Blocks(rows * length // self._shards)
+
+    def _scorer(self, name: str, model: Model, executor: Executor) -> Scorer:
+        return Scorer(model, executor, self.mesh, self._forward, name, self.compiled.append)
+
+    def on_mesh(self, state: TrainState) -> TrainState:
+        """Returns the state without a reference policy apart, as the trainer's programs take it."""
+        return state if self._reference is None else state.replace(reference=None)
 
     def _require_consistent(self) -> None:
         if self.rows % self._shards:
@@ -151,6 +168,7 @@ class Learner:
         """
         if isinstance(batch, TreeBatch):
             return self.tree.forecast(state, batch)
+        state = self.on_mesh(state)
         programs, sums = self.programs, self.programs.abstract_sums()
         size = bytes_on_one_device(sums)
         minibatches = self.micro_batches(batch)
@@ -180,13 +198,20 @@ class Learner:
         if not donate:
             kind = self.model.config.accumulate
             params = jax.tree.map(lambda leaf: jnp.array(leaf, dtype_in(leaf.dtype, kind)), params)
-        first = jax.jit(self._optimization.first, donate_argnums=0, out_shardings=self.state_shardings)
-        return first(jax.device_put(params, self.state_shardings.params))
+        on = self.programs.state_shardings
+        first = jax.jit(self._optimization.first, donate_argnums=0, out_shardings=on)
+        state = first(jax.device_put(params, on.params))
+        if self._reference is not None:
+            state = state.replace(reference=self._reference.take(state.params))
+        return state
 
     def abstract_state(self) -> TrainState:
         """Returns the shapes, dtypes and shardings of the state, as `checkpoint.restore` needs them."""
-        first = jax.jit(self._optimization.first, out_shardings=self.state_shardings)
-        return jax.eval_shape(first, self.model.abstract_params)
+        first = jax.jit(self._optimization.first, out_shardings=self.programs.state_shardings)
+        state = jax.eval_shape(first, self.model.abstract_params)
+        if self._reference is not None:
+            state = state.replace(reference=self._reference.abstract_params())
+        return state
 
     def versioned(self, state: TrainState) -> VersionedParams:
         """Returns the state's parameters, not a copy, with version and digest (a hash of the bits).
@@ -220,7 +245,10 @@ class Learner:
         scores: dict[str, Array] = {}
         if names := self.objective.on_arrival:
             scores = self._scores(arrive, dict.fromkeys(names, zero), batch, between)
-        if self.algorithm.has_reference:
+        if self._reference is not None:
+            under = partial(self._reference.logp, state.reference)
+            scores["ref_logp"] = self._scores(under, zero, batch, between)
+        elif self.algorithm.has_reference:
             under = partial(self.programs.score, self.trainable.whole(state.reference, state.params))
             scores["ref_logp"] = self._scores(under, zero, batch, between)
         if self.teacher is not None:
@@ -263,6 +291,11 @@ class Learner:
     @cached_property
     def _score_teacher(self) -> Callable[[Batch], Array]:
         """A function from a micro-batch to the teacher's log-probs."""
+        assert self.teacher is not None
+        model, load, executor = self.teacher
+        if executor is not None:
+            scorer = self._scorer("score_teacher", model, executor)
+            return partial(scorer.logp, scorer.take(load(scorer.shardings)))
         forward, params = self._loaded_teacher
         return partial(self.programs.program("score_teacher", forward.logp), params)
 
@@ -345,7 +378,7 @@ class Learner:
         if isinstance(batch, TreeBatch):
             state, of_tree = self.tree.update(state, batch, between)
             return state, to_floats(jax.device_get(of_tree))
-        metrics = []
+        metrics, reference, state = [], state.reference, self.on_mesh(state)
         minibatches = self.micro_batches(batch)
         is_joined = between is None and self._joins_micro_batches
         for index, micros in enumerate(minibatches):
@@ -356,6 +389,8 @@ class Learner:
             else:
                 state, sums_of_minibatch = self._by_micro_batch(state, live, is_last, between)
             metrics.append(sums_of_minibatch)
+        if self._reference is not None:
+            state = state.replace(reference=reference)
         return state, to_floats(jax.device_get(metrics))
 
     def _by_micro_batch(

@@ -34,6 +34,9 @@ class Optimization:
     critic: Critic | None
     trainable: Trainable
 
+    holds_reference: bool
+    """Whether the state of this mesh's programs contains the reference policy."""
+
     memory: str
     """Where the optimiser's moments are stored between two steps: device | host."""
 
@@ -46,7 +49,7 @@ class Optimization:
         a, zero = self.algorithm, jnp.zeros((), jnp.int32)
         trained = self.trainable.of(params)
         state = TrainState(zero, zero, params, self.optimizer.init(trained))
-        if a.has_reference:
+        if self.holds_reference:
             state = state.replace(reference=jax.tree.map(jnp.copy, trained))
         if self.critic is not None:
             critic = self.critic.first(params)
@@ -77,7 +80,7 @@ class Optimization:
         placed = jax.tree.map(lambda _: replicated(mesh), abstract)
         trained = self.trainable.of(params)
         placed = placed.replace(params=params, optimizer=of_optimizer(abstract.optimizer, trained))
-        if self.algorithm.has_reference:
+        if self.holds_reference:
             placed = placed.replace(reference=trained)
         if self.critic is not None:
             critic = self.critic.shardings(mesh)

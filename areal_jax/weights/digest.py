@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 ROWS = 64
 """Largest number of slices into which `_sum_by_slices` splits a matrix."""
@@ -31,8 +33,27 @@ def leaf_digests(params: Any) -> dict[str, str]:
 
 
 def leaf_sums(params: Any) -> jax.Array:
-    """Returns the checksum of each leaf, uint32, in tree order; the devices may still be computing them."""
-    return _sums(jax.tree.leaves(params))
+    """Returns the checksum of each leaf, uint32, in tree order; the devices may still be computing them.
+
+    Waits for them if the leaves are on several meshes.
+    """
+    leaves = jax.tree.leaves(params)
+    groups = by_devices(leaves)
+    if len(groups) < 2:
+        return _sums(leaves)
+    sums = np.zeros(len(leaves), np.uint32)
+    for places in groups:
+        sums[places] = _sums([leaves[place] for place in places])
+    return jnp.asarray(sums)
+
+
+def by_devices(leaves: Sequence[Any]) -> list[list[int]]:
+    """Returns the indices of the leaves, grouped by devices: one program takes arrays of one mesh only."""
+    groups: dict[Any, list[int]] = {}
+    for place, leaf in enumerate(leaves):
+        is_there = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+        groups.setdefault(frozenset(leaf.sharding.device_set) if is_there else None, []).append(place)
+    return list(groups.values())
 
 
 def name_sums(params: Any, sums: jax.Array) -> dict[str, str]:

@@ -17,6 +17,7 @@ import numpy as np
 
 from areal_jax.types import PolicyVersion, VersionedParams
 from areal_jax.weights.digest import digest
+from areal_jax.weights.links import Weights
 from areal_jax.weights.store import (
     BeforeCommit,
     Probe,
@@ -92,8 +93,8 @@ class MemoryStore:
         if published is None or published[0].version != version:
             raise VersionGoneError.of(version, self.latest())
         value, canary = published
-        loaded = value._replace(params=jax.device_put(value.params, shardings))
-        # `device_put` returns arrays of the right layout unchanged: then these are the published arrays.
+        loaded = value._replace(params=Weights(shardings)(value.params))
+        # The link returns arrays of the right layout unchanged: then these are the published arrays.
         if not _lie_alike(value.params, loaded.params):
             if (found := digest(loaded.params)) != value.digest:
                 raise WeightsError(
@@ -106,6 +107,6 @@ class MemoryStore:
 
 
 def _lie_alike(one: Any, other: Any) -> bool:
-    """Whether both trees have the same layout; `other`, made from `one` by `device_put`, is then no copy."""
+    """Whether both trees have the same layout; `other`, made from `one` by a link, is then no copy."""
     pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
     return all(a.sharding.is_equivalent_to(b.sharding, a.ndim) for a, b in pairs)

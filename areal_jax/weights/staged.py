@@ -37,7 +37,7 @@ import jax.numpy as jnp
 from jax.sharding import Sharding
 
 from areal_jax.parallel.agreement import DisagreementError, leads, together
-from areal_jax.weights.digest import leaf_digests, leaf_sums, name_sums, to_plain
+from areal_jax.weights.digest import by_devices, leaf_digests, leaf_sums, name_sums, to_plain
 from areal_jax.weights.store import StagedError, VersionDamagedError, copy_with_sums
 
 MANIFEST, STATE = "manifest.json", "state"
@@ -96,7 +96,17 @@ class Detached(NamedTuple):
         """
         leaves = jax.tree.leaves(tree)
         if all(device.platform == "cpu" for leaf in leaves for device in leaf.devices()):
-            return cls(*copy_with_sums(tree))
+            groups = by_devices(leaves)
+            if len(groups) == 1:
+                return cls(*copy_with_sums(tree))
+            # A reference policy apart lies on devices of its own; a program takes arrays of one mesh only.
+            copies = {
+                place: copy
+                for places in groups
+                for place, copy in zip(places, copy_with_sums([leaves[p] for p in places])[0], strict=True)
+            }
+            whole = [copies[place] for place in range(len(leaves))]
+            return cls(jax.tree.unflatten(jax.tree.structure(tree), whole), leaf_sums(whole))
         sums = leaf_sums(tree)
         if all(leaf.is_fully_addressable for leaf in leaves):
             return cls(jax.device_get(tree), sums)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from areal_jax.algorithms.advantages import ADVANTAGES
 from areal_jax.algorithms.losses import LOSSES, policy_gradient, ppo_clip
 from areal_jax.algorithms.ratios import binary_kl
 from areal_jax.algorithms.weights import truncate
+from areal_jax.config.loading import load_config
 from areal_jax.config.presets import OWN_RATIO
 from areal_jax.types import ArealError, Batch, PolicyOutputs
 from tests.algorithms import reference_losses as reference
@@ -210,6 +213,61 @@ def test_aipo_on_policy_has_the_gradient_of_reinforce(float64: None):
         return jax.grad(lambda x: LOSSES[name](PolicyOutputs(x), batch)[0].sum())(jnp.asarray(logp))
 
     np.testing.assert_allclose(slope("aipo"), slope("policy_gradient"), rtol=0, atol=1e-12)
+
+
+def aipo_slope(logp: np.ndarray, batch: Batch, cap: float) -> np.ndarray:
+    """The gradient of the framework's objective, sum of weights x loss over the mask, by the log-probs."""
+
+    def objective(x: jax.Array) -> jax.Array:
+        token_loss, _ = LOSSES["aipo"](PolicyOutputs(x), batch, cap=cap)
+        return jnp.where(batch.loss_mask, batch.weights * token_loss, 0).sum()
+
+    return np.asarray(jax.grad(objective)(jnp.asarray(logp)))
+
+
+def test_aipo_on_policy_is_reinforce_with_the_groups_mean_reward_as_baseline(float64: None):
+    """-(weight) (R - mean of the group): from rewards, by numpy, and not from the estimator's advantages."""
+    now, batch = prepared(4)
+    logp, batch = now.logp.astype(np.float64), batch._replace(token_rewards=None)
+    reward, groups = np.asarray(batch.reward, np.float64), np.asarray(batch.group_ids)
+    centred = reward - np.array([reward[groups == group].mean() for group in groups])
+    advantages = np.where(batch.loss_mask, np.concatenate([[0], centred])[batch.segment_ids], 0)
+    a = load_config("algorithm.preset=aipo").algorithm
+    estimated = ADVANTAGES[a.advantage](reward, batch, **a.advantage_settings)
+    np.testing.assert_allclose(np.where(batch.loss_mask, estimated, 0), advantages, atol=1e-6)
+    batch = wide(batch)._replace(behavior_logp=logp, advantages=advantages)
+    np.testing.assert_allclose(aipo_slope(logp, batch, 5.0), -batch.weights * advantages, rtol=0, atol=1e-12)
+
+
+def test_aipos_weight_is_a_constant_and_grows_with_the_cap_up_to_plain_importance_sampling(float64: None):
+    """d(loss)/d(logp) is -min(r, cap) A: were r differentiated, it would be that times (1 + logp)."""
+    now, batch = prepared(6)
+    logp, batch = now.logp.astype(np.float64), wide(batch)
+    far = np.random.default_rng(0).normal(0, 2, logp.shape)
+    batch = batch._replace(behavior_logp=logp - far)
+    ratio = np.exp(far)
+    of_all = batch.weights * batch.advantages
+    is_asked = batch.loss_mask & (of_all != 0)
+    caps = (1.0, 2.0, 4.0, 10.0, 1e300)
+    found = {cap: -aipo_slope(logp, batch, cap)[is_asked] / of_all[is_asked] for cap in caps}
+    assert (ratio[is_asked] > 10).any() and (ratio[is_asked] < 1).any()
+    for cap, weight in found.items():
+        np.testing.assert_allclose(weight, np.minimum(ratio[is_asked], cap), rtol=1e-12)
+        assert weight.max() <= cap
+    for lower, higher in itertools.pairwise(caps):
+        assert (found[lower] <= found[higher]).all() and (found[lower] < found[higher]).any()
+
+
+def test_padding_and_prompts_contribute_nothing_to_aipo():
+    """Even if they hold infinities: off the mask the gradient is 0, and on it the same."""
+    now, batch = prepared(3)
+    clean = aipo_slope(now.logp, batch, 5.0)
+    dirty = batch._replace(
+        behavior_logp=np.where(batch.loss_mask, batch.behavior_logp, -np.float32(200)),
+        advantages=np.where(batch.loss_mask, batch.advantages, np.float32(7)),
+    )
+    np.testing.assert_array_equal(aipo_slope(now.logp, dirty, 5.0), clean)
+    assert not clean[~np.asarray(batch.loss_mask)].any() and clean.any()
 
 
 def test_no_gradient_reaches_behaviour_or_reference_through_the_loss():

@@ -14,11 +14,13 @@ import pytest
 
 from areal_jax import plugin
 from areal_jax.assembly import devices, doctor, parts
-from areal_jax.assembly.devices import header, memory_table, overwrites_serving, place
+from areal_jax.assembly.devices import header, overwrites_serving, place
 from areal_jax.assembly.doctor import diagnose
 from areal_jax.assembly.gpus import gpu_environment
+from areal_jax.assembly.memory_table import memory_table, served_bytes
 from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
+from areal_jax.generation.engine import Engine
 from areal_jax.models.config import Lora, model_config
 from areal_jax.models.model import Model
 from areal_jax.sandbox.runner import require_sandbox
@@ -43,6 +45,39 @@ def ids(mesh) -> list[int]:
 
 
 # --- placement ----------------------------------------------------------------------------------------------
+
+
+APART = (
+    "algorithm.preset=grpo",
+    "runtime.reference={mesh: {tensor: 2}, dtype: bfloat16}",
+    "observe.evaluate=0",
+)
+
+
+def test_reference_and_teacher_lie_between_the_trainer_and_the_hosts(four):
+    placed = place(config(*APART, "runtime.placement=split"))
+    assert placed.reference is not None and placed.teacher is None
+    assert [ids(mesh) for mesh in (placed.trainer, placed.reference, *placed.hosts)] == [[0], [1, 2], [3]]
+    assert placed.reference.shape["tensor"] == 2
+    teacher = ("algorithm.preset=distillation", "algorithm.teacher=tiny", "runtime.teacher.mesh={data: 2}")
+    placed = place(config(*teacher, "runtime.placement=split"))
+    assert placed.teacher is not None and (ids(placed.teacher), ids(placed.hosts[0])) == ([1, 2], [3])
+
+
+def test_an_executor_of_its_own_needs_devices_of_its_own(four):
+    with pytest.raises(
+        ArealError, match="needs 3 devices for the trainer and 2 for the hosts, but there are 4"
+    ):
+        place(config(*APART, "runtime.placement=split", "runtime.hosts=2"))
+    with pytest.raises(ArealError, match=r"runtime\.reference\.mesh and .* need devices of their own"):
+        place(config(*APART, "runtime.placement=shared"))
+
+
+def test_an_executor_apart_is_forecast_on_its_own_devices():
+    n = model().parameter_count
+    rows = memory_table(config(*APART), model(), "split")
+    found = {(who, what): size for who, what, size in rows if "reference" in what}
+    assert found == {("the reference's devices", "reference policy, bfloat16"): 2 * n // 2}
 
 
 def test_split_gives_everybody_devices_of_their_own(four):
@@ -287,6 +322,19 @@ def test_only_trained_parameters_have_moments_a_gradient_and_a_reference():
     floats = n + adapters - c.layers * (attention + mlp)
     assert table["trainer: master weights, float32"] == 4 * floats + c.layers * (halves + scales)
     assert table[f"trainer: gradient, float32, {few}"] == 4 * adapters
+
+
+def test_quantised_hosts_are_forecast_with_their_codes_and_a_version_as_it_arrives():
+    """The forecast is the size of what an engine loads; publishing never overwrites what a host quantises."""
+    words = ("model.dtype=bfloat16", "generation.quantize=int8", "generation.weight_layout=stacked")
+    table = figures("shared", *words)
+    engine = Engine(model(), slots=1, length=16, quantize="int8", weight_layout="stacked")
+    loaded = jax.tree.leaves(engine.load_params(engine.blank("bfloat16")).params)
+    size = sum(leaf.nbytes for leaf in loaded)
+    assert served_bytes(model(), "bfloat16", "int8") == size < 2 * model().parameter_count
+    assert table["each host: serving weights"] == 2 * size
+    assert table["each host: a version as it arrives"] == 2 * model().parameter_count
+    assert not overwrites_serving(config(*words), "shared")
 
 
 def test_a_critic_and_a_teacher_are_counted():

@@ -142,6 +142,85 @@ def test_no_kl_is_taken_to_a_reference_that_is_not_there():
         assert load_config(f"algorithm.preset={name}").algorithm.has_reference
 
 
+# --- quantised hosts ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("trainer.numerics=exact", "so they cannot agree in every bit; set trainer.numerics=bounded, or"),
+        (
+            "model.lora.rank=2 model.quantize=nf4",
+            "model.quantize=nf4: hosts get the frozen matrices as codes",
+        ),
+        (
+            "algorithm.preset=sft",
+            "algorithm.samples=reference: hosts sample nothing; set generation.quantize=none",
+        ),
+        (
+            "algorithm.preset=reinforce algorithm.off_policy=none",
+            "loss=policy_gradient, proximal=auto, off_policy=none",
+        ),
+        (
+            "algorithm.proximal=recompute algorithm.off_policy=none",
+            "loss=ppo_clip, proximal=recompute, off_policy=none",
+        ),
+    ],
+)
+def test_quantised_hosts_are_refused_where_a_promise_or_the_objective_would_break(words: str, message: str):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(*words.split(), "generation.quantize=int8")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "algorithm.preset=aipo",
+        "algorithm.preset=decoupled_ppo",
+        "algorithm.proximal=none algorithm.off_policy=none",  # PPO's clip around the policy that sampled
+        "algorithm.loss=my.losses:clip algorithm.off_policy=none",
+        "algorithm.preset=aipo model.lora.rank=2",
+    ],
+)
+def test_quantised_hosts_are_taken_where_a_ratio_to_the_sampler_corrects_for_them(words: str):
+    assert load_config(*words.split(), "generation.quantize=int8").generation.quantize == "int8"
+
+
+# --- executors ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "runtime.reference.mesh={fsdp: 2} algorithm.kl.coef=0",
+            "runtime.reference.mesh with algorithm.kl.coef=0: no reference is there to compute",
+        ),
+        (
+            "runtime.teacher.dtype=bfloat16",
+            "runtime.teacher.dtype with algorithm.teacher unset: no teacher is",
+        ),
+        (
+            "runtime.reference.dtype=bfloat16 trainer.compute=auto",
+            "trainer.compute=auto: walks over prefix trees compute all models on the trainer's mesh",
+        ),
+        (
+            "runtime.reference={mesh: {data: 2}, dtype: float32} runtime.trainer_processes=2",
+            "runtime.reference.mesh and runtime.reference.dtype with runtime.trainer_processes=2: arrays",
+        ),
+        (
+            "runtime.reference.mesh={data: 3}",
+            "trainer.rows=8 does not divide evenly over runtime.reference.mesh",
+        ),
+        ("runtime.reference.dtype=bfloat16 algorithm.reference=ema", "set algorithm.reference=frozen"),
+        ("runtime.reference.mesh={rows: 3}", "runtime.reference.mesh.rows: Extra inputs are not permitted"),
+    ],
+)
+def test_an_executor_apart_is_refused_where_it_cannot_compute(words: str, message: str):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config("algorithm.preset=grpo", *re.findall(r"\S+=(?:{.*?}(?:, \w+: \w+})?|\S+)", words))
+
+
 # --- control ------------------------------------------------------------------------------------------------
 
 PAIRS = {

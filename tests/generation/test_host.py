@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from areal_jax.control.events import HostAdopted, SampleFinished
-from areal_jax.generation.host import Stop
+from areal_jax.generation.commands import Stop
 from areal_jax.observe.waits import Timeline, WaitTimeout
 from areal_jax.types import SampleId, Sampling, VersionedParams
 from areal_jax.weights.memory import MemoryStore
@@ -94,7 +94,7 @@ def test_one_prefill_a_group_and_one_more_after_a_swap(engine, store, versions, 
     while host.has_work:
         host.step()
     assert counted["begin_prefill"] == 2
-    assert host._rollouts._prompt is None
+    assert host._queues.rollouts._prompt is None
     host.inbox.put(start(1, 2, PROMPT))
     host.inbox.put(start(2, 2, PROMPT))
     finish(host)
@@ -110,7 +110,11 @@ def test_cancelled_samples_free_their_slots_and_say_nothing(engine, store):
     host.step()
     host.inbox.put(Stop(tuple(SampleId(0, member) for member in range(SLOTS + 2))))
     assert host.take_commands()
-    assert (len(host._slots.works), len(host._rollouts.waiting), host._rollouts._prompt) == (0, 1, None)
+    assert (len(host._slots.works), len(host._queues.rollouts.waiting), host._queues.rollouts._prompt) == (
+        0,
+        1,
+        None,
+    )
     finish(host)
     assert set(heard.done) == {SampleId(1, 0)}
     assert host.generated_tokens == SLOTS * STEPS + heard.done[SampleId(1, 0)].completion_tokens

@@ -34,13 +34,16 @@ NF4 = (
 def by_tiles(w: np.ndarray, axis: int, tile: int, kind: str) -> np.ndarray:
     """w rounded to the nearest value of the type, each tile of `axis` scaled by its own largest magnitude.
 
-    Integers: halves to even, and the range is what 4 or 8 bits hold.
+    Integers: halves to even, and the range is what 4 or 8 bits hold. fp8: e4m3, up to 448.
     """
     moved = np.moveaxis(w, axis, -1)
     tiles = moved.reshape(*moved.shape[:-1], -1, tile)
-    bits = {"int8": 8, "int4": 4, "nf4": 1}[kind]
-    scale = np.abs(tiles).max(-1, keepdims=True) / np.float32(1 if kind == "nf4" else 2 ** (bits - 1) - 0.5)
-    if kind == "nf4":
+    bits = {"int8": 8, "int4": 4}.get(kind, 0)
+    largest = {"nf4": 1, "fp8": 448}.get(kind) or 2 ** (bits - 1) - 0.5
+    scale = np.abs(tiles).max(-1, keepdims=True) / np.float32(largest)
+    if kind == "fp8":
+        nearest = (tiles / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    elif kind == "nf4":
         nearest = np.array(NF4)[np.abs(tiles[..., None] / scale[..., None] - NF4).argmin(-1)]
     else:
         nearest = np.clip(np.round(tiles / scale), -(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
@@ -48,7 +51,7 @@ def by_tiles(w: np.ndarray, axis: int, tile: int, kind: str) -> np.ndarray:
     return np.moveaxis((nearest * stored).reshape(moved.shape), -1, axis)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", (*KINDS, "fp8"))
 @pytest.mark.parametrize("shape, inputs", [((2, 128, 6), 1), ((2, 48, 2, 4), 1), ((2, 3, 6, 8), 2)])
 def test_each_tile_is_rounded_to_the_types_values(kind: str, shape: tuple[int, ...], inputs: int):
     tile = {128: TILE, 48: 16, 6: 2}[shape[inputs]]
@@ -59,7 +62,7 @@ def test_each_tile_is_rounded_to_the_types_values(kind: str, shape: tuple[int, .
     leaf = quantized(jnp.asarray(w), kind, inputs)
     got = np.asarray(dequantized(**leaf, kind=kind))
     np.testing.assert_allclose(got, by_tiles(w, inputs, tile, kind), rtol=0, atol=1e-6)
-    assert leaf["codes"].nbytes == w.size // (1 if kind == "int8" else 2)
+    assert leaf["codes"].nbytes == w.size // (1 if kind in ("int8", "fp8") else 2)
     assert leaf["scale"].size == w.size // tile
 
 

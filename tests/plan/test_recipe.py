@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.assembly.devices import memory_table
+from areal_jax.assembly.memory_table import memory_table
 from areal_jax.assembly.parts import make_engine, make_learner
 from areal_jax.bench.measure import random_trajectory
 from areal_jax.config.loading import load_config
@@ -60,7 +60,7 @@ def test_a_micro_batch_is_that_of_a_packed_batch_of_full_samples(words: tuple[st
         return Group(ordinal, Prompt("a"), tuple(replace(one, support=support) for one in made))
 
     recipe = open_recipe(config, jax.devices())
-    learner = make_learner(config, model, recipe.devices.trainer, None)
+    learner = make_learner(config, model, recipe.devices, None)
     batch = pack([group(i) for i in range(4)], 8, learner.length, c.minibatches, config.trainer.prompts)
     state = learner.init(model.init(0))
     micros = learner.micro_batches(learner.prepare(state, batch))
@@ -79,7 +79,7 @@ def test_the_programs_over_trees_are_those_that_a_step_calls(
     sizes = ("trainer.batch_size=4", "trainer.tree_block=32", "algorithm.minibatches=2")
     config = load_config(QUICKSTART, *sizes, "trainer.compute=tree", *words)
     recipe, size = open_recipe(config, jax.devices()), config.generation.length
-    learner = make_learner(config, recipe.model, recipe.devices.trainer, None)
+    learner = make_learner(config, recipe.model, recipe.devices, None)
     numbers = np.random.default_rng(0)
 
     def group(ordinal: int) -> Group:

@@ -285,3 +285,43 @@ def test_the_table_of_a_run_by_the_wall_clock():
         ArealError, match=r"speed=0\.5: ablation interruption uses the wall clock; leave speed out"
     ):
         ablate("interruption", INTERRUPTION, ["speed=0.5"], lambda said: pytest.fail(said))
+
+
+# --- lag and quantised hosts --------------------------------------------------------------------------------
+
+LAG, QUANTIZED = ABLATIONS["lag"], ABLATIONS["quantized"]
+
+
+def test_the_claims_of_lag_and_of_quantised_hosts_can_fail():
+    def lag(**changed: float) -> list[bool]:
+        rewards = {(k, arm): 0.9 for k in LAG.values for arm in LAG.arms} | {
+            (int(name.rpartition("_")[2]), name.rpartition("_")[0]): reward
+            for name, reward in changed.items()
+        }
+        table = {place: {"reward": [reward - 0.01, reward + 0.01]} for place, reward in rewards.items()}
+        return [claim(table) for claim in LAG.claims.values()]
+
+    assert lag(uncorrected_8=0.6, ppo_clip_4=0.1) == [True, True]
+    assert lag(aipo_4=0.84) == [False, True]
+    assert lag(aipo_8=0.89) == [True, False]
+
+    def quantized(reward: float, gap: float) -> list[bool]:
+        arms = {
+            "none": {"reward": [0.9], "logp_gap": [1e-6]},
+            "int8": {"reward": [reward], "logp_gap": [gap]},
+        }
+        table = {(k, arm): figures for k in QUANTIZED.values for arm, figures in arms.items()}
+        return [claim(table) for claim in QUANTIZED.claims.values()]
+
+    assert quantized(0.86, 1e-3) == [True, True]
+    assert quantized(0.85, 1e-6) == [False, False]
+
+
+@pytest.mark.slow
+def test_quantised_hosts_have_a_gap_at_every_step_and_the_trainer_stays_in_full_precision():
+    """Without lag the gap is the mismatch alone; a run of the virtual clock is audited, digests included."""
+    words = [*SMALL, "run.steps=3", "values=[0]", "seeds=1"]
+    table = ablate("quantized", QUANTIZED, words, lambda said: None)
+    none, int8 = table["table"]
+    assert 0 < none["logp_gap"] < 1e-5 and int8["logp_gap"] > 100 * none["logp_gap"]
+    assert int8["mismatch_kl"] > 0

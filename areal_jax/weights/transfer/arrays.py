@@ -87,7 +87,7 @@ class Incoming:
 
     def close(self) -> None:
         """Disconnects from the peer; pulls in progress fail and free their memory."""
-        # Private, but the only way to end a pull whose other side hangs: the runtime's deadline does not.
+        # Private, but the only way to end a pull if the other side hangs: the runtime's deadline does not.
         self._connection._poison_connection()
 
 

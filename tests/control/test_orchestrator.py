@@ -16,7 +16,7 @@ from areal_jax.config.loading import make_config
 from areal_jax.control import events as e
 from areal_jax.control.audit import audit
 from areal_jax.control.machine import ControlPlane
-from areal_jax.control.placement import partition
+from areal_jax.control.orchestrator import partition
 from areal_jax.simulation.schedule import Fault, Schedule
 from areal_jax.simulation.world import SimResult, simulate
 from areal_jax.types import SampleId, VersionSpan
@@ -133,7 +133,7 @@ def test_a_period_moves_what_an_event_left_behind():
     traced.plane.state.hosts["b"] = replace(traced.plane.state.hosts["b"], version=-1)
     actions = traced.tell(e.VersionCommitted(1, "d1"))
     assert not any(isinstance(action, e.Move) for action in actions)
-    assert traced.plane.places_differ()
+    assert traced.plane.orchestrator.is_due()
     traced.tell(e.HostAdopted("b", 0, "d0"))
     assert traced.tell(e.PlacementDue())[:2] == (e.Move(ids(1), "a", "b"), e.Move(ids(2), "a", "b"))
 
@@ -158,7 +158,7 @@ def test_kv_pressure_moves_the_youngest_group_to_a_host_of_its_version_with_fewe
     traced.end(5, "b")
     assert traced.tell(e.KVShort("a"))[0] == e.Move(ids(2), "a", "b")
     assert traced.tell(e.KVShort("nobody")) == ()
-    assert ControlPlane(changed(CONFIG, on_update="drain")).places_differ() is False
+    assert ControlPlane(changed(CONFIG, on_update="drain")).orchestrator.is_due() is False
 
 
 def test_orphans_of_an_emptied_host_are_consolidated_and_the_host_serves_the_newest_version():
