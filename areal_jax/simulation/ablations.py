@@ -207,7 +207,7 @@ ABLATIONS: Mapping[str, Ablation] = {
         figures={
             "reward": last_mean("reward_mean"),
             "head_age": last_mean("head_age_mean"),
-            "logp_gap_max": _mean("logp_gap_max"),
+            "logp_gap_max": mean_of("logp_gap_max"),
             "clip_share": lambda rows: fmean(row.get("clip_share", 0.0) for row in rows),
             "grad_norm": last_mean("grad_norm"),
         },
@@ -228,8 +228,8 @@ ABLATIONS: Mapping[str, Ablation] = {
         speed=0.6,
         figures={
             "reward": last_mean("reward_mean"),
-            "logp_gap": _mean("logp_gap_mean"),
-            "mismatch_kl": _mean("mismatch_kl"),
+            "logp_gap": mean_of("logp_gap_mean"),
+            "mismatch_kl": mean_of("mismatch_kl"),
             "head_age": last_mean("head_age_mean"),
         },
         claims={
