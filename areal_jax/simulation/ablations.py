@@ -6,7 +6,7 @@ A recipe is a config file that the package contains.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import mean, median
+from statistics import fmean, mean, median
 
 from areal_jax.plugin import did_you_mean
 from areal_jax.simulation.ablation import Ablation, Row, Table
