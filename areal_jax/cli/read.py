@@ -103,11 +103,17 @@ def report(
     timeline: Annotated[
         Path | None, typer.Option(help="Also write the timeline of the whole run to this SVG file.")
     ] = None,
+    zoom: Annotated[
+        Path | None, typer.Option(help="Also write the timeline of the run's last seconds to this SVG file.")
+    ] = None,
 ) -> None:
     """Write the run's report.html again; works while the run is in progress, too."""
     from areal_jax.config.loading import load_config
+    from areal_jax.observe.lanes import timeline_zoom
     from areal_jax.runtime.reading import write_report, write_timeline
 
     if timeline is not None:
         write_timeline(folder, timeline)
+    if zoom is not None:
+        write_timeline(folder, zoom, timeline_zoom)
     typer.echo(f"report: {write_report(folder, load_config(folder / 'config.yaml'))}")

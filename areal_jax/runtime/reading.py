@@ -15,13 +15,13 @@ from areal_jax.control.audit import AuditResult, audit
 from areal_jax.control.events import BatchTrained, RewardFailed, RewardScored, SampleFinished
 from areal_jax.control.reward_gate import Gates, rewards_of
 from areal_jax.observe.evals import read_evals
-from areal_jax.observe.lanes import timeline
+from areal_jax.observe.lanes import ZOOM_S, timeline
 from areal_jax.observe.metrics import read_rows
 from areal_jax.observe.report import FailedReward, ReportData, page_css, render
 from areal_jax.observe.sample import SampleView
 from areal_jax.observe.sharing import Sharing, sharing, sharing_by_part
 from areal_jax.observe.staleness import FEWEST_SAMPLES, Staleness, Trained, study
-from areal_jax.observe.svg import standalone
+from areal_jax.observe.svg import Figure, standalone
 from areal_jax.observe.waits import read_timelines
 from areal_jax.runtime.viewer import Late, Viewer, gates_in
 from areal_jax.tasks.source import WeightedTask
@@ -105,14 +105,18 @@ def _count(
         found.trained.append(Trained(event.sample.ordinal, reward, age, tokens))
 
 
-def write_timeline(folder: Path, target: Path) -> None:
-    """Write the run's timeline to `target` as SVG. Raises ArealError if logs/ has no recorded timeline."""
-    intervals = read_timelines(folder)
-    figure = timeline(intervals)
+def write_timeline(folder: Path, target: Path, draw: Callable[..., Figure | None] = timeline) -> None:
+    """Write the run's timeline to `target` as SVG.
+
+    `draw`: `lanes.timeline`, the whole run, or `lanes.timeline_zoom`, its last seconds. Raises ArealError if
+    logs/ has no recorded timeline, or if the run is too short for its last seconds.
+    """
+    figure = draw(read_timelines(folder))
     if figure is None:
         raise ArealError(
-            f"{folder} has no timeline in logs/, because the run ended before it recorded one; continue the "
-            f"run with `areal-jax resume {folder}`"
+            f"{folder} has no timeline in logs/, because the run ended before it recorded one or, for the "
+            f"last seconds, within {2 * ZOOM_S:g} s; continue the run with `areal-jax resume {folder} "
+            "run.steps=STEPS`"
         )
     target.write_text(standalone(figure, page_css()), encoding="utf-8")
 

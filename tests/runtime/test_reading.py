@@ -18,9 +18,11 @@ from areal_jax.cli.main import app
 from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
 from areal_jax.control import events as e
+from areal_jax.observe.lanes import timeline, timeline_zoom
 from areal_jax.observe.sample import SampleView
 from areal_jax.observe.staleness import Trained
-from areal_jax.runtime import viewer
+from areal_jax.observe.waits import Interval
+from areal_jax.runtime import reading, viewer
 from areal_jax.runtime.context import write_result
 from areal_jax.runtime.reading import find, view_sample, write_report
 from areal_jax.runtime.viewer import Late, Viewer, token_blocks, token_texts
@@ -312,3 +314,18 @@ def test_a_character_of_several_tokens_comes_with_its_last():
     assert len(broken) == 3 and broken[0] == "a" and set(broken[2]) == {"\N{REPLACEMENT CHARACTER}"}
     assert token_texts([], text) == []
     assert "".join(token_texts([0xFF] * 9 + [0x62], text)).endswith("b")
+
+
+def test_a_timeline_is_of_the_whole_run_or_of_its_last_seconds(tmp_path, monkeypatch):
+    def pictured(seconds: int, draw) -> str:
+        intervals = [
+            Interval("host-0", "decode" if at % 2 else "prefill", at, at + 1) for at in range(seconds)
+        ]
+        monkeypatch.setattr(reading, "read_timelines", lambda folder: intervals)
+        reading.write_timeline(tmp_path, tmp_path / "t.svg", draw)
+        return (tmp_path / "t.svg").read_text()
+
+    assert 'aria-label="Share of the time that each component worked: host-0 100%."' in pictured(8, timeline)
+    assert 'aria-label="Each activity of each component from 5.0 s to 8.0 s' in pictured(8, timeline_zoom)
+    with pytest.raises(ArealError, match="within 6 s; continue the run"):
+        pictured(5, timeline_zoom)
