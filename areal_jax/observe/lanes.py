@@ -54,12 +54,14 @@ def timeline(intervals: Sequence[Interval]) -> Figure | None:
 
 
 def timeline_zoom(intervals: Sequence[Interval]) -> Figure | None:
-    """Draws the last ZOOM_S seconds in which a component worked, every interval at its recorded time.
+    """Draws the last ZOOM_S seconds in which a device worked, every interval at its recorded time.
 
-    The figure ends when the last component stopped working. Returns None if no component worked, or if the
+    The figure ends when the last component other than the control plane stopped working. Returns None if no component worked, or if the
     run was shorter than 2 ZOOM_S.
     """
-    working = [each.end_s for each in intervals if not is_idle(each.activity)]
+    # At the end of a run the control plane writes files for some seconds.
+    of_devices = [each for each in intervals if each.component != CONTROL]
+    working = [each.end_s for each in of_devices if not is_idle(each.activity)]
     if not working or max(working) - min(each.start_s for each in intervals) < 2 * ZOOM_S:
         return None
     lanes, end = _Lanes(intervals), max(working)
