@@ -1,4 +1,4 @@
-"""The trainer role: what a commanded batch means before and after the catch-up."""
+"""Roles: what a commanded batch means before and after the catch-up, and how samples move between hosts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,19 @@ import pytest
 
 from areal_jax.cluster import roles
 from areal_jax.cluster.messages import Ready
-from areal_jax.control.events import Train
+from areal_jax.control.events import (
+    Cancel,
+    Fetch,
+    Move,
+    MoveFailed,
+    SamplesMoved,
+    SamplesOffered,
+    Train,
+)
+from areal_jax.generation.commands import HandOver, Stop, TakeOver
+from areal_jax.generation.moving.ticket import MoveError
 from areal_jax.observe.waits import Timeline
-from areal_jax.types import VersionedParams
+from areal_jax.types import SampleId, VersionedParams
 
 PLAN = SimpleNamespace(samples=())
 
@@ -68,3 +78,73 @@ def test_a_batch_that_arrives_after_the_trainers_thread_has_failed_is_no_batch_o
     assert training.work._trainer.inbox.get(timeout=5).step == 0
     training.work.begin(0)
     assert training.sent == [ready, ready]
+
+
+# --- moves between hosts ------------------------------------------------------------------------------------
+
+SAMPLES = SampleId(3, 0, 0), SampleId(3, 1, 0)
+
+
+@pytest.fixture
+def hosting() -> Any:
+    """The generate role without its host's thread: what it queues for the host, reports and releases."""
+    work = object.__new__(roles._Hosting)
+    seen = SimpleNamespace(
+        reports=[], notes=[], released=[], inbox=queue.SimpleQueue(), work=work, error=None
+    )
+
+    def carried(payload: Any) -> Any:
+        if seen.error is not None:
+            raise seen.error
+        return [payload]
+
+    work._unfinished = dict.fromkeys(SAMPLES)
+    work._host = SimpleNamespace(inbox=seen.inbox)
+    work._link = SimpleNamespace(
+        report=lambda event, trajectory=None, ticket=b"": seen.reports.append((event, ticket)),
+        note=seen.notes.append,
+    )
+    offer = lambda works: carried(b"ticket")[0]  # noqa: E731
+    work._moves = SimpleNamespace(fetch=carried, offer=offer, release=seen.released.extend)
+    return seen
+
+
+def test_a_host_offers_samples_with_a_ticket_or_keeps_them_if_it_cannot(hosting):
+    hosting.work.command(Move(SAMPLES, "generate-0", "generate-1"), None)
+    command = hosting.inbox.get(timeout=1)
+    assert isinstance(command, HandOver) and command.samples == SAMPLES
+    works = [SimpleNamespace(sample=sample) for sample in SAMPLES]
+    command.to(works)
+    command.to([])  # all of them have ended
+    hosting.error = MoveError("no space")
+    command.to(works[:1])
+    offered = SamplesOffered(SAMPLES, "generate-0", "generate-1")
+    assert hosting.reports == [
+        (offered, b"ticket"),
+        (SamplesOffered(SAMPLES[:1], "generate-0", "generate-1"), b""),
+    ]
+    assert hosting.notes == ["no space"] and set(hosting.work._unfinished) == set(SAMPLES)
+    hosting.work.command(Cancel(SAMPLES, "generate-0"), None)
+    assert hosting.inbox.get(timeout=1) == Stop(SAMPLES)
+    assert hosting.released == list(SAMPLES) and not hosting.work._unfinished
+
+
+def test_a_host_fetches_samples_or_says_why_not(hosting):
+    hosting.work._unfinished = {}
+    fetch = Fetch(SAMPLES, "generate-1", "generate-0")
+    hosting.work.command(fetch, b"ticket")
+    command = hosting.inbox.get(timeout=1)
+    assert isinstance(command, TakeOver) and command.works == [b"ticket"]
+    assert set(hosting.work._unfinished) == set(SAMPLES)  # a new epoch would stop them
+    command.answer("")
+    command.answer("another version")
+    assert not hosting.work._unfinished
+    hosting.error = MoveError("the source is gone")
+    hosting.work.command(fetch, b"ticket")
+    ends = SAMPLES, "generate-1", "generate-0"
+    assert [event for event, _ in hosting.reports] == [
+        SamplesMoved(*ends),
+        MoveFailed(*ends, "another version"),
+        MoveFailed(*ends, "the source is gone"),
+    ]
+    assert hosting.inbox.empty() and not hosting.work._unfinished

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from areal_jax.control.events import HostAdopted, SampleFailed
-from areal_jax.generation.commands import HandOver, Pause, Start, TakeOver, Unpause, Work
+from areal_jax.generation.commands import (
+    HandOver,
+    Pause,
+    Serve,
+    SoFar,
+    Start,
+    Stop,
+    TakeBack,
+    TakeOver,
+    Unpause,
+    Work,
+)
 from areal_jax.generation.slots import Penalties
 from areal_jax.types import SampleId, Sampling, VersionedParams
 from areal_jax.weights.memory import MemoryStore
@@ -311,6 +324,70 @@ def test_a_sample_is_refused_where_its_kv_means_something_else(model, engine, st
     there.take_commands()
     assert there.statistics().waiting == 0
     assert ("pages" if why == "other pages" else "move the sample to a host with that version") in answers[0]
+
+
+def test_a_sample_whose_kv_did_not_move_is_rebuilt_under_its_own_version(model, engine, store, versions):
+    """The target serves a newer version by then, and still holds the sample's for another one."""
+    home, there = (
+        make_host(used, store, Heard(), on_update="pinned") for used in (engine, make_engine(model))
+    )
+    for host, ordinal in ((home, 0), (there, 7)):
+        host.inbox.put(start(ordinal, 1, PROMPT))
+        host.take_commands()
+        for _ in range(2):
+            host.step()
+    store.publish(versions(1))
+    there.step()
+    assert there.statistics().held_versions == (0, 1)
+    work = moved(home, SampleId(0, 0))
+    cache = jax.tree.map(jnp.zeros_like, work.so_far.kv.cache)
+    blank = SoFar(work.so_far.rows, work.so_far.kv.replace(cache=cache))
+    answers: list[str] = []
+    there.inbox.put(TakeOver([replace(work, so_far=blank, is_stale=True)], answers.append))
+    there.take_commands()
+    while there.has_work:
+        there.step()
+    assert answers == [""] and there.statistics().recomputed_tokens == len(work.so_far.rows) - 1
+    mine = there._emit.done[SampleId(0, 0)]
+    alone = decode(engine, versions(0), {0: Asked(PROMPT, SampleId(0, 0))})[0]
+    assert [span.version for span in mine.spans] == [0]
+    np.testing.assert_array_equal(mine.tokens, alone.tokens)
+    np.testing.assert_allclose(mine.behavior_logp, alone.behavior_logp, atol=1e-5)
+
+
+def test_a_host_keeps_what_it_offers_with_its_version_until_it_is_taken_back_or_forgotten(
+    engine, store, versions
+):
+    host = make_host(engine, store, Heard(), on_update="pinned", adopts_on_command=True)
+    host.inbox.put(start(0, 2, PROMPT))
+    host.take_commands()
+    host.step()
+    assert host.statistics().version == -1  # no Serve yet
+    for version in (0, 1):
+        host.inbox.put(Serve(version))
+        host.take_commands()
+        for _ in range(2):
+            host.step()
+        assert host.statistics().version == 0  # version 1 does not exist yet
+    samples = SampleId(0, 0), SampleId(0, 1)
+    works = [moved(host, sample) for sample in samples]
+    store.publish(versions(1))
+    host.step()
+    assert (host.statistics().held_versions, host.has_work) == ((0, 1), False)
+    host.inbox.put(Stop((samples[1],)))
+    host.inbox.put(TakeBack(samples))
+    host.take_commands()
+    while host.has_work:
+        host.step()
+    assert set(host._emit.done) == {samples[0]} and host.statistics().held_versions == (1,)
+    mine = host._emit.done[samples[0]]
+    alone = decode(engine, versions(0), {0: Asked(PROMPT, samples[0])})[0]
+    np.testing.assert_array_equal(mine.tokens, alone.tokens)
+    np.testing.assert_array_equal(mine.behavior_logp, alone.behavior_logp)
+    assert works[0].so_far is not None  # the copy that another host would continue with is unchanged
+    store.publish(versions(2))
+    host.step()
+    assert host.statistics().version == 1  # until it is to serve version 2
 
 
 # --- requests -----------------------------------------------------------------------------------------------
