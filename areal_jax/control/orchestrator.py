@@ -63,8 +63,10 @@ class Orchestrator:
         decodes samples of an older version than it serves.
         """
         s = self._state
+        if not self._is_used or s.is_finished:
+            return False
         is_older = any(host.serves < s.version for host in s.hosts.values())
-        return self._is_used and (is_older or not all(self._is_at_home(g) for g in s.groups.values()))
+        return is_older or not all(self._is_at_home(group) for group in s.groups.values())
 
     # --- hosts ----------------------------------------------------------------------------------------------
 

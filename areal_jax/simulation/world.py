@@ -320,7 +320,7 @@ class World:
 
     def _placement_due(self) -> None:
         self._is_watching = False
-        if self.control.orchestrator.is_due() and not self.control.state.is_finished:
+        if self.control.orchestrator.is_due():
             self.deliver(e.PlacementDue())
             self._watch_placement()
 
