@@ -56,8 +56,8 @@ def timeline(intervals: Sequence[Interval]) -> Figure | None:
 def timeline_zoom(intervals: Sequence[Interval]) -> Figure | None:
     """Draws the last ZOOM_S seconds in which a device worked, every interval at its recorded time.
 
-    The figure ends when the last component other than the control plane stopped working. Returns None if no component worked, or if the
-    run was shorter than 2 ZOOM_S.
+    The figure ends when the last component other than the control plane stopped working. Returns None if none
+    of them worked, or if the run was shorter than 2 ZOOM_S.
     """
     # At the end of a run the control plane writes files for some seconds.
     of_devices = [each for each in intervals if each.component != CONTROL]
