@@ -40,8 +40,8 @@ def halfway() -> dict[SampleId, Work]:
     host.take_commands()
     for _ in range(CALLS):
         host.step()
-    for member in range(4):
-        host.inbox.put(HandOver(SampleId(0, member), lambda work: found.update({work.sample: work})))
+    samples = tuple(SampleId(0, member) for member in range(4))
+    host.inbox.put(HandOver(samples, lambda works: found.update({work.sample: work for work in works})))
     host.take_commands()
     return found
 

@@ -58,12 +58,12 @@ def target(engine, store: MemoryStore) -> Host:
 
 
 def taken_over(host: Host, works: list[Work]) -> list[str]:
-    """Reasons of refusals, after all commands."""
-    reasons: list[str] = []
+    """Reasons of refusals, after a command for each sample."""
+    answers: list[str] = []
     for work in works:
-        host.inbox.put(TakeOver(work, lambda _, reason: reasons.append(reason)))
+        host.inbox.put(TakeOver([work], answers.append))
     host.take_commands()
-    return reasons
+    return [reason for reason in answers if reason]
 
 
 def finished(host: Host) -> Callable[[SampleId], object]:
