@@ -68,7 +68,7 @@ class Model:
         return self if plain == self.config else Model(plain, self.tokenizer)
 
     def with_codes(self, kind: str) -> Model:
-        """Returns the model whose projections are stored as codes of `kind` (`quantize_tree`); none: this
+        """Returns the model with projections stored as codes of `kind` (`quantize_tree`); none: this
         model. Raises ArealError if this model's projections are codes already.
         """
         if kind == "none":

@@ -65,7 +65,7 @@ FP8_CAPABILITY = (8, 9)
 def has_fp8(mesh: Mesh) -> bool:
     """Whether the mesh's devices compute in fp8: NVIDIA GPUs from FP8_CAPABILITY on.
 
-    True for GPUs that are not there, whose capability jax does not know.
+    True for GPUs that are not there, because jax does not know their capability.
     """
     if platform_of(mesh) not in ("gpu", "cuda"):
         return False

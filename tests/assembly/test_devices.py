@@ -76,7 +76,7 @@ def test_an_executor_of_its_own_needs_devices_of_its_own(four):
 def test_an_executor_apart_is_forecast_on_its_own_devices():
     n = model().parameter_count
     rows = memory_table(config(*APART), model(), "split")
-    found = {(who, what): size for who, what, size in rows if "reference" in what}
+    found = {(owner, what): size for owner, what, size in rows if "reference" in what}
     assert found == {("the reference's devices", "reference policy, bfloat16"): 2 * n // 2}
 
 

@@ -118,7 +118,7 @@ def test_a_new_version_takes_a_host_whose_samples_move_to_the_other_host():
     # A member of group 2 ends on a before a lets go of it; the other one moves.
     traced.tell(e.SampleFinished(SampleId(2, 0), "a", (VersionSpan(0, 0, 3),), "stop"))
     assert traced.tell(e.SamplesOffered(ids(2, (1,)), "a", "b")) == (e.Fetch(ids(2, (1,)), "b", "a"),)
-    # b refuses: a takes it back, and nobody asks a second time.
+    # b refuses: a takes it back, and the group is not moved again.
     refused = e.MoveFailed(ids(2, (1,)), "b", "a", "no such version")
     assert traced.tell(refused) == (e.TakeBack(ids(2, (1,)), "a"),)
     assert traced.outstanding == {"a": 5, "b": 6}
@@ -157,7 +157,7 @@ def test_kv_pressure_moves_the_youngest_group_to_a_host_of_its_version_with_fewe
     assert traced.tell(e.KVShort("a")) == ()  # it would have more than a afterwards
     traced.end(5, "b")
     assert traced.tell(e.KVShort("a"))[0] == e.Move(ids(2), "a", "b")
-    assert traced.tell(e.KVShort("nobody")) == ()
+    assert traced.tell(e.KVShort("c")) == ()
     assert ControlPlane(changed(CONFIG, on_update="drain")).orchestrator.is_due() is False
 
 

@@ -98,7 +98,7 @@ def test_a_plan_compiles_for_the_codes_that_a_host_loads(model, devices, layout)
 
 
 def test_each_device_quantises_its_own_shard_as_one_device_would(model, versions):
-    """From a version in bfloat16, whose codes are those of its values in float32."""
+    """From a version in bfloat16, with the codes of its values in float32."""
     half = versions(0)._replace(params=jax.tree.map(lambda x: x.astype("bfloat16"), versions(0).params))
     again = half._replace(params=jax.tree.map(lambda x: x.astype("float32"), half.params))
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("tensor",))
