@@ -193,8 +193,7 @@ class State:
         """Returns the name of the host with the fewest unfinished samples, or None if no host has capacity.
 
         A host has capacity while it has fewer unfinished samples than its slots + `beyond`; if `beyond` is
-        None, every host has capacity. Hosts that serve an older version than `serving` have
-        none.
+        None, every host has capacity. Hosts that serve an older version than `serving` have none.
         """
         # Samples that wait on the host itself refill its slots without a message from here. Ties go by name,
         # so that the choice is the same in every fold.

@@ -21,7 +21,7 @@ from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host
 from areal_jax.generation.reference_host import ReferenceHost
 from areal_jax.observe.threads import reporting_thread
-from areal_jax.observe.waits import WaitTimeout, get
+from areal_jax.observe.waits import REMEDY, WaitTimeout
 from areal_jax.runtime.context import RunContext
 from areal_jax.runtime.core import Incoming, Offer
 from areal_jax.runtime.driver import Driver
@@ -37,6 +37,7 @@ from areal_jax.types import ArealError, Completion, Group, PolicyVersion, Prompt
 STOP_S = 60.0
 """Seconds that the main thread waits for a thread to end after sending the thread a stop command."""
 
+AWAITED = "an event from the trainer, a host or the reward pool"
 
 Message = Incoming | BaseException
 """An event with its payload; or an exception that the main thread raises: a failed thread's, or Ctrl-C's."""
@@ -57,8 +58,6 @@ class LocalRun:
         self._parts, self._view, self._timeline = parts, view, timeline
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._deadline_s = c.runtime.deadline_s
-        self._heard_s = time.monotonic()
-        """When the main thread last took an event from its inbox."""
         turns = None
         if parts.devices.placement == "shared":
             is_decoding = lambda: any(host.has_work for host in self._hosts.values())  # noqa: E731
@@ -114,7 +113,6 @@ class LocalRun:
         try:
             with interrupts_sent(self._inbox.put):
                 self._begin()
-                self._heard_s = time.monotonic()
                 while not self._driver.control.state.is_finished:
                     self._driver.handle(self._messages())
         except BaseException:
@@ -183,33 +181,34 @@ class LocalRun:
         self._inbox.put((event, payload))
 
     def _messages(self) -> list[Incoming]:
-        """Wait for an event, or until samples are to be placed again; then return all events in the inbox.
+        """Wait for an event, then return all events in the inbox; meanwhile, place samples when it is due.
 
         Raises the error of a thread that failed, KeyboardInterrupt after Ctrl-C, or WaitTimeout if no event
         arrives within runtime.deadline_s. Events that came before are recorded.
         """
-        driver, every_s = self._driver, self._parts.config.control.placement_every_s
-        left_s = self._deadline_s - (time.monotonic() - self._heard_s)
-        is_placing = driver.control.orchestrator.is_due() and every_s < left_s
-        try:
-            first = get(
-                self._inbox,
-                waiter="the control plane",
-                what="an event from the trainer, a host or the reward pool",
-                deadline_s=every_s if is_placing else max(left_s, 0.0),
-                clock=self._timeline.clock("control", "decide"),
-            )
-        except WaitTimeout as error:
-            if is_placing:
-                return driver.placement_due()
-            raise WaitTimeout(f"{error}. {'; '.join(driver.control.waits())}") from None
-        self._heard_s = time.monotonic()
-        messages = [first, *driver.placement_due(), *self._waiting()]
+        messages = [self._first_message(), *self._driver.placement_due(), *self._waiting()]
         for message in messages:
             if isinstance(message, BaseException):
                 self._driver.record([m for m in messages if not isinstance(m, BaseException)])
                 raise message
         return messages  # type: ignore[return-value]
+
+    def _first_message(self) -> Message:
+        driver, every_s = self._driver, self._parts.config.control.placement_every_s
+        end_s = time.monotonic() + self._deadline_s
+        while True:
+            left_s = max(0.0, end_s - time.monotonic())
+            is_placing = driver.control.orchestrator.is_due() and every_s < left_s
+            try:
+                with self._timeline.clock("control", "decide").doing(f"wait: {AWAITED}"):
+                    return self._inbox.get(timeout=every_s if is_placing else left_s)
+            except queue.Empty:
+                if not is_placing:
+                    raise WaitTimeout(
+                        f"the control plane ends, because it waited {self._deadline_s:g} s for {AWAITED}; "
+                        f"{REMEDY}. {'; '.join(driver.control.waits())}"
+                    ) from None
+            driver.handle(driver.placement_due())
 
     # --- actions --------------------------------------------------------------------------------------------
 
