@@ -109,10 +109,10 @@ def test_a_checkpoint_that_the_journal_never_came_to_is_discarded(tmp_path, monk
 
 
 def test_an_interrupt_loses_no_event_that_was_taken_from_the_inbox(tmp_path, monkeypatch, untouched):
-    taken, get = [], one_process.get
+    taken, first_message = [], one_process.LocalRun._first_message
 
-    def get_then_interrupt(*args, **kwargs):
-        message = get(*args, **kwargs)
+    def take_then_interrupt(self):
+        message = first_message(self)
         if not taken and isinstance(message, tuple) and isinstance(message[0], VersionCommitted):
             taken.append(message[0])
             os.kill(os.getpid(), signal.SIGINT)
@@ -120,7 +120,7 @@ def test_an_interrupt_loses_no_event_that_was_taken_from_the_inbox(tmp_path, mon
                 pass
         return message
 
-    monkeypatch.setattr(one_process, "get", get_then_interrupt)
+    monkeypatch.setattr(one_process.LocalRun, "_first_message", take_then_interrupt)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
