@@ -6,13 +6,13 @@ A recipe is a config file that the package contains.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import fmean, mean, median
+from statistics import fmean, mean, median, variance
 
 from areal_jax.plugin import did_you_mean
 from areal_jax.simulation.ablation import Ablation, Row, Table
 from areal_jax.simulation.interleaved_ablation import INTERLEAVED
 from areal_jax.simulation.run_figures import WARM_UP, last_mean, mean_of, per_s, warm_mean
-from areal_jax.simulation.strategy_ablation import STRATEGIES
+from areal_jax.simulation.strategy_ablation import STRATEGIES, words_of
 from areal_jax.types import ArealError
 
 UNBOUNDED = "unbounded"
@@ -122,6 +122,37 @@ def _int8_differs(table: Table) -> bool:
     """Whether, without lag, every run's gap with int8 is above 10 times that of every run without."""
     gaps = {arm: table[0, arm]["logp_gap"] for arm in ("int8", "none")}
     return min(gaps["int8"]) > 10 * max(gaps["none"])
+
+
+# --- DORA's window ------------------------------------------------------------------------------------------
+
+
+def _strategy_of(window: int) -> tuple[str, ...]:
+    """Return the config overrides for a window of K versions; without one, training is synchronous."""
+    strategy = "pinned" if window else "sync"
+    own = [word for word in words_of(strategy) if not word.startswith("control.max_staleness")]
+    return (f"control.strategy={strategy}", *own)
+
+
+def _spread(table: Table, figure: str, windows: Sequence[int]) -> float:
+    """Return the standard deviation of a figure over seeds, pooled over the runs of these values."""
+    numbers = [table[window, "grpo"][figure] for window in windows]
+    if min(map(len, numbers)) < 2:
+        raise KeyError("a second seed")
+    return fmean(map(variance, numbers)) ** 0.5
+
+
+def _windows_learn_as_sync(table: Table) -> bool:
+    oracle = mean(table[0, "grpo"]["reward"])
+    return all(
+        abs(mean(table[window, "grpo"]["reward"]) - oracle) <= _spread(table, "reward", (0, window))
+        for window in (1, 3)
+    )
+
+
+def _wider_learns_no_faster(table: Table) -> bool:
+    narrow, wide = (mean(table[window, "grpo"]["reward_of_all_steps"]) for window in (1, 3))
+    return wide - narrow <= _spread(table, "reward_of_all_steps", (1, 3))
 
 
 ABLATIONS: Mapping[str, Ablation] = {
@@ -237,6 +268,32 @@ ABLATIONS: Mapping[str, Ablation] = {
             "without lag the log-prob gap with int8 is above 10 times that without": _int8_differs,
         },
         smoke=("values=[0]", "seeds=1", "run.steps=4"),
+    ),
+    "window": Ablation(
+        doc="DORA's window: the unmodified loss of GRPO on samples of one version each, with up to K "
+        "versions live at once, beside synchronous training (K = 0); a small version of the parity of "
+        "learning that DORA reports",
+        recipe="configs/window.yaml",
+        key="control.max_staleness",
+        values=(0, 1, 3),
+        arms={"grpo": ("algorithm.proximal=none", "algorithm.off_policy=none")},
+        of_value={window: _strategy_of(window) for window in (0, 1, 3)},
+        seeds=5,
+        speed=0.6,
+        figures={
+            "reward": last_mean("reward_mean"),
+            "reward_of_all_steps": mean_of("reward_mean"),
+            "clip_share": mean_of("clip_share"),
+            "token_age": mean_of("token_age_mean"),
+            "completion_tokens": mean_of("completion_tokens_mean"),
+        },
+        claims={
+            "at K = 1 and 3 the reward is within one standard deviation over seeds of that at K = "
+            "0": _windows_learn_as_sync,
+            "over all steps, K = 3 earns at most one standard deviation more than K = "
+            "1": _wider_learns_no_faster,
+        },
+        smoke=("values=[0,3]", "seeds=1", "run.steps=4"),
     ),
     "interleaved": INTERLEAVED,
     "strategies": STRATEGIES,

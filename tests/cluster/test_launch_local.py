@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -9,8 +10,11 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+import jax
 import pytest
 
+from areal_jax.assembly.parts import assemble
+from areal_jax.config.loading import load_config
 from areal_jax.observe.evals import read_evals
 from areal_jax.observe.metrics import read_rows
 from areal_jax.runtime.reading import audit_run
@@ -20,14 +24,15 @@ from tests.programs import require
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
+LIVE_BUFFERS = Path(__file__).parent / "live_buffers"
 GROUPS = 16
 WORDS = ["runtime.hosts=2", "trainer.checkpoint_every=8", "runtime.deadline_s=120"]
 QUIET = ["launch.accelerator=cpu", "observe.tensorboard=false", "observe.report=false"]
 PROGRAM = ["env", "--default-signal=INT", sys.executable, "-m", "areal_jax.cli.main", "launch", "local"]
 
 
-def launch(folder: Path, *words: str) -> subprocess.Popen:
-    env = {key: value for key, value in os.environ.items() if key != "JAX_NUM_CPU_DEVICES"}
+def launch(folder: Path, *words: str, **variables: str) -> subprocess.Popen:
+    env = {key: value for key, value in os.environ.items() if key != "JAX_NUM_CPU_DEVICES"} | variables
     out = folder.with_suffix(".out").open("a")
     return subprocess.Popen([*PROGRAM, *words], cwd=ROOT, env=env, stdout=out, stderr=out)
 
@@ -88,12 +93,17 @@ def test_a_redis_that_is_killed_is_started_again_and_the_run_goes_on(tmp_path):
 
 @pytest.mark.parametrize("backend", ["orbax", "transfer"])
 def test_a_bfloat16_model_goes_from_an_fsdp_trainer_to_hosts_of_two_devices(tmp_path, backend):
-    """Both sides split products, each in its own way, so their log-probs differ by bfloat16's rounding."""
+    """Both sides split products, each in its own way, so their log-probs differ by bfloat16's rounding.
+
+    No array of a trainer's process is of KV, and none of a host's is of the optimiser (LlamaRL's L8).
+    """
     require("redis-server")
-    folder, steps = tmp_path / "run", 3
+    folder, live, steps = tmp_path / "run", tmp_path / "live", 3
+    live.mkdir()
     sizes = ["model.shape=5m", "model.dtype=bfloat16", "trainer.mesh.fsdp=4", "runtime.host_tensor=2"]
     once = ["trainer.supervised_steps=0", "launch.restarts=0", f"weights.backend={backend}"]
-    run = launch(folder, *fresh(folder, steps), *sizes, *once)
+    watched = {"LIVE_BUFFERS": str(live), "PYTHONPATH": str(LIVE_BUFFERS)}
+    run = launch(folder, *fresh(folder, steps), *sizes, *once, **watched)
     try:
         assert run.wait(300) == 0, said(folder)[-4000:]
     finally:
@@ -101,6 +111,27 @@ def test_a_bfloat16_model_goes_from_an_fsdp_trainer_to_hosts_of_two_devices(tmp_
         run.wait()
     assert "canary" not in said(folder)
     check_whole(folder, steps)
+    held = {name: arrays_of(live / f"{name}.json") for name in ("trainer-0", "generate-0", "generate-1")}
+    kv, matrices = shapes(folder)
+    assert kv not in {shape for shape, _ in held["trainer-0"]}
+    assert all(
+        (shape, "float32") in held["trainer-0"] for shape in matrices
+    )  # so that the check can see them
+    for name in ("generate-0", "generate-1"):
+        assert kv in {shape for shape, _ in held[name]}
+        assert {dtype for shape, dtype in held[name] if shape in matrices} <= {"bfloat16", "uint16"}
+
+
+def arrays_of(path: Path) -> set[tuple[tuple[int, ...], str]]:
+    """Shape and dtype of the arrays that live_buffers/sitecustomize.py found in a process."""
+    return {(tuple(shape), dtype) for shape, dtype in json.loads(path.read_text())}
+
+
+def shapes(folder: Path) -> tuple[tuple[int, ...], set[tuple[int, ...]]]:
+    """The shapes of a host's KV pages and of the model's matrices, of the run in `folder`."""
+    parts = assemble(load_config(folder / "config.yaml", "weights.backend=auto"))
+    kv = jax.eval_shape(parts.engine(0).init_decode_state).cache.k.shape
+    return kv, {leaf.shape for leaf in jax.tree.leaves(parts.model.abstract_params) if leaf.ndim > 1}
 
 
 def redis_of(pid: int) -> int:
