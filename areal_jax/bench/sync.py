@@ -24,10 +24,11 @@ from areal_jax.bench.spawned import DEADLINE_S
 from areal_jax.bench.sync_publisher import adapted_model, publisher
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import POLL_S
-from areal_jax.models.model import Params
-from areal_jax.parallel.mesh import make_mesh
+from areal_jax.models.model import Model, Params
+from areal_jax.parallel.mesh import make_mesh, param_shardings
 from areal_jax.types import ArealError, VersionedParams
 from areal_jax.weights.digest import digest, to_plain
+from areal_jax.weights.links import Weights
 from areal_jax.weights.memory import MemoryStore
 from areal_jax.weights.orbax import OrbaxReader, OrbaxStore
 from areal_jax.weights.prefetch import Prefetcher
@@ -60,7 +61,7 @@ def sync(
     trainer stops to publish a version. `seconds` is the duration of the whole transfer between two processes;
     `limit` is the time in which numpy copies the bytes once in memory.
     """
-    use_virtual_cpus(2)
+    use_virtual_cpus(4)
     model = random_model(shape, "float32")
     params = jax.block_until_ready(model.init(0))
     engines = [
@@ -69,6 +70,7 @@ def sync(
     ]
     with ExitStack() as open_now:
         arms = _in_memory(engines, params, dtype) | _between_processes(open_now, shape, dtype)
+        arms["link"] = _link(model, jax.tree.map(lambda leaf: leaf.astype(dtype), params))
         disks = {"": folder} | ({"_tmpfs": TMPFS} if Path(TMPFS).is_dir() else {})
         for name, place in disks.items():
             made = Path(open_now.enter_context(tempfile.TemporaryDirectory(dir=place)))
@@ -101,6 +103,7 @@ def _summary(rounds: list[dict[str, Times]], shape: str, dtype: str, params: Par
         "orbax_over_two_meshes": {
             arm: whole[arm] / whole["memory_other_device"] for arm in whole if "orbax" in arm
         },
+        "orbax_over_link": {arm: whole[arm] / whole["link"] for arm in whole if "orbax" in arm},
         "orbax_over_transfer": {arm: whole[arm] / whole["transfer"] for arm in whole if "orbax" in arm},
         "files_over_orbax": {
             arm: whole[arm] / whole[arm.replace("files", "orbax_per_layer")]
@@ -141,6 +144,23 @@ def _in_memory(engines: list[Engine], params: Params, dtype: str) -> dict[str, A
         "memory": lambda version: memory(here, version),
         "memory_other_device": lambda version: memory(there, version),
     }
+
+
+def _link(model: Model, params: Params) -> Arm:
+    """Returns the measurement of the transfer alone, from a trainer's mesh to a host's with another layout.
+
+    Like Orbax's save and load, it computes no digest and no log-probs, and converts nothing for decoding.
+    """
+    devices = jax.devices()
+    trainer, host = (
+        param_shardings(model.logical_axes, model.abstract_params, make_mesh(axes, part, owner))
+        for axes, part, owner in (
+            ({"fsdp": 2}, devices[:2], "the trainer"),
+            ({"tensor": 2}, devices[2:4], "a host"),
+        )
+    )
+    source, link = jax.block_until_ready(jax.device_put(params, trainer)), Weights(host)
+    return lambda version: {"whole": timed_s(lambda: link(source))}
 
 
 def _between_processes(open_now: ExitStack, shape: str, dtype: str) -> dict[str, Arm]:

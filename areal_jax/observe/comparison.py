@@ -28,6 +28,7 @@ def page(tables: Mapping[str, Sequence[Mapping[str, Any]]], result: Mapping[str,
     idle = [name for name in result["table"][0] if name.startswith(("trainer_waits", "hosts_wait"))]
     drawn = [speeds(runs), idle_time(runs, idle), age_shares(runs), reward_bands(runs)]
     title = f"Ablation {result['ablation']}"
+    shown = {name: _table(_without_lone_arm(rows), result["key"]) for name, rows in tables.items()}
     claims = "".join(
         f"<tr><td>{escape(claim)}</td><td>{VERDICTS[holds]}</td></tr>"
         for claim, holds in result["claims"].items()
@@ -35,7 +36,7 @@ def page(tables: Mapping[str, Sequence[Mapping[str, Any]]], result: Mapping[str,
     body = "\n".join(
         [
             f"<header><h1>{escape(title)}</h1></header>",
-            *(f"<section><h2>{escape(name)}</h2>{_table(rows)}</section>" for name, rows in tables.items()),
+            *(f"<section><h2>{escape(name)}</h2>{table}</section>" for name, table in shown.items()),
             f"<section><h2>Figures</h2>{figures_html(drawn)}</section>",
             f"<section><h2>Expected</h2><table>{claims}</table></section>",
             f"<section><h2>Reproduce</h2><pre>{escape(command)}</pre></section>",
@@ -59,10 +60,18 @@ def by_label(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, A
     return found
 
 
-def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+def _without_lone_arm(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the rows without their arm, if all have the same one."""
+    hidden = {"arm"} if len({row.get("arm") for row in rows}) == 1 else set()
+    return [{name: value for name, value in row.items() if name not in hidden} for row in rows]
+
+
+def _table(rows: Sequence[Mapping[str, Any]], key: str) -> str:
+    """Returns the rows as an HTML table; the column `value` has the name of the varied `key`."""
     if not rows:
         return ""
-    head = "".join(f"<th>{escape(str(name).replace('_', ' '))}</th>" for name in rows[0])
+    names = (key if name == "value" else str(name).replace("_", " ") for name in rows[0])
+    head = "".join(f"<th>{escape(name)}</th>" for name in names)
     lines = ("".join(f"<td>{escape(_text(value))}</td>" for value in row.values()) for row in rows)
     body = "".join(f"<tr>{line}</tr>" for line in lines)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

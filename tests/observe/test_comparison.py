@@ -49,6 +49,7 @@ def test_what_was_not_measured_is_not_drawn():
 def test_a_page_has_every_table_and_verdict_and_escapes_what_it_shows():
     result = {
         "ablation": "strategies",
+        "key": "control.strategy",
         "table": [{"value": "sync", "arm": "default", "trained_tokens_per_s": 110.0}],
         "runs": RUNS,
         "claims": {"a < b": True, "c": None},
@@ -62,5 +63,14 @@ def test_a_page_has_every_table_and_verdict_and_escapes_what_it_shows():
         "<td>not in this table</td>",
         "run &amp; see",
         "110",
+        "<th>control.strategy</th><th>trained tokens per s</th>",
     ):
         assert shown in text
+
+
+def test_a_table_has_a_column_of_arms_where_there_are_several():
+    rows = [{"value": 0, "arm": arm, "reward": 0.5} for arm in ("aipo", "ppo_clip")]
+    result = {"ablation": "lag", "key": "control.max_staleness", "table": rows, "runs": RUNS, "claims": {}}
+    text = page({"Results": rows}, result, "run")
+    assert "<th>control.max_staleness</th><th>arm</th><th>reward</th>" in text
+    assert "<td>ppo_clip</td>" in text
