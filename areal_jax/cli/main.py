@@ -15,6 +15,7 @@ from areal_jax.cli import (
     parity,
     plan,
     read,
+    replay,
     serve,
     train,
 )
@@ -29,6 +30,7 @@ VERBS = {
     "audit": read.audit,
     "inspect": read.inspect,
     "report": read.report,
+    "replay": replay.replay,
     "eval": evaluate.evaluate,
     "serve": serve.serve,
     "convert": convert.convert,

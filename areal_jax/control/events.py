@@ -8,7 +8,7 @@ restarted from its prompt (0 = never).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from areal_jax.types import SampleId, VersionSpan
@@ -36,6 +36,9 @@ class RunResumed:
 
     steps: int = 0
     """Number of batches of the whole run, including those already trained; 0 = the config's run.steps."""
+    header: dict[str, Any] = field(default_factory=dict)
+    """What of the machine that resumes may change the bits of results (`assembly.devices.header`); empty in
+    journals of older versions."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,11 @@ class SampleFinished:
     spans: tuple[VersionSpan, ...]
     stop_reason: str
     interruptions: int = 0
+    rebuilds: tuple[int, ...] = ()
+    """How many tokens the sample had, prompt included, each time that its KV was computed anew."""
+    digest: str = ""
+    """Hash of tokens, log-probs, versions and supports, by which they can be compared after their deletion;
+    empty in journals of older versions."""
 
 
 @dataclass(frozen=True)

@@ -154,6 +154,8 @@ class Work:
     prompt_version: PolicyVersion = -1
     """Version under which the prompt was prefilled; -1: other samples cannot share the prompt's pages."""
     interruptions: int = 0
+    rebuilds: tuple[int, ...] = ()
+    """Number of tokens, prompt included, at each rebuild of the KV."""
 
     # Samples of equal keys draw the same numbers, whatever slots and neighbours they have.
     @property

@@ -326,8 +326,8 @@ class Host:
             self._on_tokens(work.sample, records.since(slot, before))
         if reason:
             trajectory = records.trajectory(slot, work, reason, self._on_update)
-            finished = SampleFinished(work.sample, self.name, trajectory.spans, reason, work.interruptions)
-            self._emit(finished, trajectory)
+            of = trajectory.spans, reason, work.interruptions, work.rebuilds
+            self._emit(SampleFinished(work.sample, self.name, *of), trajectory)
 
     def _count(self) -> Statistics:
         current = self._current

@@ -163,7 +163,8 @@ class LiveSlots:
             only = np.isin(np.arange(self.engine.slots), own)
             self.state = jax.block_until_ready(self.engine.recompute(params[version], self.state, only))
         for slot in stale:
-            self.works[slot].is_stale = False
+            work = self.works[slot]
+            work.is_stale, work.rebuilds = False, (*work.rebuilds, int(self.records.filled[slot]))
         return int((self.records.filled[stale] - 1).sum())
 
     def decode(self, params: Mapping[PolicyVersion, VersionedParams], ahead: int = 0) -> None:

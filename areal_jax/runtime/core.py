@@ -17,6 +17,7 @@ from areal_jax.control import events as e
 from areal_jax.control.events import Action, Event
 from areal_jax.control.machine import ControlPlane
 from areal_jax.control.reward_gate import Gates, paid
+from areal_jax.trajectories.codec import digest_of
 from areal_jax.trajectories.journal import Entry, with_rewards
 from areal_jax.types import ArealError, Completion, Group, Prompt, SampleId, Trajectory
 
@@ -169,6 +170,7 @@ class DriverCore:
             trajectory = None  # too late: it must not replace the payload that counts
         elif trajectory is not None:
             sample = trajectory.sample
+            event = replace(event, digest=digest_of(trajectory))  # pyright: ignore[reportCallIssue]
             self._members.setdefault(sample.ordinal, {})[sample.member] = trajectory
         elif isinstance(event, e.RewardScored):
             members = self._trajectories(event.ordinal, event.attempt)

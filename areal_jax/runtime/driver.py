@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+from areal_jax.assembly.devices import header
 from areal_jax.assembly.parts import Inputs
 from areal_jax.assembly.run_folder import CHECKPOINTS
 from areal_jax.control import events as e
@@ -65,7 +66,7 @@ class Driver:
         steps = self._config.run.steps
         first: list[Event] = [e.RunStarted(digest, steps)]
         if self.control.state.version >= 0:
-            first = [e.RunResumed(steps), e.VersionCommitted(version, digest)]
+            first = [e.RunResumed(steps, header(self._config)), e.VersionCommitted(version, digest)]
         self.handle([(event, None) for event in first])
 
     def placement_due(self) -> list[Incoming]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from hashlib import blake2b
 from typing import Any, cast
 
 import msgpack
@@ -14,6 +15,9 @@ MAGIC = b"AJT3"
 """The first bytes of every encoded trajectory; the digit is the format's number."""
 
 ARRAYS = ("tokens", "loss_mask", "behavior_logp", "versions", "turn_ids", "support")
+PRODUCED = ("tokens", "behavior_logp", "versions", "support")
+"""The arrays that a host produces, the prompt's part included; the other ones follow from the prompt."""
+
 DTYPES = {"int32": "<i4", "bool": "|b1", "float32": "<f4"}
 NAMES = {np.dtype(name): name for name in DTYPES}  # by dtype, since numpy computes a dtype's name slowly
 
@@ -40,6 +44,14 @@ def encode(trajectory: Trajectory) -> bytes:
     ]
     body = cast(bytes, msgpack.packb(fields))
     return b"".join((MAGIC, zlib.crc32(body).to_bytes(4, "little"), body))
+
+
+def digest_of(trajectory: Trajectory) -> str:
+    """Returns a hash of what a host produced: tokens, log-probs, versions and supports, bit for bit."""
+    found = blake2b(digest_size=8)
+    for name in PRODUCED:
+        found.update(repr(_encode_array(name, getattr(trajectory, name))).encode())
+    return found.hexdigest()
 
 
 def decode(blob: bytes) -> Trajectory:

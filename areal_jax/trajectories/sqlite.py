@@ -227,6 +227,13 @@ class SqliteQueue:
             )
         return self._rewarded(ordinal, attempt, [decode(payload) for payload in found.values()])
 
+    def scored(self, ordinal: int, attempt: int) -> RewardScored | None:
+        """Returns the rewards with which the group's trajectories are read; None if it was not scored."""
+        found = self._all("SELECT scored FROM rewards WHERE ordinal = ? AND attempt = ?", (ordinal, attempt))
+        if not found:
+            return None
+        return from_wire("RewardScored", [ordinal, attempt, *unpack(found[0][0])], EVENTS)
+
     def latest_snapshot(self) -> tuple[int, dict[str, Any]] | None:
         """Returns the newest snapshot as (number of its last event, state); None if there is no snapshot."""
         found = self._all("SELECT seq, state FROM snapshots ORDER BY seq DESC LIMIT 1")
@@ -247,10 +254,8 @@ class SqliteQueue:
     # --- inside ---------------------------------------------------------------------------------------------
 
     def _rewarded(self, ordinal: int, attempt: int, members: list[Trajectory]) -> tuple[Trajectory, ...]:
-        found = self._all("SELECT scored FROM rewards WHERE ordinal = ? AND attempt = ?", (ordinal, attempt))
-        if not found:
-            return tuple(members)
-        return with_rewards(members, RewardScored(ordinal, attempt, *unpack(found[0][0])))
+        scored = self.scored(ordinal, attempt)
+        return tuple(members) if scored is None else with_rewards(members, scored)
 
     def _known(self, kind: str, values: list[Any], kinds: dict[str, type]) -> Any:
         try:

@@ -120,7 +120,7 @@ def _plain(work: Work) -> list[Any]:
 
 def _work(start: Start, plain: Sequence[Any], so_far: Sequence[Any] | None) -> Work:
     named = dict(zip(_PLAIN, plain[1:], strict=True))
-    named["sample"] = SampleId(*named["sample"])
+    named["sample"], named["rebuilds"] = SampleId(*named["sample"]), tuple(named["rebuilds"])
     return Work(start=start, sampling=Sampling(*plain[0]), so_far=_so_far(so_far), **named)
 
 
