@@ -80,6 +80,7 @@ class SampleFinished:
     spans: tuple[VersionSpan, ...]
     stop_reason: str
     interruptions: int = 0
+    # A replay needs it: KV rebuilt in chunks may have other bits than KV that decode calls computed.
     rebuilds: tuple[int, ...] = ()
     """How many tokens the sample had, prompt included, each time that its KV was computed anew."""
     digest: str = ""
