@@ -37,11 +37,16 @@ from areal_jax.weights.store import wire_copy
 
 Note = Callable[[str], None]
 
-OF_ONE_PROCESS = ("weights.backend=memory", "runtime.hosts=1", "observe.evaluate=0", "observe.exports=0")
-"""Settings of a replay, which is one process with one engine; none of them changes a bit."""
+IN_MEMORY = ("weights.backend=memory",)
+"""The setting of each replay, which is one process."""
 
-NO_BITS = frozenset({"devices"})
-"""Values of a run's header that may differ: the number of devices of a process changes no bit by itself."""
+OF_PROCESSES = (*IN_MEMORY, "runtime.hosts=1", "observe.evaluate=0", "observe.exports=0")
+"""Further settings for a run of several processes: the replay has one engine, and evaluates nothing."""
+
+ON_ONE_DEVICE = ("runtime.placement=shared", "generation.calls_ahead=0")
+"""Settings for such a run on CPUs, where XLA divides work by a process's number of devices: each role
+had only its own in its process, and one more in this process might change bits.
+"""
 
 
 class Difference(ArealError):
@@ -82,10 +87,11 @@ def replay(folder: Path, until: int | None = None, note: Note = lambda _: None) 
     path = folder / "config.yaml"
     if not path.exists():
         raise ArealError(f"{folder} is not a run's folder: it has no config.yaml; give the folder of a run")
-    config, own = load_config(path), load_config(path, *OF_ONE_PROCESS)
-    use_gpu_environment(own)
+    config = load_config(path)
+    use_gpu_environment(config)
     use_compilation_cache()
     with open_journal(folder) as journal:
+        own = load_config(path, *_settings(config, journal))
         one = _Replay(config, own, journal, note)
         try:
             one.run(until)
@@ -94,8 +100,17 @@ def replay(folder: Path, until: int | None = None, note: Note = lambda _: None) 
     return one.found
 
 
+def _settings(config: Config, journal: SqliteQueue) -> tuple[str, ...]:
+    """Returns what a replay sets, so that its trainer and its engine compute with the run's programs."""
+    if not journal.is_of_processes:
+        return IN_MEMORY
+    is_apart = config.runtime.reference.is_apart or config.runtime.teacher.is_apart
+    is_on_cpus = journal.header.get("device_kind") == "cpu"
+    return (*OF_PROCESSES, *(ON_ONE_DEVICE if is_on_cpus and not is_apart else ()))
+
+
 class _Replay:
-    """One replay; see `replay`. `own`: the run's `config` for one process with one engine."""
+    """One replay; see `replay`. `own`: the run's `config` with the settings of the replay."""
 
     def __init__(self, config: Config, own: Config, journal: SqliteQueue, note: Note) -> None:
         self.found = Replayed()
@@ -259,7 +274,9 @@ class _Replay:
 
     def _compare_header(self, stored: Mapping[str, Any]) -> None:
         own = header(self._own)
-        for name in (stored.keys() & own.keys()) - NO_BITS:
+        # The header of a run of processes is the controller's, which has no devices.
+        unknown = {"devices"} if self._journal.is_of_processes else set()
+        for name in (stored.keys() & own.keys()) - unknown:
             if stored[name] != own[name]:
                 self.found.header.setdefault(name, (stored[name], own[name]))
 

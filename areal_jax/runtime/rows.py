@@ -160,9 +160,12 @@ class RowMaker:
         return sum(shares) / len(shares) if shares else 0.0
 
     def _share_of(self, activity: str, totals: Mapping[str, Mapping[str, float]]) -> float:
-        """Return the fraction of time that a host spent on `activity`, averaged over hosts."""
+        """Return the fraction of time that a host spent on `activity`, averaged over hosts.
+
+        A host without any time, such as one that has just started again, does not count.
+        """
         spent = [totals.get(host.name, {}) for host in self._hosts]
-        shares = [own.get(activity, 0.0) / sum(own.values()) for own in spent if own]
+        shares = [own.get(activity, 0.0) / sum(own.values()) for own in spent if sum(own.values())]
         return sum(shares) / len(shares) if shares else 0.0
 
     def _host_counts(self) -> dict[str, float]:

@@ -167,6 +167,11 @@ class SqliteQueue:
     # --- reading --------------------------------------------------------------------------------------------
 
     @property
+    def is_of_processes(self) -> bool:
+        """Whether a controller wrote the journal, so that each role of the run was a process of its own."""
+        return bool(self._all("SELECT 1 FROM sqlite_master WHERE name = 'owner'"))
+
+    @property
     def last_seq(self) -> int:
         """Sequence number of the newest event; 0 for an empty journal. Events are numbered 1, 2, 3, ..."""
         return self._one("SELECT coalesce(max(seq), 0) FROM events")[0]

@@ -126,6 +126,14 @@ def test_kill_9_of_each_role_while_samples_move_between_hosts(tmp_path: Path, ba
     assert (figures["trained"], figures["in_flight"], figures["dropped"]) == (16 * steps, 0, {})
     assert [row["step"] for row in read_rows(run)] == list(range(steps))
     assert max(row["token_age_max"] for row in read_rows(run)) <= 2
+    until = FIRST + between * len(roles)  # with every kill, and moves before and after each
+    env = {key: value for key, value in os.environ.items() if key != "JAX_NUM_CPU_DEVICES"}
+    done = subprocess.run(
+        [*MAIN, "replay", str(run), f"--until={until}", "--json"], capture_output=True, env=env, check=False
+    )
+    found = json.loads(done.stdout)
+    assert (found["difference"], found["steps"], found["reissued"]) == ("", until, 0)
+    assert found["samples"] >= 256 * until and found["by_digest"] == found["tokens"]
 
 
 def test_a_controller_killed_after_the_last_batch_waits_for_what_it_has_not_heard_of(tmp_path: Path):

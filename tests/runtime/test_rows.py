@@ -211,3 +211,12 @@ def test_a_row_has_the_means_of_the_parts_and_what_each_gate_paid():
     open_ = make().make(5, batch, TRAINED, "", (("intermediate", True),))
     assert (open_["reward_ungated_mean"], open_["paid_share"]) == (1.75, {"intermediate": 0.5})
     assert not {"reward_parts", "gates"} & make().make(5, BATCH, TRAINED, "").keys()
+
+
+def test_a_host_without_any_time_has_no_share_of_moves():
+    """A host that has just started again reports each of its activities with 0 seconds."""
+    totals = {"host-0": {"decode": 3.0, "move": 1.0}, "host-1": {"decode": 0.0, "wait: samples": 0.0}}
+    rows = RowMaker(lambda: totals, [FakeHost(), FakeHost("host-1")])
+    assert rows.make(5, BATCH, TRAINED, "d")["move_share"] == 0.25
+    totals.clear()
+    assert rows.make(6, BATCH, TRAINED, "d")["move_share"] == 0.0
