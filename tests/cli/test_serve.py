@@ -72,7 +72,8 @@ def test_it_says_when_it_is_ready_and_stops_when_asked(end):
         "generation.max_tokens=32",
     ]
     with subprocess.Popen(
-        [sys.executable, "-m", "areal_jax.cli.main", *words],
+        # A shell's background command ignores SIGINT, and so would its children.
+        ["env", "--default-signal=INT", sys.executable, "-m", "areal_jax.cli.main", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
