@@ -33,10 +33,11 @@ SAMPLES = STEPS * 16
 WORDS = (
     f"run.steps={STEPS}",
     "runtime.hosts=2",
-    "trainer.supervised_steps=5",
-    "generation.decode_steps=2",
-    "control.max_concurrent=12",
+    "generation.slots=2",
+    "generation.decode_steps=1",
 )
+"""Few slots: hosts, and not the trainer, take the time, so samples are live when a version is committed."""
+
 STRATEGIES = {
     "sync": ("control.strategy=sync",),
     "one_step": ("control.strategy=one_step",),
@@ -45,10 +46,13 @@ STRATEGIES = {
     "keep": ("control.strategy=keep",),
     # Of three hosts, one adopts each version before the others, and samples that it has move to them.
     "pinned": (
-        "control.strategy=pinned", "control.max_staleness=2", "control.placement_every_s=0.05",
-        "control.max_concurrent=null", "run.steps=24", "runtime.hosts=3", "generation.decode_steps=1",
+        "control.strategy=pinned",
+        "control.max_staleness=2",
+        "control.placement_every_s=0.05",
+        "run.steps=24",
+        "runtime.hosts=3",
     ),
-}  # fmt: skip
+}
 
 
 def made(folder: Path, *words: str) -> Path:
