@@ -48,10 +48,10 @@ def encode(trajectory: Trajectory) -> bytes:
 
 def digest_of(trajectory: Trajectory) -> str:
     """Returns a hash of what a host produced: tokens, log-probs, versions and supports, bit for bit."""
-    found = blake2b(digest_size=8)
-    for name in PRODUCED:
-        found.update(repr(_encode_array(name, getattr(trajectory, name))).encode())
-    return found.hexdigest()
+    produced = cast(
+        bytes, msgpack.packb([_encode_array(name, getattr(trajectory, name)) for name in PRODUCED])
+    )
+    return blake2b(produced, digest_size=8).hexdigest()
 
 
 def decode(blob: bytes) -> Trajectory:

@@ -27,7 +27,7 @@ from areal_jax.runtime.reading import audit_run, open_journal
 from areal_jax.trajectories.sqlite import JournalError, SqliteQueue
 from areal_jax.weights import staged
 from areal_jax.weights.staged import committed
-from tests.small_run import small
+from tests.small_run import killed_at, small
 
 STEPS, EVERY = 6, 2
 
@@ -55,19 +55,8 @@ def digests(folder: Path) -> list[str]:
 
 
 def crash_at(folder: Path, monkeypatch: pytest.MonkeyPatch, is_last: Callable[[Event], bool]) -> None:
-    """A run whose journal takes nothing any more from that event on, while everybody else still works."""
-    append, has_ended = SqliteQueue.append, []
-
-    def append_until(self, entries, durable=False):
-        if has_ended or any(is_last(entry.event) for entry in entries):
-            has_ended.append(True)
-            raise JournalError("killed")
-        return append(self, entries, durable)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(SqliteQueue, "append", append_until)
-        with pytest.raises(JournalError, match="killed"):
-            run(small(folder, *WORDS, *STAGED), stream=io.StringIO())
+    with killed_at(monkeypatch, is_last):
+        run(small(folder, *WORDS, *STAGED), stream=io.StringIO())
 
 
 def check_whole(folder: Path, untouched: list[str]) -> None:

@@ -22,9 +22,8 @@ from areal_jax.runtime.reading import audit_run, open_journal
 from areal_jax.runtime.replay import replay
 from areal_jax.trajectories.codec import decode, encode
 from areal_jax.trajectories.journal import pack, unpack
-from areal_jax.trajectories.sqlite import JournalError, SqliteQueue
 from areal_jax.types import ArealError
-from tests.small_run import small
+from tests.small_run import killed_at, small
 
 pytestmark = pytest.mark.slow
 
@@ -88,18 +87,9 @@ def test_a_run_of_each_strategy_replays_without_a_bit_of_difference(tmp_path, re
 
 
 def test_a_run_that_was_killed_and_resumed_replays_as_one(tmp_path, monkeypatch):
-    folder, append, has_ended = tmp_path / "run", SqliteQueue.append, []
-
-    def append_until(self, entries, durable=False):
-        if has_ended or any(isinstance(one.event, BatchTrained) and one.event.step == 4 for one in entries):
-            has_ended.append(True)
-            raise JournalError("killed")
-        return append(self, entries, durable)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(SqliteQueue, "append", append_until)
-        with pytest.raises(JournalError, match="killed"):
-            made(folder, *STRATEGIES["recompute"])
+    folder = tmp_path / "run"
+    with killed_at(monkeypatch, lambda event: isinstance(event, BatchTrained) and event.step == 4):
+        made(folder, *STRATEGIES["recompute"])
     resume(folder, stream=io.StringIO())
     (resumed,) = events(folder, RunResumed)
     assert resumed.header["jaxlib"] and audit_run(folder).ok
