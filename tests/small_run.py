@@ -39,7 +39,7 @@ def small(folder: Path, *words: str) -> Config:
 
 @contextmanager
 def killed_at(monkeypatch: pytest.MonkeyPatch, is_last: Callable[[Event], bool]) -> Iterator[None]:
-    """A run in the block ends: its journal takes nothing any more from that event on; all else still works."""
+    """A run in the block ends: its journal takes nothing any more from that event on. All else works."""
     append, has_ended = SqliteQueue.append, []
 
     def append_until(self, entries, durable=False):

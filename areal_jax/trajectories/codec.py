@@ -48,10 +48,8 @@ def encode(trajectory: Trajectory) -> bytes:
 
 def digest_of(trajectory: Trajectory) -> str:
     """Returns a hash of what a host produced: tokens, log-probs, versions and supports, bit for bit."""
-    produced = cast(
-        bytes, msgpack.packb([_encode_array(name, getattr(trajectory, name)) for name in PRODUCED])
-    )
-    return blake2b(produced, digest_size=8).hexdigest()
+    arrays = [_encode_array(name, getattr(trajectory, name)) for name in PRODUCED]
+    return blake2b(cast(bytes, msgpack.packb(arrays)), digest_size=8).hexdigest()
 
 
 def decode(blob: bytes) -> Trajectory:
