@@ -30,7 +30,7 @@ from areal_jax.types import ArealError
 
 RANDOM, SMOLLM2 = "random", "smollm2"
 
-PACKAGES = ("gguf", "jinja2", "safetensors", "tokenizers", "transformers")
+PACKAGES = ("gguf", "jinja2", "tokenizers", "transformers")
 
 RUN_CONFIG, MODEL_CONFIG = "config.yaml", "config.json"
 

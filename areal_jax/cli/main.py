@@ -6,6 +6,7 @@ import typer
 
 from areal_jax.cli import (
     ablate,
+    bundle,
     cluster,
     convert,
     evaluate,
@@ -31,6 +32,7 @@ VERBS = {
     "inspect": read.inspect,
     "report": read.report,
     "replay": replay.replay,
+    "bundle": bundle.bundle,
     "eval": evaluate.evaluate,
     "serve": serve.serve,
     "convert": convert.convert,

@@ -47,17 +47,27 @@ def inspect(
             "--staleness", help="Instead of a sample: rewards by age, raw and of equally hard prompts."
         ),
     ] = False,
+    token: Annotated[
+        int | None,
+        typer.Option(help="Where token number T of the sample, prompt included, comes from."),
+    ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="With --token: generate the sample again, and compare all bits.")
+    ] = False,
     json: AsJson = False,
 ) -> None:
     """Show one sample: prompt, completion coloured by version and by log-prob, reward and its explanation.
 
+    With --token, show where one token comes from: weights, random key, sampler settings, log-prob, host.
     With --tree, show how many tokens of the samples repeat a prefix of another sample in their batch.
     With --staleness, show the rewards of the trained samples by age.
     """
     from areal_jax.observe.sample import print_sample
     from areal_jax.runtime.reading import prefix_sharing, rewards_by_age, view_sample
 
-    if (sample is not None) + tree + staleness != 1:
+    if verify and token is None:
+        raise ArealError("--verify needs --token T, as in `areal-jax inspect RUN 12/3 --token 20 --verify`")
+    if (token is not None and sample is None) or (sample is not None) + tree + staleness != 1:
         raise ArealError(
             f"given: {sample or 'no sample'}, {'' if tree else 'no '}--tree and {'' if staleness else 'no '}"
             "--staleness; give one of them, as in `areal-jax inspect RUN 12/3`, "
@@ -74,11 +84,33 @@ def inspect(
         show(whole.to_json() | {"parts": [part.to_json() for part in parts]}, json, lines)
         return
     assert sample is not None
+    if token is not None:
+        _inspect_token(folder, sample, token, verify, json)
+        return
     view = view_sample(folder, sample)
     if json:
         print_json(view.to_json())
     else:
         print_sample(view, sys.stdout)
+
+
+def _inspect_token(folder: Path, sample: str, token: int, is_verified: bool, json: bool) -> None:
+    from areal_jax.runtime.provenance import provenance
+
+    one = provenance(folder, sample, token)
+    if not is_verified:
+        show(one.to_json(), json, one.lines())
+        return
+    from areal_jax.runtime.one_sample import replay_sample
+
+    found = replay_sample(folder, sample, lambda said: typer.echo(said, err=True))
+    equal = f"generated again: {found.tokens} tokens of the sample, every bit is equal"
+    if found.bounded_from is not None:
+        equal = f"generated again on another kind of machine: {found.tokens} tokens, within bounds"
+    verdict = f"first difference: {found.difference}" if found.difference else equal
+    show(one.to_json() | {"replayed": vars(found)}, json, [*one.lines(), verdict])
+    if found.difference:
+        raise typer.Exit(1)
 
 
 def _staleness_lines(found: Staleness) -> list[str]:

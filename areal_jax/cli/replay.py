@@ -1,4 +1,4 @@
-"""The command `replay`: executes a run's journal again and compares all bits."""
+"""The command `replay`: executes a run's journal again and compares all bits; it can go on as a new run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from areal_jax.cli.shell import AsJson, show
+from areal_jax.cli.shell import AsJson, show, stop_on_sigterm
 from areal_jax.types import ArealError
 
 if TYPE_CHECKING:
@@ -16,18 +16,70 @@ if TYPE_CHECKING:
 
 def replay(
     folder: Annotated[Path, typer.Argument(help="The run's folder.")],
+    words: Annotated[
+        list[str] | None, typer.Argument(help="With --branch: section.key=value for the new run.")
+    ] = None,
     until: Annotated[int | None, typer.Option(help="Number of steps to replay; if omitted, all.")] = None,
+    branch: Annotated[
+        str | None,
+        typer.Option(help="Go on from there as a new run with this name, beside the run's folder."),
+    ] = None,
+    sample: Annotated[
+        str | None, typer.Option(help="Instead of all: ORDINAL/MEMBER, and what generating it again needs.")
+    ] = None,
     json: AsJson = False,
 ) -> None:
     """Generate every sample and train every batch of a run again, and compare all bits with its journal.
 
-    Ends with status 1 if a value differs, and names the first one.
+    Ends with status 1 if a value differs, and names the first one. On another kind of machine than the run's,
+    it says which bits may differ and compares within bounds.
     """
-    from areal_jax.runtime.replay import replay as run
-
     if until is not None and until < 1:
         raise ArealError(f"--until={until} is no number of steps; give at least 1, or leave it out for all")
-    found = run(folder, until, lambda said: typer.echo(said, err=True))
+    if sample and (until or branch):
+        raise ArealError(
+            f"given: --sample={sample} and {'--until' if until else '--branch'}; a sample decides how far "
+            "the run is replayed, so give --sample alone"
+        )
+    if words and not branch:
+        raise ArealError(
+            f"{words[0]}: a replay repeats the run with its own settings; to go on with other ones, give "
+            "--branch NAME"
+        )
+    if branch:
+        _branch(folder, until, branch, words or [], json)
+        return
+    from areal_jax.runtime.one_sample import replay_sample
+    from areal_jax.runtime.replay import replay as run
+
+    found = replay_sample(folder, sample, _progress) if sample else run(folder, until, _progress)
+    _show(found, json)
+
+
+def _progress(said: str) -> None:
+    typer.echo(said, err=True)
+
+
+def _branch(folder: Path, until: int | None, name: str, words: list[str], json: bool) -> None:
+    stop_on_sigterm()
+    from areal_jax.cli.train import finish
+    from areal_jax.runtime import jobs
+    from areal_jax.runtime.branch import make_branch
+    from areal_jax.runtime.reopened import reopened
+
+    with reopened(folder) as run:
+        made, found = make_branch(run, until, name, words, _progress)
+        is_of_processes = run.journal.is_of_processes
+    if is_of_processes:
+        show(vars(found) | {"branch": str(made)}, json, [*_lines(found), f"branch: {made}"])
+        _progress(f"its processes start with `areal-jax launch local {made}`, or with another launcher")
+        return
+    for line in [*_lines(found), f"branch: {made}"]:
+        typer.echo(line, err=json)
+    finish(lambda stream: jobs.resume(made, stream=stream), made, json)
+
+
+def _show(found: Replayed, json: bool) -> None:
     show(vars(found), json, _lines(found))
     if found.difference:
         raise typer.Exit(1)
@@ -41,9 +93,18 @@ def _lines(found: Replayed) -> list[str]:
     if found.uncompared:
         lines.append(f"samples without a record to compare with: {found.uncompared}")
     lines += [
-        f"this machine differs from the run's: {name} was {then!r}, now {now!r}; bits may differ"
+        f"this machine differs from the run's: {name} was {then!r}, now {now!r}"
         for name, (then, now) in found.header.items()
     ]
     if found.reissued:
         lines.append(f"versions that the run itself trained again with other bits: {found.reissued}")
-    return [*lines, f"first difference: {found.difference}" if found.difference else "every bit is equal"]
+    if found.bounded_from is not None:
+        gaps = ", ".join(f"{name} {gap:.2g}" for name, gap in found.largest.items()) or "none"
+        lines += [
+            f"from step {found.bounded_from} on, log-probs and metrics may therefore have other bits, and "
+            f"were compared within bounds; largest differences: {gaps}",
+            f"samples compared only up to a token that was drawn otherwise: {found.cut}",
+        ]
+    if found.difference:
+        return [*lines, f"first difference: {found.difference}"]
+    return [*lines, "every bit is equal" if found.bounded_from is None else "every value is within its bound"]

@@ -44,7 +44,7 @@ def resume(folder: Path, words: Words = None, json: AsJson = False) -> None:
     stop_on_sigterm()
     from areal_jax.runtime import jobs
 
-    _finish(lambda stream: jobs.resume(folder, words or [], stream=stream), folder, json)
+    finish(lambda stream: jobs.resume(folder, words or [], stream=stream), folder, json)
 
 
 def _run(words: list[str], json: bool, is_dry: bool) -> None:
@@ -56,10 +56,11 @@ def _run(words: list[str], json: bool, is_dry: bool) -> None:
     if is_dry:
         _print_plan(jobs.dry_run(config), json)
         return
-    _finish(lambda stream: jobs.run(config, stream=stream), config.run.folder, json)
+    finish(lambda stream: jobs.run(config, stream=stream), config.run.folder, json)
 
 
-def _finish(job: Callable[[Any], RunResult], folder: Path, json: bool) -> None:
+def finish(job: Callable[[Any], RunResult], folder: Path, json: bool) -> None:
+    """Trains the run in `folder` by `job(stream)`, and prints its result; progress goes to the stream."""
     try:
         result = job(sys.stderr if json else sys.stdout)
     except KeyboardInterrupt:

@@ -46,7 +46,7 @@ def run(config: Config, tasks: Sequence[Task] = (), stream: TextIO | None = None
     `tasks`, if given, replace the config's tasks. Progress is shown on `stream`; None: stdout. Raises
     ArealError if the run's folder exists or the run fails. A run that ended early can be resumed.
     """
-    _require_new(config.run.folder)
+    require_new(config.run.folder)
     use_gpu_environment(config)
     use_compilation_cache()
     parts = with_measured_layout(assemble(config, tasks))
@@ -59,7 +59,7 @@ def run_parts(parts: Parts, named: Config, stream: TextIO | None = None) -> RunR
     `named`: the config that the run's folder records. `stream`, errors: as in `run`.
     """
     folder = named.run.folder
-    _require_new(folder)
+    require_new(folder)
     make_folder(named, folder)
     with SqliteQueue.create(folder / JOURNAL, header(named)) as journal:
         return _train(parts, journal, folder, stream)
@@ -142,15 +142,16 @@ def dry_run(config: Config, tasks: Sequence[Task] = ()) -> dict[str, Any]:
     }
 
 
-# --- inside -------------------------------------------------------------------------------------------------
-
-
-def _require_new(folder: Path) -> None:
+def require_new(folder: Path) -> None:
+    """Raise ArealError if the folder of a new run exists."""
     if folder.exists():
         raise ArealError(
             f"the run folder {folder} exists; choose another run.name or run.dir, or continue that run with "
             f"`areal-jax resume {folder}`"
         )
+
+
+# --- inside -------------------------------------------------------------------------------------------------
 
 
 def _naming(config: Config, parts: Parts) -> Config:

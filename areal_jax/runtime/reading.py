@@ -170,18 +170,25 @@ def _samples(
     return viewer.chosen(list(found.late)), "", failed.__getitem__
 
 
-def view_sample(folder: Path, name: str) -> SampleView:
-    """Return the sample named ORDINAL/MEMBER[/ATTEMPT] as text; ATTEMPT is 0 by default.
+def sample_id(name: str) -> SampleId:
+    """Return the sample named ORDINAL/MEMBER[/ATTEMPT]; ATTEMPT is 0 by default.
 
-    Raises ArealError if the journal does not have the sample.
+    Raises ArealError for a name of another form.
     """
     match = re.fullmatch(r"(\d+)[/.](\d+)(?:[/.](\d+))?", name)
     if not match:
         raise ArealError(
             f"{name!r} does not name a sample; write ORDINAL/MEMBER or ORDINAL/MEMBER/ATTEMPT, such as 12/3"
         )
-    sample = SampleId(*(int(part or 0) for part in match.groups()))
-    config = load_config(folder / "config.yaml")
+    return SampleId(*(int(part or 0) for part in match.groups()))
+
+
+def view_sample(folder: Path, name: str) -> SampleView:
+    """Return the sample named ORDINAL/MEMBER[/ATTEMPT] as text; ATTEMPT is 0 by default.
+
+    Raises ArealError if the journal does not have the sample.
+    """
+    sample, config = sample_id(name), load_config(folder / "config.yaml")
     with open_journal(folder) as journal:
         return Viewer(journal, config).view(sample)
 

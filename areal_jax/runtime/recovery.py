@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from areal_jax.assembly.parts import Inputs, Parts
-from areal_jax.control.events import BatchTrained, Train, VersionCommitted, VersionReissued
+from areal_jax.assembly.run_folder import BRANCH, JOURNAL
+from areal_jax.control.events import (
+    BatchTrained,
+    RunResumed,
+    RunStarted,
+    Train,
+    VersionCommitted,
+    VersionReissued,
+)
 from areal_jax.control.reward_gate import paid
 from areal_jax.runtime.compute_choice import plan_groups, recorded_choice
 from areal_jax.runtime.trainer_loop import TrainBatch, Trainer, held_batch
@@ -28,7 +36,8 @@ def start_state(
 
     Checkpoints newer than `last` are deleted, and damaged checkpoints (other bits than in their manifest) are
     not used; `note(text)` reports each of them. Returns the restored state and its version; if no checkpoint
-    is left, the initial state and None.
+    is left, the initial state and None. Raises ArealError if none is left of a branch, whose first steps were
+    trained by another config.
     """
     for version in discard_newer(folder / "checkpoints", max(last, 0)):
         note(
@@ -42,8 +51,25 @@ def start_state(
             "its start"
         )
     if restored.state is None:
+        _require_beginning(folder)
         return parts.first_state(), None
     return restored.state, int(restored.state.version)
+
+
+def _require_beginning(folder: Path) -> None:
+    """Raises ArealError if the run in `folder` is a branch, which cannot start again from version 0."""
+    path = folder / JOURNAL
+    if not path.exists():
+        return
+    with SqliteQueue.open(path, readonly=True) as journal:
+        branch = journal.header.get(BRANCH)
+    if branch:
+        raise ArealError(
+            f"{folder} has no undamaged checkpoint, and it is a branch of {branch['run']} from step "
+            f"{branch['step']} on, so it cannot start again from version 0; restore its checkpoints from a "
+            f"backup, or make the branch again: areal-jax replay {branch['run']} --until {branch['step']} "
+            "--branch NAME"
+        )
 
 
 @dataclass(frozen=True)
@@ -57,6 +83,9 @@ class Journaled:
     """Digest of this version's weights as published to the hosts; "" if the version was not published."""
     metrics: Mapping[str, Any]
     """The step's metrics row, which says how the batch was computed (`compute_choice.recorded_choice`)."""
+    steps: int
+    """The run's number of steps when the batch was trained, on which the learning rate may depend; 0: the
+    config's."""
 
 
 def journaled_batches(journal: SqliteQueue, first: int, last: int) -> list[Journaled]:
@@ -64,15 +93,24 @@ def journaled_batches(journal: SqliteQueue, first: int, last: int) -> list[Journ
     trains: dict[int, Train] = {}
     trained: dict[int, BatchTrained] = {}
     published: dict[PolicyVersion, str] = {}
+    steps, steps_of = 0, {}
     for row in journal.rows():
         match row.event:
+            case RunStarted() | RunResumed():
+                steps = row.event.steps
             case BatchTrained(step):
-                trained[step] = row.event
+                trained[step], steps_of[step] = row.event, steps
             case VersionCommitted(version, digest) | VersionReissued(version, _, digest):
                 published[version] = digest
         trains |= {action.step: action for action in row.actions if isinstance(action, Train)}
     return [
-        Journaled(trains[step], trained[step].digest, published.get(step + 1, ""), trained[step].metrics)
+        Journaled(
+            trains[step],
+            trained[step].digest,
+            published.get(step + 1, ""),
+            trained[step].metrics,
+            steps_of[step],
+        )
         for step in range(first, last)
     ]
 

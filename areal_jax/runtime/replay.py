@@ -3,54 +3,40 @@
 Events come from the journal in their order. The same control plane must answer them with the same actions, an
 engine decodes each finished sample under the versions that sampled it, and the learner trains each batch.
 Rewards and failures are events: no reward function, tool or network is called.
+
+On another machine than the run's, rounding differs. From there on values are compared within bounds, and
+batches are trained on the journal's tokens, so that both trainers see the same samples.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-
-from areal_jax.assembly.devices import header, use_compilation_cache
-from areal_jax.assembly.gpus import use_gpu_environment
-from areal_jax.assembly.parts import assemble, make_learner
-from areal_jax.config.loading import load_config
+from areal_jax.assembly.parts import Parts, assemble
 from areal_jax.config.tree import Config
 from areal_jax.control import events as e
 from areal_jax.control.machine import ControlPlane
 from areal_jax.control.reward_gate import paid
+from areal_jax.generation.engine import Engine
 from areal_jax.generation.regenerate import Finished, Regenerator
 from areal_jax.observe.waits import Timeline
 from areal_jax.runtime.compute_choice import plan_groups, recorded_choice
-from areal_jax.runtime.reading import open_journal
+from areal_jax.runtime.differences import Comparison, Difference, name_of, same
+from areal_jax.runtime.past_versions import with_config, with_steps
+from areal_jax.runtime.reopened import Reopened, reopened
 from areal_jax.runtime.trainer_loop import held_batch, train_batch
 from areal_jax.trainer.state import TrainState
-from areal_jax.trajectories.codec import PRODUCED, digest_of
+from areal_jax.trajectories.codec import digest_of
 from areal_jax.trajectories.journal import JournalError, Row, with_rewards
 from areal_jax.trajectories.sqlite import SqliteQueue
-from areal_jax.types import ArealError, Group, PolicyVersion, SampleId, Trajectory, VersionedParams
+from areal_jax.types import Group, PolicyVersion, SampleId, Trajectory, VersionedParams
 from areal_jax.weights.store import wire_copy
 
 Note = Callable[[str], None]
-
-IN_MEMORY = ("weights.backend=memory",)
-"""The setting of each replay, which is one process."""
-
-OF_PROCESSES = (*IN_MEMORY, "runtime.hosts=1", "observe.evaluate=0", "observe.exports=0")
-"""Further settings for a run of several processes: the replay has one engine, and evaluates nothing."""
-
-ON_ONE_DEVICE = ("runtime.placement=shared", "generation.calls_ahead=0")
-"""Settings for such a run on CPUs, where XLA divides work by a process's number of devices: each role
-had only its own in its process, and one more in this process might change bits.
-"""
-
-
-class Difference(ArealError):
-    """A replayed value differs from the journaled one; the message names the place and the field."""
+Before = Callable[[int, TrainState, tuple[Group, ...]], None]
 
 
 @dataclass
@@ -72,10 +58,16 @@ class Replayed:
     """Number of samples that had not finished where the replay ended."""
     header: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     """Name of a value on which bits depend -> (of the run, of this machine), where they differ."""
+    bounded_from: int | None = None
+    """Number of the batch from which on values were compared within bounds; None: all bit for bit."""
+    largest: dict[str, float] = field(default_factory=dict)
+    """Field -> its largest difference where values were compared within bounds (`Comparison.largest`)."""
+    cut: int = 0
+    """Number of samples that were compared only up to a token that differs (`Comparison.cut`)."""
     reissued: int = 0
     """Number of versions that the run itself trained again with other bits, after it was resumed."""
     difference: str = ""
-    """The first difference; empty if every value is equal."""
+    """The first difference; empty if every value is equal, or within its bound."""
 
 
 def replay(folder: Path, until: int | None = None, note: Note = lambda _: None) -> Replayed:
@@ -84,45 +76,37 @@ def replay(folder: Path, until: int | None = None, note: Note = lambda _: None) 
     `until`: the number of batches to train again; None: all. `note(text)` reports each step. Raises
     ArealError if `folder` has no journal, or if the run was given tasks as Python objects.
     """
-    path = folder / "config.yaml"
-    if not path.exists():
-        raise ArealError(f"{folder} is not a run's folder: it has no config.yaml; give the folder of a run")
-    config = load_config(path)
-    use_gpu_environment(config)
-    use_compilation_cache()
-    with open_journal(folder) as journal:
-        own = load_config(path, *_settings(config, journal))
-        one = _Replay(config, own, journal, note)
-        try:
-            one.run(until)
-        except Difference as difference:
-            one.found.difference = str(one.earliest(difference))
+    with reopened(folder) as run:
+        return replay_run(run, until, note)
+
+
+def replay_run(run: Reopened, until: int | None, note: Note) -> Replayed:
+    """Replays an open run; see `replay`."""
+    one = Replay(run, note)
+    try:
+        one.run(until)
+    except Difference as difference:
+        one.found.difference = str(one.earliest(difference))
     return one.found
 
 
-def _settings(config: Config, journal: SqliteQueue) -> tuple[str, ...]:
-    """Returns what a replay sets, so that its trainer and its engine compute with the run's programs."""
-    if not journal.is_of_processes:
-        return IN_MEMORY
-    is_apart = config.runtime.reference.is_apart or config.runtime.teacher.is_apart
-    is_on_cpus = journal.header.get("device_kind") == "cpu"
-    return (*OF_PROCESSES, *(ON_ONE_DEVICE if is_on_cpus and not is_apart else ()))
+class Replay:
+    """One replay of a run; see `replay`."""
 
-
-class _Replay:
-    """One replay; see `replay`. `own`: the run's `config` with the settings of the replay."""
-
-    def __init__(self, config: Config, own: Config, journal: SqliteQueue, note: Note) -> None:
-        self.found = Replayed()
-        self._journal, self._note = journal, note
-        self._control = ControlPlane(config)
-        self._own, self._parts = own, assemble(own)
+    def __init__(self, run: Reopened, note: Note, before: Before = lambda *_: None) -> None:
+        """`before(step, state, groups)` is called with each batch's groups, before they are trained."""
+        first, self._before = run.stretches[0], before
+        self.found, self.last_seq = Replayed(), 0
+        """What was compared, and the number of the last event that was replayed."""
+        self.parts = assemble(first.config)
+        self.state: TrainState = self.parts.first_state()
+        self._journal, self._note = run.journal, note
+        self._control = ControlPlane(run.config)
+        self._compared = Comparison(first.config.wire_dtype)
+        self._stretch, self._later = first, list(run.stretches[1:])
         self._clock = Timeline(None).clock("replay")
-        self._state: TrainState = self._parts.first_state()
-        self._engine = self._parts.engine(0)
-        self._regenerator = Regenerator(
-            self._engine, seed=own.run.seed, sampling=own.generation.sampling, on_update=own.on_update
-        )
+        self._engine = self.parts.engine(0)
+        self._regenerator = make_regenerator(first.config, self._engine)
         self._held: dict[PolicyVersion, VersionedParams] = {}
         """The versions that samples still need, as the engine decodes with them."""
         self._published: dict[PolicyVersion, str] = {}
@@ -130,19 +114,25 @@ class _Replay:
         """Finished samples that are not generated again yet, in the order of the journal."""
         self._members: dict[SampleId, Trajectory] = {}
         self._scored: dict[tuple[int, int], e.RewardScored] = {}
-        self._last_needed = _last_needed(journal)
+        self._last_needed = _last_needed(run.journal)
 
     def run(self, until: int | None) -> None:
-        self._compare_header(self._journal.header)
+        """Replays the first `until` batches, or all of them; raises Difference for the first difference."""
+        self._compare_header(self._stretch.header)
         for row in self._journal.rows():
+            if self._later and row.seq > self._later[0].after:
+                self._stretch = self._later.pop(0)
+                self._use(with_config(self.parts, self._stretch.config))
             is_stale, batch = self._control.state.is_stale(row.event), self._control.state.training
             self._compare_actions(row)
             if not is_stale:
                 self._follow(row, batch)
+            self.last_seq = row.seq
             if until is not None and self.found.steps >= until:
                 break
         self._generate()
         self.found.unfinished = sum(len(group.unfinished) for group in self._control.state.groups.values())
+        self.found.largest, self.found.cut = self._compared.largest, self._compared.cut
 
     def earliest(self, difference: Difference) -> Difference:
         """Returns `difference`, or that of an earlier sample; samples are generated later than they ended."""
@@ -156,23 +146,24 @@ class _Replay:
         """Does what the event says was done. `batch`: the one that was in training before the event."""
         match row.event:
             case e.RunStarted(digest, steps):
-                self._use_steps(steps)
-                self._publish(self._parts.learner.versioned(self._state), row.seq)
-                _same("version 0", "digest as published", digest, self._published[0])
+                self._use(with_steps(self.parts, steps))
+                self._publish(self.parts.learner.versioned(self.state), row.seq)
+                self._compared.digest("version 0", "digest as published", digest, self._published[0])
             case e.RunResumed(steps, stored):
-                self._use_steps(steps)
+                self._use(with_steps(self.parts, steps))
                 self._compare_header(stored)
             case e.SampleFinished():
                 self._finished.append(row.event)
             case e.RewardScored(ordinal, attempt):
                 # The trainer read the rewards from a table of their own.
-                _same(f"group {ordinal}", "rewards", row.event, self._journal.scored(ordinal, attempt))
+                same(f"group {ordinal}", "rewards", row.event, self._journal.scored(ordinal, attempt))
                 self._scored[ordinal, attempt] = row.event
             case e.BatchTrained():
                 assert batch is not None
                 self._train(row.event, batch, row.seq)
             case e.VersionCommitted(version, digest):
-                _same(f"version {version}", "digest as published", digest, self._published[version])
+                own = self._published[version]
+                self._compared.digest(f"version {version}", "digest as published", digest, own)
             case e.VersionReissued():
                 self.found.reissued += 1
 
@@ -182,57 +173,41 @@ class _Replay:
         """Generates the finished samples again, and compares them in the order of the journal."""
         events, self._finished = self._finished, []
         wanted = [
-            Finished(one.sample, self._parts.prompt_tokens(one.sample.ordinal), one.spans, one.rebuilds)
+            Finished(one.sample, self.parts.prompt_tokens(one.sample.ordinal), one.spans, one.rebuilds)
             for one in events
             if one.spans
         ]
         made = self._regenerator.run(wanted, self._held)
         for event in events:
-            again = made[event.sample] if event.spans else self._parts.reference(event.sample)
-            self._compare_sample(event, again)
-            self._members[event.sample] = again
-
-    def _compare_sample(self, event: e.SampleFinished, again: Trajectory) -> None:
-        place, count, found = f"sample {_name(event.sample)}", again.completion_tokens, self.found
-        try:
-            stored = self._journal.trajectory(event.sample)
-        except JournalError:  # deleted after its group was trained (observe.keep_groups)
-            stored = None
-        if stored is not None:
-            _same(place, "spans", event.spans, stored.spans)
-            _same_arrays(place, stored, again)
-            found.by_value += count
-        if event.digest:
-            _same(place, "digest", event.digest, digest_of(again))
-            found.by_digest += count
-        _same(place, "stop_reason", event.stop_reason, again.stop_reason)
-        found.uncompared += stored is None and not event.digest
-        found.samples, found.tokens = found.samples + 1, found.tokens + count
+            again = made[event.sample] if event.spans else self.parts.reference(event.sample)
+            stored = compare_sample(self.found, self._compared, self._journal, event, again)
+            # Bit for bit they are the same. Within bounds, both trainers must see the journal's samples.
+            self._members[event.sample] = stored if stored and self._compared.is_bounded else again
 
     # --- steps ----------------------------------------------------------------------------------------------
 
     def _train(self, event: e.BatchTrained, batch: e.Train, seq: int) -> None:
         self._generate()
-        parts, place = self._parts, f"step {event.step}"
+        parts, place = self.parts, f"step {event.step}"
         members = zip(batch.ordinals, batch.attempts, strict=True)
         groups = paid([self._group(ordinal, attempt) for ordinal, attempt in members], batch.gates)
-        choice = recorded_choice(self._own, event.metrics)
-        plan = plan_groups(self._own, groups, parts.learner.takes_shared_prompts, choice)
+        self._before(event.step, self.state, groups)
+        choice = recorded_choice(self.parts.config, event.metrics)
+        plan = plan_groups(self.parts.config, groups, parts.learner.takes_shared_prompts, choice)
         held = held_batch(event.step, groups, plan)
-        self._state, value, metrics = train_batch(parts, self._state, held, self._clock)
-        for name in sorted(metrics.keys() & event.metrics.keys()):
-            _same(place, name, event.metrics[name], metrics[name])
-        _same(place, "digest of the parameters", event.digest, value.digest)
+        self.state, value, metrics = train_batch(parts.learner, self.state, held, self._clock)
+        self._compared.metrics(place, event.metrics, metrics)
+        self._compared.digest(place, "digest of the parameters", event.digest, value.digest)
         self._publish(value, seq)
         self._forget()
         self.found.steps += 1
         self._note(f"step {event.step}: {self.found.samples} samples, digest {value.digest}")
 
     def _group(self, ordinal: int, attempt: int) -> Group:
-        size = self._own.algorithm.group_size
+        size = self.parts.config.algorithm.group_size
         members = [self._members[SampleId(ordinal, member, attempt)] for member in range(size)]
         scored = with_rewards(members, self._scored[ordinal, attempt])
-        return Group(ordinal, self._parts.prompts.prompt(ordinal), scored)
+        return Group(ordinal, self.parts.prompts.prompt(ordinal), scored)
 
     def _forget(self) -> None:
         """Drops what was trained, and what belongs to groups that were dropped or started again."""
@@ -244,7 +219,7 @@ class _Replay:
 
     def _publish(self, value: VersionedParams, seq: int) -> None:
         """Holds the version for samples that need it, and drops those that none after event `seq` needs."""
-        wire = wire_copy(value, self._own.wire_dtype)
+        wire = wire_copy(value, self.parts.config.wire_dtype)
         self._published[wire.version] = wire.digest
         self._held[wire.version] = self._engine.load_params(wire)
         self._held = {
@@ -253,14 +228,14 @@ class _Replay:
             if self._last_needed.get(version, -1) > seq
         }
 
-    def _use_steps(self, steps: int) -> None:
-        """Trains by the schedules of a run of so many batches; 0: of the config's."""
-        if not steps or steps == self._own.run.steps:
-            return
-        self._own = self._own.model_copy(update={"run": self._own.run.model_copy(update={"steps": steps})})
-        parts = self._parts
-        learner = make_learner(self._own, parts.model, parts.devices, parts.teacher)
-        self._parts = replace(parts, config=self._own, learner=learner)
+    # --- the run's config, which may change -----------------------------------------------------------------
+
+    def _use(self, parts: Parts) -> None:
+        """Goes on with another config, after generating the samples that finished under the one before."""
+        if parts is not self.parts:
+            self._generate()
+            self.parts = parts
+            self._regenerator = make_regenerator(parts.config, self._engine)
 
     # --- comparing ------------------------------------------------------------------------------------------
 
@@ -273,12 +248,46 @@ class _Replay:
             )
 
     def _compare_header(self, stored: Mapping[str, Any]) -> None:
-        own = header(self._own)
-        # The header of a run of processes is the controller's, which has no devices.
-        unknown = {"devices"} if self._journal.is_of_processes else set()
-        for name in (stored.keys() & own.keys()) - unknown:
-            if stored[name] != own[name]:
-                self.found.header.setdefault(name, (stored[name], own[name]))
+        """Compares within bounds from now on if the run's machine differs from this one."""
+        differences = self._stretch.differences(stored)
+        self.found.header = differences | self.found.header
+        if differences and not self._compared.is_bounded:
+            self._generate()
+            self._compared.loosen()
+            self.found.bounded_from = self.found.steps
+
+
+def compare_sample(
+    found: Replayed, compared: Comparison, journal: SqliteQueue, event: e.SampleFinished, again: Trajectory
+) -> Trajectory | None:
+    """Compares a sample that was generated `again` with the journal, and counts it in `found`.
+
+    Returns its journaled trajectory; None if that was deleted after training (observe.keep_groups). Raises
+    Difference for the first value that differs.
+    """
+    place, count, is_equal = f"sample {name_of(event.sample)}", again.completion_tokens, True
+    try:
+        stored = journal.trajectory(event.sample)
+    except JournalError:
+        stored = None
+    if stored is not None:
+        same(place, "spans", event.spans, stored.spans)
+        is_equal = compared.sample(place, stored, again)
+        found.by_value += count
+    if event.digest and not compared.is_bounded:
+        same(place, "digest", event.digest, digest_of(again))
+        found.by_digest += count
+    if is_equal:
+        same(place, "stop_reason", event.stop_reason, again.stop_reason)
+    found.uncompared += stored is None and (not event.digest or compared.is_bounded)
+    found.samples, found.tokens = found.samples + 1, found.tokens + count
+    return stored
+
+
+def make_regenerator(config: Config, engine: Engine) -> Regenerator:
+    """Returns what generates samples of a run with this config again."""
+    sampling = config.generation.sampling
+    return Regenerator(engine, seed=config.run.seed, sampling=sampling, on_update=config.on_update)
 
 
 def _last_needed(journal: SqliteQueue) -> dict[PolicyVersion, int]:
@@ -288,53 +297,3 @@ def _last_needed(journal: SqliteQueue) -> dict[PolicyVersion, int]:
         if isinstance(row.event, e.SampleFinished):
             needed |= {span.version: row.seq for span in row.event.spans}
     return needed
-
-
-def _name(sample: SampleId) -> str:
-    again = f"/{sample.attempt}" if sample.attempt else ""
-    return f"{sample.ordinal}/{sample.member}{again}"
-
-
-def _same(place: str, name: str, journaled: Any, replayed: Any) -> None:
-    """Raises Difference unless the values are equal; two NaN are."""
-    are_nan = [isinstance(value, float) and math.isnan(value) for value in (journaled, replayed)]
-    if journaled != replayed and not all(are_nan):
-        raise Difference(f"{place}, {name}: the journal has {journaled!r}, the replay {replayed!r}")
-
-
-class _Unequal(NamedTuple):
-    """Two arrays differ at this index; a value is None beyond an array's end."""
-
-    at: int
-    name: str
-    journaled: Any
-    replayed: Any
-
-
-def _same_arrays(place: str, stored: Trajectory, again: Trajectory) -> None:
-    """Raises Difference for the first token of which a value has other bits."""
-    pairs = {name: (getattr(stored, name), getattr(again, name)) for name in PRODUCED}
-    found = [
-        unequal
-        for name, (journaled, replayed) in pairs.items()
-        if not (journaled is None and replayed is None)
-        and (unequal := _first_unequal(name, journaled, replayed)) is not None
-    ]
-    if found:
-        at, name, journaled, replayed = min(found, key=lambda one: one.at)
-        raise Difference(
-            f"{place}, token {at}, {name}: the journal has {journaled!r}, the replay {replayed!r}"
-        )
-
-
-def _first_unequal(name: str, journaled: Any, replayed: Any) -> _Unequal | None:
-    """Returns where two arrays of 4-byte values first have other bits. None counts as an empty array."""
-    one, other = (np.zeros(0, np.int32) if array is None else array for array in (journaled, replayed))
-    count = min(len(one), len(other))
-    bits = [np.ascontiguousarray(array[:count]).view(np.int32).reshape(count, -1) for array in (one, other)]
-    unequal = np.flatnonzero((bits[0] != bits[1]).any(axis=1)) if count else np.zeros(0, int)
-    if not unequal.size and len(one) == len(other):
-        return None
-    at = int(unequal[0]) if unequal.size else count
-    one_value, other_value = (array[at] if at < len(array) else None for array in (one, other))
-    return _Unequal(at, name, one_value, other_value)

@@ -26,6 +26,7 @@ from areal_jax.parallel.agreement import leads
 from areal_jax.runtime.device_memory import MemoryWatch
 from areal_jax.runtime.turns import OneDevice
 from areal_jax.trainer.checkpoint import Checkpointer
+from areal_jax.trainer.learner import Learner
 from areal_jax.trainer.state import TrainState
 from areal_jax.trajectories.leaf_ranges import TOKENS, LeafCosts
 from areal_jax.trajectories.plan import BatchPlan, fill
@@ -60,7 +61,7 @@ def held_batch(step: int, groups: Sequence[Group], plan: BatchPlan) -> TrainBatc
 
 
 def train_batch(
-    parts: Parts,
+    learner: Learner,
     state: TrainState,
     batch: TrainBatch,
     clock: Clock,
@@ -74,7 +75,7 @@ def train_batch(
     use the device (see `Learner.update`). The metrics contain the plan's `choice`. `memory`, if given, adds
     memory use and seconds (`update_s`). Raises ArealError if the gradient's norm is not finite.
     """
-    learner, plan = parts.learner, batch.plan
+    plan = batch.plan
     with clock.doing("pack"):
         is_tree = plan.layout == "apart"
         rows = np.arange(plan.rows) if is_tree else learner.own_rows(plan.rows)
@@ -217,7 +218,7 @@ class Trainer:
         """
         with self._explained():
             self.state, value, metrics = train_batch(
-                self._parts, self.state, batch, self._clock, between, self._memory
+                self._parts.learner, self.state, batch, self._clock, between, self._memory
             )
         return value, metrics
 

@@ -69,6 +69,10 @@ class Viewer:
             return self._prompts.place(ordinal)[0]
         return ""
 
+    def text(self, tokens: Sequence[int]) -> str:
+        """Return tokens as text."""
+        return self._tokenizer.decode(tokens)
+
     def view(self, sample: SampleId) -> SampleView:
         """Return one sample as text. Raises ArealError if the journal does not have its trajectory."""
         t = self._journal.trajectory(sample)

@@ -147,7 +147,7 @@ class RealMachines:
         # No step is measured, so that a seed decides every choice.
         plan = self._choice.plan(groups, self._parts.learner.takes_shared_prompts)
         batch = held_batch(action.step, groups, plan)
-        self.state, value, metrics = train_batch(self._parts, self.state, batch, self._clock)
+        self.state, value, metrics = train_batch(self._parts.learner, self.state, batch, self._clock)
         self._trained[value.version] = wire_copy(value, self._parts.config.wire_dtype)
         return value.digest, batch_figures(action.step, groups, action.gates) | metrics
 

@@ -19,7 +19,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from areal_jax.control.events import ACTIONS, EVENTS, RewardScored, from_wire, to_wire
+from areal_jax.control.events import ACTIONS, EVENTS, RewardScored, SampleFinished, from_wire, to_wire
 from areal_jax.trajectories.codec import decode, encode
 from areal_jax.trajectories.file_systems import is_local
 from areal_jax.trajectories.journal import FORMAT, Entry, JournalError, Row, pack, unpack, with_rewards
@@ -238,6 +238,39 @@ class SqliteQueue:
         if not found:
             return None
         return from_wire("RewardScored", [ordinal, attempt, *unpack(found[0][0])], EVENTS)
+
+    def copy_until(self, seq: int, path: Path, header: dict[str, Any]) -> None:
+        """Writes to `path` a journal with this header and the events up to number `seq`.
+
+        With them come their samples' trajectories and their groups' rewards. Raises JournalError if `path`
+        exists.
+        """
+        if path.exists():
+            raise JournalError(f"{path} exists; choose another folder")
+        samples, scored = [], []
+        for row in self.rows():
+            if row.seq > seq:
+                break
+            if isinstance(row.event, SampleFinished):
+                samples.append((row.event.sample.ordinal, row.event.sample.attempt, row.event.sample.member))
+            elif isinstance(row.event, RewardScored):
+                scored.append((row.event.ordinal, row.event.attempt))
+        with _explained(path):
+            _make(path, header)
+            with closing(_connect(path, "rw")) as db:
+                db.execute("ATTACH DATABASE ? AS source", (f"{self.path.absolute().as_uri()}?mode=ro",))
+                db.execute("BEGIN IMMEDIATE")
+                db.execute("INSERT INTO events SELECT * FROM source.events WHERE seq <= ?", (seq,))
+                for table, keys, more in (
+                    ("trajectories", samples, " AND member = ?"),
+                    ("rewards", scored, ""),
+                ):
+                    db.executemany(
+                        f"INSERT OR IGNORE INTO {table} SELECT * FROM source.{table} "
+                        f"WHERE ordinal = ? AND attempt = ?{more}",
+                        keys,
+                    )
+                db.execute("COMMIT")
 
     def latest_snapshot(self) -> tuple[int, dict[str, Any]] | None:
         """Returns the newest snapshot as (number of its last event, state); None if there is no snapshot."""

@@ -1,0 +1,123 @@
+"""Opens a run's folder so that parts of the run can be computed again, with the run's programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_jax.assembly.devices import header, use_compilation_cache
+from areal_jax.assembly.gpus import use_gpu_environment
+from areal_jax.assembly.run_folder import BRANCH, CONFIG
+from areal_jax.config.loading import load_config, make_config, resolved
+from areal_jax.config.tree import Config
+from areal_jax.runtime.reading import open_journal
+from areal_jax.trajectories.sqlite import SqliteQueue
+from areal_jax.types import ArealError
+
+IN_MEMORY = ("weights.backend=memory",)
+"""The setting of each replay, which is one process."""
+
+OF_PROCESSES = (*IN_MEMORY, "runtime.hosts=1", "observe.evaluate=0", "observe.exports=0")
+"""Further settings for a run of several processes: the replay has one engine, and evaluates nothing."""
+
+ON_ONE_DEVICE = ("runtime.placement=shared", "generation.calls_ahead=0")
+"""Settings for such a run on CPUs, where XLA divides work by a process's number of devices: each role
+had only its own in its process, and one more in this process might change bits.
+"""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """The part of a run's journal that was written under one config: a branch's journal has several."""
+
+    after: int
+    """The part begins after the event with this number."""
+    config: Config
+    """The part's config, with the settings of a replay."""
+    header: Mapping[str, Any]
+    """What bits depended on when the part began (`assembly.devices.header`)."""
+    is_of_processes: bool
+    """Whether each role of the run was a process of its own."""
+    first_step: int = 0
+    """Number of the part's first batch."""
+
+    def differences(self, stored: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """Returns name -> (value in `stored`, a header of the run; value here), where they differ."""
+        own = header(self.config)
+        # The header of a run of processes is the controller's, which has no devices.
+        unknown = {"devices"} if self.is_of_processes else set()
+        return {
+            name: (stored[name], own[name])
+            for name in (stored.keys() & own.keys()) - unknown
+            if stored[name] != own[name]
+        }
+
+
+@dataclass(frozen=True)
+class Reopened:
+    """A run whose journal is open for reading."""
+
+    folder: Path
+    config: Config
+    """The run's own config."""
+    journal: SqliteQueue
+    stretches: tuple[Stretch, ...]
+    """In order; more than one if the run is a branch of another run."""
+
+    def stretch_of(self, step: int) -> Stretch:
+        """Returns the part of the journal in which batch `step` was trained."""
+        return next(one for one in reversed(self.stretches) if one.first_step <= step)
+
+
+@contextmanager
+def reopened(folder: Path) -> Iterator[Reopened]:
+    """Context manager: opens the run in `folder` for computing parts of it again.
+
+    Raises ArealError if `folder` is not a run's folder.
+    """
+    path = folder / CONFIG
+    if not path.exists():
+        raise ArealError(f"{folder} is not a run's folder: it has no {CONFIG}; give the folder of a run")
+    config = load_config(path)
+    use_gpu_environment(config)
+    use_compilation_cache()
+    with open_journal(folder) as journal:
+        yield Reopened(folder, config, journal, _stretches(config, journal))
+
+
+def branch_record(run: Reopened, step: int, seq: int) -> dict[str, Any]:
+    """Returns the record of a branch that has `run`'s events up to number `seq`, and so `step` steps."""
+    return {
+        "run": str(run.folder),
+        "step": step,
+        "seq": seq,
+        "config": resolved(run.config),
+        "header": run.journal.header,
+        "is_of_processes": run.journal.is_of_processes,
+    }
+
+
+def _stretches(config: Config, journal: SqliteQueue) -> tuple[Stretch, ...]:
+    found: list[Stretch] = []
+    stored, is_of_processes = journal.header, journal.is_of_processes
+    while True:
+        own = load_config(resolved(config), *_settings(config, stored, is_of_processes))
+        branch = stored.get(BRANCH)
+        after, step = (branch["seq"], branch["step"]) if branch else (0, 0)
+        found.append(Stretch(after, own, stored, is_of_processes, step))
+        if branch is None:
+            return tuple(reversed(found))
+        config = make_config(branch["config"])
+        stored, is_of_processes = branch["header"], branch["is_of_processes"]
+
+
+def _settings(config: Config, stored: Mapping[str, Any], is_of_processes: bool) -> tuple[str, ...]:
+    """Returns what a replay sets, so that its trainer and its engine compute with the run's programs."""
+    if not is_of_processes:
+        return IN_MEMORY
+    is_apart = config.runtime.reference.is_apart or config.runtime.teacher.is_apart
+    is_on_cpus = stored.get("device_kind") == "cpu"
+    return (*OF_PROCESSES, *(ON_ONE_DEVICE if is_on_cpus and not is_apart else ()))
