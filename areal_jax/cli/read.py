@@ -68,7 +68,10 @@ def inspect(
 
     options = {"--tree": tree, "--staleness": staleness, "--selection": selection}
     if (sample is not None) + sum(options.values()) != 1:
-        given = [sample or "no sample", *(f"{'' if is_on else 'no '}{name}" for name, is_on in options.items())]
+        given = [
+            sample or "no sample",
+            *(f"{'' if is_on else 'no '}{name}" for name, is_on in options.items()),
+        ]
         raise ArealError(
             f"given: {', '.join(given)}; give one of them, as in `areal-jax inspect RUN 12/3` or "
             "`areal-jax inspect RUN --tree`"

@@ -76,7 +76,7 @@ def explained(found: Selection) -> str:
     discarded = sum(each.finished for each in others if each.fate != "pending")
     return (
         f"Generated are the attempts of groups that finished: {trained.finished:,} trained and {discarded:,} "
-        "discarded. The distribution is the largest difference of the two distribution functions, in per cent "
+        "discarded. The distribution is the largest difference of both distribution functions, in per cent "
         "of the groups; p is that of Smirnov's test between trained and discarded groups."
         f"{withdrawn}"
     )

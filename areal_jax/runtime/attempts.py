@@ -45,7 +45,7 @@ class Attempts:
     def see(self, row: Row) -> None:
         """Count one row of the journal."""
         match row.event:
-            case e.SampleFinished(sample, _, spans) if (own := self._own(sample.ordinal, sample.attempt)):
+            case e.SampleFinished(sample, _, spans) if own := self._own(sample.ordinal, sample.attempt):
                 own.lengths.setdefault(sample.member, sum(span.end - span.start for span in spans))
             case e.RewardScored(ordinal, attempt, rewards) if own := self._own(ordinal, attempt):
                 own.is_finished, own.reward = True, fmean(rewards)

@@ -3,8 +3,8 @@
 A token's importance weight is w = exp(d), d = log-prob under the policy before the update - behaviour
 log-prob; a sequence's is the product over its tokens, exp(Σ d). Kish's effective sample size of n weights is
 (Σ w)² / Σ w²: n if all are equal, 1 if one outweighs all others (L. Kish, Survey Sampling, 1965; A. Owen,
-Monte Carlo theory, methods and examples, 2013, section 9.3). No weight is capped or masked. Weights are summed
-relative to the largest, so that no sum overflows. Shapes: R rows of T tokens, S sequences.
+Monte Carlo theory, methods and examples, 2013, section 9.3). No weight is capped or masked. Weights are
+summed relative to the largest, so that no sum overflows. Shapes: R rows of T tokens, S sequences.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ class WeightSums(NamedTuple):
         """Returns the sums over the weights of both `self` and `other`."""
         largest = jnp.maximum(self.largest, other.largest)
         # The 0 of no weight at all must not outweigh weights that are far below 1.
-        largest = jnp.where(self.count == 0, other.largest, jnp.where(other.count == 0, self.largest, largest))
+        largest = jnp.where(
+            self.count == 0, other.largest, jnp.where(other.count == 0, self.largest, largest)
+        )
         # An empty one may lie above the other, where exp would overflow.
         own, its = (jnp.exp(jnp.minimum(x.largest - largest, 0.0)) for x in (self, other))
         return WeightSums(
