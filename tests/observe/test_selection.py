@@ -146,6 +146,17 @@ def test_of_two_filters_the_biased_one_is_named(seed: int):
     assert "failed_reward" not in causes(found).values()
 
 
+@pytest.mark.parametrize("names", [("over_age", "failed_reward"), ("failed_reward", "over_age")])
+def test_of_two_biased_filters_the_one_with_the_larger_gap_is_named(names: tuple[str, str]):
+    """The longest 15 % and the shortest 4 %: each differs from the trained ones beyond chance."""
+    attempts = drawn(np.random.default_rng(0), 600)
+    tokens = np.array([mean(each) for each in attempts])
+    long, short = tokens > np.quantile(tokens, 0.85), tokens < np.quantile(tokens, 0.04)
+    assert stats.ks_2samp(tokens[short], tokens[~long & ~short]).pvalue < 1e-6
+    found = studied(discarded(discarded(attempts, long, names[0]), short, names[1]))
+    assert causes(found)["completion_tokens"] == names[0]
+
+
 def test_attempts_without_all_their_samples_are_counted_and_not_compared():
     rng = np.random.default_rng(3)
     attempts = drawn(rng, 200)

@@ -156,6 +156,16 @@ def test_fresh_weights_have_full_size_and_truncated_samples_do_not_count(params:
     assert metrics[SEQUENCES] == pytest.approx(0.25, abs=0.01)  # the 4 truncated of 16 outweigh the others
 
 
+def test_only_what_is_trained_counts(params: Any, learner: MakeLearner):
+    of, whole = learner(rows=8, truncation="mask"), pack(make_groups(), 8, LENGTH)
+    state = of.init(params)
+    prepared = of.prepare(state, whole)
+    wanted = reference(prepared, np.asarray(prepared.proximal_logp))
+    assert prepared.loss_mask.sum() < whole.loss_mask.sum()
+    _, metrics = of.update(state, prepared)
+    assert shares(metrics) == pytest.approx(wanted, rel=1e-4)
+
+
 def test_reference_answers_have_no_weights(params: Any, learner: MakeLearner):
     of, batch = learner(), pack(make_groups(), 2, LENGTH)
     state = of.init(params)
