@@ -14,6 +14,9 @@ from areal_jax.observe.svg import SERIES, Figure, draw_svg, figures_html, legend
 FATES = ("fate", "finished", "unfinished", "mean tokens", "longest", "difficulty")
 GAPS = ("quantity", "trained", "generated", "difference", "share", "distribution", "test")
 
+POINTS = 400
+"""Largest number of points of a distribution function in the figure."""
+
 
 def selection_section(found: Selection | None) -> str:
     """Returns HTML with alarms, figure, tables and explanation; "" without a trained group."""
@@ -94,9 +97,15 @@ def distributions(found: Selection) -> Figure | None:
             for number, (values, label) in enumerate(
                 zip(found.values[gap.quantity], ("trained", "generated"), strict=True)
             ):
-                at = np.sort(values)
-                share = np.arange(1, len(at) + 1) / len(at)
-                axes.step(at, share, where="post", color=SERIES[number], label=label)
+                # Of many groups only some, to keep report.html small.
+                ranks = np.unique(np.linspace(0, len(values) - 1, POINTS).round().astype(int))
+                axes.step(
+                    np.sort(values)[ranks],
+                    (ranks + 1) / len(values),
+                    where="post",
+                    color=SERIES[number],
+                    label=label,
+                )
             axes.set_xlabel(NAMES[gap.quantity])
             axes.set_ylim(0, 1.02)
             legend_above(axes)
@@ -105,5 +114,5 @@ def distributions(found: Selection) -> Figure | None:
         f"{NAMES[gap.quantity]}: {gap.trained_mean:,.4g} trained, {gap.generated_mean:,.4g} generated"
         for gap in found.gaps
     )
-    alt = f"Share of groups up to each value, means {means}."
+    alt = f"Share of the groups up to each value. Means: {means}."
     return Figure("Trained and generated groups", draw_svg("selection", draw, (10.6, 2.9), alt), alt)

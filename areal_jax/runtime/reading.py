@@ -46,6 +46,7 @@ class Found:
     lengths: list[int] = field(default_factory=list)
     trained: list[Trained] = field(default_factory=list)
     late: deque[Late] = field(default_factory=lambda: deque(maxlen=LATE))
+    attempts: Attempts = field(default_factory=Attempts)
     failures: deque[RewardFailed] = field(default_factory=lambda: deque(maxlen=LISTED))
 
 
@@ -70,6 +71,7 @@ def find(journal: SqliteQueue) -> Found:
     scored: dict[int, RewardScored] = {}
     found = Found()
     for row in journal.rows():
+        found.attempts.see(row)
         match row.event:
             case SampleFinished(sample):
                 finished[sample.ordinal][sample] = row.event
@@ -130,7 +132,6 @@ def write_report(folder: Path, config: Config, tasks: Mapping[str, WeightedTask]
     """
     with open_journal(folder) as journal:
         found = find(journal)
-        selection = study_selection(Attempts.of(journal.rows()))
         samples, missing, task_of = _samples(journal, config, tasks, found)
         environment = journal.header.get("gpu_environment", {})
     data = ReportData(
@@ -144,7 +145,7 @@ def write_report(folder: Path, config: Config, tasks: Mapping[str, WeightedTask]
         head_ages=found.head_ages,
         lengths=found.lengths,
         staleness=study(found.trained),
-        selection=selection,
+        selection=study_selection(found.attempts.all()),
         samples=samples,
         samples_missing=missing,
         evals=read_evals(folder),
