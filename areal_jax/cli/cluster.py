@@ -76,7 +76,8 @@ def controller(config: ConfigFile, run: Folder, name: Name = "controller", words
     jax.config.update("jax_platforms", "cpu")  # leaves accelerators to the other processes
     from areal_jax.cluster.controller_role import control
 
-    control(settings, run)
+    for warning in control(settings, run).warnings:
+        typer.echo(f"warning: {warning}")
 
 
 @roles.command()

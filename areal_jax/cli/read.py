@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,7 @@ from areal_jax.observe.sharing import Sharing
 from areal_jax.types import ArealError
 
 if TYPE_CHECKING:
+    from areal_jax.observe.selection import Selection
     from areal_jax.observe.staleness import Staleness
 
 Folder = Annotated[Path, typer.Argument(help="The run's folder.")]
@@ -47,6 +49,12 @@ def inspect(
             "--staleness", help="Instead of a sample: rewards by age, raw and of equally hard prompts."
         ),
     ] = False,
+    selection: Annotated[
+        bool,
+        typer.Option(
+            "--selection", help="Instead of a sample: lengths and difficulty of trained and generated groups."
+        ),
+    ] = False,
     token: Annotated[
         int | None,
         typer.Option(help="Where token number T of the sample, prompt included, comes from."),
@@ -61,21 +69,34 @@ def inspect(
     With --token, show where one token comes from: weights, random key, sampler settings, log-prob, host.
     With --tree, show how many tokens of the samples repeat a prefix of another sample in their batch.
     With --staleness, show the rewards of the trained samples by age.
+    With --selection, show whether lengths and difficulty of the trained groups are those of all generated.
     """
     from areal_jax.observe.sample import print_sample
-    from areal_jax.runtime.reading import prefix_sharing, rewards_by_age, view_sample
+    from areal_jax.runtime.reading import groups_trained, prefix_sharing, rewards_by_age, view_sample
 
-    if verify and token is None:
-        raise ArealError("--verify needs --token T, as in `areal-jax inspect RUN 12/3 --token 20 --verify`")
-    if (token is not None and sample is None) or (sample is not None) + tree + staleness != 1:
+    if (verify and token is None) or (token is not None and sample is None):
         raise ArealError(
-            f"given: {sample or 'no sample'}, {'' if tree else 'no '}--tree and {'' if staleness else 'no '}"
-            "--staleness; give one of them, as in `areal-jax inspect RUN 12/3`, "
-            "`areal-jax inspect RUN --tree` or `areal-jax inspect RUN --staleness`"
+            f"given: {sample or 'no sample'}, {'no --token' if token is None else f'--token {token}'}"
+            f"{', --verify' if verify else ''}; give a sample and a token, as in `areal-jax inspect RUN 12/3 "
+            "--token 20 --verify`"
+        )
+    options = {"--tree": tree, "--staleness": staleness, "--selection": selection}
+    if (sample is not None) + sum(options.values()) != 1:
+        given = [
+            sample or "no sample",
+            *(f"{'' if is_on else 'no '}{name}" for name, is_on in options.items()),
+        ]
+        raise ArealError(
+            f"given: {', '.join(given)}; give one of them, as in `areal-jax inspect RUN 12/3` or "
+            "`areal-jax inspect RUN --tree`"
         )
     if staleness:
         found = rewards_by_age(folder)
         show(found.to_json(), json, _staleness_lines(found))
+        return
+    if selection:
+        found = groups_trained(folder)
+        show(found.to_json(), json, _selection_lines(found))
         return
     if tree:
         whole, parts = prefix_sharing(folder)
@@ -116,10 +137,22 @@ def _inspect_token(folder: Path, sample: str, token: int, is_verified: bool, jso
 def _staleness_lines(found: Staleness) -> list[str]:
     from areal_jax.observe.report_staleness import COLUMNS, cells, explained
 
-    table = [COLUMNS, *map(cells, found.ages)]
+    return [*_aligned([COLUMNS, *map(cells, found.ages)]), explained(found)]
+
+
+def _selection_lines(found: Selection) -> list[str]:
+    from areal_jax.observe.report_selection import FATES, GAPS, explained, fate_cells, gap_cells
+
+    lines = _aligned([FATES, *map(fate_cells, found.fates)])
+    if found.gaps:
+        lines += ["", *_aligned([GAPS, *map(gap_cells, found.gaps)])]
+    return [*lines, "", explained(found), *(f"alarm: {text}" for text in found.alarms)]
+
+
+def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    """Returns the rows of a table as lines, with columns of equal width."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in table]
-    return [*lines, explained(found)]
+    return ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in table]
 
 
 def _sharing_line(part: Sharing) -> str:

@@ -69,7 +69,7 @@ def finish(job: Callable[[Any], RunResult], folder: Path, json: bool) -> None:
     rows = result.metrics
     figures = {"run": str(result.folder), "report": str(result.report or ""), "steps": len(rows)}
     if json:
-        print_json(figures | (rows[-1] if rows else {}))
+        print_json(figures | {"warnings": list(result.warnings)} | (rows[-1] if rows else {}))
         return
     if rows:
         tenth, quarter = rows[: max(1, len(rows) // 10)], rows[-max(1, len(rows) // 4) :]
@@ -77,6 +77,8 @@ def finish(job: Callable[[Any], RunResult], folder: Path, json: bool) -> None:
             f"{len(rows)} steps: mean reward {fmean(row['reward_mean'] for row in tenth):.3f} in the first "
             f"tenth, {fmean(row['reward_mean'] for row in quarter):.3f} in the last quarter"
         )
+    for warning in result.warnings:
+        typer.echo(f"warning: {warning}")
     if result.report:
         typer.echo(f"report: {result.report}")
 

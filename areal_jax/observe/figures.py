@@ -127,6 +127,26 @@ def logp_gap(rows: Rows) -> Figure | None:
     return Figure("Log-prob gap", draw_svg("gap", draw, (5.2, 2.9), alt), alt)
 
 
+def effective_sizes(rows: Rows) -> Figure | None:
+    """Draws over the steps the effective sample sizes of tokens and sequences, as shares of their numbers.
+
+    Returns None if no row has them, as in runs of older versions.
+    """
+    names = {"tokens": "effective_token_share", "sequences": "effective_sequence_share"}
+    columns = {label: column(rows, name) for label, name in names.items()}
+    if not any(np.isfinite(values).any() for values in columns.values()):
+        return None
+
+    def draw(figure: Any) -> None:
+        axes = plot_lines(figure, rows, {label: smooth(values) for label, values in columns.items()})
+        axes.set_ylim(0, 1.05)
+        axes.set_ylabel("share of all")
+
+    last = ", ".join(f"{last_tenth(values):.0%} of the {label}" for label, values in columns.items())
+    alt = f"Effective sample size by the importance weights, over the last tenth of the steps: {last}."
+    return Figure("Effective sample size", draw_svg("effective-size", draw, (5.2, 2.9), alt), alt)
+
+
 def column(rows: Rows, name: str) -> np.ndarray:
     """Returns the field `name` of every row; nan where its value is null or the row lacks it."""
     values = [row.get(name) for row in rows]

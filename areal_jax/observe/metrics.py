@@ -23,6 +23,7 @@ REQUIRED = (
     "interruptions", "dropped", "failed_rewards",
     "logp_gap_mean", "logp_gap_p999", "logp_gap_max", "mismatch_kl", "support_mass_outside",
     "off_policy_weight_mean", "off_policy_capped_share",
+    "effective_token_share", "effective_sequence_share",
     "params_digest", "grad_norm", "entropy", "clip_share",
     "completion_tokens_mean", "completion_tokens_p50", "completion_tokens_p99",
 )  # fmt: skip

@@ -14,8 +14,10 @@ import numpy as np
 from areal_jax.observe import curves, figures, lanes
 from areal_jax.observe.live import clock
 from areal_jax.observe.report_samples import sample_groups
+from areal_jax.observe.report_selection import selection_section
 from areal_jax.observe.report_staleness import staleness_section
 from areal_jax.observe.sample import SampleView
+from areal_jax.observe.selection import Selection
 from areal_jax.observe.sharing import sharing
 from areal_jax.observe.staleness import Staleness
 from areal_jax.observe.svg import figures_html
@@ -51,6 +53,8 @@ class ReportData:
     """Number of completion tokens of each trained sample."""
     staleness: Staleness | None = None
     """Rewards by age; None if the run has nothing to compare."""
+    selection: Selection | None = None
+    """Which of the generated groups were trained; None if none was."""
     samples: Sequence[tuple[str, Sequence[SampleView]]] = ()
     """(title, the samples shown under this title), in the report's order."""
     samples_missing: str = ""
@@ -76,6 +80,7 @@ def render(data: ReportData) -> str:
             _section("Answers", _answers(data)),
             _section("Samples", sample_groups(data.samples) or _note(data.samples_missing)),
             _section("Failed rewards", _failures(data)),
+            _section("Selection", selection_section(data.selection)),
             _section("Asynchrony", _asynchrony(data)),
             _section("Reproduce", _reproduce(data)),
         ]
@@ -234,6 +239,7 @@ def _asynchrony(data: ReportData) -> str:
         figures.ages(data.token_ages, data.head_ages),
         figures.throughput(data.rows),
         figures.logp_gap(data.rows),
+        figures.effective_sizes(data.rows),
     ]
     stacked = "".join(figures_html([figure]) for figure in wide)
     table = _waits_table(data.intervals)

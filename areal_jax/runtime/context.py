@@ -21,7 +21,7 @@ from areal_jax.control.machine import ControlPlane
 from areal_jax.observe.live import View, make_view
 from areal_jax.observe.metrics import MetricsWriter, read_rows, rewrite
 from areal_jax.observe.waits import Timeline
-from areal_jax.runtime.reading import write_report
+from areal_jax.runtime.reading import read_selection, write_report
 from areal_jax.trajectories.sqlite import SqliteQueue
 
 
@@ -50,6 +50,8 @@ class RunResult:
     metrics: list[dict[str, Any]]
     """One row for each training step, as in metrics.jsonl."""
     report: Path | None
+    warnings: tuple[str, ...] = ()
+    """What to look at: by how much the trained groups differ from the generated ones, and why."""
 
 
 def make_folder(config: Config, folder: Path) -> None:
@@ -102,4 +104,5 @@ def write_result(folder: Path, inputs: Inputs) -> RunResult:
     `inputs`: the run's config and tasks.
     """
     report = write_report(folder, inputs.config, inputs.tasks) if inputs.config.observe.report else None
-    return RunResult(folder, read_rows(folder), report)
+    selection = read_selection(folder)
+    return RunResult(folder, read_rows(folder), report, () if selection is None else selection.alarms)

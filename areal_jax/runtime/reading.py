@@ -19,10 +19,12 @@ from areal_jax.observe.lanes import ZOOM_S, timeline
 from areal_jax.observe.metrics import read_rows
 from areal_jax.observe.report import FailedReward, ReportData, page_css, render
 from areal_jax.observe.sample import SampleView
+from areal_jax.observe.selection import Selection, study_selection
 from areal_jax.observe.sharing import Sharing, sharing, sharing_by_part
 from areal_jax.observe.staleness import FEWEST_SAMPLES, Staleness, Trained, study
 from areal_jax.observe.svg import Figure, standalone
 from areal_jax.observe.waits import read_timelines
+from areal_jax.runtime.attempts import Attempts
 from areal_jax.runtime.viewer import Late, Viewer, gates_in
 from areal_jax.tasks.source import WeightedTask
 from areal_jax.trajectories.sqlite import SqliteQueue
@@ -44,6 +46,7 @@ class Found:
     lengths: list[int] = field(default_factory=list)
     trained: list[Trained] = field(default_factory=list)
     late: deque[Late] = field(default_factory=lambda: deque(maxlen=LATE))
+    attempts: Attempts = field(default_factory=Attempts)
     failures: deque[RewardFailed] = field(default_factory=lambda: deque(maxlen=LISTED))
 
 
@@ -68,6 +71,7 @@ def find(journal: SqliteQueue) -> Found:
     scored: dict[int, RewardScored] = {}
     found = Found()
     for row in journal.rows():
+        found.attempts.see(row)
         match row.event:
             case SampleFinished(sample):
                 finished[sample.ordinal][sample] = row.event
@@ -141,6 +145,7 @@ def write_report(folder: Path, config: Config, tasks: Mapping[str, WeightedTask]
         head_ages=found.head_ages,
         lengths=found.lengths,
         staleness=study(found.trained),
+        selection=study_selection(found.attempts.all()),
         samples=samples,
         samples_missing=missing,
         evals=read_evals(folder),
@@ -208,6 +213,26 @@ def rewards_by_age(folder: Path) -> Staleness:
             "with algorithm.group_size > 1 and control.max_staleness > 0, and train more steps"
         )
     return found
+
+
+def groups_trained(folder: Path) -> Selection:
+    """Return which of a run's generated groups were trained.
+
+    Raises ArealError if none was.
+    """
+    found = read_selection(folder)
+    if found is None:
+        raise ArealError(
+            f"{folder}: no group was trained yet, so trained and generated groups cannot be compared; wait "
+            f"for the first step, or continue the run with `areal-jax resume {folder}`"
+        )
+    return found
+
+
+def read_selection(folder: Path) -> Selection | None:
+    """Return which of a run's generated groups were trained; None if none was."""
+    with open_journal(folder) as journal:
+        return study_selection(Attempts.of(journal.rows()))
 
 
 def prefix_sharing(folder: Path) -> tuple[Sharing, list[Sharing]]:

@@ -41,7 +41,8 @@ from areal_jax.weights.writer import OnFailure
 
 REQUIRED_OF_TRAINER = (
     "logp_gap_mean", "logp_gap_p999", "logp_gap_max", "mismatch_kl", "support_mass_outside",
-    "off_policy_weight_mean", "off_policy_capped_share", "grad_norm", "entropy",
+    "off_policy_weight_mean", "off_policy_capped_share", "effective_token_share", "effective_sequence_share",
+    "grad_norm", "entropy",
 )  # fmt: skip
 """The fields of a metrics row that an update makes; an update that only sleeps reports 0 for them."""
 

@@ -202,7 +202,7 @@ class Objective:
             own = own | {"teacher_kl": kl_reward(micro.behavior_logp, micro.teacher_logp)}
         if a.entropy_coef:
             objective -= a.entropy_coef * now.entropy
-        metrics = token_sums(micro, stats, own)
+        metrics = token_sums(micro, stats, own, a.proximal_form == "recompute")
         if value is not None:
             of_critic, is_clipped = value_loss(value, micro.values, micro.returns, a.critic.clip)
             objective += a.critic.coef * of_critic

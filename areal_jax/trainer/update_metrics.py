@@ -12,11 +12,14 @@ from jaxtyping import Array, Bool, Float
 
 from areal_jax.algorithms import masked
 from areal_jax.algorithms.logprobs import TokenStats
+from areal_jax.trainer.effective_size import WeightSums, effective_sizes
 from areal_jax.trainer.gaps import Gaps, gap_figures, gap_sums
 from areal_jax.types import Batch
 
 Sums = dict[str, Any]
-"""Metric name -> scalar sum; except `gaps`, which is a Gaps, and with a critic `values`, a ValueSums."""
+"""Metric name -> scalar sum; except `gaps`, a Gaps, the effective sizes, each a WeightSums, and with a critic
+`values`, a ValueSums.
+"""
 
 OF_MINIBATCHES = ("grad_norm", "critic_grad_norm", "kl_coef")
 """Names of metrics that are one number per minibatch instead of a sum over tokens."""
@@ -33,10 +36,12 @@ class ValueSums(NamedTuple):
     errors_squared: Any
 
 
-def token_sums(micro: Batch, stats: TokenStats, own: dict[str, Array]) -> Sums:
+def token_sums(micro: Batch, stats: TokenStats, own: dict[str, Array], is_recomputed: bool) -> Sums:
     """Returns the framework's metrics and the loss function's metrics `own`, summed over the loss mask.
 
     If a metric in `own` has the name of a framework's metric, the framework's metric is returned.
+    `is_recomputed`: whether the proximal log-probs are those of the policy before the batch's first update;
+    if not, effective sample sizes use `stats`, of the policy before this minibatch's update.
     """
     mask = micro.loss_mask
     sums = {
@@ -48,7 +53,9 @@ def token_sums(micro: Batch, stats: TokenStats, own: dict[str, Array]) -> Sums:
         "off_policy_capped_share": micro.off_policy_cut.astype(stats.entropy.dtype),
     }
     gaps = gap_sums(micro.proximal_logp, micro.behavior_logp, micro.ages, mask)
-    return {name: masked.total(values, mask) for name, values in sums.items()} | {"gaps": gaps}
+    before = micro.proximal_logp if is_recomputed else jax.lax.stop_gradient(stats.logp)
+    totals = {name: masked.total(values, mask) for name, values in sums.items()}
+    return totals | {"gaps": gaps} | effective_sizes(before, micro)
 
 
 def value_sums(
@@ -72,7 +79,7 @@ def add_metrics(left: Sums, right: Sums) -> Sums:
     """Returns the metric sums over the tokens of `left` and `right` together."""
 
     def added(one: Any, other: Any) -> Any:
-        return one.joined(other) if isinstance(one, Gaps) else jax.tree.map(jnp.add, one, other)
+        return one.joined(other) if isinstance(one, Gaps | WeightSums) else jax.tree.map(jnp.add, one, other)
 
     return {name: added(value, right[name]) for name, value in left.items()}
 
@@ -85,6 +92,8 @@ def to_floats(minibatches: Sequence[Sums]) -> dict[str, float]:
         values = [m[name] for m in minibatches]
         if isinstance(first, Gaps):
             out |= gap_figures(reduce(Gaps.joined, values))
+        elif isinstance(first, WeightSums):
+            out[name] = reduce(WeightSums.joined, values).share()
         elif isinstance(first, ValueSums):
             out |= _value_figures(ValueSums(*map(float, map(sum, zip(*values, strict=True)))), tokens)
         elif name in OF_MINIBATCHES:

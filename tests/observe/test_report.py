@@ -131,7 +131,16 @@ def test_the_page_is_well_formed_and_holds_every_section(page):
         "Asynchrony",
         "Reproduce",
     ]
-    assert page.count("<svg ") == 8
+    assert page.count("<svg ") == 9
+
+
+def test_rows_of_older_versions_have_no_effective_sizes():
+    """25 % of the tokens as in `row`, half of the sequences; no figure without the fields."""
+    rows = [row(step, effective_sequence_share=0.5) for step in range(20)]
+    page = render(ReportData("r", "c", "y", rows=rows))
+    assert "over the last tenth of the steps: 25% of the tokens, 50% of the sequences." in page
+    old = [{name: value for name, value in each.items() if "effective" not in name} for each in rows]
+    assert "Effective sample size" not in render(ReportData("r", "c", "y", rows=old))
 
 
 def test_the_page_loads_nothing(page):

@@ -63,9 +63,10 @@ def test_inspect_names_what_is_missing(tmp_path):
         return done.stderr
 
     assert "metrics.jsonl has no step with sequence_tokens and tree_tokens" in fails("--tree")
-    assert "given: no sample, no --tree and no --staleness" in fails()
-    assert "given: 3/1, --tree and no --staleness" in fails("3/1", "--tree")
-    assert "given: no sample, --tree and --staleness" in fails("--staleness", "--tree")
+    assert "given: no sample, no --tree, no --staleness, no --selection" in fails()
+    assert "given: 3/1, --tree, no --staleness, no --selection" in fails("3/1", "--tree")
+    assert "given: no sample, --tree, --staleness, no --selection" in fails("--staleness", "--tree")
+    assert "no --tree, --staleness, --selection" in fails("--staleness", "--selection")
 
 
 def test_the_report_has_a_tile():

@@ -15,7 +15,7 @@ from areal_jax.generation import engine
 from areal_jax.generation.rollout import rollout
 from areal_jax.observe.metrics import REQUIRED
 from areal_jax.runtime.jobs import read_config, resume, run
-from areal_jax.runtime.reading import audit_run, open_journal
+from areal_jax.runtime.reading import audit_run, groups_trained, open_journal
 from areal_jax.tasks.datasets.countdown import Countdown
 from areal_jax.trajectories.packing import pack
 from areal_jax.types import ArealError
@@ -88,6 +88,12 @@ def test_an_asynchronous_run_interrupts_mixes_ages_and_audits_clean(finished):
     assert [row["step"] for row in rows] == list(range(8))
     assert all(name in row for row in rows for name in REQUIRED)
     assert sum(row["interruptions"] for row in rows) > 0
+    for name in ("effective_token_share", "effective_sequence_share"):
+        assert 1 / 200 < min(row[name] for row in rows) < 1 - 1e-9
+        assert max(row[name] for row in rows) <= 1 + 1e-6
+    selection = groups_trained(finished)
+    assert [(each.fate, each.finished, each.unfinished) for each in selection.fates] == [("trained", 32, 0)]
+    assert (selection.gaps, selection.alarms) == ((), ())
     assert max(row["token_age_max"] for row in rows) >= 1
     assert (
         max(row["head_age_mean"] for row in rows) <= 2 + 1
@@ -230,6 +236,8 @@ def test_truncated_sampling_trains_on_the_distribution_it_sampled_from(tmp_path)
         assert row["logp_gap_max"] <= 1e-5
         assert 0.05 < row["support_mass_outside"] < 0.95
         assert row["off_policy_weight_mean"] == pytest.approx(1, abs=1e-5)
+        assert row["effective_token_share"] == pytest.approx(1, abs=1e-5)
+        assert row["effective_sequence_share"] == pytest.approx(1, abs=1e-5)
 
 
 def test_bfloat16_on_the_wire_is_checked_by_its_own_digest(tmp_path):

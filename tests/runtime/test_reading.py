@@ -142,6 +142,40 @@ def test_inspect_and_the_report_compare_rewards_by_age(folder: Path):
     assert "<h3>Reward by age</h3>" in write_report(folder, config_of("run.name=x")).read_text()
 
 
+def test_inspect_compares_trained_with_generated_groups(folder: Path):
+    """Groups 2 to 41 have answers of 1 or 2 tokens and are trained, 42 to 61 have 5 and are dropped."""
+    command = ["inspect", str(folder), "--selection"]
+    failed = CliRunner().invoke(app, command)
+    assert failed.exit_code == 1 and "no group was trained yet" in failed.stderr
+    entries = []
+    for ordinal in range(2, 62):
+        samples = tuple(SampleId(ordinal, k) for k in range(2))
+        entries.append(Entry(e.HostJoined("host-0", 2), (e.Dispatch(samples, "host-0", 0),)))
+        tokens = 5 if ordinal > 41 else 1 + ordinal % 2
+        entries += [finished(trajectory(sample, [0] * tokens)) for sample in samples]
+        drop = (e.Drop(ordinal, "no_signal"),) if ordinal > 41 else ()
+        entries.append(replace(scored(ordinal, 0.0, 0.0 if ordinal > 41 else 1.0), actions=drop))
+    entries.append(Entry(e.BatchTrained(3, tuple(range(2, 42)), "d", {})))
+    with SqliteQueue.open(folder / "journal.sqlite") as journal:
+        journal.append(entries)
+    found = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
+    assert [(each["fate"], each["finished"], each["completion_tokens"]) for each in found["fates"]] == [
+        ("trained", 40, 1.5), ("no_signal", 20, 5.0),
+    ]  # fmt: skip
+    tokens, longest, difficulty = found["gaps"]
+    assert (tokens["trained_mean"], tokens["generated_mean"]) == (1.5, pytest.approx(160 / 60))
+    assert tokens["relative"] == pytest.approx(1.5 * 60 / 160 - 1) and tokens["p"] < 1e-10
+    assert {gap["cause"] for gap in (tokens, longest, difficulty)} == {"no_signal"}
+    lines = CliRunner().invoke(app, command).stdout.splitlines()
+    assert lines[1].split()[:4] == ["trained", "40", "0", "1.5"]
+    assert lines[2].split()[:4] == ["no_signal", "20", "0", "5"]
+    assert sum(line.startswith("alarm: trained groups are not the generated ones") for line in lines) == 3
+    page = write_report(folder, config_of("run.name=x")).read_text()
+    assert "<h3>Trained and generated groups</h3>" in page and page.count("<strong>Alarm:</strong>") == 3
+    result = write_result(folder, open_inputs(config_of("run.name=x", "observe.report=false")))
+    assert list(result.warnings) == found["alarms"]
+
+
 def test_best_worst_and_most_interrupted_are_shown_once(journal: SqliteQueue, monkeypatch):
     monkeypatch.setattr(viewer, "SHOWN", 1)
     chosen = Viewer(journal, config_of()).chosen(list(find(journal).late))

@@ -20,7 +20,7 @@ from areal_jax.types import Group, Prompt, SampleId, Sampling, Trajectory
 TRAINED = {
     "trained_tokens": 20.0, "grad_norm": 0.5, "entropy": 1.5, "logp_gap_mean": 0.0, "logp_gap_max": 0.0,
     "logp_gap_p999": 0.0, "mismatch_kl": 0.0, "support_mass_outside": 0.0, "off_policy_weight_mean": 1.0,
-    "off_policy_capped_share": 0.0,
+    "off_policy_capped_share": 0.0, "effective_token_share": 1.0, "effective_sequence_share": 1.0,
 }  # fmt: skip
 """What an update reports."""
 

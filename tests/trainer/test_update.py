@@ -148,6 +148,8 @@ def test_metrics_are_means_over_loss_tokens(params: Any, learner: MakeLearner, b
     _, metrics = trained(of, params, batch)
     mask = batch.loss_mask
     gap = (np.asarray(prepared.proximal_logp, np.float64) - batch.behavior_logp)[mask]
+    ids = batch.segment_ids[mask]
+    sequences = np.exp([gap[ids == number].sum() for number in np.unique(ids)])
     gaps = {
         "logp_gap_mean": np.abs(gap).mean(),
         "logp_gap_max": np.abs(gap).max(),
@@ -160,6 +162,8 @@ def test_metrics_are_means_over_loss_tokens(params: Any, learner: MakeLearner, b
         "trained_tokens": mask.sum(),
         "off_policy_weight_mean": np.minimum(np.exp(gap), 5).mean(),
         "off_policy_capped_share": (np.exp(gap) > 5).mean(),
+        "effective_token_share": np.exp(gap).sum() ** 2 / (len(gap) * np.exp(2 * gap).sum()),
+        "effective_sequence_share": sequences.sum() ** 2 / (len(sequences) * (sequences**2).sum()),
         "support_mass_outside": 0,
         "ratio": 1,
         "clip_share": 0,
