@@ -17,6 +17,7 @@ from areal_jax.config.tree import Config
 from areal_jax.control import events as e
 from areal_jax.control.errors import ControlError
 from areal_jax.control.events import Action, Event
+from areal_jax.control.gate import may_train
 from areal_jax.control.orchestrator import Orchestrator
 from areal_jax.control.reward_gate import accuracy_of, gates_of, group_correct, ungated
 from areal_jax.control.state import GroupState, HostState, State, from_plain, to_plain, waits
@@ -24,6 +25,11 @@ from areal_jax.control.strategies import STRATEGIES
 
 MAX_FAILURES = 2
 """Number of failures, of a sample or of the scoring, at which a group is dropped and not restarted."""
+
+MOST_DROPPED, MOST_DROPPED_BATCHES = 500, 50
+"""A run ends with an error if more groups are dropped in a row than the larger one of these: groups, and
+batches' worth of groups. Even if 95 % of all groups are dropped, so many in a row are practically impossible.
+"""
 
 
 class ControlPlane:
@@ -85,6 +91,7 @@ class ControlPlane:
     def _run_resumed(self, event: e.RunResumed) -> Iterator[Action]:
         s = self.state
         s.steps, s.is_finished = event.steps or self._config.run.steps, False
+        s.is_held, s.dropped_in_a_row = False, {}
         for name in sorted(s.hosts):
             s.lose(name)
         # Messages to the reward pool and the trainer died with the driver, so they are sent again.
@@ -157,6 +164,7 @@ class ControlPlane:
         else:
             s.groups[event.ordinal] = replace(s.groups[event.ordinal], stage="complete", correct=correct)
             insort(s.complete, event.ordinal)
+            s.dropped_in_a_row = {}
 
     def _reward_failed(self, event: e.RewardFailed) -> Iterable[Action]:
         return self._fail(event.ordinal, "failed_reward")
@@ -194,7 +202,7 @@ class ControlPlane:
     # --- what follows from any event ------------------------------------------------------------------------
 
     def _advance(self) -> Iterator[Action]:
-        """Yields the actions that the state now allows: Reissue, Train and Dispatch.
+        """Yields the actions that the state now allows: Reissue, Hold, Train and Dispatch.
 
         Once the last batch is trained, yields a Drop for every remaining group, then Finish.
         """
@@ -220,7 +228,7 @@ class ControlPlane:
     def _reissue_over_age(self) -> Iterator[Action]:
         """Restarts each scored group that has a token older than control.max_token_age versions."""
         s, bound = self.state, self._config.control.max_token_age
-        if bound is None:
+        if bound is None or self._config.control.over_age != "restart":
             return
         for ordinal in list(s.complete):
             oldest = min(version for version in s.groups[ordinal].oldest if version is not None)
@@ -233,16 +241,33 @@ class ControlPlane:
         ordinals = tuple(s.complete[:size])
         if len(ordinals) < size or not self._strategy.trains(s, ordinals):
             return
+        if self._is_to_hold(ordinals):
+            if not s.is_held:
+                s.is_held = True
+                yield e.Hold(s.trained_version)
+            return
         if self._strategy.is_next_begun_first:
             yield from self._dispatch(is_room_needed=False)
             if not s.has_begun(s.trained_version + 2, size):
                 return
         del s.complete[:size]
+        s.is_held = False
         gates = gates_of([s.groups[n].correct for n in ordinals], s.accuracy, self._config.algorithm.gate)
         s.training = e.Train(s.trained_version, ordinals, tuple(s.groups[n].attempt for n in ordinals), gates)
         for ordinal in ordinals:
             s.groups[ordinal] = replace(s.groups[ordinal], stage="training")
         yield s.training
+
+    def _is_to_hold(self, ordinals: tuple[int, ...]) -> bool:
+        """Whether the batch `ordinals` must wait, because it would make a group outside of it too old.
+
+        A group's tokens are at least as new as the version that was committed when it was first dispatched
+        (`State.began`); the groups to wait for can then be trained in time, so the wait ends (`may_train`).
+        """
+        s, bound, size = self.state, self._config.control.max_token_age, self._config.trainer.batch_size
+        if bound is None or self._config.control.over_age != "hold":
+            return False
+        return not may_train(s.trained_version, s.began(but=ordinals), size, bound)
 
     def _dispatch(self, is_room_needed: bool = True) -> Iterator[Action]:
         """Dispatches waiting groups, then groups of further prompts, while a host has capacity.
@@ -292,6 +317,15 @@ class ControlPlane:
         s.dropped[reason] = s.dropped.get(reason, 0) + 1
         yield e.Drop(ordinal, reason)
         yield from self._withdraw(s.groups.pop(ordinal))
+        if reason != "end":
+            yield from self._count_in_a_row(reason)
+
+    def _count_in_a_row(self, reason: str) -> Iterator[Action]:
+        """Counts a drop; ends the run with an error if all of so many groups in a row were dropped."""
+        row = self.state.dropped_in_a_row
+        row[reason] = row.get(reason, 0) + 1
+        if sum(row.values()) == 1 + max(MOST_DROPPED, MOST_DROPPED_BATCHES * self._config.trainer.batch_size):
+            yield e.Abort(tuple(sorted(row.items())))
 
     def _withdraw(self, group: GroupState) -> Iterator[Action]:
         self.state.unlist(group.ordinal)

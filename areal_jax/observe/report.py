@@ -130,9 +130,24 @@ def _tiles(data: ReportData) -> str:
         tiles.append(
             ("length bubble", f"{np.nanmean(bubble):.0%}", "(longest − mean) / longest, mean of steps")
         )
+    tiles += _over_age_tiles(rows)
     if failed := _total(rows, "failed_rewards"):
         tiles.append(("failed rewards", f"{failed:,}", "groups that could not be scored"))
     return '<dl class="tiles">' + "".join(map(_tile, tiles)) + "</dl>"
+
+
+def _over_age_tiles(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
+    """Returns what the bound on the age of tokens costs (control.over_age), if the run has a bound."""
+    tiles = []
+    if any("hold_share" in row for row in rows):
+        share = mean_share(rows, "hold_share")
+        tiles.append(("held", f"{share:.1%}", "of the trainer's time, for groups near the age bound"))
+    masked = figures.column(rows, "masked_token_share")
+    if np.isfinite(masked).any():
+        tiles.append(("masked tokens", f"{np.nanmean(masked):.2%}", "too old to be trained, mean of steps"))
+    if restarts := sum((row.get("reissued_by_reason") or {}).get("over_age", 0) for row in rows):
+        tiles.append(("restarts for age", f"{restarts:,}", "groups generated again"))
+    return tiles
 
 
 def _tile(tile: tuple[str, str, str]) -> str:

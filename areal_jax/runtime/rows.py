@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from areal_jax.config.sections import ControlConfig
 from areal_jax.control.events import (
     Action,
     Drop,
@@ -20,9 +21,10 @@ from areal_jax.control.events import (
 )
 from areal_jax.control.reward_gate import Gates
 from areal_jax.generation.commands import Statistics
-from areal_jax.observe.waits import CONTROL, CONTROL_ALONE, idle_share
+from areal_jax.observe.waits import CONTROL, CONTROL_ALONE, HELD, idle_share
+from areal_jax.trajectories.age_mask import oldest_trained, trained_mask
 from areal_jax.trajectories.prefix_tree import Sampled, tree_of
-from areal_jax.types import NOT_SAMPLED, Group
+from areal_jax.types import NOT_SAMPLED, Group, PolicyVersion
 
 BY_TASK = ("reward_mean", "signal_share", "completion_tokens_mean", "truncated_share")
 """Fields of a metrics row that a run with several tasks also has for each task, besides `failed_rewards`."""
@@ -66,7 +68,8 @@ class RowMaker:
 
     `take_totals()` returns component -> activity -> seconds since its last call. `start_s`: seconds that the
     run took before this process. `tasks`: names of the run's tasks; with several tasks, a row also has
-    figures for each task. `task_of(ordinal)` returns the name of the group's task.
+    figures for each task. `task_of(ordinal)` returns the name of the group's task. `control`: with
+    over_age=hold or mask, a row also has what that costs.
     """
 
     def __init__(
@@ -76,9 +79,11 @@ class RowMaker:
         start_s: float = 0.0,
         tasks: Sequence[str] = (),
         task_of: Callable[[int], str] = lambda _: "",
+        control: ControlConfig | None = None,
     ) -> None:
         self._take_totals, self._hosts = take_totals, hosts
         self._tasks, self._task_of = tasks if len(tasks) > 1 else (), task_of
+        self._control = control or ControlConfig()
         self._zero_s = time.monotonic() - start_s
         self._last_s = time.monotonic()
         self._generated = 0
@@ -120,12 +125,13 @@ class RowMaker:
             "step": step,
             "version": step + 1,
             "wall_s": now - self._zero_s,
-            **batch_figures(step, groups, gates),
+            **batch_figures(step, groups, gates, oldest_trained(self._control, step)),
             **self._task_figures(groups),
             "generated_tokens": new_tokens,
             "generate_tokens_per_s": self._rate(new_tokens / span),
             "train_tokens_per_s": trained["trained_tokens"] / span,
             "trainer_wait_share": idle_share(totals.get("trainer", {})),
+            **self._hold_share(totals.get("trainer", {})),
             "generator_idle_share": self._idle_share(totals),
             "move_share": self._share_of("move", totals),
             **_control_shares(totals),
@@ -159,6 +165,16 @@ class RowMaker:
         shares = [idle_share(totals.get(host.name, {})) for host in self._hosts]
         return sum(shares) / len(shares) if shares else 0.0
 
+    def _hold_share(self, trainer: Mapping[str, float]) -> dict[str, float]:
+        """Return the fraction of time that the trainer waited because of control.over_age=hold.
+
+        It is a part of `trainer_wait_share`. `trainer`: activity -> seconds.
+        """
+        if self._control.over_age != "hold":
+            return {}
+        elapsed = sum(trainer.values())
+        return {"hold_share": trainer.get(f"wait: {HELD}", 0.0) / elapsed if elapsed else 0.0}
+
     def _share_of(self, activity: str, totals: Mapping[str, Mapping[str, float]]) -> float:
         """Return the fraction of time that a host spent on `activity`, averaged over hosts.
 
@@ -190,15 +206,18 @@ class RowMaker:
         return figures
 
 
-def batch_figures(step: int, groups: Sequence[Group], gates: Gates = ()) -> dict[str, Any]:
+def batch_figures(
+    step: int, groups: Sequence[Group], gates: Gates = (), oldest: PolicyVersion | None = None
+) -> dict[str, Any]:
     """Return the figures on rewards, ages and lengths for the groups of batch `step`.
 
-    `gates`: the gates of the batch, by which the rewards of `groups` were paid.
+    `gates`: the gates of the batch, by which the rewards of `groups` were paid. `oldest`: the oldest version
+    of which tokens are trained; None: all are.
     """
     return {
         **_reward_figures(groups),
         **_part_figures(groups, gates),
-        **_age_figures(step, groups),
+        **_age_figures(step, groups, oldest),
         **_length_figures(groups),
         **_tree_figures(groups),
     }
@@ -253,22 +272,27 @@ def _part_figures(groups: Sequence[Group], gates: Gates) -> dict[str, Any]:
     return figures
 
 
-def _age_figures(step: int, groups: Sequence[Group]) -> dict[str, float]:
+def _age_figures(step: int, groups: Sequence[Group], oldest: PolicyVersion | None) -> dict[str, float]:
     """Return the least, median, mean and largest age of the trained tokens, and the mean age of first tokens.
 
     An age is `step`, the version at the start of the update, minus the token's version. Tokens of reference
-    answers have age 0.
+    answers have age 0. If `oldest` is a version, tokens of older versions are not trained (over_age=mask):
+    they count in `masked_token_share`, their fraction of the samples' tokens, and not in the tokens' ages,
+    which are 0 if no token is left.
     """
     trajectories = [t for group in groups for t in group.trajectories]
-    versions = np.concatenate([t.versions[t.loss_mask] for t in trajectories])
+    versions = np.concatenate([t.versions[trained_mask(t, oldest)] for t in trajectories])
     ages = np.where(versions == NOT_SAMPLED, 0, step - versions)  # a reference answer has no age
+    ages = ages if ages.size else np.zeros(1, int)
     heads = [step - t.first_version if t.first_version != NOT_SAMPLED else 0 for t in trajectories]
+    sampled = sum(t.completion_tokens for t in trajectories)
     return {
         "head_age_mean": float(np.mean(heads)),
         "token_age_mean": float(ages.mean()),
         "token_age_min": int(ages.min()),
         "token_age_median": float(np.median(ages)),
         "token_age_max": int(ages.max()),
+        **({} if oldest is None else {"masked_token_share": 1 - versions.size / max(sampled, 1)}),
     }
 
 

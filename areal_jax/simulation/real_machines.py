@@ -22,6 +22,7 @@ from areal_jax.runtime.trainer_loop import held_batch, train_batch
 from areal_jax.simulation.decoders import Call
 from areal_jax.tasks.scoring import score_group
 from areal_jax.trainer.state import TrainState
+from areal_jax.trajectories.age_mask import oldest_trained
 from areal_jax.types import (
     ArealError,
     Completion,
@@ -149,7 +150,8 @@ class RealMachines:
         batch = held_batch(action.step, groups, plan)
         self.state, value, metrics = train_batch(self._parts, self.state, batch, self._clock)
         self._trained[value.version] = wire_copy(value, self._parts.config.wire_dtype)
-        return value.digest, batch_figures(action.step, groups, action.gates) | metrics
+        oldest = oldest_trained(self._parts.config.control, action.step)
+        return value.digest, batch_figures(action.step, groups, action.gates, oldest) | metrics
 
     def publish(self, version: PolicyVersion) -> str:
         return self._store.publish(self._trained.pop(version)).digest
