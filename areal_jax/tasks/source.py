@@ -154,9 +154,8 @@ class PromptStream:
         except (IndexError, StopIteration) as error:
             raise TaskError(
                 f"tasks.{name} has no prompt at index {index} ({error!r}), but its __len__ returns "
-                f"{len(task)}; a task is read at any index below its length, in any order and more than once, "
-                "so return from __len__ the number of prompts that it has, and keep prompts of an iterator "
-                "in a list"
+                f"{len(task)}; prompts are read in any order and more than once: return from __len__ the "
+                "number of prompts that the task has, and keep the prompts of an iterator in a list"
             ) from error
         return replace(prompt, task=name)
 
