@@ -73,7 +73,7 @@ def random_schedule(
     """Return the config and schedule, drawn from `seed`, of a small run for finding bugs.
 
     `strategy`, `over_age`: value of the setting in control; None: drawn too. With `over_age`, every run has
-    a bound on the age of tokens; else half of them.
+    a bound on the age of tokens; else five of six.
 
     The run has 2 to 4 hosts and 3 to 6 faults, and trains at least 50 groups in at least 7 batches.
     """
@@ -115,9 +115,10 @@ def random_schedule(
     schedule = _schedule(seed, hosts, rng)
     if rng.random() < 0.5:
         config = _with_gate(config)
-    drawn = str(rng.choice(["restart", "hold", "mask"]))
-    if over_age is not None or config.control.max_token_age is not None:
-        config = _with_over_age(config, over_age or drawn)
+    # Half of the runs have a bound, and restart; a third of the others have none.
+    drawn, more = str(rng.choice(["none", "hold", "mask"])), int(rng.integers(0, 2))
+    if over_age is not None or (config.control.max_token_age is None and drawn != "none"):
+        config = _with_over_age(config, over_age or drawn, more)
     return config, schedule
 
 
@@ -143,10 +144,13 @@ def _schedule(seed: int, hosts: int, rng: np.random.Generator) -> Schedule:
     )
 
 
-def _with_over_age(config: Config, over_age: str) -> Config:
-    """Returns the config with this value of control.over_age; without a bound on ages, with the least one."""
+def _with_over_age(config: Config, over_age: str, more: int) -> Config:
+    """Returns the config with this value of control.over_age.
+
+    If it has no bound on the age of tokens, the bound is `more` versions above the least possible one.
+    """
     bound = config.control.max_token_age
-    bound = config.max_staleness if bound is None else bound
+    bound = (config.max_staleness or 0) + more if bound is None else bound
     control = config.control.model_copy(update={"over_age": over_age, "max_token_age": bound})
     return config.model_copy(update={"control": control})
 

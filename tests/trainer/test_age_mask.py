@@ -18,7 +18,7 @@ from areal_jax.types import Group
 from tests.trainer.conftest import LENGTH, MakeLearner, make_groups
 
 PPO: dict[str, Any] = dict(preset="ppo", kl={"coef": 0.1, "place": "loss", "estimator": "k3"}, minibatches=2)
-OVERLONG: dict[str, Any] = dict(preset="dapo", minibatches=2, group_filter="none")
+OVERLONG: dict[str, Any] = dict(preset="dapo", minibatches=2, group_filter="none", overlong_margin=14)
 
 
 def old_groups() -> list[Group]:
@@ -97,7 +97,11 @@ def test_old_tokens_change_no_bit_of_an_update(learner: MakeLearner, params: Any
     assert max(jax.tree.leaves(moved)) > 1e-3
 
 
-@pytest.mark.parametrize("settings", [PPO, dict(preset="decoupled_ppo", minibatches=2)], ids=["ppo", "areal"])
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param(PPO, marks=pytest.mark.slow), dict(preset="decoupled_ppo", minibatches=2)],
+    ids=["ppo", "areal"],
+)
 @pytest.mark.parametrize("layout", ["repeated", "shared", "apart"])
 def test_each_way_of_computing_gives_the_update_of_old_tokens_as_prompts(
     learner: MakeLearner, params: Any, layout: Layout, settings: dict[str, Any]
