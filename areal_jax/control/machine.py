@@ -14,22 +14,18 @@ from itertools import chain
 from typing import Any
 
 from areal_jax.config.tree import Config
+from areal_jax.control import drops
 from areal_jax.control import events as e
 from areal_jax.control.errors import ControlError
 from areal_jax.control.events import Action, Event
-from areal_jax.control.gate import may_train
 from areal_jax.control.orchestrator import Orchestrator
+from areal_jax.control.over_age import is_to_hold, to_restart
 from areal_jax.control.reward_gate import accuracy_of, gates_of, group_correct, ungated
 from areal_jax.control.state import GroupState, HostState, State, from_plain, to_plain, waits
 from areal_jax.control.strategies import STRATEGIES
 
 MAX_FAILURES = 2
 """Number of failures, of a sample or of the scoring, at which a group is dropped and not restarted."""
-
-MOST_DROPPED, MOST_DROPPED_BATCHES = 500, 50
-"""A run ends with an error if more groups are dropped in a row than the larger one of these: groups, and
-batches' worth of groups. Even if 95 % of all groups are dropped, so many in a row are practically impossible.
-"""
 
 
 class ControlPlane:
@@ -211,7 +207,8 @@ class ControlPlane:
             yield from self._finish()
             return
         if s.training is None:
-            yield from self._reissue_over_age()
+            for ordinal in to_restart(s, self._config):
+                yield from self._reissue(s.groups[ordinal], "over_age")
             yield from self._form_batch()
         yield from self.orchestrator.reuse()
         yield from self._dispatch()
@@ -225,23 +222,13 @@ class ControlPlane:
             s.is_finished = True
             yield e.Finish()
 
-    def _reissue_over_age(self) -> Iterator[Action]:
-        """Restarts each scored group that has a token older than control.max_token_age versions."""
-        s, bound = self.state, self._config.control.max_token_age
-        if bound is None or self._config.control.over_age != "restart":
-            return
-        for ordinal in list(s.complete):
-            oldest = min(version for version in s.groups[ordinal].oldest if version is not None)
-            if s.trained_version - oldest > bound:
-                yield from self._reissue(s.groups[ordinal], "over_age")
-
     def _form_batch(self) -> Iterator[Action]:
         """Issues Train for the scored groups with the lowest ordinals, if a batch of them may be trained."""
         s, size = self.state, self._config.trainer.batch_size
         ordinals = tuple(s.complete[:size])
         if len(ordinals) < size or not self._strategy.trains(s, ordinals):
             return
-        if self._is_to_hold(ordinals):
+        if is_to_hold(s, self._config, ordinals):
             if not s.is_held:
                 s.is_held = True
                 yield e.Hold(s.trained_version)
@@ -257,17 +244,6 @@ class ControlPlane:
         for ordinal in ordinals:
             s.groups[ordinal] = replace(s.groups[ordinal], stage="training")
         yield s.training
-
-    def _is_to_hold(self, ordinals: tuple[int, ...]) -> bool:
-        """Whether the batch `ordinals` must wait, because it would make a group outside of it too old.
-
-        A group's tokens are at least as new as the version that was committed when it was first dispatched
-        (`State.began`); the groups to wait for can then be trained in time, so the wait ends (`may_train`).
-        """
-        s, bound, size = self.state, self._config.control.max_token_age, self._config.trainer.batch_size
-        if bound is None or self._config.control.over_age != "hold":
-            return False
-        return not may_train(s.trained_version, s.began(but=ordinals), size, bound)
 
     def _dispatch(self, is_room_needed: bool = True) -> Iterator[Action]:
         """Dispatches waiting groups, then groups of further prompts, while a host has capacity.
@@ -312,20 +288,10 @@ class ControlPlane:
         self.state.wait(GroupState(group.ordinal, unfinished, attempt=attempt, failures=group.failures))
 
     def _drop(self, ordinal: int, reason: str) -> Iterator[Action]:
-        s = self.state
-        # `dropped` grows here alone, so that every drop refunds its admission exactly once.
-        s.dropped[reason] = s.dropped.get(reason, 0) + 1
         yield e.Drop(ordinal, reason)
-        yield from self._withdraw(s.groups.pop(ordinal))
-        if reason != "end":
-            yield from self._count_in_a_row(reason)
-
-    def _count_in_a_row(self, reason: str) -> Iterator[Action]:
-        """Counts a drop; ends the run with an error if all of so many groups in a row were dropped."""
-        row = self.state.dropped_in_a_row
-        row[reason] = row.get(reason, 0) + 1
-        if sum(row.values()) == 1 + max(MOST_DROPPED, MOST_DROPPED_BATCHES * self._config.trainer.batch_size):
-            yield e.Abort(tuple(sorted(row.items())))
+        yield from self._withdraw(self.state.groups.pop(ordinal))
+        # `dropped` grows here alone, so that every drop refunds its admission exactly once.
+        yield from drops.count(self.state, reason, self._config.trainer.batch_size)
 
     def _withdraw(self, group: GroupState) -> Iterator[Action]:
         self.state.unlist(group.ordinal)

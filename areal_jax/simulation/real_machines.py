@@ -15,9 +15,9 @@ from areal_jax.generation.commands import HandOver, Serve, Start, Stop, TakeBack
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host
 from areal_jax.observe.waits import Timeline
+from areal_jax.runtime.batch_figures import batch_figures
 from areal_jax.runtime.compute_choice import ComputeChoice
 from areal_jax.runtime.core import Incoming, Offer
-from areal_jax.runtime.rows import batch_figures
 from areal_jax.runtime.trainer_loop import held_batch, train_batch
 from areal_jax.simulation.decoders import Call
 from areal_jax.tasks.scoring import score_group

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from areal_jax.config.tree import Config
+from areal_jax.control import drops, machine
 from areal_jax.control import events as e
-from areal_jax.control import machine
+from areal_jax.control import over_age as rule
 from areal_jax.control.audit import audit
 from areal_jax.control.machine import ControlPlane
 from areal_jax.types import SampleId, VersionSpan
@@ -166,7 +167,7 @@ def test_in_any_order_a_run_ends_restarts_no_group_for_age_and_keeps_the_bound(s
 
 def test_without_the_rule_of_hold_trained_tokens_exceed_the_bound(monkeypatch):
     """So the test above would find that the rule is missing."""
-    monkeypatch.setattr(ControlPlane, "_is_to_hold", lambda self, ordinals: False)
+    monkeypatch.setattr(machine, "is_to_hold", lambda state, config, ordinals: False)
     runs = [played(seed, "interruptible", "hold") for seed in range(20)]
     assert sum(max(run.ages) > (run.config.control.max_token_age or 0) for run in runs) > 5
 
@@ -177,7 +178,7 @@ def test_to_wait_only_for_what_would_be_too_old_next_would_deadlock(monkeypatch)
     def only_next(step, left, batch_size, bound):
         return all(step + 1 <= version + bound for version in left)
 
-    monkeypatch.setattr(machine, "may_train", only_next)
+    monkeypatch.setattr(rule, "may_train", only_next)
     run = One()
     run.complete(2), run.train()
     assert run.complete(3, version=1) == [e.Train(1, (3,), (0,))]
@@ -200,8 +201,8 @@ def filtered() -> One:
 
 
 def test_groups_dropped_in_a_row_end_the_run_with_their_reasons(monkeypatch):
-    monkeypatch.setattr(machine, "MOST_DROPPED", 3)
-    monkeypatch.setattr(machine, "MOST_DROPPED_BATCHES", 2)
+    monkeypatch.setattr(drops, "MOST", 3)
+    monkeypatch.setattr(drops, "MOST_BATCHES", 2)
     run = filtered()
     for ordinal in range(4):
         assert dropped(run, ordinal) == [e.Drop(ordinal, "no_signal")]
@@ -215,8 +216,8 @@ def test_groups_dropped_in_a_row_end_the_run_with_their_reasons(monkeypatch):
 
 
 def test_a_group_with_usable_rewards_ends_the_row(monkeypatch):
-    monkeypatch.setattr(machine, "MOST_DROPPED", 3)
-    monkeypatch.setattr(machine, "MOST_DROPPED_BATCHES", 1)
+    monkeypatch.setattr(drops, "MOST", 3)
+    monkeypatch.setattr(drops, "MOST_BATCHES", 1)
     run = One(config_of(steps=5, batch_size=2, group_size=1, max_staleness=1))
     for ordinal in (0, 1, 2):
         for attempt in (0, 1):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from areal_jax.config.tree import Config
-from areal_jax.control import machine
+from areal_jax.control import drops
 from areal_jax.control.events import BatchTrained, Hold, Reissue, RunResumed
 from areal_jax.observe.waits import HELD, read_timelines
 from areal_jax.runtime.jobs import resume, run
@@ -112,8 +112,8 @@ class Equal(Countdown):
 
 
 def test_a_run_whose_groups_are_all_filtered_ends_and_can_be_resumed(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "MOST_DROPPED", 10)
-    monkeypatch.setattr(machine, "MOST_DROPPED_BATCHES", 2)
+    monkeypatch.setattr(drops, "MOST", 10)
+    monkeypatch.setattr(drops, "MOST_BATCHES", 2)
     folder = tmp_path / "run"
     config = small(folder, "run.steps=2", "algorithm.group_filter=signal", "runtime.reward_workers=1")
     with pytest.raises(
