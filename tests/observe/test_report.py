@@ -16,9 +16,10 @@ from matplotlib.figure import Figure as Canvas
 
 from areal_jax.observe import curves, figures, lanes, svg
 from areal_jax.observe.metrics import REQUIRED
-from areal_jax.observe.report import FailedReward, ReportData, drops_by_reason, mean_share, page_css, render
+from areal_jax.observe.report import FailedReward, ReportData, page_css, render
 from areal_jax.observe.report_samples import FIRST, LAST, sample_groups
 from areal_jax.observe.report_staleness import reward_by_age
+from areal_jax.observe.report_totals import drops_by_reason, mean_share
 from areal_jax.observe.sample import Piece, SampleView
 from areal_jax.observe.staleness import Trained, study
 from areal_jax.observe.svg import PAGE_COLOURS
