@@ -151,7 +151,7 @@ Message = Hello | Ready | Event | Note | Ended | Begin | Weights | Command | End
 
 KINDS: dict[str, type] = {kind.__name__: kind for kind in Message.__args__}
 
-SENT: dict[str, type] = {kind.__name__: kind for kind in (*get_args(e.HostCommand), e.Score, e.Train)}
+SENT: dict[str, type] = {kind.__name__: kind for kind in (*get_args(e.HostCommand), e.Score, e.Train, e.Hold)}
 """Class name -> class of the actions that a Command can contain; other actions are never sent."""
 
 
