@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from areal_jax.algorithms import masked
 from areal_jax.algorithms.masked import is_segment_end, keep, per_sequence, per_token
 from areal_jax.algorithms.shapes import check_batch
-from areal_jax.types import ArealError, Batch
+from areal_jax.types import NOT_SAMPLED, ArealError, Batch
 
 HEADROOM = 0.125
 """Rewards are multiplied by this power of two, without rounding, and results are divided by this power, so
@@ -42,8 +42,8 @@ class Estimate(NamedTuple):
 def overlong_penalty(lengths: Float[Array, " S"], max_tokens: float, margin: float) -> Float[Array, " S"]:
     """Returns each sequence's penalty for its length, from -1 to 0; the caller adds it to the reward.
 
-    `lengths`: each sequence's number L of loss tokens. The penalty is 0 for L up to max_tokens - margin, -1
-    for L of at least max_tokens, and (max_tokens - margin - L) / margin in between. DAPO, Yu et al.
+    `lengths`: each sequence's number L of sampled tokens. The penalty is 0 for L up to max_tokens - margin,
+    -1 for L of at least max_tokens, and (max_tokens - margin - L) / margin in between. DAPO, Yu et al.
     (arXiv:2503.14476), Eq. 13.
     """
     chex.assert_rank(lengths, 1)
@@ -52,7 +52,7 @@ def overlong_penalty(lengths: Float[Array, " S"], max_tokens: float, margin: flo
 
 def with_overlong_penalty(batch: Batch, max_tokens: float, margin: float) -> Float[Array, " S"]:
     """Returns each sequence's reward plus its `overlong_penalty`, for the same `max_tokens` and `margin`."""
-    lengths = per_sequence(batch.loss_mask.astype(float), batch.segment_ids, batch.reward.shape[0])
+    lengths = _completion_tokens(batch)
     return batch.reward + overlong_penalty(lengths, max_tokens, margin)
 
 
@@ -160,7 +160,7 @@ def gae(
     are skipped and not discounted. At the last loss token A' is 0 and V' is `batch.bootstrap`: the critic's
     value if the length limit cut the sample, else 0. Advantages and targets are not whitened.
 
-    `lam_length` replaces lam by max(0, 1 - 1 / (lam_length L)) for a sequence of L loss tokens; None: lam
+    `lam_length` replaces lam by max(0, 1 - 1 / (lam_length L)) for a sequence of L sampled tokens; None: lam
     stays. `critic_lam` is the lam of the targets; None: the lam of the advantages (VAPO, arXiv:2504.05118).
     With step=turn, t counts turns: V_t is the value before the turn's first token, and all tokens of the turn
     get the turn's advantage and target; a token reward is then added to the advantage of its own token only,
@@ -241,9 +241,15 @@ def _at_last_token(rewards: Float[Array, " S"], batch: Batch) -> Float[Array, "B
 def _lam_of(lam: float, lam_length: float | None, batch: Batch) -> Float[Array, "B T"]:
     if lam_length is None:
         return jnp.full(batch.loss_mask.shape, lam, float)
-    lengths = per_sequence(batch.loss_mask.astype(float), batch.segment_ids, batch.group_ids.shape[0])
+    lengths = _completion_tokens(batch)
     own = jnp.maximum(0.0, 1 - 1 / (lam_length * jnp.maximum(lengths, 1)))
     return per_token(own, batch.segment_ids)
+
+
+def _completion_tokens(batch: Batch) -> Float[Array, " S"]:
+    """Returns the number of each sequence's sampled tokens, also of those too old to be trained."""
+    is_sampled = batch.loss_mask | (batch.versions != NOT_SAMPLED)
+    return per_sequence(is_sampled.astype(float), batch.segment_ids, batch.group_ids.shape[0])
 
 
 def _backwards(

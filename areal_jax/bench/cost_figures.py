@@ -157,7 +157,9 @@ def _train_s(parts: Parts, state: TrainState, median: float, sigma: float, repea
             ]
             groups.append(Group(ordinal, parts.prompt(ordinal), tuple(each)))
         plan = choice.plan(groups, parts.learner.takes_shared_prompts)
-        after, value, _ = train_batch(parts.learner, states.pop(), held_batch(number, groups, plan), clock)
+        after, value, _ = train_batch(
+            parts.config, parts.learner, states.pop(), held_batch(number, groups, plan), clock
+        )
         states.append(after)
         return value.params
 

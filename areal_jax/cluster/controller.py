@@ -527,6 +527,11 @@ class Controller:
             self._held.put_back(groups)
             self._send_batch(trainers, action, self._driver.choice.plan(groups, self._shares_prompts))
 
+    def hold(self, action: e.Hold) -> None:
+        """Tells all trainer processes that are ready what they wait for until their next batch."""
+        for member in self._membership.ready("trainer"):
+            self._post(member.mailbox, m.Command(self._epoch, action))
+
     def _send_batch(
         self, trainers: Iterable[Member], action: e.Train, plan: BatchPlan, **digests: str
     ) -> None:

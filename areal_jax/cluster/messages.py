@@ -125,14 +125,14 @@ class Command:
     """An action of the control plane, with the data that the receiver needs to carry it out.
 
     `payload` for Dispatch: the prompt's tokens. For Fetch: the ticket of the samples to take over. For other
-    commands to hosts: None. For Score: [text, tokens, stop reason, the tokens' texts] of each completion; the
-    last one is empty unless the task wants it. For Train: a dict with the batch's `plan`, as
+    commands to hosts, and for Hold: None. For Score: [text, tokens, stop reason, the tokens' texts] of each
+    completion; the last one is empty unless the task wants it. For Train: a dict with the batch's `plan`, as
     `BatchPlan.to_wire` returns it; if a journaled batch is trained again, the dict also has the batch's
     journaled digests `digest` and `published` (see `recovery.Journaled`).
     """
 
     epoch: str
-    action: e.HostCommand | e.Score | e.Train
+    action: e.HostCommand | e.Score | e.Train | e.Hold
     payload: Any = None
 
 
@@ -151,7 +151,7 @@ Message = Hello | Ready | Event | Note | Ended | Begin | Weights | Command | End
 
 KINDS: dict[str, type] = {kind.__name__: kind for kind in Message.__args__}
 
-SENT: dict[str, type] = {kind.__name__: kind for kind in (*get_args(e.HostCommand), e.Score, e.Train)}
+SENT: dict[str, type] = {kind.__name__: kind for kind in (*get_args(e.HostCommand), e.Score, e.Train, e.Hold)}
 """Class name -> class of the actions that a Command can contain; other actions are never sent."""
 
 

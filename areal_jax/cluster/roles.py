@@ -34,6 +34,7 @@ from areal_jax.control.events import (
     Dispatch,
     Event,
     Fetch,
+    Hold,
     HostAdopted,
     HostCommand,
     MoveFailed,
@@ -108,7 +109,7 @@ def generate(config: Config, folder: Path, name: str) -> None:
                 case Weights(_, address) if work is not None:
                     work.find_weights(address)
                 case Command(_, action, payload) if work is not None and not isinstance(
-                    action, Score | Train
+                    action, Score | Train | Hold
                 ):
                     work.command(action, payload)
 
@@ -315,6 +316,8 @@ def _train(config: Config, folder: Path, name: str, beat: Callable[[str], None])
                     work.begin(version)
                 case Command(_, Train() as action, payload) if work is not None:
                     work.take(action, payload)
+                case Command(_, Hold() as action, _) if work is not None:
+                    work.hold(action)
 
 
 class _Training:
@@ -397,6 +400,10 @@ class _Training:
             if reissued is not None and leads():
                 self._link.report(reissued)
             self._catch_up()
+
+    def hold(self, action: Hold) -> None:
+        """Passes a Hold to the trainer's thread, which then counts its wait by that cause."""
+        self._trainer.inbox.put(action)
 
     def _fetch(self, places: Mapping[int, SampleId]) -> dict[int, Trajectory]:
         """Returns the trajectories of the samples in `places`, under the same keys.

@@ -337,8 +337,11 @@ class ControlConfig(Section):
     parameters of up to K + 1 versions. unbounded: no bound; needs max_concurrent.
     """
     max_token_age: int | None = Field(default=None, ge=0)
-    """Largest age of a trained token, in versions; a group with an older token is generated again. None: no
-    bound.
+    """Largest age of a trained token, in versions; over_age says how it is kept. None: no bound."""
+    over_age: Literal["restart", "hold", "mask"] = "restart"
+    """What keeps tokens older than max_token_age out of training. restart: a scored group with such a token
+    is generated again. hold: the next update waits for the groups that it would make too old, and no group
+    is generated again for its age. mask: such tokens get loss mask 0, and all other tokens are trained.
     """
     max_concurrent: int | None = Field(default=None, ge=1)
     """Maximum number of groups in generation or scoring at once. None: only the hosts' slots and

@@ -234,3 +234,9 @@ def _impossible_control(c: Config) -> Iterator[str]:
             f"control.max_token_age={control.max_token_age} is below {named}: groups as old as "
             "max_staleness allows would be discarded and generated again; raise control.max_token_age"
         )
+    if control.over_age != "restart" and control.max_token_age is None:
+        yield (
+            f"control.over_age={control.over_age} needs a bound on the age of tokens; set "
+            f"control.max_token_age={1 if eta is None else eta + 1}, or another number, or leave "
+            "control.over_age out"
+        )

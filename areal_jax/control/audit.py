@@ -7,6 +7,7 @@ that control plane with the recorded actions.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -77,10 +78,15 @@ def _difference(plane: ControlPlane, event: Event, actions: Sequence[Action]) ->
 
 
 def _oldest_trained(config: Config) -> int | None:
-    """Returns the largest age that a trained token may have, in versions; None if there is no such bound."""
+    """Returns the largest age that a token of a batch may have, in versions; None if there is no such bound.
+
+    With control.over_age=mask a batch may have older tokens, which are not trained.
+    """
     # At eta = 0 the gate alone keeps every group in the version that trains it.
     is_bounded = config.control.strategy in BOUNDED or config.max_staleness == 0
-    return config.max_staleness if is_bounded else config.control.max_token_age
+    if is_bounded or config.control.over_age == "mask":
+        return config.max_staleness if is_bounded else None
+    return config.control.max_token_age
 
 
 @dataclass
@@ -98,6 +104,8 @@ class _Account:
     """Index of each finished sample of the group -> weights version of the sample's oldest token."""
     newest: dict[int, int] = field(default_factory=dict)
     """Index of each finished sample of the group -> weights version of the sample's newest token."""
+    tokens: Counter[int] = field(default_factory=Counter)
+    """Weights version -> number of tokens of it in the finished samples."""
     correct: float | None = None
     """Mean of the reward part `correct` over the group's samples; None before scoring or without the part."""
     is_scored: bool = False
@@ -345,6 +353,8 @@ class _Books:
             f"{asked}",
         )
         account.oldest[member], account.newest[member] = versions[0], versions[-1]
+        for span in event.spans:
+            account.tokens[span.version] += span.end - span.start
         if len(account.oldest) == self.group_size:
             account.host = account.target = ""
 
@@ -485,6 +495,7 @@ class _Books:
             f"{self.training}",
         )
         self.accuracy = self._accuracy_of(event.ordinals)
+        self._check_mask(event)
         for ordinal in event.ordinals:
             account = self._account(ordinal)
             self.require(
@@ -494,6 +505,22 @@ class _Books:
             # Members and versions are not needed any more; the fate is, to find a second training or drop.
             self.accounts[ordinal] = _Account(account.attempt, fate="trained")
         self.trained_version, self.training = event.step + 1, None
+
+    def _check_mask(self, event: e.BatchTrained) -> None:
+        """Compares the trainer's number of trained tokens with those of the samples that are not too old."""
+        control, count = self.config.control, event.metrics.get("trained_tokens")
+        # Reference answers have tokens without a version.
+        if control.over_age != "mask" or count is None or self.config.algorithm.samples == "reference":
+            return
+        oldest = event.step - (control.max_token_age or 0)
+        tokens = sum((self._account(ordinal).tokens for ordinal in event.ordinals), Counter())
+        young = sum(number for version, number in tokens.items() if version >= oldest)
+        # The trainer counts in float32, which is exact up to 2^24 tokens.
+        self.require(
+            abs(count - young) <= 1e-6 * young,
+            f"batch {event.step} trained {count:.0f} tokens, but {young} of its {tokens.total()} tokens are "
+            f"at most control.max_token_age={control.max_token_age} versions old",
+        )
 
     def _on_finish(self, action: e.Finish) -> None:
         # A run drains: admission stops at steps x B + refunds, so nothing may be left over at its end.

@@ -320,6 +320,17 @@ class Train:
 
 
 @dataclass(frozen=True)
+class Hold:
+    """The trainer waits before batch `step`, although enough groups are complete (control.over_age=hold).
+
+    Training that batch now would make a group outside of it older than control.max_token_age. The wait ends
+    with the batch's Train.
+    """
+
+    step: int
+
+
+@dataclass(frozen=True)
 class Drop:
     """The group is removed from the run for good. The group of a further prompt may start in its place."""
 
@@ -341,6 +352,17 @@ class Reissue:
 
 
 @dataclass(frozen=True)
+class Abort:
+    """The run is to end with an error, because one group after the other is dropped; it can be resumed.
+
+    `dropped`: (reason, number of groups) for the groups dropped since the last group with usable rewards, or
+    since the run was resumed.
+    """
+
+    dropped: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
 class Finish:
     """The run is complete: every admitted group is trained or dropped."""
 
@@ -348,7 +370,7 @@ class Finish:
 HostCommand = Dispatch | Cancel | Serve | Move | Fetch | TakeBack
 """The commands to a generation host; their field `host` names it."""
 
-Action = HostCommand | Score | Train | Drop | Reissue | Finish
+Action = HostCommand | Score | Train | Hold | Drop | Reissue | Abort | Finish
 
 # --- wire form ----------------------------------------------------------------------------------------------
 

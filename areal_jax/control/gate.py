@@ -47,6 +47,14 @@ def may_train(step: int, left: Sequence[int], batch_size: int, max_staleness: in
     # Together with `may_admit`, which counts the batch in training too, this bounds every age by K and cannot
     # deadlock: at most (version + K + 1 - step) B groups are admitted and not trained, so the r-th of them is
     # young enough for step + floor(r / B), and once all are complete the B lowest may be trained.
+    #
+    # This also holds for a bound K above the gate's eta (control.over_age=hold). A drop moves the groups
+    # behind it to lower places, and a group that starts again begins under a newer version: both make room. A
+    # lost host's group keeps the version of its first dispatch, as does one that waits for its rewards.
+    # Admission stops at steps x B, so the last batch leaves no group behind to wait for.
+    #
+    # Waiting only for groups that would be too old for the next batch would deadlock: with B = 1 and K = 2,
+    # groups 2 and 3 could be trained before 0 and 1, of which then only one can be trained in time.
     return all(
         step + 1 + place // batch_size <= version + max_staleness for place, version in enumerate(left)
     )

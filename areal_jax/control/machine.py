@@ -14,10 +14,12 @@ from itertools import chain
 from typing import Any
 
 from areal_jax.config.tree import Config
+from areal_jax.control import drops
 from areal_jax.control import events as e
 from areal_jax.control.errors import ControlError
 from areal_jax.control.events import Action, Event
 from areal_jax.control.orchestrator import Orchestrator
+from areal_jax.control.over_age import is_to_hold, to_restart
 from areal_jax.control.reward_gate import accuracy_of, gates_of, group_correct, ungated
 from areal_jax.control.state import GroupState, HostState, State, from_plain, to_plain, waits
 from areal_jax.control.strategies import STRATEGIES
@@ -85,6 +87,7 @@ class ControlPlane:
     def _run_resumed(self, event: e.RunResumed) -> Iterator[Action]:
         s = self.state
         s.steps, s.is_finished = event.steps or self._config.run.steps, False
+        s.is_held, s.dropped_in_a_row = False, {}
         for name in sorted(s.hosts):
             s.lose(name)
         # Messages to the reward pool and the trainer died with the driver, so they are sent again.
@@ -157,6 +160,7 @@ class ControlPlane:
         else:
             s.groups[event.ordinal] = replace(s.groups[event.ordinal], stage="complete", correct=correct)
             insort(s.complete, event.ordinal)
+            s.dropped_in_a_row = {}
 
     def _reward_failed(self, event: e.RewardFailed) -> Iterable[Action]:
         return self._fail(event.ordinal, "failed_reward")
@@ -194,7 +198,7 @@ class ControlPlane:
     # --- what follows from any event ------------------------------------------------------------------------
 
     def _advance(self) -> Iterator[Action]:
-        """Yields the actions that the state now allows: Reissue, Train and Dispatch.
+        """Yields the actions that the state now allows: Reissue, Hold, Train and Dispatch.
 
         Once the last batch is trained, yields a Drop for every remaining group, then Finish.
         """
@@ -203,7 +207,8 @@ class ControlPlane:
             yield from self._finish()
             return
         if s.training is None:
-            yield from self._reissue_over_age()
+            for ordinal in to_restart(s, self._config):
+                yield from self._reissue(s.groups[ordinal], "over_age")
             yield from self._form_batch()
         yield from self.orchestrator.reuse()
         yield from self._dispatch()
@@ -217,27 +222,23 @@ class ControlPlane:
             s.is_finished = True
             yield e.Finish()
 
-    def _reissue_over_age(self) -> Iterator[Action]:
-        """Restarts each scored group that has a token older than control.max_token_age versions."""
-        s, bound = self.state, self._config.control.max_token_age
-        if bound is None:
-            return
-        for ordinal in list(s.complete):
-            oldest = min(version for version in s.groups[ordinal].oldest if version is not None)
-            if s.trained_version - oldest > bound:
-                yield from self._reissue(s.groups[ordinal], "over_age")
-
     def _form_batch(self) -> Iterator[Action]:
         """Issues Train for the scored groups with the lowest ordinals, if a batch of them may be trained."""
         s, size = self.state, self._config.trainer.batch_size
         ordinals = tuple(s.complete[:size])
         if len(ordinals) < size or not self._strategy.trains(s, ordinals):
             return
+        if is_to_hold(s, self._config, ordinals):
+            if not s.is_held:
+                s.is_held = True
+                yield e.Hold(s.trained_version)
+            return
         if self._strategy.is_next_begun_first:
             yield from self._dispatch(is_room_needed=False)
             if not s.has_begun(s.trained_version + 2, size):
                 return
         del s.complete[:size]
+        s.is_held = False
         gates = gates_of([s.groups[n].correct for n in ordinals], s.accuracy, self._config.algorithm.gate)
         s.training = e.Train(s.trained_version, ordinals, tuple(s.groups[n].attempt for n in ordinals), gates)
         for ordinal in ordinals:
@@ -287,11 +288,10 @@ class ControlPlane:
         self.state.wait(GroupState(group.ordinal, unfinished, attempt=attempt, failures=group.failures))
 
     def _drop(self, ordinal: int, reason: str) -> Iterator[Action]:
-        s = self.state
-        # `dropped` grows here alone, so that every drop refunds its admission exactly once.
-        s.dropped[reason] = s.dropped.get(reason, 0) + 1
         yield e.Drop(ordinal, reason)
-        yield from self._withdraw(s.groups.pop(ordinal))
+        yield from self._withdraw(self.state.groups.pop(ordinal))
+        # `dropped` grows here alone, so that every drop refunds its admission exactly once.
+        yield from drops.count(self.state, reason, self._config.trainer.batch_size)
 
     def _withdraw(self, group: GroupState) -> Iterator[Action]:
         self.state.unlist(group.ordinal)

@@ -80,8 +80,12 @@ class State:
     admitted: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
     """Number of dropped groups by reason."""
+    dropped_in_a_row: dict[str, int] = field(default_factory=dict)
+    """Those of them since the last group with usable rewards, or since the run was resumed."""
     training: e.Train | None = None
     """The Train command that the trainer has not completed yet; None if there is no such command."""
+    is_held: bool = False
+    """Whether the next Train waits for groups that would be too old for a later batch (`Hold`)."""
     hosts: dict[str, HostState] = field(default_factory=dict)
     groups: dict[int, GroupState] = field(default_factory=dict)
     """By ordinal: every admitted group that is neither trained nor dropped."""
@@ -291,7 +295,7 @@ def to_plain(state: State) -> dict[str, Any]:
         for group in state.groups.values()
     ]
     plain["digests"] = [[version, digest] for version, digest in state.digests.items()]
-    for name in ("dropped", "waiting", "complete", "checkpoints"):
+    for name in ("dropped", "dropped_in_a_row", "waiting", "complete", "checkpoints"):
         plain[name] = plain[name].copy()
     return plain
 
@@ -307,7 +311,8 @@ def from_plain(plain: Mapping[str, Any]) -> State:
     groups = (GroupState(ordinal, tuple(oldest), *rest) for ordinal, oldest, *rest in fields["groups"])
     fields["groups"] = {group.ordinal: group for group in groups}
     fields["digests"] = dict(fields["digests"])
-    fields["dropped"] = dict(fields["dropped"])
+    for name in ("dropped", "dropped_in_a_row"):  # the second one is missing in older snapshots
+        fields[name] = dict(fields.get(name, {}))
     for name in ("waiting", "complete", "checkpoints"):
         fields[name] = list(fields[name])
     return State(**fields)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -16,6 +15,7 @@ from areal_jax.observe.live import clock
 from areal_jax.observe.report_samples import sample_groups
 from areal_jax.observe.report_selection import selection_section
 from areal_jax.observe.report_staleness import staleness_section
+from areal_jax.observe.report_totals import drops_by_reason, mean_share, over_age_tiles
 from areal_jax.observe.sample import SampleView
 from areal_jax.observe.selection import Selection
 from areal_jax.observe.sharing import sharing
@@ -135,6 +135,7 @@ def _tiles(data: ReportData) -> str:
         tiles.append(
             ("length bubble", f"{np.nanmean(bubble):.0%}", "(longest − mean) / longest, mean of steps")
         )
+    tiles += over_age_tiles(rows)
     if failed := _total(rows, "failed_rewards"):
         tiles.append(("failed rewards", f"{failed:,}", "groups that could not be scored"))
     return '<dl class="tiles">' + "".join(map(_tile, tiles)) + "</dl>"
@@ -151,32 +152,6 @@ def _over(steps: int) -> str:
 
 def _total(rows: Sequence[Mapping[str, Any]], name: str) -> int:
     return sum(int(row[name] or 0) for row in rows)
-
-
-def drops_by_reason(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Returns reason -> number of groups that the whole run dropped for this reason.
-
-    The drops of rows without the field `dropped_by_reason` are counted under `dropped`.
-    """
-    counts: Counter[str] = Counter()
-    for row in rows:
-        counts.update(row.get("dropped_by_reason") or {"dropped": row["dropped"]})
-    return {reason: int(count) for reason, count in counts.items() if count}
-
-
-def mean_share(rows: Sequence[Mapping[str, Any]], name: str) -> float:
-    """Returns the mean of the field `name` over all steps, weighted by each step's wall time.
-
-    The field is a fraction of the step's time. Rows in which it is null are left out; the result is 0 if it
-    is null in all rows.
-    """
-    total, weights, before = 0.0, 0.0, 0.0
-    for row in rows:
-        now = float(row["wall_s"] or before)
-        weight, before = max(now - before, 0.0), now
-        if row[name] is not None:
-            total, weights = total + weight * float(row[name]), weights + weight
-    return total / weights if weights else 0.0
 
 
 # --- sections -----------------------------------------------------------------------------------------------

@@ -40,6 +40,9 @@ minute.
 CONTROL = "control"
 """Component name of the control plane; every other component counts as a device."""
 
+HELD = "groups that another update would make too old"
+"""What the trainer waits for while control.over_age=hold keeps it from the next batch (`events.Hold`)."""
+
 CONTROL_ALONE = "control alone"
 """Key in the result of `Timeline.take_totals`: the time in which only the control plane worked."""
 

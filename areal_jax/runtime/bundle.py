@@ -122,7 +122,9 @@ def _bundle(run: Reopened, parts: Parts, one: Journaled, is_redacted: bool, note
     choice = recorded_choice(parts.config, one.metrics)
     plan = plan_groups(parts.config, groups, parts.learner.takes_shared_prompts, choice)
     clock = Timeline(None).clock("replay")
-    after, value, metrics = train_batch(parts.learner, state, held_batch(step, groups, plan), clock)
+    after, value, metrics = train_batch(
+        parts.config, parts.learner, state, held_batch(step, groups, plan), clock
+    )
     compared = Comparison(parts.config.wire_dtype)
     compared.metrics(f"step {step}", one.metrics, metrics)
     compared.digest(f"step {step}", "digest of the parameters", one.digest, value.digest)
@@ -204,7 +206,9 @@ def verify_bundle(path: Path, note: Note = lambda _: None) -> Verified:
     groups = groups_from_plain(bundle, _prompts(about, config))
     plan = plan_groups(config, groups, learner.takes_shared_prompts, about["choice"])
     clock = Timeline(None).clock("replay")
-    after, value, metrics = train_batch(learner, state, held_batch(about["step"], groups, plan), clock)
+    after, value, metrics = train_batch(
+        config, learner, state, held_batch(about["step"], groups, plan), clock
+    )
     own = header(config)
     differences = {name: (then, own[name]) for name, then in about["header"].items() if own.get(name) != then}
     found = Verified(about["step"], _as_json(metrics), value.digest, differences)

@@ -21,10 +21,14 @@ from areal_jax.trajectories.codec import digest_of
 from areal_jax.trajectories.journal import Entry, with_rewards
 from areal_jax.types import ArealError, Completion, Group, Prompt, SampleId, Trajectory
 
-MOST_DROPS = 50
-"""The run stops with an error if, between two trained batches, more groups are dropped than this many
-batches have.
-"""
+REMEDIES = {
+    "no_signal": "no_signal: all samples of such a group have the same reward; use easier or harder tasks, "
+    "more samples in a group (algorithm.group_size), or algorithm.group_filter=none",
+    "failed_reward": "failed_reward: the task's score raised an error, returned no number or exceeded "
+    "runtime.reward_timeout_s; the run's log and report.html have the messages; correct the score",
+    "failed_sample": "failed_sample: hosts could not finish samples; the run's log has the reasons",
+}
+"""Reason for which groups are dropped -> what it means, and what to change."""
 
 DURABLE = (e.CheckpointCommitted, e.VersionCommitted)
 """Events that the journal syncs to disk, so that they survive a power failure."""
@@ -50,6 +54,10 @@ class Endpoints(Protocol):
 
     def train(self, action: e.Train, groups: tuple[Group, ...]) -> None:
         """`groups`: with the rewards to train on, without the parts that a closed gate withholds."""
+        ...
+
+    def hold(self, action: e.Hold) -> None:
+        """Tell the trainer what it waits for until its next batch."""
         ...
 
 
@@ -112,7 +120,6 @@ class DriverCore:
         self._members: dict[int, dict[int, Trajectory]] = {}
         self._offers: dict[tuple[SampleId, ...], Offer] = {}
         """Samples -> their offer, until their Fetch is sent."""
-        self._drops = 0
 
     def record(self, incoming: Iterable[Incoming]) -> list[Entry]:
         """Let the control plane decide on each event; write events and actions into the journal.
@@ -137,8 +144,7 @@ class DriverCore:
     def act(self, actions: Iterable[Action]) -> None:
         """Send the actions to the endpoints.
 
-        Raises ArealError if more groups than fill MOST_DROPS batches were dropped since the last trained
-        batch.
+        Raises ArealError for an Abort: the control plane ends the run.
         """
         for action in actions:
             match action:
@@ -153,16 +159,12 @@ class DriverCore:
                     self._endpoints.score(action, self._prompts.prompt(ordinal), completions)
                 case e.Train():
                     self._endpoints.train(action, self._groups(action))
+                case e.Hold():
+                    self._endpoints.hold(action)
                 case e.Drop(ordinal) | e.Reissue(ordinal):
                     self._members.pop(ordinal, None)
-        if self._drops > MOST_DROPS * self._config.trainer.batch_size:
-            reasons = ", ".join(f"{n} {reason}" for reason, n in self.control.state.dropped.items())
-            raise ArealError(
-                f"the run ends, because {self._drops} groups were dropped since the last trained batch, so "
-                f"that no batch can be formed (drops of the whole run: {reasons}). Look at samples with "
-                "`areal-jax inspect RUN_FOLDER ORDINAL/MEMBER`. For drops by no_signal use an easier task or "
-                "algorithm.group_filter=none; for failed_reward correct the task's score"
-            )
+                case e.Abort(dropped):
+                    raise ArealError(_aborted(dropped, self.control.state.dropped))
 
     def _decide(self, event: Event, payload: Any) -> Entry:
         trajectory: Trajectory | None = payload if isinstance(event, e.SampleFinished) else None
@@ -183,10 +185,8 @@ class DriverCore:
         self._rows.see(event, actions)
         self._offers |= {action.samples: payload for action in actions if isinstance(action, e.Fetch)}
         if isinstance(event, e.BatchTrained):
-            self._drops = 0
             for ordinal in event.ordinals:
                 del self._members[ordinal]
-        self._drops += sum(isinstance(action, e.Drop) for action in actions)
         return Entry(event, actions, trajectory)
 
     def _groups(self, batch: e.Train) -> tuple[Group, ...]:
@@ -203,3 +203,19 @@ class DriverCore:
         if len(self._members.get(ordinal, {})) < size:
             self._members[ordinal] = dict(enumerate(self._journal.group(ordinal, attempt, size)))
         return tuple(self._members[ordinal][member] for member in range(size))
+
+
+def _aborted(in_a_row: Iterable[tuple[str, int]], dropped: Mapping[str, int]) -> str:
+    """Returns the message of a run that drops one group after the other.
+
+    `in_a_row`: (reason, number) of the groups dropped one after the other; `dropped`: of the whole run.
+    """
+    row = dict(in_a_row)
+    named = lambda counts: ", ".join(f"{count} {reason}" for reason, count in counts.items())  # noqa: E731
+    remedies = ". ".join(REMEDIES[reason] for reason in row if reason in REMEDIES)
+    return (
+        f"the run ends, because {sum(row.values())} groups in a row were dropped ({named(row)}), so that no "
+        f"batch can be formed; drops of the whole run: {named(dropped)}. {remedies}. `areal-jax inspect "
+        "RUN_FOLDER ORDINAL/MEMBER` shows a sample. Change tasks or settings in a new run; or correct the "
+        "cause, and `areal-jax resume RUN_FOLDER` continues this run"
+    )

@@ -221,3 +221,6 @@ class LocalRun:
     def train(self, action: e.Train, groups: tuple[Group, ...]) -> None:
         plan = self._driver.choice.plan(groups, self._parts.learner.takes_shared_prompts)
         self.trainer.inbox.put(held_batch(action.step, groups, plan))
+
+    def hold(self, action: e.Hold) -> None:
+        self.trainer.inbox.put(action)

@@ -62,7 +62,7 @@ def past_versions(
     for trained, one in enumerate(batches, 1):
         parts = with_steps(parts, one.steps)
         _, held = past_batch(run, parts, one)
-        state, value, metrics = train_batch(parts.learner, state, held, clock)
+        state, value, metrics = train_batch(parts.config, parts.learner, state, held, clock)
         place = f"step {one.train.step}"
         compared.metrics(place, one.metrics, metrics)
         compared.digest(place, "digest of the parameters", one.digest, value.digest)

@@ -195,7 +195,7 @@ class Replay:
         choice = recorded_choice(self.parts.config, event.metrics)
         plan = plan_groups(self.parts.config, groups, parts.learner.takes_shared_prompts, choice)
         held = held_batch(event.step, groups, plan)
-        self.state, value, metrics = train_batch(parts.learner, self.state, held, self._clock)
+        self.state, value, metrics = train_batch(parts.config, parts.learner, self.state, held, self._clock)
         self._compared.metrics(place, event.metrics, metrics)
         self._compared.digest(place, "digest of the parameters", event.digest, value.digest)
         self._publish(value, seq)

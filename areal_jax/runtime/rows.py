@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
+from areal_jax.config.sections import ControlConfig
 from areal_jax.control.events import (
     Action,
     Drop,
@@ -20,9 +21,10 @@ from areal_jax.control.events import (
 )
 from areal_jax.control.reward_gate import Gates
 from areal_jax.generation.commands import Statistics
-from areal_jax.observe.waits import CONTROL, CONTROL_ALONE, idle_share
-from areal_jax.trajectories.prefix_tree import Sampled, tree_of
-from areal_jax.types import NOT_SAMPLED, Group
+from areal_jax.observe.waits import CONTROL, CONTROL_ALONE, HELD, idle_share
+from areal_jax.runtime.batch_figures import batch_figures, length_figures, reward_figures
+from areal_jax.trajectories.age_mask import oldest_trained
+from areal_jax.types import Group
 
 BY_TASK = ("reward_mean", "signal_share", "completion_tokens_mean", "truncated_share")
 """Fields of a metrics row that a run with several tasks also has for each task, besides `failed_rewards`."""
@@ -66,7 +68,8 @@ class RowMaker:
 
     `take_totals()` returns component -> activity -> seconds since its last call. `start_s`: seconds that the
     run took before this process. `tasks`: names of the run's tasks; with several tasks, a row also has
-    figures for each task. `task_of(ordinal)` returns the name of the group's task.
+    figures for each task. `task_of(ordinal)` returns the name of the group's task. `control`: with
+    over_age=hold or mask, a row also has what that costs.
     """
 
     def __init__(
@@ -76,9 +79,11 @@ class RowMaker:
         start_s: float = 0.0,
         tasks: Sequence[str] = (),
         task_of: Callable[[int], str] = lambda _: "",
+        control: ControlConfig | None = None,
     ) -> None:
         self._take_totals, self._hosts = take_totals, hosts
         self._tasks, self._task_of = tasks if len(tasks) > 1 else (), task_of
+        self._control = control or ControlConfig()
         self._zero_s = time.monotonic() - start_s
         self._last_s = time.monotonic()
         self._generated = 0
@@ -120,12 +125,13 @@ class RowMaker:
             "step": step,
             "version": step + 1,
             "wall_s": now - self._zero_s,
-            **batch_figures(step, groups, gates),
+            **batch_figures(step, groups, gates, oldest_trained(self._control, step)),
             **self._task_figures(groups),
             "generated_tokens": new_tokens,
             "generate_tokens_per_s": self._rate(new_tokens / span),
             "train_tokens_per_s": trained["trained_tokens"] / span,
             "trainer_wait_share": idle_share(totals.get("trainer", {})),
+            **self._hold_share(totals.get("trainer", {})),
             "generator_idle_share": self._idle_share(totals),
             "move_share": self._share_of("move", totals),
             **_control_shares(totals),
@@ -159,6 +165,16 @@ class RowMaker:
         shares = [idle_share(totals.get(host.name, {})) for host in self._hosts]
         return sum(shares) / len(shares) if shares else 0.0
 
+    def _hold_share(self, trainer: Mapping[str, float]) -> dict[str, float]:
+        """Return the fraction of time that the trainer waited because of control.over_age=hold.
+
+        It is a part of `trainer_wait_share`. `trainer`: activity -> seconds.
+        """
+        if self._control.over_age != "hold":
+            return {}
+        elapsed = sum(trainer.values())
+        return {"hold_share": trainer.get(f"wait: {HELD}", 0.0) / elapsed if elapsed else 0.0}
+
     def _share_of(self, activity: str, totals: Mapping[str, Mapping[str, float]]) -> float:
         """Return the fraction of time that a host spent on `activity`, averaged over hosts.
 
@@ -184,24 +200,10 @@ class RowMaker:
         figures: dict[str, float] = {}
         for task in self._tasks:
             own = [group for group in groups if group.prompt.task == task]
-            found = {**_reward_figures(own), **_length_figures(own)} if own else {}
+            found = {**reward_figures(own), **length_figures(own)} if own else {}
             figures |= {f"{name}/{task}": found[name] for name in BY_TASK if name in found}
             figures[f"failed_rewards/{task}"] = self._failed[task]
         return figures
-
-
-def batch_figures(step: int, groups: Sequence[Group], gates: Gates = ()) -> dict[str, Any]:
-    """Return the figures on rewards, ages and lengths for the groups of batch `step`.
-
-    `gates`: the gates of the batch, by which the rewards of `groups` were paid.
-    """
-    return {
-        **_reward_figures(groups),
-        **_part_figures(groups, gates),
-        **_age_figures(step, groups),
-        **_length_figures(groups),
-        **_tree_figures(groups),
-    }
 
 
 def _control_shares(totals: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -217,80 +219,3 @@ def _control_shares(totals: Mapping[str, Mapping[str, float]]) -> dict[str, floa
 
 def _taken(host: HostFigures) -> list[float]:
     return [host.gaps_s.popleft() for _ in range(len(host.gaps_s))]
-
-
-def _reward_figures(groups: Sequence[Group]) -> dict[str, float]:
-    rewards = np.array([[t.reward for t in group.trajectories] for group in groups], float)
-    return {
-        "reward_mean": float(rewards.mean()),
-        "reward_std": float(rewards.std()),
-        "signal_share": float((np.ptp(rewards, axis=1) > 0).mean()),
-    }
-
-
-def _part_figures(groups: Sequence[Group], gates: Gates) -> dict[str, Any]:
-    """Return the mean of each reward part, and the figures on gated parts; empty if no reward has parts.
-
-    `reward_ungated_mean` is the mean reward as it was scored; `gates` says which gated part was paid, and
-    `paid_share` to which fraction of the samples more than 0 of it was paid.
-    """
-    samples = [t for group in groups for t in group.trajectories]
-    named = defaultdict(list)
-    for t in samples:
-        for name, value in t.reward_parts.items():
-            named[name].append(value)
-    figures: dict[str, Any] = {}
-    if named:
-        figures["reward_parts"] = {name: float(np.mean(values)) for name, values in named.items()}
-    if gates:
-        withheld = sum(sum(named[name]) for name, is_paid in gates if not is_paid) / len(samples)
-        figures["reward_ungated_mean"] = float(np.array([t.reward for t in samples], float).mean() + withheld)
-        figures["gates"] = dict(gates)
-        figures["paid_share"] = {
-            name: sum(value > 0 for value in named[name]) / len(samples) if is_paid else 0.0
-            for name, is_paid in gates
-        }
-    return figures
-
-
-def _age_figures(step: int, groups: Sequence[Group]) -> dict[str, float]:
-    """Return the least, median, mean and largest age of the trained tokens, and the mean age of first tokens.
-
-    An age is `step`, the version at the start of the update, minus the token's version. Tokens of reference
-    answers have age 0.
-    """
-    trajectories = [t for group in groups for t in group.trajectories]
-    versions = np.concatenate([t.versions[t.loss_mask] for t in trajectories])
-    ages = np.where(versions == NOT_SAMPLED, 0, step - versions)  # a reference answer has no age
-    heads = [step - t.first_version if t.first_version != NOT_SAMPLED else 0 for t in trajectories]
-    return {
-        "head_age_mean": float(np.mean(heads)),
-        "token_age_mean": float(ages.mean()),
-        "token_age_min": int(ages.min()),
-        "token_age_median": float(np.median(ages)),
-        "token_age_max": int(ages.max()),
-    }
-
-
-def _tree_figures(groups: Sequence[Group]) -> dict[str, int]:
-    """Return the number of tokens of all samples, prompts included, and of their distinct prefixes."""
-    tree = tree_of([Sampled.of(t) for group in groups for t in group.trajectories])
-    return {"sequence_tokens": tree.sequence_tokens, "tree_tokens": tree.tokens}
-
-
-def _length_figures(groups: Sequence[Group]) -> dict[str, float]:
-    """Return the figures on completion lengths.
-
-    `completion_bubble_share` is (longest - mean) / longest: the share of slots and steps that a decoder with
-    one slot for each sample would leave empty while it waits for the longest one.
-    """
-    lengths = [t.completion_tokens for group in groups for t in group.trajectories]
-    longest = int(max(lengths))
-    return {
-        "completion_bubble_share": float(1 - np.mean(lengths) / longest) if longest else 0.0,
-        "completion_tokens_max": longest,
-        "completion_tokens_mean": float(np.mean(lengths)),
-        "completion_tokens_p50": float(np.median(lengths)),
-        "completion_tokens_p99": float(np.quantile(lengths, 0.99)),
-        "truncated_share": float(np.mean([t.truncated for group in groups for t in group.trajectories])),
-    }

@@ -20,18 +20,22 @@ import numpy as np
 
 from areal_jax.assembly.device_memory_remedies import TRAINER, explained
 from areal_jax.assembly.parts import Parts
-from areal_jax.control.events import BatchTrained, CheckpointCommitted, Event, VersionCommitted
-from areal_jax.observe.waits import Clock, get
+from areal_jax.config.tree import Config
+from areal_jax.control.events import BatchTrained, CheckpointCommitted, Event, Hold, VersionCommitted
+from areal_jax.observe.waits import HELD, Clock, get
 from areal_jax.parallel.agreement import leads
 from areal_jax.runtime.device_memory import MemoryWatch
 from areal_jax.runtime.turns import OneDevice
 from areal_jax.trainer.checkpoint import Checkpointer
 from areal_jax.trainer.learner import Learner
 from areal_jax.trainer.state import TrainState
+from areal_jax.trajectories.age_mask import oldest_trained, trained_mask
 from areal_jax.trajectories.leaf_ranges import TOKENS, LeafCosts
 from areal_jax.trajectories.plan import BatchPlan, fill
 from areal_jax.types import ArealError, Group, SampleId, Trajectory, VersionedParams
 from areal_jax.weights.store import ParamPublisher
+
+BATCH = "a batch from the control plane"
 
 Source = Callable[[Mapping[int, SampleId]], Mapping[int, Trajectory]]
 """`source(samples)` returns the scored trajectories of at least these samples. Keys of `samples` and of the
@@ -61,6 +65,7 @@ def held_batch(step: int, groups: Sequence[Group], plan: BatchPlan) -> TrainBatc
 
 
 def train_batch(
+    config: Config,
     learner: Learner,
     state: TrainState,
     batch: TrainBatch,
@@ -80,6 +85,9 @@ def train_batch(
         is_tree = plan.layout == "apart"
         rows = np.arange(plan.rows) if is_tree else learner.own_rows(plan.rows)
         packed = fill(plan, rows, batch.source(plan.sources(rows)))
+        # Here, because every batch passes here: of a run, of its repetition after a crash, of a replay.
+        oldest = oldest_trained(config.control, batch.step)
+        packed = packed._replace(loss_mask=trained_mask(packed, oldest))
     metrics: dict[str, Any]
     with clock.doing("update"):
         spent = _Stopwatch()
@@ -140,6 +148,8 @@ class _Stopwatch:
 class Trainer:
     """Trains the batches in its inbox; `tell(event)` reports each batch, version and checkpoint.
 
+    A Hold in the inbox only says for what the next batch waits, so that the wait is counted by its cause.
+
     If several processes train together, each has a Trainer, and all get the same batches in the same order,
     each with its own `TrainBatch.source`. Only the first process calls `tell` and `note`.
     """
@@ -161,7 +171,7 @@ class Trainer:
         `note(text)` is called with each memory forecast, and with each program that is compiled after the
         first step.
         """
-        self.inbox: queue.Queue[TrainBatch | None] = queue.Queue()
+        self.inbox: queue.Queue[TrainBatch | Hold | None] = queue.Queue()
         self.state = state
         self._parts, self._store, self._checkpointer = parts, store, checkpointer
         self._tell, self._turns, self._clock = tell if leads() else _ignore, turns, clock
@@ -181,17 +191,20 @@ class Trainer:
         return explained(TRAINER, self._parts.config, self._parts.model.config)
 
     def _run(self) -> None:
+        awaited = BATCH
         while True:
             batch = get(
                 self.inbox,
                 waiter="the trainer",
-                what="a batch from the control plane",
+                what=awaited,
                 deadline_s=self._deadline_s,
                 clock=self._clock,
             )
             if batch is None:
                 break
-            self._take(batch)
+            awaited = HELD if isinstance(batch, Hold) else BATCH
+            if isinstance(batch, TrainBatch):
+                self._take(batch)
         self._checkpoint()
         self._store.close(self._deadline_s)
         self._checkpointer.close(self._deadline_s)
@@ -218,7 +231,7 @@ class Trainer:
         """
         with self._explained():
             self.state, value, metrics = train_batch(
-                self._parts.learner, self.state, batch, self._clock, between, self._memory
+                self._parts.config, self._parts.learner, self.state, batch, self._clock, between, self._memory
             )
         return value, metrics
 

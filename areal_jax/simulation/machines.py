@@ -13,6 +13,7 @@ from areal_jax.control.reward_gate import CORRECT
 from areal_jax.runtime.core import Prompts
 from areal_jax.simulation.decoders import Decoder, DrawnDecoder, Work
 from areal_jax.simulation.schedule import Schedule
+from areal_jax.trajectories.age_mask import oldest_trained, trained_tokens
 from areal_jax.types import Completion, Group, PolicyVersion, Prompt, SampleId, Trajectory
 
 
@@ -93,7 +94,9 @@ class DrawnMachines:
         return e.RewardScored(action.ordinal, action.attempt, tuple(rewards), parts)
 
     def train(self, action: e.Train, groups: tuple[Group, ...]) -> tuple[str, dict[str, Any]]:
-        return self.publish(action.step + 1), {}
+        oldest = oldest_trained(self._config.control, action.step)
+        count = sum(trained_tokens(group.trajectories, oldest) for group in groups)
+        return self.publish(action.step + 1), {"trained_tokens": float(count)}
 
     def publish(self, version: PolicyVersion) -> str:
         """Return a digest made from the version's number; it is the same if the version is trained again."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from areal_jax.config.tree import Config
 from areal_jax.control import events as e
-from areal_jax.observe.waits import NS, Clock, Interval, idle_share
+from areal_jax.observe.waits import HELD, NS, Clock, Interval, idle_share
 from areal_jax.runtime.core import Offer
 from areal_jax.runtime.jobs import run_parts
 from areal_jax.simulation.ablation import Measured, recorded
@@ -25,6 +25,7 @@ from areal_jax.simulation.schedule import Schedule
 from areal_jax.simulation.sleeping import sleeping_parts
 from areal_jax.simulation.strategy_ablation import FOR_BATCH, FOR_SAMPLES, FOR_VERSION
 from areal_jax.simulation.world import SimulationError, World
+from areal_jax.trajectories.age_mask import oldest_trained, trained_tokens
 from areal_jax.types import Completion, Group, PolicyVersion, Prompt, SampleId, Trajectory
 
 
@@ -73,17 +74,22 @@ class TimedWorld(World):
 
     def train(self, action: e.Train, groups: tuple[Group, ...]) -> None:
         trajectories = [t for group in groups for t in group.trajectories]
-        tokens = sum(t.completion_tokens for t in trajectories)
-        spans = [span for t in trajectories for span in t.spans]
+        oldest = oldest_trained(self.config.control, action.step)
+        tokens = trained_tokens(trajectories, oldest)
+        spans = [span for t in trajectories for span in t.spans if oldest is None or span.version >= oldest]
         aged = sum((action.step - span.version) * (span.end - span.start) for span in spans)
         self._batch = {
             "trained_tokens": tokens,
-            "completion_tokens_mean": tokens / len(trajectories),
-            "token_age_mean": aged / tokens,
-            "token_age_max": action.step - min(span.version for span in spans),
+            "completion_tokens_mean": sum(t.completion_tokens for t in trajectories) / len(trajectories),
+            "token_age_mean": aged / max(tokens, 1),
+            "token_age_max": max((action.step - span.version for span in spans), default=0),
         }
         self._clock("trainer", FOR_BATCH).switch("update")
         super().train(action, groups)
+
+    def hold(self, action: e.Hold) -> None:
+        self._clock("trainer", FOR_BATCH).switch(f"wait: {HELD}")
+        super().hold(action)
 
     def deliver(self, event: e.Event, payload: Trajectory | Offer | None = None) -> None:
         if isinstance(event, e.BatchTrained):

@@ -15,13 +15,14 @@ from areal_jax.generation.commands import HandOver, Serve, Start, Stop, TakeBack
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host
 from areal_jax.observe.waits import Timeline
+from areal_jax.runtime.batch_figures import batch_figures
 from areal_jax.runtime.compute_choice import ComputeChoice
 from areal_jax.runtime.core import Incoming, Offer
-from areal_jax.runtime.rows import batch_figures
 from areal_jax.runtime.trainer_loop import held_batch, train_batch
 from areal_jax.simulation.decoders import Call
 from areal_jax.tasks.scoring import score_group
 from areal_jax.trainer.state import TrainState
+from areal_jax.trajectories.age_mask import oldest_trained
 from areal_jax.types import (
     ArealError,
     Completion,
@@ -147,9 +148,12 @@ class RealMachines:
         # No step is measured, so that a seed decides every choice.
         plan = self._choice.plan(groups, self._parts.learner.takes_shared_prompts)
         batch = held_batch(action.step, groups, plan)
-        self.state, value, metrics = train_batch(self._parts.learner, self.state, batch, self._clock)
+        self.state, value, metrics = train_batch(
+            self._parts.config, self._parts.learner, self.state, batch, self._clock
+        )
         self._trained[value.version] = wire_copy(value, self._parts.config.wire_dtype)
-        return value.digest, batch_figures(action.step, groups, action.gates) | metrics
+        oldest = oldest_trained(self._parts.config.control, action.step)
+        return value.digest, batch_figures(action.step, groups, action.gates, oldest) | metrics
 
     def publish(self, version: PolicyVersion) -> str:
         return self._store.publish(self._trained.pop(version)).digest

@@ -67,10 +67,13 @@ class Schedule:
     max_rows: int = 1_000_000
 
 
-def random_schedule(seed: int, strategy: str | None = None) -> tuple[Config, Schedule]:
+def random_schedule(
+    seed: int, strategy: str | None = None, over_age: str | None = None
+) -> tuple[Config, Schedule]:
     """Return the config and schedule, drawn from `seed`, of a small run for finding bugs.
 
-    `strategy`: value of control.strategy; None: drawn too.
+    `strategy`, `over_age`: value of the setting in control; None: drawn too. With `over_age`, every run has
+    a bound on the age of tokens; else five of six.
 
     The run has 2 to 4 hosts and 3 to 6 faults, and trains at least 50 groups in at least 7 batches.
     """
@@ -110,7 +113,13 @@ def random_schedule(seed: int, strategy: str | None = None) -> tuple[Config, Sch
         }
     )
     schedule = _schedule(seed, hosts, rng)
-    return (_with_gate(config) if rng.random() < 0.5 else config), schedule
+    if rng.random() < 0.5:
+        config = _with_gate(config)
+    # Half of the runs have a bound, and restart; a third of the others have none.
+    drawn, more = str(rng.choice(["none", "hold", "mask"])), int(rng.integers(0, 2))
+    if over_age is not None or (config.control.max_token_age is None and drawn != "none"):
+        config = _with_over_age(config, over_age or drawn, more)
+    return config, schedule
 
 
 def _schedule(seed: int, hosts: int, rng: np.random.Generator) -> Schedule:
@@ -133,6 +142,17 @@ def _schedule(seed: int, hosts: int, rng: np.random.Generator) -> Schedule:
         duplicated=float(rng.choice([0.0, 0.2])),
         faults=tuple(sorted(faults, key=lambda fault: fault.at_row)),
     )
+
+
+def _with_over_age(config: Config, over_age: str, more: int) -> Config:
+    """Returns the config with this value of control.over_age.
+
+    If it has no bound on the age of tokens, the bound is `more` versions above the least possible one.
+    """
+    bound = config.control.max_token_age
+    bound = (config.max_staleness or 0) + more if bound is None else bound
+    control = config.control.model_copy(update={"over_age": over_age, "max_token_age": bound})
+    return config.model_copy(update={"control": control})
 
 
 def _with_gate(config: Config) -> Config:

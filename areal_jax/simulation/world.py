@@ -48,6 +48,12 @@ class Meters:
     """Number of trained tokens by age: version at the start of the update - version of the token."""
     faults: Counter[str] = field(default_factory=Counter)
     """Number of faults that occurred, by kind."""
+    masked_above: int | None = None
+    """Largest age of tokens that are trained with control.over_age=mask; None: all ages are trained."""
+    masked_tokens: int = 0
+    """Number of tokens of trained samples that control.over_age=mask kept out of training."""
+    holds: int = 0
+    """Number of batches that control.over_age=hold made wait."""
     interruptions: int = 0
     swaps: int = 0
     """Number of version changes on hosts; adopting version 0 is not counted."""
@@ -76,7 +82,10 @@ class Meters:
             spans = trajectory.spans
             self.head_ages[step - spans[0].version] += 1
             for version, start, end in spans:
-                self.token_ages[step - version] += end - start
+                if self.masked_above is not None and step - version > self.masked_above:
+                    self.masked_tokens += end - start
+                else:
+                    self.token_ages[step - version] += end - start
         return trained
 
 
@@ -212,7 +221,8 @@ class World:
 
     def __init__(self, config: Config, schedule: Schedule, machines: Machines) -> None:
         self.config, self.schedule, self.machines = config, schedule, machines
-        self.meters = Meters()
+        control = config.control
+        self.meters = Meters(masked_above=control.max_token_age if control.over_age == "mask" else None)
         self.now_s = 0.0
         self._journal = MemoryJournal()
         self._core = self._driver(ControlPlane(config))
@@ -337,6 +347,9 @@ class World:
     def train(self, action: e.Train, groups: tuple[Group, ...]) -> None:
         if self._is_trainer_up:  # otherwise it gets the batch after its restart
             self.later(self.latency(self.schedule.train_s), self._trained, self._trainer, action, groups)
+
+    def hold(self, action: e.Hold) -> None:
+        self.meters.holds += 1
 
     # --- faults ---------------------------------------------------------------------------------------------
 

@@ -116,7 +116,11 @@ class PromptStream:
         """
         for name, weighted in tasks.items():
             if len(weighted.task) < 1:
-                raise TaskError(f"tasks.{name} has no prompts; check its settings, or leave the task out")
+                split = f" in its split {weighted.split}" if weighted.split else ""
+                raise TaskError(
+                    f"tasks.{name} has no prompts{split}; correct its settings, such as its split, its data "
+                    "folder or a filter, or leave the task out"
+                )
             if weighted.task.successive < 1:
                 raise TaskError(
                     f"{type(weighted.task).__name__}.successive={weighted.task.successive} is not positive; "
@@ -144,7 +148,16 @@ class PromptStream:
     def prompt(self, ordinal: int) -> Prompt:
         """Returns the prompt at place `ordinal` in the run's order, with the task's name as `task`."""
         name, index = self.place(ordinal)
-        return replace(self._tasks[self._names.index(name)][index], task=name)
+        task = self._tasks[self._names.index(name)]
+        try:
+            prompt = task[index]
+        except (IndexError, StopIteration) as error:
+            raise TaskError(
+                f"tasks.{name} has no prompt at index {index} ({error!r}), but its __len__ returns "
+                f"{len(task)}; prompts are read in any order and more than once: return from __len__ the "
+                "number of prompts that the task has, and keep the prompts of an iterator in a list"
+            ) from error
+        return replace(prompt, task=name)
 
     def _order(self, block: int) -> np.ndarray:
         """Returns the number of the task (0 is the first) for each of the BLOCK places in block `block`."""

@@ -62,6 +62,15 @@ def test_unbounded_staleness_needs_a_bound_on_what_is_in_flight_and_survives_the
         load_config(*words, "control.max_token_age=3")
 
 
+@pytest.mark.parametrize("over_age", ["hold", "mask"])
+def test_what_happens_beyond_a_bound_on_age_needs_the_bound(over_age):
+    with pytest.raises(ConfigError, match=rf"over_age={over_age} needs a bound .*control\.max_token_age=3"):
+        load_config(f"control.over_age={over_age}")
+    config = load_config(f"control.over_age={over_age}", "control.max_token_age=2")
+    assert config.control.over_age == over_age
+    assert load_config("control.max_token_age=2").control.over_age == "restart"
+
+
 @pytest.mark.parametrize(
     ("length", "tokens"), [(1024, 64), (384, 64), (300, 60), (136, 34), (32, 32), (509, 509)]
 )

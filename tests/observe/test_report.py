@@ -16,9 +16,10 @@ from matplotlib.figure import Figure as Canvas
 
 from areal_jax.observe import curves, figures, lanes, svg
 from areal_jax.observe.metrics import REQUIRED
-from areal_jax.observe.report import FailedReward, ReportData, drops_by_reason, mean_share, page_css, render
+from areal_jax.observe.report import FailedReward, ReportData, page_css, render
 from areal_jax.observe.report_samples import FIRST, LAST, sample_groups
 from areal_jax.observe.report_staleness import reward_by_age
+from areal_jax.observe.report_totals import drops_by_reason, mean_share
 from areal_jax.observe.sample import Piece, SampleView
 from areal_jax.observe.staleness import Trained, study
 from areal_jax.observe.svg import PAGE_COLOURS
@@ -515,6 +516,20 @@ def test_shares_are_weighted_by_the_steps_time_and_drops_by_reason():
     assert mean_share([], "trainer_wait_share") == 0.0
     rows = [row(0), row(1, dropped_by_reason={"lost": 2, "end": 0}), row(2, dropped=3, dropped_by_reason={})]
     assert drops_by_reason(rows) == {"failed_reward": 1, "lost": 2, "dropped": 3}
+
+
+def test_tiles_say_what_the_bound_on_age_costs():
+    def tiles(rows):
+        page = render(ReportData("run", "", "", rows=rows))
+        return dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page))
+
+    held = [row(0, wall_s=1.0, hold_share=0.5), row(1, wall_s=4.0, hold_share=0.1)]
+    assert tiles(held)["held"] == "20.0%"
+    masked = [row(step, masked_token_share=share) for step, share in enumerate((0.0, 0.05))]
+    assert tiles(masked)["masked tokens"] == "2.50%"
+    again = [row(step, reissued_by_reason={"over_age": 2, "failed_reward": 1}) for step in range(3)]
+    assert tiles(again)["restarts for age"] == "6"
+    assert not {"held", "masked tokens", "restarts for age"} & tiles([row(0)]).keys()
 
 
 def test_a_timeline_of_its_own_holds_the_colours_of_the_page():

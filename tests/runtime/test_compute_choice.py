@@ -190,7 +190,7 @@ def test_the_trainer_cuts_by_the_plans_costs_and_reports_the_choice_and_its_own_
     wait: Any = lambda _: time.sleep(0.5)  # noqa: E731
     state: Any = None
     clock = Timeline(None).clock("trainer")
-    _, _, metrics = train_batch(parts.learner, state, batch, clock, wait, memory)
+    _, _, metrics = train_batch(parts.config, parts.learner, state, batch, clock, wait, memory)
     assert costs == [LeafCosts(3.0, 1.0, 0.5)]
     assert metrics.pop("update_s") < 0.2
     assert metrics == {"grad_norm": 1.0, "compiled_programs": 0.0, **choice}

@@ -10,6 +10,7 @@ import pytest
 from areal_jax.assembly import parts
 from areal_jax.assembly.parts import assemble
 from areal_jax.config.tree import Config
+from areal_jax.control import drops
 from areal_jax.control.events import SampleFinished, VersionCommitted
 from areal_jax.generation import engine
 from areal_jax.generation.rollout import rollout
@@ -193,9 +194,10 @@ class AlwaysFails(Countdown):
 
 
 def test_a_run_that_only_drops_stops_and_says_why(tmp_path, monkeypatch):
-    monkeypatch.setattr("areal_jax.runtime.core.MOST_DROPS", 2)
+    monkeypatch.setattr(drops, "MOST", 8)
+    monkeypatch.setattr(drops, "MOST_BATCHES", 2)
     with pytest.raises(
-        ArealError, match=r"groups were dropped since the last trained batch, .*whole run: \d+ failed_reward"
+        ArealError, match=r"9 groups in a row were dropped .*whole run: \d+ failed_reward.*correct the score"
     ):
         start(small(tmp_path / "run", "run.steps=3"), tasks=[AlwaysFails()])
     assert audit_run(tmp_path / "run").ok

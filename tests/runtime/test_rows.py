@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from areal_jax.config.sections import ControlConfig
 from areal_jax.control import events as e
 from areal_jax.generation.commands import Statistics
 from areal_jax.observe.metrics import REQUIRED, MetricsWriter
-from areal_jax.observe.waits import CONTROL_ALONE, Timeline
+from areal_jax.observe.waits import CONTROL_ALONE, HELD, Timeline
 from areal_jax.runtime.rows import RowMaker
 from areal_jax.types import Group, Prompt, SampleId, Sampling, Trajectory
 
@@ -61,7 +62,10 @@ BATCH = [
 
 
 def make(
-    hosts: list[FakeHost] | None = None, timeline: Timeline | None = None, tasks: str = "xy"
+    hosts: list[FakeHost] | None = None,
+    timeline: Timeline | None = None,
+    tasks: str = "xy",
+    control: ControlConfig | None = None,
 ) -> RowMaker:
     """Ordinals from 7 on are task y's."""
     return RowMaker(
@@ -69,6 +73,7 @@ def make(
         hosts or [FakeHost()],  # type: ignore[arg-type]
         tasks=tuple(tasks),
         task_of=lambda ordinal: "y" if ordinal >= 7 else "x",
+        control=control,
     )
 
 
@@ -101,6 +106,36 @@ def test_rewards_ages_and_lengths_are_those_of_the_batch():
     }  # fmt: skip
     for name, value in expected.items():
         assert row[name] == pytest.approx(value), name
+
+
+def test_masked_tokens_have_no_age_and_a_share_of_their_own():
+    """Tokens under 3 3 | 4 5 5 5 | 5 | 4 4 5; completions are as long as they were sampled."""
+    for bound, share, ages in ((1, 0.2, [1, 0, 0, 0, 0, 1, 1, 0]), (0, 0.5, [0] * 5)):
+        rows = make(control=ControlConfig(max_token_age=bound, over_age="mask"))
+        row = rows.make(5, BATCH, TRAINED, "")
+        assert row["masked_token_share"] == pytest.approx(share)
+        assert row["token_age_mean"] == pytest.approx(np.mean(ages))
+        assert (row["token_age_max"], row["token_age_min"]) == (max(ages), 0)
+        assert (row["completion_tokens_mean"], row["head_age_mean"]) == (2.5, 1.0)
+        assert "hold_share" not in row
+    row = make(control=ControlConfig(max_token_age=1, over_age="mask")).make(9, BATCH, TRAINED, "")
+    assert (row["masked_token_share"], row["token_age_mean"], row["token_age_max"]) == (1.0, 0.0, 0)
+    assert "masked_token_share" not in make().make(5, BATCH, TRAINED, "")
+
+
+def test_the_time_that_the_trainer_is_held_is_a_part_of_its_wait():
+    now = [0]
+    timeline = Timeline(None, lambda: now[0], zero_ns=0)
+    clock = timeline.clock("trainer", "update")
+    for activity, end_s in ((f"wait: {HELD}", 4), ("wait: a batch", 6), ("update", 7)):
+        now[0] = end_s * 10**9
+        clock.switch(activity)
+    now[0] = 10 * 10**9
+    control = ControlConfig(max_token_age=1, over_age="hold")
+    row = make(timeline=timeline, control=control).make(5, BATCH, TRAINED, "")
+    # update 0-4, held 4-6, waiting 6-7, update 7-10
+    assert (row["hold_share"], row["trainer_wait_share"]) == pytest.approx((0.2, 0.3))
+    assert "masked_token_share" not in row
 
 
 def test_figures_of_the_update_win_over_defaults():

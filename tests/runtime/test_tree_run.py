@@ -21,10 +21,10 @@ from areal_jax.config.tree import Config
 from areal_jax.control.events import BatchTrained
 from areal_jax.generation.rollout import rollout
 from areal_jax.observe.metrics import read_rows
+from areal_jax.runtime.batch_figures import batch_figures
 from areal_jax.runtime.jobs import resume, run
 from areal_jax.runtime.reading import audit_run, open_journal
 from areal_jax.runtime.recovery import journaled_batches, journaled_groups
-from areal_jax.runtime.rows import batch_figures
 from areal_jax.tasks.datasets.tool_game import ToolGame
 from areal_jax.trainer.checkpoint import discard_newer, restore
 from areal_jax.trainer.gaps import PER_DECADE

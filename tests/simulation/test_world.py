@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -10,9 +11,10 @@ from areal_jax.config.loading import make_config
 from areal_jax.config.refusals import ON_UPDATE
 from areal_jax.config.tree import Config
 from areal_jax.control import events as e
-from areal_jax.control.audit import BOUNDED
+from areal_jax.control.audit import BOUNDED, audit
 from areal_jax.simulation.schedule import Fault, Schedule, random_schedule
 from areal_jax.simulation.world import SimulationError, simulate
+from areal_jax.types import ArealError
 
 LONG_TAIL = Schedule(seed=5, median_tokens=24, sigma_tokens=1.0, train_s=0.8, publish_s=0.05)
 """Lognormal lengths of sigma 1, cut at 15 times the median; hosts just about keep up with the trainer."""
@@ -55,6 +57,73 @@ def test_the_gate_alone_does_not_bound_the_maximum_but_max_token_age_does():
     reissued = Counter(a.reason for _, _, actions in bound.rows for a in actions if isinstance(a, e.Reissue))
     assert reissued["over_age"] > 0
     assert (bound.audit.violations, bound.audit.dropped, bound.audit.trained) == ([], {}, 480)
+
+
+@pytest.mark.parametrize("eta", [0, 1, 2])
+def test_hold_and_mask_keep_the_bound_without_a_restart(eta):
+    """Hold takes time, and mask takes tokens; restart takes both, but keeps every trained sample whole."""
+    config = {over: long_tail(eta, max_token_age=eta, over_age=over) for over in ("restart", "hold", "mask")}
+    found = {over: simulate(each, LONG_TAIL) for over, each in config.items()}
+    for over, result in found.items():
+        assert result.audit.violations == [] and result.audit.trained == 480, over
+        assert max(result.token_ages) == eta, over
+        restarts = [a for _, _, actions in result.rows for a in actions if isinstance(a, e.Reissue)]
+        assert (len(restarts) > 0) == (over == "restart" and eta > 0), over
+    hold, mask = found["hold"], found["mask"]
+    assert (hold.holds > 0, hold.masked_tokens) == (eta > 0, 0)
+    assert (mask.holds, mask.masked_tokens > 0) == (0, eta > 0)
+    assert sum(hold.token_ages.values()) == sum(mask.token_ages.values()) + mask.masked_tokens
+    assert hold.virtual_s >= mask.virtual_s
+    if eta > 0:
+        assert hold.virtual_s > 1.02 * mask.virtual_s
+        assert max(mask.head_ages) > eta  # of samples with a masked head
+
+
+@pytest.mark.parametrize("over_age", ["hold", "mask"])
+@pytest.mark.parametrize("strategy", ON_UPDATE)
+def test_random_schedules_with_hold_or_mask_keep_the_bound(strategy, over_age):
+    cost: Counter[str] = Counter()
+    for seed in range(40):
+        config, schedule = random_schedule(seed, strategy, over_age)
+        result = simulate(config, schedule)
+        assert config.control.over_age == over_age and config.control.max_token_age is not None
+        assert result.audit.violations == [], f"seed {seed}"
+        assert max(result.token_ages) <= config.control.max_token_age, f"seed {seed}"
+        cost.update({"holds": result.holds, "masked": result.masked_tokens})
+        cost["restarts"] += sum(
+            isinstance(a, e.Reissue) and a.reason == "over_age"
+            for _, _, actions in result.rows
+            for a in actions
+        )
+    is_free = strategy in ("interruptible", "keep")  # the others have no token that is so old
+    assert (cost["holds"] > 5) == (is_free and over_age == "hold")
+    assert (cost["masked"] > 100) == (is_free and over_age == "mask")
+    assert cost["restarts"] == 0
+
+
+def test_the_audit_counts_the_tokens_that_a_mask_leaves():
+    """Invariant 5 with over_age=mask: a trainer that trained one older token, or one less, is found."""
+    config = long_tail(1, steps=30, max_token_age=1, over_age="mask")
+    rows = simulate(config, LONG_TAIL).rows
+    place, trained = next(
+        (n, event) for n, (_, event, _) in enumerate(rows) if isinstance(event, e.BatchTrained)
+    )
+    count = trained.metrics["trained_tokens"]
+    for other in (count + 1, count - 1):
+        event = replace(trained, metrics={"trained_tokens": other})
+        changed = [*rows[:place], (rows[place][0], event, rows[place][2]), *rows[place + 1 :]]
+        (violation,) = audit(config, changed).violations
+        assert f"batch {trained.step} trained {other:.0f} tokens, but {count:.0f} of its" in violation
+
+
+def test_a_run_that_drops_every_group_ends_with_what_to_change():
+    config = long_tail(1)
+    algorithm = config.algorithm.model_copy(update={"group_filter": "signal"})
+    config = config.model_copy(update={"algorithm": algorithm})
+    with pytest.raises(ArealError, match=r"501 groups in a row were dropped .*algorithm\.group_filter=none"):
+        simulate(config, Schedule(seed=9, equal_rewards=1.0))
+    with pytest.raises(ArealError, match=r"\(501 failed_reward\).*correct the score"):
+        simulate(config, Schedule(seed=9, failed_rewards=1.0))
 
 
 def test_interruptible_mixes_versions_in_a_sample_and_sync_does_not():
@@ -102,6 +171,7 @@ def test_a_fault_at_any_row_is_survived(kind):
 def test_two_hundred_random_schedules_of_each_strategy_are_clean(strategy):
     faults, dropped, reissued, repeated, moved = Counter(), Counter(), Counter(), 0, Counter()
     seen: Counter[str] = Counter()
+    over: Counter[str] = Counter()
     for seed in range(200):
         config, schedule = random_schedule(seed, strategy)
         result = simulate(config, schedule)
@@ -111,6 +181,9 @@ def test_two_hundred_random_schedules_of_each_strategy_are_clean(strategy):
         assert result.versions >= 5, f"seed {seed}"
         assert sum(result.faults.values()) >= 3, f"seed {seed}: {result.faults} of {schedule.faults}"
         seen[config.on_update] += 1
+        over[config.control.over_age] += config.control.max_token_age is not None
+        if config.control.max_token_age is not None:
+            assert max(result.token_ages) <= config.control.max_token_age, f"seed {seed}"
         if strategy in BOUNDED:
             assert max(result.token_ages) <= (config.max_staleness or 0), f"seed {seed}"
             assert max(result.held) <= config.parameter_sets, f"seed {seed}"
@@ -120,6 +193,7 @@ def test_two_hundred_random_schedules_of_each_strategy_are_clean(strategy):
             reissued.update(a.reason for a in actions if isinstance(a, e.Reissue))
             repeated += isinstance(event, e.RunResumed)
             moved[type(event)] += isinstance(event, (e.SamplesMoved, e.MoveFailed))
+    assert min(over[name] for name in ("restart", "hold", "mask")) > 20
     assert min(faults.values()) > 100 and len(faults) == 4
     assert min(dropped[reason] for reason in ("no_signal", "failed_reward", "failed_sample")) > 5
     assert min(reissued[reason] for reason in ("failed_reward", "failed_sample")) > 20

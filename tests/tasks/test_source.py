@@ -141,6 +141,40 @@ def test_a_task_without_prompts_and_one_never_drawn_are_named():
         stream(0, full=(5, 1.0), rare=(5, 0.0001))
 
 
+class Short(Task):
+    """Says that it has more prompts than it has."""
+
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, i: int) -> Prompt:
+        return [Prompt("a"), Prompt("b")][i]
+
+
+def test_a_task_with_fewer_prompts_than_its_length_is_named_with_what_to_change():
+    prompts = PromptStream({"short": WeightedTask(Short(), 1.0)}, 0)
+    with pytest.raises(
+        ArealError, match=r"tasks\.short has no prompt at index \d \(IndexError.* returns 9; .*list"
+    ):
+        for ordinal in range(9):
+            prompts.prompt(ordinal)
+
+
+def test_an_empty_split_is_named():
+    empty = WeightedTask(Task.from_rows([], lambda p, c: 0.0), 1.0, "validation")
+    with pytest.raises(
+        ArealError, match=r"tasks\.rows has no prompts in its split validation; correct .* filter"
+    ):
+        PromptStream({"rows": empty}, 0)
+
+
+def test_fewer_prompts_than_a_run_asks_for_come_again_in_another_order():
+    prompts = stream(0, one=(3, 1.0))
+    epochs = [[prompts.prompt(3 * epoch + i).text for i in range(3)] for epoch in range(8)]
+    assert all(sorted(epoch) == ["0", "1", "2"] for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) > 1
+
+
 # --- load_tasks ---------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,61 @@
+"""control.over_age between processes: trainers mask what they fetch, and count what they are held for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from areal_jax.observe.metrics import read_rows
+from areal_jax.observe.waits import HELD, read_timelines
+from areal_jax.runtime.reading import audit_run, find, open_journal
+from tests.programs import require
+from tests.small_run import RECIPE, WORDS
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+LAUNCH = (sys.executable, "-m", "areal_jax.cli.main", "launch", "local", str(RECIPE))
+DEADLINE_S, STEPS = 240, 16
+LONG_TAIL = (
+    f"run.steps={STEPS}",
+    "runtime.hosts=2",
+    "control.max_staleness=1",
+    "control.max_token_age=1",
+    "generation.slots=12",
+    "generation.decode_steps=1",
+    "tasks.countdown.sigma=2.0",
+    "launch.accelerator=cpu",
+)
+
+
+@pytest.mark.parametrize("over_age", ["hold", "mask"])
+def test_no_trained_token_is_older_than_the_bound(tmp_path, over_age):
+    require("redis-server")
+    folder = tmp_path / "run"
+    words = [*WORDS, *LONG_TAIL, f"control.over_age={over_age}", f"run.dir={folder}"]
+    env = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
+    with folder.with_suffix(".out").open("w") as out:
+        run = subprocess.Popen([*LAUNCH, *words], env=env, stdout=out, stderr=out)
+        try:
+            code = run.wait(DEADLINE_S)
+        finally:
+            run.terminate()
+            run.wait(60)
+    assert code == 0, folder.with_suffix(".out").read_text()[-4000:]
+    audit = audit_run(folder)
+    assert (audit.violations, audit.trained, audit.dropped) == ([], STEPS * 4, {})
+    rows = read_rows(folder)
+    assert max(row["token_age_max"] for row in rows) <= 1
+    with open_journal(folder) as journal:
+        ages = find(journal).token_ages
+    old = sum(count for age, count in ages.items() if age > 1)
+    assert sum(row["trained_tokens"] for row in rows) == sum(ages.values()) - old
+    held = {each.component for each in read_timelines(folder) if each.activity == f"wait: {HELD}"}
+    if over_age == "hold":
+        assert held == {"trainer"} and old == 0
+        assert sum(row["hold_share"] for row in rows) > 0
+    else:
+        assert not held and old > 0
+        assert sum(row["masked_token_share"] for row in rows) > 0

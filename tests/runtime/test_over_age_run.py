@@ -1,0 +1,128 @@
+"""Runs with control.over_age: the bound, its cost in the rows, and the bits after a crash and in a replay."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_jax.config.tree import Config
+from areal_jax.control import drops
+from areal_jax.control.events import BatchTrained, Hold, Reissue, RunResumed
+from areal_jax.observe.waits import HELD, read_timelines
+from areal_jax.runtime.jobs import resume, run
+from areal_jax.runtime.reading import audit_run, find, open_journal
+from areal_jax.runtime.replay import replay
+from areal_jax.tasks.datasets.countdown import Countdown
+from areal_jax.types import ArealError
+from tests.small_run import killed_at, small
+
+WORDS = (
+    "run.steps=12",
+    "runtime.hosts=2",
+    "runtime.placement=split",
+    "control.max_staleness=1",
+    "control.max_token_age=1",
+    "generation.slots=3",
+    "generation.decode_steps=1",
+    "tasks.countdown.sigma=1.5",
+)
+"""Few slots and lengths of a long tail: some samples live through several versions."""
+
+
+def bounded(folder: Path, over_age: str, *words: str) -> Config:
+    return small(folder, *WORDS, f"control.over_age={over_age}", *words)
+
+
+def started(config: Config, **kwargs: Any) -> list[dict[str, Any]]:
+    return run(config, stream=io.StringIO(), **kwargs).metrics
+
+
+def digests(folder: Path) -> list[str]:
+    with open_journal(folder) as journal:
+        return [row.event.digest for row in journal.rows() if isinstance(row.event, BatchTrained)]
+
+
+def reissued(folder: Path) -> set[str]:
+    with open_journal(folder) as journal:
+        return {a.reason for row in journal.rows() for a in row.actions if isinstance(a, Reissue)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compute", ["packed", "tree", "auto"])
+def test_a_run_masks_old_tokens_and_a_crash_and_a_replay_give_its_bits(tmp_path, monkeypatch, compute):
+    folder, steps = tmp_path / "run", 8
+    own = (f"run.steps={steps}", f"trainer.compute={compute}", "trainer.checkpoint_every=4")
+    with killed_at(monkeypatch, lambda event: isinstance(event, BatchTrained) and event.step == 6):
+        started(bounded(folder, "mask", *own))
+    rows = resume(folder, [], stream=io.StringIO()).metrics
+    assert len(rows) == steps and audit_run(folder).ok
+    assert max(row["token_age_max"] for row in rows) <= 1
+    assert sum(row["masked_token_share"] for row in rows) > 0
+    with open_journal(folder) as journal:
+        ages = find(journal).token_ages
+        assert any(isinstance(row.event, RunResumed) for row in journal.rows())
+    old = sum(count for age, count in ages.items() if age > 1)
+    trained = sum(row["trained_tokens"] for row in rows)
+    assert (trained, old > 0) == (sum(ages.values()) - old, True)
+    assert "over_age" not in reissued(folder)
+    found = replay(folder)
+    assert (found.difference, found.steps) == ("", steps)
+
+
+@pytest.mark.slow
+def test_a_run_holds_its_trainer_and_the_wait_is_a_cause_of_its_own(tmp_path):
+    folder = tmp_path / "run"
+    rows = started(bounded(folder, "hold"))
+    assert audit_run(folder).ok and "over_age" not in reissued(folder)
+    assert max(row["token_age_max"] for row in rows) <= 1
+    with open_journal(folder) as journal:
+        holds = sum(isinstance(a, Hold) for row in journal.rows() for a in row.actions)
+    assert holds > 0 and sum(row["hold_share"] for row in rows) > 0
+    assert all(row["hold_share"] <= row["trainer_wait_share"] for row in rows)
+    own = [each for each in read_timelines(folder) if each.component == "trainer"]
+    held = sum(each.end_s - each.start_s for each in own if each.activity == f"wait: {HELD}")
+    whole = max(each.end_s for each in own) - min(each.start_s for each in own)
+    assert 0 < held < whole
+    assert sum(each.end_s - each.start_s for each in own) == pytest.approx(whole, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("over_age", ["hold", "mask"])
+def test_at_eta_0_nothing_is_old_and_the_bits_are_those_of_a_run_without_a_bound(tmp_path, over_age):
+    own = ("control.max_staleness=0", "control.max_token_age=0", "run.steps=3")
+    rows = started(bounded(tmp_path / over_age, over_age, *own))
+    assert {row.get("masked_token_share", 0) for row in rows} == {0}
+    assert {row.get("hold_share", 0) for row in rows} == {0}
+    started(small(tmp_path / "free", *WORDS, *own[::2], "control.max_token_age=null"))
+    assert digests(tmp_path / over_age) == digests(tmp_path / "free")
+
+
+class Equal(Countdown):
+    """Every answer has the same reward, unless `is_open`."""
+
+    def __init__(self, is_open: bool = False) -> None:
+        super().__init__()
+        self.is_open = is_open
+
+    def score(self, prompt, completion):
+        return float(sum(completion.tokens)) if self.is_open else 0.5
+
+
+def test_a_run_whose_groups_are_all_filtered_ends_and_can_be_resumed(tmp_path, monkeypatch):
+    monkeypatch.setattr(drops, "MOST", 10)
+    monkeypatch.setattr(drops, "MOST_BATCHES", 2)
+    folder = tmp_path / "run"
+    config = small(folder, "run.steps=2", "algorithm.group_filter=signal", "runtime.reward_workers=1")
+    with pytest.raises(
+        ArealError,
+        match=r"11 groups in a row were dropped \(11 no_signal\).*drops of the whole run: \d+ no_signal"
+        r".*algorithm\.group_size.*algorithm\.group_filter=none.*areal-jax resume",
+    ):
+        started(config, tasks=[Equal()])
+    result = audit_run(folder)
+    assert result.ok and result.dropped["no_signal"] >= 11 and result.trained == 0
+    rows = resume(folder, [], tasks=[Equal(is_open=True)], stream=io.StringIO()).metrics
+    assert len(rows) == 2 and audit_run(folder).ok
