@@ -1,4 +1,7 @@
-"""Replay: runs of every strategy, resumed and pruned ones too, bit for bit; and what was changed is named."""
+"""Replay: whole and pruned runs, bit for bit; and what was changed is named.
+
+tests/cluster/test_replayed_runs.py has runs of every strategy, by threads and by processes, and killed ones.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,14 @@ import pytest
 from typer.testing import CliRunner
 
 from areal_jax.cli.main import app
-from areal_jax.control.events import BatchTrained, RunResumed, SampleFinished, SamplesMoved
-from areal_jax.runtime.jobs import resume, run
-from areal_jax.runtime.reading import audit_run, open_journal
+from areal_jax.control.events import BatchTrained, SampleFinished
+from areal_jax.runtime.jobs import run
+from areal_jax.runtime.reading import open_journal
 from areal_jax.runtime.replay import replay
 from areal_jax.trajectories.codec import decode, encode
 from areal_jax.trajectories.journal import pack, unpack
 from areal_jax.types import ArealError
-from tests.small_run import killed_at, small
+from tests.small_run import small
 
 pytestmark = pytest.mark.slow
 
@@ -31,27 +34,12 @@ STEPS = 8
 SAMPLES = STEPS * 16
 WORDS = (
     f"run.steps={STEPS}",
+    "control.strategy=interruptible",
     "runtime.hosts=2",
     "generation.slots=2",
     "generation.decode_steps=1",
 )
 """Few slots: hosts, and not the trainer, take the time, so samples are live when a version is committed."""
-
-STRATEGIES = {
-    "sync": ("control.strategy=sync",),
-    "one_step": ("control.strategy=one_step",),
-    "recompute": ("control.strategy=interruptible",),
-    "drain": ("control.strategy=interruptible", "generation.on_update=drain"),
-    "keep": ("control.strategy=keep",),
-    # Of three hosts, one adopts each version before the others, and samples that it has move to them.
-    "pinned": (
-        "control.strategy=pinned",
-        "control.max_staleness=2",
-        "control.placement_every_s=0.05",
-        "run.steps=24",
-        "runtime.hosts=3",
-    ),
-}
 
 
 def made(folder: Path, *words: str) -> Path:
@@ -66,41 +54,27 @@ def events(folder: Path, kind: type) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def recompute(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return made(tmp_path_factory.mktemp("runs") / "recompute", *STRATEGIES["recompute"])
+    return made(tmp_path_factory.mktemp("runs") / "recompute")
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_run_of_each_strategy_replays_without_a_bit_of_difference(tmp_path, request, strategy):
-    if strategy == "recompute":
+@pytest.mark.parametrize("on_update", ["recompute", "drain"])
+def test_a_run_replays_without_a_bit_of_difference(tmp_path, request, on_update):
+    if on_update == "recompute":
         folder = request.getfixturevalue("recompute")
     else:
-        folder = made(tmp_path / "run", *STRATEGIES[strategy])
-    found, steps = replay(folder), len(events(folder, BatchTrained))
-    assert found.difference == "" and found.header == {} and found.uncompared == 0
-    assert (found.steps, found.samples, found.unfinished) == (steps, 16 * steps, 0)
-    assert found.tokens == found.by_value == found.by_digest > 3 * found.samples
-    finished = events(folder, SampleFinished)
-    mixed = [event for event in finished if len(event.spans) > 1]
-    assert bool(mixed) == (strategy in ("recompute", "keep"))  # samples that changed version half-way
-    assert any(event.rebuilds for event in finished) == (strategy == "recompute")
-    assert bool(events(folder, SamplesMoved)) == (strategy == "pinned")
-
-
-def test_a_run_that_was_killed_and_resumed_replays_as_one(tmp_path, monkeypatch):
-    folder = tmp_path / "run"
-    with killed_at(monkeypatch, lambda event: isinstance(event, BatchTrained) and event.step == 4):
-        made(folder, *STRATEGIES["recompute"])
-    resume(folder, stream=io.StringIO())
-    (resumed,) = events(folder, RunResumed)
-    assert resumed.header["jaxlib"] and audit_run(folder).ok
+        folder = made(tmp_path / "run", "generation.on_update=drain")
     found = replay(folder)
-    assert found.difference == "" and (found.steps, found.unfinished) == (STEPS, 0)
-    assert found.samples >= SAMPLES and found.tokens == found.by_digest
+    assert found.difference == "" and found.header == {} and found.uncompared == 0
+    assert (found.steps, found.samples, found.unfinished) == (STEPS, SAMPLES, 0)
+    assert found.tokens == found.by_value == found.by_digest > 3 * SAMPLES
+    finished = events(folder, SampleFinished)
+    is_mixed = any(len(event.spans) > 1 for event in finished)  # samples that changed version half-way
+    assert is_mixed == any(event.rebuilds for event in finished) == (on_update == "recompute")
 
 
 def test_a_pruned_run_is_compared_by_digests(tmp_path):
     words = "observe.keep_groups=0", "trainer.keep_checkpoints=1"
-    found = replay(made(tmp_path / "run", *STRATEGIES["recompute"], *words))
+    found = replay(made(tmp_path / "run", *words))
     assert found.difference == "" and found.samples == SAMPLES
     assert found.by_digest == found.tokens and found.by_value < found.tokens / 2
 

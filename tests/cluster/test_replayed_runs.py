@@ -1,0 +1,182 @@
+"""Runs of 20 steps, of each strategy, by threads and by processes, replay without a bit of difference.
+
+Hosts have few slots and decode one token a call, so that versions are committed while samples are under way:
+samples change version half-way, or move to another host. All runs share the shapes of their programs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from areal_jax.config.loading import load_config
+from areal_jax.control.events import Dispatch, RunResumed, SampleFinished, SamplesMoved, VersionCommitted
+from areal_jax.observe.metrics import read_rows
+from areal_jax.runtime.reading import audit_run, open_journal
+from tests.cluster.agents import pids_of, wait_until
+from tests.processes import assert_ends
+from tests.programs import require
+from tests.small_run import RECIPE, WORDS
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+STEPS = 20
+ROOT = Path(__file__).parents[2]
+PROGRAM = ["env", "--default-signal=INT", sys.executable, "-m", "areal_jax.cli.main"]
+DEADLINE_S = 300
+
+SHARED = (
+    *WORDS,
+    f"run.steps={STEPS}",
+    "runtime.hosts=2",
+    "algorithm.group_size=8",
+    "generation.slots=2",
+    "generation.decode_steps=1",
+    "generation.length=64",
+    "generation.max_tokens=58",
+    "trainer.length=64",
+    "trainer.checkpoint_every=4",
+    "observe.live=false",
+)
+STRATEGIES = {
+    "sync": (),
+    "one_step": (),
+    "interruptible": (),
+    "keep": (),
+    # Of three busy hosts, one adopts each version first, and samples that it has move to the others.
+    "pinned": (
+        "control.max_staleness=2",
+        "control.placement_every_s=0.05",
+        "runtime.hosts=3",
+        "trainer.batch_size=8",
+    ),
+}
+
+
+class Way(NamedTuple):
+    """How a run is started and resumed (words before those of the config or the folder), on how many devices.
+
+    Bits on CPUs depend on a process's number of devices, so a replay needs as many as the run.
+    """
+
+    start: tuple[str, ...]
+    resume: tuple[str, ...]
+    devices: int
+
+
+WAYS = {
+    "threads": Way(("run",), ("resume",), 4),
+    "processes": Way(("launch", "local"), ("launch", "local"), 1),
+}
+KILLED = {("keep", "threads"), ("interruptible", "processes")}
+"""Runs of which every process is killed on the way, and which are resumed."""
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_twenty_steps_replay_without_a_bit_of_difference(tmp_path: Path, strategy: str, way: str):
+    folder, (start, resume, devices), is_killed = tmp_path / "run", WAYS[way], (strategy, way) in KILLED
+    words = [str(RECIPE), f"run.dir={folder}", *SHARED, f"control.strategy={strategy}", *STRATEGIES[strategy]]
+    if way == "processes":
+        require("redis-server")
+        words += ["launch.accelerator=cpu"]
+    if is_killed:
+        kill_at(STEPS // 2, folder, devices, *start, *words)
+        finish(folder, devices, *resume, str(folder))
+    else:
+        finish(folder, devices, *start, *words)
+    assert audit_run(folder).ok
+    check_hard(folder, strategy, is_killed)
+    check_replayed(folder, devices)
+
+
+def check_hard(folder: Path, strategy: str, is_killed: bool) -> None:
+    """Whether the run had what makes its replay hard."""
+    with open_journal(folder) as journal:
+        finished = list(journal.events(SampleFinished.__name__))
+        has_moved = any(journal.events(SamplesMoved.__name__))
+        resumed = [event.header for event in journal.events(RunResumed.__name__)]
+    assert bool(resumed) == is_killed and all(header["jaxlib"] for header in resumed)
+    mixed = [event for event in finished if len(event.spans) > 1]
+    assert bool(mixed) == (strategy in ("interruptible", "keep"))  # samples that changed version half-way
+    assert has_moved == (strategy == "pinned")
+    # A sample that moved may have its KV rebuilt, or may bring it along.
+    assert any(event.rebuilds for event in finished) == (strategy == "interruptible") or has_moved
+    assert bool(commits_with_samples_under_way(folder)) == (strategy != "sync")
+
+
+def commits_with_samples_under_way(folder: Path) -> list[int]:
+    """Versions at whose commit more samples were dispatched than had finished."""
+    found, under_way = [], set()
+    with open_journal(folder) as journal:
+        for row in journal.rows():
+            if isinstance(row.event, SampleFinished):
+                under_way.discard(row.event.sample)
+            if isinstance(row.event, VersionCommitted) and under_way:
+                found.append(row.event.version)
+            for action in row.actions:
+                if isinstance(action, Dispatch):
+                    under_way |= set(action.samples)
+    return found
+
+
+def check_replayed(folder: Path, devices: int) -> None:
+    """Replays the run in a process of its own, and compares its counts with those of the journal."""
+    config = load_config(folder / "config.yaml")
+    samples = STEPS * config.trainer.batch_size * config.algorithm.group_size
+    with open_journal(folder) as journal:
+        spans = {event.sample: event.spans for event in journal.events(SampleFinished.__name__)}
+        stored = sum(journal.trajectory(sample).completion_tokens for sample in spans)
+    found = json.loads(finish(folder, devices, "replay", str(folder), "--json"))
+    assert found["difference"] == "" and found["header"] == {}
+    assert (found["steps"], found["samples"], found["unfinished"]) == (STEPS, samples, 0)
+    assert (found["uncompared"], found["reissued"]) == (0, 0)
+    tokens = sum(each[-1].end - each[0].start for each in spans.values())
+    assert len(spans) == samples and tokens == stored > 10 * samples
+    assert found["tokens"] == found["by_value"] == found["by_digest"] == tokens
+
+
+# --- processes ----------------------------------------------------------------------------------------------
+
+
+def begin(folder: Path, devices: int, *words: str) -> subprocess.Popen[bytes]:
+    """Starts the command; what it prints goes to FOLDER.out, and what it reports to FOLDER.err."""
+    env = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices)}
+    with folder.with_suffix(".out").open("w") as out, folder.with_suffix(".err").open("a") as err:
+        return subprocess.Popen([*PROGRAM, *words], cwd=ROOT, env=env, stdout=out, stderr=err)
+
+
+def finish(folder: Path, devices: int, *words: str) -> str:
+    """Returns what the command printed; fails where the command does."""
+    process = begin(folder, devices, *words)
+    try:
+        status = process.wait(DEADLINE_S)
+    finally:
+        process.kill()
+        process.wait()
+    printed = folder.with_suffix(".out").read_text()
+    assert status == 0, printed[-4000:] + folder.with_suffix(".err").read_text()[-4000:]
+    return printed
+
+
+def kill_at(step: int, folder: Path, devices: int, *words: str) -> None:
+    """Starts the command, and ends all of its processes by SIGKILL when so many steps have been trained."""
+    process = begin(folder, devices, *words)
+    try:
+        wait_until(lambda: len(read_rows(folder)) >= step, [process], folder, DEADLINE_S)
+        assert process.poll() is None, "the run ended before it could be killed"
+    finally:
+        pids = [process.pid, *pids_of(folder).values()]
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+    for pid in pids:
+        assert_ends(pid, within_s=20)
+    assert step <= len(read_rows(folder)) < STEPS
