@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -36,32 +36,37 @@ def audit(folder: Folder, json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
+Sampled = Annotated[str | None, typer.Argument(help="ORDINAL/MEMBER, such as 12/3.")]
+Tree = Annotated[
+    bool, typer.Option("--tree", help="Instead of a sample: how many tokens of the samples were repeated.")
+]
+ByAge = Annotated[
+    bool,
+    typer.Option("--staleness", help="Instead of a sample: rewards by age, raw and of equally hard prompts."),
+]
+ByGroups = Annotated[
+    bool,
+    typer.Option(
+        "--selection", help="Instead of a sample: lengths and difficulty of trained and generated groups."
+    ),
+]
+Token = Annotated[
+    int | None, typer.Option(help="Where token number T of the sample, prompt included, comes from.")
+]
+Verified = Annotated[
+    bool, typer.Option("--verify", help="With --token: generate the sample again, and compare all bits.")
+]
+
+
 def inspect(
     folder: Folder,
-    sample: Annotated[str | None, typer.Argument(help="ORDINAL/MEMBER, such as 12/3.")] = None,
-    tree: Annotated[
-        bool,
-        typer.Option("--tree", help="Instead of a sample: how many tokens of the samples were repeated."),
-    ] = False,
-    staleness: Annotated[
-        bool,
-        typer.Option(
-            "--staleness", help="Instead of a sample: rewards by age, raw and of equally hard prompts."
-        ),
-    ] = False,
-    selection: Annotated[
-        bool,
-        typer.Option(
-            "--selection", help="Instead of a sample: lengths and difficulty of trained and generated groups."
-        ),
-    ] = False,
-    token: Annotated[
-        int | None,
-        typer.Option(help="Where token number T of the sample, prompt included, comes from."),
-    ] = None,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="With --token: generate the sample again, and compare all bits.")
-    ] = False,
+    sample: Sampled = None,
+    *,
+    tree: Tree = False,
+    staleness: ByAge = False,
+    selection: ByGroups = False,
+    token: Token = None,
+    verify: Verified = False,
     json: AsJson = False,
 ) -> None:
     """Show one sample: prompt, completion coloured by version and by log-prob, reward and its explanation.
@@ -80,39 +85,37 @@ def inspect(
             f"{', --verify' if verify else ''}; give a sample and a token, as in `areal-jax inspect RUN 12/3 "
             "--token 20 --verify`"
         )
-    options = {"--tree": tree, "--staleness": staleness, "--selection": selection}
-    if (sample is not None) + sum(options.values()) != 1:
-        given = [
-            sample or "no sample",
-            *(f"{'' if is_on else 'no '}{name}" for name, is_on in options.items()),
-        ]
-        raise ArealError(
-            f"given: {', '.join(given)}; give one of them, as in `areal-jax inspect RUN 12/3` or "
-            "`areal-jax inspect RUN --tree`"
-        )
+    _require_one(sample, {"--tree": tree, "--staleness": staleness, "--selection": selection})
     if staleness:
         found = rewards_by_age(folder)
         show(found.to_json(), json, _staleness_lines(found))
-        return
-    if selection:
+    elif selection:
         found = groups_trained(folder)
         show(found.to_json(), json, _selection_lines(found))
-        return
-    if tree:
+    elif tree:
         whole, parts = prefix_sharing(folder)
         lines = ["steps          tokens of samples   distinct prefixes   compression   repeated"]
         lines += map(_sharing_line, [*parts, whole] if len(parts) > 1 else [whole])
         show(whole.to_json() | {"parts": [part.to_json() for part in parts]}, json, lines)
-        return
-    assert sample is not None
-    if token is not None:
+    elif sample is not None and token is not None:
         _inspect_token(folder, sample, token, verify, json)
+    elif sample is not None:
+        view = view_sample(folder, sample)
+        if json:
+            print_json(view.to_json())
+        else:
+            print_sample(view, sys.stdout)
+
+
+def _require_one(sample: str | None, options: Mapping[str, bool]) -> None:
+    """Raises ArealError unless a sample or one of the options is given, and nothing else."""
+    if (sample is not None) + sum(options.values()) == 1:
         return
-    view = view_sample(folder, sample)
-    if json:
-        print_json(view.to_json())
-    else:
-        print_sample(view, sys.stdout)
+    given = [sample or "no sample", *(f"{'' if is_on else 'no '}{name}" for name, is_on in options.items())]
+    raise ArealError(
+        f"given: {', '.join(given)}; give one of them, as in `areal-jax inspect RUN 12/3` or "
+        "`areal-jax inspect RUN --tree`"
+    )
 
 
 def _inspect_token(folder: Path, sample: str, token: int, is_verified: bool, json: bool) -> None:

@@ -70,6 +70,7 @@ def train_batch(
     state: TrainState,
     batch: TrainBatch,
     clock: Clock,
+    *,
     between: Callable | None = None,
     memory: MemoryWatch | None = None,
 ) -> tuple[TrainState, VersionedParams, dict[str, Any]]:
@@ -231,7 +232,13 @@ class Trainer:
         """
         with self._explained():
             self.state, value, metrics = train_batch(
-                self._parts.config, self._parts.learner, self.state, batch, self._clock, between, self._memory
+                self._parts.config,
+                self._parts.learner,
+                self.state,
+                batch,
+                self._clock,
+                between=between,
+                memory=self._memory,
             )
         return value, metrics
 

@@ -175,7 +175,8 @@ class Objective:
         if values_after is not None:
             value = masked.keep(before(values_after, micro.previous), micro.loss_mask)
         objective, metrics = self._terms(stats, value, micro, control)
-        return masked.total(micro.weights * objective, micro.loss_mask), jax.lax.stop_gradient(metrics)
+        total = masked.total(micro.weights * objective, micro.loss_mask)
+        return total, jax.lax.stop_gradient(metrics | {"loss": total})
 
     def _terms(
         self, stats: TokenStats, value: Array | None, micro: Batch, control: KLControl | None
@@ -215,7 +216,7 @@ class Objective:
         def trace() -> Sums:
             token = jnp.zeros((rows, length))
             value = None if self.critic is None else token
-            return self._terms(TokenStats(token, token, token), value, empty_batch(rows, length), None)[1]
+            return self.loss(TokenStats(token, token, token), value, empty_batch(rows, length))[1]
 
         sums = jax.eval_shape(trace)
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sums)

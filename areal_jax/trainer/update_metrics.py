@@ -21,7 +21,7 @@ Sums = dict[str, Any]
 `values`, a ValueSums.
 """
 
-OF_MINIBATCHES = ("grad_norm", "critic_grad_norm", "kl_coef")
+OF_MINIBATCHES = ("loss", "grad_norm", "critic_grad_norm", "kl_coef")
 """Names of metrics that are one number per minibatch instead of a sum over tokens."""
 
 

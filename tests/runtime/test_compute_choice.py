@@ -180,17 +180,16 @@ def test_the_trainer_cuts_by_the_plans_costs_and_reports_the_choice_and_its_own_
         return packed
 
     result: Any = SimpleNamespace(block_until_ready=lambda: None)
-    learner = SimpleNamespace(
+    learner: Any = SimpleNamespace(
         prepare_tree=prepare_tree,
         update=lambda state, prepared, between: (state, {"grad_norm": 1.0}),
         versioned=lambda state: "value",
     )
     memory: Any = SimpleNamespace(before=lambda *_: time.sleep(0.2), after=lambda: {"compiled_programs": 0.0})
-    parts: Any = SimpleNamespace(learner=learner)
     wait: Any = lambda _: time.sleep(0.5)  # noqa: E731
     state: Any = None
     clock = Timeline(None).clock("trainer")
-    _, _, metrics = train_batch(parts.config, parts.learner, state, batch, clock, wait, memory)
+    _, _, metrics = train_batch(c, learner, state, batch, clock, between=wait, memory=memory)
     assert costs == [LeafCosts(3.0, 1.0, 0.5)]
     assert metrics.pop("update_s") < 0.2
     assert metrics == {"grad_norm": 1.0, "compiled_programs": 0.0, **choice}
