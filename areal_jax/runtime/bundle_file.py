@@ -57,6 +57,7 @@ class Bundle:
         new = path.with_name(f".{path.name}.new")
         tensors = {name: _contiguous(tensor) for name, tensor in self.tensors.items()}
         save_file(tensors, new, {ABOUT: json.dumps(about)})
+        new.chmod(0o644)  # it is made to be sent to others
         new.rename(path)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_jax.assembly.devices import header, use_compilation_cache
+from areal_jax.assembly.devices import header, use_compilation_cache, use_virtual_cpus
 from areal_jax.assembly.gpus import use_gpu_environment
 from areal_jax.assembly.run_folder import BRANCH, CONFIG
 from areal_jax.config.loading import load_config, make_config, resolved
@@ -85,7 +85,11 @@ def reopened(folder: Path) -> Iterator[Reopened]:
     use_gpu_environment(config)
     use_compilation_cache()
     with open_journal(folder) as journal:
-        yield Reopened(folder, config, journal, _stretches(config, journal))
+        run = Reopened(folder, config, journal, _stretches(config, journal))
+        first = run.stretches[0]
+        if first.header.get("device_kind") == "cpu" and not first.is_of_processes:
+            use_virtual_cpus(first.header["devices"])  # XLA divides work by it
+        yield run
 
 
 def branch_record(run: Reopened, step: int, seq: int) -> dict[str, Any]:
