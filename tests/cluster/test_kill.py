@@ -25,7 +25,7 @@ MAIN = (sys.executable, "-m", "areal_jax.cli.main")
 ROLES = ("generate", "reward", "trainer", "controller", "evaluate")
 ROUNDS = int(os.environ.get("AREAL_JAX_KILL_ROUNDS", "2"))
 BACKENDS = os.environ.get("AREAL_JAX_KILL_BACKENDS", "transfer").split()
-FIRST, BETWEEN, DEADLINE_S = 4, 7, 540
+FIRST, BETWEEN, DEADLINE_S = 4, 5, 540
 
 
 def rows(run: Path) -> int:
@@ -107,7 +107,8 @@ def moves(run: Path) -> int:
 def test_kill_9_of_each_role_while_samples_move_between_hosts(tmp_path: Path, backend: str):
     """DORA: no sample is lost or too old, and each has one version; the audit checks all three."""
     run, roles = tmp_path / "run", ("generate", "reward", "trainer", "controller", "generate")
-    between, latest, steps = 4, 20, 120
+    between, latest = 4, 12
+    steps = FIRST + latest * len(roles) + 8
     words = [f"run.steps={steps}", f"weights.backend={backend}", "runtime.hosts=3", "generation.slots=1"]
     words += ["control.strategy=pinned", "control.max_staleness=2", "control.placement_every_s=0.2"]
     # Samples stay long, and decode slowly, one on each host: hosts are busy when a version is committed.

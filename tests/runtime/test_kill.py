@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from functools import cache
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -38,11 +40,15 @@ def begin(folder: Path, *words: str) -> subprocess.Popen:
     return subprocess.Popen([*CLI, "run", str(RECIPE), *words], stdout=subprocess.DEVNULL, env=env())
 
 
+def begin_again(folder: Path) -> subprocess.Popen:
+    return subprocess.Popen([*CLI, "resume", str(folder)], stdout=subprocess.DEVNULL, env=env())
+
+
 def env() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key != "JAX_NUM_CPU_DEVICES"}
 
 
-def wait_until(holds, process: subprocess.Popen, deadline_s: float = 120) -> None:
+def wait_until(holds, process: subprocess.Popen, deadline_s: float = 240) -> None:
     end = time.monotonic() + deadline_s
     while not holds():
         assert process.poll() is None, "the run ended before it could be killed"
@@ -62,59 +68,77 @@ def check_whole(folder: Path, steps: int) -> None:
     assert [row["step"] for row in read_rows(folder)] == list(range(steps))
 
 
-@pytest.mark.slow
-def test_kill_9_in_the_middle_then_resume(tmp_path):
-    folder = tmp_path / "run"
-    process = begin(folder, "run.steps=40", "trainer.checkpoint_every=7")
-    wait_until(lambda: len(read_rows(folder)) >= 10, process)
-    process.kill()
-    process.wait()
-    assert audit_run(folder).ok
-    before = read_rows(folder)
-    resumed = call("resume", str(folder), "--json")
-    assert resumed.returncode == 0, resumed.stderr
-    assert json.loads(resumed.stdout)["steps"] == 40
-    assert read_rows(folder)[: len(before) - 1] == before[:-1]
-    check_whole(folder, 40)
-    with open_journal(folder) as journal:
-        assert sum(isinstance(row.event, RunResumed) for row in journal.rows()) == 1
+MOMENTS = {"before the first batch": 0, "before the first checkpoint": 3, "in the middle": 16, "late": 45}
+"""Moment -> number of trained steps at which the run is killed; 0: as soon as it has a journal."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["before the first batch", "early", "late"])
-def test_kill_9_at_any_moment(tmp_path, moment):
+def test_kill_9_at_any_moment_then_resume(tmp_path):
+    """One run, killed at each moment in turn: each process but the first resumes what was killed before."""
     folder = tmp_path / "run"
     process = begin(folder, "run.steps=60", "trainer.checkpoint_every=13")
-    reached = {
-        "before the first batch": lambda: (folder / "journal.sqlite").exists(),
-        "early": lambda: len(read_rows(folder)) >= 3,
-        "late": lambda: len(read_rows(folder)) >= 45,
-    }[moment]
-    wait_until(reached, process)
-    process.kill()
-    process.wait()
-    resumed = call("resume", str(folder))
+    wait_until((folder / "journal.sqlite").exists, process)
+    killed = []
+    for moment, count in MOMENTS.items():
+        if count:
+            process = begin_again(folder)
+            at_least = max(count, len(killed[-1]) + 1)  # this process has trained, too
+            wait_until(lambda at_least=at_least: len(read_rows(folder)) >= at_least, process)
+        process.kill()
+        process.wait()
+        assert audit_run(folder).ok, moment
+        killed.append(read_rows(folder))
+    resumed = call("resume", str(folder), "--json")
     assert resumed.returncode == 0, resumed.stderr
+    assert json.loads(resumed.stdout)["steps"] == 60
+    for before in killed:
+        kept = max(len(before) - 1, 0)
+        assert read_rows(folder)[:kept] == before[:kept]
     check_whole(folder, 60)
+    # The first kill may come before the journal's first event: then the next process records no RunResumed.
+    assert sum(trained > 0 for trained in trained_at_resumptions(folder)) == len(MOMENTS) - 1
+
+
+def trained_at_resumptions(folder: Path) -> list[int]:
+    """Number of batches that were trained before each RunResumed of the journal."""
+    with open_journal(folder) as journal:
+        events = [row.event for row in journal.rows()]
+    trained = list(accumulate(isinstance(event, BatchTrained) for event in events))
+    return [count for event, count in zip(events, trained, strict=True) if isinstance(event, RunResumed)]
+
+
+ETA_0_STEPS = 22
+ETA_0 = (f"run.steps={ETA_0_STEPS}", "control.max_staleness=0", "trainer.checkpoint_every=6")
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory):
+    """Settings -> rows of a run at eta 0 that nothing kills; equal settings share one run."""
+
+    @cache
+    def rows(*words: str) -> list[dict]:
+        folder = tmp_path_factory.mktemp("untouched") / "run"
+        assert begin(folder, *ETA_0, *words).wait(240) == 0
+        return read_rows(folder)
+
+    return rows
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("extra", [["weights.backend=memory"], ["weights.backend=orbax"], CRITIC, LORA])
-def test_at_eta_0_a_killed_run_ends_with_the_same_bits_as_an_untouched_one(tmp_path, extra):
-    words = ("run.steps=30", "control.max_staleness=0", "trainer.checkpoint_every=8")
-    words += tuple(extra)
-    untouched = begin(tmp_path / "untouched", *words)
-    assert untouched.wait(240) == 0
-    process = begin(tmp_path / "killed", *words)
-    wait_until(lambda: len(read_rows(tmp_path / "killed")) >= 13, process)
+def test_at_eta_0_a_killed_run_ends_with_the_same_bits_as_an_untouched_one(tmp_path, untouched, extra):
+    """The backend is no part of what a run computes: both share one untouched run, of the default backend."""
+    folder, of_backend = tmp_path / "killed", extra[0].startswith("weights.backend=")
+    process = begin(folder, *ETA_0, *extra)
+    wait_until(lambda: len(read_rows(folder)) >= 8, process)
     process.kill()
     process.wait()
-    assert call("resume", str(tmp_path / "killed")).returncode == 0
-    rows = [read_rows(tmp_path / name) for name in ("untouched", "killed")]
+    assert call("resume", str(folder)).returncode == 0
+    rows = (untouched(*(() if of_backend else extra)), read_rows(folder))
     of_critic = ("kl_coef", "value_loss", "critic_grad_norm") if extra is CRITIC else ()
     for name in ("params_digest", *of_critic):
-        untouched, killed = ([row[name] for row in each] for each in rows)
-        assert untouched == killed and len(untouched) == 30
+        whole, killed = ([row[name] for row in each] for each in rows)
+        assert whole == killed and len(whole) == ETA_0_STEPS
 
 
 @pytest.mark.slow
