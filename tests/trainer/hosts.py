@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import msgpack
@@ -126,9 +127,21 @@ def probe(model: Any) -> Any:
     return Probe(jax.jit(log_probs))
 
 
+def keep_own_programs() -> None:
+    """Let this process keep what it compiles, whatever its index: tests start the same processes many times.
+
+    jax writes compiled programs from process 0 alone, but its key for them differs between processes, so
+    that the others would compile everything again at each start.
+    """
+    from jax._src import compiler
+
+    vars(compiler)["distributed"] = SimpleNamespace(global_state=SimpleNamespace(process_id=0, client=None))
+
+
 def body(folder: Path, asked: Asked, watcher: int, beat: Beat) -> None:
     from areal_jax.cluster.trainer_group import joined
 
+    keep_own_programs()
     (folder / f"{asked.name}-{asked.index}.pids").write_text(f"{watcher} {os.getpid()}")
     with joined(f"localhost:{asked.port}", asked.processes, asked.index, 60, asked.heartbeat_s):
         out = train(folder, asked, beat)
