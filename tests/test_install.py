@@ -6,6 +6,7 @@ that holds what the one without extras had to install, without our package.
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shutil
@@ -14,6 +15,10 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from areal_jax.config.loading import load_config
+from areal_jax.runtime.bundle import make_bundle
+from areal_jax.runtime.jobs import run
 
 pytestmark = pytest.mark.slow  # packages are downloaded and installed
 
@@ -133,6 +138,28 @@ def test_an_empty_environment_becomes_one_that_runs_the_quickstart(plain: Enviro
     printed = plain.run("areal-jax quickstart run.steps=8", tmp_path)
     assert printed.splitlines()[-1] == "report: runs/quickstart/report.html"
     assert "</html>" in (tmp_path / "runs" / "quickstart" / "report.html").read_text()
+
+
+def test_a_bundle_that_was_made_here_verifies_there_and_a_changed_moment_is_refused_by_name(
+    plain: Environment, tmp_path: Path
+):
+    run(
+        load_config("configs/quickstart.yaml", "run.steps=3", f"run.dir={tmp_path / 'run'}"),
+        stream=io.StringIO(),
+    )
+    bundle = make_bundle(tmp_path / "run", 2, tmp_path / "step.bundle")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    printed = plain.run(f"areal-jax bundle verify {tmp_path / 'step.bundle'}", elsewhere).splitlines()
+    assert f"digest of the parameters after step 2: {bundle.about['digest_after']}" in printed
+    assert printed[-1] == "every bit is equal"
+    name = next(name for name in bundle.tensors if ".mu." in name)
+    content, moment = (tmp_path / "step.bundle").read_bytes(), bundle.tensors[name].tobytes()
+    assert content.count(moment) == 1
+    changed = bytes([moment[0] ^ 1]) + moment[1:]
+    (tmp_path / "changed.bundle").write_bytes(content.replace(moment, changed))
+    refused = plain.run(f"! areal-jax bundle verify {tmp_path / 'changed.bundle'} 2>&1", elsewhere)
+    assert f"the tensor {name} was changed after the bundle was made" in refused
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command != PLAIN])
