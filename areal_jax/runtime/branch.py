@@ -29,7 +29,7 @@ from areal_jax.types import ArealError
 CHANGEABLE = ("algorithm.", "control.", "trainer.", *RESUMABLE_KEYS)
 """Config keys that a branch may change. A key with a dot at its end stands for all keys of that section."""
 
-FIXED = ("trainer.numerics", "trainer.supervised_", "generation.weight_layout")
+FIXED = ("trainer.numerics", "trainer.mesh", "trainer.supervised_", "generation.weight_layout")
 """Beginnings of keys that it may not change all the same: they decide the bits of the steps before it."""
 
 
@@ -51,6 +51,12 @@ def make_branch(
     if until is not None and one.found.steps < until:
         raise ArealError(
             f"--until={until}: {run.folder} has trained {one.found.steps} steps; give at most that many"
+        )
+    if one.found.header:
+        named = ", ".join(f"{key} was {then!r}, now {now!r}" for key, (then, now) in one.found.header.items())
+        raise ArealError(
+            f"this machine differs from the run's ({named}), so the train state that a replay gives here may "
+            "have other bits than the run's; make the branch on a machine like the run's"
         )
     _require_one_past(run, config, one.last_seq)
     _write(run, config, one, folder)

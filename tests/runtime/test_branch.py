@@ -32,6 +32,7 @@ from areal_jax.runtime.reading import audit_run, open_journal
 from areal_jax.runtime.reopened import reopened
 from areal_jax.runtime.replay import replay
 from areal_jax.trajectories.codec import decode, encode
+from areal_jax.trajectories.journal import pack, unpack
 from areal_jax.types import ArealError
 from tests.small_run import small
 
@@ -126,6 +127,16 @@ def test_a_branch_beyond_the_run_or_in_a_used_folder_is_refused(parent, branch):
         branched(parent, 99, "far")
     with pytest.raises(ArealError, match=r"the run folder .*lower exists"):
         branched(parent, 2, branch.name)
+
+
+def test_a_machine_unlike_the_runs_makes_no_branch(parent, tmp_path):
+    copy = Path(shutil.copytree(parent, tmp_path / "copy"))
+    with sqlite3.connect(copy / "journal.sqlite") as db:
+        ((header,),) = db.execute("SELECT value FROM header").fetchall()
+        db.execute("UPDATE header SET value = ?", (pack(unpack(header) | {"usable_cores": 64}),))
+    with pytest.raises(ArealError, match=r"differs from the run's \(usable_cores was 64, now \d+\)"):
+        branched(copy, 1, "elsewhere")
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_the_command_goes_on_as_a_new_run(parent):
