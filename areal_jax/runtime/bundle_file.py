@@ -74,10 +74,10 @@ def read_bundle(path: Path) -> Bundle:
     except (SafetensorError, OSError) as error:
         raise BundleError(f"{path} is cut short or not a bundle ({error}); copy it again") from None
     about = json.loads(about)
-    if about["format"] != FORMAT:
+    if about.get("format") != FORMAT:
         raise BundleError(
-            f"{path} has format {about['format']}, but this areal-jax reads format {FORMAT}; use the version "
-            f"that made it, {about.get('version')}"
+            f"{path} has format {about.get('format')}, but this areal-jax reads format {FORMAT}; use the "
+            f"version that made it, {about.get('version')}"
         )
     for name in sorted(about["tensors"].keys() | tensors.keys()):
         written, here = about["tensors"].get(name), _digest(tensors[name]) if name in tensors else None
