@@ -36,6 +36,7 @@ from areal_jax.runtime.bundle_file import (
     groups_from_plain,
     groups_to_plain,
     read_bundle,
+    require_unused,
 )
 from areal_jax.runtime.compute_choice import plan_groups, recorded_choice
 from areal_jax.runtime.differences import Comparison, Difference
@@ -82,6 +83,7 @@ def make_bundle(
     data. `note(text)` says the size before the file is written. Raises ArealError if the step was not trained
     or has a teacher, or if this machine gives other bits than the run's.
     """
+    require_unused(target)
     with reopened(folder) as run:
         one = _journaled(run, step)
         config = run.stretch_of(step).config

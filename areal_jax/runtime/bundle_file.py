@@ -47,8 +47,7 @@ class Bundle:
 
         Raises BundleError if `path` exists.
         """
-        if path.exists():
-            raise BundleError(f"{path} exists; give another file, or delete this one")
+        require_unused(path)
         about = self.about | {
             "format": FORMAT,
             "tensors": {name: _digest(tensor) for name, tensor in self.tensors.items()},
@@ -59,6 +58,12 @@ class Bundle:
         save_file(tensors, new, {ABOUT: json.dumps(about)})
         new.chmod(0o644)  # it is made to be sent to others
         new.rename(path)
+
+
+def require_unused(path: Path) -> None:
+    """Raises BundleError if `path` exists."""
+    if path.exists():
+        raise BundleError(f"{path} exists; give another file, or delete this one")
 
 
 def read_bundle(path: Path) -> Bundle:
