@@ -26,6 +26,9 @@ LONG_TAIL = (
     "generation.slots=12",
     "generation.decode_steps=1",
     "tasks.countdown.sigma=2.0",
+    "generation.length=64",
+    "generation.max_tokens=58",
+    "trainer.length=64",
     "launch.accelerator=cpu",
 )
 

@@ -93,11 +93,11 @@ def test_twenty_steps_replay_without_a_bit_of_difference(tmp_path: Path, strateg
     else:
         finish(folder, devices, *start, *words)
     assert audit_run(folder).ok
-    check_hard(folder, strategy, is_killed)
+    check_hard(folder, strategy, is_killed, way == "threads")
     check_replayed(folder, devices)
 
 
-def check_hard(folder: Path, strategy: str, is_killed: bool) -> None:
+def check_hard(folder: Path, strategy: str, is_killed: bool, is_threads: bool) -> None:
     """Whether the run had what makes its replay hard."""
     with open_journal(folder) as journal:
         finished = list(journal.events(SampleFinished.__name__))
@@ -106,10 +106,15 @@ def check_hard(folder: Path, strategy: str, is_killed: bool) -> None:
     assert bool(resumed) == is_killed and all(header["jaxlib"] for header in resumed)
     mixed = [event for event in finished if len(event.spans) > 1]
     assert bool(mixed) == (strategy in ("interruptible", "keep"))  # samples that changed version half-way
-    assert has_moved == (strategy == "pinned")
+    # Between processes, hosts may all have come to an end when a version is committed.
+    assert has_moved <= (strategy == "pinned") and (has_moved or strategy != "pinned" or not is_threads)
     # A sample that moved may have its KV rebuilt, or may bring it along.
     assert any(event.rebuilds for event in finished) == (strategy == "interruptible") or has_moved
-    assert bool(commits_with_samples_under_way(folder)) == (strategy != "sync")
+    is_under_way = bool(commits_with_samples_under_way(folder))
+    assert is_under_way <= (strategy != "sync") and (is_under_way or strategy in ("sync", "one_step"))
+    if strategy == "one_step":  # its samples are those of the version before, whether they have ended or not
+        versions = {event.sample.ordinal // 4: event.spans[0].version for event in finished}
+        assert all(version == max(0, batch - 1) for batch, version in versions.items())
 
 
 def commits_with_samples_under_way(folder: Path) -> list[int]:

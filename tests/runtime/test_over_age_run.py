@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from areal_jax.config.tree import Config
 from areal_jax.control import drops
 from areal_jax.control.events import BatchTrained, Hold, Reissue, RunResumed
+from areal_jax.generation.live_slots import LiveSlots
 from areal_jax.observe.waits import HELD, read_timelines
 from areal_jax.runtime.jobs import resume, run
 from areal_jax.runtime.reading import audit_run, find, open_journal
@@ -25,11 +27,26 @@ WORDS = (
     "runtime.placement=split",
     "control.max_staleness=1",
     "control.max_token_age=1",
-    "generation.slots=3",
+    "generation.slots=12",
     "generation.decode_steps=1",
     "tasks.countdown.sigma=1.5",
+    "generation.length=64",
+    "generation.max_tokens=58",
+    "trainer.length=64",
 )
-"""Few slots and lengths of a long tail: some samples live through several versions."""
+"""A slot for each sample and lengths of a long tail: some samples live through several versions."""
+
+
+@pytest.fixture
+def slow_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hosts, and not the trainer, take the time: versions are committed while long samples are decoded."""
+    decode = LiveSlots.decode
+
+    def slow(self: LiveSlots, *args: Any) -> None:
+        time.sleep(0.004)
+        decode(self, *args)
+
+    monkeypatch.setattr(LiveSlots, "decode", slow)
 
 
 def bounded(folder: Path, over_age: str, *words: str) -> Config:
@@ -52,10 +69,12 @@ def reissued(folder: Path) -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compute", ["packed", "tree", "auto"])
-def test_a_run_masks_old_tokens_and_a_crash_and_a_replay_give_its_bits(tmp_path, monkeypatch, compute):
-    folder, steps = tmp_path / "run", 8
+def test_a_run_masks_old_tokens_and_a_crash_and_a_replay_give_its_bits(
+    tmp_path, monkeypatch, slow_hosts, compute
+):
+    folder, steps = tmp_path / "run", 12
     own = (f"run.steps={steps}", f"trainer.compute={compute}", "trainer.checkpoint_every=4")
-    with killed_at(monkeypatch, lambda event: isinstance(event, BatchTrained) and event.step == 6):
+    with killed_at(monkeypatch, lambda event: isinstance(event, BatchTrained) and event.step == 8):
         started(bounded(folder, "mask", *own))
     rows = resume(folder, [], stream=io.StringIO()).metrics
     assert len(rows) == steps and audit_run(folder).ok
@@ -73,7 +92,7 @@ def test_a_run_masks_old_tokens_and_a_crash_and_a_replay_give_its_bits(tmp_path,
 
 
 @pytest.mark.slow
-def test_a_run_holds_its_trainer_and_the_wait_is_a_cause_of_its_own(tmp_path):
+def test_a_run_holds_its_trainer_and_the_wait_is_a_cause_of_its_own(tmp_path, slow_hosts):
     folder = tmp_path / "run"
     rows = started(bounded(folder, "hold"))
     assert audit_run(folder).ok and "over_age" not in reissued(folder)
