@@ -20,7 +20,7 @@ from areal_jax.algorithms.advantages import (
     whitened,
     with_overlong_penalty,
 )
-from areal_jax.types import ArealError, Batch
+from areal_jax.types import NOT_SAMPLED, ArealError, Batch
 from tests.algorithms import advantage_reference as reference
 from tests.algorithms.batches import prepared
 
@@ -37,6 +37,7 @@ def with_tools(seed: int) -> Batch:
     return batch._replace(
         loss_mask=mask,
         turn_ids=np.where(mask, gaps // 2, -1).astype(np.int32),
+        versions=np.where(mask, batch.versions, NOT_SAMPLED).astype(np.int32),
         token_rewards=None,
         truncated=rng.random(len(batch.reward)) < 0.5,
         bootstrap=np.where(rng.random(len(batch.reward)) < 0.5, rng.normal(size=len(batch.reward)), 0).astype(
