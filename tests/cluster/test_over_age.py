@@ -17,7 +17,10 @@ from tests.small_run import RECIPE, WORDS
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 LAUNCH = (sys.executable, "-m", "areal_jax.cli.main", "launch", "local", str(RECIPE))
-DEADLINE_S, STEPS = 240, 16
+DEADLINE_S, STEPS = 240, 64
+"""Trainers report their times every few seconds, and rows after a report have its shares: so many steps take
+several of them.
+"""
 LONG_TAIL = (
     f"run.steps={STEPS}",
     "runtime.hosts=2",
@@ -58,8 +61,7 @@ def test_no_trained_token_is_older_than_the_bound(tmp_path, over_age):
     held = {each.component for each in read_timelines(folder) if each.activity == f"wait: {HELD}"}
     if over_age == "hold":
         assert held == {"trainer"} and old == 0
-        # Trainers report their times every few seconds, so a short wait near the end is in no row yet.
-        assert all(0 <= row["hold_share"] < 1 for row in rows)
+        assert sum(row["hold_share"] for row in rows) > 0
     else:
         assert not held and old > 0
         assert sum(row["masked_token_share"] for row in rows) > 0
