@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from areal_jax.observe.metrics import read_rows
 from areal_jax.observe.waits import HELD, read_timelines
 from areal_jax.runtime.reading import audit_run, find, open_journal
-from tests.programs import require
-from tests.small_run import RECIPE, WORDS
+from tests.launched import launched
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
-LAUNCH = (sys.executable, "-m", "areal_jax.cli.main", "launch", "local", str(RECIPE))
-DEADLINE_S, STEPS = 240, 64
+STEPS = 64
 """Trainers report their times every few seconds, and rows after a report have its shares: so many steps take
 several of them.
 """
@@ -32,24 +26,12 @@ LONG_TAIL = (
     "generation.length=64",
     "generation.max_tokens=58",
     "trainer.length=64",
-    "launch.accelerator=cpu",
 )
 
 
 @pytest.mark.parametrize("over_age", ["hold", "mask"])
 def test_no_trained_token_is_older_than_the_bound(tmp_path, over_age):
-    require("redis-server")
-    folder = tmp_path / "run"
-    words = [*WORDS, *LONG_TAIL, f"control.over_age={over_age}", f"run.dir={folder}"]
-    env = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
-    with folder.with_suffix(".out").open("w") as out:
-        run = subprocess.Popen([*LAUNCH, *words], env=env, stdout=out, stderr=out)
-        try:
-            code = run.wait(DEADLINE_S)
-        finally:
-            run.terminate()
-            run.wait(60)
-    assert code == 0, folder.with_suffix(".out").read_text()[-4000:]
+    folder = launched(tmp_path / "run", *LONG_TAIL, f"control.over_age={over_age}")
     audit = audit_run(folder)
     assert (audit.violations, audit.trained, audit.dropped) == ([], STEPS * 4, {})
     rows = read_rows(folder)
