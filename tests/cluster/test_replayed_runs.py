@@ -36,7 +36,6 @@ SHARED = (
     *WORDS,
     f"run.steps={STEPS}",
     "runtime.hosts=2",
-    "algorithm.group_size=8",
     "generation.slots=2",
     "generation.decode_steps=1",
     "generation.length=64",

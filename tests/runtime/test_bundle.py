@@ -122,37 +122,47 @@ def test_a_changed_reward_shows_in_a_metric(file, tmp_path):
     assert verify_bundle(tmp_path / "other.bundle").difference.startswith("step 5, ")
 
 
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundle of a run with adapters and a reference policy."""
+    folder = tmp_path_factory.mktemp("adapters")
+    words = "model.lora.rank=2", "algorithm.kl.coef=0.1", "algorithm.kl.target=0.01"
+    make_bundle(made(folder / "run", *words), 4, folder / "step.bundle")
+    return folder
+
+
+def test_the_base_below_adapters_is_left_out_and_the_reference_is_not(adapters):
+    found, bundle = verify_bundle(adapters / "step.bundle"), read_bundle(adapters / "step.bundle")
+    assert (found.difference, found.digest) == ("", trained(adapters / "run", 4).digest)
+    names = "\n".join(bundle.tensors)
+    assert "state.params.embedding" not in names and "params.embedding" in bundle.about["kept"]
+    assert "state.reference" in names and "state.kl_control" in names and "state.critic" not in names
+
+
+def test_a_base_that_is_another_is_refused(adapters, tmp_path):
+    bundle = read_bundle(adapters / "step.bundle")
+    config = bundle.about["config"] | {"run": bundle.about["config"]["run"] | {"seed": 9}}
+    replace(bundle, about=bundle.about | {"config": config}).write(tmp_path / "other.bundle")
+    with pytest.raises(BundleError, match=r"model.source=random has another params\."):
+        verify_bundle(tmp_path / "other.bundle")
+
+
 @pytest.mark.parametrize(
-    "words",
+    ("words", "has_critic"),
     [
-        ("algorithm.preset=ppo",),
-        ("algorithm.kl.coef=0.1", "algorithm.kl.target=0.01"),
-        ("model.lora.rank=2",),
-        ("trainer.compute=tree", "algorithm.minibatches=2"),
-        ("trainer.trainable=blocks.*", "trainer.supervised_steps=2"),
+        (("algorithm.preset=ppo", "trainer.compute=tree", "algorithm.minibatches=2"), True),
+        (("trainer.trainable=blocks.*", "trainer.supervised_steps=2"), False),
     ],
-    ids=["critic", "reference", "adapters", "tree", "frozen"],
+    ids=["critic over trees", "frozen after supervised steps"],
 )
-def test_critic_reference_adapters_and_trees_are_in_a_bundle(tmp_path, words):
+def test_critics_trees_and_frozen_leaves_that_only_the_run_has_are_in_a_bundle(tmp_path, words, has_critic):
     folder = made(tmp_path / "run", *words)
     bundle = make_bundle(folder, 4, tmp_path / "step.bundle")
     found = verify_bundle(tmp_path / "step.bundle")
     assert (found.difference, found.digest) == ("", trained(folder, 4).digest)
     names = "\n".join(bundle.tensors)
-    assert ("state.critic" in names) == (words[0] == "algorithm.preset=ppo")
-    assert ("state.reference" in names) == ("kl.coef" in words[0])
-    # The base below adapters is not stored, and its digests are; after supervised steps it is stored.
-    assert ("state.params.embedding" in names) == ("lora" not in words[0])
-    assert bool(bundle.about["kept"]) == ("lora" in words[0])
-
-
-def test_a_base_that_is_another_is_refused(tmp_path):
-    make_bundle(made(tmp_path / "run", "model.lora.rank=2"), 2, tmp_path / "step.bundle")
-    bundle = read_bundle(tmp_path / "step.bundle")
-    config = bundle.about["config"] | {"run": bundle.about["config"]["run"] | {"seed": 9}}
-    replace(bundle, about=bundle.about | {"config": config}).write(tmp_path / "other.bundle")
-    with pytest.raises(BundleError, match=r"model.source=random has another params\."):
-        verify_bundle(tmp_path / "other.bundle")
+    assert ("state.critic" in names) == has_critic
+    assert "state.params.embedding" in names and not bundle.about["kept"]
 
 
 def test_a_pruned_run_gives_a_bundle_by_a_replay(tmp_path):
