@@ -32,8 +32,8 @@ distribution function by this share of the groups.
 REMEDIES = {
     "no_signal": "algorithm.group_filter=signal drops groups with equal rewards on purpose; "
     "algorithm.group_filter=none trains them too",
-    "over_age": "control.max_token_age restarts groups with older tokens; raise it or leave it out, or lower "
-    "control.max_staleness",
+    "over_age": "control.over_age=restart starts groups with tokens older than control.max_token_age again; "
+    "use hold or mask instead, raise the bound, or lower control.max_staleness",
     "failed_reward": "these groups could not be scored; raise runtime.reward_timeout_s, or correct the "
     "task's score",
     "failed_sample": "hosts could not finish a sample of these groups; the run's output has their reasons",

@@ -21,7 +21,7 @@ from areal_jax.control.audit import audit
 from areal_jax.runtime.context import make_folder
 from areal_jax.runtime.jobs import RESUMABLE_KEYS, require_new
 from areal_jax.runtime.past_versions import with_config
-from areal_jax.runtime.reopened import Reopened, branch_record
+from areal_jax.runtime.reopened import Reopened, branch_record, differences_text
 from areal_jax.runtime.replay import Note, Replay, Replayed
 from areal_jax.trainer.checkpoint import Checkpointer
 from areal_jax.types import ArealError
@@ -53,10 +53,10 @@ def make_branch(
             f"--until={until}: {run.folder} has trained {one.found.steps} steps; give at most that many"
         )
     if one.found.header:
-        named = ", ".join(f"{key} was {then!r}, now {now!r}" for key, (then, now) in one.found.header.items())
         raise ArealError(
-            f"this machine differs from the run's ({named}), so the train state that a replay gives here may "
-            "have other bits than the run's; make the branch on a machine like the run's"
+            f"this machine differs from the run's ({differences_text(one.found.header)}), so the train state "
+            "that a replay gives here may have other bits than the run's; make the branch on a machine like "
+            "the run's"
         )
     _require_one_past(run, config, one.last_seq)
     _write(run, config, one, folder)

@@ -38,13 +38,13 @@ from areal_jax.runtime.bundle_file import (
     read_bundle,
     require_unused,
 )
-from areal_jax.runtime.compute_choice import plan_groups, recorded_choice
+from areal_jax.runtime.compute_choice import recorded_choice
 from areal_jax.runtime.differences import Comparison, Difference
 from areal_jax.runtime.past_versions import OutOfReach, past_batch, past_versions, with_steps
 from areal_jax.runtime.recovery import Journaled, journaled_batches
-from areal_jax.runtime.reopened import Reopened, reopened
+from areal_jax.runtime.reopened import Reopened, differences_text, reopened
 from areal_jax.runtime.replay import Note, Replay
-from areal_jax.runtime.trainer_loop import held_batch, train_batch
+from areal_jax.runtime.trainer_loop import batch_again, train_batch
 from areal_jax.trainer.learner import Learner
 from areal_jax.trainer.state import TrainState
 from areal_jax.types import ArealError, Group
@@ -94,8 +94,8 @@ def make_bundle(
             )
         if differences := run.stretch_of(step).differences(run.stretch_of(step).header):
             raise ArealError(
-                f"this machine differs from the run's ({_named(differences)}), so it may give the step other "
-                "bits; make the bundle on a machine like the run's"
+                f"this machine differs from the run's ({differences_text(differences)}), so it may give the "
+                "step other bits; make the bundle on a machine like the run's"
             )
         parts = assemble(config)
         bundle = _bundle(run, parts, one, is_redacted, note)
@@ -116,17 +116,15 @@ def _journaled(run: Reopened, step: int) -> Journaled:
 def _bundle(run: Reopened, parts: Parts, one: Journaled, is_redacted: bool, note: Note) -> Bundle:
     """Trains the step on the state before it, which is the bundle's, and compares it with the journal."""
     step = one.train.step
-    state, groups = _before(run, parts, step, note)
+    state, groups = _before(run, parts, one, note)
     parts = with_steps(parts, one.steps)
     tensors, kept = _state_tensors(parts, state)
     batch, arrays = groups_to_plain(groups, is_redacted)
     before = digest(state.params)
     choice = recorded_choice(parts.config, one.metrics)
-    plan = plan_groups(parts.config, groups, parts.learner.takes_shared_prompts, choice)
+    again = batch_again(parts.config, parts.learner, step, groups, choice)
     clock = Timeline(None).clock("replay")
-    after, value, metrics = train_batch(
-        parts.config, parts.learner, state, held_batch(step, groups, plan), clock
-    )
+    after, value, metrics = train_batch(parts.config, parts.learner, state, again, clock)
     compared = Comparison(parts.config.wire_dtype)
     compared.metrics(f"step {step}", one.metrics, metrics)
     compared.digest(f"step {step}", "digest of the parameters", one.digest, value.digest)
@@ -149,10 +147,11 @@ def _bundle(run: Reopened, parts: Parts, one: Journaled, is_redacted: bool, note
     return Bundle(about, tensors | arrays)
 
 
-def _before(run: Reopened, parts: Parts, step: int, note: Note) -> tuple[TrainState, tuple[Group, ...]]:
-    """Returns the train state before the step, and the step's groups."""
+def _before(run: Reopened, parts: Parts, one: Journaled, note: Note) -> tuple[TrainState, tuple[Group, ...]]:
+    """Returns the train state before a journaled batch, and the batch's groups."""
+    step = one.train.step
     try:
-        groups, _ = past_batch(run, parts, _journaled(run, step))
+        groups, _ = past_batch(run, parts, one)
         exact = Comparison(parts.config.wire_dtype)
         (past,) = past_versions(run, parts, step, step, exact, note)
         return past.state, groups
@@ -206,11 +205,9 @@ def verify_bundle(path: Path, note: Note = lambda _: None) -> Verified:
             f"{about['digest_before']}; get the file again from where it was made"
         )
     groups = groups_from_plain(bundle, _prompts(about, config))
-    plan = plan_groups(config, groups, learner.takes_shared_prompts, about["choice"])
+    again = batch_again(config, learner, about["step"], groups, about["choice"])
     clock = Timeline(None).clock("replay")
-    after, value, metrics = train_batch(
-        config, learner, state, held_batch(about["step"], groups, plan), clock
-    )
+    after, value, metrics = train_batch(config, learner, state, again, clock)
     own = header(config)
     differences = {name: (then, own[name]) for name, then in about["header"].items() if own.get(name) != then}
     found = Verified(about["step"], _as_json(metrics), value.digest, differences)
@@ -326,7 +323,3 @@ class _Ids:
 def _as_json(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Returns metrics as they are read back from JSON."""
     return json.loads(json.dumps(dict(metrics), default=float))
-
-
-def _named(differences: Mapping[str, tuple[Any, Any]]) -> str:
-    return ", ".join(f"{name} was {then!r}, now {now!r}" for name, (then, now) in differences.items())

@@ -14,11 +14,11 @@ from areal_jax.assembly.parts import Parts, make_learner
 from areal_jax.assembly.run_folder import CHECKPOINTS
 from areal_jax.config.tree import Config
 from areal_jax.observe.waits import Timeline
-from areal_jax.runtime.compute_choice import plan_groups, recorded_choice
+from areal_jax.runtime.compute_choice import recorded_choice
 from areal_jax.runtime.differences import Comparison
 from areal_jax.runtime.recovery import Journaled, journaled_batches, journaled_groups
 from areal_jax.runtime.reopened import Reopened
-from areal_jax.runtime.trainer_loop import TrainBatch, held_batch, train_batch
+from areal_jax.runtime.trainer_loop import TrainBatch, batch_again, train_batch
 from areal_jax.trainer.state import TrainState
 from areal_jax.trajectories.journal import JournalError
 from areal_jax.types import Group, VersionedParams
@@ -80,8 +80,7 @@ def past_batch(run: Reopened, parts: Parts, one: Journaled) -> tuple[tuple[Group
     except JournalError as error:
         raise OutOfReach(str(error)) from None
     choice = recorded_choice(parts.config, one.metrics)
-    plan = plan_groups(parts.config, groups, parts.learner.takes_shared_prompts, choice)
-    return groups, held_batch(one.train.step, groups, plan)
+    return groups, batch_again(parts.config, parts.learner, one.train.step, groups, choice)
 
 
 def with_steps(parts: Parts, steps: int) -> Parts:

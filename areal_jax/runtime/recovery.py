@@ -18,8 +18,8 @@ from areal_jax.control.events import (
     VersionReissued,
 )
 from areal_jax.control.reward_gate import paid
-from areal_jax.runtime.compute_choice import plan_groups, recorded_choice
-from areal_jax.runtime.trainer_loop import TrainBatch, Trainer, held_batch
+from areal_jax.runtime.compute_choice import recorded_choice
+from areal_jax.runtime.trainer_loop import TrainBatch, Trainer, batch_again
 from areal_jax.trainer.checkpoint import discard_newer, restore
 from areal_jax.trainer.state import TrainState
 from areal_jax.trajectories.sqlite import SqliteQueue
@@ -177,8 +177,7 @@ def train_again(
     for one in journaled_batches(journal, first, last):
         groups = journaled_groups(parts, journal, one.train)
         choice = recorded_choice(parts.config, one.metrics)
-        plan = plan_groups(parts.config, groups, parts.learner.takes_shared_prompts, choice)
-        batch = held_batch(one.train.step, groups, plan)
+        batch = batch_again(parts.config, parts.learner, one.train.step, groups, choice)
         dtype = parts.config.wire_dtype
         found.append(retrain(trainer, batch, one.digest, one.published, dtype, note))
     return [reissued for reissued in found if reissued is not None]

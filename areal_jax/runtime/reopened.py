@@ -104,6 +104,11 @@ def branch_record(run: Reopened, step: int, seq: int) -> dict[str, Any]:
     }
 
 
+def differences_text(differences: Mapping[str, tuple[Any, Any]]) -> str:
+    """Returns, as text, name -> (value of the run, value here)."""
+    return ", ".join(f"{name} was {then!r}, now {now!r}" for name, (then, now) in differences.items())
+
+
 def _stretches(config: Config, journal: SqliteQueue) -> tuple[Stretch, ...]:
     found: list[Stretch] = []
     stored, is_of_processes = journal.header, journal.is_of_processes

@@ -23,11 +23,11 @@ from areal_jax.control.reward_gate import paid
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.regenerate import Finished, Regenerator
 from areal_jax.observe.waits import Timeline
-from areal_jax.runtime.compute_choice import plan_groups, recorded_choice
+from areal_jax.runtime.compute_choice import recorded_choice
 from areal_jax.runtime.differences import Comparison, Difference, name_of, same
 from areal_jax.runtime.past_versions import with_config, with_steps
 from areal_jax.runtime.reopened import Reopened, reopened
-from areal_jax.runtime.trainer_loop import held_batch, train_batch
+from areal_jax.runtime.trainer_loop import batch_again, train_batch
 from areal_jax.trainer.state import TrainState
 from areal_jax.trajectories.codec import digest_of
 from areal_jax.trajectories.journal import JournalError, Row, with_rewards
@@ -193,9 +193,8 @@ class Replay:
         groups = paid([self._group(ordinal, attempt) for ordinal, attempt in members], batch.gates)
         self._before(event.step, self.state, groups)
         choice = recorded_choice(self.parts.config, event.metrics)
-        plan = plan_groups(self.parts.config, groups, parts.learner.takes_shared_prompts, choice)
-        held = held_batch(event.step, groups, plan)
-        self.state, value, metrics = train_batch(parts.config, parts.learner, self.state, held, self._clock)
+        again = batch_again(parts.config, parts.learner, event.step, groups, choice)
+        self.state, value, metrics = train_batch(parts.config, parts.learner, self.state, again, self._clock)
         self._compared.metrics(place, event.metrics, metrics)
         self._compared.digest(place, "digest of the parameters", event.digest, value.digest)
         self._publish(value, seq)

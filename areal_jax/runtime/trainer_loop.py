@@ -24,6 +24,7 @@ from areal_jax.config.tree import Config
 from areal_jax.control.events import BatchTrained, CheckpointCommitted, Event, Hold, VersionCommitted
 from areal_jax.observe.waits import HELD, Clock, get
 from areal_jax.parallel.agreement import leads
+from areal_jax.runtime.compute_choice import plan_groups
 from areal_jax.runtime.device_memory import MemoryWatch
 from areal_jax.runtime.turns import OneDevice
 from areal_jax.trainer.checkpoint import Checkpointer
@@ -62,6 +63,13 @@ def held_batch(step: int, groups: Sequence[Group], plan: BatchPlan) -> TrainBatc
     held = dict(enumerate(one for group in groups for one in group.trajectories))
     ordinals = tuple(group.ordinal for group in groups)
     return TrainBatch(step, ordinals, plan, lambda places: held)
+
+
+def batch_again(
+    config: Config, learner: Learner, step: int, groups: Sequence[Group], choice: Mapping[str, Any]
+) -> TrainBatch:
+    """Make the command to train step `step` again, as it was computed: `choice` as from `recorded_choice`."""
+    return held_batch(step, groups, plan_groups(config, groups, learner.takes_shared_prompts, choice))
 
 
 def train_batch(

@@ -106,7 +106,7 @@ def test_a_filter_of_long_groups_is_named(seed: int):
     assert gap.relative == pytest.approx(tokens[~is_long].mean() / tokens.mean() - 1, rel=1e-9)
     assert gap.relative < -0.1 and gap.distribution == pytest.approx(0.1)
     assert "completion tokens, mean of a group" in found.alarms[0]
-    assert "most of it by over_age: control.max_token_age restarts groups" in found.alarms[0]
+    assert "most of it by over_age: control.over_age=restart starts groups" in found.alarms[0]
 
 
 @pytest.mark.parametrize("seed", range(5))
