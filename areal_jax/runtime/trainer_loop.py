@@ -211,8 +211,10 @@ class Trainer:
             )
             if batch is None:
                 break
-            awaited = HELD if isinstance(batch, Hold) else BATCH
-            if isinstance(batch, TrainBatch):
+            if isinstance(batch, Hold):
+                awaited = HELD
+            else:
+                awaited = BATCH
                 self._take(batch)
         self._checkpoint()
         self._store.close(self._deadline_s)

@@ -51,7 +51,7 @@ def decode(*_: Any, **__: Any) -> None:
         short_of_memory()
 
 
-def accumulate(*_: Any) -> None:
+def accumulate(*_: Any, **__: Any) -> None:
     program = Program("accumulate", lambda x: x, lambda _: None)
     program._jitted = short_of_memory  # type: ignore[assignment]
     program(jnp.ones(()))
