@@ -25,6 +25,7 @@ from areal_jax.generation.sampling import Settings, draw
 from areal_jax.models.attention import PackedAttention
 from areal_jax.observe.metrics import read_rows
 from areal_jax.runtime.branch import make_branch
+from areal_jax.runtime.bundle import make_bundle
 from areal_jax.runtime.jobs import resume, run
 from areal_jax.runtime.one_sample import replay_sample
 from areal_jax.runtime.provenance import provenance
@@ -39,7 +40,13 @@ from tests.small_run import small
 pytestmark = pytest.mark.slow
 
 STEPS = 14
-WORDS = (f"run.steps={STEPS}", "runtime.hosts=2", "generation.slots=2", "generation.decode_steps=1")
+WORDS = (
+    f"run.steps={STEPS}",
+    "runtime.hosts=2",
+    "generation.slots=2",
+    "generation.decode_steps=1",
+    "trainer.lr_warmup_steps=0",
+)
 
 
 def events(folder: Path, kind: type) -> list:
@@ -55,16 +62,19 @@ def branched(folder: Path, until: int | None, name: str, *settings: str) -> Path
 @pytest.fixture(scope="module")
 def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "parent"
-    run(small(folder, *WORDS, "trainer.lr_warmup_steps=0"), stream=io.StringIO())
+    run(small(folder, *WORDS), stream=io.StringIO())
     return folder
 
 
 @pytest.fixture(scope="module")
 def branch(parent: Path) -> Path:
-    """From step 10 on with a tenth of the learning rate; it was killed at once, and resumed."""
-    folder = branched(parent, 10, "lower", "trainer.learning_rate=1e-4")
-    resume(folder, stream=io.StringIO())
-    return folder
+    """From step 10 on with a tenth of the learning rate, by the command."""
+    words = f"replay {parent} trainer.learning_rate=1e-4 --until 10 --branch lower --json".split()
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    figures = json.loads(done.stdout)
+    assert figures["steps"] == STEPS and figures["run"] == str(parent.parent / "lower")
+    return Path(figures["run"])
 
 
 # --- branches -----------------------------------------------------------------------------------------------
@@ -92,6 +102,7 @@ def test_a_branch_replays_under_both_configs(branch):
 
 
 def test_a_branch_of_a_branch_replays_under_all_three(branch):
+    """The second was killed before its first step, and resumed."""
     second = branched(branch, 12, "again", "algorithm.loss_settings.high=0.5", "run.steps=15")
     resume(second, stream=io.StringIO())
     found = replay(second)
@@ -139,12 +150,7 @@ def test_a_machine_unlike_the_runs_makes_no_branch(parent, tmp_path):
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_the_command_goes_on_as_a_new_run(parent):
-    words = ["replay", str(parent), "run.steps=4", "--until", "2", "--branch", "short", "--json"]
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == 0, done.output
-    figures = json.loads(done.stdout)
-    assert figures["steps"] == 4 and figures["run"] == str(parent.parent / "short")
+def test_settings_without_a_branch_are_refused(parent):
     refused = CliRunner().invoke(app, ["replay", str(parent), "trainer.rows=4"])
     assert "to go on with other ones, give --branch NAME" in str(refused.exception) + refused.output
 
@@ -194,7 +200,7 @@ def test_a_changed_sample_is_named(parent, tmp_path):
 
 
 def test_a_sample_of_a_pruned_run_takes_a_replay(tmp_path):
-    words = "observe.keep_groups=0", "trainer.keep_checkpoints=1", "run.steps=7"
+    words = "observe.keep_groups=0", "trainer.keep_checkpoints=1"
     run(small(tmp_path / "run", *WORDS, *words), stream=io.StringIO())
     finished, notes = events(tmp_path / "run", SampleFinished), []
     event = next(event for event in finished if event.spans[-1].version >= 2)
@@ -252,25 +258,29 @@ def test_the_command_shows_a_tokens_provenance_and_verifies_it(parent):
 # --- another machine ----------------------------------------------------------------------------------------
 
 
-def replayed_elsewhere(folder: Path) -> dict:
-    """Replays the run as a CPU without AVX does, whose sums have another order."""
-    words = [sys.executable, "-m", "areal_jax.cli.main", "replay", str(folder), "--json"]
+def elsewhere(*words: str) -> dict:
+    """Returns what the command prints on a CPU without AVX, whose sums have another order."""
+    words = (sys.executable, "-m", "areal_jax.cli.main", *words, "--json")
     env = {"XLA_FLAGS": "--xla_cpu_max_isa=SSE4_2"}
     done = subprocess.run(words, env=os.environ | env, capture_output=True, text=True, timeout=300)
     assert done.returncode in (0, 1), done.stderr[-2000:]
     return json.loads(done.stdout)
 
 
-def test_on_a_machine_that_rounds_otherwise_values_are_compared_within_bounds(parent):
-    found = replayed_elsewhere(parent)
+def test_on_a_machine_that_rounds_otherwise_values_are_compared_within_bounds(parent, tmp_path):
+    found = elsewhere("replay", str(parent))
     assert found["difference"] == "" and found["steps"] == STEPS and found["bounded_from"] == 0
     assert found["header"] == {"xla_flags": ["", "--xla_cpu_max_isa=SSE4_2"]}
     assert 0 < found["largest"]["behavior_logp"] < 1e-4  # measured: 2e-6; log-probs are never equal by chance
     assert found["by_value"] == found["tokens"] > 1000 and found["by_digest"] == 0
+    make_bundle(parent, 9, tmp_path / "step.bundle")
+    of_step = elsewhere("bundle", "verify", str(tmp_path / "step.bundle"))
+    assert of_step["difference"] == "" and of_step["header"] == found["header"]
+    assert of_step["largest"].keys() >= {"grad_norm", "entropy"}
 
 
 def test_there_too_a_changed_log_prob_is_named(parent, tmp_path):
     copy, event = changed(parent, tmp_path / "copy", 0.002)
-    difference = replayed_elsewhere(copy)["difference"]
+    difference = elsewhere("replay", str(copy))["difference"]
     name = f"{event.sample.ordinal}/{event.sample.member}"
     assert difference.startswith(f"sample {name}, token ") and "than the bound of 0.001" in difference

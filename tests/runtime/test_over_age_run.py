@@ -1,8 +1,9 @@
-"""Runs with control.over_age: the bound, its cost in the rows, and the bits after a crash and in a replay."""
+"""Runs with control.over_age: the bound, its cost in the rows; the bits of a crash, a replay and a bundle."""
 
 from __future__ import annotations
 
 import io
+import itertools
 import time
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ import pytest
 from areal_jax.config.tree import Config
 from areal_jax.control import drops
 from areal_jax.control.events import BatchTrained, Hold, Reissue, RunResumed
-from areal_jax.generation.live_slots import LiveSlots
+from areal_jax.generation.host import Host
 from areal_jax.observe.waits import HELD, read_timelines
+from areal_jax.runtime.bundle import make_bundle, verify_bundle
+from areal_jax.runtime.compute_choice import ComputeChoice
 from areal_jax.runtime.jobs import resume, run
 from areal_jax.runtime.reading import audit_run, find, open_journal
 from areal_jax.runtime.replay import replay
@@ -30,23 +33,20 @@ WORDS = (
     "generation.slots=12",
     "generation.decode_steps=1",
     "tasks.countdown.sigma=1.5",
-    "generation.length=64",
-    "generation.max_tokens=58",
-    "trainer.length=64",
 )
-"""A slot for each sample and lengths of a long tail: some samples live through several versions."""
+"""Slots for more samples than a batch has."""
 
 
 @pytest.fixture
-def slow_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hosts, and not the trainer, take the time: versions are committed while long samples are decoded."""
-    decode = LiveSlots.decode
+def a_slow_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One host takes ten times as long as the other: its samples live through several versions."""
+    step = Host.step
 
-    def slow(self: LiveSlots, *args: Any) -> None:
-        time.sleep(0.004)
-        decode(self, *args)
+    def slow(self: Host) -> None:
+        time.sleep(0.06 if self.name == "host-1" else 0.006)
+        step(self)
 
-    monkeypatch.setattr(LiveSlots, "decode", slow)
+    monkeypatch.setattr(Host, "step", slow)
 
 
 def bounded(folder: Path, over_age: str, *words: str) -> Config:
@@ -68,18 +68,27 @@ def reissued(folder: Path) -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compute", ["packed", "tree", "auto"])
-def test_a_run_masks_old_tokens_and_a_crash_and_a_replay_give_its_bits(
-    tmp_path, monkeypatch, slow_hosts, compute
+def test_a_run_masks_old_tokens_and_a_crash_a_replay_and_a_bundle_give_its_bits(
+    tmp_path, monkeypatch, a_slow_host
 ):
-    folder, steps = tmp_path / "run", 12
-    own = (f"run.steps={steps}", f"trainer.compute={compute}", "trainer.checkpoint_every=4")
-    with killed_at(monkeypatch, lambda event: isinstance(event, BatchTrained) and event.step == 8):
+    """Batches are computed packed and over trees in turn, with a critic."""
+    ways = itertools.cycle(["packed", "tree"])
+    monkeypatch.setattr(ComputeChoice, "_chosen", lambda *_: next(ways))
+    folder, steps = tmp_path / "run", 20
+    own = (
+        f"run.steps={steps}",
+        "algorithm.preset=ppo",
+        "algorithm.minibatches=2",
+        "trainer.compute=auto",
+        "trainer.checkpoint_every=4",
+    )
+    with killed_at(monkeypatch, lambda event: isinstance(event, BatchTrained) and event.step == 14):
         started(bounded(folder, "mask", *own))
     rows = resume(folder, [], stream=io.StringIO()).metrics
     assert len(rows) == steps and audit_run(folder).ok
     assert max(row["token_age_max"] for row in rows) <= 1
-    assert sum(row["masked_token_share"] for row in rows) > 0
+    for way in ("packed", "tree"):
+        assert sum(row["masked_token_share"] for row in rows if row["compute"] == way) > 0
     with open_journal(folder) as journal:
         ages = find(journal).token_ages
         assert any(isinstance(row.event, RunResumed) for row in journal.rows())
@@ -89,10 +98,14 @@ def test_a_run_masks_old_tokens_and_a_crash_and_a_replay_give_its_bits(
     assert "over_age" not in reissued(folder)
     found = replay(folder)
     assert (found.difference, found.steps) == ("", steps)
+    bundle = make_bundle(folder, steps - 1, tmp_path / "step.bundle")
+    found = verify_bundle(tmp_path / "step.bundle")
+    assert (found.difference, found.digest) == ("", digests(folder)[-1])
+    assert any("state.critic" in name for name in bundle.tensors)
 
 
 @pytest.mark.slow
-def test_a_run_holds_its_trainer_and_the_wait_is_a_cause_of_its_own(tmp_path, slow_hosts):
+def test_a_run_holds_its_trainer_and_the_wait_is_a_cause_of_its_own(tmp_path, a_slow_host):
     folder = tmp_path / "run"
     rows = started(bounded(folder, "hold"))
     assert audit_run(folder).ok and "over_age" not in reissued(folder)

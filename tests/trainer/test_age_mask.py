@@ -36,14 +36,19 @@ def old_groups() -> list[Group]:
     return [aged(group) for group in make_groups()]
 
 
-def updated(learner: Learner, params: Any, groups: list[Group], layout: Layout, oldest: int | None) -> Any:
-    """(state, metrics, prepared batch) of an update on what is left of the groups' tokens."""
+def prepared(learner: Learner, params: Any, groups: list[Group], layout: Layout, oldest: int | None) -> Any:
+    """(first state, prepared batch) for an update on what is left of the groups' tokens."""
     state = learner.init(params)
     batch = pack(groups, learner.rows, LENGTH, learner.algorithm.minibatches, layout)
     batch = batch._replace(loss_mask=trained_mask(batch, oldest))
-    prepared = (learner.prepare_tree if layout == "apart" else learner.prepare)(state, batch)
-    of_batch = jax.device_get(prepared.batch if layout == "apart" else prepared)
-    state, metrics = learner.update(state, prepared)
+    return state, (learner.prepare_tree if layout == "apart" else learner.prepare)(state, batch)
+
+
+def updated(learner: Learner, params: Any, groups: list[Group], layout: Layout, oldest: int | None) -> Any:
+    """(state, metrics, prepared batch) of that update."""
+    state, ready = prepared(learner, params, groups, layout, oldest)
+    of_batch = jax.device_get(ready.batch if layout == "apart" else ready)
+    state, metrics = learner.update(state, ready)
     return jax.device_get(state), metrics, of_batch
 
 
@@ -62,8 +67,8 @@ def test_reduction_weights_count_only_what_is_left(learner: MakeLearner, params:
     assert left[2] == [0] * 4 and all(0 in group for group in left)
     for reduction in ("token_mean", "sequence_mean"):
         of = learner(preset="grpo", minibatches=2, reduction=reduction)
-        _, metrics, batch = updated(of, params, groups, "repeated", 1)
-        assert metrics["trained_tokens"] == sum(map(sum, left))
+        batch = jax.device_get(prepared(of, params, groups, "repeated", 1)[1])
+        assert batch.loss_mask.sum() == sum(map(sum, left))
         for sequence, count in enumerate(count for group in left for count in group):
             own = batch.weights[(batch.segment_ids == sequence + 1) & batch.loss_mask]
             minibatch = left[:2] if sequence < 8 else left[2:]
@@ -132,7 +137,6 @@ def test_a_batch_in_which_nothing_is_left_changes_no_parameter(
 def test_the_overlong_penalty_is_by_the_length_of_the_completion(learner: MakeLearner, params: Any):
     """An old head does not make an overlong sample short: advantages are those without a mask."""
     groups, of = old_groups(), learner(**OVERLONG)
-    _, _, free = updated(of, params, groups, "repeated", None)
-    _, _, masked = updated(of, params, groups, "repeated", 1)
-    kept = masked.loss_mask
-    np.testing.assert_array_equal(masked.advantages[kept], free.advantages[kept])
+    free, masked = (prepared(of, params, groups, "repeated", oldest)[1] for oldest in (None, 1))
+    kept = np.asarray(masked.loss_mask)
+    np.testing.assert_array_equal(np.asarray(masked.advantages)[kept], np.asarray(free.advantages)[kept])
