@@ -53,21 +53,22 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt, given as exactly one of text, messages (a chat) or tokens.
+    """A prompt, given as exactly one of text, messages (a chat in OpenAI's form) or tokens.
 
-    `info`: the task's data for scoring completions, such as the right answer.
+    `info`: the task's data for scoring, such as the right answer; `tools`: OpenAI schemas of a chat's tools.
     """
 
     text: str | None = None
     info: Mapping[str, Any] = field(default_factory=dict)
-    messages: Sequence[Mapping[str, str]] | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None
     tokens: Sequence[int] | None = None
     task: str = ""
+    tools: Sequence[Mapping[str, Any]] = ()
 
     def __post_init__(self) -> None:
         given = [name for name in ("text", "messages", "tokens") if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ValueError(f"a Prompt needs exactly one of text, messages, tokens; got {given or 'none'}")
+        if len(given) != 1 or (self.tools and self.messages is None):
+            raise ValueError(f"a Prompt needs one of text, messages (if it has tools), tokens; got {given}")
 
 
 @dataclass(frozen=True)
@@ -162,9 +163,8 @@ class Group:
 class Batch(NamedTuple):
     """Packed trajectories, in B rows. The fields from `ages` on are None until Learner.prepare sets them.
 
-    The rows are divided into M equal minibatches, each for one optimiser step: minibatch m has the rows
-    [m * B / M, (m + 1) * B / M). A minibatch is divided into micro-batches, each for one backward pass. Rows
-    without tokens are padding.
+    The rows are M minibatches of B / M successive rows, each for one optimiser step. A minibatch is divided
+    into micro-batches, each for one backward pass. Rows without tokens are padding.
     """
 
     tokens: Any  # (B, T) int32

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
 
 from areal_jax.tasks.byte_level import byte_table
+from areal_jax.tasks.chat_messages import Message, checked
 from areal_jax.tasks.errors import TaskError
 from areal_jax.tasks.tokenizers import REPLACEMENT, plain_chat
 from areal_jax.types import Prompt
@@ -108,8 +109,43 @@ class HFTokenizer:
         if prompt.text is not None:
             return [*self._prefix, *self.encode_rendered(prompt.text)]
         if prompt.messages is not None:
-            return self._render_chat(prompt.messages)
+            prefix = [] if self.templates else self._prefix
+            return [*prefix, *self.encode_chat(self.chat_text(prompt.messages, prompt.tools))]
         return self._checked(prompt.tokens or ())
+
+    def chat_text(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        is_open: bool = True,
+        **arguments: Any,
+    ) -> str:
+        """Returns the messages as the chat template renders them; see `Tokenizer.chat_text`.
+
+        `arguments` go to the template. Raises TaskError if the template raises an error.
+        """
+        if not self.templates:
+            return plain_chat(messages, tools, is_open=is_open, **arguments)
+        ready = checked(messages)
+        try:
+            return self._chat.apply_chat_template(
+                list(ready),
+                tools=[dict(tool) for tool in tools] or None,
+                add_generation_prompt=is_open,
+                tokenize=False,
+                **arguments,
+            )
+        except Exception as error:  # a template is the model's own program and may raise anything
+            roles = ", ".join(message["role"] for message in ready) or "none"
+            raise TaskError(
+                f"the chat template of {self.folder} raised {type(error).__name__}: {error}; the messages' "
+                f"roles were {roles}: change the messages, or replace chat_template.jinja"
+            ) from error
+
+    def encode_chat(self, text: str) -> list[int]:
+        """Returns the ids of a text of `chat_text`; special tokens are only in one that a template made."""
+        return self.encode_rendered(text) if self.templates else self.encode(text)
 
     # --- how ------------------------------------------------------------------------------------------
 
@@ -196,22 +232,6 @@ class HFTokenizer:
                 f"the tokenizer of {self.folder} cannot encode {text[:40]!r}: {error}; its vocabulary "
                 "has no unknown token: use another tokenizer, or change the text"
             ) from error
-
-    def _render_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        plain = plain_chat(messages)  # also checks that each has its role and content
-        if not self.templates:
-            return [*self._prefix, *self.encode(plain)]
-        try:
-            text = self._chat.apply_chat_template(
-                [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
-            )
-        except Exception as error:  # a template is the model's own program and may raise anything
-            roles = ", ".join(message["role"] for message in messages) or "none"
-            raise TaskError(
-                f"the chat template of {self.folder} raised {type(error).__name__}: {error}; the messages' "
-                f"roles were {roles}: change the messages, or replace chat_template.jinja"
-            ) from error
-        return self.encode_rendered(text)
 
     def _checked(self, tokens: Sequence[int]) -> list[int]:
         checked = [int(token) for token in tokens]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
+from areal_jax.tasks.chat_messages import Message, checked
 from areal_jax.tasks.errors import TaskError
 from areal_jax.types import Prompt
 
@@ -44,6 +45,46 @@ class Tokenizer(Protocol):
     def render(self, prompt: Prompt) -> list[int]:
         """Returns a prompt's ids with special tokens. Raises TaskError if the prompt cannot be encoded."""
         ...
+
+    def chat_text(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        is_open: bool = True,
+        **arguments: Any,
+    ) -> str:
+        """Returns messages as the text that the model reads; with `is_open`, an answer's beginning follows.
+
+        `tools`: schemas of tools. `arguments`: further ones of the chat template, such as enable_thinking.
+        Raises TaskError if the messages, tools or arguments cannot be rendered.
+        """
+        ...
+
+    def encode_chat(self, text: str) -> list[int]:
+        """Returns the ids of a text, or of a part of one, that `chat_text` returned."""
+        ...
+
+
+def plain_chat(
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    is_open: bool = True,
+    **arguments: Any,
+) -> str:
+    """Returns messages as text, for tokenizers without a chat template: one `role: content` per line.
+
+    With `is_open` the text ends with `assistant: `, which the completion continues. Raises TaskError for a
+    message without role or content, and for tools, which only a chat template can describe.
+    """
+    if tools or arguments or any(message.get("tool_calls") for message in messages):
+        raise TaskError(
+            f"tools={list(tools)!r:.80}, template arguments {arguments!r:.80} and tool calls need a chat "
+            "template; use a model with one, or describe the tools in a message"
+        )
+    lines = (f"{message['role']}: {message['content']}\n" for message in checked(messages))
+    return "".join(lines) + "assistant: " * is_open
 
 
 class CharTokenizer:
@@ -104,6 +145,9 @@ class CharTokenizer:
     def render(self, prompt: Prompt) -> list[int]:
         return _render(self, prompt)
 
+    chat_text = staticmethod(plain_chat)
+    encode_chat = encode
+
 
 class ByteTokenizer:
     """UTF-8 bytes as ids 0..255, then bos (256), then eos (257), which is also the pad id.
@@ -132,24 +176,15 @@ class ByteTokenizer:
         tokens = _render(self, prompt)
         return tokens if prompt.tokens is not None else [self.bos_id, *tokens]
 
-
-def plain_chat(messages: Sequence[Mapping[str, str]]) -> str:
-    """Returns messages as text, for tokenizers without a chat template: one `role: content` per line.
-
-    The text ends with `assistant: `, which the completion continues. Raises TaskError for a message without
-    role or content.
-    """
-    for message in messages:
-        if not {"role", "content"} <= message.keys():
-            raise TaskError(f"the message {dict(message)!r:.80} lacks role or content; give both")
-    return "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant: "
+    chat_text = staticmethod(plain_chat)
+    encode_chat = encode
 
 
 def _render(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
     if prompt.text is not None:
         return tokenizer.encode(prompt.text)
     if prompt.messages is not None:
-        return tokenizer.encode(plain_chat(prompt.messages))
+        return tokenizer.encode_chat(tokenizer.chat_text(prompt.messages, prompt.tools))
     tokens = [int(token) for token in prompt.tokens or ()]
     for token in tokens:
         if not 0 <= token < tokenizer.vocab_size:

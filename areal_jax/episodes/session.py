@@ -1,0 +1,239 @@
+"""A session: from a client's messages, which are text alone, to the exact tokens of its conversation.
+
+A session is a tree of turns. A turn adds to its parent the messages since the parent's answer, and an
+answer that was sampled; it holds the exact tokens of both. A request continues the longest path of turns
+with messages equal to its own in canonical form (`chat_messages.canonical`). What extends no path begins a
+branch. So a client may edit, shorten or repeat a conversation, and no token is ever trained that was not
+sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from areal_jax.episodes.follow_up import FollowUps
+from areal_jax.tasks.chat_messages import Canonical, Message, canonical, checked, frozen, same_answer
+from areal_jax.tasks.errors import TaskError
+from areal_jax.tasks.tokenizers import Tokenizer
+from areal_jax.tasks.tool_calls import Notation, message_of, parsed_answer
+from areal_jax.types import NOT_SAMPLED, Prompt
+
+History = Literal["exact", "template"]
+
+
+class Sampled(NamedTuple):
+    """The tokens of an answer, n of them, the stop token included."""
+
+    tokens: np.ndarray  # (n,) int32
+    logp: np.ndarray  # (n,) float32
+    versions: np.ndarray  # (n,) int32
+    stop_reason: str  # "stop" | "length"
+
+
+@dataclass(eq=False)
+class Turn:
+    """One request and, once it is there, its answer."""
+
+    number: int
+    """Place in the order of the session's requests, from 0."""
+    parent: Turn | None
+    said: tuple[Canonical, ...]
+    """The messages since the parent's answer."""
+    added: tuple[int, ...]
+    """The tokens since the parent's answer, up to the beginning of this turn's answer."""
+    sampled: Sampled | None = None
+    answer: dict[str, Any] | None = None
+    """The answer as the message that the client got."""
+    children: list[Turn] = field(default_factory=list)
+
+    @property
+    def path(self) -> list[Turn]:
+        """The turns from the first one of the conversation to this one."""
+        turns: list[Turn] = []
+        turn: Turn | None = self
+        while turn is not None:
+            turns.append(turn)
+            turn = turn.parent
+        return turns[::-1]
+
+    @property
+    def prompt(self) -> list[int]:
+        """All tokens before this turn's answer."""
+        tokens: list[int] = []
+        for turn in self.path:
+            tokens += turn.added
+            if turn is not self and turn.sampled is not None:
+                tokens += turn.sampled.tokens.tolist()
+        return tokens
+
+
+class Segment(NamedTuple):
+    """A path of turns as arrays of its n tokens; see the fields of `Trajectory`.
+
+    A token that several segments share has a loss in the first of them only.
+    """
+
+    tokens: np.ndarray  # (n,) int32
+    loss_mask: np.ndarray  # (n,) bool
+    behavior_logp: np.ndarray  # (n,) float32
+    versions: np.ndarray  # (n,) int32
+    turn_ids: np.ndarray  # (n,) int32
+    stop_reason: str
+
+
+@dataclass
+class _Root:
+    """The conversations with the same tools and template arguments."""
+
+    follow_ups: FollowUps | None
+    """None with history=template."""
+    tools: Sequence[Mapping[str, Any]]
+    arguments: Mapping[str, Any]
+    turns: list[Turn] = field(default_factory=list)
+
+
+class Session:
+    """The conversations of one sample; not thread-safe."""
+
+    def __init__(self, tokenizer: Tokenizer, notation: Notation, history: History = "exact") -> None:
+        """`notation`: how the model writes tool calls.
+
+        `history`: "exact" continues the tokens of a conversation; "template" does so only where the chat
+        template, given the complete conversation, renders the same tokens, and begins a branch elsewhere.
+        """
+        self._tokenizer, self._history = tokenizer, history
+        self._notation: Notation = notation
+        self._roots: dict[Any, _Root] = {}
+        self.turns: list[Turn] = []
+
+    @property
+    def branches(self) -> int:
+        """Number of conversations besides the first one."""
+        return max(0, len(self._leaves()) - 1)
+
+    def ask(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        arguments: Mapping[str, Any] | None = None,
+    ) -> Turn:
+        """Adds a turn for a request and returns it; its `prompt` is to be continued.
+
+        `tools`, `arguments`: schemas of tools, and arguments of the chat template. Raises TaskError if there
+        is no message, the last one is an assistant's, or the messages cannot be rendered.
+        """
+        if not messages or messages[-1].get("role") == "assistant":
+            raise TaskError(
+                f"the conversation {[message.get('role') for message in messages]} gives nothing to answer; "
+                "end it with a message of role user or tool"
+            )
+        root = self._root(tools, arguments or {})
+        said = tuple(map(canonical, messages))
+        parent, used = _longest_path(root.turns, messages, said)
+        added = self._added(root, messages, parent, used)
+        if added is None:
+            parent, used = None, 0
+            added = self._rendered(root, messages)
+        turn = Turn(len(self.turns), parent, said[used:], tuple(added))
+        (root.turns if parent is None else parent.children).append(turn)
+        self.turns.append(turn)
+        return turn
+
+    def answered(self, turn: Turn, sampled: Sampled) -> dict[str, Any]:
+        """Records a turn's answer; returns it as an assistant message in OpenAI's form."""
+        answer = parsed_answer(self._tokenizer.decode(sampled.tokens.tolist()), self._notation)
+        ids = [f"call_{turn.number}_{place}" for place in range(len(answer.calls))]
+        turn.sampled, turn.answer = sampled, message_of(answer, ids)
+        return turn.answer
+
+    def segments(self) -> list[Segment]:
+        """Returns each conversation with an answer, the first one first; a prefix of another is left out."""
+        owned: set[int] = set()
+        return [_segment(leaf.path, owned) for leaf in self._leaves()]
+
+    def _leaves(self) -> list[Turn]:
+        """The answered turns that no answered turn continues, in their order."""
+        answered = [turn for turn in self.turns if turn.sampled is not None]
+        continued = {id(turn.parent) for turn in answered}
+        return [turn for turn in answered if id(turn) not in continued]
+
+    def _root(self, tools: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> _Root:
+        key = frozen([list(tools), arguments])
+        if key not in self._roots:
+            is_exact = self._history == "exact"
+            follow_ups = FollowUps(self._tokenizer, tools, **arguments) if is_exact else None
+            self._roots[key] = _Root(follow_ups, tools, arguments)
+        return self._roots[key]
+
+    def _added(
+        self, root: _Root, messages: Sequence[Message], parent: Turn | None, used: int
+    ) -> Sequence[int] | None:
+        """The tokens after the parent's answer; None if the conversation is to be rendered from its start."""
+        if parent is None:
+            return None
+        assert parent.sampled is not None
+        answer = parent.sampled.tokens.tolist()
+        if root.follow_ups is not None:
+            return root.follow_ups.tokens(messages[used:], answer)
+        before, rendered = [*parent.prompt, *answer], self._rendered(root, messages)
+        return rendered[len(before) :] if rendered[: len(before)] == before else None
+
+    def _rendered(self, root: _Root, messages: Sequence[Message]) -> list[int]:
+        if not root.arguments:
+            return self._tokenizer.render(Prompt(messages=messages, tools=root.tools))
+        text = self._tokenizer.chat_text(checked(messages), root.tools, **root.arguments)
+        return self._tokenizer.encode_chat(text)
+
+
+def _longest_path(
+    turns: Sequence[Turn], messages: Sequence[Message], said: tuple[Canonical, ...]
+) -> tuple[Turn | None, int]:
+    """Returns the last turn of the longest path that the messages continue, and the number of its messages.
+
+    Of equal paths, the newest.
+    """
+    best: tuple[Turn | None, int] = None, 0
+    pending = [(turn, 0) for turn in turns]
+    while pending:
+        turn, start = pending.pop()
+        end = start + len(turn.said)
+        # At least one message must follow the answer, which is message number `end`.
+        if turn.answer is None or end + 1 >= len(said) or said[start:end] != turn.said:
+            continue
+        if messages[end].get("role") != "assistant" or not same_answer(messages[end], turn.answer):
+            continue
+        newest = -1 if best[0] is None else best[0].number
+        if (end + 1, turn.number) > (best[1], newest):
+            best = turn, end + 1
+        pending += [(child, end + 1) for child in turn.children]
+    return best
+
+
+def _segment(path: Sequence[Turn], owned: set[int]) -> Segment:
+    """Returns the path's tokens, without a loss for turns in `owned`; adds the path's turns to `owned`."""
+    parts: list[Segment] = []
+    for place, turn in enumerate(path):
+        assert turn.sampled is not None
+        tokens, logp, versions, stop_reason = turn.sampled
+        n = len(tokens)
+        own = Segment(tokens, np.ones(n, bool), logp, versions, np.full(n, place, np.int32), stop_reason)
+        shared = _not_sampled(tokens)._replace(stop_reason=stop_reason)
+        parts += [_not_sampled(turn.added), shared if turn.number in owned else own]
+        owned.add(turn.number)
+    tokens, mask, logp, versions, turn_ids = (
+        np.concatenate([part[column] for part in parts]) for column in range(5)
+    )
+    return Segment(tokens, mask, logp, versions, turn_ids, parts[-1].stop_reason)
+
+
+def _not_sampled(tokens: Sequence[int] | np.ndarray) -> Segment:
+    """Tokens without a loss."""
+    n = len(tokens)
+    nothing = np.full(n, NOT_SAMPLED, np.int32)
+    return Segment(
+        np.array(tokens, np.int32), np.zeros(n, bool), np.zeros(n, np.float32), nothing, nothing, ""
+    )

@@ -1,0 +1,271 @@
+"""Sessions: whatever a client does to its messages, turns continue exact tokens, and edits begin branches."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from areal_jax.episodes.session import Sampled, Session, Turn
+from areal_jax.tasks.errors import TaskError
+from areal_jax.tasks.hf_tokenizer import HFTokenizer
+from areal_jax.tasks.tool_calls import Notation, notation_of
+from tests.episodes.chat_templates import TEMPLATES, tokenizer_of
+
+TOOLS: Any = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
+    for name in ("add", "look")
+]
+FIRST: Any = [{"role": "system", "content": "Count."}, {"role": "user", "content": "the hell"}]
+FAMILIES: dict[str, Notation] = {"smollm": "none", "qwen": "hermes", "llama": "llama"}
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, HFTokenizer]:
+    folder = tmp_path_factory.mktemp("tokenizers")
+    return {family: tokenizer_of(folder / family, family) for family in FAMILIES}
+
+
+def session_of(tokenizers: dict[str, HFTokenizer], family: str, history: Any = "exact") -> Session:
+    assert notation_of(TEMPLATES[family]) == FAMILIES[family]
+    return Session(tokenizers[family], FAMILIES[family], history)
+
+
+# --- a policy and a client ----------------------------------------------------------------------------------
+
+
+def random_text(rng: np.random.Generator) -> str:
+    return "".join(rng.choice(list('ab {}":<>\n\t\\é☃07the'), rng.integers(0, 12)))
+
+
+def random_value(rng: np.random.Generator, depth: int = 2) -> Any:
+    kinds = [
+        lambda: random_text(rng),
+        lambda: int(rng.integers(-5, 1000)),
+        lambda: float(rng.integers(-5, 5)),
+        lambda: float(rng.normal()),
+        lambda: bool(rng.integers(2)),
+        lambda: None,
+        lambda: [random_value(rng, depth - 1) for _ in range(rng.integers(0, 3))],
+        lambda: {random_text(rng): random_value(rng, depth - 1) for _ in range(rng.integers(0, 4))},
+    ]
+    return kinds[rng.integers(len(kinds) if depth else 6)]()
+
+
+def random_call(rng: np.random.Generator, notation: Notation) -> str:
+    """A tool call as a policy writes it: keys in any order, with any white space."""
+    arguments = {random_text(rng): random_value(rng) for _ in range(rng.integers(0, 4))}
+    name = "parameters" if notation == "llama" else "arguments"
+    items = [("name", str(rng.choice(["add", "look"]))), (name, arguments)]
+    return json.dumps(dict(items), ensure_ascii=bool(rng.integers(2)), indent=[None, 1][rng.integers(2)])
+
+
+def sampled_by(rng: np.random.Generator, tokenizer: HFTokenizer, notation: Notation) -> Sampled:
+    """A random answer, of tokens that the tokenizer may never choose; some end by their length."""
+    thought = (
+        f"<think>\n{random_text(rng)}\n</think>\n\n" if rng.random() < 0.4 and notation == "hermes" else ""
+    )
+    text = random_text(rng)
+    if rng.random() < 0.7 and notation != "none":
+        calls = [random_call(rng, notation) for _ in range(1 if notation == "llama" else rng.integers(1, 4))]
+        text = (
+            calls[0]
+            if notation == "llama"
+            else text + "".join(f"\n<tool_call>\n{call}\n</tool_call>" for call in calls)
+        )
+    tokens = [token for one in thought + text for token in tokenizer.encode(one)]  # one character at a time
+    if rng.random() < 0.5:
+        tokens = tokenizer.encode(thought + text)
+    is_cut = rng.random() < 0.2
+    tokens = tokens if is_cut else [*tokens, tokenizer.eos_id]
+    n = len(tokens)
+    return Sampled(
+        np.array(tokens, np.int32),
+        rng.normal(-1, 1, n).astype(np.float32),
+        np.sort(rng.integers(0, 3, n)).astype(np.int32),
+        "length" if is_cut else "stop",
+    )
+
+
+def in_javascript(value: Any) -> Any:
+    """JSON has one kind of number there: 1.0 is written as 1."""
+    if isinstance(value, dict):
+        return {name: in_javascript(item) for name, item in sorted(value.items(), reverse=True)}
+    if isinstance(value, list):
+        return [in_javascript(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def kept_by_client(rng: np.random.Generator, message: dict[str, Any]) -> dict[str, Any]:
+    """The answer as clients send it back: other white space, no thoughts, fields that say nothing."""
+    kept = copy.deepcopy(message)
+    if rng.random() < 0.7:
+        kept.pop("reasoning_content", None)
+    if kept["content"] in (None, ""):
+        kept["content"] = [None, "", []][rng.integers(3)] if kept.get("tool_calls") else ""
+    elif rng.random() < 0.3:
+        kept["content"] = [{"type": "text", "text": kept["content"]}]
+    for call in kept.get("tool_calls", ()):
+        parsed = in_javascript(json.loads(call["function"]["arguments"]))
+        call["function"]["arguments"] = (
+            json.dumps(parsed, separators=(",", ":")) if rng.random() < 0.7 else parsed
+        )
+        call["index"] = 0
+    return kept | {"refusal": None, "annotations": [], "audio": None, "function_call": None}
+
+
+def reply(rng: np.random.Generator, answer: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a client says to an answer: results of its tools, or a question."""
+    calls = answer.get("tool_calls", ())
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": random_text(rng)} for call in calls]
+    return results or [{"role": "user", "content": random_text(rng)}]
+
+
+def play(rng: np.random.Generator, session: Session, tokenizer: HFTokenizer, turns: int) -> list[Any]:
+    """Talks for so many turns, each of which must continue the tokens of the last; returns the messages."""
+    said, last = list(FIRST), None
+    for _ in range(turns):
+        turn = session.ask(said, TOOLS if session._notation != "none" else ())
+        if last is not None:
+            assert turn.parent is last and session.branches == 0
+            before = [*last.prompt, *last.sampled.tokens.tolist()]
+            assert turn.prompt[: len(before)] == before and len(turn.prompt) > len(before)
+        answer = session.answered(turn, sampled_by(rng, tokenizer, session._notation))
+        said += [kept_by_client(rng, answer), *reply(rng, answer)]
+        last = turn
+    return said
+
+
+# --- tests --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_five_hundred_turns_of_ten_conversations_continue_exact_tokens(tokenizers, family):
+    for seed in range(10):
+        rng, session = np.random.default_rng(seed), session_of(tokenizers, family)
+        play(rng, session, tokenizers[family], 50)
+        (segment,) = session.segments()
+        assert session.branches == 0
+        sampled = [turn.sampled for turn in session.turns]
+        assert segment.tokens.tolist() == [*session.turns[-1].prompt, *sampled[-1].tokens.tolist()]
+        for name in ("tokens", "versions"):
+            wanted = np.concatenate([getattr(one, name) for one in sampled])
+            np.testing.assert_array_equal(getattr(segment, name)[segment.loss_mask], wanted)
+        logp = np.concatenate([one.logp for one in sampled])
+        np.testing.assert_array_equal(segment.behavior_logp[segment.loss_mask], logp)
+        assert set(segment.versions[~segment.loss_mask]) == set(segment.turn_ids[~segment.loss_mask]) == {-1}
+        assert set(segment.behavior_logp[~segment.loss_mask]) == {0}
+        counts = np.bincount(segment.turn_ids[segment.loss_mask], minlength=50)
+        assert counts.tolist() == [len(one.tokens) for one in sampled]
+
+
+def edited(rng: np.random.Generator, said: list[Any]) -> tuple[list[Any], int]:
+    """The conversation with one change, and the index of the first message that differs."""
+    at = int(rng.integers(0, len(said)))
+    other = copy.deepcopy(said)
+    message = other[at]
+    calls = message.get("tool_calls")
+    if calls and rng.random() < 0.7:
+        function = calls[rng.integers(len(calls))]["function"]
+        arguments = function["arguments"]
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        function["arguments"] = json.dumps(arguments | {"more": 1})
+    elif isinstance(message["content"], str):
+        message["content"] += "!"
+    else:
+        message["content"] = "!"
+    return other, at
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_edited_histories_branch_where_they_differ(tokenizers, family):
+    """No token that was sampled after the edit is in the branch's prompt."""
+    branched = 0
+    for seed in range(50):
+        rng, session = np.random.default_rng(seed), session_of(tokenizers, family)
+        said = play(rng, session, tokenizers[family], int(rng.integers(2, 7)))
+        other, at = edited(rng, said)
+        if at == len(said) - 1 and at + 1 == len(other) and other[at]["role"] == "assistant":
+            continue
+        ends, end = [], 0  # of each turn's answer, in messages
+        for turn in session.turns:
+            end += len(turn.said) + 1
+            ends.append(end)
+        kept = [turn for turn, end in zip(session.turns, ends, strict=True) if end <= at]
+        branch = session.ask(other, TOOLS if FAMILIES[family] != "none" else ())
+        assert branch.parent is (kept[-1] if kept else None)
+        is_edit = at < ends[-1]  # the last question is no turn yet
+        session.answered(branch, sampled_by(rng, tokenizers[family], FAMILIES[family]))
+        assert session.branches == int(is_edit)
+        branched += session.branches
+        segments = session.segments()
+        assert sum(int(one.loss_mask.sum()) for one in segments) == sum(
+            len(turn.sampled.tokens) for turn in session.turns if turn.sampled is not None
+        )
+        if is_edit:
+            shared = sum(
+                len(turn.added) + len(turn.sampled.tokens) for turn in kept if turn.sampled is not None
+            )
+            np.testing.assert_array_equal(segments[0].tokens[:shared], segments[1].tokens[:shared])
+            assert not segments[1].loss_mask[:shared].any()
+    assert branched > 30
+
+
+def answered(
+    session: Session, tokenizer: HFTokenizer, said: list[Any], text: str
+) -> tuple[Turn, dict[str, Any]]:
+    turn, tokens = session.ask(said), [*tokenizer.encode(text), tokenizer.eos_id]
+    n = len(tokens)
+    sampled = Sampled(np.array(tokens, np.int32), np.zeros(n, np.float32), np.zeros(n, np.int32), "stop")
+    return turn, session.answered(turn, sampled)
+
+
+def test_equal_questions_branch_and_the_newest_of_equal_answers_goes_on(tokenizers):
+    session, tokenizer = session_of(tokenizers, "smollm"), tokenizers["smollm"]
+    one, same = (answered(session, tokenizer, FIRST, "yes")[0] for _ in range(2))
+    assert (one.parent, same.parent, session.branches) == (None, None, 1)
+    said = [*FIRST, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "go on"}]
+    assert session.ask(said).parent is same
+    assert [segment.loss_mask.sum() for segment in session.segments()] == [len(one.sampled.tokens)] * 2
+
+
+def test_an_answer_with_its_thoughts_changed_is_another(tokenizers):
+    session, tokenizer = session_of(tokenizers, "qwen"), tokenizers["qwen"]
+    turn, answer = answered(session, tokenizer, FIRST, "<think>\nhm\n</think>\n\n7")
+    assert answer == {"role": "assistant", "content": "7", "reasoning_content": "hm"}
+    for thought, parent in (("hm", turn), (None, turn), ("other", None)):
+        said = [*FIRST, answer | {"reasoning_content": thought}, {"role": "user", "content": "go on"}]
+        assert session.ask(said).parent is parent
+
+
+def test_with_history_template_a_dropped_thought_begins_a_branch(tokenizers):
+    for family, text, is_dropped in (("qwen", "<think>\nhm\n</think>\n\n7", True), ("smollm", "7", False)):
+        session, tokenizer = session_of(tokenizers, family, "template"), tokenizers[family]
+        turn, answer = answered(session, tokenizer, FIRST, text)
+        said = [*FIRST, answer, {"role": "user", "content": "go on"}]
+        following, _ = answered(session, tokenizer, said, "8")
+        assert following.parent is (None if is_dropped else turn)
+        assert following.prompt == tokenizer.encode_chat(tokenizer.chat_text(said))
+        assert session.branches == int(is_dropped)
+
+
+def test_other_tools_or_template_arguments_begin_another_conversation(tokenizers):
+    session, tokenizer = session_of(tokenizers, "qwen"), tokenizers["qwen"]
+    answer = answered(session, tokenizer, FIRST, "7")[1]
+    said = [*FIRST, answer, {"role": "user", "content": "go on"}]
+    assert session.ask(said, TOOLS).parent is None
+    quiet = session.ask(said, arguments={"enable_thinking": False})
+    assert quiet.parent is None and tokenizer.decode(quiet.prompt).endswith("</think>\n\n")
+
+
+def test_what_cannot_be_answered_is_refused(tokenizers):
+    session = session_of(tokenizers, "smollm")
+    for said in ([], [*FIRST, {"role": "assistant", "content": "x"}]):
+        with pytest.raises(TaskError, match="gives nothing to answer; end it with"):
+            session.ask(said)
+    with pytest.raises(TaskError, match="lacks role or content"):
+        session.ask([{"role": "user"}])
+    assert session.turns == session.segments() == []

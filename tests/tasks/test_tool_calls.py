@@ -1,0 +1,135 @@
+"""Tool calls in sampled text, in both notations, and messages in OpenAI's form."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_jax.tasks.chat_messages import canonical, checked, same_answer
+from areal_jax.tasks.errors import TaskError
+from areal_jax.tasks.tool_calls import Answer, ToolCall, message_of, parsed_answer
+
+ADD = '{"name": "add", "arguments": {"a": 1, "b": [2.5, "x"]}}'
+CALL = ToolCall("add", {"a": 1, "b": [2.5, "x"]})
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("7", Answer("7", "", (), 0)),
+        (f"<tool_call>\n{ADD}\n</tool_call>", Answer("", "", (CALL,), 0)),
+        (f"Well.\n<tool_call>{ADD}</tool_call>\n<tool_call>{ADD}", Answer("Well.", "", (CALL, CALL), 0)),
+        (f"<think>\nhm\n</think>\n\n<tool_call>{ADD}</tool_call>", Answer("", "hm", (CALL,), 0)),
+        ("hm</think>\n\n7\n", Answer("7\n", "hm", (), 0)),
+        ("<tool_call>add(1)</tool_call>", Answer("<tool_call>add(1)</tool_call>", "", (), 1)),
+        (
+            '<tool_call>{"name": "add"}</tool_call>',
+            Answer('<tool_call>{"name": "add"}</tool_call>', "", (), 1),
+        ),
+        (f"<tool_call>{ADD[:-3]}", Answer(f"<tool_call>{ADD[:-3]}", "", (), 1)),
+    ],
+)
+def test_hermes(text: str, wanted: Answer):
+    assert parsed_answer(text, "hermes") == wanted
+
+
+LLAMA = ADD.replace("arguments", "parameters")
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (LLAMA, Answer("", "", (CALL,), 0)),
+        (f"<|python_tag|>{LLAMA}; {LLAMA}\n", Answer("", "", (CALL, CALL), 0)),
+        (f"I add: {LLAMA}", Answer(f"I add: {LLAMA}", "", (), 0)),
+        (LLAMA[:-2], Answer(LLAMA[:-2], "", (), 1)),
+        ("[1, 2]", Answer("[1, 2]", "", (), 0)),
+        ("7", Answer("7", "", (), 0)),
+    ],
+)
+def test_llama(text: str, wanted: Answer):
+    assert parsed_answer(text, "llama") == wanted
+
+
+PARTS = [*'{}[]":,;<>/a1 \n', "<tool_call>", "</tool_call>", "<think>", "</think>"]
+
+
+@given(st.lists(st.sampled_from(PARTS)).map("".join))
+def test_no_text_is_an_error_and_what_is_no_call_stays_in_the_content(text: str):
+    for notation in ("hermes", "llama", "none"):
+        found = parsed_answer(text, notation)
+        assert found.calls or not found.reasoning or "</think>" in text
+        if not found.calls and "</think>" not in text:
+            assert found.content == text
+
+
+def test_deeply_nested_json_is_no_call():
+    for notation in ("hermes", "llama"):
+        text = "[" * 100_000
+        assert parsed_answer(f"<tool_call>{text}</tool_call>", notation).calls == ()
+        assert parsed_answer(text, notation).calls == ()
+
+
+def test_an_answer_is_a_message():
+    message = message_of(Answer("", "hm", (CALL,), 0), ["call_1"])
+    assert message["content"] is None and message["reasoning_content"] == "hm"
+    (call,) = message["tool_calls"]
+    assert (call["id"], call["type"], call["function"]["name"]) == ("call_1", "function", "add")
+    assert json.loads(call["function"]["arguments"]) == CALL.arguments
+    assert message_of(Answer("", "", (), 0), []) == {"role": "assistant", "content": ""}
+
+
+def calling(arguments: object, **fields: object) -> dict:
+    function = {"name": "add", "arguments": arguments}
+    call = {"id": "a", "type": "function", "function": function}
+    return {"role": "assistant", "content": None, "tool_calls": [call]} | fields
+
+
+def test_messages_of_equal_meaning_are_equal():
+    one = calling('{"a": 1.0, "b": "\\u00e9", "c": {"x": null}}')
+    for other in (
+        calling({"c": {"x": None}, "b": "é", "a": 1}),
+        calling('{"b":"é","c":{"x":null},"a":1}', content="", refusal=None, annotations=[]),
+        calling('{"a": 1, "b": "é", "c": {"x": null}}', content=[]),
+    ):
+        assert canonical(one) == canonical(other) and same_answer(other, one)
+    assert canonical({"role": "user", "content": "ab"}) == canonical(
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    )
+
+
+def test_messages_of_other_meaning_are_not():
+    one = calling('{"a": 1}')
+    others = [
+        calling('{"a": true}'),
+        calling('{"a": "1"}'),
+        calling('{"a": 1, "b": null}'),
+        calling('{"a": 1'),
+        calling('{"a": 1}', content="x"),
+        calling('{"a": 1}', name="me"),
+        one | {"role": "user"},
+    ]
+    renamed = calling('{"a": 1}')
+    renamed["tool_calls"][0]["id"] = "b"
+    for other in (*others, renamed):
+        assert canonical(one) != canonical(other)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user"},
+        {"content": "x"},
+        {"role": 1, "content": "x"},
+        {"role": "user", "content": 5},
+        {"role": "user", "content": [{"type": "image_url", "image_url": "x"}]},
+        {"role": "assistant", "tool_calls": ["add"]},
+        {"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]},
+    ],
+)
+def test_malformed_messages_are_named(message: dict):
+    with pytest.raises(TaskError, match=r"the message \{.*; give "):
+        checked([message])
