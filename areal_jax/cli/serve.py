@@ -13,6 +13,11 @@ from areal_jax.plugin import needing
 PACKAGES = ("google", "grpc", "prometheus_client", "starlette", "uvicorn")
 """Top-level modules that the extra [serve] installs; if one is missing, the error names the extra."""
 
+Weights = Annotated[
+    list[Path] | None,
+    typer.Option(help="A folder from which Swap may load weights; may be given several times."),
+]
+
 
 def serve(
     model: Model,
@@ -26,11 +31,16 @@ def serve(
     port: Annotated[
         int, typer.Option(help="Port of the gRPC services, JetStream's Orchestrator and Rollout.")
     ] = 9000,
-    http_port: Annotated[int, typer.Option(help="Port of the HTTP endpoints /health and /metrics.")] = 9001,
+    http_port: Annotated[
+        int, typer.Option(help="Port of the HTTP endpoints: /v1 (OpenAI's interface), /health, /metrics.")
+    ] = 9001,
     queue: Annotated[int, typer.Option(min=0, help="Maximum number of samples that wait for a slot.")] = 1024,
     unread: Annotated[
         int, typer.Option(min=1, help="Maximum number of tokens that a client may leave unread.")
     ] = 4096,
+    deadline: Annotated[
+        float, typer.Option(min=1, help="Seconds after which a request over HTTP ends with an error.")
+    ] = 600,
     sample: Annotated[
         bool,
         typer.Option(help="Sample with the settings generation.*; without this option decoding is greedy."),
@@ -39,15 +49,12 @@ def serve(
         bool,
         typer.Option(help="Send only the text of answers, without thoughts and token ids."),
     ] = False,
-    weights: Annotated[
-        list[Path] | None,
-        typer.Option(help="A folder from which Swap may load weights; may be given several times."),
-    ] = None,
+    weights: Weights = None,
     secret_file: Annotated[
         Path | None, typer.Option(help="File that holds the secret; by default AREAL_JAX_SECRET is used.")
     ] = None,
 ) -> None:
-    """Serve a model by gRPC (JetStream's service and areal-jax's own), and /health and /metrics by HTTP."""
+    """Serve a model by gRPC (JetStream's service and areal-jax's own) and by HTTP (OpenAI's interface)."""
     stop_on_sigterm()
     with needing("serve", "serve", PACKAGES):
         from areal_jax.serving.secret import read_secret
@@ -59,6 +66,7 @@ def serve(
         http_port,
         queue,
         unread,
+        deadline,
         is_sampled=sample,
         is_answers_only=answers_only,
         weights=tuple(weights or ()),

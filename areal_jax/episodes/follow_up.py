@@ -47,7 +47,10 @@ class FollowUps:
     """Computes what follows an answer, for one tokenizer, set of tools and arguments of the chat template."""
 
     def __init__(
-        self, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = (), **arguments: Any
+        self,
+        tokenizer: Tokenizer,
+        tools: Sequence[Mapping[str, Any]] = (),
+        arguments: Mapping[str, Any] | None = None,
     ) -> None:
         """Raises TaskError if the text after an answer depends on what was said before it."""
         self._tokenizer, self._tools, self._arguments = tokenizer, tools, arguments
@@ -75,7 +78,7 @@ class FollowUps:
 
     def _after(self, stub: Sequence[Message], *messages: Message, is_open: bool = True) -> str:
         """Returns what the template writes after the stub's last answer if the messages follow it."""
-        text = self._tokenizer.chat_text((*stub, *messages), self._tools, is_open=is_open, **self._arguments)
+        text = self._tokenizer.chat_text((*stub, *messages), self._tools, self._arguments, is_open=is_open)
         _, marker, after = text.partition(MARKER)
         if not marker:
             raise TaskError(

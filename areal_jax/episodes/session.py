@@ -19,7 +19,7 @@ from areal_jax.episodes.follow_up import FollowUps
 from areal_jax.tasks.chat_messages import Canonical, Message, canonical, checked, frozen, same_answer
 from areal_jax.tasks.errors import TaskError
 from areal_jax.tasks.tokenizers import Tokenizer
-from areal_jax.tasks.tool_calls import Notation, message_of, parsed_answer
+from areal_jax.tasks.tool_calls import Notation, is_in_thought, message_of, parsed_answer
 from areal_jax.types import NOT_SAMPLED, Prompt
 
 History = Literal["exact", "template"]
@@ -145,7 +145,8 @@ class Session:
 
     def answered(self, turn: Turn, sampled: Sampled) -> dict[str, Any]:
         """Records a turn's answer; returns it as an assistant message in OpenAI's form."""
-        answer = parsed_answer(self._tokenizer.decode(sampled.tokens.tolist()), self._notation)
+        text, end = (self._tokenizer.decode(tokens) for tokens in (sampled.tokens.tolist(), turn.added[-8:]))
+        answer = parsed_answer(text, self._notation, is_in_thought(end))
         ids = [f"call_{turn.number}_{place}" for place in range(len(answer.calls))]
         turn.sampled, turn.answer = sampled, message_of(answer, ids)
         return turn.answer
@@ -165,7 +166,7 @@ class Session:
         key = frozen([list(tools), arguments])
         if key not in self._roots:
             is_exact = self._history == "exact"
-            follow_ups = FollowUps(self._tokenizer, tools, **arguments) if is_exact else None
+            follow_ups = FollowUps(self._tokenizer, tools, arguments) if is_exact else None
             self._roots[key] = _Root(follow_ups, tools, arguments)
         return self._roots[key]
 
@@ -185,7 +186,7 @@ class Session:
     def _rendered(self, root: _Root, messages: Sequence[Message]) -> list[int]:
         if not root.arguments:
             return self._tokenizer.render(Prompt(messages=messages, tools=root.tools))
-        text = self._tokenizer.chat_text(checked(messages), root.tools, **root.arguments)
+        text = self._tokenizer.chat_text(checked(messages), root.tools, root.arguments)
         return self._tokenizer.encode_chat(text)
 
 

@@ -1,17 +1,19 @@
-"""The HTTP endpoints of a server: /metrics for Prometheus; /health (JSON) for health checks and users."""
+"""The HTTP application of a server: /metrics for Prometheus; /health (JSON) for health checks and users."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from starlette.applications import Starlette
-from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from areal_jax.generation.commands import Statistics
 from areal_jax.serving.secret import Secret
@@ -76,8 +78,30 @@ class Metrics:
         return []
 
 
-def http_app(model: str, streams: Streams, metrics: Metrics, secret: Secret | None) -> Starlette:
-    """Returns an ASGI application with /health and /metrics; if `secret` is given, both require it.
+class RequireBearer:
+    """ASGI middleware: a request without the secret gets status 401, in the form of OpenAI's errors."""
+
+    def __init__(self, app: ASGIApp, secret: Secret) -> None:
+        self._app, self._secret = app, secret
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = Headers(scope=scope).get("authorization") if scope["type"] == "http" else None
+        if scope["type"] != "http" or self._secret.is_in(given):
+            await self._app(scope, receive, send)
+            return
+        error = {
+            "message": Secret.REFUSAL,
+            "type": "authentication_error",
+            "param": None,
+            "code": "unauthenticated",
+        }
+        await JSONResponse({"error": error}, 401)(scope, receive, send)
+
+
+def http_app(
+    model: str, streams: Streams, metrics: Metrics, secret: Secret | None, routes: Sequence[Route] = ()
+) -> Starlette:
+    """Returns an ASGI application with /health, /metrics and `routes`; with `secret`, all require it.
 
     `model`: the name of the model, which /health returns. `streams`: the open requests of a generation host;
     /health describes that host. `metrics`: the counters that /metrics returns.
@@ -93,11 +117,6 @@ def http_app(model: str, streams: Streams, metrics: Metrics, secret: Secret | No
     async def exposition(_: Request) -> Response:
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
-    async def checked(request: Request, answer: RequestResponseEndpoint) -> Response:
-        if secret is None or secret.is_in(request.headers.get("authorization")):
-            return await answer(request)
-        return PlainTextResponse(f"{Secret.REFUSAL}\n", 401)
-
-    app = Starlette(routes=[Route("/health", health), Route("/metrics", exposition)])
-    app.add_middleware(BaseHTTPMiddleware, dispatch=checked)
-    return app
+    own = [Route("/health", health), Route("/metrics", exposition)]
+    guards = [Middleware(RequireBearer, secret=secret)] if secret else []
+    return Starlette(routes=[*own, *routes], middleware=guards)

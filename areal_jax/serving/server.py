@@ -35,6 +35,7 @@ from areal_jax.observe.threads import reporting_thread
 from areal_jax.serving.answers import require_tags
 from areal_jax.serving.endpoint import PORT_REMEDY, START_S, STOP_S, UNREAD, Endpoint
 from areal_jax.serving.http import http_app
+from areal_jax.serving.openai_api import OpenAIApi
 from areal_jax.serving.requests import RequestError, Served, invalid
 from areal_jax.serving.secret import Secret, require_secret
 from areal_jax.types import ArealError, Sampling, VersionedParams
@@ -57,6 +58,8 @@ class ServeSettings:
     """Maximum number of samples that wait for a slot."""
     unread: int = UNREAD
     """Maximum number of a request's tokens that the client has not read yet; with more, the request fails."""
+    deadline_s: float = 600.0
+    """The longest that a request over HTTP may take, in seconds."""
     is_sampled: bool = False
     """True: JetStream's Decode requests are sampled by the config's generation.*; False: decoded greedily."""
     is_answers_only: bool = False
@@ -157,7 +160,9 @@ class Server:
         s = self._settings
         listening = _listening(s.host, s.http_port)
         self.http_port = listening.getsockname()[1]
-        app = http_app(self.served.name, self.streams, self._endpoint.metrics, s.secret)
+        metrics = self._endpoint.metrics
+        routes = OpenAIApi(self.streams, self.served, metrics, s.deadline_s).routes()
+        app = http_app(self.served.name, self.streams, metrics, s.secret, routes)
         self._http = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", access_log=False))
         self._http_task = asyncio.create_task(self._http.serve(sockets=[listening]))
         while not self._http.started and not self._http_task.done():
@@ -282,7 +287,7 @@ def _run(server: Server, name: str, settings: ServeSettings, say: Callable[[str]
     server.start()
     say(
         f"{name} is served: gRPC on {settings.host}:{server.port}, HTTP on {settings.host}:"
-        f"{server.http_port} (/health, /metrics)"
+        f"{server.http_port} (/v1 as OpenAI's, /health, /metrics)"
     )
     try:
         server.wait()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc
 from google.protobuf.message_factory import GetMessageClass
@@ -18,6 +18,7 @@ from areal_jax.generation import jetstream
 from areal_jax.generation.commands import Pause, Statistics, Tokens, Unpause, Wake
 from areal_jax.serving.answers import AnswerStream
 from areal_jax.serving.http import Metrics
+from areal_jax.serving.outputs import Output, outputs
 from areal_jax.serving.proto import rollout_pb2 as messages
 from areal_jax.serving.requests import (
     RequestError,
@@ -42,14 +43,6 @@ Publish = Callable[[str, int], VersionedParams]
 """`publish(path, version)` publishes the weights at `path` to the host under a version above `version`."""
 
 Method = Callable[[Any, Any], Awaitable[Any]]
-
-
-class Output(NamedTuple):
-    """New tokens of a completion, or the trajectory of an ended one, and the text that the client gets."""
-
-    member: int
-    output: Tokens | Trajectory
-    text: str
 
 
 class Services:
@@ -127,30 +120,16 @@ class Services:
     async def Statistics(self, request: Any, context: Any) -> Any:
         return self._described(self._streams.host.statistics())
 
-    async def _outputs(
+    def _outputs(
         self, stream: Stream, responses: Sequence[AnswerStream], started_s: float
     ) -> AsyncIterator[Output]:
-        """Yields what the client gets of the completions in `stream`: all of it, or the answers alone.
-
-        `responses` decode the completions, one each. Records the seconds from `started_s` to the request's
-        first tokens, and to the first content of an answer in any of its completions.
-        """
-        is_first, has_answer = True, False
-        async for member, output in stream.items():
-            if is_first:
-                self._metrics.first_token.observe(time.monotonic() - started_s)
-                is_first = False
-            response = responses[member]
-            added = response.push(output.tokens) if isinstance(output, Tokens) else response.finish()
-            if response.has_answer and not has_answer:
-                self._metrics.first_answer.observe(time.monotonic() - started_s)
-                has_answer = True
-            if not self._served.is_answers_only:
-                yield Output(member, output, added.text)
-            elif isinstance(output, Trajectory):
-                yield Output(member, output, added.answers)
-            elif added.answers:
-                yield Output(member, Tokens((), (), output.version), added.answers)
+        return outputs(
+            stream,
+            responses,
+            self._metrics,
+            started_s=started_s,
+            is_answers_only=self._served.is_answers_only,
+        )
 
     def _require_control(self) -> Publish:
         """Returns the function that publishes weights. Raises RequestError on a host of a training run."""

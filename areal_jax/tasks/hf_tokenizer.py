@@ -117,16 +117,16 @@ class HFTokenizer:
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] = (),
+        arguments: Mapping[str, Any] | None = None,
         *,
         is_open: bool = True,
-        **arguments: Any,
     ) -> str:
         """Returns the messages as the chat template renders them; see `Tokenizer.chat_text`.
 
         `arguments` go to the template. Raises TaskError if the template raises an error.
         """
         if not self.templates:
-            return plain_chat(messages, tools, is_open=is_open, **arguments)
+            return plain_chat(messages, tools, arguments, is_open=is_open)
         ready = checked(messages)
         try:
             return self._chat.apply_chat_template(
@@ -134,7 +134,7 @@ class HFTokenizer:
                 tools=[dict(tool) for tool in tools] or None,
                 add_generation_prompt=is_open,
                 tokenize=False,
-                **arguments,
+                **(arguments or {}),
             )
         except Exception as error:  # a template is the model's own program and may raise anything
             roles = ", ".join(message["role"] for message in ready) or "none"

@@ -50,9 +50,9 @@ class Tokenizer(Protocol):
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] = (),
+        arguments: Mapping[str, Any] | None = None,
         *,
         is_open: bool = True,
-        **arguments: Any,
     ) -> str:
         """Returns messages as the text that the model reads; with `is_open`, an answer's beginning follows.
 
@@ -69,9 +69,9 @@ class Tokenizer(Protocol):
 def plain_chat(
     messages: Sequence[Message],
     tools: Sequence[Mapping[str, Any]] = (),
+    arguments: Mapping[str, Any] | None = None,
     *,
     is_open: bool = True,
-    **arguments: Any,
 ) -> str:
     """Returns messages as text, for tokenizers without a chat template: one `role: content` per line.
 

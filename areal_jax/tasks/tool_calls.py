@@ -14,7 +14,9 @@ from typing import Any, Literal, NamedTuple
 Notation = Literal["hermes", "llama", "none"]
 
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-_THOUGHT = re.compile(r"\s*(?:<think>)?(.*?)</think>", re.DOTALL)
+OPEN, CLOSE = "<think>", "</think>"
+CALL = "<tool_call>"
+TAG = "<|python_tag|>"
 _DECODER = json.JSONDecoder()
 
 
@@ -29,7 +31,7 @@ class Answer(NamedTuple):
     content: str
     """The text outside of tool calls and thoughts, as sampled."""
     reasoning: str
-    """The text before </think>; "" if there is none."""
+    """The text of a first <think> block, which may lack its end; "" if there is none."""
     calls: tuple[ToolCall, ...]
     broken: int
     """Number of passages that begin as a tool call and are none; they stay in `content`."""
@@ -37,16 +39,25 @@ class Answer(NamedTuple):
 
 def notation_of(template: str) -> Notation:
     """Returns the notation that a chat template teaches its model."""
-    if "<tool_call>" in template:
+    if CALL in template:
         return "hermes"
-    return "llama" if "ipython" in template or "<|python_tag|>" in template else "none"
+    return "llama" if "ipython" in template or TAG in template else "none"
 
 
-def parsed_answer(text: str, notation: Notation) -> Answer:
-    """Returns the parts of a sampled text, without its end token; never raises, whatever was sampled."""
-    reasoning = ""
-    if thought := _THOUGHT.match(text):
-        reasoning, text = thought[1].strip("\n"), text[thought.end() :].lstrip("\n")
+def is_in_thought(prompt: str) -> bool:
+    """Whether an answer to this prompt, or to a prompt with this end, begins inside a thought."""
+    return prompt.rstrip().endswith(OPEN)
+
+
+def parsed_answer(text: str, notation: Notation, is_in_thought: bool = False) -> Answer:
+    """Returns the parts of a sampled text, without its end token; never raises, whatever was sampled.
+
+    `is_in_thought`: the answer begins inside a thought, because the prompt ended with <think>.
+    """
+    reasoning, begun = "", text.lstrip()
+    if is_in_thought or begun.startswith(OPEN):
+        thought, _, text = begun.removeprefix(OPEN).partition(CLOSE)
+        reasoning, text = thought.strip("\n"), text.lstrip("\n")
     if notation == "hermes":
         return _hermes(text, reasoning)
     if notation == "llama":
@@ -71,7 +82,7 @@ def _hermes(text: str, reasoning: str) -> Answer:
 
 
 def _llama(text: str, reasoning: str) -> Answer:
-    body = text.strip().removeprefix("<|python_tag|>").lstrip()
+    body = text.strip().removeprefix(TAG).lstrip()
     calls, at = [], 0
     while at < len(body):
         try:

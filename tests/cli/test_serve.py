@@ -82,7 +82,8 @@ def test_it_says_when_it_is_ready_and_stops_when_asked(end):
         assert process.stdout is not None
         said = process.stdout.readline()
         found = re.fullmatch(
-            r"tiny is served: gRPC on 127\.0\.0\.1:\d+, HTTP on (127\.0\.0\.1:\d+) \(/health, /metrics\)\n",
+            r"tiny is served: gRPC on 127\.0\.0\.1:\d+, HTTP on (127\.0\.0\.1:\d+) "
+            r"\(/v1 as OpenAI's, /health, /metrics\)\n",
             said,
         )
         if found is None:

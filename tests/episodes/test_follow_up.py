@@ -82,7 +82,7 @@ def test_the_end_of_an_answer_is_there_once_however_much_of_it_was_sampled(folde
 
 def test_arguments_of_the_template_are_kept(folder):
     tokenizer = tokenizer_of(folder / "qwen", "qwen")
-    tokens = FollowUps(tokenizer, enable_thinking=False).tokens([USER], [tokenizer.eos_id])
+    tokens = FollowUps(tokenizer, (), {"enable_thinking": False}).tokens([USER], [tokenizer.eos_id])
     assert tokenizer._backend.decode(tokens, skip_special_tokens=False).endswith(
         "assistant\n<think>\n\n</think>\n\n"
     )

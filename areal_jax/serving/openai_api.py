@@ -1,0 +1,327 @@
+"""OpenAI's HTTP interface to one generation host: models, completions and chat completions, also streamed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from areal_jax.generation.commands import Tokens
+from areal_jax.serving.answers import AnswerStream
+from areal_jax.serving.http import Metrics
+from areal_jax.serving.openai_bodies import Asked, chat_asked, completion_asked
+from areal_jax.serving.outputs import Output, outputs
+from areal_jax.serving.requests import RequestError, Served, invalid
+from areal_jax.serving.streams import Streams
+from areal_jax.serving.text_parts import BeforeStop, MessageParts, Part
+from areal_jax.tasks.tool_calls import Answer, message_of
+from areal_jax.types import Trajectory
+
+POLL_S = 0.05
+"""Seconds between two looks at whether a client has gone."""
+
+LARGEST_BODY = 16 * 2**20
+"""Maximum number of bytes of a request's body."""
+
+STATUS = {
+    "INVALID_ARGUMENT": (400, "invalid_request_error"),
+    "UNAUTHENTICATED": (401, "authentication_error"),
+    "NOT_FOUND": (404, "not_found_error"),
+    "FAILED_PRECONDITION": (409, "conflict_error"),
+    "RESOURCE_EXHAUSTED": (429, "rate_limit_error"),
+    "UNAVAILABLE": (503, "unavailable_error"),
+    "DEADLINE_EXCEEDED": (504, "timeout_error"),
+}
+"""Code of a RequestError -> HTTP status, and the type in the error's body."""
+
+Check = Callable[[Any, Served], Asked]
+
+
+def error_response(error: RequestError) -> JSONResponse:
+    """Returns the error in OpenAI's form; one that a later call may not get has the header retry-after."""
+    status, kind = STATUS.get(error.code, (500, "server_error"))
+    headers = {"retry-after": "1"} if status in (429, 503) else None
+    return JSONResponse({"error": _error(error, kind)}, status, headers)
+
+
+def _error(error: RequestError, kind: str) -> dict[str, Any]:
+    return {"message": str(error), "type": kind, "param": None, "code": error.code.lower()}
+
+
+class OpenAIApi:
+    """The handlers; `deadline_s`: the longest that a request may take, in seconds."""
+
+    def __init__(self, streams: Streams, served: Served, metrics: Metrics, deadline_s: float) -> None:
+        self._streams, self._served, self._metrics = streams, served, metrics
+        self._deadline_s, self._started_s = deadline_s, int(time.time())
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/models", self._models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self._model, methods=["GET"]),
+            Route("/v1/completions", self._handler("completions", completion_asked), methods=["POST"]),
+            Route("/v1/chat/completions", self._handler("chat", chat_asked), methods=["POST"]),
+        ]
+
+    async def _models(self, _: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._described()]})
+
+    async def _model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name != self._served.name:
+            served = self._served.name
+            return error_response(
+                RequestError("NOT_FOUND", f"model={name!r:.80} is not served; give {served!r}")
+            )
+        return JSONResponse(self._described())
+
+    def _described(self) -> dict[str, Any]:
+        return {
+            "id": self._served.name,
+            "object": "model",
+            "created": self._started_s,
+            "owned_by": "areal-jax",
+        }
+
+    def _handler(self, name: str, check: Check) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            status, started_s = "OK", time.monotonic()
+            try:
+                asked = await asyncio.to_thread(_checked, check, await _body(request), self._served)
+                call = Call(self, name, asked, started_s)
+                return await _unless_gone(request, call.streamed() if asked.is_stream else call.whole())
+            except RequestError as error:
+                status = error.code
+                return error_response(error)
+            except ClientDisconnect:
+                status = "CANCELLED"
+                return Response(status_code=499)
+            finally:
+                self._metrics.requests.labels(f"openai {name}", status).inc()
+
+        return answer
+
+    async def outputs(self, asked: Asked, started_s: float) -> AsyncGenerator[Output, None]:
+        """Submits the request and yields its outputs.
+
+        Raises RequestError if the host refuses it, or it takes longer than the deadline.
+        """
+        responses = [AnswerStream(self._served.tokenizer) for _ in range(asked.ask.n)]
+        only, end_s = self._served.is_answers_only, started_s + self._deadline_s
+        with self._streams.submitted(asked.ask) as stream:
+            found = outputs(stream, responses, self._metrics, started_s=started_s, is_answers_only=only)
+            while True:
+                try:
+                    yield await asyncio.wait_for(anext(found), end_s - time.monotonic())
+                except StopAsyncIteration:
+                    return
+                except TimeoutError:
+                    raise RequestError(
+                        "DEADLINE_EXCEEDED",
+                        f"the request took longer than {self._deadline_s:g} s; ask for fewer tokens, retry "
+                        "when fewer requests wait, or serve with a longer --deadline",
+                    ) from None
+
+    @property
+    def served(self) -> Served:
+        return self._served
+
+
+async def _body(request: Request) -> bytes:
+    parts, size = [], 0
+    async for part in request.stream():
+        parts.append(part)
+        size += len(part)
+        if size > LARGEST_BODY:
+            raise invalid(f"the body has more than {LARGEST_BODY} bytes; send a shorter one")
+    return b"".join(parts)
+
+
+def _checked(check: Check, body: bytes, served: Served) -> Asked:
+    try:
+        data = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"the body is not JSON ({error}); send a JSON object") from None
+    return check(data, served)
+
+
+async def _unless_gone(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
+    """Returns the answer. If the client disconnects before, ends the answer and raises ClientDisconnect."""
+    tasks = asyncio.ensure_future(answer), asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0].done():
+            return tasks[0].result()
+        raise ClientDisconnect
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    """Returns when the client has gone."""
+    while not await request.is_disconnected():
+        await asyncio.sleep(POLL_S)
+
+
+class Choice:
+    """One completion of a request, as far as it has arrived."""
+
+    def __init__(self, index: int, asked: Asked, is_chat: bool) -> None:
+        self.index, self._asked, self._is_chat = index, asked, is_chat
+        self._before_stop = BeforeStop(asked.stops)
+        self._parts = MessageParts(asked.notation, asked.is_in_thought) if is_chat else None
+        self.text, self.tokens, self.logp, self.versions = "", [], [], []
+        self.stop_reason: str | None = None
+        self.answer: Answer | None = None
+
+    def take(self, output: Output) -> tuple[Part, Tokens | None]:
+        """Adds an output; returns what the client gets of it."""
+        found = output.output
+        is_last = isinstance(found, Trajectory)
+        text = self._before_stop.push(output.text, is_last)
+        self.text += text
+        if isinstance(found, Tokens):
+            self.tokens += found.tokens
+            self.logp += found.logp
+            self.versions += [found.version] * len(found.tokens)
+        else:
+            self.stop_reason = found.stop_reason
+        tokens = found if isinstance(found, Tokens) else None
+        if self._parts is None:
+            return Part(text, ""), tokens
+        part = self._parts.push(text)
+        if is_last:
+            rest, self.answer = self._parts.finish()
+            part = Part(part.content + rest.content, part.reasoning + rest.reasoning)
+        return part, tokens
+
+    @property
+    def finish_reason(self) -> str | None:
+        if self.answer is not None and self.answer.calls:
+            return "tool_calls"
+        return self.stop_reason
+
+    def message(self) -> dict[str, Any]:
+        assert self.answer is not None
+        message = message_of(self.answer, [f"call_{secrets.token_hex(12)}" for _ in self.answer.calls])
+        return message | {"refusal": None}
+
+
+class Call:
+    """One request and its answer, in OpenAI's form."""
+
+    def __init__(self, api: OpenAIApi, name: str, asked: Asked, started_s: float) -> None:
+        self._api, self._asked, self._started_s = api, asked, started_s
+        self._is_chat = name == "chat"
+        kind = "chat.completion" if self._is_chat else "text_completion"
+        prefix = "chatcmpl" if self._is_chat else "cmpl"
+        self._head = {
+            "id": f"{prefix}-{secrets.token_hex(12)}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": api.served.name,
+        }
+        self._choices = [Choice(index, asked, self._is_chat) for index in range(asked.ask.n)]
+
+    async def whole(self) -> Response:
+        """Returns the answer once it is complete."""
+        async with aclosing(self._api.outputs(self._asked, self._started_s)) as found:
+            async for output in found:
+                self._choices[output.member].take(output)
+        choices = [self._choice(choice) for choice in self._choices]
+        return JSONResponse(self._head | self._prompt() | {"choices": choices, "usage": self._usage()})
+
+    async def streamed(self) -> Response:
+        """Returns a stream of server-sent events. An error of the first output is an HTTP error."""
+        found = self._api.outputs(self._asked, self._started_s)
+        first = await anext(found)
+        return StreamingResponse(self._events(first, found), media_type="text/event-stream")
+
+    async def _events(self, first: Output, found: AsyncGenerator[Output, None]) -> AsyncGenerator[str, None]:
+        async with aclosing(found):
+            if self._is_chat:
+                for choice in self._choices:
+                    yield self._event(choice, {"role": "assistant", "content": ""}, None, self._prompt())
+            try:
+                yield self._taken(first)
+                async for output in found:
+                    yield self._taken(output)
+            except RequestError as error:  # the status is sent already
+                _, kind = STATUS.get(error.code, (500, "server_error"))
+                yield _sent({"error": _error(error, kind)})
+                return
+        if self._asked.has_usage:
+            yield _sent(self._chunk() | {"choices": [], "usage": self._usage()})
+        yield "data: [DONE]\n\n"
+
+    def _taken(self, output: Output) -> str:
+        choice = self._choices[output.member]
+        part, tokens = choice.take(output)
+        delta: dict[str, Any] = {}
+        if part.content or not self._is_chat:
+            delta["content"] = part.content
+        if part.reasoning:
+            delta["reasoning_content"] = part.reasoning
+        if choice.answer is not None and choice.answer.calls:
+            calls = choice.message()["tool_calls"]
+            delta["tool_calls"] = [{"index": place} | call for place, call in enumerate(calls)]
+        return self._event(choice, delta, tokens, {} if self._is_chat else self._prompt())
+
+    def _event(
+        self, choice: Choice, delta: dict[str, Any], tokens: Tokens | None, more: dict[str, Any]
+    ) -> str:
+        said = {"delta": delta} if self._is_chat else {"text": delta.get("content", "")}
+        exact = tokens or Tokens((), (), 0)
+        one = {"index": choice.index, **said, **self._exact(exact.tokens, exact.logp, exact.version)}
+        one["finish_reason"] = choice.finish_reason if choice.stop_reason is not None else None
+        usage = {"usage": None} if self._asked.has_usage else {}
+        return _sent(self._chunk() | more | {"choices": [one]} | usage)
+
+    def _chunk(self) -> dict[str, Any]:
+        return self._head | ({"object": "chat.completion.chunk"} if self._is_chat else {})
+
+    def _choice(self, choice: Choice) -> dict[str, Any]:
+        said = {"message": choice.message()} if self._is_chat else {"text": choice.text}
+        exact = self._exact(choice.tokens, choice.logp, choice.versions)
+        return {"index": choice.index, **said, **exact, "finish_reason": choice.finish_reason}
+
+    def _exact(self, tokens: Any, logp: Any, versions: Any) -> dict[str, Any]:
+        """Log-probs, and with return_token_ids the ids and the versions of the weights that sampled them."""
+        fields: dict[str, Any] = {"logprobs": self._logprobs(tokens, logp)}
+        if self._asked.has_ids:
+            each = versions if isinstance(versions, list) else [versions] * len(tokens)
+            fields |= {"token_ids": list(tokens), "versions": each}
+        return fields
+
+    def _logprobs(self, tokens: Any, logp: Any) -> dict[str, Any] | None:
+        if not self._asked.has_logprobs:
+            return None
+        texts = [self._api.served.tokenizer.decode([token]) for token in tokens]
+        if not self._is_chat:
+            return {"tokens": texts, "token_logprobs": list(logp), "top_logprobs": None, "text_offset": []}
+        content = [
+            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+            for text, value in zip(texts, logp, strict=True)
+        ]
+        return {"content": content, "refusal": None}
+
+    def _prompt(self) -> dict[str, Any]:
+        return {"prompt_token_ids": list(self._asked.ask.start.prompt)} if self._asked.has_ids else {}
+
+    def _usage(self) -> dict[str, Any]:
+        prompt, sampled = len(self._asked.ask.start.prompt), sum(len(c.tokens) for c in self._choices)
+        return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+def _sent(value: dict[str, Any]) -> str:
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"

@@ -1,0 +1,226 @@
+"""Bodies of OpenAI's HTTP interface: checked, and turned into an `Ask` by way of a GenerateRequest.
+
+Fields that OpenAI has and this server cannot honour are refused by name, so that no client gets another
+answer than it asked for. Extensions have the names that other servers use: top_k, min_p, repetition_penalty,
+stop_token_ids, chat_template_kwargs, return_token_ids; min_version is ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from areal_jax.serving.proto import rollout_pb2 as messages
+from areal_jax.serving.requests import Ask, RequestError, Served, checked_ids, generate_ask, invalid, rendered
+from areal_jax.tasks.errors import TaskError
+from areal_jax.tasks.tool_calls import Notation, is_in_thought, notation_of
+from areal_jax.types import Prompt
+
+MAX_STOPS = 16
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "frequency_penalty": (0,),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "top_logprobs": (0,),
+    "functions": ([],),
+    "function_call": ("none",),
+}
+"""Fields of OpenAI that cannot be honoured -> the values, beside null, that ask for nothing."""
+
+UNUSED = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "parallel_tool_calls",
+    }
+)
+"""Fields of OpenAI that do not change an answer."""
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+    include_usage: bool = False
+
+
+class Body(BaseModel):
+    """The fields that completions and chat completions share."""
+
+    model_config = ConfigDict(extra="forbid")
+    model: str = ""
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    n: int | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] = []
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    min_version: int | None = None
+
+
+class CompletionBody(Body):
+    prompt: str | list[int] | list[str] | list[list[int]]
+    logprobs: int | None = Field(None, ge=0, le=0)
+    """0: the log-prob of each token; those of other tokens are not kept."""
+
+
+class ChatBody(Body):
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    logprobs: bool | None = None
+    max_completion_tokens: int | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A checked request, and the form in which the client wants the answer."""
+
+    ask: Ask
+    stops: tuple[str, ...]
+    """Texts that end a completion and are left out of its text."""
+    is_stream: bool
+    has_usage: bool
+    """Whether a stream ends with the number of tokens."""
+    has_logprobs: bool
+    has_ids: bool
+    """Whether the answer has token ids and versions."""
+    notation: Notation = "none"
+    """How the completions write tool calls; "none" if the client sent no tools."""
+    is_in_thought: bool = False
+    """Whether a completion begins inside a thought."""
+
+
+def completion_asked(data: Any, served: Served) -> Asked:
+    """Checks the body of a completions request. Raises RequestError if it is not valid."""
+    body = _body(CompletionBody, data)
+    prompt = body.prompt
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        if len(prompt) > 1:
+            raise invalid(f"prompt has {len(prompt)} prompts; send one request for each")
+        (prompt,) = prompt
+    if isinstance(prompt, str):
+        tokens = rendered(Prompt(text=prompt), served)
+    else:
+        tokens = checked_ids(prompt, served, "prompt")  # type: ignore[arg-type]
+    return _asked(body, tokens, served, has_logprobs=body.logprobs is not None)
+
+
+def chat_asked(data: Any, served: Served) -> Asked:
+    """Checks the body of a chat request, and renders its messages. Raises RequestError if it is not valid."""
+    body = _body(ChatBody, data)
+    if body.tool_choice not in (None, "auto", "none"):
+        raise invalid(
+            f"tool_choice={body.tool_choice!r:.80}: a model cannot be made to call a tool; give auto or none"
+        )
+    if not body.messages:
+        raise invalid("messages is empty; give at least one message")
+    tools = body.tools or [] if body.tool_choice != "none" else []
+    if body.max_completion_tokens is not None:
+        body.max_tokens = body.max_completion_tokens
+    text, tokens = _chat(body.messages, tools, body.chat_template_kwargs, served)
+    return _asked(
+        body,
+        tokens,
+        served,
+        has_logprobs=bool(body.logprobs),
+        notation=notation_of(text) if tools else "none",
+        is_in_thought=is_in_thought(text[-32:]),
+    )
+
+
+def _chat(
+    said: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    arguments: Mapping[str, Any],
+    served: Served,
+) -> tuple[str, tuple[int, ...]]:
+    """Returns the conversation as the model reads it: as text, and as tokens."""
+    try:
+        text = served.tokenizer.chat_text(said, tools, arguments)
+        if arguments:
+            return text, tuple(served.tokenizer.encode_chat(text))
+        return text, tuple(served.tokenizer.render(Prompt(messages=said, tools=tools)))
+    except TaskError as error:
+        raise invalid(f"messages: {error}") from None
+
+
+def _body(kind: type[Any], data: Any) -> Any:
+    if not isinstance(data, dict):
+        raise invalid(f"the body is {data!r:.40}, but must be a JSON object")
+    for name, values in NEUTRAL.items():
+        if data.get(name) is not None and data[name] not in values:
+            raise invalid(f"{name}={data[name]!r:.80} is not supported; leave it out")
+    kept = {
+        n: value for n, value in data.items() if n not in NEUTRAL and n not in UNUSED and value is not None
+    }
+    try:
+        return kind.model_validate(kept)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"][:1])) or "the body"
+        raise invalid(
+            f"{name}: {first['msg']}, but is {first['input']!r:.80}; see docs/serving.md for the fields"
+        ) from None
+
+
+def _asked(
+    body: Body,
+    tokens: tuple[int, ...],
+    served: Served,
+    *,
+    has_logprobs: bool,
+    notation: Notation = "none",
+    is_in_thought: bool = False,
+) -> Asked:
+    stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    names = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "n", "seed", "presence_penalty")
+    others = ("repetition_penalty", "min_version")
+    given = {name: value for name in (*names, *others) if (value := getattr(body, name)) is not None}
+    if served.is_answers_only and (has_logprobs or body.return_token_ids):
+        raise invalid(
+            "logprobs and return_token_ids are not available, because this server sends answers alone (serve "
+            "--answers-only); leave them out"
+        )
+    try:
+        request = messages.GenerateRequest(
+            model=body.model,
+            tokens=messages.TokenIds(ids=tokens),
+            stop=stops,
+            stop_tokens=body.stop_token_ids,
+            logit_bias=body.logit_bias or {},
+            **given,
+        )
+    except (ValueError, TypeError) as error:  # an integer beyond 32 bits
+        raise invalid(f"a number is out of range: {error}") from None
+    if body.model and body.model != served.name:
+        raise RequestError("NOT_FOUND", f"model={body.model!r:.80} is not served here; give {served.name!r}")
+    return Asked(
+        generate_ask(request, served),
+        stops,
+        bool(body.stream),
+        body.stream_options is not None and body.stream_options.include_usage,
+        has_logprobs,
+        bool(body.return_token_ids),
+        notation,
+        is_in_thought,
+    )
