@@ -164,6 +164,11 @@ def _impossible(c: Config) -> Iterator[str]:
             f"generation.serve_slots={g.serve_slots} leaves no slot for rollouts, because "
             f"generation.slots={g.slots}; raise generation.slots or lower generation.serve_slots"
         )
+    if g.serve_http_port is not None and g.serve_port is None:
+        yield (
+            f"generation.serve_http_port={g.serve_http_port} needs generation.serve_port, the port of gRPC; "
+            "set both"
+        )
     if g.serve_port is not None and a.samples == "reference":
         yield "hosts answer no requests with algorithm.samples=reference; leave generation.serve_port out"
     if g.kv_tokens is not None and g.kv_tokens < g.length * (1 + g.reserved_slots):

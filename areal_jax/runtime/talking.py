@@ -31,7 +31,7 @@ def training_host(
 
     `emit(event, trajectory)` receives the host's events. `turns` decides when the host may use the device
     that it shares with the trainer; None: it shares no device. `is_idle_bounded`: as in `Host.run`. If
-    generation.serve_port is set, the function also serves clients by gRPC, which is otherwise not imported.
+    generation.serve_port is set, the function also serves clients; otherwise no server is imported.
     Raises ArealError if other machines can reach the endpoint but AREAL_JAX_SECRET is unset, except with
     generation.serve_is_open.
     """

@@ -1,4 +1,4 @@
-"""The gRPC server of a generation host, in `areal-jax serve` and in a training run.
+"""The gRPC and HTTP servers of a generation host, in `areal-jax serve` and in a training run.
 
 Two threads do the work: one runs the host's decode loop; the other runs the event loop and owns every socket.
 """
@@ -6,16 +6,20 @@ Two threads do the work: one runs the host's decode loop; the other runs the eve
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, NamedTuple
 
 import grpc
+import uvicorn
 
 from areal_jax.config.tree import Config
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host
-from areal_jax.serving.http import Metrics
+from areal_jax.serving.http import Metrics, http_app
+from areal_jax.serving.openai_api import OpenAIApi
 from areal_jax.serving.requests import Served
 from areal_jax.serving.secret import VARIABLE, Secret, is_loopback
 from areal_jax.serving.services import Publish, RequireSecret, Services, handlers
@@ -27,6 +31,9 @@ GRACE_S = 2.0
 
 PORT_REMEDY = "give another port, or 0 for a free one"
 
+DEADLINE_S = 600.0
+"""The longest that a request over HTTP may take, in seconds, unless `areal-jax serve` is given another."""
+
 START_S = 60.0
 STOP_S = 30.0
 
@@ -37,55 +44,85 @@ UNREAD = 4096
 """Maximum number of a request's tokens that the client has not read yet; with more, the request fails."""
 
 
+class Address(NamedTuple):
+    """Where a server is reached; port 0 selects a free port."""
+
+    host: str
+    port: int
+    http_port: int | None
+    """None: no HTTP."""
+    secret: Secret | None
+    """None: the server accepts any client."""
+    options: tuple[str, str] = ("--port", "--http-port")
+    """Names of the settings of both ports, for messages."""
+
+
 class Endpoint:
-    """The gRPC server of one generation host.
+    """The gRPC and HTTP servers of one generation host.
 
     First make the endpoint, then the host, with the endpoint's `streams.hear` and `streams.emit` (beside a
     training run: `streams.beside`) as callbacks; then call `attach(host)` and `start`. `served`: limits and
     defaults for requests; `slots`: how many samples of requests the host decodes at once; `queue`: maximum
     number of samples that wait for a slot; `unread`: maximum number of a request's tokens that the client has
     not read yet. `publish`: called by the RPC Swap to load weights; None: Swap, Pause and Resume are refused,
-    because a training run controls the host.
+    because a training run controls the host. `deadline_s`: the longest that a request over HTTP may take.
     """
 
     def __init__(
-        self, served: Served, slots: int, queue: int, unread: int = UNREAD, publish: Publish | None = None
+        self,
+        served: Served,
+        slots: int,
+        queue: int,
+        *,
+        unread: int = UNREAD,
+        deadline_s: float = DEADLINE_S,
+        publish: Publish | None = None,
     ) -> None:
-        self.served, self._publish = served, publish
+        self.served, self._publish, self._deadline_s = served, publish, deadline_s
         self._loop = asyncio.new_event_loop()
         self.streams = Streams(self._loop, slots=slots, queue=queue, room_tokens=unread)
         self._thread = threading.Thread(target=self._loop.run_forever, name="answer", daemon=True)
-        self.port = 0
+        self.port = self.http_port = 0
+        self._http: tuple[uvicorn.Server, asyncio.Task[None]] | None = None
 
     def attach(self, host: Host) -> None:
         self.streams.host = host
         self.metrics = Metrics(host.statistics)
 
-    def start(self, host: str, port: int, secret: Secret | None, option: str) -> None:
-        """Starts the server on address `host`; if `secret` is None, the server accepts any client.
-
-        Port 0 selects a free port. Raises ArealError if the port cannot be opened; the message names
-        `option`, the command-line option or config key with which the user sets the port.
-        """
+    def start(self, address: Address) -> None:
+        """Starts the servers. Raises ArealError if a port cannot be opened."""
         self._thread.start()
         try:
-            self.in_loop(self._open(host, port, secret, option), START_S)
+            self.in_loop(self._open(address), START_S)
         except BaseException:
             self._end_loop()
             raise
 
     def stop(self) -> None:
-        """Ends requests in progress with gRPC status UNAVAILABLE, closes the port and ends the event loop."""
+        """Ends requests in progress with status UNAVAILABLE, closes the ports and ends the event loop."""
         self.streams.end()
         try:
-            self.in_loop(self._grpc.stop(GRACE_S), STOP_S)
+            self.in_loop(self._close(), STOP_S)
         finally:
             self._end_loop()
 
     def in_loop(self, work: Coroutine[Any, Any, Any], deadline_s: float) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(deadline_s)
 
-    async def _open(self, host: str, port: int, secret: Secret | None, option: str) -> None:
+    async def _open(self, address: Address) -> None:
+        with ExitStack() as opened:
+            listening = None
+            if address.http_port is not None:
+                listening = _listening(address.host, address.http_port, address.options[1])
+                opened.enter_context(listening)
+            self._bind(address)
+            await self._grpc.start()
+            if listening is not None:
+                await self._serve_http(listening, address.secret)
+            opened.pop_all()
+
+    def _bind(self, address: Address) -> None:
+        host, port, _, secret, (option, _) = address
         services = Services(self.streams, self.served, self.metrics, self._publish)
         self._grpc = grpc.aio.server(
             interceptors=[RequireSecret(secret)] if secret else [],
@@ -95,22 +132,51 @@ class Endpoint:
         try:
             self.port = self._grpc.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
         except RuntimeError as error:
-            free = ", or 0 for a free one" if option.startswith("--") else ""
-            raise ArealError(
-                f"{option} {port} on {host} cannot be bound ({error}); give another port{free}"
-            ) from None
-        await self._grpc.start()
+            raise _in_use(option, port, host, error) from None
+
+    async def _serve_http(self, listening: socket.socket, secret: Secret | None) -> None:
+        routes = OpenAIApi(self.streams, self.served, self.metrics, self._deadline_s).routes()
+        app = http_app(self.served.name, self.streams, self.metrics, secret, routes)
+        grace_s = int(GRACE_S)
+        config = uvicorn.Config(
+            app, log_config=None, lifespan="off", access_log=False, timeout_graceful_shutdown=grace_s
+        )
+        server = uvicorn.Server(config)
+        task = asyncio.create_task(server.serve(sockets=[listening]))
+        self._http, self.http_port = (server, task), listening.getsockname()[1]
+        while not server.started and not task.done():
+            await asyncio.sleep(0.01)
+
+    async def _close(self) -> None:
+        await self._grpc.stop(GRACE_S)
+        if self._http is not None:
+            server, task = self._http
+            server.should_exit = True
+            await task
 
     def _end_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(STOP_S)
 
 
+def _listening(host: str, port: int, option: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host.strip("[]"), port), family=family)
+    except OSError as error:
+        raise _in_use(option, port, host, error.strerror) from None
+
+
+def _in_use(option: str, port: int, host: str, why: object) -> ArealError:
+    remedy = PORT_REMEDY if option.startswith("--") else "give another port"
+    return ArealError(f"{option} {port} on {host} cannot be bound ({why}); {remedy}")
+
+
 # --- beside a training --------------------------------------------------------------------------------------
 
 
 class TrainingEndpoint(Endpoint):
-    """The gRPC server of host number `index` of a training run.
+    """The gRPC and HTTP servers of host number `index` of a training run.
 
     Clients' requests use only the generation.serve_slots slots that the host reserves for them.
     """
@@ -124,7 +190,13 @@ class TrainingEndpoint(Endpoint):
                 f"generation.serve_address={g.serve_address} can be reached from other machines, and there "
                 f"is no secret; set {VARIABLE}, or generation.serve_is_open=true"
             )
-        self._address = g.serve_address, g.serve_port + index, None if is_open else secret
+        self._address = Address(
+            g.serve_address,
+            g.serve_port + index,
+            None if g.serve_http_port is None else g.serve_http_port + index,
+            None if is_open else secret,
+            ("generation.serve_port", "generation.serve_http_port"),
+        )
         served = Served(
             config.run.name,
             engine.tokenizer,
@@ -137,10 +209,10 @@ class TrainingEndpoint(Endpoint):
         super().__init__(served, engine.reserved_slots, QUEUE)
 
     def around(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Returns a function that starts this server, calls `run` (the host's loop), and stops the server."""
+        """Returns a function that starts the servers, calls `run` (the host's loop) and stops them."""
 
         def answering() -> None:
-            self.start(*self._address, "generation.serve_port")
+            self.start(self._address)
             try:
                 run()
             finally:

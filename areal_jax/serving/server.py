@@ -6,16 +6,13 @@ The server opens its ports only after it has compiled every program.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import uvicorn
 
 from areal_jax.assembly.device_memory_remedies import HOST, explained
 from areal_jax.assembly.devices import host_mesh, use_compilation_cache
@@ -33,9 +30,7 @@ from areal_jax.models.io.huggingface import open_folder
 from areal_jax.models.model import Model
 from areal_jax.observe.threads import reporting_thread
 from areal_jax.serving.answers import require_tags
-from areal_jax.serving.endpoint import PORT_REMEDY, START_S, STOP_S, UNREAD, Endpoint
-from areal_jax.serving.http import http_app
-from areal_jax.serving.openai_api import OpenAIApi
+from areal_jax.serving.endpoint import DEADLINE_S, STOP_S, UNREAD, Address, Endpoint
 from areal_jax.serving.requests import RequestError, Served, invalid
 from areal_jax.serving.secret import Secret, require_secret
 from areal_jax.types import ArealError, Sampling, VersionedParams
@@ -58,7 +53,7 @@ class ServeSettings:
     """Maximum number of samples that wait for a slot."""
     unread: int = UNREAD
     """Maximum number of a request's tokens that the client has not read yet; with more, the request fails."""
-    deadline_s: float = 600.0
+    deadline_s: float = DEADLINE_S
     """The longest that a request over HTTP may take, in seconds."""
     is_sampled: bool = False
     """True: JetStream's Decode requests are sampled by the config's generation.*; False: decoded greedily."""
@@ -107,7 +102,14 @@ class Server:
             else Sampling(temperature=0.0, max_tokens=sampling.max_tokens),
             is_answers_only=settings.is_answers_only,
         )
-        self._endpoint = Endpoint(served, engine.slots, settings.queue, settings.unread, self._publish)
+        self._endpoint = Endpoint(
+            served,
+            engine.slots,
+            settings.queue,
+            unread=settings.unread,
+            deadline_s=settings.deadline_s,
+            publish=self._publish,
+        )
         self.served, self.streams = served, self._endpoint.streams
         self.host = Host(
             "the server",
@@ -129,13 +131,8 @@ class Server:
         """Opens the ports and starts decoding. Raises ArealError if a port cannot be opened."""
         self.host.step()  # adopt the first version before any request arrives
         s = self._settings
-        self._endpoint.start(s.host, s.port, s.secret, "--port")
-        self.port = self._endpoint.port
-        try:
-            self._endpoint.in_loop(self._open_http(), START_S)
-        except BaseException:
-            self._endpoint.stop()
-            raise
+        self._endpoint.start(Address(s.host, s.port, s.http_port, s.secret))
+        self.port, self.http_port = self._endpoint.port, self._endpoint.http_port
         self._decoding.start()
 
     def wait(self) -> None:
@@ -146,31 +143,10 @@ class Server:
             raise self._failures[0]
 
     def stop(self) -> None:
-        """Ends requests in progress with gRPC status UNAVAILABLE, closes the ports and joins the threads."""
+        """Ends requests in progress with status UNAVAILABLE, closes the ports and joins the threads."""
         self.streams.tell(Stop())
         self._decoding.join(STOP_S)
-        try:
-            self._endpoint.in_loop(self._close_http(), STOP_S)
-        finally:
-            self._endpoint.stop()
-
-    # --- in the event loop ----------------------------------------------------------------------------------
-
-    async def _open_http(self) -> None:
-        s = self._settings
-        listening = _listening(s.host, s.http_port)
-        self.http_port = listening.getsockname()[1]
-        metrics = self._endpoint.metrics
-        routes = OpenAIApi(self.streams, self.served, metrics, s.deadline_s).routes()
-        app = http_app(self.served.name, self.streams, metrics, s.secret, routes)
-        self._http = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", access_log=False))
-        self._http_task = asyncio.create_task(self._http.serve(sockets=[listening]))
-        while not self._http.started and not self._http_task.done():
-            await asyncio.sleep(0.01)
-
-    async def _close_http(self) -> None:
-        self._http.should_exit = True
-        await self._http_task
+        self._endpoint.stop()
 
     # --- weights --------------------------------------------------------------------------------------------
 
@@ -231,16 +207,6 @@ class Server:
                 "which this server compiled its programs; start another server with this folder as MODEL"
             )
         return theirs.load(model.abstract_params, self._engine.param_shardings)
-
-
-def _listening(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host.strip("[]"), port), family=family)
-    except OSError as error:
-        raise ArealError(
-            f"--http-port {port} on {host} cannot be bound ({error.strerror}); {PORT_REMEDY}"
-        ) from None
 
 
 # --- from a model's name ------------------------------------------------------------------------------------

@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import socket
 import threading
+from typing import Any
 
 import grpc
+import openai
 import pytest
 
 from areal_jax.config.loading import ConfigError
@@ -36,7 +38,22 @@ def digests(folder) -> list[str]:
     return [event.digest for event in events if isinstance(event, VersionCommitted)]
 
 
-def asked_while(thread: threading.Thread, port: int) -> tuple[int, set[int], list[grpc.StatusCode]]:
+def completed(http_port: int) -> set[int]:
+    """The versions of the tokens that OpenAI's client gets; empty once the run has ended."""
+    base_url = f"http://127.0.0.1:{http_port}/v1"
+    client = openai.OpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=60)
+    fields: dict[str, Any] = {"max_tokens": 3, "extra_body": {"return_token_ids": True}}
+    try:
+        (choice,) = client.completions.create(model="", prompt=[2, 3], **fields).choices
+    except (openai.APIConnectionError, openai.InternalServerError):
+        return set()
+    assert 1 <= len(choice.token_ids) == len(choice.versions) <= 3
+    return set(choice.versions)
+
+
+def asked_while(
+    thread: threading.Thread, port: int, http_port: int
+) -> tuple[int, set[int], list[grpc.StatusCode]]:
     """Requests that were answered, the versions that answered, and the errors of the others."""
     content = protocol.DecodeRequest.TokenContent(token_ids=(2, 3))
     answered, versions, errors = 0, set(), []
@@ -61,6 +78,9 @@ def asked_while(thread: threading.Thread, port: int) -> tuple[int, set[int], lis
                     for sample in response.stream_content.samples
                     for token in sample.token_ids
                 ]
+                over_http = completed(http_port)
+                assert not over_http or max(over_http) >= max(versions, default=0), "versions only grow"
+                versions |= over_http
                 versions.add(ours.Statistics(messages.StatisticsRequest(), timeout=60).version)
             except grpc.RpcError as error:
                 errors.append(error.code())
@@ -74,8 +94,9 @@ def asked_while(thread: threading.Thread, port: int) -> tuple[int, set[int], lis
 @pytest.mark.slow
 def test_a_live_run_answers_requests_across_versions_and_learns_the_same(tmp_path):
     run(small(tmp_path / "alone", *WORDS), stream=io.StringIO())
-    port = free_port()
-    config = small(tmp_path / "asked", *WORDS, f"generation.serve_port={port}")
+    port, http_port = free_port(), free_port()
+    ports = f"generation.serve_port={port}", f"generation.serve_http_port={http_port}"
+    config = small(tmp_path / "asked", *WORDS, *ports)
     failures: list[BaseException] = []
 
     def train() -> None:
@@ -87,7 +108,7 @@ def test_a_live_run_answers_requests_across_versions_and_learns_the_same(tmp_pat
     thread = threading.Thread(target=train)
     thread.start()
     try:
-        answered, versions, errors = asked_while(thread, port)
+        answered, versions, errors = asked_while(thread, port, http_port)
     finally:
         thread.join(300)
     assert not failures, failures
@@ -102,6 +123,10 @@ def test_a_live_run_answers_requests_across_versions_and_learns_the_same(tmp_pat
     [
         (("generation.serve_slots=4",), "leaves no slot for rollouts"),
         (("generation.kv_tokens=24",), "and serve_slots; set"),
+        (
+            ("generation.serve_port=null", "generation.serve_http_port=9"),
+            "needs generation.serve_port, the port",
+        ),
         (("algorithm.preset=sft",), "hosts answer no requests with algorithm.samples=reference"),
     ],
 )
