@@ -121,15 +121,26 @@ def test_a_run_holds_its_trainer_and_the_wait_is_a_cause_of_its_own(tmp_path, a_
     assert sum(each.end_s - each.start_s for each in own) == pytest.approx(whole, rel=0.01)
 
 
+AT_ETA_0 = ("control.max_staleness=0", "run.steps=3")
+
+
+@pytest.fixture(scope="module")
+def without_bound(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Digests of a run at eta = 0 without a bound on ages."""
+    folder = tmp_path_factory.mktemp("free") / "run"
+    started(small(folder, *WORDS, *AT_ETA_0, "control.max_token_age=null"))
+    return digests(folder)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("over_age", ["hold", "mask"])
-def test_at_eta_0_nothing_is_old_and_the_bits_are_those_of_a_run_without_a_bound(tmp_path, over_age):
-    own = ("control.max_staleness=0", "control.max_token_age=0", "run.steps=3")
-    rows = started(bounded(tmp_path / over_age, over_age, *own))
+def test_at_eta_0_nothing_is_old_and_the_bits_are_those_of_a_run_without_a_bound(
+    tmp_path, without_bound, over_age
+):
+    rows = started(bounded(tmp_path / over_age, over_age, *AT_ETA_0, "control.max_token_age=0"))
     assert {row.get("masked_token_share", 0) for row in rows} == {0}
     assert {row.get("hold_share", 0) for row in rows} == {0}
-    started(small(tmp_path / "free", *WORDS, *own[::2], "control.max_token_age=null"))
-    assert digests(tmp_path / over_age) == digests(tmp_path / "free")
+    assert digests(tmp_path / over_age) == without_bound
 
 
 class Equal(Countdown):

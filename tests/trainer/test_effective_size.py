@@ -88,12 +88,9 @@ def wanted(params: Any, learner: MakeLearner) -> dict[str, float]:
     "settings",
     [
         {},
-        {"rows": 1},
-        {"minibatches": 2},
-        {"mesh": {"data": 2}},
-        {"proximal": "reuse"},
-        {"proximal": "none", "off_policy": "none"},
-        {"off_policy_settings": {"cap": 1.01}},
+        {"rows": 1, "proximal": "reuse"},
+        {"minibatches": 2, "off_policy_settings": {"cap": 1.01}},
+        {"mesh": {"data": 2}, "proximal": "none", "off_policy": "none"},
     ],
     ids=str,
 )
