@@ -123,11 +123,16 @@ class HFTokenizer:
     ) -> str:
         """Returns the messages as the chat template renders them; see `Tokenizer.chat_text`.
 
-        `arguments` go to the template. Raises TaskError if the template raises an error.
+        `arguments` go to the template. Raises TaskError if the template raises an error, or has no tools.
         """
         if not self.templates:
             return plain_chat(messages, tools, arguments, is_open=is_open)
         ready = checked(messages)
+        if tools and not any("tools" in template for _, template in self.templates):
+            raise TaskError(
+                f"the chat template of {self.folder} leaves tools out, so the model would not know of them; "
+                "describe the tools in a message, or replace chat_template.jinja"
+            )
         try:
             return self._chat.apply_chat_template(
                 list(ready),

@@ -180,6 +180,16 @@ def test_rendering_messages_imports_neither_torch_nor_jax(folder: Path):
     assert ran.stdout == f"False\n{START}\nFalse False\n", ran.stderr
 
 
+def test_tools_are_refused_by_a_template_without_a_place_for_them(tmp_path: Path):
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    template = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}" + CHATML
+    with_place = HFTokenizer.from_folder(write(tmp_path, chat_template=template))
+    assert with_place.chat_text(CHAT, tools).startswith("add<|im_start|>")
+    without = HFTokenizer.from_folder(write(tmp_path))
+    with pytest.raises(TaskError, match=r"leaves tools out, .* describe the tools in a message"):
+        without.render(Prompt(messages=CHAT, tools=tools))
+
+
 def test_a_template_that_raises_is_quoted_with_the_roles(tmp_path: Path):
     template = "{{ raise_exception('roles must alternate') }}"
     tokenizer = HFTokenizer.from_folder(write(tmp_path, chat_template=template))
