@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import takewhile
 from typing import Any
 
 from areal_jax.tasks.chat_messages import Message
@@ -54,9 +55,18 @@ class FollowUps:
     ) -> None:
         """Raises TaskError if the text after an answer depends on what was said before it."""
         self._tokenizer, self._tools, self._arguments = tokenizer, tools, arguments
-        self._closing_text = self._after(STUBS[0], is_open=False)
-        self.closing = tuple(tokenizer.encode_chat(self._closing_text))
+        ended, continued = (
+            tokenizer.encode_chat(text)
+            for text in (self._after(STUBS[0], is_open=False), self._after(STUBS[0], _USER))
+        )
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(ended, continued, strict=False))
+        self.closing = tuple(token for token, _ in same)
         """The tokens that end an answer; a sampled answer may end with the first of them."""
+        if ended and not self.closing:
+            raise TaskError(
+                "the chat template ends the last answer of a conversation with other tokens, "
+                f"{ended[:4]}, than one that is continued, {continued[:4]}; {REMEDY}"
+            )
         self._check = cache(self._checked)
         self._check("user")
 
@@ -69,11 +79,14 @@ class FollowUps:
         """
         self._check("tool" if messages[0].get("role") == "tool" else "user")
         tokens = self._tokenizer.encode_chat(self._after(STUBS[0], *messages))
-        return tokens[self._sampled_end(answer) :]
+        return tokens[self._sampled_end(answer, tokens) :]
 
-    def _sampled_end(self, answer: Sequence[int]) -> int:
-        """Number of the closing's first tokens with which the answer ends."""
+    def _sampled_end(self, answer: Sequence[int], tokens: Sequence[int]) -> int:
+        """Number of the first `tokens` with which the answer ends already."""
         lengths = range(min(len(self.closing), len(answer)), 0, -1)
+        # Some models end an answer with the token that begins the next message.
+        if answer and answer[-1] == tokens[0] == self._tokenizer.eos_id:
+            return 1
         return next((n for n in lengths if tuple(answer[-n:]) == self.closing[:n]), 0)
 
     def _after(self, stub: Sequence[Message], *messages: Message, is_open: bool = True) -> str:
@@ -90,9 +103,8 @@ class FollowUps:
         for probe in PROBES[role]:
             one, other = (self._after(stub, *probe) for stub in STUBS)
             begin = self._tokenizer.encode_chat(one)[: len(self.closing)]
-            if one != other or not one.startswith(self._closing_text) or tuple(begin) != self.closing:
+            if one != other or tuple(begin) != self.closing:
                 raise TaskError(
                     f"the chat template does not write the same text after every answer: {one!r:.80} in a "
-                    f"short conversation, {other!r:.80} in a longer one, {self._closing_text!r:.40} at the "
-                    f"end of one; {REMEDY}"
+                    f"short conversation, {other!r:.80} in a longer one; {REMEDY}"
                 )

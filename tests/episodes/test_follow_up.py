@@ -101,6 +101,30 @@ def test_a_template_whose_text_depends_on_the_conversation_is_refused(folder):
         FollowUps(tokenizer)
 
 
+def test_an_end_of_the_conversation_is_no_end_of_an_answer(folder, monkeypatch):
+    """A template that writes a token at the very end; and one with another end for the last answer."""
+    last = "{% if not add_generation_prompt %}<|eot_id|>{% endif %}"
+    monkeypatch.setitem(chat_templates.TEMPLATES, "smollm", chat_templates.SMOLLM + last)
+    tokenizer = tokenizer_of(folder / "ended", "smollm")
+    assert (
+        tokenizer._backend.decode(FollowUps(tokenizer).closing, skip_special_tokens=False) == "<|im_end|>\n"
+    )
+    other = chat_templates.SMOLLM.replace("<|im_end|>\n", "{{ '<|eot_id|>' if loop.last else '<|im_end|>' }}")
+    monkeypatch.setitem(chat_templates.TEMPLATES, "smollm", other)
+    with pytest.raises(TaskError, match="ends the last answer of a conversation with other tokens"):
+        FollowUps(tokenizer_of(folder / "other", "smollm"))
+
+
+def test_an_answer_may_end_with_the_token_that_begins_the_next_message(folder, monkeypatch):
+    template = "{% for m in messages %}<|eot_id|>{{ m['role'] }}: {{ m['content'] }}{% endfor %}"
+    monkeypatch.setitem(chat_templates.TEMPLATES, "llama", template)
+    tokenizer = tokenizer_of(folder / "begins", "llama")
+    follow_ups, text = FollowUps(tokenizer), tokenizer.encode("hello")
+    complete = text + follow_ups.tokens([USER], text)
+    assert complete.count(tokenizer.eos_id) == 1
+    assert [*text, tokenizer.eos_id, *follow_ups.tokens([USER], [*text, tokenizer.eos_id])] == complete
+
+
 def test_a_template_without_results_of_tools_is_refused_only_where_one_comes(folder, monkeypatch):
     strict = chat_templates.SMOLLM.replace(
         "{% for m in messages %}",
