@@ -16,10 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from areal_jax.serving.proto import rollout_pb2 as messages
 from areal_jax.serving.requests import Ask, RequestError, Served, checked_ids, generate_ask, invalid, rendered
 from areal_jax.tasks.errors import TaskError
-from areal_jax.tasks.tool_calls import Notation, is_in_thought, notation_of
+from areal_jax.tasks.tool_calls import Notation, is_in_thought
 from areal_jax.types import Prompt
-
-MAX_STOPS = 16
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -137,14 +135,14 @@ def chat_asked(data: Any, served: Served) -> Asked:
     tools = body.tools or [] if body.tool_choice != "none" else []
     if body.max_completion_tokens is not None:
         body.max_tokens = body.max_completion_tokens
-    text, tokens = _chat(body.messages, tools, body.chat_template_kwargs, served)
+    tokens = _chat(body.messages, tools, body.chat_template_kwargs, served)
     return _asked(
         body,
         tokens,
         served,
         has_logprobs=bool(body.logprobs),
-        notation=notation_of(text) if tools else "none",
-        is_in_thought=is_in_thought(text[-32:]),
+        notation=served.tokenizer.notation if tools else "none",
+        is_in_thought=is_in_thought(served.tokenizer.decode(tokens[-8:])),
     )
 
 
@@ -153,15 +151,14 @@ def _chat(
     tools: Sequence[Mapping[str, Any]],
     arguments: Mapping[str, Any],
     served: Served,
-) -> tuple[str, tuple[int, ...]]:
-    """Returns the conversation as the model reads it: as text, and as tokens."""
+) -> tuple[int, ...]:
+    """Returns the conversation as tokens."""
+    if not arguments:
+        return rendered(Prompt(messages=said, tools=tools), served)
     try:
-        text = served.tokenizer.chat_text(said, tools, arguments)
-        if arguments:
-            return text, tuple(served.tokenizer.encode_chat(text))
-        return text, tuple(served.tokenizer.render(Prompt(messages=said, tools=tools)))
+        return tuple(served.tokenizer.encode_chat(served.tokenizer.chat_text(said, tools, arguments)))
     except TaskError as error:
-        raise invalid(f"messages: {error}") from None
+        raise invalid(str(error)) from None
 
 
 def _body(kind: type[Any], data: Any) -> Any:

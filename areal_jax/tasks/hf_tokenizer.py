@@ -21,6 +21,7 @@ from areal_jax.tasks.byte_level import byte_table
 from areal_jax.tasks.chat_messages import Message, checked
 from areal_jax.tasks.errors import TaskError
 from areal_jax.tasks.tokenizers import REPLACEMENT, plain_chat
+from areal_jax.tasks.tool_calls import Notation, notation_of
 from areal_jax.types import Prompt
 
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -73,6 +74,11 @@ class HFTokenizer:
     def pad_id(self) -> int:
         """The id of the pad token or, if the tokenizer has none, of the end token (eos)."""
         return self._special_id("pad_token") if "pad_token" in dict(self.special) else self.eos_id
+
+    @cached_property
+    def notation(self) -> Notation:
+        """How the chat template teaches the model to write tool calls."""
+        return notation_of("".join(template for _, template in self.templates))
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of text; the text of a special token, such as <|im_end|>, is ordinary text."""

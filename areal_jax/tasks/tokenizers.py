@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from areal_jax.tasks.chat_messages import Message, checked
 from areal_jax.tasks.errors import TaskError
+from areal_jax.tasks.tool_calls import Notation
 from areal_jax.types import Prompt
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -26,6 +27,11 @@ class Tokenizer(Protocol):
 
     @property
     def pad_id(self) -> int: ...
+
+    @property
+    def notation(self) -> Notation:
+        """How the chat template teaches the model to write tool calls."""
+        ...
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of text; adds no special tokens. Raises TaskError if part of the text has no id."""
@@ -95,6 +101,7 @@ class CharTokenizer:
 
     pad_id = 0
     eos_id = 1
+    notation: Notation = "none"
 
     def __init__(self, alphabet: str, symbols: Sequence[str] = ()) -> None:
         if not alphabet or len(set(alphabet)) != len(alphabet):
@@ -159,6 +166,7 @@ class ByteTokenizer:
     bos_id = 256
     eos_id = 257
     pad_id = 257
+    notation: Notation = "none"
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8", errors="replace"))

@@ -259,7 +259,7 @@ def test_the_command_shows_a_tokens_provenance_and_verifies_it(parent):
 
 
 def elsewhere(*words: str) -> dict:
-    """Returns what the command prints on a CPU without AVX, whose sums have another order."""
+    """Returns what the command prints on a CPU without AVX, which adds in another order."""
     words = (sys.executable, "-m", "areal_jax.cli.main", *words, "--json")
     env = {"XLA_FLAGS": "--xla_cpu_max_isa=SSE4_2"}
     done = subprocess.run(words, env=os.environ | env, capture_output=True, text=True, timeout=300)
