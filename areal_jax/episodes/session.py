@@ -16,11 +16,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from areal_jax.episodes.follow_up import FollowUps
-from areal_jax.tasks.chat_messages import Canonical, Message, canonical, checked, frozen, same_answer
+from areal_jax.tasks.chat_messages import Canonical, Message, canonical, frozen, same_answer
 from areal_jax.tasks.errors import TaskError
-from areal_jax.tasks.tokenizers import Tokenizer
-from areal_jax.tasks.tool_calls import Notation, is_in_thought, message_of, parsed_answer
-from areal_jax.types import NOT_SAMPLED, Prompt
+from areal_jax.tasks.tokenizers import Tokenizer, chat_tokens
+from areal_jax.tasks.tool_calls import is_in_thought, message_of, parsed_answer
+from areal_jax.types import NOT_SAMPLED
 
 History = Literal["exact", "template"]
 
@@ -99,14 +99,11 @@ class _Root:
 class Session:
     """The conversations of one sample; not thread-safe."""
 
-    def __init__(self, tokenizer: Tokenizer, notation: Notation, history: History = "exact") -> None:
-        """`notation`: how the model writes tool calls.
-
-        `history`: "exact" continues the tokens of a conversation; "template" does so only where the chat
+    def __init__(self, tokenizer: Tokenizer, history: History = "exact") -> None:
+        """`history`: "exact" continues the tokens of a conversation; "template" does so only where the chat
         template, given the complete conversation, renders the same tokens, and begins a branch elsewhere.
         """
         self._tokenizer, self._history = tokenizer, history
-        self._notation: Notation = notation
         self._roots: dict[Any, _Root] = {}
         self.turns: list[Turn] = []
 
@@ -146,7 +143,7 @@ class Session:
     def answered(self, turn: Turn, sampled: Sampled) -> dict[str, Any]:
         """Records a turn's answer; returns it as an assistant message in OpenAI's form."""
         text, end = (self._tokenizer.decode(tokens) for tokens in (sampled.tokens.tolist(), turn.added[-8:]))
-        answer = parsed_answer(text, self._notation, is_in_thought(end))
+        answer = parsed_answer(text, self._tokenizer.notation, is_in_thought(end))
         ids = [f"call_{turn.number}_{place}" for place in range(len(answer.calls))]
         turn.sampled, turn.answer = sampled, message_of(answer, ids)
         return turn.answer
@@ -184,10 +181,7 @@ class Session:
         return rendered[len(before) :] if rendered[: len(before)] == before else None
 
     def _rendered(self, root: _Root, messages: Sequence[Message]) -> list[int]:
-        if not root.arguments:
-            return self._tokenizer.render(Prompt(messages=messages, tools=root.tools))
-        text = self._tokenizer.chat_text(checked(messages), root.tools, root.arguments)
-        return self._tokenizer.encode_chat(text)
+        return chat_tokens(self._tokenizer, messages, root.tools, root.arguments)
 
 
 def _longest_path(

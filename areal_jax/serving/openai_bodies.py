@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from areal_jax.serving.proto import rollout_pb2 as messages
 from areal_jax.serving.requests import Ask, RequestError, Served, checked_ids, generate_ask, invalid, rendered
 from areal_jax.tasks.errors import TaskError
+from areal_jax.tasks.tokenizers import chat_tokens
 from areal_jax.tasks.tool_calls import Notation, is_in_thought
 from areal_jax.types import Prompt
 
@@ -153,10 +154,8 @@ def _chat(
     served: Served,
 ) -> tuple[int, ...]:
     """Returns the conversation as tokens."""
-    if not arguments:
-        return rendered(Prompt(messages=said, tools=tools), served)
     try:
-        return tuple(served.tokenizer.encode_chat(served.tokenizer.chat_text(said, tools, arguments)))
+        return tuple(chat_tokens(served.tokenizer, said, tools, arguments))
     except TaskError as error:
         raise invalid(str(error)) from None
 

@@ -188,6 +188,18 @@ class ByteTokenizer:
     encode_chat = encode
 
 
+def chat_tokens(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]],
+    arguments: Mapping[str, Any] | None,
+) -> list[int]:
+    """Returns the ids of a chat as `render` does, with further arguments of the chat template."""
+    if not arguments:
+        return tokenizer.render(Prompt(messages=messages, tools=tools))
+    return tokenizer.encode_chat(tokenizer.chat_text(messages, tools, arguments))
+
+
 def _render(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
     if prompt.text is not None:
         return tokenizer.encode(prompt.text)

@@ -12,8 +12,8 @@ import pytest
 from areal_jax.episodes.session import Sampled, Session, Turn
 from areal_jax.tasks.errors import TaskError
 from areal_jax.tasks.hf_tokenizer import HFTokenizer
-from areal_jax.tasks.tool_calls import Notation, notation_of
-from tests.episodes.chat_templates import TEMPLATES, tokenizer_of
+from areal_jax.tasks.tool_calls import Notation
+from tests.episodes.chat_templates import tokenizer_of
 
 TOOLS: Any = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
@@ -30,8 +30,8 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, HFTokenize
 
 
 def session_of(tokenizers: dict[str, HFTokenizer], family: str, history: Any = "exact") -> Session:
-    assert notation_of(TEMPLATES[family]) == FAMILIES[family]
-    return Session(tokenizers[family], FAMILIES[family], history)
+    assert tokenizers[family].notation == FAMILIES[family]
+    return Session(tokenizers[family], history)
 
 
 # --- a policy and a client ----------------------------------------------------------------------------------
@@ -128,12 +128,12 @@ def play(rng: np.random.Generator, session: Session, tokenizer: HFTokenizer, tur
     """Talks for so many turns, each of which must continue the tokens of the last; returns the messages."""
     said, last = list(FIRST), None
     for _ in range(turns):
-        turn = session.ask(said, TOOLS if session._notation != "none" else ())
+        turn = session.ask(said, TOOLS if tokenizer.notation != "none" else ())
         if last is not None:
             assert turn.parent is last and session.branches == 0
             before = [*last.prompt, *last.sampled.tokens.tolist()]
             assert turn.prompt[: len(before)] == before and len(turn.prompt) > len(before)
-        answer = session.answered(turn, sampled_by(rng, tokenizer, session._notation))
+        answer = session.answered(turn, sampled_by(rng, tokenizer, tokenizer.notation))
         said += [kept_by_client(rng, answer), *reply(rng, answer)]
         last = turn
     return said
