@@ -27,7 +27,7 @@ from areal_jax.cluster.broker import Broker, BrokerError
 from areal_jax.cluster.membership import HEARTBEAT_S, LOST_S, Member, Membership, mailbox_of
 from areal_jax.cluster.messages import CONTROL
 from areal_jax.cluster.owner import Owner
-from areal_jax.cluster.payloads import Held
+from areal_jax.cluster.payloads import Held, Posted
 from areal_jax.cluster.remote import RemoteHosts
 from areal_jax.control import events as e
 from areal_jax.observe.waits import WaitTimeout
@@ -298,10 +298,10 @@ class Controller:
 
     # --- messages from processes ----------------------------------------------------------------------------
 
-    def _valid(self, message: m.Event, payloads: Mapping[Announced, bytes]) -> list[Incoming]:
+    def _valid(self, message: m.Event, payloads: Mapping[Posted, bytes]) -> list[Incoming]:
         """Returns [(event, payload)]; [] if the event is refused or has to wait (`_in_time`).
 
-        `payloads`: (sample, host's mailbox) -> the sample's encoded trajectory in Redis. A host's event is
+        `payloads`: posted payload -> the sample's encoded trajectory in Redis. A host's event is
         refused if the host was declared lost, or if the event was sent before the host's last Begin, because
         the host's samples may have gone to another host. Such an event of the trainer is valid, unless Redis
         has lost its data since; the trainer then sends all its events again, in order. Scores are always
@@ -321,9 +321,9 @@ class Controller:
             return self._in_time(event)
         if not isinstance(event, e.SampleFinished):
             return [(event, message.ticket or None)] if is_valid else []
-        announced = event.sample, mailbox
+        announced = Posted(event.sample, mailbox, message.number)
         if not is_valid or self._control.state.is_stale(event):
-            self._held.refuse(*announced)
+            self._held.refuse(announced)
             return [(event, None)] if is_valid else []
         if announced not in payloads:
             raise ArealError(
@@ -331,7 +331,7 @@ class Controller:
                 "deletes keys of this run. Give the run a Redis database of its own (runtime.redis), and "
                 "resume the run"
             )
-        self._held.accept(*announced)
+        self._held.accept(announced)
         return self._in_time(event, decode(payloads[announced]))
 
     def _in_time(self, event: e.Event, payload: Trajectory | None = None) -> list[Incoming]:
@@ -550,10 +550,6 @@ class Controller:
             self._broker.post(mailbox, *messages)
 
 
-Announced = tuple[SampleId, str]
-"""(sample, mailbox of the host that finished it): together they identify a trajectory in Redis."""
-
-
 def _newest_version(event: e.Event) -> int:
     """Returns the newest policy version that a host's event mentions; -1 if the event mentions none."""
     if isinstance(event, e.HostAdopted):
@@ -562,7 +558,8 @@ def _newest_version(event: e.Event) -> int:
     return max((span.version for span in spans), default=-1)
 
 
-def _announced(message: m.Message) -> Announced | None:
+def _announced(message: m.Message) -> Posted | None:
     if isinstance(message, m.Event) and isinstance(message.event, e.SampleFinished):
-        return message.event.sample, mailbox_of(message.name, message.incarnation)
+        mailbox = mailbox_of(message.name, message.incarnation)
+        return Posted(message.event.sample, mailbox, message.number)
     return None

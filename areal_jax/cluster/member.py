@@ -21,7 +21,7 @@ from areal_jax.cluster import messages as m
 from areal_jax.cluster.meeting import connect
 from areal_jax.cluster.membership import HEARTBEAT_S, LOST_S, mailbox_of
 from areal_jax.cluster.owner import look
-from areal_jax.cluster.payloads import Payloads
+from areal_jax.cluster.payloads import Payloads, Posted
 from areal_jax.config.tree import Config
 from areal_jax.control.events import Event
 from areal_jax.observe.threads import reporting_thread
@@ -184,7 +184,13 @@ class ControllerLink:
             sent = [one for one in queued if one is not None]
             is_open = len(sent) == len(queued)  # `__exit__` queues None, after all messages
             # Payloads go before the events that announce them, so that the controller finds them.
-            self.payloads.post(self._mailbox, {t.sample: encode(t) for _, t in sent if t is not None})
+            self.payloads.post(
+                {
+                    Posted(t.sample, self._mailbox, message.number): encode(t)
+                    for message, t in sent
+                    if isinstance(message, m.Event) and t is not None
+                }
+            )
             self._broker.post(m.CONTROL, *(m.to_plain(message) for message, _ in sent))
 
     def _keep_alive(self) -> None:

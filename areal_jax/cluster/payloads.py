@@ -1,17 +1,18 @@
 """Payloads in Redis: encoded trajectories by sample, from the host's post until their batch is trained.
 
-A host posts a payload before the event that announces it, under a key that names sample and host: two hosts
-may finish the same sample if one of them was declared lost. When the event is journaled, the controller
-renames the key of the accepted payload to the sample's key, from which the trainer's processes fetch it. Once
-the batch is journaled as trained, the controller deletes the payload. SQLite stores every payload too, so
-Redis may lose payloads: the controller puts back those that a batch needs.
+A host posts a payload before the event that announces it, under a key that names the sample, the host and the
+event: two hosts may finish the same sample if one of them was declared lost, and one host may finish it twice
+if Redis lost its data in between. When the event is journaled, the controller renames the key of the accepted
+payload to the sample's key, from which the trainer's processes fetch it. Once the batch is journaled as
+trained, the controller deletes the payload. SQLite stores every payload too, so Redis may lose payloads: the
+controller puts back those that a batch needs.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from areal_jax.cluster.broker import Broker, BrokerError
 from areal_jax.trajectories.codec import encode
@@ -36,6 +37,16 @@ for at = last + 1, #ARGV do redis.call('UNLINK', ARGV[at]) end
 """
 
 
+class Posted(NamedTuple):
+    """A payload that a host posted, and the event that announces it."""
+
+    sample: SampleId
+    mailbox: str
+    """The host's mailbox, which differs for each process that had the host's name."""
+    number: int
+    """The event's number (`messages.Event.number`)."""
+
+
 class Payloads:
     """Access to a run's payloads (encoded trajectories) in Redis; several threads may use one object.
 
@@ -47,12 +58,12 @@ class Payloads:
 
     # --- hosts ----------------------------------------------------------------------------------------------
 
-    def post(self, mailbox: str, blobs: Mapping[SampleId, bytes]) -> None:
-        """Stores encoded trajectories of the host with mailbox `mailbox`.
+    def post(self, blobs: Mapping[Posted, bytes]) -> None:
+        """Stores encoded trajectories of a host.
 
         The host must send the events that announce these trajectories after this call.
         """
-        self._set({self._posted(sample, mailbox): blob for sample, blob in blobs.items()})
+        self._set({self._posted(one): blob for one, blob in blobs.items()})
 
     # --- trainers -------------------------------------------------------------------------------------------
 
@@ -78,8 +89,8 @@ class Payloads:
 
     # --- inside ---------------------------------------------------------------------------------------------
 
-    def _posted(self, sample: SampleId, mailbox: str) -> str:
-        return self._broker.key_of(f"posted:{_name(sample)}@{mailbox}")
+    def _posted(self, one: Posted) -> str:
+        return self._broker.key_of(f"posted:{_name(one.sample)}/{one.number}@{one.mailbox}")
 
     def _named(self, sample: SampleId) -> str:
         return self._broker.key_of(f"payload:{_name(sample)}")
@@ -144,10 +155,10 @@ class Held(Payloads):
         self._token = token
         self._names: set[SampleId] = set()
         """The samples with an accepted payload in Redis, which trainer processes can fetch."""
-        self._accepted: list[tuple[SampleId, str]] = []
-        """(sample, host's mailbox) of each accepted payload that `settle` has not moved yet."""
-        self._void: list[tuple[SampleId, str]] = []
-        """(sample, host's mailbox) of each refused payload that `settle` has not deleted yet."""
+        self._accepted: list[Posted] = []
+        """The accepted payloads that `settle` has not moved yet."""
+        self._void: list[Posted] = []
+        """The refused payloads that `settle` has not deleted yet."""
 
     def read(self) -> None:
         """Deletes posted payloads that were not accepted, and records again which payloads Redis holds."""
@@ -155,25 +166,25 @@ class Held(Payloads):
         self.delete_posted()
         self._names = {_sample(key.rpartition(":")[2]) for key in self._broker.keys("payload:")}
 
-    def posted(self, announced: Sequence[tuple[SampleId, str]]) -> dict[tuple[SampleId, str], bytes]:
-        """Returns the payloads that hosts posted for these (sample, host's mailbox); omits missing ones."""
-        return self._fetch(announced, lambda one: self._posted(*one))
+    def posted(self, announced: Sequence[Posted]) -> dict[Posted, bytes]:
+        """Returns these payloads; omits those that Redis does not hold."""
+        return self._fetch(announced, self._posted)
 
-    def accept(self, sample: SampleId, mailbox: str) -> None:
+    def accept(self, one: Posted) -> None:
         """Records that the event with this payload is accepted.
 
         Once the event is journaled, the next `settle` moves the payload to the sample's key, from which
         trainer processes fetch it.
         """
-        self._accepted.append((sample, mailbox))
-        self._names.add(sample)
+        self._accepted.append(one)
+        self._names.add(one.sample)
 
-    def refuse(self, sample: SampleId, mailbox: str) -> None:
+    def refuse(self, one: Posted) -> None:
         """Records that the payload is not needed; the next `settle` deletes the payload.
 
         It is not needed because its sample went to another host, or is finished already.
         """
-        self._void.append((sample, mailbox))
+        self._void.append(one)
 
     def put_back(self, groups: Iterable[Group]) -> None:
         """Stores in Redis every trajectory of these groups that has no payload there."""
@@ -189,8 +200,8 @@ class Held(Payloads):
         nothing in Redis if another controller owns the run.
         """
         done = {one for one in self._names if one.ordinal not in needed}
-        pairs = [(self._posted(*one), self._named(one[0])) for one in self._accepted]
-        deleted = [*(self._posted(*one) for one in self._void), *map(self._named, done)]
+        pairs = [(self._posted(one), self._named(one.sample)) for one in self._accepted]
+        deleted = [*map(self._posted, self._void), *map(self._named, done)]
         if pairs or deleted:
             values = [self._token, len(pairs), *(key for pair in pairs for key in pair), *deleted]
             self._broker.link.script(_SETTLE, [self._broker.key_of("owner")], values)
@@ -202,6 +213,6 @@ class Held(Payloads):
 
         `mailbox`: the host's mailbox; "": deletes such payloads of all hosts.
         """
-        accepted = {self._posted(*one) for one in self._accepted}
+        accepted = {self._posted(one) for one in self._accepted}
         keys = set(self._broker.keys("posted:")) - accepted
         self._broker.delete([key for key in keys if not mailbox or key.endswith(f"@{mailbox}")])

@@ -10,7 +10,7 @@ import pytest
 
 from areal_jax.cluster.broker import Broker
 from areal_jax.cluster.owner import Owner, look
-from areal_jax.cluster.payloads import Held, Payloads
+from areal_jax.cluster.payloads import Held, Payloads, Posted
 from areal_jax.cluster.redis_link import Link
 from areal_jax.cluster.redis_server import RedisServer
 from areal_jax.types import ArealError, SampleId
@@ -148,9 +148,10 @@ def test_a_user_with_few_rights_is_enough(redis_at: RedisServer):
             owner.claim()
             held = Held(broker, owner.token)
             held.read()
-            Payloads(broker).post("host-0.a", {sample: b"payload"})
-            assert held.posted([(sample, "host-0.a")]) == {(sample, "host-0.a"): b"payload"}
-            held.accept(sample, "host-0.a")
+            posted = Posted(sample, "host-0.a", 0)
+            Payloads(broker).post({posted: b"payload"})
+            assert held.posted([posted]) == {posted: b"payload"}
+            held.accept(posted)
             held.settle([0])
             assert Payloads(broker).wait_for([sample]) == {sample: b"payload"}
             broker.post("control", 1)
