@@ -80,6 +80,8 @@ class Completion:
     stop_reason: str
     pieces: tuple[str, ...] = ()
     """The text that each token adds; joined, they are `text`. Only for a task with `wants_pieces`."""
+    reward: Reward | None = None
+    """What the sample's workflow returned; None without a workflow."""
 
 
 @dataclass(frozen=True)

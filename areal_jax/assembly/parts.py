@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -61,6 +61,10 @@ class Inputs:
         """Returns what the reward function gets of a finished sample: the completion as tokens and text."""
         task = self.tasks[self.prompts.prompt(trajectory.sample.ordinal).task].task
         return completion_of(trajectory, self.model.tokenizer, task)
+
+    def has_workflow(self, ordinal: int) -> bool:
+        """Returns whether the samples of prompt number `ordinal` are episodes of a workflow."""
+        return self.tasks[self.prompts.prompt(ordinal).task].task.workflow is not None
 
     def reference(self, sample: SampleId) -> Trajectory:
         """Returns, as the trajectory of `sample`, the reference answer of its prompt instead of a completion.
@@ -129,6 +133,7 @@ def open_inputs(config: Config, tasks: Sequence[Task] = ()) -> Inputs:
     model cannot be opened, or if one of the checked prompts is empty or too long.
     """
     loaded = load_tasks(config.tasks, tasks)
+    _require_episodes_work(config, loaded)
     source, asked = open_source(config, loaded), None
     if config.observe.evaluate:
         asked = loaded if tasks else held_out(without_splits(config.tasks))
@@ -138,6 +143,32 @@ def open_inputs(config: Config, tasks: Sequence[Task] = ()) -> Inputs:
     for ordinal in range(CHECKED_PROMPTS):
         inputs.prompt_tokens(ordinal)
     return inputs
+
+
+def _require_episodes_work(config: Config, tasks: Mapping[str, WeightedTask]) -> None:
+    """Raises ArealError if a task has a workflow that the config's other settings cannot conduct."""
+    named = [name for name, weighted in tasks.items() if weighted.task.workflow is not None]
+    if not named:
+        return
+    task = f"tasks.{named[0]} has a workflow"
+    is_one_version = config.on_update in ("pinned", "drain") and config.control.strategy != "sync"
+    if is_one_version:
+        raise ArealError(
+            f"{task}: a version may be committed between two of its turns, but "
+            f"control.strategy={config.control.strategy} with generation.on_update={config.on_update} "
+            "promises samples of one version; set control.strategy to interruptible, keep or sync, and leave "
+            "generation.on_update out"
+        )
+    if config.algorithm.samples != "policy":
+        raise ArealError(
+            f"{task}, but algorithm.samples={config.algorithm.samples} samples nothing; set "
+            "algorithm.samples=policy"
+        )
+    if config.observe.evaluate:
+        raise ArealError(
+            f"{task}, and an evaluation on held-out prompts conducts no episodes yet; leave "
+            "observe.evaluate out"
+        )
 
 
 def assemble(config: Config, tasks: Sequence[Task] = (), learner: Learner | None = None) -> Parts:

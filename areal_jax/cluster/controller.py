@@ -29,7 +29,9 @@ from areal_jax.cluster.messages import CONTROL
 from areal_jax.cluster.owner import Owner
 from areal_jax.cluster.payloads import Held, Posted
 from areal_jax.cluster.remote import RemoteHosts
+from areal_jax.cluster.reward_placement import WORKFLOW_EVENTS, PlacedGroups, PlacedWorkflows
 from areal_jax.control import events as e
+from areal_jax.episodes.conversation import Conversation
 from areal_jax.observe.waits import WaitTimeout
 from areal_jax.runtime.compute_choice import plan_groups, recorded_choice
 from areal_jax.runtime.context import RunContext
@@ -72,8 +74,8 @@ class Controller:
         self._remote = RemoteHosts(self._timeline)
         self._driver = Driver(inputs, context, self, self._remote.hosts, self._remote.take_totals)
         self._control = context.control
-        self._scoring: dict[tuple[int, int], tuple[str, m.Command]] = {}
-        """(ordinal, attempt) of a group to score -> (mailbox of its reward process or "", Score command)."""
+        self._scoring = PlacedGroups(self._command_reward, 2 * context.config.runtime.reward_workers)
+        self._workflows = PlacedWorkflows(self._command_reward)
         self._weights = ""
         self._shares_prompts = True
         self._has_begun = False
@@ -160,6 +162,7 @@ class Controller:
         self._has_begun = False
         self._out.clear()
         self._scoring.clear()
+        self._workflows.clear()
         self._early.clear()
         self._held.read()
         # A trainer that is catching up waits for these payloads before it reads its mailbox again.
@@ -309,7 +312,7 @@ class Controller:
         """
         event, mailbox = message.event, mailbox_of(message.name, message.incarnation)
         if isinstance(event, e.RewardScored | e.RewardFailed):
-            self._scoring.pop((event.ordinal, event.attempt), None)
+            self._scoring.scored(event.ordinal, event.attempt)
             return [(event, None)]
         if message.number <= self._confirmed.get(mailbox, -1):
             return []  # duplicate delivery, within the life of this controller
@@ -319,7 +322,12 @@ class Controller:
         is_valid = is_member and message.epoch == self._epoch
         if isinstance(event, e.HostAdopted) and is_valid:
             return self._in_time(event)
-        if not isinstance(event, e.SampleFinished):
+        if isinstance(event, WORKFLOW_EVENTS):
+            # A process that was declared lost may still run workflows that another one has by now.
+            is_valid = is_valid and self._workflows.conducts(mailbox, event.sample)
+            if is_valid and isinstance(event, e.EpisodeEnded | e.EpisodeFailed):
+                self._workflows.forget(event.sample)
+        if not isinstance(event, SAMPLED):
             return [(event, message.ticket or None)] if is_valid else []
         announced = Posted(event.sample, mailbox, message.number)
         if not is_valid or self._control.state.is_stale(event):
@@ -331,7 +339,8 @@ class Controller:
                 "deletes keys of this run. Give the run a Redis database of its own (runtime.redis), and "
                 "resume the run"
             )
-        self._held.accept(announced)
+        # What a turn added is journaled as a part of the sample; trainers get that, and not this payload.
+        (self._held.accept if isinstance(event, e.SampleFinished) else self._held.refuse)(announced)
         return self._in_time(event, decode(payloads[announced]))
 
     def _in_time(self, event: e.Event, payload: Trajectory | None = None) -> list[Incoming]:
@@ -489,33 +498,30 @@ class Controller:
 
         Does nothing if that process was lost: the event HostLost informs the control plane of the loss.
         """
+        if isinstance(action, e.Continue):
+            payload = [payload.tokens, payload.sampling.max_tokens, payload.sampling.stop]
         if (member := self._membership.members.get(action.host)) is not None:
             self._post(member.mailbox, m.Command(self._epoch, action, payload))
 
+    def begin(self, sample: SampleId, prompt: Prompt, conversation: Conversation) -> None:
+        self._workflows.begin(sample, conversation)
+
+    def answer(self, sample: SampleId, turn: int, conversation: Conversation) -> None:
+        self._workflows.answer(sample, turn, conversation)
+
+    def call(self, sample: SampleId, call: int) -> None:
+        self._workflows.call(sample, call)
+
+    def end(self, ordinal: int) -> None:
+        self._workflows.end(ordinal)
+
+    def _command_reward(
+        self, mailbox: str, action: e.Score | e.WorkflowCommand | e.Drop, payload: Any
+    ) -> None:
+        self._post(mailbox, m.Command(self._epoch, action, payload))
+
     def score(self, action: e.Score, prompt: Prompt, completions: Sequence[Completion]) -> None:
-        plain = [(one.text, one.tokens, one.stop_reason, one.pieces) for one in completions]
-        command = m.Command(self._epoch, action, plain)
-        self._scoring[action.ordinal, action.attempt] = "", command
-
-    def _assign(self) -> None:
-        """Sends each group that has no reward process yet to the reward process with the fewest groups.
-
-        A process gets at most 2 * runtime.reward_workers groups; other groups wait for a later call. The
-        groups of a lost process are sent to another process.
-        """
-        load = {member.mailbox: 0 for member in self._membership.ready("reward")}
-        for mailbox, _ in self._scoring.values():
-            if mailbox in load:
-                load[mailbox] += 1
-        for group, (mailbox, command) in self._scoring.items():
-            if mailbox in load:
-                continue
-            free = min(load, key=lambda each: load[each], default=None)
-            if free is None or load[free] >= 2 * self._config.runtime.reward_workers:
-                return
-            load[free] += 1
-            self._scoring[group] = free, command
-            self._post(free, command)
+        self._scoring.score(action, completions)
 
     def train(self, action: e.Train, groups: tuple[Group, ...]) -> None:
         """Sends the batch `action`, which consists of `groups`, to all trainer processes that are ready.
@@ -544,22 +550,28 @@ class Controller:
         self._out[mailbox].append(m.to_plain(message))
 
     def _send(self) -> None:
-        self._assign()
+        ready = [member.mailbox for member in self._membership.ready("reward")]
+        self._scoring.assign(ready)
+        self._workflows.assign(ready)
         out, self._out = self._out, defaultdict(list)
         for mailbox, messages in out.items():
             self._broker.post(mailbox, *messages)
+
+
+SAMPLED = (e.SampleFinished, e.TurnFinished)
+"""The events of hosts that come with a trajectory."""
 
 
 def _newest_version(event: e.Event) -> int:
     """Returns the newest policy version that a host's event mentions; -1 if the event mentions none."""
     if isinstance(event, e.HostAdopted):
         return event.version
-    spans = event.spans if isinstance(event, e.SampleFinished) else ()
+    spans = event.spans if isinstance(event, SAMPLED) else ()
     return max((span.version for span in spans), default=-1)
 
 
 def _announced(message: m.Message) -> Posted | None:
-    if isinstance(message, m.Event) and isinstance(message.event, e.SampleFinished):
+    if isinstance(message, m.Event) and isinstance(message.event, SAMPLED):
         mailbox = mailbox_of(message.name, message.incarnation)
         return Posted(message.event.sample, mailbox, message.number)
     return None

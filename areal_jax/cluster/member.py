@@ -95,19 +95,26 @@ class ControllerLink:
         """Queues a message to the controller and returns at once."""
         self._out.put((message, None))
 
-    def report(self, event: Event, trajectory: Trajectory | None = None, ticket: bytes = b"") -> None:
+    def report(
+        self,
+        event: Event,
+        trajectory: Trajectory | None = None,
+        ticket: bytes = b"",
+        is_repeated: bool = True,
+    ) -> None:
         """Queues an event for the control plane.
 
-        A SampleFinished comes with the sample's `trajectory`, a SamplesOffered with a `ticket`.
+        A SampleFinished or TurnFinished comes with its `trajectory`, a SamplesOffered with a `ticket`.
 
         If the controller restarts, or Redis loses its data, before an event is journaled, the event is sent
-        again. A finished sample is not sent again: a host then decodes it again with the same random keys.
+        again, unless `is_repeated` is False. A finished sample or turn is not sent again: a host then decodes
+        it again with the same random keys.
         """
         # Numbers go out in order: the controller ignores an event with a number below the newest.
         with self._guard:
             number = next(self._numbers)
             message = m.Event(self.name, self.incarnation, self.epoch, number, event, ticket)
-            if trajectory is None:
+            if trajectory is None and is_repeated:
                 self._unconfirmed.append(message)
             self._out.put((message, trajectory))
 

@@ -124,15 +124,18 @@ class Weights:
 class Command:
     """An action of the control plane, with the data that the receiver needs to carry it out.
 
-    `payload` for Dispatch: the prompt's tokens. For Fetch: the ticket of the samples to take over. For other
-    commands to hosts, and for Hold: None. For Score: [text, tokens, stop reason, the tokens' texts] of each
-    completion; the last one is empty unless the task wants it. For Train: a dict with the batch's `plan`, as
-    `BatchPlan.to_wire` returns it; if a journaled batch is trained again, the dict also has the batch's
-    journaled digests `digest` and `published` (see `recovery.Journaled`).
+    `payload` for Dispatch: the prompt's tokens. For Continue: [all tokens before the turn, max_tokens, stop].
+    For Fetch: the ticket of the samples to take over. For Rerun: the sample's conversation
+    (`Conversation.to_wire`). For Answer: [the turn's TurnFinished, the encoded trajectory up to its end]. For
+    Score: [text, tokens, stop reason, the tokens' texts, the workflow's reward] of each completion; the
+    tokens' texts are empty unless the task wants them, the reward is None without a workflow. For Train: a
+    dict with the batch's `plan`, as `BatchPlan.to_wire` returns it; if a journaled batch is trained again,
+    the dict also has the batch's journaled digests `digest` and `published` (see `recovery.Journaled`). For
+    others: None. A Drop ends the workflows of its group.
     """
 
     epoch: str
-    action: e.HostCommand | e.Score | e.Train | e.Hold
+    action: e.HostCommand | e.WorkflowCommand | e.Score | e.Train | e.Hold | e.Drop
     payload: Any = None
 
 
@@ -151,7 +154,10 @@ Message = Hello | Ready | Event | Note | Ended | Begin | Weights | Command | End
 
 KINDS: dict[str, type] = {kind.__name__: kind for kind in Message.__args__}
 
-SENT: dict[str, type] = {kind.__name__: kind for kind in (*get_args(e.HostCommand), e.Score, e.Train, e.Hold)}
+SENT: dict[str, type] = {
+    kind.__name__: kind
+    for kind in (*get_args(e.HostCommand | e.WorkflowCommand), e.Score, e.Train, e.Hold, e.Drop)
+}
 """Class name -> class of the actions that a Command can contain; other actions are never sent."""
 
 

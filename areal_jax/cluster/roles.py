@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from areal_jax.cluster.trainer_group import joined
 from areal_jax.config.tree import Config
 from areal_jax.control.events import (
     Cancel,
+    Continue,
     Dispatch,
     Event,
     Fetch,
@@ -40,10 +42,11 @@ from areal_jax.control.events import (
     MoveFailed,
     SampleFailed,
     SampleFinished,
-    Score,
     TakeBack,
     Train,
+    TurnFinished,
 )
+from areal_jax.episodes.conversation import TurnRequest
 from areal_jax.generation.canary import canary
 from areal_jax.generation.commands import Stop, Work, command_of
 from areal_jax.generation.engine import Engine
@@ -108,9 +111,7 @@ def generate(config: Config, folder: Path, name: str) -> None:
                     work.begin(weights)
                 case Weights(_, address) if work is not None:
                     work.find_weights(address)
-                case Command(_, action, payload) if work is not None and not isinstance(
-                    action, Score | Train | Hold
-                ):
+                case Command(_, action, payload) if work is not None and isinstance(action, HostCommand):
                     work.command(action, payload)
 
 
@@ -130,6 +131,7 @@ class _Hosting:
         link: ControllerLink,
     ) -> None:
         c, self._link, self._slots = config, link, config.generation.rollout_slots
+        self._sampling = config.generation.sampling
         self._reader = _reader(config, folder, weights, engine)
         with explained(HOST, config, engine.model.config):
             blank = engine.load_params(engine.blank(config.wire_dtype))
@@ -172,6 +174,11 @@ class _Hosting:
             except MoveError as error:
                 self._link.report(MoveFailed(action.samples, action.host, action.source, str(error)))
                 return
+        if isinstance(action, Continue):
+            tokens, max_tokens, stop = payload
+            sampling = replace(self._sampling, max_tokens=max_tokens, stop=tuple(stop))
+            payload = TurnRequest(tuple(tokens), sampling)
+            self._unfinished[action.sample] = None
         if isinstance(action, Dispatch | Fetch):
             self._unfinished |= dict.fromkeys(action.samples)
         if isinstance(action, Cancel | TakeBack) and self._moves is not None:
@@ -236,7 +243,7 @@ class _Hosting:
         }
 
     def _report(self, event: Event, trajectory: Trajectory | None) -> None:
-        if isinstance(event, SampleFinished | SampleFailed):
+        if isinstance(event, SampleFinished | TurnFinished | SampleFailed):
             self._unfinished.pop(event.sample, None)
         if isinstance(event, HostAdopted):
             self._adopted = event

@@ -467,6 +467,15 @@ class TrainerConfig(Section):
     """Axes of the trainer's mesh."""
 
 
+class EpisodeConfig(Section):
+    max_turns: int = Field(default=32, ge=1)
+    """Maximum number of turns of an episode; a workflow that asks for more gets a turn without tokens."""
+    timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds that a workflow may take between two turns, tool calls included; then its episode fails."""
+    tool_timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds that a tool call may take if the workflow gives no other number."""
+
+
 class ExecutorConfig(Section):
     mesh: MeshConfig | None = None
     """Its mesh, on devices of its own beside the trainer's, such as {fsdp: 2}: data, fsdp and tensor as in

@@ -25,6 +25,7 @@ from areal_jax.config.sections import (
     ADAPTERS,
     AlgorithmConfig,
     ControlConfig,
+    EpisodeConfig,
     GenerationConfig,
     ModelSettings,
     ObserveConfig,
@@ -45,6 +46,7 @@ class Config(Section):
     model: ModelSettings = ModelSettings()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     generation: GenerationConfig = GenerationConfig()
+    episode: EpisodeConfig = EpisodeConfig()
     control: ControlConfig = ControlConfig()
     trainer: TrainerConfig = TrainerConfig()
     weights: WeightsConfig = WeightsConfig()

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 from areal_jax.config.tree import Config
 from areal_jax.control import events as e
+from areal_jax.control.account import Account
 from areal_jax.control.errors import ControlError
 from areal_jax.control.events import Action, Event
 from areal_jax.control.machine import ControlPlane
@@ -89,32 +90,6 @@ def _oldest_trained(config: Config) -> int | None:
     return config.control.max_token_age
 
 
-@dataclass
-class _Account:
-    """What the audit knows of one group, from the journal's rows that it has checked so far."""
-
-    attempt: int = 0
-    host: str = ""
-    target: str = ""
-    """The host to which the group's unfinished samples are moving; "" if they are not moving."""
-    asked: dict[str, int] = field(default_factory=dict)
-    """Host -> lowest weights version that a Dispatch of this group to that host required, or to the host from
-    which the group moved there."""
-    oldest: dict[int, int] = field(default_factory=dict)
-    """Index of each finished sample of the group -> weights version of the sample's oldest token."""
-    newest: dict[int, int] = field(default_factory=dict)
-    """Index of each finished sample of the group -> weights version of the sample's newest token."""
-    tokens: Counter[int] = field(default_factory=Counter)
-    """Weights version -> number of tokens of it in the finished samples."""
-    correct: float | None = None
-    """Mean of the reward part `correct` over the group's samples; None before scoring or without the part."""
-    is_scored: bool = False
-    is_again: bool = False
-    """Whether the group was restarted or lost its host; one_step then does not fix its tokens' versions."""
-    fate: str = "live"
-    """live, trained, unknown (never admitted), or the reason for which the group was dropped."""
-
-
 class _Books:
     """What the audit knows of the run, from the journal's rows that it has checked so far.
 
@@ -126,7 +101,7 @@ class _Books:
         self.batch_size, self.group_size = config.trainer.batch_size, config.algorithm.group_size
         self.row = 0
         self.violations: list[str] = []
-        self.accounts: dict[int, _Account] = {}
+        self.accounts: dict[int, Account] = {}
         self.dropped: dict[str, int] = {}
         self.steps = config.run.steps
         self.committed = -1
@@ -246,7 +221,7 @@ class _Books:
         if ordinal not in self.accounts:
             self._admit(ordinal)
         account = self.accounts[ordinal]
-        missing = sorted(set(range(self.group_size)) - set(account.oldest))
+        missing = sorted(set(range(self.group_size)) - set(account.oldest) - set(account.turns))
         self.require(
             account.fate == "live" and account.attempt == attempt and not account.host and members == missing,
             f"group {ordinal} ({account.fate}, attempt {account.attempt}, on {account.host or 'no host'}, "
@@ -254,6 +229,21 @@ class _Books:
         )
         account.host = action.host
         # Versions only grow, so the first requested one is the lowest.
+        account.asked.setdefault(action.host, action.min_version)
+
+    def _on_continue(self, action: e.Continue) -> None:
+        account, sample = self._account(action.sample.ordinal), action.sample
+        self.require(
+            account.is_open(sample)
+            and account.is_decoding(sample.member, action.turn)
+            and account.host in ("", action.host)
+            and action.host in self.hosts
+            and action.min_version == self.committed,
+            f"{action} contradicts the state of its group: {account.fate}, attempt {account.attempt}, on "
+            f"{account.host or 'no host'}, {account.turns.get(sample.member, 0)} turns of this sample asked "
+            f"for, newest committed version {self.committed}",
+        )
+        account.host = action.host
         account.asked.setdefault(action.host, action.min_version)
 
     def _on_serve(self, action: e.Serve) -> None:
@@ -271,7 +261,7 @@ class _Books:
         account = self._account(action.samples[0].ordinal)
         self._check_move(action, account, (account.host, account.target) == (action.source, action.host))
 
-    def _check_move(self, action: e.Move | e.Fetch, account: _Account, is_there: bool) -> None:
+    def _check_move(self, action: e.Move | e.Fetch, account: Account, is_there: bool) -> None:
         attempts = {sample.attempt for sample in action.samples}
         members = {sample.member for sample in action.samples}
         missing = set(range(self.group_size)) - set(account.oldest)
@@ -299,20 +289,20 @@ class _Books:
         if account.host == action.host:
             account.target = ""
 
-    def _moving(self, event: e.SamplesMoved | e.MoveFailed) -> _Account | None:
+    def _moving(self, event: e.SamplesMoved | e.MoveFailed) -> Account | None:
         """Returns what is known of the group of these samples; None if it is not moving to this host."""
         account = self._account(event.samples[0].ordinal)
         is_moving = (account.host, account.target) == (event.source, event.host)
         return account if is_moving and account.attempt == event.samples[0].attempt else None
 
-    def _account(self, ordinal: int) -> _Account:
+    def _account(self, ordinal: int) -> Account:
         """Returns what is known of group `ordinal`; with fate "unknown" if the group was never admitted."""
-        return self.accounts.get(ordinal, _Account(fate="unknown"))
+        return self.accounts.get(ordinal, Account(fate="unknown"))
 
     def _admit(self, ordinal: int) -> None:
         admitted, refunds = len(self.accounts) + 1, sum(self.dropped.values())
         size, eta = self.batch_size, self.config.max_staleness
-        self.accounts[ordinal] = _Account()
+        self.accounts[ordinal] = Account()
         self.require(
             ordinal == admitted - 1, f"ordinal {ordinal} was admitted, but the next ordinal is {admitted - 1}"
         )
@@ -328,6 +318,27 @@ class _Books:
         )
 
     def _on_sample(self, event: e.SampleFinished) -> None:
+        versions = self._check_versions(event)
+        account = self._account_of(event.sample, event.host)
+        if account is None:
+            return
+        member = event.sample.member
+        asked = min(account.asked.values()) if member in account.turns else account.asked[event.host]
+        versions = versions or [asked]  # a completion without tokens is as old as its dispatch
+        self.require(
+            versions[0] >= asked,
+            f"{event.sample} began under version {versions[0]}, but was dispatched for at least version "
+            f"{asked}",
+        )
+        account.away.discard(member)
+        account.oldest[member], account.newest[member] = versions[0], versions[-1]
+        for span in event.spans:
+            account.tokens[span.version] += span.end - span.start
+        if len(account.oldest) == self.group_size:
+            account.host = account.target = ""
+
+    def _check_versions(self, event: e.SampleFinished | e.TurnFinished) -> list[int]:
+        """Checks the weights versions of the event's tokens, and returns them in the tokens' order."""
         versions = [span.version for span in event.spans]
         self.require(
             versions == sorted(versions), f"the token versions of {event.sample} decrease: {versions}"
@@ -342,34 +353,40 @@ class _Books:
             f"{event.sample} has tokens of version {max(versions, default=0)}, but the newest committed "
             f"version is {self.committed}",
         )
-        account = self._account_of(event.sample, event.host)
-        if account is None:
-            return
-        asked, member = account.asked[event.host], event.sample.member
-        versions = versions or [asked]  # a completion without tokens is as old as its dispatch
-        self.require(
-            versions[0] >= asked,
-            f"{event.sample} began under version {versions[0]}, but was dispatched for at least version "
-            f"{asked}",
-        )
-        account.oldest[member], account.newest[member] = versions[0], versions[-1]
-        for span in event.spans:
-            account.tokens[span.version] += span.end - span.start
-        if len(account.oldest) == self.group_size:
-            account.host = account.target = ""
+        return versions
 
-    def _account_of(self, sample: SampleId, host: str) -> _Account | None:
+    # --- turns ----------------------------------------------------------------------------------------------
+
+    def _on_turn_added(self, event: e.TurnAdded) -> None:
+        account, member = self._account(event.sample.ordinal), event.sample.member
+        if account.is_open(event.sample) and account.is_next_turn(member, event.turn):
+            account.turns[member] = event.turn + 1
+            account.away.discard(member)
+
+    def _on_turn(self, event: e.TurnFinished) -> None:
+        self._check_versions(event)
+        account, member = self._account_of(event.sample, event.host), event.sample.member
+        if account is not None and account.is_decoding(member, event.turn):
+            account.away.add(member)
+
+    def _on_call(self, action: e.Call) -> None:
+        account, call = self._account(action.sample.ordinal), (action.sample.member, action.call)
+        self.require(
+            account.is_open(action.sample) and call not in account.calls,
+            f"{action} contradicts the state of its group: {account.fate}, attempt {account.attempt}; the "
+            f"calls {sorted(account.calls)} began already",
+        )
+        account.calls.add(call)
+
+    def _account_of(self, sample: SampleId, host: str) -> Account | None:
         """Returns what is known of the sample's group; None if the sample is late or a duplicate.
 
         Such a sample arrives after `host` was lost, after the group was restarted, or by a second delivery.
         """
         account = self._account(sample.ordinal)
-        is_awaited = (
-            (account.fate, account.attempt, account.host) == ("live", sample.attempt, host)
-            and sample.member not in account.oldest
-            and 0 <= sample.member < self.group_size
-        )
-        return account if is_awaited else None
+        is_there = account.host == host or sample.member in account.away
+        is_member = 0 <= sample.member < self.group_size
+        return account if is_there and is_member and account.is_open(sample) else None
 
     def _on_scored(self, event: e.RewardScored) -> None:
         account = self._account(event.ordinal)
@@ -390,7 +407,7 @@ class _Books:
             )
             return
         self.ready.discard(action.ordinal)
-        self.accounts[action.ordinal] = _Account(attempt=action.attempt, is_again=True)
+        self.accounts[action.ordinal] = Account(attempt=action.attempt, is_again=True)
 
     def _on_drop(self, action: e.Drop) -> None:
         account = self._account(action.ordinal)
@@ -503,7 +520,7 @@ class _Books:
                 f"ordinal {ordinal} was trained in batch {event.step}, but its state was {account.fate}",
             )
             # Members and versions are not needed any more; the fate is, to find a second training or drop.
-            self.accounts[ordinal] = _Account(account.attempt, fate="trained")
+            self.accounts[ordinal] = Account(account.attempt, fate="trained")
         self.trained_version, self.training = event.step + 1, None
 
     def _check_mask(self, event: e.BatchTrained) -> None:
@@ -539,6 +556,8 @@ _READERS: dict[type, Any] = {
     e.HostLost: _Books._on_lost,
     e.HostAdopted: _Books._on_adopted,
     e.SampleFinished: _Books._on_sample,
+    e.TurnAdded: _Books._on_turn_added,
+    e.TurnFinished: _Books._on_turn,
     e.RewardScored: _Books._on_scored,
     e.BatchTrained: _Books._on_trained,
     e.VersionCommitted: _Books._on_committed,
@@ -546,6 +565,8 @@ _READERS: dict[type, Any] = {
     e.SamplesMoved: _Books._on_moved,
     e.MoveFailed: _Books._on_unmoved,
     e.Dispatch: _Books._on_dispatch,
+    e.Continue: _Books._on_continue,
+    e.Call: _Books._on_call,
     e.Serve: _Books._on_serve,
     e.Move: _Books._on_move,
     e.Fetch: _Books._on_fetch,

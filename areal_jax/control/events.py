@@ -221,10 +221,98 @@ class PlacementDue:
     """control.placement_every_s seconds have passed since samples were last placed on hosts."""
 
 
+@dataclass(frozen=True)
+class TurnAdded:
+    """The workflow of a sample asks for turn `turn` (0 = the first) of its episode.
+
+    `tokens` follow the prompt, or the turn before; they were not sampled. `max_tokens`, `stop`: as in
+    `Sampling`, for this turn. `segment`: number of the branch of the sample, 0 until it branches.
+    """
+
+    sample: SampleId
+    segment: int
+    turn: int
+    tokens: tuple[int, ...]
+    max_tokens: int
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TurnFinished:
+    """A turn is sampled, so the sample gives up its slot and waits for its workflow.
+
+    The other fields are those of SampleFinished, `spans` and `rebuilds` with places in the whole sample. The
+    sample's trajectory up to here is journaled with the event, and is what `digest` is of.
+    """
+
+    sample: SampleId
+    segment: int
+    turn: int
+    host: str
+    spans: tuple[VersionSpan, ...]
+    stop_reason: str
+    interruptions: int = 0
+    rebuilds: tuple[int, ...] = ()
+    digest: str = ""
+
+
+@dataclass(frozen=True)
+class ToolStarted:
+    """The workflow of a sample is about to call a tool: its call number `call`, counted from 0.
+
+    `arguments`: hash of the tool's name and arguments. The call begins only once this is journaled.
+    """
+
+    sample: SampleId
+    call: int
+    tool: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class ToolReturned:
+    """A tool call ended: `result` is what it returned, as JSON, or `error` says what it raised."""
+
+    sample: SampleId
+    call: int
+    result: str
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class EpisodeEnded:
+    """The workflow of a sample returned this reward, or None to reject the sample: its group is dropped.
+
+    `stop_reason`: "length" if the workflow was refused a turn for want of tokens or turns, else "stop",
+    whatever ended the last turn. SampleFinished follows, with the spans of all turns.
+    """
+
+    sample: SampleId
+    reward: float | None
+    parts: tuple[tuple[str, float], ...] = ()
+    note: str = ""
+    stop_reason: str = "stop"
+
+
+@dataclass(frozen=True)
+class EpisodeFailed:
+    """The workflow of a sample cannot go on. `message`: what happened, for readers.
+
+    `reason`: failed_episode (it raised an error), tool_in_doubt (a process died during a tool call, which may
+    have happened or not) or workflow_diverged (run again after a crash, it did not do what it had done). The
+    first failure restarts the whole group, the second drops it.
+    """
+
+    sample: SampleId
+    reason: str
+    message: str
+
+
 Event = (
     RunStarted | RunResumed | HostJoined | HostLost | HostAdopted | SampleFinished | SampleFailed
     | RewardScored | RewardFailed | BatchTrained | VersionCommitted | VersionReissued | CheckpointCommitted
-    | SamplesOffered | SamplesMoved | MoveFailed | KVShort | PlacementDue
+    | SamplesOffered | SamplesMoved | MoveFailed | KVShort | PlacementDue | TurnAdded | TurnFinished
+    | ToolStarted | ToolReturned | EpisodeEnded | EpisodeFailed
 )  # fmt: skip
 
 # --- actions ------------------------------------------------------------------------------------------------
@@ -234,12 +322,54 @@ Event = (
 class Dispatch:
     """Command to `host`: decode these samples, which belong to one group.
 
-    Before it decodes their first token, the host must adopt weights version `min_version` or a newer version.
+    Samples of episodes only begin: their workflows ask for the first turn (`TurnAdded`). Before it decodes
+    their first token, the host must adopt weights version `min_version` or a newer version.
     """
 
     samples: tuple[SampleId, ...]
     host: str
     min_version: int
+
+
+@dataclass(frozen=True)
+class Continue:
+    """Command to `host`: decode turn `turn` of a sample's episode, with version `min_version` or a newer one.
+
+    The tokens of the prompt and of all turns so far come with the command.
+    """
+
+    sample: SampleId
+    segment: int
+    turn: int
+    host: str
+    min_version: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Command to the sample's workflow: go on with this turn, which is sampled and journaled."""
+
+    sample: SampleId
+    segment: int
+    turn: int
+
+
+@dataclass(frozen=True)
+class Rerun:
+    """Command to the sample's workflow: run again from the start, after a crash.
+
+    What the journal has of its turns and calls answers it, so nothing is sampled or called a second time.
+    """
+
+    sample: SampleId
+
+
+@dataclass(frozen=True)
+class Call:
+    """Command to the sample's workflow: the tool call may begin, since its ToolStarted is journaled."""
+
+    sample: SampleId
+    call: int
 
 
 @dataclass(frozen=True)
@@ -367,10 +497,13 @@ class Finish:
     """The run is complete: every admitted group is trained or dropped."""
 
 
-HostCommand = Dispatch | Cancel | Serve | Move | Fetch | TakeBack
+HostCommand = Dispatch | Continue | Cancel | Serve | Move | Fetch | TakeBack
 """The commands to a generation host; their field `host` names it."""
 
-Action = HostCommand | Score | Train | Hold | Drop | Reissue | Abort | Finish
+WorkflowCommand = Answer | Call | Rerun
+"""The commands to the workflow of a sample."""
+
+Action = HostCommand | WorkflowCommand | Score | Train | Hold | Drop | Reissue | Abort | Finish
 
 # --- wire form ----------------------------------------------------------------------------------------------
 

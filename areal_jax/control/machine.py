@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any
 
 from areal_jax.config.tree import Config
-from areal_jax.control import drops
+from areal_jax.control import drops, episode_turns
 from areal_jax.control import events as e
 from areal_jax.control.errors import ControlError
 from areal_jax.control.events import Action, Event
@@ -90,6 +90,7 @@ class ControlPlane:
         s.is_held, s.dropped_in_a_row = False, {}
         for name in sorted(s.hosts):
             s.lose(name)
+        yield from episode_turns.rerun(s)
         # Messages to the reward pool and the trainer died with the driver, so they are sent again.
         for ordinal in sorted(s.groups):
             if s.groups[ordinal].stage == "scoring":
@@ -125,25 +126,10 @@ class ControlPlane:
         self.state.hosts[event.host] = replace(host, version=event.version, serves=serves)
 
     def _sample_finished(self, event: e.SampleFinished) -> Iterator[Action]:
-        s, sample = self.state, event.sample
-        group = s.groups[sample.ordinal]
-        # A completion without tokens is as old as its dispatch.
-        versions = [span.version for span in event.spans] or [group.min_version]
-        if versions != sorted(versions) or versions[0] < group.min_version or versions[-1] > s.version:
-            raise ControlError(
-                f"the tokens of {sample} from host {event.host} have weights versions {versions}; these must "
-                f"ascend, from at least {group.min_version} (the version at dispatch) to at most {s.version} "
-                "(the newest committed version); restart this host"
-            )
-        oldest = (*group.oldest[: sample.member], versions[0], *group.oldest[sample.member + 1 :])
-        s.groups[group.ordinal] = group = replace(group, oldest=oldest)
-        s.unload(group.counted_on, 1)
+        versions = episode_turns.require_versions(self.state, event)
+        group = self.state.finish(event.sample, versions[0])
         if not group.unfinished:
-            s.groups[group.ordinal] = replace(group, stage="scoring", host="", target="", is_offered=False)
             yield e.Score(group.ordinal, group.attempt)
-
-    def _sample_failed(self, event: e.SampleFailed) -> Iterable[Action]:
-        return self._fail(event.sample.ordinal, "failed_sample")
 
     def _reward_scored(self, event: e.RewardScored) -> Iterator[Action]:
         s, size = self.state, self._config.algorithm.group_size
@@ -161,9 +147,6 @@ class ControlPlane:
             s.groups[event.ordinal] = replace(s.groups[event.ordinal], stage="complete", correct=correct)
             insort(s.complete, event.ordinal)
             s.dropped_in_a_row = {}
-
-    def _reward_failed(self, event: e.RewardFailed) -> Iterable[Action]:
-        return self._fail(event.ordinal, "failed_reward")
 
     def _batch_trained(self, event: e.BatchTrained) -> None:
         s = self.state
@@ -263,7 +246,7 @@ class ControlPlane:
                 return
             # All unfinished samples go to one host, which computes their prompt once.
             s.place(group, host)
-            yield e.Dispatch(group.unfinished, host, s.version)
+            yield from episode_turns.commands(group, host, s.version)
 
     def _may_admit(self) -> bool:
         places = self.state.open_places(self._config.trainer.batch_size, self._config.control.max_concurrent)
@@ -296,7 +279,7 @@ class ControlPlane:
     def _withdraw(self, group: GroupState) -> Iterator[Action]:
         self.state.unlist(group.ordinal)
         if group.host:
-            self.state.unload(group.counted_on, len(group.unfinished))
+            self.state.unload(group.counted_on, group.counted)
             yield e.Cancel(group.unfinished, group.host)
         if group.target:
             yield e.Cancel(group.unfinished, group.target)
@@ -309,9 +292,9 @@ _TAKERS: dict[type, Callable[[ControlPlane, Any], Iterable[Action] | None]] = {
     e.HostLost: ControlPlane._host_lost,
     e.HostAdopted: ControlPlane._host_adopted,
     e.SampleFinished: ControlPlane._sample_finished,
-    e.SampleFailed: ControlPlane._sample_failed,
+    e.SampleFailed: lambda plane, event: plane._fail(event.sample.ordinal, "failed_sample"),
     e.RewardScored: ControlPlane._reward_scored,
-    e.RewardFailed: ControlPlane._reward_failed,
+    e.RewardFailed: lambda plane, event: plane._fail(event.ordinal, "failed_reward"),
     e.BatchTrained: ControlPlane._batch_trained,
     e.VersionCommitted: ControlPlane._version_committed,
     e.VersionReissued: ControlPlane._version_reissued,
@@ -321,5 +304,13 @@ _TAKERS: dict[type, Callable[[ControlPlane, Any], Iterable[Action] | None]] = {
     e.MoveFailed: lambda plane, event: plane.orchestrator.failed(event),
     e.KVShort: lambda plane, event: plane.orchestrator.relieve(event.host),
     e.PlacementDue: lambda plane, event: plane.orchestrator.place(),
+    e.TurnAdded: lambda plane, event: episode_turns.turn_added(plane.state, event),
+    e.TurnFinished: lambda plane, event: episode_turns.turn_finished(plane.state, event),
+    e.ToolStarted: lambda plane, event: episode_turns.tool_started(plane.state, event),
+    e.ToolReturned: lambda plane, event: None,
+    e.EpisodeEnded: lambda plane, event: (
+        plane._drop(event.sample.ordinal, "rejected") if event.reward is None else None
+    ),
+    e.EpisodeFailed: lambda plane, event: plane._fail(event.sample.ordinal, event.reason),
 }
 """Kind of event -> the method that applies it; a test compares the keys with `events.EVENTS`."""

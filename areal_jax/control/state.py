@@ -42,11 +42,23 @@ class GroupState:
     """Whether `host` has stopped to decode the samples that move, and keeps them for `target`."""
     may_move: bool = True
     """Whether no host has refused to take the group over; a refused group stays where it is."""
+    turns: tuple[int, ...] = ()
+    """For each sample: number of turns that its workflow has asked for; empty before the first one, as it is
+    for samples without a workflow."""
+    away: tuple[int, ...] = ()
+    """The members, ascending, that wait for their workflow between two turns: they take no host's slot."""
+    calls: tuple[int, ...] = ()
+    """For each sample: number of tool calls that its workflow has begun; empty before the first one."""
 
     @property
     def counted_on(self) -> str:
         """The host that has the unfinished samples in its `HostState.outstanding`; "" if there is none."""
         return self.target or self.host
+
+    @property
+    def counted(self) -> int:
+        """Number of samples in that host's `HostState.outstanding`."""
+        return len(self.unfinished) - len(self.away)
 
     @property
     def unfinished(self) -> tuple[SampleId, ...]:
@@ -122,7 +134,18 @@ class State:
             case e.HostLost(host) | e.HostAdopted(host):
                 return host not in self.hosts
             case e.SampleFinished(sample, host) | e.SampleFailed(sample, host):
-                return not self.awaits(sample, host)
+                return not (self.awaits(sample, host) or self.is_away(sample))
+            case e.TurnFinished(sample, _, turn, host):
+                return not (self.awaits(sample, host) and self.turns_of(sample) == turn + 1)
+            case e.TurnAdded(sample, _, turn):
+                is_next = self.is_open(sample) and self.turns_of(sample) == turn
+                return not (is_next and (turn == 0 or self.is_away(sample)))
+            case e.EpisodeEnded(sample, reward):
+                return not (self.is_away(sample) or (reward is None and self.is_open(sample)))
+            case e.ToolStarted(sample, call):
+                return not (self.is_open(sample) and self.calls_of(sample) == call)
+            case e.ToolReturned(sample) | e.EpisodeFailed(sample):
+                return not self.is_open(sample)
             case e.RewardScored(ordinal, attempt) | e.RewardFailed(ordinal, attempt):
                 return not self.is_scoring(ordinal, attempt)
             case e.BatchTrained(step):
@@ -137,13 +160,32 @@ class State:
 
     def awaits(self, sample: SampleId, host: str) -> bool:
         """Whether this sample is being decoded on this host."""
+        is_there = self.is_open(sample) and self.groups[sample.ordinal].host == host != ""
+        return is_there and not self.is_away(sample)
+
+    def is_open(self, sample: SampleId) -> bool:
+        """Whether this sample is unfinished, and its group was neither dropped nor restarted."""
         group = self.groups.get(sample.ordinal)
         return (
             group is not None
-            and (group.stage, group.attempt, group.host) == ("decoding", sample.attempt, host)
+            and group.attempt == sample.attempt
             and 0 <= sample.member < len(group.oldest)
             and group.oldest[sample.member] is None
         )
+
+    def is_away(self, sample: SampleId) -> bool:
+        """Whether this sample waits for its workflow between two turns."""
+        return self.is_open(sample) and sample.member in self.groups[sample.ordinal].away
+
+    def turns_of(self, sample: SampleId) -> int:
+        """Returns the number of turns that the workflow of this open sample has asked for."""
+        turns = self.groups[sample.ordinal].turns
+        return turns[sample.member] if turns else 0
+
+    def calls_of(self, sample: SampleId) -> int:
+        """Returns the number of tool calls that the workflow of this open sample has begun."""
+        calls = self.groups[sample.ordinal].calls
+        return calls[sample.member] if calls else 0
 
     def is_moving(self, samples: tuple[SampleId, ...], source: str, target: str, is_offered: bool) -> bool:
         """Whether the group of these samples is moving from `source` to `target`, and is offered or not."""
@@ -219,7 +261,23 @@ class State:
         self.groups[group.ordinal] = replace(
             group, stage="decoding", host=host, min_version=first, version=self.version
         )
-        self.unload(host, -len(group.unfinished))
+        self.unload(host, -group.counted)
+
+    def finish(self, sample: SampleId, oldest: int) -> GroupState:
+        """Records that a sample is finished, with tokens of version `oldest` and newer; returns its group.
+
+        Once all samples of the group are, it is to be scored.
+        """
+        group, member = self.groups[sample.ordinal], sample.member
+        if member not in group.away:
+            self.unload(group.counted_on, 1)
+        versions = (*group.oldest[:member], oldest, *group.oldest[member + 1 :])
+        group = replace(group, oldest=versions, away=tuple(one for one in group.away if one != member))
+        if not group.unfinished:
+            self.unlist(group.ordinal)
+            group = replace(group, stage="scoring", host="", target="", is_offered=False)
+        self.groups[group.ordinal] = group
+        return group
 
     def move(self, group: GroupState, target: str) -> e.Move:
         """Records that the group's unfinished samples are to move to `target`; returns the command."""
@@ -232,8 +290,8 @@ class State:
 
     def _count_on(self, group: GroupState, former: str) -> None:
         self.groups[group.ordinal] = group
-        self.unload(former, len(group.unfinished))
-        self.unload(group.counted_on, -len(group.unfinished))
+        self.unload(former, group.counted)
+        self.unload(group.counted_on, -group.counted)
 
     def unlist(self, ordinal: int) -> None:
         """Removes a group's ordinal from the lists `waiting` and `complete`, if one of them contains it."""
@@ -248,7 +306,7 @@ class State:
         """
         for group in [group for group in self.groups.values() if host in (group.host, group.target)]:
             if group.host == host:
-                self.unload(group.counted_on, len(group.unfinished))
+                self.unload(group.counted_on, group.counted)
                 # The attempt stays: the same random keys draw the same tokens on another host.
                 self.wait(group)
             else:
@@ -308,7 +366,7 @@ def from_plain(plain: Mapping[str, Any]) -> State:
     if (training := fields["training"]) is not None:
         fields["training"] = e.from_wire("Train", training, e.ACTIONS)
     fields["hosts"] = {name: HostState(*values) for name, values in fields["hosts"].items()}
-    groups = (GroupState(ordinal, tuple(oldest), *rest) for ordinal, oldest, *rest in fields["groups"])
+    groups = [GroupState(*map(_tupled, values)) for values in fields["groups"]]
     fields["groups"] = {group.ordinal: group for group in groups}
     fields["digests"] = dict(fields["digests"])
     for name in ("dropped", "dropped_in_a_row"):  # the second one is missing in older snapshots
@@ -316,6 +374,10 @@ def from_plain(plain: Mapping[str, Any]) -> State:
     for name in ("waiting", "complete", "checkpoints"):
         fields[name] = list(fields[name])
     return State(**fields)
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def waits(state: State, batch_size: int, is_next_begun_first: bool) -> tuple[str, ...]:
@@ -334,8 +396,9 @@ def waits(state: State, batch_size: int, is_next_begun_first: bool) -> tuple[str
         elif group.target:
             said.append(f"group {group.ordinal} waits for its move from host {group.host} to {group.target}")
         elif group.stage == "decoding":
+            away = f", {len(group.away)} of them with their workflows" if group.away else ""
             said.append(
-                f"group {group.ordinal} waits for {len(group.unfinished)} samples of host {group.host}"
+                f"group {group.ordinal} waits for {len(group.unfinished)} samples of host {group.host}{away}"
             )
         elif group.stage == "scoring":
             said.append(f"group {group.ordinal} waits for its rewards")

@@ -22,12 +22,10 @@ from areal_jax.observe.waits import Clock
 from areal_jax.parallel.program_errors import OUT_OF_MEMORY
 from areal_jax.types import PolicyVersion, SampleId, VersionedParams
 
-Group = tuple[int, int]
+Group = tuple[int, ...]
 
 CHUNKS = 4
 """Maximum number of prompt chunks computed between two decode calls, for each free slot."""
-
-"""The status name in XLA's error for a failed allocation."""
 
 
 def reason_against(engine: Engine, start: Start) -> str:
@@ -281,6 +279,12 @@ class Queues:
     def evicted(self) -> list[Work]:
         """The half-decoded waiting samples: evicted on this host, or taken over from another one."""
         return [work for queue in self.both for work in queue.waiting if work.so_far is not None]
+
+    def add(self, work: Work) -> None:
+        """Puts a sample behind the others of its queue; a later turn of an episode before all new samples."""
+        waiting, turn = self.of(work).waiting, work.start.turn
+        begun = (n for n, other in enumerate(waiting) if other.so_far is None and not other.start.turn)
+        waiting.insert(next(begun, len(waiting)) if turn else len(waiting), work)
 
     def put_first(self, works: Sequence[Work]) -> None:
         """Puts samples before all others in their queues."""

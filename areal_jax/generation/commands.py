@@ -34,6 +34,8 @@ class Start:
     """Ids that end a sample, in addition to the host's stop tokens."""
     drawn_as: int | None = None
     """Ordinal from which random draws are derived instead of the samples' ordinal; None: the samples'."""
+    turn: int | None = None
+    """Number of the turn of an episode; None for samples without a workflow."""
     is_request: bool = False
     """Whether a client requested the samples; False: they are rollouts, samples to train on.
 
@@ -173,8 +175,10 @@ class Work:
         return Truncation.of(self.sampling)
 
     @property
-    def group(self) -> tuple[int, int]:
-        return self.sample.ordinal, self.sample.attempt
+    def group(self) -> tuple[int, ...]:
+        """What the samples that share a prefilled prompt have in common."""
+        own = () if self.start.turn is None else (self.sample.member, self.start.turn)
+        return self.sample.ordinal, self.sample.attempt, *own
 
     def move_to_host_memory(self) -> None:
         """Copies the KV of a half-decoded sample to host memory, and frees that on the device."""
@@ -214,12 +218,15 @@ def command_of(
 ) -> Command:
     """Returns the host's command for an action of the control plane.
 
-    `payload`: for a Dispatch the prompt's tokens, for a Fetch the samples to take over. `emit(event, works)`
-    reports the answer to a Move, with the samples to take over, or to a Fetch, with None.
+    `payload`: for a Dispatch the prompt's tokens, for a Continue a TurnRequest, for a Fetch the samples to
+    take over. `emit(event, works)` reports the answer to a Move, with the samples to take over, or to a
+    Fetch, with None.
     """
     match action:
         case events.Dispatch(samples, _, min_version):
             return Start(samples, tuple(payload), min_version)
+        case events.Continue(sample, _, turn, _, min_version):
+            return Start((sample,), payload.tokens, min_version, payload.sampling, turn=turn)
         case events.Cancel(samples):
             return Stop(samples)
         case events.Serve(_, version):

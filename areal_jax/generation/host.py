@@ -16,7 +16,7 @@ from queue import Queue
 from threading import TIMEOUT_MAX
 from typing import Any, Literal
 
-from areal_jax.control.events import Event, HostAdopted, KVShort, SampleFailed, SampleFinished
+from areal_jax.control import events as e
 from areal_jax.generation import commands as c
 from areal_jax.generation.admission import Queues, reason_against
 from areal_jax.generation.commands import Command, Statistics
@@ -28,7 +28,7 @@ from areal_jax.parallel.mesh import platform_of
 from areal_jax.types import PolicyVersion, SampleId, Sampling, Trajectory, VersionedParams
 from areal_jax.weights.store import ParamReader, load_newer
 
-Emit = Callable[[Event, Trajectory | None], None]
+Emit = Callable[[e.Event, Trajectory | None], None]
 
 POLL_S = 0.001
 
@@ -36,12 +36,13 @@ POLL_S = 0.001
 class Host:
     """Decodes samples on one engine; reports each event by `emit(event, trajectory)`.
 
-    `trajectory` is None except for SampleFinished. `store` supplies the weights versions. Every use of
-    parameters and device is inside `with turn():`, which waits while the trainer uses a shared device.
-    `on_update` selects what happens to live samples when a newer version is committed. recompute: their KV is
-    rebuilt under the new version. keep: they continue with their old KV. pinned: each ends under the version
-    that it began with; the host keeps the parameters of at most `versions` versions for that. drain: the host
-    adopts the new version only once the live samples, and those that may start under the old one, have ended.
+    `trajectory` is None except for SampleFinished and TurnFinished. `store` supplies the weights versions.
+    Every use of parameters and device is inside `with turn():`, which waits while the trainer uses a shared
+    device. `on_update` selects what happens to live samples when a newer version is committed. recompute:
+    their KV is rebuilt under the new version. keep: they continue with their old KV. pinned: each ends under
+    the version that it began with; the host keeps the parameters of at most `versions` versions for that.
+    drain: the host adopts the new version only once the live samples, and those that may start under the old
+    one, have ended.
     `on_tokens(sample, tokens)` is called after each decode call with the sample's new tokens, before the
     sample's end is reported; if the engine has reserved slots, only for samples of clients' requests.
     `calls_ahead`: as generation.calls_ahead. `adopts_on_command`: whether the host adopts a version only on a
@@ -200,7 +201,7 @@ class Host:
             if former is not None:
                 self._totals.swaps += 1
                 self._totals.swap_s += time.perf_counter() - started
-        self._emit(HostAdopted(self.name, loaded.version, loaded.digest, interrupted), None)
+        self._emit(e.HostAdopted(self.name, loaded.version, loaded.digest, interrupted), None)
 
     def _is_draining(self, version: PolicyVersion) -> bool:
         """Whether samples must still end under `version` before on_update=drain adopts a newer one.
@@ -274,10 +275,10 @@ class Host:
         """Queue the samples of `start`; if they cannot be decoded, emit SampleFailed for each."""
         if reason := reason_against(self._engine, start):
             for sample in start.samples:
-                self._emit(SampleFailed(sample, self.name, reason), None)
+                self._emit(e.SampleFailed(sample, self.name, reason), None)
             return
         for work in start.works(self._sampling, self._seed, self._stops):
-            self._queues.of(work).waiting.append(work)
+            self._queues.add(work)
 
     def _refill(self) -> None:
         current = self._current
@@ -291,7 +292,7 @@ class Host:
         ]
         self._totals.recomputed_tokens += self._slots.rebuild(self._held)
         for work, reason in failed:
-            self._emit(SampleFailed(work.sample, self.name, reason), None)
+            self._emit(e.SampleFailed(work.sample, self.name, reason), None)
 
     def _collect(self, ahead: int = 0) -> None:
         """Record and report the results of all decode calls but the newest `ahead`; of all if none is live.
@@ -313,21 +314,25 @@ class Host:
             self._queues.of(self._slots.works[youngest]).evict(youngest)
             self._totals.evictions += 1
             if self._to_serve is not None:
-                self._emit(KVShort(self.name), None)
+                self._emit(e.KVShort(self.name), None)
         # The samples that ended may have been the last ones of their version.
         if self._on_update == "pinned":
             self._free_versions()
 
     def _report(self, progress: Progress) -> None:
-        """Call `on_tokens` with a sample's new tokens; if the sample ended, emit SampleFinished."""
+        """Call `on_tokens` with a sample's new tokens; if it ended, emit SampleFinished or TurnFinished."""
         records, (slot, work, before, after, reason) = self._slots.records, progress
         is_heard = work.start.is_request or not self._engine.reserved_slots
         if self._on_tokens is not None and is_heard and after > before:
             self._on_tokens(work.sample, records.since(slot, before))
         if reason:
             trajectory = records.trajectory(slot, work, reason, self._on_update)
-            of = trajectory.spans, reason, work.interruptions, work.rebuilds
-            self._emit(SampleFinished(work.sample, self.name, *of), trajectory)
+            of, turn = (
+                (self.name, trajectory.spans, reason, work.interruptions, work.rebuilds),
+                work.start.turn,
+            )
+            ended = e.SampleFinished(work.sample, *of)
+            self._emit(ended if turn is None else e.TurnFinished(work.sample, 0, turn, *of), trajectory)
 
     def _count(self) -> Statistics:
         current = self._current

@@ -23,7 +23,7 @@ from areal_jax.types import PolicyVersion, SampleId, Sampling, Trajectory, Versi
 
 @dataclass(frozen=True)
 class Finished:
-    """A finished sample: its prompt (token ids), and what is recorded of how it was decoded."""
+    """A finished sample, or turn of a sample: its prompt (token ids), and how it was decoded."""
 
     sample: SampleId
     prompt: tuple[int, ...]
@@ -31,6 +31,10 @@ class Finished:
     """Not empty, in order; the first one starts at the prompt's end."""
     rebuilds: tuple[int, ...] = ()
     """How many tokens the sample had, prompt included, at each rebuild of its KV."""
+    turn: int | None = None
+    """Number of an episode's turn, of which all tokens before it are the prompt; None without a workflow."""
+    sampling: Sampling | None = None
+    """The turn's sampler settings; None: the run's."""
 
     def version_at(self, tokens: int) -> PolicyVersion:
         """Returns the version that sampled the next token of a sample of so many tokens."""
@@ -74,7 +78,7 @@ class Regenerator:
 
     def _begin(self, slot: int, one: Finished, params: Mapping[PolicyVersion, VersionedParams]) -> None:
         version = one.spans[0].version
-        start = Start((one.sample,), one.prompt, version)
+        start = Start((one.sample,), one.prompt, version, one.sampling, turn=one.turn)
         (work,) = start.works(self._sampling, self._seed, (self._engine.tokenizer.eos_id,))
         work.version, work.digest = version, params[version].digest
         if self._prompt is None or self._prompt[0] != (work.group, version):

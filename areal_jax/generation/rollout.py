@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+from areal_jax.config.sections import EpisodeConfig
 from areal_jax.control.events import Event, RewardFailed, SampleFailed
+from areal_jax.episodes.episode import Limits, limits_of
+from areal_jax.episodes.open_episodes import Conversations
 from areal_jax.generation.commands import Start
+from areal_jax.generation.conducted import conducted
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host
 from areal_jax.tasks.errors import TaskError
@@ -38,13 +43,15 @@ def rollout(
     seed: int = 0,
     *,
     sampling: Sampling | None = None,
+    limits: Limits | None = None,
 ) -> list[Group]:
     """Sample and score `group_size` completions of each prompt, under `params`; returns a group per prompt.
 
     `ordinals`: places of the prompts in the order that `seed` determines; groups are returned by ascending
     ordinal. `task`: one task, or several by name. `sampling`: None means the default settings and at most
-    `engine.length` tokens. Raises ArealError if the engine cannot decode a prompt, TaskError if a reward
-    fails; a reward is not tried again.
+    `engine.length` tokens. `limits`: of the episodes of tasks with a workflow; None: those of a run's config
+    by default. Raises ArealError if the engine cannot decode a prompt, TaskError if a reward or a workflow
+    fails; neither is tried again.
     """
     tasks = load_tasks({}, [task]) if isinstance(task, Task) else task
     prompts = PromptStream(tasks, seed)
@@ -53,9 +60,17 @@ def rollout(
     rendered = {ordinal: tokenizer.render(prompt) for ordinal, prompt in asked.items()}
     sampling = sampling or Sampling(max_tokens=engine.length)
     groups = []
-    for ordinal, members in sampled(engine, params, rendered, group_size, sampling, seed).items():
-        prompt, own = asked[ordinal], tasks[asked[ordinal].task].task
-        completions = [completion_of(member, tokenizer, own) for member in members]
+    plain = {n: rendered[n] for n, prompt in asked.items() if tasks[prompt.task].task.workflow is None}
+    done = sampled(engine, params, plain, group_size, sampling, seed)
+    talks = Conversations(None, lambda ordinal: tuple(rendered[ordinal]), sampling)
+    episodes = {n: asked[n] for n in asked.keys() - plain.keys()}
+    if episodes:
+        limits = limits or limits_of(EpisodeConfig(), engine.length, sampling.max_tokens)
+        own: Any = dict(talks=talks, tasks=tasks, limits=limits, sampling=sampling, seed=seed)
+        done |= conducted(engine, params, episodes, group_size, **own)
+    for ordinal in asked:
+        members, prompt, own = done[ordinal], asked[ordinal], tasks[asked[ordinal].task].task
+        completions = [talks.rewarded(m.sample, completion_of(m, tokenizer, own)) for m in members]
         scored = score_group(own, prompt, completions, ordinal)
         if isinstance(scored, RewardFailed):
             raise TaskError(f"the group at ordinal {ordinal} could not be scored: {scored.message}")

@@ -8,7 +8,7 @@ this code; they differ in where events come from and where actions go.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from areal_jax.control import events as e
 from areal_jax.control.events import Action, Event
 from areal_jax.control.machine import ControlPlane
 from areal_jax.control.reward_gate import Gates, paid
+from areal_jax.episodes.open_episodes import EPISODE, Conversations, EpisodeLog, Workflows
 from areal_jax.trajectories.codec import digest_of
 from areal_jax.trajectories.journal import Entry, with_rewards
 from areal_jax.types import ArealError, Completion, Group, Prompt, SampleId, Trajectory
@@ -26,6 +27,13 @@ REMEDIES = {
     "more samples in a group (algorithm.group_size), or algorithm.group_filter=none",
     "failed_reward": "failed_reward: the task's score raised an error, returned no number or exceeded "
     "runtime.reward_timeout_s; the run's log and report.html have the messages; correct the score",
+    "rejected": "rejected: a workflow returned None for one of the group's samples",
+    "failed_episode": "failed_episode: a workflow raised an error or exceeded its time; the run's log has "
+    "the messages; correct the workflow",
+    "tool_in_doubt": "tool_in_doubt: a process died during tool calls that may have had an effect; declare "
+    "calls that may be repeated with is_idempotent=True",
+    "workflow_diverged": "workflow_diverged: a workflow that ran again after a crash did not do the same "
+    "again; let it use episode.random and episode.tool for whatever may differ",
     "failed_sample": "failed_sample: hosts could not finish samples; the run's log has the reasons",
 }
 """Reason for which groups are dropped -> what it means, and what to change."""
@@ -40,14 +48,17 @@ Incoming = tuple[Event, Trajectory | Offer | None]
 """An event and its payload: a trajectory for a SampleFinished, an Offer for a SamplesOffered, else None."""
 
 
-class Endpoints(Protocol):
-    """Interface that sends actions to hosts, reward pool and trainer.
+class Endpoints(Workflows, Protocol):
+    """Interface that sends actions to hosts, reward pool, trainer and workflows.
 
     No call waits: the result arrives later as an event.
     """
 
     def command(self, action: e.HostCommand, payload: Any = None) -> None:
-        """Send `action` to its host. `payload`: the prompt's tokens for a Dispatch, an Offer for a Fetch."""
+        """Send `action` to its host.
+
+        `payload`: the prompt's tokens for a Dispatch, a TurnRequest for a Continue, an Offer for a Fetch.
+        """
         ...
 
     def score(self, action: e.Score, prompt: Prompt, completions: Sequence[Completion]) -> None: ...
@@ -70,6 +81,10 @@ class Prompts(Protocol):
 
     def completion(self, trajectory: Trajectory) -> Completion: ...
 
+    def has_workflow(self, ordinal: int) -> bool:
+        """Return whether the prompt's samples are episodes, which a workflow conducts."""
+        ...
+
 
 class Rows(Protocol):
     """Makes the metrics row of each step from the events since the last row."""
@@ -89,7 +104,7 @@ class Rows(Protocol):
         ...
 
 
-class EventLog(Protocol):
+class EventLog(EpisodeLog, Protocol):
     """The journal's methods that `DriverCore` uses; `trajectories.sqlite.SqliteQueue` documents them."""
 
     def append(self, entries: Sequence[Entry], durable: bool = False) -> int: ...
@@ -120,6 +135,7 @@ class DriverCore:
         self._members: dict[int, dict[int, Trajectory]] = {}
         self._offers: dict[tuple[SampleId, ...], Offer] = {}
         """Samples -> their offer, until their Fetch is sent."""
+        self._conversations = Conversations(journal, prompts.prompt_tokens, config.generation.sampling)
 
     def record(self, incoming: Iterable[Incoming]) -> list[Entry]:
         """Let the control plane decide on each event; write events and actions into the journal.
@@ -134,7 +150,7 @@ class DriverCore:
                 # The trainer delivers a BatchTrained again if the controller died after journaling it and
                 # before acknowledging it. Its groups are gone from the state, so no row can be made.
                 if not (isinstance(event, e.BatchTrained) and self.control.state.is_stale(event)):
-                    entries.append(self._decide(event, payload))
+                    entries += self._decided(event, payload)
         finally:
             if entries:
                 is_durable = any(isinstance(entry.event, DURABLE) for entry in entries)
@@ -148,14 +164,25 @@ class DriverCore:
         """
         for action in actions:
             match action:
+                case e.Dispatch(samples) if self._prompts.has_workflow(samples[0].ordinal):
+                    for sample in samples:
+                        self._begin(sample)
                 case e.Dispatch(samples):
                     self._endpoints.command(action, self._prompts.prompt_tokens(samples[0].ordinal))
+                case e.Continue(sample, _, turn):
+                    self._endpoints.command(action, self._conversations.request(sample, turn))
+                case e.Answer(sample, _, turn):
+                    self._endpoints.answer(sample, turn, self._conversations.of(sample))
+                case e.Call(sample, call):
+                    self._endpoints.call(sample, call)
+                case e.Rerun(sample):
+                    self._begin(sample)
                 case e.Fetch(samples):
                     self._endpoints.command(action, self._offers.pop(samples))
                 case e.Cancel() | e.Serve() | e.Move() | e.TakeBack():
                     self._endpoints.command(action)
                 case e.Score(ordinal, attempt):
-                    completions = [self._prompts.completion(t) for t in self._trajectories(ordinal, attempt)]
+                    completions = [self._completion(t) for t in self._trajectories(ordinal, attempt)]
                     self._endpoints.score(action, self._prompts.prompt(ordinal), completions)
                 case e.Train():
                     self._endpoints.train(action, self._groups(action))
@@ -163,13 +190,25 @@ class DriverCore:
                     self._endpoints.hold(action)
                 case e.Drop(ordinal) | e.Reissue(ordinal):
                     self._members.pop(ordinal, None)
+                    self._conversations.forget(ordinal)
+                    self._endpoints.end(ordinal)
                 case e.Abort(dropped):
                     raise ArealError(_aborted(dropped, self.control.state.dropped))
 
+    def _decided(self, event: Event, payload: Any) -> Iterator[Entry]:
+        """Yields the entry of `event`, and that of its sample's end if the event ends an episode."""
+        is_stale = self.control.state.is_stale(event)
+        yield self._decide(event, payload)
+        if isinstance(event, e.EpisodeEnded) and event.reward is not None and not is_stale:
+            yield self._decide(*self._conversations.finished(event))
+
     def _decide(self, event: Event, payload: Any) -> Entry:
-        trajectory: Trajectory | None = payload if isinstance(event, e.SampleFinished) else None
+        is_sampled = isinstance(event, e.SampleFinished | e.TurnFinished)
+        trajectory: Trajectory | None = payload if is_sampled else None
         if self.control.state.is_stale(event):
             trajectory = None  # too late: it must not replace the payload that counts
+        elif isinstance(event, EPISODE):
+            event, trajectory = self._conversations.record(event, trajectory)
         elif trajectory is not None:
             sample = trajectory.sample
             event = replace(event, digest=digest_of(trajectory))  # pyright: ignore[reportCallIssue]
@@ -182,12 +221,27 @@ class DriverCore:
             row = self._rows.make(event.step, groups, event.metrics, event.digest, gates)
             event = replace(event, metrics=row)
         actions = self.control.handle(event)
+        if isinstance(event, e.RunResumed):
+            self._conversations.restore(self._is_live)
         self._rows.see(event, actions)
         self._offers |= {action.samples: payload for action in actions if isinstance(action, e.Fetch)}
         if isinstance(event, e.BatchTrained):
             for ordinal in event.ordinals:
                 del self._members[ordinal]
+                self._conversations.forget(ordinal)
         return Entry(event, actions, trajectory)
+
+    def _begin(self, sample: SampleId) -> None:
+        prompt = self._prompts.prompt(sample.ordinal)
+        self._endpoints.begin(sample, prompt, self._conversations.of(sample))
+
+    def _is_live(self, sample: SampleId) -> bool:
+        """Whether the sample's group is neither trained nor dropped, and was not restarted since."""
+        group = self.control.state.groups.get(sample.ordinal)
+        return group is not None and group.attempt == sample.attempt
+
+    def _completion(self, trajectory: Trajectory) -> Completion:
+        return self._conversations.rewarded(trajectory.sample, self._prompts.completion(trajectory))
 
     def _groups(self, batch: e.Train) -> tuple[Group, ...]:
         """Returns the batch's groups with the rewards that are trained on."""

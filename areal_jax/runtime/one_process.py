@@ -12,9 +12,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from areal_jax.assembly.parts import Parts
+from areal_jax.assembly.parts import Inputs, Parts
 from areal_jax.control import events as e
 from areal_jax.control.events import Event
+from areal_jax.episodes.conversation import Conversation
+from areal_jax.episodes.episode import limits_of
+from areal_jax.episodes.workflow_runner import WorkflowRunner
 from areal_jax.evaluation.follower import Follower
 from areal_jax.generation.commands import Stop, command_of
 from areal_jax.generation.engine import Engine
@@ -32,7 +35,7 @@ from areal_jax.runtime.turns import OneDevice
 from areal_jax.tasks.pool import RewardPool
 from areal_jax.trainer.checkpoint import Checkpointer
 from areal_jax.trainer.state import TrainState
-from areal_jax.types import ArealError, Completion, Group, PolicyVersion, Prompt, Trajectory
+from areal_jax.types import ArealError, Completion, Group, PolicyVersion, Prompt, SampleId, Trajectory
 
 STOP_S = 60.0
 """Seconds that the main thread waits for a thread to end after sending the thread a stop command."""
@@ -75,6 +78,7 @@ class LocalRun:
             c.runtime.reward_workers,
             c.runtime.reward_timeout_s,
         )
+        self._runner = workflow_runner(parts, self._deliver)
         self._driver = Driver(parts, context, self, list(self._hosts.values()), timeline.take_totals)
         self._follower = None
         if c.observe.evaluate or c.observe.exports:
@@ -144,6 +148,8 @@ class LocalRun:
             host.inbox.put(Stop())
         self.trainer.inbox.put(None)
         self._pool.close()
+        if self._runner is not None:
+            self._runner.close()
         for thread in self._threads:
             wait_s = STOP_S + (self._deadline_s if thread.name == "trainer" else 0)
             if thread.is_alive():
@@ -224,3 +230,28 @@ class LocalRun:
 
     def hold(self, action: e.Hold) -> None:
         self.trainer.inbox.put(action)
+
+    def begin(self, sample: SampleId, prompt: Prompt, conversation: Conversation) -> None:
+        assert self._runner is not None
+        self._runner.begin(sample, prompt, conversation)
+
+    def answer(self, sample: SampleId, turn: int, conversation: Conversation) -> None:
+        assert self._runner is not None
+        self._runner.answer(sample, turn, conversation)
+
+    def call(self, sample: SampleId, call: int) -> None:
+        assert self._runner is not None
+        self._runner.call(sample, call)
+
+    def end(self, ordinal: int) -> None:
+        if self._runner is not None:
+            self._runner.end(ordinal)
+
+
+def workflow_runner(parts: Inputs, emit: Callable[[Event], None]) -> WorkflowRunner | None:
+    """Returns what conducts the episodes of this process; None if no task has a workflow."""
+    c = parts.config
+    if not any(weighted.task.workflow for weighted in parts.tasks.values()):
+        return None
+    limits = limits_of(c.episode, c.generation.length, c.generation.max_tokens)
+    return WorkflowRunner(parts.tasks, parts.model.tokenizer, limits, emit, c.run.seed)

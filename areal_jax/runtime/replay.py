@@ -10,7 +10,7 @@ batches are trained on the journal's tokens, so that both trainers see the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from areal_jax.config.tree import Config
 from areal_jax.control import events as e
 from areal_jax.control.machine import ControlPlane
 from areal_jax.control.reward_gate import paid
+from areal_jax.episodes.conversation import Conversation, up_to
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.regenerate import Finished, Regenerator
 from areal_jax.observe.waits import Timeline
@@ -34,6 +35,9 @@ from areal_jax.trajectories.journal import JournalError, Row, with_rewards
 from areal_jax.trajectories.sqlite import SqliteQueue
 from areal_jax.types import Group, PolicyVersion, SampleId, Trajectory, VersionedParams
 from areal_jax.weights.store import wire_copy
+
+Sampled = e.SampleFinished | e.TurnFinished
+"""The events that come with tokens, which a replay generates again."""
 
 Note = Callable[[str], None]
 Before = Callable[[int, TrainState, tuple[Group, ...]], None]
@@ -110,8 +114,10 @@ class Replay:
         self._held: dict[PolicyVersion, VersionedParams] = {}
         """The versions that samples still need, as the engine decodes with them."""
         self._published: dict[PolicyVersion, str] = {}
-        self._finished: list[e.SampleFinished] = []
-        """Finished samples that are not generated again yet, in the order of the journal."""
+        self._finished: list[Sampled] = []
+        """Finished samples and turns that are not generated again yet, in the order of the journal."""
+        self._conversations: dict[SampleId, Conversation] = {}
+        """The episodes of open groups, with the trajectories that were generated again."""
         self._members: dict[SampleId, Trajectory] = {}
         self._scored: dict[tuple[int, int], e.RewardScored] = {}
         self._last_needed = _last_needed(run.journal)
@@ -152,7 +158,10 @@ class Replay:
             case e.RunResumed(steps, stored):
                 self._use(with_steps(self.parts, steps))
                 self._compare_header(stored)
-            case e.SampleFinished():
+            case e.TurnAdded(sample):
+                prompt = self.parts.prompt_tokens(sample.ordinal)
+                self._conversations.setdefault(sample, Conversation(prompt)).add(row.event)
+            case e.SampleFinished() | e.TurnFinished():
                 self._finished.append(row.event)
             case e.RewardScored(ordinal, attempt):
                 # The trainer read the rewards from a table of their own.
@@ -170,19 +179,47 @@ class Replay:
     # --- samples --------------------------------------------------------------------------------------------
 
     def _generate(self) -> None:
-        """Generates the finished samples again, and compares them in the order of the journal."""
-        events, self._finished = self._finished, []
-        wanted = [
-            Finished(one.sample, self.parts.prompt_tokens(one.sample.ordinal), one.spans, one.rebuilds)
-            for one in events
-            if one.spans
-        ]
-        made = self._regenerator.run(wanted, self._held)
-        for event in events:
-            again = made[event.sample] if event.spans else self.parts.reference(event.sample)
-            stored = compare_sample(self.found, self._compared, self._journal, event, again)
-            # Bit for bit they are the same. Within bounds, both trainers must see the journal's samples.
-            self._members[event.sample] = stored if stored and self._compared.is_bounded else again
+        """Generates the finished samples again, and compares them in the order of the journal.
+
+        A turn needs the tokens of the turn before: each round generates the next turn of every episode.
+        """
+        rest, self._finished = self._finished, []
+        while rest:
+            first = {event.sample: event for event in reversed(rest)}
+            events = [event for event in rest if first[event.sample] is event]
+            rest = [event for event in rest if first[event.sample] is not event]
+            made = self._regenerator.run([one for event in events for one in self._wanted(event)], self._held)
+            for event in events:
+                self._compare(event, made.get(event.sample))
+
+    def _wanted(self, event: Sampled) -> Iterator[Finished]:
+        """Yields what is to be generated: nothing for a reference answer, or for the end of an episode."""
+        sample, talk = event.sample, self._conversations.get(event.sample)
+        if isinstance(event, e.TurnFinished):
+            assert talk is not None
+            tokens, sampling = talk.request(event.turn, self.parts.config.generation.sampling)
+            yield Finished(sample, tokens, event.spans, event.rebuilds, event.turn, sampling)
+        elif event.spans and talk is None:
+            yield Finished(sample, self.parts.prompt_tokens(sample.ordinal), event.spans, event.rebuilds)
+
+    def _compare(self, event: Sampled, made: Trajectory | None) -> None:
+        """Compares a sample or turn with the journal; `made`: the one that was generated again."""
+        talk = self._conversations.get(event.sample)
+        if isinstance(event, e.TurnFinished):
+            assert talk is not None and made is not None
+            again = talk.joined(event.turn, made)
+        elif talk is not None:
+            again = talk.whole(event.stop_reason)
+        else:
+            again = made or self.parts.reference(event.sample)
+        stored = compare_sample(self.found, self._compared, self._journal, event, again)
+        # Bit for bit they are the same. Within bounds, both trainers must see the journal's samples.
+        used = stored if stored and self._compared.is_bounded else again
+        if isinstance(event, e.TurnFinished):
+            assert talk is not None
+            talk.finish(event, used)
+        else:
+            self._members[event.sample] = used
 
     # --- steps ----------------------------------------------------------------------------------------------
 
@@ -215,6 +252,9 @@ class Replay:
             one: kept for one, kept in self._members.items() if (one.ordinal, one.attempt) in open_now
         }
         self._scored = {one: kept for one, kept in self._scored.items() if one in open_now}
+        self._conversations = {
+            one: kept for one, kept in self._conversations.items() if (one.ordinal, one.attempt) in open_now
+        }
 
     def _publish(self, value: VersionedParams, seq: int) -> None:
         """Holds the version for samples that need it, and drops those that none after event `seq` needs."""
@@ -257,20 +297,24 @@ class Replay:
 
 
 def compare_sample(
-    found: Replayed, compared: Comparison, journal: SqliteQueue, event: e.SampleFinished, again: Trajectory
+    found: Replayed, compared: Comparison, journal: SqliteQueue, event: Sampled, again: Trajectory
 ) -> Trajectory | None:
     """Compares a sample that was generated `again` with the journal, and counts it in `found`.
 
-    Returns its journaled trajectory; None if that was deleted after training (observe.keep_groups). Raises
+    The end of a turn counts no sample and no token, because the end of the sample counts all of them. Returns
+    the journaled trajectory up to there; None if it was deleted after training (observe.keep_groups). Raises
     Difference for the first value that differs.
     """
-    place, count, is_equal = f"sample {name_of(event.sample)}", again.completion_tokens, True
+    turn, is_equal = (event.turn if isinstance(event, e.TurnFinished) else None), True
+    place = f"sample {name_of(event.sample)}" + ("" if turn is None else f", turn {turn}")
+    count = again.completion_tokens if turn is None else 0
     try:
         stored = journal.trajectory(event.sample)
+        stored = stored if turn is None else up_to(stored, turn, event.stop_reason)
     except JournalError:
         stored = None
     if stored is not None:
-        same(place, "spans", event.spans, stored.spans)
+        same(place, "spans", event.spans, stored.spans[-len(event.spans) :])
         is_equal = compared.sample(place, stored, again)
         found.by_value += count
     if event.digest and not compared.is_bounded:
@@ -278,8 +322,9 @@ def compare_sample(
         found.by_digest += count
     if is_equal:
         same(place, "stop_reason", event.stop_reason, again.stop_reason)
-    found.uncompared += stored is None and (not event.digest or compared.is_bounded)
-    found.samples, found.tokens = found.samples + 1, found.tokens + count
+    if turn is None:
+        found.uncompared += stored is None and (not event.digest or compared.is_bounded)
+        found.samples, found.tokens = found.samples + 1, found.tokens + count
     return stored
 
 
@@ -293,6 +338,6 @@ def _last_needed(journal: SqliteQueue) -> dict[PolicyVersion, int]:
     """Returns version -> number of the last event that needs its parameters: a sample's end."""
     needed: dict[PolicyVersion, int] = {}
     for row in journal.rows():
-        if isinstance(row.event, e.SampleFinished):
+        if isinstance(row.event, Sampled):
             needed |= {span.version: row.seq for span in row.event.spans}
     return needed

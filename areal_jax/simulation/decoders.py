@@ -14,8 +14,9 @@ import numpy as np
 
 from areal_jax.config.tree import Config
 from areal_jax.control import events as e
+from areal_jax.episodes.conversation import TurnRequest
 from areal_jax.runtime.core import Incoming, Offer
-from areal_jax.types import PolicyVersion, SampleId, Sampling, Trajectory, VersionSpan
+from areal_jax.types import NOT_SAMPLED, PolicyVersion, SampleId, Sampling, Trajectory, VersionSpan
 
 SAMPLING = Sampling()
 
@@ -46,6 +47,8 @@ class Call:
 
 class Decoder(Protocol):
     def take(self, dispatch: e.Dispatch, prompt: tuple[int, ...]) -> None: ...
+
+    def go_on(self, action: e.Continue, request: TurnRequest) -> None: ...
 
     def cancel(self, samples: Iterable[SampleId]) -> None: ...
 
@@ -86,6 +89,10 @@ class Work:
     version: PolicyVersion = -1
     """The version under which the sample decodes; -1 before it has a slot. An adoption may change it."""
     tokens: int = 0
+    turn: int | None = None
+    """Number of the episode's turn that is decoded; None for a sample without a workflow."""
+    before: int = 0
+    """Number of tokens before the turn."""
     spans: list[VersionSpan] = field(default_factory=list)
     interruptions: int = 0
 
@@ -98,16 +105,23 @@ class Work:
             self.spans.append(VersionSpan(self.version, start, self.tokens))
         return self.tokens - start
 
+    @property
+    def placed(self) -> tuple[VersionSpan, ...]:
+        """The spans with their places in the whole sample."""
+        at = self.before
+        return tuple(VersionSpan(version, start + at, end + at) for version, start, end in self.spans)
+
     def trajectory(self, stop_reason: str) -> Trajectory:
         """Return the ended sample as a trajectory with the true versions of its tokens.
 
         Token ids and log-probs are zeros.
         """
-        versions = np.empty(self.tokens, np.int32)
-        for version, start, end in self.spans:
+        count = self.before + self.tokens
+        versions = np.full(count, NOT_SAMPLED, np.int32)
+        for version, start, end in self.placed:
             versions[start:end] = version
-        zeros = np.zeros(self.tokens, np.int32)
-        sampled = np.ones(self.tokens, bool)
+        zeros = np.zeros(count, np.int32)
+        sampled = np.arange(count) >= self.before
         return Trajectory(
             self.sample,
             zeros,
@@ -124,17 +138,17 @@ class Work:
 class DrawnDecoder:
     """Decodes completions of random lengths in a fixed number of slots, as the host `name`.
 
-    `work(sample)` draws a completion's length. `latest()` returns the newest committed version and its
-    digest; each step first adopts that version. With on_update=drain, a step adopts a version only if
-    the host has nothing to decode under its current version; so all samples of a group decode under the same
-    version.
+    `work(sample, turn)` draws the length of a completion, or of a turn. `latest()` returns the newest
+    committed version and its digest; each step first adopts that version. With on_update=drain, a step adopts
+    a version only if the host has nothing to decode under its current version; so all samples of a group
+    decode under the same version.
     """
 
     def __init__(
         self,
         name: str,
         config: Config,
-        work: Callable[[SampleId], Work],
+        work: Callable[[SampleId, int | None], Work],
         latest: Callable[[], tuple[PolicyVersion, str]],
     ) -> None:
         self.name = name
@@ -151,8 +165,15 @@ class DrawnDecoder:
 
     def take(self, dispatch: e.Dispatch, prompt: tuple[int, ...]) -> None:
         for sample in dispatch.samples:
-            self._queue.append(work := self._work(sample))
+            self._queue.append(work := self._work(sample, None))
             work.min_version = dispatch.min_version
+
+    def go_on(self, action: e.Continue, request: TurnRequest) -> None:
+        work = self._work(action.sample, action.turn)
+        work.min_version, work.before = action.min_version, len(request.tokens)
+        # Before new samples, and behind those that came before it.
+        place = next((n for n, other in enumerate(self._queue) if not other.turn), len(self._queue))
+        self._queue.insert(place, work)
 
     def cancel(self, samples: Iterable[SampleId]) -> None:
         gone = set(samples)
@@ -238,5 +259,7 @@ class DrawnDecoder:
         if work.fails:
             return e.SampleFailed(work.sample, self.name, "simulated"), None
         reason = "length" if work.length == self._limit else "stop"
-        event = e.SampleFinished(work.sample, self.name, tuple(work.spans), reason, work.interruptions)
-        return event, work.trajectory(reason)
+        of = self.name, work.placed, reason, work.interruptions
+        if work.turn is not None:
+            return e.TurnFinished(work.sample, 0, work.turn, *of), work.trajectory(reason)
+        return e.SampleFinished(work.sample, *of), work.trajectory(reason)

@@ -48,6 +48,12 @@ class EmptyPrompts:
 
     _prompt, _completion = Prompt(""), Completion("", (), "")
 
+    def __init__(self, has_workflow: bool) -> None:
+        self._has_workflow = has_workflow
+
+    def has_workflow(self, ordinal: int) -> bool:
+        return self._has_workflow
+
     def prompt(self, ordinal: int) -> Prompt:
         return self._prompt
 
@@ -65,7 +71,7 @@ class DrawnMachines:
     """
 
     def __init__(self, config: Config, schedule: Schedule) -> None:
-        self.prompts = EmptyPrompts()
+        self.prompts = EmptyPrompts(schedule.turns > 0)
         self._config, self._schedule = config, schedule
 
     def decoder(self, name: str, latest: Callable[[], PolicyVersion]) -> Decoder:
@@ -86,6 +92,8 @@ class DrawnMachines:
             )
         is_equal = rng.random() < schedule.equal_rewards
         rewards = [0.0] * size if is_equal else rng.random(size).round(3).tolist()
+        if completions[0].reward is not None:
+            rewards = [one.reward.value for one in completions if one.reward is not None]
         parts = ()
         if (gated := self._config.algorithm.gate.part) is not None:
             right = rng.integers(2, size=size).tolist()
@@ -102,15 +110,16 @@ class DrawnMachines:
         """Return a digest made from the version's number; it is the same if the version is trained again."""
         return f"digest-{version}"
 
-    def _work(self, sample: SampleId) -> Work:
-        return drawn_work(self._schedule, sample, self._config.generation.max_tokens)
+    def _work(self, sample: SampleId, turn: int | None = None) -> Work:
+        return drawn_work(self._schedule, sample, self._config.generation.max_tokens, turn)
 
 
-def drawn_work(schedule: Schedule, sample: SampleId, most: int) -> Work:
+def drawn_work(schedule: Schedule, sample: SampleId, most: int, turn: int | None = None) -> Work:
     """Draw a sample's length and whether it fails, from the schedule's seed and the sample's id alone.
 
-    `most`: tokens of the longest completion.
+    `most`: tokens of the longest completion. `turn`: number of the episode's turn to draw instead.
     """
-    rng = np.random.default_rng([schedule.seed, 3, *sample])
+    rng = np.random.default_rng([schedule.seed, 3, *sample, *(() if turn is None else (turn,))])
     tokens = schedule.median_tokens * np.exp(schedule.sigma_tokens * rng.standard_normal())
-    return Work(sample, min(max(round(tokens), 1), most), fails=bool(rng.random() < schedule.failed_samples))
+    fails = bool(rng.random() < schedule.failed_samples)
+    return Work(sample, min(max(round(tokens), 1), most), fails, turn=turn)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from areal_jax.control.audit import Row
-from areal_jax.control.events import RewardScored
+from areal_jax.control.events import EpisodeEnded, RewardScored, TurnFinished
 from areal_jax.trajectories.journal import Entry, with_rewards
 from areal_jax.types import SampleId, Trajectory
 
@@ -21,9 +22,17 @@ class MemoryJournal:
         for entry in entries:
             event, trajectory = entry.event, entry.trajectory
             self.rows.append((len(self.rows), event, entry.actions))
-            if trajectory is not None:
+            if isinstance(event, TurnFinished | EpisodeEnded) and trajectory is not None:
+                self._payloads[trajectory.sample] = trajectory
+            elif trajectory is not None:
                 self._payloads.setdefault(trajectory.sample, trajectory)
         return len(self.rows)
+
+    def events(self, kind: str) -> Iterator[Any]:
+        return (event for _, event, _ in self.rows if type(event).__name__ == kind)
+
+    def trajectory(self, sample: SampleId) -> Trajectory:
+        return self._payloads[sample]
 
     def group(self, ordinal: int, attempt: int, size: int) -> tuple[Trajectory, ...]:
         """Return a group's `size` trajectories in member order, with rewards if the group was scored.

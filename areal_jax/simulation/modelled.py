@@ -15,6 +15,7 @@ from typing import Any
 
 from areal_jax.config.tree import Config
 from areal_jax.control import events as e
+from areal_jax.episodes.conversation import TurnRequest
 from areal_jax.observe.waits import HELD, NS, Clock, Interval, idle_share
 from areal_jax.runtime.core import Offer
 from areal_jax.runtime.jobs import run_parts
@@ -153,6 +154,10 @@ class _WatchedDecoder:
     def take(self, dispatch: e.Dispatch, prompt: tuple[int, ...]) -> None:
         self._waiting.extend(dispatch.samples)
         self._decoder.take(dispatch, prompt)
+
+    def go_on(self, action: e.Continue, request: TurnRequest) -> None:
+        self._waiting.append(action.sample)
+        self._decoder.go_on(action, request)
 
     def cancel(self, samples: Iterable[SampleId]) -> None:
         gone = set(samples)

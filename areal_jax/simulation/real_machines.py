@@ -11,7 +11,8 @@ from typing import Any
 
 from areal_jax.assembly.parts import Parts
 from areal_jax.control import events as e
-from areal_jax.generation.commands import HandOver, Serve, Start, Stop, TakeBack, TakeOver, Work
+from areal_jax.episodes.conversation import TurnRequest
+from areal_jax.generation.commands import HandOver, Serve, Start, Stop, TakeBack, TakeOver, Work, command_of
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host
 from areal_jax.observe.waits import Timeline
@@ -34,6 +35,9 @@ from areal_jax.types import (
 )
 from areal_jax.weights.memory import MemoryStore
 from areal_jax.weights.store import wire_copy
+
+ENDS = (e.SampleFinished, e.TurnFinished, e.SampleFailed)
+"""The events with which a sample gives up its slot."""
 
 
 class EngineDecoder:
@@ -59,6 +63,9 @@ class EngineDecoder:
 
     def take(self, dispatch: e.Dispatch, prompt: tuple[int, ...]) -> None:
         self._host.inbox.put(Start(dispatch.samples, prompt, dispatch.min_version))
+
+    def go_on(self, action: e.Continue, request: TurnRequest) -> None:
+        self._host.inbox.put(command_of(action, request, lambda *_: None))
 
     def cancel(self, samples: Iterable[SampleId]) -> None:
         if gone := tuple(samples):
@@ -90,7 +97,7 @@ class EngineDecoder:
         host.step()
         now = host.statistics()
         incoming, self._incoming = self._incoming, []
-        ended = tuple(one for one in incoming if isinstance(one[0], e.SampleFinished | e.SampleFailed))
+        ended = tuple(one for one in incoming if isinstance(one[0], ENDS))
         adopted = next((event for event, _ in incoming if isinstance(event, e.HostAdopted)), None)
         live = now.live + len(ended)
         return Call(

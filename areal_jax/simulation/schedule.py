@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -62,6 +62,14 @@ class Schedule:
     duplicated: float = 0.0
     """Fraction of ended samples that are reported twice."""
     delay_s: float = 2.0
+    turns: float = 0.0
+    """Mean number of turns of an episode, at least 1; 0: samples have no workflow."""
+    tool_calls: float = 0.0
+    """Fraction of turns before which the workflow calls a tool."""
+    workflow_s: float = 0.1
+    """Seconds that a workflow takes between two turns, and that a tool call takes, on the average."""
+    rejected: float = 0.0
+    """Fraction of samples that their workflow rejects."""
     faults: tuple[Fault, ...] = ()
     max_virtual_s: float = 1e6
     max_rows: int = 1_000_000
@@ -141,6 +149,19 @@ def _schedule(seed: int, hosts: int, rng: np.random.Generator) -> Schedule:
         delayed=float(rng.choice([0.0, 0.2])),
         duplicated=float(rng.choice([0.0, 0.2])),
         faults=tuple(sorted(faults, key=lambda fault: fault.at_row)),
+    )
+
+
+def with_episodes(seed: int, schedule: Schedule) -> Schedule:
+    """Return the schedule with episodes of random sizes, drawn from `seed`, instead of plain samples."""
+    rng = np.random.default_rng([seed, 7])
+    return replace(
+        schedule,
+        turns=float(rng.uniform(1.0, 4.0)),
+        tool_calls=float(rng.choice([0.0, 0.5])),
+        workflow_s=float(rng.uniform(0.01, 1.0)),
+        rejected=float(rng.choice([0.0, 0.03])),
+        median_tokens=schedule.median_tokens / 2,
     )
 
 

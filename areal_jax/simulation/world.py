@@ -23,12 +23,14 @@ from areal_jax.control.audit import AuditResult, Row, audit
 from areal_jax.control.events import Action, Event
 from areal_jax.control.machine import ControlPlane
 from areal_jax.control.reward_gate import Gates
+from areal_jax.episodes.conversation import Conversation
 from areal_jax.runtime.core import DriverCore, Offer
 from areal_jax.simulation.decoders import Call, Decoder
 from areal_jax.simulation.machines import DrawnMachines, Machines
 from areal_jax.simulation.memory_journal import MemoryJournal
 from areal_jax.simulation.schedule import Fault, Schedule
-from areal_jax.types import ArealError, Completion, Group, Prompt, Trajectory
+from areal_jax.simulation.workflows import DrawnWorkflows
+from areal_jax.types import ArealError, Completion, Group, Prompt, SampleId, Trajectory
 
 
 class SimulationError(ArealError):
@@ -99,6 +101,8 @@ class SimResult(Meters):
     """Virtual seconds from the start until every group was trained or dropped."""
     versions: int
     """Number of versions committed, without the initial one."""
+    tool_calls: Counter[tuple[SampleId, int]]
+    """(sample, number of its tool call) -> how often the tool was called."""
 
 
 def simulate(config: Config, schedule: Schedule, machines: Machines | None = None) -> SimResult:
@@ -136,6 +140,8 @@ class Host:
         match action:
             case e.Dispatch():
                 decoder.take(action, payload)
+            case e.Continue():
+                decoder.go_on(action, payload)
             case e.Cancel(samples):
                 self._fetches = [fetch for fetch in self._fetches if not {*samples} & {*fetch.samples}]
                 decoder.cancel(samples)
@@ -229,6 +235,7 @@ class World:
         self._pending: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._calls = 0
         self._noise = np.random.default_rng([schedule.seed, 2])
+        self.workflows = DrawnWorkflows(config, schedule, self.later, self.deliver)
         self._faults = list(schedule.faults)
         self._hosts: dict[str, Host] = {}
         self._trainer = 0
@@ -267,6 +274,7 @@ class World:
             audit=result,
             virtual_s=self._finished_s,
             versions=self.control.state.version,
+            tool_calls=self.workflows.calls,
             **vars(self.meters),
         )
 
@@ -351,6 +359,18 @@ class World:
     def hold(self, action: e.Hold) -> None:
         self.meters.holds += 1
 
+    def begin(self, sample: SampleId, prompt: Prompt, conversation: Conversation) -> None:
+        self.workflows.begin(sample, prompt, conversation)
+
+    def answer(self, sample: SampleId, turn: int, conversation: Conversation) -> None:
+        self.workflows.answer(sample, turn, conversation)
+
+    def call(self, sample: SampleId, call: int) -> None:
+        self.workflows.call(sample, call)
+
+    def end(self, ordinal: int) -> None:
+        self.workflows.end(ordinal)
+
     # --- faults ---------------------------------------------------------------------------------------------
 
     def _strike(self, fault: Fault) -> None:
@@ -389,6 +409,7 @@ class World:
         for host in self._hosts.values():
             host.is_alive = False
         self._hosts.clear()
+        self.workflows.crash()
         self._trainer += 1
         live = self.control.snapshot()
         self._core = self._driver(

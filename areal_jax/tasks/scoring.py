@@ -39,7 +39,7 @@ def score_group(
         values = _values(task, prompt, completions)
         rewards = []
         for value in values:
-            rewards.append(_checked(value))
+            rewards.append(checked(value))
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001 - users' code, and it may exit: counted as failed, never as 0
@@ -67,7 +67,10 @@ def _values(task: Task, prompt: Prompt, completions: Sequence[Completion]) -> It
     many scores.
     """
     if type(task).score_group is Task.score_group:
-        return (task.score(prompt, completion) for completion in completions)
+        return (
+            task.score(prompt, completion) if completion.reward is None else completion.reward
+            for completion in completions
+        )
     values = list(task.score_group(prompt, completions))
     if len(values) != len(completions):
         raise _BadRewardError(
@@ -77,7 +80,7 @@ def _values(task: Task, prompt: Prompt, completions: Sequence[Completion]) -> It
     return values
 
 
-def _checked(value: Any) -> Reward:
+def checked(value: Any) -> Reward:
     """Returns a task's score as a Reward of plain floats.
 
     Raises _BadRewardError unless the value and all named parts are numbers that are finite in float32.

@@ -21,6 +21,7 @@ BUILTIN = {
     "code": "areal_jax.tasks.datasets.code:Code",
     "countdown": "areal_jax.tasks.datasets.countdown:Countdown",
     "gsm8k": "areal_jax.tasks.datasets.math_data:Gsm8k",
+    "guess": "areal_jax.tasks.datasets.guess:Guess",
     "gsm8k_interleaved": "areal_jax.tasks.datasets.gsm8k_interleaved:Gsm8kInterleaved",
     "jsonl": "areal_jax.tasks.datasets.jsonl:JsonLines",
     "knights": "areal_jax.tasks.datasets.knights:Knights",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from areal_jax.tasks.errors import TaskError
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from areal_jax.tasks.tokenizers import Tokenizer
 
 Score = Callable[[Prompt, Completion], "Reward | float"]
+Workflow = Callable[[Prompt, Any], Awaitable["Reward | float | None"]]
 
 
 class Task:
@@ -36,6 +37,12 @@ class Task:
 
     Prompts k * successive up to, but without, (k + 1) * successive come one after another, for example
     because they are turns of one game, whose common prefix a batch computes once (trainer.compute=tree).
+    """
+
+    workflow: Workflow | None = None
+    """`async def workflow(self, prompt, episode)`: conducts an episode of several turns (`episodes.Episode`).
+
+    It returns the reward, or None to reject the sample; `score` is then not called.
     """
 
     def __len__(self) -> int:

@@ -19,7 +19,16 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from areal_jax.control.events import ACTIONS, EVENTS, RewardScored, SampleFinished, from_wire, to_wire
+from areal_jax.control.events import (
+    ACTIONS,
+    EVENTS,
+    EpisodeEnded,
+    RewardScored,
+    SampleFinished,
+    TurnFinished,
+    from_wire,
+    to_wire,
+)
 from areal_jax.trajectories.codec import decode, encode
 from areal_jax.trajectories.file_systems import is_local
 from areal_jax.trajectories.journal import FORMAT, Entry, JournalError, Row, pack, unpack, with_rewards
@@ -28,6 +37,9 @@ from areal_jax.types import SampleId, Trajectory
 
 APPLICATION = 0x41524A31
 """'ARJ1': SQLite's application_id of a journal."""
+
+EPISODE = (TurnFinished, EpisodeEnded)
+"""The events with which the trajectory of a sample with a workflow comes again, longer than before."""
 
 _BUSY_S = 30.0
 _CHUNK_ROWS = 512
@@ -117,7 +129,8 @@ class SqliteQueue:
         """Writes all entries in one transaction; returns the sequence number of the last one.
 
         `durable`: the entries survive a power loss, not only the end of this process. A sample's second
-        trajectory and a group's second rewards, such as from a host that was declared lost, are not stored.
+        trajectory and a group's second rewards, such as from a host that was declared lost, are not stored;
+        but each turn of an episode replaces the sample's trajectory by a longer one.
         Raises TypeError for a value that is not made of numbers, text, lists and dicts.
         """
         with self._guard, self._transaction(durable) as db:
@@ -132,7 +145,8 @@ class SqliteQueue:
                 if payload is not None:
                     ordinal, member, attempt = payload.sample
                     row = (ordinal, attempt, member, encode(payload))
-                    db.execute("INSERT OR IGNORE INTO trajectories VALUES (?, ?, ?, ?)", row)
+                    kind = "REPLACE" if isinstance(event, EPISODE) else "IGNORE"
+                    db.execute(f"INSERT OR {kind} INTO trajectories VALUES (?, ?, ?, ?)", row)
                 if isinstance(event, RewardScored):
                     row = (event.ordinal, event.attempt, pack([event.rewards, event.parts, event.notes]))
                     db.execute("INSERT OR IGNORE INTO rewards VALUES (?, ?, ?)", row)

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections import defaultdict
 from types import SimpleNamespace
 
+import msgpack
 import pytest
 
 from areal_jax.cluster import messages as m
 from areal_jax.cluster.controller import Controller
-from areal_jax.cluster.membership import Member, Membership
+from areal_jax.cluster.membership import Member
+from areal_jax.cluster.reward_placement import PlacedGroups, PlacedWorkflows
 from areal_jax.control import events as e
 from areal_jax.control.state import State
-from areal_jax.types import Prompt, SampleId, VersionSpan
+from areal_jax.episodes.conversation import Conversation
+from areal_jax.types import SampleId, VersionSpan
 
 
 def test_an_event_of_an_uncommitted_version_waits_for_its_commit():
@@ -44,34 +47,47 @@ def test_a_host_that_outlived_an_epoch_counts_as_holding_its_version(digest: str
 
 
 def test_a_group_goes_to_the_reward_process_with_the_fewest_and_to_another_when_that_is_lost():
-    controller = object.__new__(Controller)
-    controller._epochs, controller._scoring, controller._out = ["epoch"], {}, defaultdict(list)
-    controller._config = SimpleNamespace(runtime=SimpleNamespace(reward_workers=1))
-
-    def ready(name: str, incarnation: str) -> Member:
-        hello = m.Hello("reward", name, incarnation, "machine", 1)
-        return Member(hello, 0.0, m.Ready(name, incarnation, "epoch"))
-
-    members = {name: ready(name, "first") for name in ("reward-0", "reward-1")}
-    controller._membership = Membership(members)
-    prompt = Prompt("1 + 1 =")
-
-    def assigned() -> dict[str, list[int]]:
-        """Posts what waits; the ordinals of the groups that each process has by now."""
-        controller._assign()
-        found: dict[str, list[int]] = defaultdict(list)
-        for (ordinal, _), (mailbox, _) in controller._scoring.items():
-            found[mailbox].append(ordinal)
-        return dict(found)
-
+    posted: dict[str, list[int]] = defaultdict(list)
+    placed = PlacedGroups(lambda mailbox, action, _: posted[mailbox].append(action.ordinal), most=2)
     for ordinal in range(5):
-        controller.score(e.Score(ordinal, 0), prompt, ())
-    assert assigned() == {"reward-0.first": [0, 2], "reward-1.first": [1, 3], "": [4]}
-    del controller._scoring[1, 0]  # scored
-    assert assigned() == {"reward-0.first": [0, 2], "reward-1.first": [3, 4]}
-    del members["reward-0"], controller._scoring[3, 0]
-    assert assigned() == {"reward-1.first": [0, 4], "reward-0.first": [2]}
-    members["reward-0"] = ready("reward-0", "second")
-    assert assigned() == {"reward-1.first": [0, 4], "reward-0.second": [2]}
-    posted = {mailbox: len(messages) for mailbox, messages in controller._out.items()}
-    assert posted == {"reward-0.first": 2, "reward-1.first": 4, "reward-0.second": 1}
+        placed.score(e.Score(ordinal, 0), ())
+    placed.assign(["reward-0.first", "reward-1.first"])
+    assert posted == {"reward-0.first": [0, 2], "reward-1.first": [1, 3]}  # 4 waits
+    placed.scored(1, 0)
+    placed.assign(["reward-0.first", "reward-1.first"])
+    assert posted == {"reward-0.first": [0, 2], "reward-1.first": [1, 3, 4]}
+    placed.scored(3, 0)
+    placed.assign(["reward-1.first"])
+    assert posted == {"reward-0.first": [0, 2], "reward-1.first": [1, 3, 4, 0]}
+    placed.assign(["reward-0.second", "reward-1.first"])
+    assert posted["reward-0.second"] == [2]
+
+
+def test_a_workflow_runs_again_in_another_reward_process_when_its_own_is_lost():
+    posted: list[tuple[str, e.Action, object]] = []
+    placed = PlacedWorkflows(lambda *command: posted.append(command))
+    samples, talk = [SampleId(0, member) for member in range(3)], Conversation((1, 2))
+    for sample in samples:
+        placed.begin(sample, talk)
+    placed.assign([])
+    assert not posted
+    placed.assign(["reward-0.a", "reward-1.b"])
+    reruns = [(mailbox, e.Rerun(sample)) for mailbox, sample in zip(
+        ["reward-0.a", "reward-1.b", "reward-0.a"], samples, strict=True
+    )]  # fmt: skip
+    assert [command[:2] for command in posted] == reruns
+    assert placed.conducts("reward-0.a", samples[0]) and not placed.conducts("reward-1.b", samples[0])
+    posted.clear()
+    talk.add(e.TurnAdded(samples[0], 0, 0, (3,), 4))
+    placed.assign(["reward-1.b"])
+    ((mailbox, action, plain), (_, other, _)) = posted
+    assert (mailbox, action, other) == ("reward-1.b", e.Rerun(samples[0]), e.Rerun(samples[2]))
+    again = Conversation.from_wire(msgpack.unpackb(msgpack.packb(plain)))
+    assert again.turns == talk.turns and again.prompt == (1, 2)
+    placed.call(samples[0], 0)
+    placed.end(0)
+    assert [(command[0], command[1]) for command in posted[2:]] == [
+        ("reward-1.b", e.Call(samples[0], 0)),
+        ("reward-1.b", e.Drop(0, "")),
+    ]
+    assert not placed.conducts("reward-1.b", samples[0])

@@ -30,6 +30,10 @@ def records(kinds: dict[str, type]) -> st.SearchStrategy:
         "tuple[tuple[tuple[str, float], ...], ...]": st.lists(
             st.lists(st.tuples(names, st.floats(allow_nan=False)), max_size=2).map(tuple), max_size=2
         ).map(tuple),
+        "tuple[tuple[str, float], ...]": st.lists(
+            st.tuples(names, st.floats(allow_nan=False)), max_size=2
+        ).map(tuple),
+        "float | None": st.none() | st.floats(allow_nan=False),
         "tuple[tuple[str, int], ...]": st.lists(st.tuples(names, numbers), max_size=2).map(tuple),
         "tuple[tuple[str, bool], ...]": st.lists(st.tuples(names, st.booleans()), max_size=2).map(tuple),
         "dict[str, Any]": st.dictionaries(names, st.one_of(numbers, names), max_size=2),

@@ -50,7 +50,7 @@ class Stepped:
         self.host = DrawnDecoder(
             "a",
             config_of(strategy, on_update, 2, slots=2, algorithm={"group_size": 2}),
-            lambda sample: Work(sample, lengths[sample.ordinal]),
+            lambda sample, turn: Work(sample, lengths[sample.ordinal]),
             lambda: (self.version, f"d{self.version}"),
         )
         self.host.serve(0)

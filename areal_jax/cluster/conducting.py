@@ -1,0 +1,62 @@
+"""A reward process's workflows: conducts those that the controller places there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from areal_jax.cluster.member import ControllerLink
+from areal_jax.config.tree import Config
+from areal_jax.control import events as e
+from areal_jax.episodes.conversation import Conversation
+from areal_jax.episodes.episode import limits_of
+from areal_jax.episodes.workflow_runner import WorkflowRunner
+from areal_jax.tasks.source import PromptStream, WeightedTask
+from areal_jax.trajectories.codec import decode
+from areal_jax.types import SampleId
+
+
+class ConductedWorkflows:
+    def __init__(
+        self,
+        config: Config,
+        tasks: dict[str, WeightedTask],
+        prompts: PromptStream,
+        link: ControllerLink,
+    ) -> None:
+        from areal_jax.assembly.sources import open_source  # imports jax, which other reward processes lack
+
+        self._prompts, self._link = prompts, link
+        self._talks: dict[SampleId, Conversation] = {}
+        limits = limits_of(config.episode, config.generation.length, config.generation.max_tokens)
+        tokenizer = open_source(config, tasks).model.tokenizer
+        self._runner = WorkflowRunner(tasks, tokenizer, limits, self._emit, config.run.seed)
+
+    def begin(self) -> None:
+        """Ends all workflows, because an epoch begins; what they emitted is queued before this returns."""
+        # So it comes before this process's Ready, after which the controller places workflows here again.
+        self._runner.end_all()
+        self._talks.clear()
+
+    def command(self, action: e.WorkflowCommand | e.Drop, payload: Any) -> None:
+        match action:
+            case e.Rerun(sample):
+                self._talks[sample] = talk = Conversation.from_wire(payload)
+                self._runner.begin(sample, self._prompts.prompt(sample.ordinal), talk)
+            case e.Answer(sample, _, turn) if sample in self._talks:
+                ended, so_far = payload
+                self._talks[sample].finish(e.from_wire(*ended, kinds=e.EVENTS), decode(so_far))
+                self._runner.answer(sample, turn, self._talks[sample])
+            case e.Call(sample, call):
+                self._runner.call(sample, call)
+            case e.Drop(ordinal):
+                self._runner.end(ordinal)
+                self._talks = {one: talk for one, talk in self._talks.items() if one.ordinal != ordinal}
+
+    def close(self) -> None:
+        self._runner.close()
+
+    def _emit(self, event: e.Event) -> None:
+        if isinstance(event, e.TurnAdded):
+            self._talks[event.sample].add(event)
+        # Never sent a second time: after a loss the workflow runs again, and says it again.
+        self._link.report(event, is_repeated=False)

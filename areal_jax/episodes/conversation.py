@@ -1,0 +1,125 @@
+"""The tokens of one sample with a workflow: the prompt, the sampled turns, and what the workflow added."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from areal_jax.control.events import (
+    EVENTS,
+    EpisodeEnded,
+    ToolReturned,
+    ToolStarted,
+    TurnAdded,
+    TurnFinished,
+    from_wire,
+)
+from areal_jax.control.events import to_wire as wire
+from areal_jax.trajectories.codec import decode, encode
+from areal_jax.types import Sampling, Trajectory
+
+
+class TurnRequest(NamedTuple):
+    """What a host needs to decode a turn."""
+
+    tokens: tuple[int, ...]
+    """The prompt, all turns so far, and what was added to them."""
+    sampling: Sampling
+
+
+@dataclass
+class Conversation:
+    """One sample's episode, as its events tell it; `tokens` are all before the turn that comes next."""
+
+    prompt: tuple[int, ...]
+    turns: list[tuple[TurnAdded, TurnFinished | None]] = field(default_factory=list)
+    """For each turn, what the workflow asked for, and how the turn ended."""
+    calls: dict[int, tuple[ToolStarted, ToolReturned | None]] = field(default_factory=dict)
+    """Number of a tool call -> how it began and ended."""
+    so_far: Trajectory | None = None
+    """The trajectory up to the end of the last turn; None before the first one has ended."""
+    ended: EpisodeEnded | None = None
+
+    def to_wire(self) -> list[Any]:
+        """Returns the conversation as plain values for msgpack; `ended` is left out."""
+        pairs = [
+            [[wire(one), end and wire(end)] for one, end in pairs]
+            for pairs in (self.turns, self.calls.values())
+        ]
+        return [self.prompt, *pairs, None if self.so_far is None else encode(self.so_far)]
+
+    @classmethod
+    def from_wire(cls, plain: Sequence[Any]) -> Conversation:
+        """Returns the conversation that `to_wire` turned into `plain`."""
+        prompt, turns, calls, so_far = plain
+        record = lambda one: one and from_wire(*one, kinds=EVENTS)  # noqa: E731
+        begun = [(record(one), record(end)) for one, end in calls]
+        return cls(
+            tuple(prompt),
+            [(record(one), record(end)) for one, end in turns],
+            {one.call: (one, end) for one, end in begun},
+            so_far and decode(so_far),
+        )
+
+    def add(self, event: TurnAdded) -> None:
+        self.turns.append((event, None))
+
+    def request(self, turn: int, base: Sampling) -> TurnRequest:
+        """Returns turn number `turn`, the first one that has not ended; `base`: the run's settings."""
+        asked = self.turns[turn][0]
+        past = self.prompt if self.so_far is None else tuple(self.so_far.tokens.tolist())
+        sampling = replace(base, max_tokens=asked.max_tokens, stop=asked.stop)
+        return TurnRequest(past + asked.tokens, sampling)
+
+    def joined(self, turn: int, sampled: Trajectory) -> Trajectory:
+        """Returns the trajectory up to the end of turn number `turn`, of which a host made `sampled`.
+
+        To the host, all tokens before the turn were a prompt.
+        """
+        before = self.so_far
+        turn_ids = np.where(sampled.loss_mask, turn, -1).astype(np.int32)
+        if before is None:
+            return replace(sampled, turn_ids=turn_ids)
+        n = len(before.tokens)
+        own = {
+            name: np.concatenate([getattr(before, name), after[n:]])
+            for name, after in {
+                "loss_mask": sampled.loss_mask,
+                "behavior_logp": sampled.behavior_logp,
+                "versions": sampled.versions,
+                "turn_ids": turn_ids,
+                "support": sampled.support,
+            }.items()
+            if after is not None
+        }
+        return replace(sampled, **own, interruptions=before.interruptions + sampled.interruptions)
+
+    def finish(self, event: TurnFinished, so_far: Trajectory) -> None:
+        """Records the end of a turn, with the trajectory up to there."""
+        self.turns[event.turn] = self.turns[event.turn][0], event
+        self.so_far = so_far
+
+    def whole(self, stop_reason: str) -> Trajectory:
+        """Returns the trajectory of an episode that ended by `stop_reason` after its last turn."""
+        assert self.so_far is not None
+        return replace(self.so_far, stop_reason=stop_reason)
+
+    def reply(self, turn: int) -> Trajectory:
+        """Returns the trajectory up to the end of turn number `turn`, which has ended."""
+        event = self.turns[turn][1]
+        assert self.so_far is not None and event is not None
+        return up_to(self.so_far, turn, event.stop_reason)
+
+
+def up_to(trajectory: Trajectory, turn: int, stop_reason: str) -> Trajectory:
+    """Returns the part of a trajectory that ends with turn number `turn`, which ended by `stop_reason`."""
+    end = int(np.flatnonzero(trajectory.turn_ids == turn)[-1]) + 1
+    cut: dict[str, np.ndarray] = {
+        name: values[:end]
+        for name in ("tokens", "loss_mask", "behavior_logp", "versions", "turn_ids", "support")
+        if (values := getattr(trajectory, name)) is not None
+    }
+    return replace(trajectory, **cut, stop_reason=stop_reason)

@@ -1,0 +1,354 @@
+"""Workflows in their thread: what they ask for, how they run again after a crash, and how they fail."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import string
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from areal_jax.control import events as e
+from areal_jax.episodes.conversation import Conversation
+from areal_jax.episodes.episode import Limits, ToolError
+from areal_jax.episodes.workflow_runner import WorkflowRunner
+from areal_jax.tasks.source import WeightedTask
+from areal_jax.tasks.task import Task
+from areal_jax.tasks.tokenizers import CharTokenizer
+from areal_jax.types import NOT_SAMPLED, Prompt, Reward, SampleId, Sampling, Trajectory
+
+TOKENIZER = CharTokenizer(string.printable)
+LIMITS = Limits(length=40, max_tokens=8, max_turns=4, timeout_s=20.0, tool_timeout_s=20.0)
+SAMPLE = SampleId(3, 1)
+
+
+def tokens(text: str) -> tuple[int, ...]:
+    return tuple(TOKENIZER.encode(text))
+
+
+class Run:
+    """The driver's part: records events, and samples each turn as the text that `say(turn)` returns."""
+
+    def __init__(
+        self, workflow: Callable[..., Any], prompt: Prompt, limits: Limits, say: Callable[[int], str]
+    ):
+        task = Task.from_rows([{"prompt": "x"}], lambda *_: 0.0)
+        task.workflow = workflow
+        self.events: queue.SimpleQueue[e.Event] = queue.SimpleQueue()
+        tasks = {"own": WeightedTask(task)}
+        self.runner = WorkflowRunner(tasks, TOKENIZER, limits, self.events.put, 0)
+        self.prompt, self.say, self.seen = prompt, say, []
+        self.talk = Conversation(tuple(TOKENIZER.render(prompt)))
+
+    def close(self) -> None:
+        self.runner.close()
+
+    def until(self, *kinds: type) -> e.Event:
+        """Plays on until an event of one of these kinds is next, and returns it unanswered."""
+        while True:
+            event = self.events.get(timeout=10)
+            self.seen.append(event)
+            if isinstance(event, kinds):
+                return event
+            self.play(event)
+
+    def play(self, event: e.Event) -> None:
+        match event:
+            case e.TurnAdded(sample, _, turn):
+                self.talk.add(event)
+                self.talk.finish(*self.sampled(turn))
+                self.runner.answer(sample, turn, self.talk)
+            case e.ToolStarted(sample, call):
+                self.talk.calls[call] = event, None
+                self.runner.call(sample, call)
+            case e.ToolReturned(_, call):
+                self.talk.calls[call] = self.talk.calls[call][0], event
+
+    def sampled(self, turn: int) -> tuple[e.TurnFinished, Trajectory]:
+        before = self.talk.request(turn, Sampling()).tokens
+        said = tokens(self.say(turn))
+        mask = np.arange(len(before) + len(said)) >= len(before)
+        versions = np.where(mask, turn, NOT_SAMPLED).astype(np.int32)
+        own = np.array(before + said, np.int32), mask, -1.0 * mask.astype(np.float32), versions
+        made = Trajectory(SAMPLE, *own, np.where(mask, 0, -1).astype(np.int32), Sampling(), "stop")
+        joined = self.talk.joined(turn, made)
+        return e.TurnFinished(SAMPLE, 0, turn, "host", made.spans, "stop"), joined
+
+
+@contextmanager
+def running(
+    workflow: Callable[..., Any],
+    prompt: Prompt | None = None,
+    limits: Limits = LIMITS,
+    say: Callable[[int], str] = "abc".__getitem__,
+) -> Iterator[Run]:
+    prompt = prompt or Prompt("q:", task="own")
+    with closing(Run(workflow, prompt, limits, say)) as run:
+        run.runner.begin(SAMPLE, run.prompt, run.talk)
+        yield run
+
+
+def outcome(workflow: Callable[..., Any], **kwargs: Any) -> e.Event:
+    with running(workflow, **kwargs) as run:
+        return run.until(e.EpisodeEnded, e.EpisodeFailed)
+
+
+# --- turns --------------------------------------------------------------------------------------------------
+
+
+async def two_turns(prompt, episode):
+    first = await episode.generate(max_tokens=3)
+    episode.add("user", "no\n")
+    second = await episode.generate(stop=["\n"])
+    return Reward(0.5, {"correct": 1.0}, first.text + second.text)
+
+
+def test_turns_keep_their_tokens_and_what_is_added_has_no_loss():
+    with running(two_turns, say=["ab", "c"].__getitem__) as run:
+        ended = run.until(e.EpisodeEnded)
+    assert ended == e.EpisodeEnded(SAMPLE, 0.5, (("correct", 1.0),), "abc", "stop")
+    asked = [event for event in run.seen if isinstance(event, e.TurnAdded)]
+    assert asked == [
+        e.TurnAdded(SAMPLE, 0, 0, (), 3),
+        e.TurnAdded(SAMPLE, 0, 1, tokens("no\n"), 8, ("\n",)),
+    ]
+    whole = run.talk.whole("stop")
+    assert TOKENIZER.decode(whole.tokens.tolist()) == "q:abno\nc"
+    assert whole.loss_mask.tolist() == [False, False, True, True, False, False, False, True]
+    assert whole.turn_ids.tolist() == [-1, -1, 0, 0, -1, -1, -1, 1]
+    assert whole.versions.tolist() == [-1, -1, 0, 0, -1, -1, -1, 1]
+    assert whole.behavior_logp.tolist() == [0, 0, -1, -1, 0, 0, 0, -1]
+    assert whole.spans == ((0, 2, 4), (1, 7, 8))
+
+
+def test_a_chat_is_continued_as_its_template_does():
+    chat = Prompt(messages=[{"role": "user", "content": "hi"}], task="own")
+
+    async def workflow(prompt, episode):
+        await episode.generate()
+        episode.add("user", "more")
+        await episode.generate()
+        return 1.0
+
+    with running(workflow, prompt=chat, limits=LIMITS._replace(length=99)) as run:
+        run.until(e.EpisodeEnded)
+    said = TOKENIZER.decode(run.talk.whole("stop").tokens.tolist())
+    assert said == "user: hi\nassistant: a\nuser: more\nassistant: b"
+
+
+@pytest.mark.parametrize(
+    ("limits", "turns"), [(LIMITS._replace(max_turns=2), 2), (LIMITS._replace(length=9), 2), (LIMITS, 4)]
+)
+def test_without_room_or_turns_a_turn_has_no_tokens_and_the_sample_is_truncated(limits, turns):
+    async def workflow(prompt, episode):
+        for turn in range(9):
+            said = await episode.generate()
+            if said.stop_reason == "length":
+                assert (said.text, len(said.tokens), turn) == ("", 0, turns)
+                return 1.0
+            episode.add("user", "no")
+        return 0.0
+
+    ended = outcome(workflow, limits=limits, say=lambda turn: "ab")
+    assert ended == e.EpisodeEnded(SAMPLE, 1.0, stop_reason="length")
+
+
+# --- tools --------------------------------------------------------------------------------------------------
+
+
+def double(number: int, by: int = 2) -> int:
+    return number * by
+
+
+async def slowly(number: int) -> int:
+    await asyncio.sleep(0.01)
+    return number
+
+
+async def with_tools(prompt, episode):
+    await episode.generate()
+    found = await asyncio.gather(episode.tool(double, 4, by=3), episode.tool(slowly, 5))
+    try:
+        await episode.tool(int, "x")
+    except ToolError as error:
+        return Reward(float(sum(found)), note=str(error))
+
+
+def test_tools_are_called_once_their_beginning_is_journaled():
+    with running(with_tools) as run:
+        begun = run.until(e.ToolStarted)
+        other = run.until(e.ToolStarted)
+        assert (begun.call, begun.tool, other.call, other.tool) == (0, "double", 1, "slowly")
+        with pytest.raises(queue.Empty):
+            run.events.get(timeout=0.3)  # no result before the calls are allowed
+        run.play(begun)
+        run.play(other)
+        ended = run.until(e.EpisodeEnded)
+    returned = {event.call: event.result for event in run.seen if isinstance(event, e.ToolReturned)}
+    assert returned == {0: "12", 1: "5", 2: "null"}
+    assert ended.reward == 17.0 and "the tool int failed: ValueError" in ended.note
+
+
+def test_a_second_run_is_answered_from_the_journal():
+    calls: list[int] = []
+
+    def tool(number: int) -> int:
+        calls.append(number)
+        return number
+
+    async def workflow(prompt, episode):
+        first = await episode.generate()
+        drawn = await episode.tool(tool, int(episode.random.integers(1000)))
+        episode.add("user", "go")
+        second = await episode.generate()
+        return Reward(float(drawn), note=first.text + second.text)
+
+    with running(workflow) as run:
+        run.play(run.until(e.ToolStarted))
+        second = run.until(e.TurnAdded)  # here the process dies
+    run.talk.add(second)
+    again = Run(workflow, run.prompt, LIMITS, run.say)
+    again.talk = run.talk
+    with closing(again):
+        again.runner.begin(SAMPLE, again.prompt, again.talk)
+        with pytest.raises(queue.Empty):
+            again.events.get(timeout=0.3)  # it waits for the turn that it had asked for
+        again.talk.finish(*again.sampled(1))
+        again.runner.answer(SAMPLE, 1, again.talk)
+        ended = again.until(e.EpisodeEnded)
+    assert calls == [ended.reward] and ended.note == "ab"
+
+
+def test_a_call_without_a_result_is_in_doubt_unless_it_may_be_repeated():
+    def workflow_of(is_idempotent: bool):
+        async def workflow(prompt, episode):
+            await episode.generate()
+            return float(await episode.tool(double, 1, is_idempotent=is_idempotent))
+
+        return workflow
+
+    for is_idempotent in (False, True):
+        with running(workflow_of(is_idempotent)) as run:
+            begun = run.until(e.ToolStarted)
+        run.talk.calls[0] = begun, None
+        again = Run(workflow_of(is_idempotent), run.prompt, LIMITS, run.say)
+        again.talk = run.talk
+        with closing(again):
+            again.runner.begin(SAMPLE, again.prompt, again.talk)
+            ended = again.until(e.EpisodeEnded, e.EpisodeFailed)
+        if is_idempotent:
+            assert ended.reward == 2.0
+        else:
+            assert (
+                ended.reason == "tool_in_doubt" and "double, which may have happened or not" in ended.message
+            )
+
+
+def test_a_second_run_that_does_something_else_has_diverged():
+    words = iter(["one", "two"])
+
+    async def workflow(prompt, episode):
+        await episode.generate()
+        episode.add("user", next(words))
+        await episode.generate()
+        return 0.0
+
+    with running(workflow) as run:
+        run.play(run.until(e.TurnAdded))
+        run.talk.add(run.until(e.TurnAdded))
+    again = Run(workflow, run.prompt, LIMITS, run.say)
+    with closing(again):
+        again.runner.begin(SAMPLE, again.prompt, run.talk)
+        failed = again.until(e.EpisodeFailed)
+    assert failed.reason == "workflow_diverged" and "turn 1 was asked for as" in failed.message
+
+
+# --- failures -----------------------------------------------------------------------------------------------
+
+
+async def raises(prompt, episode):
+    raise ZeroDivisionError("by zero")
+
+
+async def early(prompt, episode):
+    return 1.0
+
+
+async def no_number(prompt, episode):
+    await episode.generate()
+    return "much"
+
+
+async def unanswered(prompt, episode):
+    await episode.generate()
+    await episode.generate()
+
+
+async def idle(prompt, episode):
+    await asyncio.sleep(60)
+
+
+async def rejects(prompt, episode):
+    return None
+
+
+@pytest.mark.parametrize(
+    ("workflow", "said"),
+    [
+        (raises, "the workflow raised ZeroDivisionError: by zero"),
+        (early, "before its first turn"),
+        (no_number, "the reward is 'much', a str"),
+        (idle, r"longer than 0.2 s between two turns; raise episode.timeout_s"),
+    ],
+)
+def test_a_workflow_that_fails_says_why(workflow, said):
+    failed = outcome(workflow, limits=LIMITS._replace(timeout_s=0.2 if workflow is idle else 20.0))
+    assert isinstance(failed, e.EpisodeFailed) and failed.reason == "failed_episode"
+    assert said in failed.message
+
+
+def test_a_chat_needs_something_to_answer():
+    chat = Prompt(messages=[{"role": "user", "content": "hi"}], task="own")
+    failed = outcome(unanswered, prompt=chat)
+    assert "nothing was added since the last turn" in failed.message
+
+
+def test_none_rejects_the_sample():
+    assert outcome(rejects) == e.EpisodeEnded(SAMPLE, None)
+
+
+def test_a_tool_that_exceeds_its_deadline_is_an_error_for_the_workflow():
+    async def workflow(prompt, episode):
+        await episode.generate()
+        await episode.tool(time.sleep, 5, timeout_s=0.1)
+
+    with running(workflow) as run:
+        failed = run.until(e.EpisodeFailed)
+    assert "the tool sleep failed: it took longer than 0.1 s" in failed.message
+
+
+def test_an_ended_workflow_emits_nothing_and_many_run_at_once():
+    begun, release = [], threading.Event()
+
+    async def workflow(prompt, episode):
+        begun.append(episode.sample)
+        while not release.is_set():
+            await asyncio.sleep(0.01)
+        return None
+
+    with running(workflow) as run:
+        for ordinal in range(1000):
+            run.runner.begin(SampleId(ordinal + 10, 0), run.prompt, Conversation(run.talk.prompt))
+        run.runner.end(SAMPLE.ordinal)
+        deadline_s = time.monotonic() + 10
+        while len(begun) < 1000 and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        release.set()
+        ended = {run.events.get(timeout=10).sample.ordinal for _ in range(1000)}
+    assert ended == set(range(10, 1010)) and run.events.empty()

@@ -1,0 +1,74 @@
+"""Episodes under the virtual clock: faults in their middle, tools called once, slots that never wait."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from areal_jax.config.loading import make_config
+from areal_jax.config.refusals import ON_UPDATE
+from areal_jax.control import events as e
+from areal_jax.control.audit import audit
+from areal_jax.simulation.schedule import Schedule, random_schedule, with_episodes
+from areal_jax.simulation.world import simulate
+
+
+@pytest.mark.parametrize("strategy", ["sync", "interruptible", "keep"])
+def test_random_schedules_with_episodes_are_clean_and_no_tool_is_called_twice(strategy):
+    found: Counter[str] = Counter()
+    for seed in range(25):
+        config, schedule = random_schedule(seed, strategy)
+        if config.on_update == "drain" and strategy != "sync":
+            continue
+        result = simulate(config, with_episodes(seed, schedule))
+        assert result.audit.violations == [], f"seed {seed}"
+        assert set(result.tool_calls.values()) <= {1}, f"seed {seed}"
+        assert config.on_update in ON_UPDATE[strategy]
+        found.update(type(event).__name__ for _, event, _ in result.rows)
+        found.update(result.faults + Counter(result.audit.dropped))
+        found.update(a.reason for _, _, actions in result.rows for a in actions if isinstance(a, e.Reissue))
+    for kind in (
+        "tool_in_doubt",
+        "failed_episode",
+        "rejected",
+        "failed_sample",
+        "driver_crash",
+        "host_death",
+    ):
+        assert found[kind] > 0, kind
+    assert found["TurnFinished"] > 2 * found["EpisodeEnded"]
+
+
+def crowd(turns: float, **schedule: float):
+    config = make_config(
+        {
+            "run": {"steps": 4},
+            "algorithm": {"group_size": 4},
+            "generation": {"slots": 8, "length": 200, "max_tokens": 64, "decode_steps": 1},
+            "control": {"max_staleness": 4},
+            "trainer": {"batch_size": 16},
+        }
+    )
+    return simulate(config, Schedule(turns=turns, crowd_slots=1e9, prefill_s=0.0, train_s=0.1, **schedule))
+
+
+def test_a_sample_that_waits_for_its_environment_gives_up_its_slot():
+    """256 episodes of 4 turns on 8 slots: tools that take much longer than a turn delay the run little."""
+    quick, slow = crowd(4.0, workflow_s=0.001), crowd(4.0, workflow_s=1.0)
+    assert quick.audit.trained == slow.audit.trained == 64
+    blocked_s = 256 * 4 * 1.0 / 8  # what the tools would add if each kept a slot busy
+    assert slow.virtual_s - quick.virtual_s < 0.25 * blocked_s
+    assert slow.host_busy_s / slow.virtual_s > 0.75
+
+
+def test_the_audit_finds_a_call_that_began_twice():
+    config, schedule = random_schedule(4, "interruptible")
+    schedule = replace(with_episodes(4, schedule), tool_calls=1.0, faults=())
+    rows = simulate(config, schedule).rows
+    place = next(n for n, row in enumerate(rows) if any(isinstance(action, e.Call) for action in row[2]))
+    seq, event, actions = rows[place]
+    changed = [*rows[:place], (seq, event, (*actions, *actions)), *rows[place + 1 :]]
+    violations = audit(config, changed).violations
+    assert f"row {seq}: " in violations[0] and "began already" in violations[0]
