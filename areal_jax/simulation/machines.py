@@ -48,7 +48,7 @@ class EmptyPrompts:
 
     _prompt, _completion = Prompt(""), Completion("", (), "")
 
-    def __init__(self, has_workflow: bool) -> None:
+    def __init__(self, has_workflow: bool = False) -> None:
         self._has_workflow = has_workflow
 
     def has_workflow(self, ordinal: int) -> bool:

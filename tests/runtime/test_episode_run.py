@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +39,7 @@ class Clerk(Guess):
     def note(self, name: str, guess: str) -> str:
         with Path(os.environ["CALLS"]).open("a") as file:
             file.write(f"{name}\n")
+        time.sleep(float(os.environ.get("CALL_S", "0")))
         return guess[:1] if guess.isdigit() else "0"
 
     async def workflow(self, prompt: Prompt, episode) -> Reward:
