@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from jax.sharding import Mesh
@@ -12,6 +13,7 @@ from areal_jax.assembly.devices import Devices, overwrites_serving, params_bytes
 from areal_jax.assembly.sources import Source, open_source, open_teacher
 from areal_jax.config.sections import GenerationConfig
 from areal_jax.config.tree import Config
+from areal_jax.episodes.agent import workflows_of
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.fastest_layout import fastest_layout
 from areal_jax.generation.rollout import completion_of
@@ -20,7 +22,7 @@ from areal_jax.parallel.mesh import param_shardings, platform_of
 from areal_jax.tasks.held_out import held_out, without_splits
 from areal_jax.tasks.reference_answers import reference_trajectory
 from areal_jax.tasks.source import PromptStream, WeightedTask, load_tasks
-from areal_jax.tasks.task import Task
+from areal_jax.tasks.task import Task, Workflow
 from areal_jax.trainer.learner import Learner, Teacher
 from areal_jax.trainer.scorer import Executor
 from areal_jax.trainer.state import TrainState, make_optimizer
@@ -64,7 +66,12 @@ class Inputs:
 
     def has_workflow(self, ordinal: int) -> bool:
         """Returns whether the samples of prompt number `ordinal` are episodes of a workflow."""
-        return self.tasks[self.prompts.prompt(ordinal).task].task.workflow is not None
+        return self.prompts.prompt(ordinal).task in self.workflows
+
+    @cached_property
+    def workflows(self) -> dict[str, Workflow]:
+        """Task name -> the workflow that conducts its samples."""
+        return workflows_of(self.config.episode.agent, self.tasks)
 
     def reference(self, sample: SampleId) -> Trajectory:
         """Returns, as the trajectory of `sample`, the reference answer of its prompt instead of a completion.
@@ -147,7 +154,7 @@ def open_inputs(config: Config, tasks: Sequence[Task] = ()) -> Inputs:
 
 def _require_episodes_work(config: Config, tasks: Mapping[str, WeightedTask]) -> None:
     """Raises ArealError if a task has a workflow that the config's other settings cannot conduct."""
-    named = [name for name, weighted in tasks.items() if weighted.task.workflow is not None]
+    named = list(workflows_of(config.episode.agent, tasks))
     if not named:
         return
     task = f"tasks.{named[0]} has a workflow"

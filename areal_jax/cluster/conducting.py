@@ -7,9 +7,9 @@ from typing import Any
 from areal_jax.cluster.member import ControllerLink
 from areal_jax.config.tree import Config
 from areal_jax.control import events as e
+from areal_jax.episodes.agent import workflows_of
 from areal_jax.episodes.conversation import Conversation
-from areal_jax.episodes.episode import limits_of
-from areal_jax.episodes.workflow_runner import WorkflowRunner
+from areal_jax.runtime.workflow_parts import make_runner
 from areal_jax.tasks.source import PromptStream, WeightedTask
 from areal_jax.trajectories.codec import decode
 from areal_jax.types import SampleId
@@ -27,9 +27,8 @@ class ConductedWorkflows:
 
         self._prompts, self._link = prompts, link
         self._talks: dict[SampleId, Conversation] = {}
-        limits = limits_of(config.episode, config.generation.length, config.generation.max_tokens)
-        tokenizer = open_source(config, tasks).model.tokenizer
-        self._runner = WorkflowRunner(tasks, tokenizer, limits, self._emit, config.run.seed)
+        workflows = workflows_of(config.episode.agent, tasks)
+        self._runner = make_runner(config, workflows, open_source(config, tasks).model.tokenizer, self._emit)
 
     def begin(self) -> None:
         """Ends all workflows, because an epoch begins; what they emitted is queued before this returns."""

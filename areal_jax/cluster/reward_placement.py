@@ -86,7 +86,7 @@ class PlacedWorkflows:
         if mailbox := self._placed.get(sample):
             ended = conversation.turns[turn][1]
             assert ended is not None
-            payload = [e.to_wire(ended), encode(conversation.reply(turn))]
+            payload = [e.to_wire(ended), encode(conversation.paths[turn])]
             self._post(mailbox, e.Answer(sample, 0, turn), payload)
 
     def call(self, sample: SampleId, call: int) -> None:

@@ -10,6 +10,7 @@ from areal_jax.cluster.member import ControllerLink
 from areal_jax.cluster.messages import Begin, Command
 from areal_jax.config.tree import Config
 from areal_jax.control.events import Answer, Call, Drop, Rerun, Score
+from areal_jax.episodes.agent import workflows_of
 from areal_jax.tasks.pool import RewardPool
 from areal_jax.tasks.source import PromptStream, load_tasks
 from areal_jax.types import Completion, Reward
@@ -32,7 +33,7 @@ def reward(config: Config, name: str) -> None:
         ExitStack() as open_workflows,
     ):
         workflows = None
-        if any(task.workflow for task in own.values()):
+        if workflows_of(config.episode.agent, tasks):
             workflows = open_workflows.enter_context(
                 closing(ConductedWorkflows(config, tasks, prompts, link))
             )

@@ -468,6 +468,10 @@ class TrainerConfig(Section):
 
 
 class EpisodeConfig(Section):
+    agent: str | None = None
+    """Agent, as module:name, that conducts the samples of tasks without a workflow: a function that gets the
+    base_url of OpenAI's interface, at which its chats are sampled, and the prompt's messages. None: none.
+    """
     max_turns: int = Field(default=32, ge=1)
     """Maximum number of turns of an episode; a workflow that asks for more gets a turn without tokens."""
     timeout_s: float = Field(default=600.0, gt=0)

@@ -25,7 +25,8 @@ def commands(group: GroupState, host: str, version: int) -> Iterator[e.Action]:
         yield e.Dispatch(unbegun, host, version)
     for sample in group.unfinished:
         if turns[sample.member] and sample.member not in group.away:
-            yield e.Continue(sample, 0, turns[sample.member] - 1, host, version)
+            at = turns[sample.member] - 1
+            yield e.Continue(sample, group.segments[sample.member], at, host, version)
 
 
 def turn_added(state: State, event: e.TurnAdded) -> Iterator[e.Action]:
@@ -33,7 +34,10 @@ def turn_added(state: State, event: e.TurnAdded) -> Iterator[e.Action]:
     group, sample = state.groups[event.sample.ordinal], event.sample
     away = tuple(member for member in group.away if member != sample.member)
     turns = _one_more(group, group.turns, sample.member)
-    state.groups[group.ordinal] = replace(group, turns=turns, away=away)
+    segments = list(group.segments or (0,) * len(group.oldest))
+    segments[sample.member] = event.segment
+    own = dict(turns=turns, segments=tuple(segments), away=away)
+    state.groups[group.ordinal] = replace(group, **own)
     if group.host:
         # A first turn was counted at its group's dispatch, a later one leaves `away`.
         state.unload(group.counted_on, len(away) - len(group.away))

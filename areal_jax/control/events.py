@@ -225,8 +225,8 @@ class PlacementDue:
 class TurnAdded:
     """The workflow of a sample asks for turn `turn` (0 = the first) of its episode.
 
-    `tokens` follow the prompt, or the turn before; they were not sampled. `max_tokens`, `stop`: as in
-    `Sampling`, for this turn. `segment`: number of the branch of the sample, 0 until it branches.
+    `tokens` follow the turn number `after`; they were not sampled. `max_tokens`, `stop`: as in `Sampling`,
+    for this turn. `segment`: number of the branch of the sample, 0 until it branches.
     """
 
     sample: SampleId
@@ -235,6 +235,8 @@ class TurnAdded:
     tokens: tuple[int, ...]
     max_tokens: int
     stop: tuple[str, ...] = ()
+    after: int | None = None
+    """None: the turn before or, if there is none, the prompt. -1: nothing, `tokens` begin a conversation."""
 
 
 @dataclass(frozen=True)
@@ -299,8 +301,9 @@ class EpisodeFailed:
     """The workflow of a sample cannot go on. `message`: what happened, for readers.
 
     `reason`: failed_episode (it raised an error), tool_in_doubt (a process died during a tool call, which may
-    have happened or not) or workflow_diverged (run again after a crash, it did not do what it had done). The
-    first failure restarts the whole group, the second drops it.
+    have happened or not), workflow_diverged (run again after a crash, it did not do what it had done) or
+    agent_lost (an agent that has only base_url cannot be run again after a crash). The first failure restarts
+    the whole group, the second drops it.
     """
 
     sample: SampleId

@@ -47,6 +47,8 @@ class GroupState:
     for samples without a workflow."""
     away: tuple[int, ...] = ()
     """The members, ascending, that wait for their workflow between two turns: they take no host's slot."""
+    segments: tuple[int, ...] = ()
+    """For each sample: the branch of the last turn that its workflow has asked for; empty before."""
     calls: tuple[int, ...] = ()
     """For each sample: number of tool calls that its workflow has begun; empty before the first one."""
 

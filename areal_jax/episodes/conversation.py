@@ -32,54 +32,63 @@ class TurnRequest(NamedTuple):
 
 @dataclass
 class Conversation:
-    """One sample's episode, as its events tell it; `tokens` are all before the turn that comes next."""
+    """One sample's episode, as its events tell it.
+
+    Turns form a tree: each continues the turn before it, unless its TurnAdded names another one. The sample
+    is trained on the path that leads to its last turn.
+    """
 
     prompt: tuple[int, ...]
     turns: list[tuple[TurnAdded, TurnFinished | None]] = field(default_factory=list)
     """For each turn, what the workflow asked for, and how the turn ended."""
     calls: dict[int, tuple[ToolStarted, ToolReturned | None]] = field(default_factory=dict)
     """Number of a tool call -> how it began and ended."""
-    so_far: Trajectory | None = None
-    """The trajectory up to the end of the last turn; None before the first one has ended."""
+    paths: dict[int, Trajectory] = field(default_factory=dict)
+    """Number of a turn -> the trajectory of the path up to its end."""
     ended: EpisodeEnded | None = None
 
+    @property
+    def last(self) -> Trajectory | None:
+        """The trajectory up to the end of the turn that ended last; None before the first one has ended."""
+        return self.paths[max(self.paths)] if self.paths else None
+
     def to_wire(self) -> list[Any]:
-        """Returns the conversation as plain values for msgpack; `ended` is left out."""
+        """Returns the conversation as plain values for msgpack, without `ended` and with its last path."""
         pairs = [
             [[wire(one), end and wire(end)] for one, end in pairs]
             for pairs in (self.turns, self.calls.values())
         ]
-        return [self.prompt, *pairs, None if self.so_far is None else encode(self.so_far)]
+        return [self.prompt, *pairs, None if self.last is None else encode(self.last)]
 
     @classmethod
     def from_wire(cls, plain: Sequence[Any]) -> Conversation:
         """Returns the conversation that `to_wire` turned into `plain`."""
-        prompt, turns, calls, so_far = plain
+        prompt, turns, calls, last = plain
         record = lambda one: one and from_wire(*one, kinds=EVENTS)  # noqa: E731
         begun = [(record(one), record(end)) for one, end in calls]
-        return cls(
-            tuple(prompt),
-            [(record(one), record(end)) for one, end in turns],
-            {one.call: (one, end) for one, end in begun},
-            so_far and decode(so_far),
-        )
+        own = [(record(one), record(end)) for one, end in turns]
+        talk = cls(tuple(prompt), own, {one.call: (one, end) for one, end in begun})
+        if last is not None:
+            talk.restore(decode(last))
+        return talk
 
     def add(self, event: TurnAdded) -> None:
         self.turns.append((event, None))
 
     def request(self, turn: int, base: Sampling) -> TurnRequest:
-        """Returns turn number `turn`, the first one that has not ended; `base`: the run's settings."""
-        asked = self.turns[turn][0]
-        past = self.prompt if self.so_far is None else tuple(self.so_far.tokens.tolist())
+        """Returns turn number `turn`, which has not ended; `base`: the run's sampler settings."""
+        asked, before = self.turns[turn][0], self._before(turn)
+        past = () if asked.after == -1 else self.prompt
+        past = past if before is None else tuple(before.tokens.tolist())
         sampling = replace(base, max_tokens=asked.max_tokens, stop=asked.stop)
         return TurnRequest(past + asked.tokens, sampling)
 
     def joined(self, turn: int, sampled: Trajectory) -> Trajectory:
-        """Returns the trajectory up to the end of turn number `turn`, of which a host made `sampled`.
+        """Returns the path's trajectory up to the end of turn number `turn`, of which a host made `sampled`.
 
         To the host, all tokens before the turn were a prompt.
         """
-        before = self.so_far
+        before = self._before(turn)
         turn_ids = np.where(sampled.loss_mask, turn, -1).astype(np.int32)
         if before is None:
             return replace(sampled, turn_ids=turn_ids)
@@ -97,21 +106,27 @@ class Conversation:
         }
         return replace(sampled, **own, interruptions=before.interruptions + sampled.interruptions)
 
-    def finish(self, event: TurnFinished, so_far: Trajectory) -> None:
-        """Records the end of a turn, with the trajectory up to there."""
+    def finish(self, event: TurnFinished, path: Trajectory) -> None:
+        """Records the end of a turn, with the trajectory of its path up to there."""
         self.turns[event.turn] = self.turns[event.turn][0], event
-        self.so_far = so_far
+        self.paths[event.turn] = path
+
+    def restore(self, last: Trajectory) -> None:
+        """Records the turns of a stored path, `last`, which have ended; other paths are not stored."""
+        for turn in np.unique(last.turn_ids[last.turn_ids >= 0]).tolist():
+            if (event := self.turns[turn][1]) is not None:
+                self.paths[turn] = up_to(last, turn, event.stop_reason)
 
     def whole(self, stop_reason: str) -> Trajectory:
         """Returns the trajectory of an episode that ended by `stop_reason` after its last turn."""
-        assert self.so_far is not None
-        return replace(self.so_far, stop_reason=stop_reason)
+        assert self.last is not None
+        return replace(self.last, stop_reason=stop_reason)
 
-    def reply(self, turn: int) -> Trajectory:
-        """Returns the trajectory up to the end of turn number `turn`, which has ended."""
-        event = self.turns[turn][1]
-        assert self.so_far is not None and event is not None
-        return up_to(self.so_far, turn, event.stop_reason)
+    def _before(self, turn: int) -> Trajectory | None:
+        """The path that turn number `turn` continues; None if it follows the prompt, or nothing."""
+        after = self.turns[turn][0].after
+        after = turn - 1 if after is None else after
+        return self.paths[after] if after >= 0 else None
 
 
 def up_to(trajectory: Trajectory, turn: int, stop_reason: str) -> Trajectory:

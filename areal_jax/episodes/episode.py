@@ -17,30 +17,13 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from areal_jax.config.sections import EpisodeConfig
 from areal_jax.control.events import Event, ToolReturned, ToolStarted, TurnAdded
 from areal_jax.episodes.conversation import Conversation
 from areal_jax.episodes.follow_up import FollowUps
+from areal_jax.episodes.limits import Limits
 from areal_jax.tasks.errors import TaskError
 from areal_jax.tasks.tokenizers import Tokenizer
 from areal_jax.types import Prompt, SampleId, Trajectory
-
-
-class Limits(NamedTuple):
-    """What an episode may use; the names are those of the config."""
-
-    length: int
-    """generation.length: tokens of the whole episode, the prompt included."""
-    max_tokens: int
-    """generation.max_tokens: tokens of a turn for which the workflow gives no other number."""
-    max_turns: int
-    timeout_s: float
-    tool_timeout_s: float
-
-
-def limits_of(config: EpisodeConfig, length: int, max_tokens: int) -> Limits:
-    """Returns the limits of a config's section episode, with generation.length and generation.max_tokens."""
-    return Limits(length, max_tokens, config.max_turns, config.timeout_s, config.tool_timeout_s)
 
 
 class Turn(NamedTuple):
@@ -79,6 +62,10 @@ class Port(Protocol):
         """Returns `work()`, called in a thread of its own."""
         ...
 
+    def base_url(self, episode: Episode) -> str:
+        """Returns the address at which the episode's chats are sampled."""
+        ...
+
 
 class Episode:
     """One sample's episode. Not for several threads."""
@@ -103,7 +90,7 @@ class Episode:
         """The last turn that has tokens."""
         self._conversation, self._tokenizer, self._port = conversation, tokenizer, port
         # What was done before a crash: these numbers of turns and calls are answered from the journal.
-        self._turns = self._calls = 0
+        self._turns = self._calls = self._segment = 0
         self._known_turns, self._known_calls = len(conversation.turns), dict(conversation.calls)
         self._follow_ups: FollowUps | None = None
         self._messages: list[Mapping[str, Any]] = []
@@ -113,6 +100,17 @@ class Episode:
     def turns(self) -> int:
         """Number of turns so far."""
         return self._turns
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._tokenizer
+
+    async def in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Returns `function(*arguments)`, called in a thread, such as an agent that uses `base_url`.
+
+        Unlike a tool it is called again if the workflow runs again.
+        """
+        return await self._port.in_thread(partial(function, *arguments))
 
     def add(self, role: str, content: str, **fields: Any) -> None:
         """Adds a message, which the next turn answers; `fields`: more of it, such as tool_call_id.
@@ -147,7 +145,11 @@ class Episode:
             self.is_cut = True
             nothing = np.zeros(0, np.int32)
             return Turn("", nothing, np.zeros(0, np.float32), nothing, "length")
-        event = TurnAdded(self.sample, 0, self._turns, added, limit, tuple(stop))
+        return await self._sampled(
+            TurnAdded(self.sample, self._segment, self._turns, added, limit, tuple(stop))
+        )
+
+    async def _sampled(self, event: TurnAdded) -> Turn:
         turn, self._turns = self._turns, self._turns + 1
         if turn >= self._known_turns:
             self._port.emit(event)
@@ -157,8 +159,38 @@ class Episode:
             )
         if turn >= self._known_turns or self._conversation.turns[turn][1] is None:
             await self._port.turn_over(turn)
-        self.last = self._turn_of(self._conversation.reply(turn))
+        self.last = self._turn_of(self._conversation.paths[turn])
         return self.last
+
+    async def continued(
+        self, after: int, added: Sequence[int], max_tokens: int | None, stop: Sequence[str]
+    ) -> Turn | None:
+        """Returns a turn that continues turn number `after` (-1: none) by the tokens `added`; for `Chats`.
+
+        A turn that does not continue the last one begins a branch. Returns None if there is no room for it.
+        """
+        limit = self.limits.max_tokens if max_tokens is None else min(max_tokens, self.limits.max_tokens)
+        past = len(self._conversation.paths[after].tokens) if after >= 0 else 0
+        if self._turns >= self.limits.max_turns or past + len(added) >= self.limits.length:
+            self.is_cut = True
+            return None
+        self._segment += self._turns > 0 and after != self._turns - 1
+        own = self.sample, self._segment, self._turns, tuple(added), max(1, limit), tuple(stop), after
+        return await self._sampled(TurnAdded(*own))
+
+    @property
+    def base_url(self) -> str:
+        """The address at which a client of OpenAI's interface has its chats sampled as this episode's turns.
+
+        Raises EpisodeError after a crash: a program that has only this address cannot be run again as it ran.
+        """
+        if self._known_turns:
+            raise EpisodeError(
+                "the process ended while an agent had its turns sampled by base_url, and what the agent did "
+                "since is not known",
+                "agent_lost",
+            )
+        return self._port.base_url(self)
 
     async def tool(
         self,
@@ -212,7 +244,7 @@ class Episode:
             raise EpisodeError("nothing was added since the last turn; call episode.add before generate")
         if self._follow_ups is None:
             self._follow_ups = FollowUps(self._tokenizer, self.prompt.tools)
-        answer = self._conversation.reply(self._turns - 1)
+        answer = self._conversation.paths[self._turns - 1]
         return tuple(
             self._follow_ups.tokens(messages, answer.tokens[answer.turn_ids == self._turns - 1].tolist())
         )
@@ -220,7 +252,7 @@ class Episode:
     def _has_room(self, added: tuple[int, ...]) -> bool:
         past = len(self._conversation.prompt)
         if self._turns:
-            past = len(self._conversation.reply(self._turns - 1).tokens)
+            past = len(self._conversation.paths[self._turns - 1].tokens)
         return past + len(added) < self.limits.length
 
     def _turn_of(self, so_far: Trajectory) -> Turn:

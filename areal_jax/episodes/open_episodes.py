@@ -94,7 +94,8 @@ class Conversations:
         """Returns the event that ends the sample of an ended episode, and its trajectory."""
         conversation = self.of(event.sample)
         whole = conversation.whole(event.stop_reason)
-        turns = [finished for _, finished in conversation.turns if finished is not None]
+        on_path = set(whole.turn_ids.tolist())
+        turns = [end for _, end in conversation.turns if end is not None and end.turn in on_path]
         rebuilds = tuple(place for turn in turns for place in turn.rebuilds)
         of = event.sample, turns[-1].host, whole.spans, event.stop_reason, whole.interruptions, rebuilds
         return e.SampleFinished(*of, digest=digest_of(whole)), whole
@@ -131,4 +132,4 @@ class Conversations:
                 self.of(ended.sample).ended = ended
         for sample, one in self._open.items():
             if any(end is not None for _, end in one.turns):
-                one.so_far = self._journal.trajectory(sample)
+                one.restore(self._journal.trajectory(sample))

@@ -6,15 +6,25 @@ import asyncio
 import threading
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 from areal_jax.control.events import EpisodeEnded, EpisodeFailed, Event
 from areal_jax.episodes.conversation import Conversation
-from areal_jax.episodes.episode import Episode, EpisodeError, Limits
+from areal_jax.episodes.episode import Episode, EpisodeError
+from areal_jax.episodes.limits import Limits
 from areal_jax.tasks.scoring import checked
-from areal_jax.tasks.source import WeightedTask
+from areal_jax.tasks.task import Workflow
 from areal_jax.tasks.tokenizers import Tokenizer
 from areal_jax.types import Prompt, SampleId
+
+
+class Gateway(Protocol):
+    """What serves the chats of agents (`serving.episode_gateway`)."""
+
+    def open(self, episode: Episode) -> tuple[str, Callable[[], None]]: ...
+
+    async def stop(self) -> None: ...
+
 
 MOST_TOOLS = 512
 """Maximum number of tools that run in threads at the same time."""
@@ -26,14 +36,21 @@ class WorkflowRunner:
 
     def __init__(
         self,
-        tasks: Mapping[str, WeightedTask],
+        workflows: Mapping[str, Workflow],
         tokenizer: Tokenizer,
         limits: Limits,
         emit: Callable[[Event], None],
         seed: int,
+        *,
+        make_gateway: Callable[[], Gateway] | None = None,
     ) -> None:
-        """`emit(event)` receives the workflows' events, in the order in which they happen."""
-        self._tasks, self._tokenizer, self._limits = tasks, tokenizer, limits
+        """`emit(event)` receives the workflows' events, in the order in which they happen.
+
+        `make_gateway()`, called in the workflows' event loop, returns what serves the chats of agents; None:
+        none are served.
+        """
+        self._make_gateway, self._gateway = make_gateway, None
+        self._workflows, self._tokenizer, self._limits = workflows, tokenizer, limits
         self._emit, self._seed = emit, seed
         self._live: dict[SampleId, _Live] = {}
         self._loop = asyncio.new_event_loop()
@@ -63,7 +80,7 @@ class WorkflowRunner:
     def close(self) -> None:
         """Cancels all workflows and ends the thread; a tool that still runs in a thread is not waited for."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stop)
+            asyncio.run_coroutine_threadsafe(self._stop(), self._loop)
             self._thread.join(_STOP_S)
         self._tools.shutdown(wait=False, cancel_futures=True)
 
@@ -71,10 +88,18 @@ class WorkflowRunner:
 
     def _begin(self, sample: SampleId, prompt: Prompt, conversation: Conversation) -> None:
         if sample not in self._live:
-            self._live[sample] = live = _Live(self._loop, self._tools, self._emit, self._limits.timeout_s)
+            of = self._loop, self._tools, self._emit, self._limits.timeout_s
+            self._live[sample] = live = _Live(*of, self._opened)
             own: dict[str, Any] = dict(tokenizer=self._tokenizer, limits=self._limits, seed=self._seed)
             episode = Episode(sample, prompt, conversation, port=live, **own)
             live.task = self._loop.create_task(self._conduct(sample, episode, live))
+
+    def _opened(self, episode: Episode) -> tuple[str, Callable[[], None]]:
+        if self._gateway is None:
+            if self._make_gateway is None:
+                raise EpisodeError("agents with a base_url are served in runs only")
+            self._gateway = self._make_gateway()
+        return self._gateway.open(episode)
 
     def _let(self, sample: SampleId, key: Hashable) -> None:
         if (live := self._live.get(sample)) is not None:
@@ -88,9 +113,10 @@ class WorkflowRunner:
         for sample in list(self._live):
             self._live.pop(sample).cancel()
 
-    def _stop(self) -> None:
-        for sample in list(self._live):
-            self._live.pop(sample).cancel()
+    async def _stop(self) -> None:
+        await self._ended_all()
+        if self._gateway is not None:
+            await self._gateway.stop()
         self._loop.call_soon(self._loop.stop)
 
     async def _conduct(self, sample: SampleId, episode: Episode, live: _Live) -> None:
@@ -98,9 +124,7 @@ class WorkflowRunner:
         prompt = episode.prompt
         try:
             async with live.timeout:
-                workflow = self._tasks[prompt.task].task.workflow
-                assert workflow is not None, prompt.task
-                reward = await workflow(prompt, episode)
+                reward = await self._workflows[prompt.task](prompt, episode)
             ended = _ended(episode, reward)
         except asyncio.CancelledError:
             return
@@ -114,6 +138,7 @@ class WorkflowRunner:
                     "episode.timeout_s, or make it faster"
                 )
             ended = EpisodeFailed(sample, "failed_episode", message)
+        live.end()
         if self._live.pop(sample, None) is live:
             self._emit(ended)
 
@@ -127,7 +152,9 @@ class _Live:
         tools: ThreadPoolExecutor,
         emit: Callable[[Event], None],
         timeout_s: float,
+        opened: Callable[[Episode], tuple[str, Callable[[], None]]],
     ) -> None:
+        self._opened, self._url, self._end_chats = opened, "", lambda: None
         self._loop, self._tools, self._emit, self._timeout_s = loop, tools, emit, timeout_s
         self.task: asyncio.Task[None] | None = None
         self._is_over = False
@@ -141,8 +168,18 @@ class _Live:
     def let(self, key: Hashable) -> None:
         self._let.setdefault(key, asyncio.Event()).set()
 
-    def cancel(self) -> None:
+    def base_url(self, episode: Episode) -> str:
+        if not self._url:
+            self._url, self._end_chats = self._opened(episode)
+        return self._url
+
+    def end(self) -> None:
+        """Nothing that the workflow or its agent does from now on counts."""
         self._is_over = True
+        self._end_chats()
+
+    def cancel(self) -> None:
+        self.end()
         if self.task is not None:
             self.task.cancel()
 

@@ -36,6 +36,8 @@ class Start:
     """Ordinal from which random draws are derived instead of the samples' ordinal; None: the samples'."""
     turn: int | None = None
     """Number of the turn of an episode; None for samples without a workflow."""
+    segment: int = 0
+    """Number of the branch of an episode, on which random draws depend."""
     is_request: bool = False
     """Whether a client requested the samples; False: they are rollouts, samples to train on.
 
@@ -225,8 +227,9 @@ def command_of(
     match action:
         case events.Dispatch(samples, _, min_version):
             return Start(samples, tuple(payload), min_version)
-        case events.Continue(sample, _, turn, _, min_version):
-            return Start((sample,), payload.tokens, min_version, payload.sampling, turn=turn)
+        case events.Continue(sample, segment, turn, _, min_version):
+            own: Any = dict(sampling=payload.sampling, turn=turn, segment=segment)
+            return Start((sample,), payload.tokens, min_version, **own)
         case events.Cancel(samples):
             return Stop(samples)
         case events.Serve(_, version):

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from contextlib import closing
 
 from areal_jax.control import events as e
-from areal_jax.episodes.episode import Limits
+from areal_jax.episodes.limits import Limits
 from areal_jax.episodes.open_episodes import Conversations
 from areal_jax.episodes.workflow_runner import WorkflowRunner
 from areal_jax.generation.commands import command_of
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host
 from areal_jax.tasks.errors import TaskError
-from areal_jax.tasks.source import WeightedTask
+from areal_jax.tasks.task import Workflow
 from areal_jax.types import ArealError, Prompt, SampleId, Sampling, Trajectory, VersionedParams
 from areal_jax.weights.memory import MemoryStore
 
@@ -26,7 +26,7 @@ def conducted(
     group_size: int,
     *,
     talks: Conversations,
-    tasks: Mapping[str, WeightedTask],
+    workflows: Mapping[str, Workflow],
     limits: Limits,
     sampling: Sampling,
     seed: int,
@@ -45,7 +45,7 @@ def conducted(
         SampleId(ordinal, member): prompts[ordinal] for ordinal in prompts for member in range(group_size)
     }
     done: dict[SampleId, Trajectory] = {}
-    with closing(WorkflowRunner(tasks, engine.tokenizer, limits, deliver, seed)) as runner:
+    with closing(WorkflowRunner(workflows, engine.tokenizer, limits, deliver, seed)) as runner:
         for sample, prompt in samples.items():
             runner.begin(sample, prompt, talks.of(sample))
         while len(done) < len(samples):

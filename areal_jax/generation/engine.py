@@ -321,18 +321,21 @@ class Engine(jetstream.Engine):
         prompt_tokens: int,
         stop_tokens: tuple[int, ...] = (),
         penalties: Penalties | None = None,
+        *,
+        segment: int = 0,
     ) -> Request:
         """Returns one sample's settings as arrays, for `insert`; its prompt has `prompt_tokens` tokens.
 
-        `sample` and `seed` determine its random draws. Raises ArealError for more than MAX_STOP_TOKENS stop
-        tokens, and for penalties if the engine was made without `has_penalties`.
+        `sample`, `seed` and `segment` (number of an episode's branch) determine its random draws. Raises
+        ArealError for more than MAX_STOP_TOKENS stop tokens, and for penalties if the engine was made without
+        `has_penalties`.
         """
         if len(stop_tokens) > MAX_STOP_TOKENS:
             raise ArealError(f"{len(stop_tokens)} stop_tokens are too many; give at most {MAX_STOP_TOKENS}")
         stops = np.full(MAX_STOP_TOKENS, -1, np.int32)
         stops[: len(stop_tokens)] = stop_tokens
         return Request(
-            np.array([seed, *sample], np.int32),
+            np.array([seed, *sample, segment], np.int32),
             np.asarray(prompt_tokens, np.int32),
             np.asarray(sampling.temperature, np.float32),
             np.asarray(sampling.top_k, np.int32),

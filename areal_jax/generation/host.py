@@ -327,12 +327,11 @@ class Host:
             self._on_tokens(work.sample, records.since(slot, before))
         if reason:
             trajectory = records.trajectory(slot, work, reason, self._on_update)
-            of, turn = (
-                (self.name, trajectory.spans, reason, work.interruptions, work.rebuilds),
-                work.start.turn,
-            )
-            ended = e.SampleFinished(work.sample, *of)
-            self._emit(ended if turn is None else e.TurnFinished(work.sample, 0, turn, *of), trajectory)
+            of = self.name, trajectory.spans, reason, work.interruptions, work.rebuilds
+            ended: e.Event = e.SampleFinished(work.sample, *of)
+            if work.start.turn is not None:
+                ended = e.TurnFinished(work.sample, work.start.segment, work.start.turn, *of)
+            self._emit(ended, trajectory)
 
     def _count(self) -> Statistics:
         current = self._current

@@ -108,9 +108,9 @@ class LiveSlots:
     def insert(self, slot: int, work: Work, prefix: Prefix, sibling: int | None = None) -> None:
         with self._clock.doing("prefill"):
             engine, count = self.engine, int(prefix.true_length)
-            request = engine.request(
-                work.key, work.seed, work.sampling, len(work.start.prompt), work.stops, work.start.penalties
-            )
+            start, prompt = work.start, len(work.start.prompt)
+            of = work.key, work.seed, work.sampling, prompt, work.stops, start.penalties
+            request = engine.request(*of, segment=start.segment)
             self.state = engine.insert(prefix, self.state, slot, request=request, sibling=sibling)
         # Reserved slots take pages that were never counted as free.
         if slot >= engine.reserved_slots:

@@ -35,6 +35,8 @@ class Finished:
     """Number of an episode's turn, of which all tokens before it are the prompt; None without a workflow."""
     sampling: Sampling | None = None
     """The turn's sampler settings; None: the run's."""
+    segment: int = 0
+    """Number of the episode's branch."""
 
     def version_at(self, tokens: int) -> PolicyVersion:
         """Returns the version that sampled the next token of a sample of so many tokens."""
@@ -78,7 +80,7 @@ class Regenerator:
 
     def _begin(self, slot: int, one: Finished, params: Mapping[PolicyVersion, VersionedParams]) -> None:
         version = one.spans[0].version
-        start = Start((one.sample,), one.prompt, version, one.sampling, turn=one.turn)
+        start = Start((one.sample,), one.prompt, version, one.sampling, turn=one.turn, segment=one.segment)
         (work,) = start.works(self._sampling, self._seed, (self._engine.tokenizer.eos_id,))
         work.version, work.digest = version, params[version].digest
         if self._prompt is None or self._prompt[0] != (work.group, version):

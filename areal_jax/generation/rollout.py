@@ -7,7 +7,8 @@ from typing import Any
 
 from areal_jax.config.sections import EpisodeConfig
 from areal_jax.control.events import Event, RewardFailed, SampleFailed
-from areal_jax.episodes.episode import Limits, limits_of
+from areal_jax.episodes.agent import workflows_of
+from areal_jax.episodes.limits import Limits, limits_of
 from areal_jax.episodes.open_episodes import Conversations
 from areal_jax.generation.commands import Start
 from areal_jax.generation.conducted import conducted
@@ -66,7 +67,9 @@ def rollout(
     episodes = {n: asked[n] for n in asked.keys() - plain.keys()}
     if episodes:
         limits = limits or limits_of(EpisodeConfig(), engine.length, sampling.max_tokens)
-        own: Any = dict(talks=talks, tasks=tasks, limits=limits, sampling=sampling, seed=seed)
+        own: Any = dict(
+            talks=talks, workflows=workflows_of(None, tasks), limits=limits, sampling=sampling, seed=seed
+        )
         done |= conducted(engine, params, episodes, group_size, **own)
     for ordinal in asked:
         members, prompt, own = done[ordinal], asked[ordinal], tasks[asked[ordinal].task].task

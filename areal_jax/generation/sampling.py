@@ -60,17 +60,24 @@ EVERY = Truncation(True, True, True)
 
 
 def sample_key(
-    seed: Int[Array, ""], ordinal: Int[Array, ""], member: Int[Array, ""], attempt: Int[Array, ""]
+    seed: Int[Array, ""],
+    ordinal: Int[Array, ""],
+    member: Int[Array, ""],
+    attempt: Int[Array, ""],
+    segment: Int[Array, ""] | int = 0,
 ) -> UInt32[Array, "2"]:
-    """Returns the random key of one sample, as raw key data; it depends on these four numbers only.
+    """Returns the random key of one sample, as raw key data; it depends on these five numbers only.
 
-    `ordinal` numbers the prompts, `member` the samples of a prompt; `attempt` counts reissues of the group.
+    `ordinal` numbers the prompts, `member` the samples of a prompt; `attempt` counts reissues of the group,
+    `segment` the branches of an episode, of which 0 is the first.
     """
     # Counted, never split: the draws depend neither on earlier draws nor on their order.
     key = jax.random.key(seed, impl=GENERATOR)
     for number in (ordinal, member, attempt):
         key = jax.random.fold_in(key, number)
-    return jax.random.key_data(key)
+    own = jax.random.key_data(key)
+    # Two branches have the same positions, and would draw the same tokens.
+    return jnp.where(jnp.asarray(segment) > 0, jax.random.key_data(jax.random.fold_in(key, segment)), own)
 
 
 def require_counted_randomness() -> None:

@@ -105,7 +105,7 @@ class Request(struct.PyTreeNode):
     In a decode state, one Request holds the settings of all slots: every array has a row for each of N slots.
     """
 
-    numbers: Int[HostArray, "*N 4"]  # seed, ordinal, member, attempt
+    numbers: Int[HostArray, "*N 5"]  # seed, ordinal, member, attempt, segment
     prompt_tokens: Int[HostArray, "*N"]
     temperature: Float[HostArray, "*N"]
     top_k: Int[HostArray, "*N"]

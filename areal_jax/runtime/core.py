@@ -34,6 +34,7 @@ REMEDIES = {
     "calls that may be repeated with is_idempotent=True",
     "workflow_diverged": "workflow_diverged: a workflow that ran again after a crash did not do the same "
     "again; let it use episode.random and episode.tool for whatever may differ",
+    "agent_lost": "agent_lost: the process of an agent died; see that process's log",
     "failed_sample": "failed_sample: hosts could not finish samples; the run's log has the reasons",
 }
 """Reason for which groups are dropped -> what it means, and what to change."""

@@ -12,12 +12,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from areal_jax.assembly.parts import Inputs, Parts
+from areal_jax.assembly.parts import Parts
 from areal_jax.control import events as e
 from areal_jax.control.events import Event
 from areal_jax.episodes.conversation import Conversation
-from areal_jax.episodes.episode import limits_of
-from areal_jax.episodes.workflow_runner import WorkflowRunner
 from areal_jax.evaluation.follower import Follower
 from areal_jax.generation.commands import Stop, command_of
 from areal_jax.generation.engine import Engine
@@ -32,6 +30,7 @@ from areal_jax.runtime.interrupts import interrupts_sent
 from areal_jax.runtime.talking import training_host
 from areal_jax.runtime.trainer_loop import Trainer, held_batch
 from areal_jax.runtime.turns import OneDevice
+from areal_jax.runtime.workflow_parts import make_runner
 from areal_jax.tasks.pool import RewardPool
 from areal_jax.trainer.checkpoint import Checkpointer
 from areal_jax.trainer.state import TrainState
@@ -78,7 +77,9 @@ class LocalRun:
             c.runtime.reward_workers,
             c.runtime.reward_timeout_s,
         )
-        self._runner = workflow_runner(parts, self._deliver)
+        self._runner = None
+        if parts.workflows:
+            self._runner = make_runner(c, parts.workflows, parts.model.tokenizer, self._deliver)
         self._driver = Driver(parts, context, self, list(self._hosts.values()), timeline.take_totals)
         self._follower = None
         if c.observe.evaluate or c.observe.exports:
@@ -246,12 +247,3 @@ class LocalRun:
     def end(self, ordinal: int) -> None:
         if self._runner is not None:
             self._runner.end(ordinal)
-
-
-def workflow_runner(parts: Inputs, emit: Callable[[Event], None]) -> WorkflowRunner | None:
-    """Returns what conducts the episodes of this process; None if no task has a workflow."""
-    c = parts.config
-    if not any(weighted.task.workflow for weighted in parts.tasks.values()):
-        return None
-    limits = limits_of(c.episode, c.generation.length, c.generation.max_tokens)
-    return WorkflowRunner(parts.tasks, parts.model.tokenizer, limits, emit, c.run.seed)

@@ -84,7 +84,7 @@ def provenance(folder: Path, name: str, token: int) -> Provenance:
             text=Viewer(journal, config).text([int(one.tokens[token])]),
             version=int(one.versions[token]),
             digest=_published(journal, int(one.versions[token])),
-            key=_key(config, sample, token),
+            key=_key(config, sample, token, _segment(journal, sample, int(one.turn_ids[token]))),
             sampling=one.sampling,
             support=support or None,
             logp=float(one.behavior_logp[token]),
@@ -106,11 +106,19 @@ def _require_sampled(one: Trajectory, token: int) -> None:
         )
 
 
-def _key(config: Config, sample: SampleId, token: int) -> tuple[int, int]:
-    key = sample_key(*np.asarray([config.run.seed, *sample], np.int32))  # type: ignore[arg-type]
+def _key(config: Config, sample: SampleId, token: int, segment: int) -> tuple[int, int]:
+    key = sample_key(*np.asarray([config.run.seed, *sample, segment], np.int32))  # type: ignore[arg-type]
     own = jax.random.fold_in(jax.random.wrap_key_data(key, impl=GENERATOR), token)
     first, second = np.asarray(jax.random.key_data(own)).tolist()
     return first, second
+
+
+def _segment(journal: SqliteQueue, sample: SampleId, turn: int) -> int:
+    """Returns the number of the episode's branch in which a turn was sampled; 0 without a workflow."""
+    asked = (
+        each.segment for each in journal.events("TurnAdded") if (each.sample, each.turn) == (sample, turn)
+    )
+    return next(asked, 0)
 
 
 def _published(journal: SqliteQueue, version: int) -> str:

@@ -198,7 +198,8 @@ class Replay:
         if isinstance(event, e.TurnFinished):
             assert talk is not None
             tokens, sampling = talk.request(event.turn, self.parts.config.generation.sampling)
-            yield Finished(sample, tokens, event.spans, event.rebuilds, event.turn, sampling)
+            own = event.turn, sampling, event.segment
+            yield Finished(sample, tokens, event.spans, event.rebuilds, *own)
         elif event.spans and talk is None:
             yield Finished(sample, self.parts.prompt_tokens(sample.ordinal), event.spans, event.rebuilds)
 
@@ -310,7 +311,9 @@ def compare_sample(
     count = again.completion_tokens if turn is None else 0
     try:
         stored = journal.trajectory(event.sample)
-        stored = stored if turn is None else up_to(stored, turn, event.stop_reason)
+        if turn is not None:  # a branch that was left is compared by its digest alone
+            is_stored = turn in stored.turn_ids
+            stored = up_to(stored, turn, event.stop_reason) if is_stored else None
     except JournalError:
         stored = None
     if stored is not None:

@@ -95,7 +95,7 @@ class OpenAIApi:
         async def answer(request: Request) -> Response:
             status, started_s = "OK", time.monotonic()
             try:
-                asked = await asyncio.to_thread(_checked, check, await _body(request), self._served)
+                asked = await asyncio.to_thread(_checked, check, await body_of(request), self._served)
                 call = Call(self, name, asked, started_s)
                 return await _unless_gone(request, call.streamed() if asked.is_stream else call.whole())
             except RequestError as error:
@@ -135,7 +135,7 @@ class OpenAIApi:
         return self._served
 
 
-async def _body(request: Request) -> bytes:
+async def body_of(request: Request) -> bytes:
     parts, size = [], 0
     async for part in request.stream():
         parts.append(part)

@@ -16,10 +16,9 @@ import pytest
 
 from areal_jax.control import events as e
 from areal_jax.episodes.conversation import Conversation
-from areal_jax.episodes.episode import Limits, ToolError
+from areal_jax.episodes.episode import ToolError
+from areal_jax.episodes.limits import Limits
 from areal_jax.episodes.workflow_runner import WorkflowRunner
-from areal_jax.tasks.source import WeightedTask
-from areal_jax.tasks.task import Task
 from areal_jax.tasks.tokenizers import CharTokenizer
 from areal_jax.types import NOT_SAMPLED, Prompt, Reward, SampleId, Sampling, Trajectory
 
@@ -38,11 +37,8 @@ class Run:
     def __init__(
         self, workflow: Callable[..., Any], prompt: Prompt, limits: Limits, say: Callable[[int], str]
     ):
-        task = Task.from_rows([{"prompt": "x"}], lambda *_: 0.0)
-        task.workflow = workflow
         self.events: queue.SimpleQueue[e.Event] = queue.SimpleQueue()
-        tasks = {"own": WeightedTask(task)}
-        self.runner = WorkflowRunner(tasks, TOKENIZER, limits, self.events.put, 0)
+        self.runner = WorkflowRunner({"own": workflow}, TOKENIZER, limits, self.events.put, 0)
         self.prompt, self.say, self.seen = prompt, say, []
         self.talk = Conversation(tuple(TOKENIZER.render(prompt)))
 

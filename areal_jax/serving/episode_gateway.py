@@ -1,0 +1,208 @@
+"""OpenAI's chat interface to the episodes of a process, each at an address with a secret of its own.
+
+The address is all that an agent knows: `/episodes/SECRET/v1`. Tokens are drawn as the run's config says, so
+what a request says of temperature, top_k and the like is not used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import uvicorn
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from areal_jax.episodes.chats import Chats, ChatTurn, NoRoomError
+from areal_jax.episodes.episode import Episode
+from areal_jax.serving.openai_api import body_of, error_response
+from areal_jax.serving.openai_bodies import StreamOptions
+from areal_jax.serving.requests import RequestError, invalid
+from areal_jax.tasks.errors import TaskError
+
+MODEL = "policy"
+"""The name of the model that the gateway lists; requests may name any."""
+
+RETRY = "x-stainless-retry-count"
+"""The header with which OpenAI's client says how often it has sent a request before."""
+
+
+class Asked(BaseModel):
+    """What of a chat request the gateway uses; agents may send more."""
+
+    model_config = ConfigDict(extra="ignore")
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    n: int | None = Field(None, ge=1, le=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    logprobs: bool | None = None
+    return_token_ids: bool | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+
+
+class EpisodeGateway:
+    """Serves the chats of open episodes, in the event loop of their workflows."""
+
+    def __init__(self) -> None:
+        """Begins to listen on loopback; called in a running event loop."""
+        self._chats: dict[str, Chats] = {}
+        listening = socket.create_server(("127.0.0.1", 0), backlog=2048)
+        self._port = listening.getsockname()[1]
+        path = "/episodes/{secret}/v1"
+        routes = [
+            Route(f"{path}/models", self._models, methods=["GET"]),
+            Route(f"{path}/chat/completions", self._chat, methods=["POST"]),
+        ]
+        app = Starlette(routes=routes)
+        config = uvicorn.Config(app, log_config=None, lifespan="off", access_log=False, timeout_keep_alive=60)
+        self._server = uvicorn.Server(config)
+        self._task = asyncio.get_running_loop().create_task(self._server.serve(sockets=[listening]))
+
+    def open(self, episode: Episode) -> tuple[str, Callable[[], None]]:
+        """Returns the address of the episode's chats, and a function that ends them."""
+        secret = secrets.token_urlsafe(24)
+        self._chats[secret] = Chats(episode)
+        return f"http://127.0.0.1:{self._port}/episodes/{secret}/v1", lambda: self._close(secret)
+
+    def _close(self, secret: str) -> None:
+        self._chats.pop(secret, None)
+
+    async def stop(self) -> None:
+        self._server.should_exit = self._server.force_exit = True
+        await self._task
+
+    # --- requests -------------------------------------------------------------------------------------------
+
+    def _of(self, request: Request) -> Chats:
+        chats = self._chats.get(request.path_params["secret"])
+        if chats is None:
+            raise RequestError("NOT_FOUND", "there is no such episode, or it has ended; end the agent")
+        return chats
+
+    async def _models(self, request: Request) -> Response:
+        try:
+            self._of(request)
+        except RequestError as error:
+            return error_response(error)
+        own = {"id": MODEL, "object": "model", "created": 0, "owned_by": "areal-jax"}
+        return JSONResponse({"object": "list", "data": [own]})
+
+    async def _chat(self, request: Request) -> Response:
+        try:
+            chats = self._of(request)
+            asked = _asked(await body_of(request))
+            retries = request.headers.get(RETRY, "0")
+            found = await _answered(chats, asked, retries.isdecimal() and int(retries) > 0)
+        except RequestError as error:
+            return error_response(error)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        answer = _Answer(asked, found, chats)
+        if asked.stream:
+            return StreamingResponse(answer.streamed(), media_type="text/event-stream")
+        return JSONResponse(answer.whole())
+
+
+def _asked(body: bytes) -> Asked:
+    try:
+        asked = Asked.model_validate(json.loads(body))
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"])) or "the body"
+        raise invalid(f"{name}: {first['msg']}, but is {first['input']!r:.80}") from None
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"the body is not JSON ({error}); send a JSON object") from None
+    if asked.tool_choice not in (None, "auto", "none"):
+        raise invalid(f"tool_choice={asked.tool_choice!r:.80}: a policy cannot be made to call a tool")
+    return asked
+
+
+async def _answered(chats: Chats, asked: Asked, is_retry: bool) -> ChatTurn:
+    tools = asked.tools or [] if asked.tool_choice != "none" else []
+    stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
+    limits = [n for n in (asked.max_tokens, asked.max_completion_tokens) if n is not None]
+    try:
+        return await chats.answer(
+            asked.messages,
+            tools,
+            asked.chat_template_kwargs,
+            max_tokens=min(limits, default=None),
+            stop=stop,
+            is_retry=is_retry,
+        )
+    except TaskError as error:
+        raise invalid(str(error)) from None
+    except NoRoomError:
+        raise RequestError(
+            "INVALID_ARGUMENT",
+            "the conversation exceeds generation.length, or the episode has had episode.max_turns turns; end "
+            "the conversation",
+        ) from None
+
+
+class _Answer:
+    """One answer in OpenAI's form."""
+
+    def __init__(self, asked: Asked, found: ChatTurn, chats: Chats) -> None:
+        self._asked, self._found, self._chats = asked, found, chats
+        self._head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": MODEL}
+        self._reason = "tool_calls" if found.has_calls else found.turn.stop_reason
+        sampled = len(found.turn.tokens)
+        prompt = len(found.prompt)
+        self._usage = {
+            "prompt_tokens": prompt,
+            "completion_tokens": sampled,
+            "total_tokens": prompt + sampled,
+        }
+
+    def whole(self) -> dict[str, Any]:
+        choice = {"index": 0, "message": self._found.message, **self._exact(), "finish_reason": self._reason}
+        head = self._head | {"object": "chat.completion"} | self._prompt()
+        return head | {"choices": [choice], "usage": self._usage}
+
+    async def streamed(self) -> AsyncIterator[str]:
+        """Yields the answer as one chunk of its stream, because a turn is complete before it is answered."""
+        message = dict(self._found.message)
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = [{"index": place} | call for place, call in enumerate(calls)]
+        first = {"index": 0, "delta": message, **self._exact(), "finish_reason": None}
+        last = {"index": 0, "delta": {}, "finish_reason": self._reason}
+        head = self._head | {"object": "chat.completion.chunk"}
+        yield _sent(head | self._prompt() | {"choices": [first]})
+        yield _sent(head | {"choices": [last]})
+        if self._asked.stream_options is not None and self._asked.stream_options.include_usage:
+            yield _sent(head | {"choices": [], "usage": self._usage})
+        yield "data: [DONE]\n\n"
+
+    def _exact(self) -> dict[str, Any]:
+        turn, fields = self._found.turn, {}
+        if self._asked.logprobs:
+            pairs = zip(turn.tokens.tolist(), turn.logp.tolist(), strict=True)
+            fields["logprobs"] = {"content": [self._logprob(*pair) for pair in pairs], "refusal": None}
+        if self._asked.return_token_ids:
+            fields |= {"token_ids": turn.tokens.tolist(), "versions": turn.versions.tolist()}
+        return fields
+
+    def _logprob(self, token: int, value: float) -> dict[str, Any]:
+        text = self._chats.text_of(token)
+        return {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+
+    def _prompt(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self._found.prompt} if self._asked.return_token_ids else {}
+
+
+def _sent(value: dict[str, Any]) -> str:
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
