@@ -65,6 +65,8 @@ class SampleView:
     """Number of times that the version changed in the middle of the sample."""
     completion: str = ""
     """The completion's text without special tokens, which the pieces include."""
+    turns: int = 1
+    """Number of turns that were sampled; what was added between them has version NOT_SAMPLED."""
     trained_reward: float | None = None
     """The reward that was trained on, if a closed gate withheld a part of it; otherwise None."""
 
@@ -88,7 +90,7 @@ class SampleView:
         words = [
             reward + (f" ({parts})" if parts else ""),
             *([f"trained with {self.trained_reward:.3g}: its batch's gate was closed"] if withheld else []),
-            f"{len(sampled)} tokens",
+            f"{len(sampled)} tokens" + (f" in {self.turns} turns" if self.turns > 1 else ""),
             f"log-prob {sum(piece.logp for piece in sampled):.2f}",
         ]
         if self.stop_reason:

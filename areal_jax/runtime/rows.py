@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import fmean
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,11 +14,14 @@ from areal_jax.config.sections import ControlConfig
 from areal_jax.control.events import (
     Action,
     Drop,
+    EpisodeFailed,
     Event,
     HostAdopted,
     Reissue,
     RewardFailed,
     SamplesMoved,
+    ToolStarted,
+    TurnFinished,
 )
 from areal_jax.control.reward_gate import Gates
 from areal_jax.generation.commands import Statistics
@@ -89,6 +93,8 @@ class RowMaker:
         self._generated = 0
         self._host_totals: Mapping[str, float] = dict.fromkeys(HOST_COUNTS, 0)
         self._interruptions = self._moved = 0
+        self._episodes: Counter[str] | None = None
+        """Counts of episodes' events; None before the first one of the run."""
         self._failed: Counter[str] = Counter()
         self._dropped: Counter[str] = Counter()
         self._reissued: Counter[str] = Counter()
@@ -101,6 +107,9 @@ class RowMaker:
             self._moved += len(event.samples)
         elif isinstance(event, RewardFailed):
             self._failed[self._task_of(event.ordinal)] += 1
+        elif isinstance(event, TurnFinished | ToolStarted | EpisodeFailed):
+            self._episodes = Counter() if self._episodes is None else self._episodes
+            self._episodes[event.reason if isinstance(event, EpisodeFailed) else type(event).__name__] += 1
         for action in actions:
             if isinstance(action, Drop):
                 self._dropped[action.reason] += 1
@@ -139,6 +148,7 @@ class RowMaker:
             "interruptions": self._interruptions,
             "moved_samples": self._moved,
             **self._host_counts(),
+            **self._episode_figures(groups),
             "failed_rewards": self._failed.total(),
             "dropped": self._dropped.total(),
             "dropped_by_reason": dict(self._dropped),
@@ -191,6 +201,20 @@ class RowMaker:
         new = {name: total - self._host_totals[name] for name, total in totals.items()}
         self._host_totals = totals
         return new
+
+    def _episode_figures(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Return figures of the episodes since the last row; empty for a run without episodes."""
+        if self._episodes is None:
+            return {}
+        counts, self._episodes = self._episodes, Counter()
+        turns = [len(set(t.turn_ids[t.loss_mask].tolist())) for group in groups for t in group.trajectories]
+        return {
+            "turns_mean": fmean(turns),
+            "turns_max": max(turns),
+            "tool_calls": counts["ToolStarted"],
+            "calls_in_doubt": counts["tool_in_doubt"],
+            "failed_episodes": counts["failed_episode"] + counts["workflow_diverged"] + counts["agent_lost"],
+        }
 
     def _task_figures(self, groups: Sequence[Group]) -> dict[str, float]:
         """Return the figures of each task as `<figure>/<task>`; empty if the run has only one task.

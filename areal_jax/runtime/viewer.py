@@ -76,16 +76,17 @@ class Viewer:
     def view(self, sample: SampleId) -> SampleView:
         """Return one sample as text. Raises ArealError if the journal does not have its trajectory."""
         t = self._journal.trajectory(sample)
-        sampled = t.loss_mask
-        tokens = t.tokens[sampled].tolist()
+        # Between the turns of an episode are tokens that were not sampled.
+        first = int(t.loss_mask.argmax()) if t.loss_mask.any() else len(t.tokens)
+        tokens = t.tokens[first:].tolist()
         task = self.task_of(sample.ordinal)
         texts, blocks = token_texts(tokens, self._tokenizer), self._blocks(tokens, task)
-        versions, logps = t.versions[sampled].tolist(), t.behavior_logp[sampled].tolist()
+        versions, logps = t.versions[first:].tolist(), t.behavior_logp[first:].tolist()
         gates = self._gates.get(sample.ordinal, ())
         (paid,) = rewards_of([t.reward or 0.0], [t.reward_parts], gates)
         return SampleView(
             sample="/".join(map(str, sample if sample.attempt else sample[:2])),
-            prompt=self._tokenizer.decode(t.tokens[~sampled].tolist()),
+            prompt=self._tokenizer.decode(t.tokens[:first].tolist()),
             pieces=[Piece(*piece) for piece in zip(texts, versions, logps, blocks, strict=True)],
             reward=t.reward,
             parts=t.reward_parts,
@@ -94,7 +95,8 @@ class Viewer:
             reward_note=t.reward_note,
             truncated=t.truncated,
             interruptions=t.interruptions,
-            completion=self._tokenizer.decode(tokens),
+            completion=self._tokenizer.decode(t.tokens[t.loss_mask].tolist()),
+            turns=len(set(t.turn_ids[t.loss_mask].tolist())),
             trained_reward=None if all(is_paid for _, is_paid in gates) else paid,
         )
 

@@ -47,6 +47,7 @@ def test_what_befell_a_sample_is_in_its_headline():
     assert replace(view, interruptions=3).headline.endswith("interrupted 3 times")
     withheld = replace(view, reward=3.5, trained_reward=3.0).headline
     assert withheld.startswith("reward 3.5") and "· trained with 3: its batch's gate was closed ·" in withheld
+    assert "· 4 tokens in 3 turns ·" in replace(VIEW, turns=3).headline
     assert (view.title, VIEW.title) == ("sample 17.3.0 of sums", "sample 17.3.0")
 
 
@@ -68,6 +69,7 @@ def test_json_holds_all_of_it():
     tokens = plain.pop("tokens")
     assert plain == {
         "sample": "17.3.0",
+        "turns": 1,
         "task": "sums",
         "prompt": "count down from [e]",
         "completion": "d c b\n.",

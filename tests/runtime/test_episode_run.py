@@ -106,6 +106,7 @@ def test_a_run_of_episodes_that_crashes_goes_on_calls_no_tool_twice_and_replays(
         with killed_at(monkeypatch, crash):
             resume(folder, [], stream=io.StringIO())
     rows = resume(folder, [], stream=io.StringIO()).metrics
+    assert {row["turns_mean"] for row in rows} == {2.0}
     result = audit_run(folder)
     assert (len(rows), result.violations, result.in_flight) == (STEPS, [], 0)
     with open_journal(folder) as journal:
