@@ -135,8 +135,10 @@ class State:
         match event:
             case e.HostLost(host) | e.HostAdopted(host):
                 return host not in self.hosts
-            case e.SampleFinished(sample, host) | e.SampleFailed(sample, host):
+            case e.SampleFinished(sample, host):
                 return not (self.awaits(sample, host) or self.is_away(sample))
+            case e.SampleFailed(sample, host):
+                return not self.awaits(sample, host)
             case e.TurnFinished(sample, _, turn, host):
                 return not (self.awaits(sample, host) and self.turns_of(sample) == turn + 1)
             case e.TurnAdded(sample, _, turn):

@@ -65,6 +65,8 @@ class Chats:
         if task is None:
             own = self._sampled(messages, tools, arguments, max_tokens, stop)
             self._answers[key] = task = asyncio.ensure_future(own)
+            # If the client has gone, nothing else asks what became of it.
+            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         # A client that disconnects does not end the turn: its retry joins it.
         return await asyncio.shield(task)
 

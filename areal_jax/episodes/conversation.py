@@ -112,9 +112,13 @@ class Conversation:
         self.paths[event.turn] = path
 
     def restore(self, last: Trajectory) -> None:
-        """Records the turns of a stored path, `last`, which have ended; other paths are not stored."""
-        for turn in np.unique(last.turn_ids[last.turn_ids >= 0]).tolist():
-            if (event := self.turns[turn][1]) is not None:
+        """Records the turns of a stored path, `last`, which have ended; other paths are not stored.
+
+        The path may go on after them, in a journal of which a branch has the beginning.
+        """
+        on_path = set(last.turn_ids.tolist())
+        for turn, (_, event) in enumerate(self.turns):
+            if event is not None and turn in on_path:
                 self.paths[turn] = up_to(last, turn, event.stop_reason)
 
     def whole(self, stop_reason: str) -> Trajectory:

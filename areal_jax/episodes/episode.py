@@ -91,6 +91,7 @@ class Episode:
         self._conversation, self._tokenizer, self._port = conversation, tokenizer, port
         # What was done before a crash: these numbers of turns and calls are answered from the journal.
         self._turns = self._calls = self._segment = 0
+        self._is_sampling = False
         self._known_turns, self._known_calls = len(conversation.turns), dict(conversation.calls)
         self._follow_ups: FollowUps | None = None
         self._messages: list[Mapping[str, Any]] = []
@@ -137,6 +138,7 @@ class Episode:
         """
         if isinstance(stop, str):
             raise EpisodeError(f"stop={stop!r} is a text; give a list of texts")
+        self._require_idle()
         limit = self.limits.max_tokens if max_tokens is None else max_tokens
         if limit < 1:
             raise EpisodeError(f"max_tokens={max_tokens} leaves no token for the turn; give at least 1")
@@ -158,7 +160,9 @@ class Episode:
                 f"turn {turn} was asked for as {asked}, and is now as {event}", "workflow_diverged"
             )
         if turn >= self._known_turns or self._conversation.turns[turn][1] is None:
+            self._is_sampling = True
             await self._port.turn_over(turn)
+            self._is_sampling = False
         self.last = self._turn_of(self._conversation.paths[turn])
         return self.last
 
@@ -169,6 +173,7 @@ class Episode:
 
         A turn that does not continue the last one begins a branch. Returns None if there is no room for it.
         """
+        self._require_idle()
         limit = self.limits.max_tokens if max_tokens is None else min(max_tokens, self.limits.max_tokens)
         past = len(self._conversation.paths[after].tokens) if after >= 0 else 0
         if self._turns >= self.limits.max_turns or past + len(added) >= self.limits.length:
@@ -231,6 +236,10 @@ class Episode:
         return _result(name, ended)
 
     # --- inside ---------------------------------------------------------------------------------------------
+
+    def _require_idle(self) -> None:
+        if self._is_sampling:
+            raise EpisodeError("a turn was asked for before the last one was sampled; await each generate")
 
     def _added(self) -> tuple[int, ...]:
         """The tokens that follow the last turn, or the prompt, by the messages that were added since."""

@@ -130,7 +130,7 @@ class WorkflowRunner:
             return
         except EpisodeError as error:
             ended = EpisodeFailed(sample, error.reason, str(error))
-        except Exception as error:  # noqa: BLE001 - the user's code; counted as failed, never as a reward
+        except BaseException as error:  # noqa: BLE001 - users' code, and it may exit: counted as failed
             message = f"the workflow raised {type(error).__name__}: {error}"
             if live.timeout.expired():
                 message = (

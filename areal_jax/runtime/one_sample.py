@@ -27,6 +27,9 @@ def replay_sample(folder: Path, name: str, note: Note = lambda _: None) -> Repla
     with reopened(folder) as run:
         event = _finished(run, sample)
         one = _OneSample(run, event, note)
+        if any(asked.sample == event.sample for asked in run.journal.events("TurnAdded")):
+            note("replaying the run up to the sample, because it is an episode of several turns")
+            return _whole(run, event, note)
         try:
             one.compare()
         except OutOfReach as reason:

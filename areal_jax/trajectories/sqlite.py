@@ -265,7 +265,7 @@ class SqliteQueue:
         for row in self.rows():
             if row.seq > seq:
                 break
-            if isinstance(row.event, SampleFinished):
+            if isinstance(row.event, SampleFinished | TurnFinished):
                 samples.append((row.event.sample.ordinal, row.event.sample.attempt, row.event.sample.member))
             elif isinstance(row.event, RewardScored):
                 scored.append((row.event.ordinal, row.event.attempt))

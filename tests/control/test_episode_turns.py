@@ -72,6 +72,7 @@ def test_late_events_and_second_ones_change_nothing():
         over(ONE, 1),
         over(ONE, 0, host="b"),
         e.EpisodeEnded(TWO, 1.0),  # it has had no turn
+        e.SampleFailed(ONE, "a", "late"),  # its turn is over
         e.ToolStarted(ONE, 1, "tool", ""),  # its first call is number 0
         e.EpisodeFailed(SampleId(0, 0, attempt=1), "failed_episode", ""),
     ):

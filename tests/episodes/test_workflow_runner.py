@@ -348,3 +348,22 @@ def test_an_ended_workflow_emits_nothing_and_many_run_at_once():
         release.set()
         ended = {run.events.get(timeout=10).sample.ordinal for _ in range(1000)}
     assert ended == set(range(10, 1010)) and run.events.empty()
+
+
+def test_two_turns_at_once_are_refused():
+    async def workflow(prompt, episode):
+        await asyncio.gather(episode.generate(), episode.generate())
+
+    assert "before the last one was sampled; await each" in outcome(workflow).message
+
+
+def test_a_workflow_that_exits_fails_its_own_episode():
+    async def workflow(prompt, episode):
+        if episode.sample == SAMPLE:
+            raise SystemExit(3)
+        return None
+
+    with running(workflow) as run:
+        assert "raised SystemExit: 3" in run.until(e.EpisodeFailed).message
+        run.runner.begin(SampleId(4, 0), run.prompt, Conversation(run.talk.prompt))
+        assert run.until(e.EpisodeEnded).sample == SampleId(4, 0)
