@@ -11,7 +11,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from areal_jax.episodes.episode import Episode, EpisodeError
+from areal_jax.episodes.episode import Episode
+from areal_jax.episodes.errors import EpisodeError
 from areal_jax.plugin import load_object
 from areal_jax.tasks.source import WeightedTask
 from areal_jax.tasks.task import Task, Workflow

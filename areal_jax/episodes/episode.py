@@ -7,21 +7,18 @@ must do the same again: what may differ, such as the time, belongs into `Episode
 
 from __future__ import annotations
 
-import asyncio
-import inspect
-import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from areal_jax.control.events import Event, ToolReturned, ToolStarted, TurnAdded
+from areal_jax.control.events import Event, ToolStarted, TurnAdded
+from areal_jax.episodes import tools
 from areal_jax.episodes.conversation import Conversation
+from areal_jax.episodes.errors import EpisodeError
 from areal_jax.episodes.follow_up import FollowUps
 from areal_jax.episodes.limits import Limits
-from areal_jax.tasks.errors import TaskError
 from areal_jax.tasks.tokenizers import Tokenizer
 from areal_jax.types import Prompt, SampleId, Trajectory
 
@@ -35,14 +32,6 @@ class Turn(NamedTuple):
     versions: np.ndarray  # (n,) int32: the policy version of each token
     stop_reason: str
     """stop | length: ended by max_tokens or generation.length; n = 0 if there was no room for a token."""
-
-
-class EpisodeError(TaskError):
-    """An episode cannot go on. `reason`: as in `EpisodeFailed`."""
-
-    def __init__(self, message: str, reason: str = "failed_episode") -> None:
-        super().__init__(message)
-        self.reason = reason
 
 
 class Port(Protocol):
@@ -215,12 +204,12 @@ class Episode:
         """
         name = getattr(function, "__qualname__", type(function).__name__)
         call, self._calls = self._calls, self._calls + 1
-        begun = ToolStarted(self.sample, call, name, _digest(name, arguments, named))
+        begun = ToolStarted(self.sample, call, name, tools.digest(name, arguments, named))
         before, returned = self._known_calls.get(call, (None, None))
         if before is not None and before != begun:
             raise EpisodeError(f"call {call} was {before}, and is now {begun}", "workflow_diverged")
         if returned is not None:
-            return _result(name, returned)
+            return tools.result(returned, name)
         if before is None:
             self._port.emit(begun)
             await self._port.call_allowed(call)
@@ -231,9 +220,10 @@ class Episode:
                 "tool_in_doubt",
             )
         deadline_s = self.limits.tool_timeout_s if timeout_s is None else timeout_s
-        ended = await self._called(call, partial(function, *arguments, **named), deadline_s)
+        work = partial(function, *arguments, **named)
+        ended = await tools.called(begun, work, deadline_s, self._port.in_thread)
         self._port.emit(ended)
-        return _result(name, ended)
+        return tools.result(ended, name)
 
     # --- inside ---------------------------------------------------------------------------------------------
 
@@ -269,34 +259,3 @@ class Episode:
         tokens = so_far.tokens[own]
         text = self._tokenizer.decode(tokens.tolist())
         return Turn(text, tokens, so_far.behavior_logp[own], so_far.versions[own], so_far.stop_reason)
-
-    async def _called(self, call: int, work: Callable[[], Any], deadline_s: float) -> ToolReturned:
-        is_coroutine = inspect.iscoroutinefunction(work.func)  # type: ignore[attr-defined]
-        running: Awaitable[Any] = work() if is_coroutine else self._port.in_thread(work)
-        try:
-            result = await asyncio.wait_for(running, deadline_s)
-            return ToolReturned(self.sample, call, json.dumps(result))
-        except TimeoutError:
-            return ToolReturned(self.sample, call, "null", f"it took longer than {deadline_s:g} s")
-        except Exception as error:  # noqa: BLE001 - the user's tool; the workflow gets the error as ToolError
-            return ToolReturned(self.sample, call, "null", f"{type(error).__name__}: {error}")
-
-
-class ToolError(TaskError):
-    """A tool raised an error, or exceeded its deadline. The workflow may catch it and go on."""
-
-
-def _result(name: str, returned: ToolReturned) -> Any:
-    if returned.error:
-        raise ToolError(f"the tool {name} failed: {returned.error}")
-    return json.loads(returned.result)
-
-
-def _digest(name: str, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> str:
-    try:
-        text = json.dumps([name, arguments, named], sort_keys=True)
-    except (TypeError, ValueError) as error:
-        raise EpisodeError(
-            f"the arguments of {name} are no values of JSON ({error}); give numbers, texts, lists and dicts"
-        ) from None
-    return blake2b(text.encode(), digest_size=8).hexdigest()

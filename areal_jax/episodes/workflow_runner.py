@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 from areal_jax.control.events import EpisodeEnded, EpisodeFailed, Event
 from areal_jax.episodes.conversation import Conversation
-from areal_jax.episodes.episode import Episode, EpisodeError
+from areal_jax.episodes.episode import Episode
+from areal_jax.episodes.errors import EpisodeError
 from areal_jax.episodes.limits import Limits
 from areal_jax.tasks.scoring import checked
 from areal_jax.tasks.task import Workflow

@@ -16,7 +16,7 @@ import pytest
 
 from areal_jax.control import events as e
 from areal_jax.episodes.conversation import Conversation
-from areal_jax.episodes.episode import ToolError
+from areal_jax.episodes.errors import ToolError
 from areal_jax.episodes.limits import Limits
 from areal_jax.episodes.workflow_runner import WorkflowRunner
 from areal_jax.tasks.tokenizers import CharTokenizer
