@@ -19,6 +19,7 @@ from areal_jax.config.tree import Config
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host
 from areal_jax.serving.http import Metrics, http_app
+from areal_jax.serving.listening import listening
 from areal_jax.serving.openai_api import OpenAIApi
 from areal_jax.serving.requests import Served
 from areal_jax.serving.secret import VARIABLE, Secret, is_loopback
@@ -111,14 +112,14 @@ class Endpoint:
 
     async def _open(self, address: Address) -> None:
         with ExitStack() as opened:
-            listening = None
+            opened_http = None
             if address.http_port is not None:
-                listening = _listening(address.host, address.http_port, address.options[1])
-                opened.enter_context(listening)
+                opened_http = _listening(address.host, address.http_port, address.options[1])
+                opened.enter_context(opened_http)
             self._bind(address)
             await self._grpc.start()
-            if listening is not None:
-                await self._serve_http(listening, address.secret)
+            if opened_http is not None:
+                await self._serve_http(opened_http, address.secret)
             opened.pop_all()
 
     def _bind(self, address: Address) -> None:
@@ -134,7 +135,7 @@ class Endpoint:
         except RuntimeError as error:
             raise _in_use(option, port, host, error) from None
 
-    async def _serve_http(self, listening: socket.socket, secret: Secret | None) -> None:
+    async def _serve_http(self, opened: socket.socket, secret: Secret | None) -> None:
         routes = OpenAIApi(self.streams, self.served, self.metrics, self._deadline_s).routes()
         app = http_app(self.served.name, self.streams, self.metrics, secret, routes)
         grace_s = int(GRACE_S)
@@ -142,8 +143,8 @@ class Endpoint:
             app, log_config=None, lifespan="off", access_log=False, timeout_graceful_shutdown=grace_s
         )
         server = uvicorn.Server(config)
-        task = asyncio.create_task(server.serve(sockets=[listening]))
-        self._http, self.http_port = (server, task), listening.getsockname()[1]
+        task = asyncio.create_task(server.serve(sockets=[opened]))
+        self._http, self.http_port = (server, task), opened.getsockname()[1]
         while not server.started and not task.done():
             await asyncio.sleep(0.01)
 
@@ -160,9 +161,8 @@ class Endpoint:
 
 
 def _listening(host: str, port: int, option: str) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host.strip("[]"), port), family=family)
+        return listening(host, port)
     except OSError as error:
         raise _in_use(option, port, host, error.strerror) from None
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -23,6 +22,7 @@ from starlette.routing import Route
 
 from areal_jax.episodes.chats import Chats, ChatTurn, NoRoomError
 from areal_jax.episodes.episode import Episode
+from areal_jax.serving.listening import listening
 from areal_jax.serving.openai_api import body_of, error_response
 from areal_jax.serving.openai_bodies import StreamOptions
 from areal_jax.serving.requests import RequestError, invalid
@@ -59,8 +59,8 @@ class EpisodeGateway:
     def __init__(self) -> None:
         """Begins to listen on loopback; called in a running event loop."""
         self._chats: dict[str, Chats] = {}
-        listening = socket.create_server(("127.0.0.1", 0), backlog=2048)
-        self._port = listening.getsockname()[1]
+        opened = listening("127.0.0.1", 0)
+        self._port = opened.getsockname()[1]
         path = "/episodes/{secret}/v1"
         routes = [
             Route(f"{path}/models", self._models, methods=["GET"]),
@@ -69,7 +69,7 @@ class EpisodeGateway:
         app = Starlette(routes=routes)
         config = uvicorn.Config(app, log_config=None, lifespan="off", access_log=False, timeout_keep_alive=60)
         self._server = uvicorn.Server(config)
-        self._task = asyncio.get_running_loop().create_task(self._server.serve(sockets=[listening]))
+        self._task = asyncio.get_running_loop().create_task(self._server.serve(sockets=[opened]))
 
     def open(self, episode: Episode) -> tuple[str, Callable[[], None]]:
         """Returns the address of the episode's chats, and a function that ends them."""
