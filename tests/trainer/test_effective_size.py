@@ -134,9 +134,9 @@ def behaving(groups: list[Group], logp: dict[tuple[int, int], np.ndarray]) -> li
 
 
 def test_fresh_weights_have_full_size_and_truncated_samples_do_not_count(params: Any, learner: MakeLearner):
-    of, groups = learner(rows=8, truncation="mask"), make_groups()
+    of, groups = learner(truncation="mask"), make_groups()
     flat = [(group.ordinal, t) for group in groups for t in group.trajectories]
-    prepared = learner(rows=8).prepare(of.init(params), pack(groups, 8, LENGTH))
+    prepared = learner().prepare(of.init(params), pack(groups, 2, LENGTH))
     ids, found = np.asarray(prepared.segment_ids), np.asarray(prepared.proximal_logp)
     logp = {}
     for number, (ordinal, t) in enumerate(flat):
@@ -144,17 +144,17 @@ def test_fresh_weights_have_full_size_and_truncated_samples_do_not_count(params:
         off = 8.0 * t.truncated / t.loss_mask.sum()
         logp[ordinal, t.sample.member] = np.where(t.loss_mask, found[ids == number + 1] - off, 0)
     state = of.init(params)
-    batch = pack(behaving(groups, {name: x.astype(np.float32) for name, x in logp.items()}), 8, LENGTH)
+    batch = pack(behaving(groups, {name: x.astype(np.float32) for name, x in logp.items()}), 2, LENGTH)
     _, metrics = of.update(state, of.prepare(state, batch))
     assert shares(metrics) == pytest.approx({TOKENS: 1, SEQUENCES: 1}, abs=1e-5)
-    whole = learner(rows=8)
+    whole = learner()
     state = whole.init(params)
     _, metrics = whole.update(state, whole.prepare(state, batch))
     assert metrics[SEQUENCES] == pytest.approx(0.25, abs=0.01)  # the 4 truncated of 16 outweigh the others
 
 
 def test_only_what_is_trained_counts(params: Any, learner: MakeLearner):
-    of, whole = learner(rows=8, truncation="mask"), pack(make_groups(), 8, LENGTH)
+    of, whole = learner(truncation="mask"), pack(make_groups(), 2, LENGTH)
     state = of.init(params)
     prepared = of.prepare(state, whole)
     wanted = reference(prepared, np.asarray(prepared.proximal_logp))
