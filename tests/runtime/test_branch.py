@@ -46,7 +46,9 @@ WORDS = (
     "generation.slots=2",
     "generation.decode_steps=1",
     "trainer.lr_warmup_steps=0",
+    "trainer.rows=16",
 )
+"""A batch is one micro-batch: another learning rate then compiles the optimiser's step again, not the gradient."""
 
 
 def events(folder: Path, kind: type) -> list:

@@ -80,6 +80,7 @@ def test_a_run_masks_old_tokens_and_a_crash_a_replay_and_a_bundle_give_its_bits(
         "algorithm.preset=ppo",
         "algorithm.minibatches=2",
         "trainer.compute=auto",
+        "trainer.tree_block=32",  # the programs of a walk compile for one number of tokens
         "trainer.checkpoint_every=4",
     )
     with killed_at(monkeypatch, lambda event: isinstance(event, BatchTrained) and event.step == 14):
@@ -158,7 +159,8 @@ def test_a_run_whose_groups_are_all_filtered_ends_and_can_be_resumed(tmp_path, m
     monkeypatch.setattr(drops, "MOST", 10)
     monkeypatch.setattr(drops, "MOST_BATCHES", 2)
     folder = tmp_path / "run"
-    config = small(folder, "run.steps=2", "algorithm.group_filter=signal", "runtime.reward_workers=1")
+    own = "run.steps=2", "algorithm.group_filter=signal", "runtime.reward_workers=1"
+    config = small(folder, *WORDS, "control.max_token_age=null", *own)
     with pytest.raises(
         ArealError,
         match=r"11 groups in a row were dropped \(11 no_signal\).*drops of the whole run: \d+ no_signal"
