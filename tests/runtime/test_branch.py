@@ -48,7 +48,7 @@ WORDS = (
     "trainer.lr_warmup_steps=0",
     "trainer.rows=16",
 )
-"""A batch is one micro-batch: another learning rate then compiles the optimiser's step again, not the gradient."""
+"""A batch is one micro-batch: another learning rate compiles the optimiser's step again, not the gradient."""
 
 
 def events(folder: Path, kind: type) -> list:
