@@ -1,17 +1,20 @@
 """Runs of 20 steps, of each strategy, by threads and by processes, replay without a bit of difference.
 
 Hosts have few slots and decode one token a call, so that versions are committed while samples are under way:
-samples change version half-way, or move to another host. All runs share the shapes of their programs.
+samples change version half-way, or move to another host. All runs share the shapes of their programs. A run
+by threads that is not killed runs in this process; all replays of runs by processes share another process.
 """
 
 from __future__ import annotations
 
-import json
+import io
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
-from dataclasses import asdict
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,8 +24,9 @@ import pytest
 from areal_jax.config.loading import load_config
 from areal_jax.control.events import Dispatch, RunResumed, SampleFinished, SamplesMoved, VersionCommitted
 from areal_jax.observe.metrics import read_rows
+from areal_jax.runtime.jobs import run
 from areal_jax.runtime.reading import audit_run, open_journal
-from areal_jax.runtime.replay import replay
+from areal_jax.runtime.replay import Replayed, replay
 from tests.cluster.agents import pids_of, wait_until
 from tests.processes import assert_ends
 from tests.programs import require
@@ -80,7 +84,9 @@ KILLED = {("keep", "threads"), ("interruptible", "processes")}
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_twenty_steps_replay_without_a_bit_of_difference(tmp_path: Path, strategy: str, way: str):
+def test_twenty_steps_replay_without_a_bit_of_difference(
+    tmp_path: Path, on_one_device: ProcessPoolExecutor, strategy: str, way: str
+):
     folder, (start, resume, devices), is_killed = tmp_path / "run", WAYS[way], (strategy, way) in KILLED
     words = [str(RECIPE), f"run.dir={folder}", *SHARED, f"control.strategy={strategy}", *STRATEGIES[strategy]]
     if way == "processes":
@@ -89,11 +95,26 @@ def test_twenty_steps_replay_without_a_bit_of_difference(tmp_path: Path, strateg
     if is_killed:
         kill_at(STEPS // 2, folder, devices, *start, *words)
         finish(folder, devices, *resume, str(folder))
+    elif way == "threads" and devices == jax.device_count():
+        run(load_config(*words), stream=io.StringIO())
     else:
         finish(folder, devices, *start, *words)
     assert audit_run(folder).ok
     check_hard(folder, strategy, is_killed)
-    check_replayed(folder, devices)
+    if devices == jax.device_count():
+        check_replayed(folder, replay(folder))
+    else:
+        check_replayed(folder, on_one_device.submit(replay, folder).result(DEADLINE_S))
+
+
+@pytest.fixture(scope="module")
+def on_one_device() -> Iterator[ProcessPoolExecutor]:
+    """Calls functions in a process of one device, which starts with the first call."""
+    assert WAYS["processes"].devices == 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_NUM_CPU_DEVICES", "1")
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            yield pool
 
 
 def check_hard(folder: Path, strategy: str, is_killed: bool) -> None:
@@ -130,23 +151,19 @@ def commits_with_samples_under_way(folder: Path) -> list[int]:
     return found
 
 
-def check_replayed(folder: Path, devices: int) -> None:
-    """Replays the run on as many devices, and compares its counts with those of the journal."""
+def check_replayed(folder: Path, found: Replayed) -> None:
+    """Compares the counts of the run's replay with those of the journal."""
     config = load_config(folder / "config.yaml")
     samples = STEPS * config.trainer.batch_size * config.algorithm.group_size
     with open_journal(folder) as journal:
         spans = {event.sample: event.spans for event in journal.events(SampleFinished.__name__)}
         stored = sum(journal.trajectory(sample).completion_tokens for sample in spans)
-    if devices == jax.device_count():
-        found = asdict(replay(folder))
-    else:
-        found = json.loads(finish(folder, devices, "replay", str(folder), "--json"))
-    assert found["difference"] == "" and found["header"] == {}
-    assert (found["steps"], found["samples"], found["unfinished"]) == (STEPS, samples, 0)
-    assert (found["uncompared"], found["reissued"]) == (0, 0)
+    assert (found.difference, found.header) == ("", {})
+    assert (found.steps, found.samples, found.unfinished) == (STEPS, samples, 0)
+    assert (found.uncompared, found.reissued) == (0, 0)
     tokens = sum(each[-1].end - each[0].start for each in spans.values())
     assert len(spans) == samples and tokens == stored > 10 * samples
-    assert found["tokens"] == found["by_value"] == found["by_digest"] == tokens
+    assert found.tokens == found.by_value == found.by_digest == tokens
 
 
 # --- processes ----------------------------------------------------------------------------------------------
@@ -159,8 +176,8 @@ def begin(folder: Path, devices: int, *words: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen([*PROGRAM, *words], cwd=ROOT, env=env, stdout=out, stderr=err)
 
 
-def finish(folder: Path, devices: int, *words: str) -> str:
-    """Returns what the command printed; fails where the command does."""
+def finish(folder: Path, devices: int, *words: str) -> None:
+    """Waits for the command's end; fails where the command does."""
     process = begin(folder, devices, *words)
     try:
         status = process.wait(DEADLINE_S)
@@ -169,7 +186,6 @@ def finish(folder: Path, devices: int, *words: str) -> str:
         process.wait()
     printed = folder.with_suffix(".out").read_text()
     assert status == 0, printed[-4000:] + folder.with_suffix(".err").read_text()[-4000:]
-    return printed
 
 
 def kill_at(step: int, folder: Path, devices: int, *words: str) -> None:
