@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from areal_jax.episodes.episode import Episode, Turn
 from areal_jax.episodes.session import Sampled, Session
 from areal_jax.tasks.chat_messages import Message, frozen
+
+
+class ChatRequest(NamedTuple):
+    """What of a request decides its answer."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...]
+    arguments: Mapping[str, Any]
+    """Further arguments of the chat template."""
+    max_tokens: int | None
+    stop: tuple[str, ...]
 
 
 class ChatTurn(NamedTuple):
@@ -45,44 +56,27 @@ class Chats:
         """Number of conversations besides the first one."""
         return self._session.branches
 
-    async def answer(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]],
-        arguments: Mapping[str, Any],
-        *,
-        max_tokens: int | None,
-        stop: Sequence[str],
-        is_retry: bool,
-    ) -> ChatTurn:
+    async def answer(self, request: ChatRequest, is_retry: bool) -> ChatTurn:
         """Returns the answer to a request; a retry of an equal request gets the answer of that one.
 
-        `arguments`: of the chat template. Raises TaskError if the messages cannot be rendered, NoRoomError if
-        the episode has no room for the turn.
+        Raises TaskError if the messages cannot be rendered, NoRoomError if the episode has no room for the
+        turn.
         """
-        key = frozen([list(messages), list(tools), dict(arguments), max_tokens, list(stop)])
+        key = frozen([list(value) if isinstance(value, tuple) else value for value in request])
         task = self._answers.get(key) if is_retry else None
         if task is None:
-            own = self._sampled(messages, tools, arguments, max_tokens, stop)
-            self._answers[key] = task = asyncio.ensure_future(own)
+            self._answers[key] = task = asyncio.ensure_future(self._sampled(request))
             # If the client has gone, nothing else asks what became of it.
             task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         # A client that disconnects does not end the turn: its retry joins it.
         return await asyncio.shield(task)
 
-    async def _sampled(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]],
-        arguments: Mapping[str, Any],
-        max_tokens: int | None,
-        stop: Sequence[str],
-    ) -> ChatTurn:
+    async def _sampled(self, request: ChatRequest) -> ChatTurn:
         async with self._lock:
-            asked = self._session.ask(messages, tools, arguments)
+            asked = self._session.ask(request.messages, request.tools, request.arguments)
             after = -1 if asked.parent is None else self._turns[asked.parent.number]
             number = self._episode.turns
-            turn = await self._episode.continued(after, asked.added, max_tokens, stop)
+            turn = await self._episode.continued(after, asked.added, request.max_tokens, request.stop)
             if turn is None:
                 raise NoRoomError
             self._turns[asked.number] = number

@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from areal_jax.episodes.chats import Chats, ChatTurn, NoRoomError
+from areal_jax.episodes.chats import ChatRequest, Chats, ChatTurn, NoRoomError
 from areal_jax.episodes.episode import Episode
 from areal_jax.serving.listening import listening
 from areal_jax.serving.openai_api import body_of, error_response
@@ -135,14 +135,8 @@ async def _answered(chats: Chats, asked: Asked, is_retry: bool) -> ChatTurn:
     stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
     limits = [n for n in (asked.max_tokens, asked.max_completion_tokens) if n is not None]
     try:
-        return await chats.answer(
-            asked.messages,
-            tools,
-            asked.chat_template_kwargs,
-            max_tokens=min(limits, default=None),
-            stop=stop,
-            is_retry=is_retry,
-        )
+        own = tuple(asked.messages), tuple(tools), asked.chat_template_kwargs
+        return await chats.answer(ChatRequest(*own, min(limits, default=None), tuple(stop)), is_retry)
     except TaskError as error:
         raise invalid(str(error)) from None
     except NoRoomError:
