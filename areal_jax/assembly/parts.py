@@ -171,9 +171,9 @@ def _require_episodes_work(config: Config, tasks: Mapping[str, WeightedTask]) ->
             f"{task}, but algorithm.samples={config.algorithm.samples} samples nothing; set "
             "algorithm.samples=policy"
         )
-    if config.observe.evaluate:
+    if config.observe.evaluate and config.episode.agent is not None:
         raise ArealError(
-            f"{task}, and an evaluation on held-out prompts conducts no episodes yet; leave "
+            f"episode.agent={config.episode.agent}: an evaluation serves no agents yet; leave "
             "observe.evaluate out"
         )
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from areal_jax.config.tree import Config
 from areal_jax.control.events import Event, RewardFailed
+from areal_jax.evaluation.episode_pass import episode_pass
 from areal_jax.evaluation.result import Failure, PassResult, ScoredPrompt, TaskResult
 from areal_jax.generation.commands import Start
 from areal_jax.generation.engine import Engine
@@ -60,10 +61,16 @@ def evaluate(
     """Evaluates `params` on each task's first `settings.limit` prompts (None: all); returns task -> result.
 
     The tasks' weights are ignored. `progress(task, "greedy" or "sampled", prompts, prompts done)` is called
-    as rewards arrive. Raises ArealError for a task without prompts or a prompt without tokens, and
-    WaitTimeout if no reward arrives for runtime.deadline_s seconds.
+    as rewards arrive; for a task with a workflow, once all have. Raises ArealError for a task without prompts
+    or a prompt without tokens, and for agents, which only runs serve; WaitTimeout if no reward arrives for
+    runtime.deadline_s seconds.
     """
     g, r = settings.config.generation, settings.config.runtime
+    if settings.config.episode.agent is not None:
+        raise ArealError(
+            f"episode.agent={settings.config.episode.agent}: an evaluation serves no agents yet; evaluate a "
+            "task with a workflow, or a task by its completions with episode.agent=null"
+        )
     ways = [("greedy", 1, Sampling(temperature=0.0, max_tokens=g.max_tokens))]
     if settings.samples:
         ways.append(("sampled", settings.samples, g.sampling))
@@ -78,8 +85,23 @@ def evaluate(
             passes = {}
             for way, samples, sampling in ways:
                 tell = partial(progress, name, way, count)
-                own = (engine, params, task, pool, prompts)
-                asked = _Pass(*own, samples=samples, sampling=sampling, settings=settings, tell=tell)
+                if task.workflow is not None:
+                    own = (engine, params, task, prompts.fitting)
+                    of: Any = dict(samples=samples, sampling=sampling, config=settings.config)
+                    passes[way] = episode_pass(*own, **of)
+                    tell(count)
+                    continue
+                asked = _Pass(
+                    engine,
+                    params,
+                    task,
+                    pool,
+                    prompts,
+                    samples=samples,
+                    sampling=sampling,
+                    settings=settings,
+                    tell=tell,
+                )
                 passes[way] = asked.run()
                 del asked  # frees its pages before the next pass allocates its own
             room = engine.length - g.max_tokens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 
 from areal_jax.control import events as e
@@ -15,8 +15,14 @@ from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host
 from areal_jax.tasks.errors import TaskError
 from areal_jax.tasks.task import Workflow
-from areal_jax.types import ArealError, Prompt, SampleId, Sampling, Trajectory, VersionedParams
+from areal_jax.types import Prompt, SampleId, Sampling, Trajectory, VersionedParams
 from areal_jax.weights.memory import MemoryStore
+
+Incoming = tuple[e.Event, Trajectory | None]
+
+
+def _raise(sample: SampleId, reason: str) -> None:
+    raise TaskError(f"the episode of {sample} failed: {reason}")
 
 
 def conducted(
@@ -30,55 +36,58 @@ def conducted(
     limits: Limits,
     sampling: Sampling,
     seed: int,
+    on_failure: Callable[[SampleId, str], object] = _raise,
 ) -> dict[int, list[Trajectory]]:
     """Conducts `group_size` episodes of each prompt; returns ordinal -> trajectories, without rewards.
 
-    `talks` records them, and then has their rewards. Raises TaskError if a workflow fails or rejects its
-    sample, ArealError if the engine cannot decode a turn.
+    `talks` records them, and then has their rewards. `on_failure(sample, reason)` is called if a workflow
+    fails or rejects its sample, or if the engine cannot decode a turn; by default it raises TaskError. If it
+    returns, the sample's prompt is left out of the result.
     """
-    events: queue.SimpleQueue[tuple[e.Event, Trajectory | None]] = queue.SimpleQueue()
+    events: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
     deliver = lambda event, trajectory=None: events.put((event, trajectory))  # noqa: E731
     store = MemoryStore(engine.canary, engine.model.config.params_dtype)
     store.publish(params)
     host = Host("rollout", engine, store, deliver, seed=seed, sampling=sampling)
-    samples = {
-        SampleId(ordinal, member): prompts[ordinal] for ordinal in prompts for member in range(group_size)
-    }
-    done: dict[SampleId, Trajectory] = {}
+    asked = {SampleId(n, member): prompt for n, prompt in prompts.items() for member in range(group_size)}
+    done: dict[SampleId, Trajectory | None] = {}
     with closing(WorkflowRunner(workflows, engine.tokenizer, limits, deliver, seed)) as runner:
-        for sample, prompt in samples.items():
+        for sample, prompt in asked.items():
             runner.begin(sample, prompt, talks.of(sample))
-        while len(done) < len(samples):
-            while not (host.has_work and events.empty()):
+        while len(done) < len(asked):
+            while not events.empty() or not (host.has_work or len(done) == len(asked)):
                 event, payload = _next(events, limits)
                 event, _ = talks.record(event, payload)
                 match event:
                     case e.TurnAdded(sample, segment, turn):
                         go_on = e.Continue(sample, segment, turn, host.name, params.version)
                         host.inbox.put(command_of(go_on, talks.request(sample, turn), deliver))
+                        host.take_commands()
                     case e.TurnFinished(sample, _, turn):
                         runner.answer(sample, turn, talks.of(sample))
                     case e.ToolStarted(sample, call):
                         runner.call(sample, call)
-                    case e.EpisodeEnded(sample, reward):
-                        if reward is None:
-                            raise TaskError(f"the workflow rejected {sample}; leave such prompts out")
+                    case e.EpisodeEnded(sample, reward) if reward is not None:
                         done[sample] = talks.finished(event)[1]
-                    case e.EpisodeFailed(sample, _, message):
-                        raise TaskError(f"the episode of {sample} failed: {message}")
-                    case e.SampleFailed(sample, _, reason):
-                        raise ArealError(f"a turn of {sample} is refused: {reason}")
-                if len(done) == len(samples):
-                    break
-                host.take_commands()
-            else:
+                    case e.EpisodeEnded(sample) | e.EpisodeFailed(sample) | e.SampleFailed(sample):
+                        done[sample] = None
+                        on_failure(sample, _reason(event))
+            if host.has_work:
                 host.step()
-    return {n: [done[SampleId(n, member)] for member in range(group_size)] for n in prompts}
+    found = {n: [done[SampleId(n, member)] for member in range(group_size)] for n in prompts}
+    return {n: [t for t in own if t is not None] for n, own in found.items() if None not in own}
 
 
-def _next(
-    events: queue.SimpleQueue[tuple[e.Event, Trajectory | None]], limits: Limits
-) -> tuple[e.Event, Trajectory | None]:
+def _reason(event: e.Event) -> str:
+    match event:
+        case e.EpisodeFailed(_, _, message):
+            return message
+        case e.SampleFailed(_, _, reason):
+            return f"a turn is refused: {reason}"
+    return "its workflow rejected it"
+
+
+def _next(events: queue.SimpleQueue[Incoming], limits: Limits) -> Incoming:
     # A workflow that takes longer fails by itself, unless it blocks the thread of the workflows.
     wait_s = 2 * limits.timeout_s
     try:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from areal_jax.assembly.parts import make_engine
-from areal_jax.config.sections import GenerationConfig, RunConfig, RuntimeConfig
+from areal_jax.config.sections import EpisodeConfig, GenerationConfig, RunConfig, RuntimeConfig
 from areal_jax.config.tree import Config
 from areal_jax.evaluation.result import (
     Failure,
@@ -31,7 +31,7 @@ from areal_jax.models.model import Model
 from areal_jax.tasks.source import WeightedTask
 from areal_jax.tasks.task import Task
 from areal_jax.tasks.tokenizers import CharTokenizer
-from areal_jax.types import ArealError, Completion, Prompt, VersionedParams
+from areal_jax.types import ArealError, Completion, Prompt, Reward, VersionedParams
 
 LETTERS, LENGTH, MAX_TOKENS = "abcdefghijklmnop", 24, 8
 
@@ -229,3 +229,37 @@ def test_right_is_a_reward_of_one_or_more():
     found = PassResult(3, 1.0, prompts=(ScoredPrompt((0.999, 1.0, 2.5), (1, 1, 1), (False,) * 3),))
     shown = task_figures(TaskResult(1, (), 0, {"sampled": found}))
     assert shown["sampled"]["pass@1"]["value"] == pytest.approx(2 / 3)
+
+
+class Talkative(Indexed):
+    """Episodes of 1 + i % 3 turns of a token each; prompt 4 is rejected, and the workflow of 7 fails."""
+
+    async def workflow(self, prompt: Prompt, episode: Any) -> Reward | None:
+        i = prompt.info["i"]
+        for turn in range(1 + i % 3):
+            await episode.generate(max_tokens=1)
+            episode.add("user", LETTERS[turn])
+        if i == 7:
+            raise ValueError("no such room")
+        return None if i == 4 else Reward(0.1 * i, {"correct": float(i > 5)})
+
+
+def test_episodes_are_conducted_and_their_turns_counted(engine, params):
+    result = evaluate(engine, params, {"own": WeightedTask(Talkative())}, SETTINGS)["own"]
+    for way, samples in (("greedy", 1), ("sampled", 4)):
+        found = result.passes[way]
+        indices = [i for i in range(10) if i not in (4, 7)]
+        assert [one.rewards for one in found.prompts] == [(0.1 * i,) * samples for i in indices]
+        assert [one.lengths for one in found.prompts] == [(1 + i % 3,) * samples for i in indices]
+        parts = [{"correct": float(i > 5), "turns": 1.0 + i % 3} for i in indices]
+        assert [one.parts for one in found.prompts] == [(part,) * samples for part in parts]
+        said = {failure.prompt: failure.message for failure in found.failures}
+        assert said["own/4"] == "its workflow rejected it"
+        assert said["own/7"] == "the workflow raised ValueError: no such room"
+        assert len(said) == 2 and found.tokens == sum(sum(one.lengths) for one in found.prompts)
+
+
+def test_agents_are_not_evaluated(engine, params):
+    config = CONFIG.model_copy(update={"episode": EpisodeConfig(agent="json:loads")})
+    with pytest.raises(ArealError, match=r"episode.agent=json:loads: an evaluation serves no agents yet"):
+        evaluate(engine, params, {"own": WeightedTask(Indexed())}, EvalSettings(config))
