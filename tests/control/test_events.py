@@ -34,6 +34,7 @@ def records(kinds: dict[str, type]) -> st.SearchStrategy:
             st.tuples(names, st.floats(allow_nan=False)), max_size=2
         ).map(tuple),
         "float | None": st.none() | st.floats(allow_nan=False),
+        "int | None": st.none() | numbers,
         "tuple[tuple[str, int], ...]": st.lists(st.tuples(names, numbers), max_size=2).map(tuple),
         "tuple[tuple[str, bool], ...]": st.lists(st.tuples(names, st.booleans()), max_size=2).map(tuple),
         "dict[str, Any]": st.dictionaries(names, st.one_of(numbers, names), max_size=2),
