@@ -175,7 +175,7 @@ class SleepingEngine(Engine):
     def insert(
         self, prefix: Prefix, decode_state: Any, slot: int, *, request: Any = None, **settings: Any
     ) -> Any:
-        prompt, sample = int(request.prompt_tokens), SampleId(*map(int, request.numbers[1:]))
+        prompt, sample = int(request.prompt_tokens), SampleId(*map(int, request.numbers[1:4]))
         state: Slots = decode_state
         state.sampled[slot] = int(prefix.true_length) - prompt
         state.length[slot] = min(
