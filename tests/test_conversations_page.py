@@ -13,6 +13,7 @@ from tests.test_docs import DOCS, blocks, rows_of, run_as_printed
 
 pytestmark = pytest.mark.slow
 
+QUICK = "observe.live=false trainer.lr_schedule=constant"
 PAGE, RECIPE = DOCS / "conversations.md", DOCS.parent / "configs" / "guess.yaml"
 
 
@@ -31,14 +32,14 @@ def means(folder: Path) -> tuple[float, float]:
 
 
 def test_the_policy_learns_to_guess_in_several_turns(tmp_path: Path):
-    run_as_printed(f"{command('configs/guess.yaml')} run.steps=60 observe.live=false", tmp_path)
+    run_as_printed(f"{command('configs/guess.yaml')} run.steps=30 {QUICK}", tmp_path)
     folder = tmp_path / "runs" / "guess"
     first, last = means(folder)
-    assert last - first > 0.25, (first, last)
+    assert last - first > 0.2, (first, last)  # three seeds: 0.30 to 0.34
     turns = [row["turns_mean"] for row in rows_of(folder)]
     assert audit_run(folder).ok and max(turns[-10:]) > 1.5
-    shown = run_as_printed("areal-jax inspect runs/guess 900/0", tmp_path)
-    assert "sample 900/0 of guess" in shown
+    shown = run_as_printed("areal-jax inspect runs/guess 300/0", tmp_path)
+    assert "sample 300/0 of guess" in shown
 
 
 def test_an_agent_that_imports_nothing_of_ours_is_trained_by_its_base_url(tmp_path: Path):
@@ -46,8 +47,8 @@ def test_an_agent_that_imports_nothing_of_ours_is_trained_by_its_base_url(tmp_pa
         if named := re.match(r"# (\w+\.py)\n", block):
             (tmp_path / named[1]).write_text(block)
     assert "areal" not in (tmp_path / "guesser.py").read_text()
-    run_as_printed(f"{command('run.name=agent')} run.steps=42 observe.live=false", tmp_path)
+    run_as_printed(f"{command('run.name=agent')} run.steps=24 {QUICK}", tmp_path)
     folder = tmp_path / "runs" / "agent"
     first, last = means(folder)
-    assert last - first > 0.1, (first, last)
+    assert last - first > 0.1, (first, last)  # three seeds: 0.18 to 0.21
     assert audit_run(folder).ok
