@@ -46,9 +46,7 @@ WORDS = (
     "generation.slots=2",
     "generation.decode_steps=1",
     "trainer.lr_warmup_steps=0",
-    "trainer.rows=16",
 )
-"""A batch is one micro-batch: another learning rate compiles the optimiser's step again, not the gradient."""
 
 
 def events(folder: Path, kind: type) -> list:

@@ -159,8 +159,7 @@ def test_a_run_whose_groups_are_all_filtered_ends_and_can_be_resumed(tmp_path, m
     monkeypatch.setattr(drops, "MOST", 10)
     monkeypatch.setattr(drops, "MOST_BATCHES", 2)
     folder = tmp_path / "run"
-    own = "run.steps=2", "algorithm.group_filter=signal", "runtime.reward_workers=1"
-    config = small(folder, *WORDS, "control.max_token_age=null", *own)
+    config = small(folder, "run.steps=2", "algorithm.group_filter=signal", "runtime.reward_workers=1")
     with pytest.raises(
         ArealError,
         match=r"11 groups in a row were dropped \(11 no_signal\).*drops of the whole run: \d+ no_signal"

@@ -83,8 +83,7 @@ def test_hold_and_mask_keep_the_bound_without_a_restart(eta):
 @pytest.mark.parametrize("strategy", ON_UPDATE)
 def test_random_schedules_with_hold_or_mask_keep_the_bound(strategy, over_age):
     cost: Counter[str] = Counter()
-    is_free = strategy in ("interruptible", "keep")  # the others have no token that is so old
-    for seed in range(30 if is_free else 15):
+    for seed in range(40):
         config, schedule = random_schedule(seed, strategy, over_age)
         result = simulate(config, schedule)
         assert config.control.over_age == over_age and config.control.max_token_age is not None
@@ -96,6 +95,7 @@ def test_random_schedules_with_hold_or_mask_keep_the_bound(strategy, over_age):
             for _, _, actions in result.rows
             for a in actions
         )
+    is_free = strategy in ("interruptible", "keep")  # the others have no token that is so old
     assert (cost["holds"] > 5) == (is_free and over_age == "hold")
     assert (cost["masked"] > 100) == (is_free and over_age == "mask")
     assert cost["restarts"] == 0
