@@ -17,7 +17,7 @@ from areal_jax.control.events import Event, ToolStarted, TurnAdded
 from areal_jax.episodes import tools
 from areal_jax.episodes.conversation import Conversation
 from areal_jax.episodes.errors import EpisodeError
-from areal_jax.episodes.follow_up import FollowUps
+from areal_jax.episodes.follow_up import follow_ups_of
 from areal_jax.episodes.limits import Limits
 from areal_jax.tasks.tokenizers import Tokenizer
 from areal_jax.types import Prompt, SampleId, Trajectory
@@ -82,7 +82,6 @@ class Episode:
         self._turns = self._calls = self._segment = 0
         self._is_sampling = False
         self._known_turns, self._known_calls = len(conversation.turns), dict(conversation.calls)
-        self._follow_ups: FollowUps | None = None
         self._messages: list[Mapping[str, Any]] = []
         self._texts: list[str] = []
 
@@ -241,12 +240,9 @@ class Episode:
             return ()
         if not messages:
             raise EpisodeError("nothing was added since the last turn; call episode.add before generate")
-        if self._follow_ups is None:
-            self._follow_ups = FollowUps(self._tokenizer, self.prompt.tools)
-        answer = self._conversation.paths[self._turns - 1]
-        return tuple(
-            self._follow_ups.tokens(messages, answer.tokens[answer.turn_ids == self._turns - 1].tolist())
-        )
+        path = self._conversation.paths[self._turns - 1]
+        answer = path.tokens[path.turn_ids == self._turns - 1].tolist()
+        return tuple(follow_ups_of(self._tokenizer, self.prompt.tools).tokens(messages, answer))
 
     def _has_room(self, added: tuple[int, ...]) -> bool:
         past = len(self._conversation.prompt)

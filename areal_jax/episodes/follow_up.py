@@ -8,8 +8,9 @@ does, cannot change tokens that were sampled. `FollowUps` checks that this text 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import takewhile
 from typing import Any
 
@@ -42,6 +43,20 @@ PROBES: Mapping[str, tuple[tuple[Message, ...], ...]] = {
     "tool": ((_TOOL,), (_TOOL, _TOOL)),
 }
 """Role of the first new message -> new messages for which the text must not depend on the stub."""
+
+
+def follow_ups_of(
+    tokenizer: Tokenizer,
+    tools: Sequence[Mapping[str, Any]] = (),
+    arguments: Mapping[str, Any] | None = None,
+) -> FollowUps:
+    """Returns the FollowUps of these values of JSON, made and checked once for all episodes of a process."""
+    return _made(tokenizer, json.dumps([list(tools), arguments]))
+
+
+@lru_cache(maxsize=256)
+def _made(tokenizer: Tokenizer, plain: str) -> FollowUps:
+    return FollowUps(tokenizer, *json.loads(plain))
 
 
 class FollowUps:

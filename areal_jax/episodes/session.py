@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from areal_jax.episodes.follow_up import FollowUps
+from areal_jax.episodes.follow_up import FollowUps, follow_ups_of
 from areal_jax.tasks.chat_messages import Canonical, Message, canonical, frozen, same_answer
 from areal_jax.tasks.errors import TaskError
 from areal_jax.tasks.tokenizers import Tokenizer, chat_tokens
@@ -163,7 +163,7 @@ class Session:
         key = frozen([list(tools), arguments])
         if key not in self._roots:
             is_exact = self._history == "exact"
-            follow_ups = FollowUps(self._tokenizer, tools, arguments) if is_exact else None
+            follow_ups = follow_ups_of(self._tokenizer, tools, arguments) if is_exact else None
             self._roots[key] = _Root(follow_ups, tools, arguments)
         return self._roots[key]
 

@@ -128,7 +128,9 @@ class WorkflowRunner:
                 reward = await self._workflows[prompt.task](prompt, episode)
             ended = _ended(episode, reward)
         except asyncio.CancelledError:
-            return
+            if live.is_over:
+                return
+            ended = EpisodeFailed(sample, "failed_episode", "the workflow cancelled itself")
         except EpisodeError as error:
             ended = EpisodeFailed(sample, error.reason, str(error))
         except BaseException as error:  # noqa: BLE001 - users' code, and it may exit: counted as failed
@@ -158,12 +160,12 @@ class _Live:
         self._opened, self._url, self._end_chats = opened, "", lambda: None
         self._loop, self._tools, self._emit, self._timeout_s = loop, tools, emit, timeout_s
         self.task: asyncio.Task[None] | None = None
-        self._is_over = False
+        self.is_over = False
         self._let: dict[Hashable, asyncio.Event] = {}
         self.timeout = asyncio.timeout(timeout_s)
 
     def emit(self, event: Event) -> None:
-        if not self._is_over:  # a workflow may go on although it was cancelled
+        if not self.is_over:  # a workflow may go on although it was cancelled
             self._emit(event)
 
     def let(self, key: Hashable) -> None:
@@ -176,7 +178,7 @@ class _Live:
 
     def end(self) -> None:
         """Nothing that the workflow or its agent does from now on counts."""
-        self._is_over = True
+        self.is_over = True
         self._end_chats()
 
     def cancel(self) -> None:

@@ -36,7 +36,7 @@ def test_an_accepted_payload_outlives_its_host(redis_at: RedisServer):
 
 
 def test_a_refused_payload_goes_without_the_one_that_its_host_has_posted_since(redis_at: RedisServer):
-    """After Redis lost its data, a host decodes a sample again whose first event is refused only then."""
+    """After Redis lost its data, a host decodes a sample again before its first event is refused."""
     first, again = (Posted(SampleId(0, 0, 0), "host-0.a", number) for number in (3, 7))
     url = redis_at.url.replace("//", f"//:{redis_at.secret}@")
     with Broker(url, "refused", deadline_s=2.0) as broker:

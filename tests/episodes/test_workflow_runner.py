@@ -367,3 +367,10 @@ def test_a_workflow_that_exits_fails_its_own_episode():
         assert "raised SystemExit: 3" in run.until(e.EpisodeFailed).message
         run.runner.begin(SampleId(4, 0), run.prompt, Conversation(run.talk.prompt))
         assert run.until(e.EpisodeEnded).sample == SampleId(4, 0)
+
+
+def test_a_workflow_that_cancels_itself_fails():
+    async def workflow(prompt, episode):
+        raise asyncio.CancelledError
+
+    assert outcome(workflow) == e.EpisodeFailed(SAMPLE, "failed_episode", "the workflow cancelled itself")
