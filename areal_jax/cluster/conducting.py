@@ -1,4 +1,4 @@
-"""A reward process's workflows: conducts those that the controller places there."""
+"""The workflows of a reward process."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from areal_jax.types import SampleId
 
 
 class ConductedWorkflows:
+    """Conducts the workflows that the controller places in this process, and reports their events."""
+
     def __init__(
         self,
         config: Config,

@@ -87,18 +87,18 @@ class Conversations:
                 self.of(sample).calls[call] = self.of(sample).calls[call][0], event
             case e.EpisodeEnded(sample, reward):
                 self.of(sample).ended = event
-                payload = None if reward is None else self.finished(event)[1]
+                payload = None if reward is None else self.of(sample).whole(event.stop_reason)
         return event, payload
 
     def finished(self, event: e.EpisodeEnded) -> tuple[e.SampleFinished, Trajectory]:
-        """Returns the event that ends the sample of an ended episode, and its trajectory."""
+        """Returns the end of an ended episode's sample, without its digest, and the trajectory."""
         conversation = self.of(event.sample)
         whole = conversation.whole(event.stop_reason)
         on_path = set(whole.turn_ids.tolist())
         turns = [end for _, end in conversation.turns if end is not None and end.turn in on_path]
         rebuilds = tuple(place for turn in turns for place in turn.rebuilds)
         of = event.sample, turns[-1].host, whole.spans, event.stop_reason, whole.interruptions, rebuilds
-        return e.SampleFinished(*of, digest=digest_of(whole)), whole
+        return e.SampleFinished(*of), whole
 
     def rewarded(self, sample: SampleId, completion: Completion) -> Completion:
         """Returns the completion with the reward that the sample's workflow returned, if it has one."""

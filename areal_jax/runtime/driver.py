@@ -111,6 +111,12 @@ class Driver:
                 f"sample {event.sample.member} of group {event.sample.ordinal} failed, so the group "
                 f"starts again or, at its second failure, is dropped: {event.reason}"
             )
+        elif isinstance(event, e.EpisodeFailed):
+            self._view.note(
+                f"the episode of sample {event.sample.member} of group {event.sample.ordinal} failed "
+                f"({event.reason}), so the group starts again or, at its second failure, is dropped: "
+                f"{event.message}"
+            )
         elif isinstance(event, e.MoveFailed):
             self._view.note(
                 f"group {event.samples[0].ordinal} stays on {event.source}, because {event.host} did not "

@@ -102,10 +102,13 @@ def test_a_run_of_episodes_that_crashes_goes_on_calls_no_tool_twice_and_replays(
     ]
     with killed_at(monkeypatch, crashes[0]):
         run(small(folder, *own), stream=io.StringIO())
+    notes = ""
     for crash in crashes[1:]:
         with killed_at(monkeypatch, crash):
-            resume(folder, [], stream=io.StringIO())
-    rows = resume(folder, [], stream=io.StringIO()).metrics
+            resume(folder, [], stream=(noted := io.StringIO()))
+            notes += noted.getvalue()
+    said = io.StringIO()
+    rows = resume(folder, [], stream=said).metrics
     assert {row["turns_mean"] for row in rows} == {2.0}
     result = audit_run(folder)
     assert (len(rows), result.violations, result.in_flight) == (STEPS, [], 0)
@@ -115,6 +118,7 @@ def test_a_run_of_episodes_that_crashes_goes_on_calls_no_tool_twice_and_replays(
         check_turns(journal, [ev for ev in events if isinstance(ev, e.SampleFinished)])
     calls = file.read_text().split()
     assert len(calls) == len(set(calls)) > STEPS * 4 * 4 * 2
+    assert "failed (tool_in_doubt), so the group starts again" in notes + said.getvalue()
     assert in_doubt  # the second crash: a tool had returned, and the journal did not have it
     mixed = [
         ev for ev in events if isinstance(ev, e.SampleFinished) and len({s.version for s in ev.spans}) > 1
