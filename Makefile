@@ -27,13 +27,23 @@ quickstart: $(STAMP)
 # Tests keep compiled programs in the user's cache folder (tests/compiled_programs.py), so a fresh clone starts warm.
 # Most of the time on a cold cache goes into compiling, which uses one core: so two processes, a file to each. If one of
 # them crashes, xdist would wait for its tests for ever: max-worker-restart 0 ends the tests instead.
-test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 --durations=15
+WORKERS = -n 2 --dist loadfile --max-worker-restart 0
 
-# Whole runs, killed processes, Slurm, namespaces; then, one at a time, tests of what a run does on an idle machine.
+test: $(STAMP)
+	$(BIN)/python -m pytest $(WORKERS) --durations=15
+
+# Tests with one of the markers, in files that have it: pytest takes 15 CPU seconds to collect all of them.
+FILES = $$(grep -rlE --include='test_*.py' 'mark\.($(1))' tests | sort)
+SLOW = (slow or cluster) and not gpu and not alone
+
+# Tests that do not depend on how programs are compiled, with few optimizations: a third less CPU time, and the fast tier
+# compiles most of their programs as users do. Then whole runs, killed processes, Slurm, namespaces. At the end, one at a
+# time, tests of what a run does on an idle machine.
 slow: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 -m "(slow or cluster) and not gpu and not alone" --durations=15
-	$(BIN)/python -m pytest -m alone --durations=5
+	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(BIN)/python -m pytest $(WORKERS) -m "$(SLOW) and few_optimizations" \
+	    --durations=10 $(call FILES,few_optimizations)
+	$(BIN)/python -m pytest $(WORKERS) -m "$(SLOW) and not few_optimizations" --durations=15 $(call FILES,slow|cluster)
+	$(BIN)/python -m pytest -m alone --durations=5 $(call FILES,alone)
 
 check: $(STAMP)
 	$(BIN)/ruff check
@@ -54,9 +64,9 @@ $(COMPILERS): .venv-%/.installed: $(STAMP)
 
 # The CPU of a small machine has two cores; a TPU's compiler uses both for one program.
 accelerators-check: $(COMPILERS)
-	.venv-cuda12/bin/python -m pytest -p tests.accelerators.environment -n 2 --dist loadfile --max-worker-restart 0 -m accelerators \
+	.venv-cuda12/bin/python -m pytest -p tests.accelerators.environment $(WORKERS) -m accelerators \
 	    tests/accelerators/cuda --durations=8
-	.venv-tpu/bin/python -m pytest -p tests.accelerators.environment -n 2 --dist loadfile --max-worker-restart 0 -m accelerators \
+	.venv-tpu/bin/python -m pytest -p tests.accelerators.environment $(WORKERS) -m accelerators \
 	    tests/accelerators/tpu --durations=8
 
 format: $(STAMP)

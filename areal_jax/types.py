@@ -121,6 +121,7 @@ class Trajectory:
     interruptions: int = 0
     on_update: str = "recompute"
     """generation.on_update of the host that sampled the trajectory: recompute | keep | pinned | drain."""
+    branches: tuple[Trajectory, ...] = ()  # other paths; there, an earlier path's tokens are not sampled
 
     @property
     def is_reproducible(self) -> bool:
@@ -137,13 +138,13 @@ class Trajectory:
 
     @property
     def completion_tokens(self) -> int:
-        return int(self.loss_mask.sum())
+        return sum(int(path.loss_mask.sum()) for path in (self, *self.branches))
 
     @property
     def first_version(self) -> PolicyVersion:
         """Version of the first sampled token, the sample's oldest; NOT_SAMPLED if no token was sampled."""
-        sampled = self.versions[self.loss_mask]
-        return int(sampled[0]) if sampled.size else NOT_SAMPLED
+        sampled = [path.versions[path.loss_mask] for path in (self, *self.branches)]
+        return min((int(versions[0]) for versions in sampled if versions.size), default=NOT_SAMPLED)
 
     @property
     def spans(self) -> tuple[VersionSpan, ...]:
@@ -182,6 +183,7 @@ class Batch(NamedTuple):
     temperature: Any  # (S,) float32
     truncated: Any  # (S,) bool
     support: Any = None  # (B, T, K) int32 or None
+    sample_ids: Any = None  # (S,) int32, ascending: a sequence's sample, if some have several paths
     subtree_ends: Any = None  # (B, T) int32: column after the last token that may see this one
     ages: Any = None  # (B, T) int32: trainer's version - token's version; 0 if not sampled
     proximal_logp: Any = None  # (B, T) float32; None if the update computes it, from proximal_mix

@@ -33,14 +33,14 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
-def run_as_printed(command: str, folder: Path) -> str:
+def run_as_printed(command: str, folder: Path, timeout_s: float = 300) -> str:
     """What the command prints; `python` and `areal-jax` are those of this environment."""
     programs = {"python": [sys.executable], "areal-jax": [sys.executable, "-m", "areal_jax.cli.main"]}
     program, *args = shlex.split(command)
     env = {**CACHE, **os.environ, "JAX_COMPILATION_CACHE_DIR": cache_of(folder)}
     env.pop("JAX_NUM_CPU_DEVICES", None)
     done = subprocess.run(
-        [*programs[program], *args], cwd=folder, env=env, capture_output=True, text=True, timeout=300
+        [*programs[program], *args], cwd=folder, env=env, capture_output=True, text=True, timeout=timeout_s
     )
     assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
     return done.stdout

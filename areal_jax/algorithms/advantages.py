@@ -1,10 +1,11 @@
 """Advantage estimators: pure functions `advantage(rewards, batch, *, settings)` that return (B, T).
 
-`rewards` (S,) is one reward per sequence; `batch.token_rewards`, if not None, is a further reward per token.
-An estimator with one advantage per sequence adds the sequence's token rewards to its reward; the other
-estimators add each token reward at its token; `ones` ignores all rewards. An estimator that trains a critic
-returns an `Estimate`. Results at tokens off the loss mask are undefined. Shapes: B rows, T columns, S
-sequences; all tokens of a sequence are in one row.
+`rewards` (S,) is one reward per sequence, equal for all sequences of a sample; `batch.token_rewards`, if not
+None, is a further reward per token. An estimator with one advantage per sample adds the token rewards of all
+its sequences to its reward; the other estimators add each token reward at its token; `ones` ignores all
+rewards. Means and standard deviations are over samples. An estimator that trains a critic returns an
+`Estimate`. Results at tokens off the loss mask are undefined. Shapes: B rows, T columns, S sequences; all
+tokens of a sequence are in one row.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from areal_jax.algorithms import masked
-from areal_jax.algorithms.masked import is_segment_end, keep, per_sequence, per_token
+from areal_jax.algorithms.masked import (
+    is_segment_end,
+    keep,
+    once_per_sample,
+    per_sample,
+    per_sequence,
+    per_token,
+)
 from areal_jax.algorithms.shapes import check_batch
 from areal_jax.types import NOT_SAMPLED, ArealError, Batch
 
@@ -51,8 +59,11 @@ def overlong_penalty(lengths: Float[Array, " S"], max_tokens: float, margin: flo
 
 
 def with_overlong_penalty(batch: Batch, max_tokens: float, margin: float) -> Float[Array, " S"]:
-    """Returns each sequence's reward plus its `overlong_penalty`, for the same `max_tokens` and `margin`."""
-    lengths = _completion_tokens(batch)
+    """Returns each sequence's reward plus the `overlong_penalty` of its sample's length.
+
+    `max_tokens`, `margin`: as there.
+    """
+    lengths = per_sample(_completion_tokens(batch), batch.sample_ids)
     return batch.reward + overlong_penalty(lengths, max_tokens, margin)
 
 
@@ -84,12 +95,12 @@ def group_normalized(
     whole = jnp.zeros_like(groups)
     centred = total
     if center != "none":
-        mean, _, is_flat = _statistics(total, groups if center == "group" else whole, ddof)
+        mean, _, is_flat = _statistics(total, groups if center == "group" else whole, ddof, batch.sample_ids)
         centred = jnp.where(is_flat, 0.0, total - mean)
     if scale == "none":
         return per_token(centred / HEADROOM, batch.segment_ids)
     spread = centred if scale == "batch_centered" else total
-    _, std, is_flat = _statistics(spread, groups if scale == "group" else whole, ddof)
+    _, std, is_flat = _statistics(spread, groups if scale == "group" else whole, ddof, batch.sample_ids)
     return per_token(jnp.where(is_flat, 0.0, centred / (std + HEADROOM * eps)), batch.segment_ids)
 
 
@@ -101,8 +112,9 @@ def leave_one_out(rewards: Float[Array, " S"], batch: Batch) -> Float[Array, "B 
     """
     check_batch(batch._replace(reward=rewards))
     total = HEADROOM * _with_token_rewards(rewards, batch)
-    mean, _, is_flat = _statistics(total, batch.group_ids, 0)
-    size = jax.ops.segment_sum(jnp.ones_like(total), batch.group_ids, total.shape[0])[batch.group_ids]
+    mean, _, is_flat = _statistics(total, batch.group_ids, 0, batch.sample_ids)
+    samples = once_per_sample(jnp.ones_like(total), batch.sample_ids)
+    size = jax.ops.segment_sum(samples, batch.group_ids, total.shape[0])[batch.group_ids]
     others = jnp.maximum(size - 1, 1)
     own = jnp.where(is_flat, 0.0, size / others * (total - mean))
     return per_token(own / HEADROOM, batch.segment_ids)
@@ -226,7 +238,8 @@ def _token_rewards(batch: Batch) -> Float[Array, "B T"]:
 def _with_token_rewards(rewards: Float[Array, " S"], batch: Batch) -> Float[Array, " S"]:
     if batch.token_rewards is None:
         return rewards
-    return rewards + per_sequence(_token_rewards(batch), batch.segment_ids, rewards.shape[0])
+    own = per_sequence(_token_rewards(batch), batch.segment_ids, rewards.shape[0])
+    return rewards + per_sample(own, batch.sample_ids)
 
 
 def _at_last_token(rewards: Float[Array, " S"], batch: Batch) -> Float[Array, "B T"]:
@@ -307,18 +320,20 @@ class _Turns:
         return jax.ops.segment_sum(x.ravel(), self._place.ravel(), self._count)[self._place]
 
 
-def _statistics(x: Float[Array, " S"], ids: Int[Array, " S"], ddof: int) -> tuple[Array, Array, Array]:
+def _statistics(
+    x: Float[Array, " S"], ids: Int[Array, " S"], ddof: int, sample_ids: Int[Array, " S"] | None
+) -> tuple[Array, Array, Array]:
     """Returns for each element of `x` its group's mean and std, and whether all the group's values are equal.
 
-    A group is the elements with the same id in `ids`. The std is the root of the sum of squared deviations
-    over the group's size minus `ddof`. Each result is (S,).
+    A group is the elements with the same id in `ids`; those of one sample are equal, and count once. The std
+    is the root of the sum of squared deviations over the group's size minus `ddof`. Each result is (S,).
     """
     size = x.shape[0]
-    count = jax.ops.segment_sum(jnp.ones_like(x), ids, size)
+    count = jax.ops.segment_sum(once_per_sample(jnp.ones_like(x), sample_ids), ids, size)
     unit = _unit(jax.ops.segment_max(jnp.abs(x), ids, size))
     scaled = x / unit[ids]
-    mean = jax.ops.segment_sum(scaled, ids, size) / jnp.maximum(count, 1)
-    squares = jax.ops.segment_sum((scaled - mean[ids]) ** 2, ids, size)
+    mean = jax.ops.segment_sum(once_per_sample(scaled, sample_ids), ids, size) / jnp.maximum(count, 1)
+    squares = jax.ops.segment_sum(once_per_sample((scaled - mean[ids]) ** 2, sample_ids), ids, size)
     std = jnp.sqrt(squares / jnp.maximum(count - ddof, 1))
     is_flat = jax.ops.segment_max(x, ids, size) == jax.ops.segment_min(x, ids, size)
     return (unit * mean)[ids], jnp.where(is_flat, 0.0, unit * std)[ids], is_flat[ids]

@@ -60,6 +60,22 @@ def per_sequence(
     return jax.ops.segment_sum(values.ravel(), segment_ids.ravel(), sequences + 1)[1:]
 
 
+def per_sample(values: Float[Array, " S"], sample_ids: Int[Array, " S"] | None) -> Float[Array, " S"]:
+    """Returns at each sequence the sum of `values` over all sequences of its sample (`Batch.sample_ids`)."""
+    if sample_ids is None:
+        return values
+    chex.assert_equal_shape([values, sample_ids])
+    return jax.ops.segment_sum(values, sample_ids, len(sample_ids))[sample_ids]
+
+
+def once_per_sample(values: Float[Array, " S"], sample_ids: Int[Array, " S"] | None) -> Float[Array, " S"]:
+    """Returns `values` at the first sequence of each sample, and 0 at the other ones."""
+    if sample_ids is None:
+        return values
+    chex.assert_equal_shape([values, sample_ids])
+    return keep(values, jnp.diff(sample_ids, prepend=-1) != 0)
+
+
 def of_sequence(
     aggregate: Aggregate,
     values: Float[Array, "B T"],

@@ -24,7 +24,7 @@ AXES: Mapping[str, tuple[str, type]] = {
     **dict.fromkeys(("token_rewards", "values", "returns"), ("BT", float)),
     **dict.fromkeys(("subtree_ends", "ages"), ("BT", int)),
     **dict.fromkeys(("reward", "temperature", "bootstrap"), ("S", float)),
-    "group_ids": ("S", int),
+    **dict.fromkeys(("group_ids", "sample_ids"), ("S", int)),
     "truncated": ("S", bool),
     "support": ("BTK", int),
 }
@@ -75,12 +75,13 @@ def check_result(result: Any, batch: Batch, what: str) -> None:
 def empty_batch(rows: int, length: int) -> Batch:
     """Returns a prepared batch of `rows` x `length` zeros, to trace a function.
 
-    The batch has one sequence, no loss tokens, no support and no shared prefixes.
+    The batch has one sequence, no loss tokens, no support, no shared prefixes and no branches.
     """
     sizes = {"B": rows, "T": length, "S": 1}
 
     def zeros(axes: str, kind: type) -> Array:
         return jnp.zeros([sizes[axis] for axis in axes], kind)
 
-    given = {name: zeros(*of) for name, of in AXES.items() if name not in ("support", "subtree_ends")}
+    absent = ("support", "subtree_ends", "sample_ids")
+    given = {name: zeros(*of) for name, of in AXES.items() if name not in absent}
     return Batch(**given)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 from pydantic import Field
 
-from areal_jax.algorithms.masked import Aggregate, of_sequence, per_sequence, per_token
+from areal_jax.algorithms.masked import Aggregate, of_sequence, per_sample, per_sequence, per_token
 from areal_jax.algorithms.ratios import DIVERGENCES, exp_bounded
 from areal_jax.algorithms.shapes import check_batch
 from areal_jax.types import ArealError, Batch
@@ -35,13 +35,15 @@ def reduction_weights(
     minibatches: int,
     reduction: str,
     constant: float = 1.0,
+    *,
+    sample_ids: Int[Array, " S"] | None = None,
 ) -> Float[Array, "B T"]:
     """Returns each token's weight for `reduction`; minibatches are equal, consecutive parts of the rows.
 
     token_mean: m / (sum of m over the minibatch), with the loss mask m. token_mean_batch: m / (sum of m over
-    the batch / `minibatches`). sequence_mean: m / (L S), with L loss tokens in the token's sequence, and S
-    sequences with loss tokens in the minibatch. sequence_sum: m / S. constant: m / (`constant` S).
-    `sequences`: number of sequences in the batch.
+    the batch / `minibatches`). sequence_mean: m / (L S), with L loss tokens in the token's sample, and S
+    samples with loss tokens in the minibatch. sequence_sum: m / S. constant: m / (`constant` S).
+    `sequences`: number of sequences in the batch; `sample_ids`: the sample of each (`Batch.sample_ids`).
     """
     chex.assert_equal_shape([loss_mask, segment_ids])
     chex.assert_type([loss_mask, segment_ids], [bool, int])
@@ -53,10 +55,10 @@ def reduction_weights(
         return m / jnp.maximum(tokens, 1)[of_minibatch][:, None]
     if reduction == "token_mean_batch":
         return m / jnp.maximum(tokens.sum() / minibatches, 1)
-    lengths = per_sequence(m, segment_ids, sequences)
+    lengths = per_sample(per_sequence(m, segment_ids, sequences), sample_ids)
     own_length = jnp.maximum(per_token(lengths, segment_ids), 1)
-    # Each sequence adds 1 up to rounding.
-    with_tokens = (m / own_length).reshape(minibatches, -1).sum(1).round()  # sequences per minibatch
+    # Each sample adds 1 up to rounding.
+    with_tokens = (m / own_length).reshape(minibatches, -1).sum(1).round()  # samples per minibatch
     share = m / jnp.maximum(with_tokens, 1)[of_minibatch][:, None]
     if reduction == "sequence_mean":
         return share / own_length

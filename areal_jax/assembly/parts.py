@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +10,7 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from areal_jax.assembly.devices import Devices, overwrites_serving, params_bytes, place, usable_cores
+from areal_jax.assembly.episode_checks import require_chats_go_on, require_episodes_work
 from areal_jax.assembly.sources import Source, open_source, open_teacher
 from areal_jax.config.sections import GenerationConfig
 from areal_jax.config.tree import Config
@@ -140,7 +141,7 @@ def open_inputs(config: Config, tasks: Sequence[Task] = ()) -> Inputs:
     model cannot be opened, or if one of the checked prompts is empty or too long.
     """
     loaded = load_tasks(config.tasks, tasks)
-    _require_episodes_work(config, loaded)
+    require_episodes_work(config, loaded)
     source, asked = open_source(config, loaded), None
     if config.observe.evaluate:
         asked = loaded if tasks else held_out(without_splits(config.tasks))
@@ -149,33 +150,9 @@ def open_inputs(config: Config, tasks: Sequence[Task] = ()) -> Inputs:
     inputs = Inputs(config, loaded, PromptStream(loaded, config.run.seed), source, asked, supervised)
     for ordinal in range(CHECKED_PROMPTS):
         inputs.prompt_tokens(ordinal)
+    conducted = [inputs.prompt(n) for n in range(CHECKED_PROMPTS) if inputs.has_workflow(n)]
+    require_chats_go_on(config, conducted, source.model.tokenizer)
     return inputs
-
-
-def _require_episodes_work(config: Config, tasks: Mapping[str, WeightedTask]) -> None:
-    """Raises ArealError if a task has a workflow that the config's other settings cannot conduct."""
-    named = list(workflows_of(config.episode.agent, tasks))
-    if not named:
-        return
-    task = f"tasks.{named[0]} has a workflow"
-    is_one_version = config.on_update in ("pinned", "drain") and config.control.strategy != "sync"
-    if is_one_version:
-        raise ArealError(
-            f"{task}: a version may be committed between two of its turns, but "
-            f"control.strategy={config.control.strategy} with generation.on_update={config.on_update} "
-            "promises samples of one version; set control.strategy to interruptible, keep or sync, and leave "
-            "generation.on_update out"
-        )
-    if config.algorithm.samples != "policy":
-        raise ArealError(
-            f"{task}, but algorithm.samples={config.algorithm.samples} samples nothing; set "
-            "algorithm.samples=policy"
-        )
-    if config.observe.evaluate and config.episode.agent is not None:
-        raise ArealError(
-            f"episode.agent={config.episode.agent}: an evaluation serves no agents yet; leave "
-            "observe.evaluate out"
-        )
 
 
 def assemble(config: Config, tasks: Sequence[Task] = (), learner: Learner | None = None) -> Parts:

@@ -14,6 +14,7 @@ from typing import Any
 from areal_jax.assembly.devices import machine
 from areal_jax.bench.cost_figures import costs
 from areal_jax.bench.decode import decode, prefill, sample
+from areal_jax.bench.episode_slots import episodes
 from areal_jax.bench.gateway import gateway
 from areal_jax.bench.gpu.timed_stages import gpu
 from areal_jax.bench.hosting import room, serve, swap
@@ -90,7 +91,7 @@ def update(
 
 MEASUREMENTS = (
     *(decode, prefill, sample, logprob, update, packed, tree, loop, sync),
-    *(migration, versions, serve, room, swap, gateway, costs, gpu),
+    *(migration, versions, serve, room, swap, gateway, episodes, costs, gpu),
 )
 
 BENCHES: Mapping[str, Callable[..., dict[str, Any]]] = {each.__name__: each for each in MEASUREMENTS}

@@ -27,7 +27,7 @@ class ConductedWorkflows:
     ) -> None:
         from areal_jax.assembly.sources import open_source  # imports jax, which other reward processes lack
 
-        self._prompts, self._link = prompts, link
+        self._tasks, self._prompts, self._link = tasks, prompts, link
         self._talks: dict[SampleId, Conversation] = {}
         workflows = workflows_of(config.episode.agent, tasks)
         self._runner = make_runner(config, workflows, open_source(config, tasks).model.tokenizer, self._emit)
@@ -55,6 +55,8 @@ class ConductedWorkflows:
 
     def close(self) -> None:
         self._runner.close()
+        for weighted in self._tasks.values():
+            weighted.task.close()
 
     def _emit(self, event: e.Event) -> None:
         if isinstance(event, e.TurnAdded):

@@ -11,6 +11,7 @@ from areal_jax.cluster.member import ControllerLink
 from areal_jax.cluster.messages import Begin
 from areal_jax.config.tree import Config
 from areal_jax.evaluation.follower import Follower
+from areal_jax.runtime.workflow_parts import make_gateway
 
 
 def evaluate(config: Config, folder: Path, name: str) -> None:
@@ -25,7 +26,7 @@ def evaluate(config: Config, folder: Path, name: str) -> None:
     inputs, deadline_s = open_inputs(config), config.runtime.deadline_s
     mesh = host_mesh(config, name) if config.observe.evaluate else None
     with ControllerLink(config, "evaluate", name) as link, ExitStack() as running:
-        work = Follower(inputs, folder, mesh, link.note, link.fail)
+        work = Follower(inputs, folder, mesh, link.note, link.fail, make_gateway=make_gateway)
         link.figures = lambda: {"steps": work.steps}
         running.callback(work.stop, deadline_s)
         for message in link.commands():

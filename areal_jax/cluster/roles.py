@@ -44,7 +44,6 @@ from areal_jax.control.events import (
     SampleFinished,
     TakeBack,
     Train,
-    TurnFinished,
 )
 from areal_jax.episodes.conversation import TurnRequest
 from areal_jax.generation.canary import canary
@@ -243,7 +242,8 @@ class _Hosting:
         }
 
     def _report(self, event: Event, trajectory: Trajectory | None) -> None:
-        if isinstance(event, SampleFinished | TurnFinished | SampleFailed):
+        # After a turn the host keeps the sample's KV, until a Cancel.
+        if isinstance(event, SampleFinished | SampleFailed):
             self._unfinished.pop(event.sample, None)
         if isinstance(event, HostAdopted):
             self._adopted = event
@@ -417,7 +417,7 @@ class _Training:
 
         Waits until Redis has the trajectories. The keys are the samples' indices in the batch's plan.
         """
-        found = self._link.payloads.wait_for(list(places.values()))
+        found = self._link.payloads.wait_for(list(dict.fromkeys(places.values())))
         return {place: decode(found[sample]) for place, sample in places.items()}
 
     def end(self) -> None:

@@ -472,12 +472,24 @@ class EpisodeConfig(Section):
     """Agent, as module:name, that conducts the samples of tasks without a workflow: a function that gets the
     base_url of OpenAI's interface, at which its chats are sampled, and the prompt's messages. None: none.
     """
+    history: Literal["exact", "template"] = "exact"
+    """How a chat goes on after a sampled answer. exact: its tokens stay, and the chat template renders new
+    messages alone; a template that makes this impossible is refused. template: the template renders the
+    complete chat for each turn, as a server of OpenAI's interface does; where this changes earlier tokens,
+    such as by leaving thoughts out, a branch begins. Prompts of text, and what is added to them, have no
+    template.
+    """
     max_turns: int = Field(default=32, ge=1)
     """Maximum number of turns of an episode; a workflow that asks for more gets a turn without tokens."""
     timeout_s: float = Field(default=600.0, gt=0)
     """Seconds that a workflow may take between two turns, tool calls included; then its episode fails."""
     tool_timeout_s: float = Field(default=60.0, gt=0)
     """Seconds that a tool call may take if the workflow gives no other number."""
+    kept_tokens: int | None = Field(default=None, ge=0)
+    """Maximum number of tokens with KV that a generation host keeps in main memory for the next turns of
+    episodes; the shortest turns are dropped first, and computed again. None: no maximum; the open episodes,
+    and with them the memory, are bounded by control.max_staleness and control.max_concurrent.
+    """
 
 
 class ExecutorConfig(Section):

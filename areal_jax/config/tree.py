@@ -71,6 +71,11 @@ class Config(Section):
         return self.generation.on_update or ON_UPDATE[self.control.strategy][0]
 
     @property
+    def is_one_version(self) -> bool:
+        """Whether all tokens of a sample have one version, although a newer one may commit meanwhile."""
+        return self.on_update in ("pinned", "drain") and self.control.strategy != "sync"
+
+    @property
     def places_versions(self) -> bool:
         """Whether each host decodes for one version, as far as possible (`control.orchestrator`)."""
         is_one_version = self.control.strategy == self.on_update == "pinned"

@@ -233,12 +233,16 @@ class _Books:
 
     def _on_continue(self, action: e.Continue) -> None:
         account, sample = self._account(action.sample.ordinal), action.sample
+        # Where a sample has one version, a later turn asks for that of the group's dispatch.
+        first = self.committed
+        if self.config.is_one_version:
+            first = account.asked.get(action.host, first)
         self.require(
             account.is_open(sample)
             and account.is_decoding(sample.member, action.turn)
             and account.host in ("", action.host)
             and action.host in self.hosts
-            and action.min_version == self.committed,
+            and first <= action.min_version <= self.committed,
             f"{action} contradicts the state of its group: {account.fate}, attempt {account.attempt}, on "
             f"{account.host or 'no host'}, {account.turns.get(sample.member, 0)} turns of this sample asked "
             f"for, newest committed version {self.committed}",

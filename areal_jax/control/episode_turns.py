@@ -2,7 +2,8 @@
 
 The workflow of a sample asks for a turn (`TurnAdded`), a host decodes it (`Continue`, `TurnFinished`), and
 the workflow goes on (`Answer`) until it returns a reward (`EpisodeEnded`, then `SampleFinished`). Between two
-turns the sample has no slot and counts on no host, but stays with its group's host, unless that is lost.
+turns the sample has no slot and counts on no host, but stays with its group's host, which keeps its KV; if
+that is lost, another host computes the KV again.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from areal_jax.config.tree import Config
 from areal_jax.control import events as e
 from areal_jax.control.errors import ControlError
 from areal_jax.control.state import GroupState, State
+from areal_jax.types import SampleId
 
 
 def commands(group: GroupState, host: str, version: int) -> Iterator[e.Action]:
@@ -29,19 +32,34 @@ def commands(group: GroupState, host: str, version: int) -> Iterator[e.Action]:
             yield e.Continue(sample, group.segments[sample.member], at, host, version)
 
 
-def turn_added(state: State, event: e.TurnAdded) -> Iterator[e.Action]:
-    """The sample leaves its workflow; its host decodes the turn now, or once the group has a host again."""
-    group, sample = state.groups[event.sample.ordinal], event.sample
+def turn_added(state: State, event: e.TurnAdded, config: Config) -> Iterator[e.Action]:
+    """The sample leaves its workflow; its host decodes the turn now, or once the group has a host again.
+
+    If a sample has one version, the host goes on under that of its earlier turns.
+    """
+    sample = event.sample
+    if (moving := state.groups[sample.ordinal]).target:  # without a turn so far, nothing is there to move
+        yield e.TakeBack(moving.unfinished, moving.host)
+        state.end_move(moving, moving.host)
+    group = state.groups[sample.ordinal]
     away = tuple(member for member in group.away if member != sample.member)
     turns = _one_more(group, group.turns, sample.member)
     segments = list(group.segments or (0,) * len(group.oldest))
     segments[sample.member] = event.segment
-    own = dict(turns=turns, segments=tuple(segments), away=away)
+    # A move would leave behind the samples that wait for their workflow.
+    own = dict(turns=turns, segments=tuple(segments), away=away, may_move=False)
     state.groups[group.ordinal] = replace(group, **own)
     if group.host:
         # A first turn was counted at its group's dispatch, a later one leaves `away`.
         state.unload(group.counted_on, len(away) - len(group.away))
-        yield e.Continue(sample, event.segment, event.turn, group.host, state.version)
+        version = group.version if config.is_one_version else state.version
+        yield e.Continue(sample, event.segment, event.turn, group.host, version)
+
+
+def bound_to(state: State, host: str) -> list[int]:
+    """Returns the ordinals of groups with open samples that have begun a turn on `host`."""
+    begun = (group for group in state.groups.values() if group.host == host)
+    return [group.ordinal for group in begun if any(map(state.turns_of, group.unfinished))]
 
 
 def turn_finished(state: State, event: e.TurnFinished) -> Iterator[e.Action]:
@@ -52,6 +70,13 @@ def turn_finished(state: State, event: e.TurnFinished) -> Iterator[e.Action]:
     state.groups[group.ordinal] = replace(group, away=away)
     state.unload(group.counted_on, 1)
     yield e.Answer(event.sample, event.segment, event.turn)
+
+
+def forgotten(state: State, sample: SampleId) -> Iterator[e.Action]:
+    """The sample's host drops the KV of its turns, because the episode has ended."""
+    host = state.groups[sample.ordinal].host
+    if host and state.turns_of(sample):
+        yield e.Cancel((sample,), host)
 
 
 def tool_started(state: State, event: e.ToolStarted) -> Iterator[e.Action]:

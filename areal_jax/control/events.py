@@ -72,7 +72,8 @@ class HostAdopted:
 class SampleFinished:
     """A sample is complete: it ended by itself (`stop_reason` "stop") or at its length limit ("length").
 
-    `spans`: the weights versions of the sample's tokens. The sample's trajectory is journaled with the event.
+    `spans`: the weights versions of the sample's tokens. If an episode branched, they are those of all paths,
+    in the order of the turns. The sample's trajectory is journaled with the event.
     """
 
     sample: SampleId
@@ -243,8 +244,10 @@ class TurnAdded:
 class TurnFinished:
     """A turn is sampled, so the sample gives up its slot and waits for its workflow.
 
-    The other fields are those of SampleFinished, `spans` and `rebuilds` with places in the whole sample. The
-    sample's trajectory up to here is journaled with the event, and is what `digest` is of.
+    The other fields are those of SampleFinished, `spans` and `rebuilds` with places in the turn's whole path,
+    of which `digest` is. The sample's trajectory up to here is journaled with the event.
+    `reused`: (turn, tokens): the KV of the first `tokens` tokens was the one with which an earlier turn of
+    the sample had ended; empty: the KV of all tokens was computed for this turn.
     """
 
     sample: SampleId
@@ -255,6 +258,7 @@ class TurnFinished:
     stop_reason: str
     interruptions: int = 0
     rebuilds: tuple[int, ...] = ()
+    reused: tuple[int, ...] = ()
     digest: str = ""
 
 
@@ -377,9 +381,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Cancel:
-    """Command to `host`: forget these samples, which it decodes or keeps for another host.
+    """Command to `host`: forget these samples, which it decodes, or of which it keeps tokens or KV.
 
-    Issued when their group is dropped or restarted, and when another host has taken them over.
+    Issued when their group is dropped or restarted, when another host has taken them over, and at the end of
+    an episode, of which the host kept the KV of earlier turns.
     """
 
     samples: tuple[SampleId, ...]

@@ -89,7 +89,7 @@ class ControlPlane:
         s.steps, s.is_finished = event.steps or self._config.run.steps, False
         s.is_held, s.dropped_in_a_row = False, {}
         for name in sorted(s.hosts):
-            s.lose(name)
+            yield from self._lose(name)
         yield from episode_turns.rerun(s)
         # Messages to the reward pool and the trainer died with the driver, so they are sent again.
         for ordinal in sorted(s.groups):
@@ -106,13 +106,20 @@ class ControlPlane:
             )
         # A host that joins again has restarted: it holds nothing of what was dispatched to it.
         if event.host in self.state.hosts:
-            yield from self.orchestrator.lose(event.host)
+            yield from self._lose(event.host)
         self.state.hosts[event.host] = HostState(event.slots)
         yield from self.orchestrator.join(event.host)
 
     def _host_lost(self, event: e.HostLost) -> Iterator[Action]:
-        yield from self.orchestrator.lose(event.host)
+        yield from self._lose(event.host)
         yield from self.orchestrator.place()
+
+    def _lose(self, host: str) -> Iterator[Action]:
+        """Removes a host; its episodes start again if other hosts may lack the version that they need."""
+        begun = episode_turns.bound_to(self.state, host) if self._config.is_one_version else []
+        yield from self.orchestrator.lose(host)
+        for ordinal in begun:
+            yield from self._reissue(self.state.groups[ordinal], "lost_version")
 
     def _host_adopted(self, event: e.HostAdopted) -> None:
         host = self.state.hosts[event.host]
@@ -127,6 +134,7 @@ class ControlPlane:
 
     def _sample_finished(self, event: e.SampleFinished) -> Iterator[Action]:
         versions = episode_turns.require_versions(self.state, event)
+        yield from episode_turns.forgotten(self.state, event.sample)
         group = self.state.finish(event.sample, versions[0])
         if not group.unfinished:
             yield e.Score(group.ordinal, group.attempt)
@@ -304,7 +312,7 @@ _TAKERS: dict[type, Callable[[ControlPlane, Any], Iterable[Action] | None]] = {
     e.MoveFailed: lambda plane, event: plane.orchestrator.failed(event),
     e.KVShort: lambda plane, event: plane.orchestrator.relieve(event.host),
     e.PlacementDue: lambda plane, event: plane.orchestrator.place(),
-    e.TurnAdded: lambda plane, event: episode_turns.turn_added(plane.state, event),
+    e.TurnAdded: lambda plane, event: episode_turns.turn_added(plane.state, event, plane._config),
     e.TurnFinished: lambda plane, event: episode_turns.turn_finished(plane.state, event),
     e.ToolStarted: lambda plane, event: episode_turns.tool_started(plane.state, event),
     e.ToolReturned: lambda plane, event: None,

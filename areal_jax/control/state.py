@@ -41,7 +41,7 @@ class GroupState:
     is_offered: bool = False
     """Whether `host` has stopped to decode the samples that move, and keeps them for `target`."""
     may_move: bool = True
-    """Whether no host has refused to take the group over; a refused group stays where it is."""
+    """Whether the group has begun no turn, and no host has refused to take it over; else it stays."""
     turns: tuple[int, ...] = ()
     """For each sample: number of turns that its workflow has asked for; empty before the first one, as it is
     for samples without a workflow."""
@@ -227,7 +227,8 @@ class State:
     @property
     def hosts_behind(self) -> list[str]:
         """Names of hosts that have unfinished samples and have not adopted the newest committed version."""
-        return [name for name, host in self.hosts.items() if host.outstanding and host.version < self.version]
+        used = {group.counted_on for group in self.groups.values() if group.unfinished}
+        return [name for name, host in self.hosts.items() if name in used and host.version < self.version]
 
     def has_begun(self, batches: int, batch_size: int) -> bool:
         """Whether all groups of the first `batches` batches are dispatched, and all hosts are up to date.

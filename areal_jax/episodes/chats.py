@@ -1,13 +1,17 @@
-"""The chats of an agent that knows only a base_url: each request becomes a turn of its episode."""
+"""The chats of an agent that knows only a base_url: each request becomes a turn of its episode.
+
+An agent sends messages, or the token ids that it has rendered itself.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, NamedTuple
 
 from areal_jax.episodes.episode import Episode, Turn
-from areal_jax.episodes.session import Sampled, Session
+from areal_jax.episodes.session import Session
+from areal_jax.episodes.token_paths import TokenPaths
 from areal_jax.tasks.chat_messages import Message, frozen
 
 
@@ -34,22 +38,44 @@ class ChatTurn(NamedTuple):
     has_calls: bool
 
 
+class TokenRequest(NamedTuple):
+    """A request that gives all tokens before the answer."""
+
+    tokens: tuple[int, ...]
+    max_tokens: int | None
+    stop: tuple[str, ...]
+
+
 class NoRoomError(Exception):
     """The episode has no room for another turn."""
+
+
+class OverError(Exception):
+    """The episode has ended."""
 
 
 class Chats:
     """The conversations of one episode; requests are answered one after the other."""
 
     def __init__(self, episode: Episode) -> None:
-        self._episode, self._session = episode, Session(episode.tokenizer)
+        self._episode, self._session = episode, Session(episode.tokenizer, episode.limits.history)
+        self._paths = TokenPaths()
         self._lock = asyncio.Lock()
-        self._turns: dict[int, int] = {}
-        """Number of a turn of the session -> that of the episode."""
-        self._answers: dict[Any, asyncio.Task[ChatTurn]] = {}
+        self._answers: dict[Any, asyncio.Task[Any]] = {}
+        """A request -> the answer to the last one that was equal, which a retry joins."""
+        self._open: set[asyncio.Task[Any]] = set()
 
     def text_of(self, token: int) -> str:
         return self._episode.tokenizer.decode([token])
+
+    @property
+    def vocab_size(self) -> int:
+        return self._episode.tokenizer.vocab_size
+
+    @property
+    def most_tokens(self) -> int:
+        """Maximum number of tokens of a prompt."""
+        return self._episode.limits.length - 1
 
     @property
     def branches(self) -> int:
@@ -63,23 +89,58 @@ class Chats:
         turn.
         """
         key = frozen([list(value) if isinstance(value, tuple) else value for value in request])
+        return await self._joined(key, is_retry, lambda: self._sampled(request))
+
+    async def extend(self, request: TokenRequest, is_retry: bool) -> Turn:
+        """Returns the turn that follows the request's tokens; a retry gets the turn of the first request.
+
+        The turn continues the longest path, of turns that this method returned, with which the tokens begin;
+        if there is none, it begins a branch. Raises NoRoomError if the episode has no room for the turn.
+        """
+        return await self._joined(request, is_retry, lambda: self._extended(request))
+
+    async def _joined(self, key: Any, is_retry: bool, sample: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         task = self._answers.get(key) if is_retry else None
         if task is None:
-            self._answers[key] = task = asyncio.ensure_future(self._sampled(request))
-            # If the client has gone, nothing else asks what became of it.
-            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-        # A client that disconnects does not end the turn: its retry joins it.
-        return await asyncio.shield(task)
+            self._answers[key] = task = asyncio.ensure_future(sample())
+            self._open.add(task)
+            task.add_done_callback(self._ended)
+        try:
+            # A client that disconnects does not end the turn: its retry joins it.
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise OverError from None
+            raise
+
+    def close(self) -> None:
+        """Ends the requests under way."""
+        for task in self._open:
+            task.cancel()
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._open.discard(task)
+        if not task.cancelled():
+            task.exception()  # if the client has gone, nothing else asks what became of it
 
     async def _sampled(self, request: ChatRequest) -> ChatTurn:
         async with self._lock:
             asked = self._session.ask(request.messages, request.tools, request.arguments)
-            after = -1 if asked.parent is None else self._turns[asked.parent.number]
             number = self._episode.turns
-            turn = await self._episode.continued(after, asked.added, request.max_tokens, request.stop)
+            turn = await self._episode.chat(self._session, asked, self._limit(request), request.stop)
             if turn is None:
                 raise NoRoomError
-            self._turns[asked.number] = number
-            sampled = Sampled(turn.tokens, turn.logp, turn.versions, turn.stop_reason)
-            message = self._session.answered(asked, sampled)
-            return ChatTurn(number, asked.prompt, message, turn, bool(message.get("tool_calls")))
+            assert asked.answer is not None
+            return ChatTurn(number, asked.prompt, asked.answer, turn, bool(asked.answer.get("tool_calls")))
+
+    async def _extended(self, request: TokenRequest) -> Turn:
+        async with self._lock:
+            asked = self._paths.ask(request.tokens)
+            turn = await self._episode.chat(self._paths, asked, self._limit(request), request.stop)
+            if turn is None:
+                raise NoRoomError
+            return turn
+
+    def _limit(self, request: ChatRequest | TokenRequest) -> int:
+        most = self._episode.limits.max_tokens
+        return most if request.max_tokens is None else max(1, min(request.max_tokens, most))

@@ -18,8 +18,9 @@ from areal_jax.control.events import (
     from_wire,
 )
 from areal_jax.control.events import to_wire as wire
-from areal_jax.trajectories.codec import decode, encode
-from areal_jax.types import Sampling, Trajectory
+from areal_jax.trajectories.codec import ARRAYS, decode, encode
+from areal_jax.trajectories.paths import paths_of
+from areal_jax.types import NOT_SAMPLED, Sampling, Trajectory
 
 
 class TurnRequest(NamedTuple):
@@ -35,7 +36,7 @@ class Conversation:
     """One sample's episode, as its events tell it.
 
     Turns form a tree: each continues the turn before it, unless its TurnAdded names another one. The sample
-    is trained on the path that leads to its last turn.
+    is trained on all paths to turns that no other one continues.
     """
 
     prompt: tuple[int, ...]
@@ -48,28 +49,44 @@ class Conversation:
     ended: EpisodeEnded | None = None
 
     @property
-    def last(self) -> Trajectory | None:
-        """The trajectory up to the end of the turn that ended last; None before the first one has ended."""
-        return self.paths[max(self.paths)] if self.paths else None
+    def so_far(self) -> Trajectory | None:
+        """The path to the turn that ended last, with the other paths as branches; None before the first turn.
+
+        A branch has a loss for the turns that are on no earlier path. `interruptions` are those of all turns.
+        """
+        if not self.paths:
+            return None
+        main = self.paths[max(self.paths)]
+        continued = {self._after(turn) for turn in self.paths}
+        leaves = [turn for turn in sorted(self.paths)[:-1] if turn not in continued]
+        if not leaves:
+            return main
+        owned, branches = set(main.turn_ids.tolist()), []
+        for path in map(self.paths.__getitem__, leaves):
+            branches.append(_without_loss(path, np.isin(path.turn_ids, list(owned))))
+            owned |= set(path.turn_ids.tolist())
+        ends = [end for turn, (_, end) in enumerate(self.turns) if end is not None and turn in self.paths]
+        interruptions = sum(end.interruptions for end in ends)
+        return replace(main, branches=tuple(branches), interruptions=interruptions)
 
     def to_wire(self) -> list[Any]:
-        """Returns the conversation as plain values for msgpack, without `ended` and with its last path."""
+        """Returns the conversation as plain values for msgpack, without `ended` and with its paths."""
         pairs = [
             [[wire(one), end and wire(end)] for one, end in pairs]
             for pairs in (self.turns, self.calls.values())
         ]
-        return [self.prompt, *pairs, None if self.last is None else encode(self.last)]
+        return [self.prompt, *pairs, None if self.so_far is None else encode(self.so_far)]
 
     @classmethod
     def from_wire(cls, plain: Sequence[Any]) -> Conversation:
         """Returns the conversation that `to_wire` turned into `plain`."""
-        prompt, turns, calls, last = plain
+        prompt, turns, calls, so_far = plain
         record = lambda one: one and from_wire(*one, kinds=EVENTS)  # noqa: E731
         begun = [(record(one), record(end)) for one, end in calls]
         own = [(record(one), record(end)) for one, end in turns]
         talk = cls(tuple(prompt), own, {one.call: (one, end) for one, end in begun})
-        if last is not None:
-            talk.restore(decode(last))
+        if so_far is not None:
+            talk.restore(decode(so_far))
         return talk
 
     def add(self, event: TurnAdded) -> None:
@@ -111,34 +128,60 @@ class Conversation:
         self.turns[event.turn] = self.turns[event.turn][0], event
         self.paths[event.turn] = path
 
-    def restore(self, last: Trajectory) -> None:
-        """Records the turns of a stored path, `last`, which have ended; other paths are not stored.
+    def restore(self, stored: Trajectory) -> None:
+        """Records the paths of a sample's stored trajectory, as `so_far` or `whole` returned it."""
+        self.paths = self.stored_paths(stored)
 
-        The path may go on after them, in a journal of which a branch has the beginning.
+    def stored_paths(self, stored: Trajectory) -> dict[int, Trajectory]:
+        """Returns number of a turn that has ended -> path up to its end, from a sample's stored trajectory.
+
+        The stored paths may go on after these turns, in a journal of which a branch has the beginning. Turns
+        that are on none of them are left out: older versions stored only the path to the last turn.
         """
-        on_path = set(last.turn_ids.tolist())
+        found: dict[int, Trajectory] = {}
         for turn, (_, event) in enumerate(self.turns):
-            if event is not None and turn in on_path:
-                self.paths[turn] = up_to(last, turn, event.stop_reason)
+            after, owner = self._after(turn), _owner(stored, turn)
+            if event is None or owner is None or (after >= 0 and after not in found):
+                continue
+            before = found.get(after)
+            start = 0 if before is None else len(before.tokens)
+            end = int(np.flatnonzero(owner.turn_ids == turn)[-1]) + 1
+            arrays = {name: x[start:end] for name in ARRAYS if (x := getattr(owner, name)) is not None}
+            interruptions = event.interruptions
+            if before is not None:
+                arrays = {name: np.concatenate([getattr(before, name), x]) for name, x in arrays.items()}
+                interruptions += before.interruptions
+            rest: dict[str, Any] = dict(interruptions=interruptions, stop_reason=event.stop_reason)
+            found[turn] = replace(stored, **arrays, **rest, branches=())
+        return found
 
     def whole(self, stop_reason: str) -> Trajectory:
         """Returns the trajectory of an episode that ended by `stop_reason` after its last turn."""
-        assert self.last is not None
-        return replace(self.last, stop_reason=stop_reason)
+        so_far = self.so_far
+        assert so_far is not None
+        branches = tuple(replace(branch, stop_reason=stop_reason) for branch in so_far.branches)
+        return replace(so_far, stop_reason=stop_reason, branches=branches)
+
+    def _after(self, turn: int) -> int:
+        """The number of the turn that this one continues; -1 if it follows the prompt, or nothing."""
+        after = self.turns[turn][0].after
+        return turn - 1 if after is None else after
 
     def _before(self, turn: int) -> Trajectory | None:
         """The path that turn number `turn` continues; None if it follows the prompt, or nothing."""
-        after = self.turns[turn][0].after
-        after = turn - 1 if after is None else after
+        after = self._after(turn)
         return self.paths[after] if after >= 0 else None
 
 
-def up_to(trajectory: Trajectory, turn: int, stop_reason: str) -> Trajectory:
-    """Returns the part of a trajectory that ends with turn number `turn`, which ended by `stop_reason`."""
-    end = int(np.flatnonzero(trajectory.turn_ids == turn)[-1]) + 1
-    cut: dict[str, np.ndarray] = {
-        name: values[:end]
-        for name in ("tokens", "loss_mask", "behavior_logp", "versions", "turn_ids", "support")
-        if (values := getattr(trajectory, name)) is not None
-    }
-    return replace(trajectory, **cut, stop_reason=stop_reason)
+def _owner(stored: Trajectory, turn: int) -> Trajectory | None:
+    """Returns the path on which the turn has its loss; None if it is on none of the stored ones."""
+    return next((path for path in paths_of(stored) if (path.turn_ids == turn).any()), None)
+
+
+def _without_loss(path: Trajectory, is_elsewhere: np.ndarray) -> Trajectory:
+    """Returns the path with the tokens `is_elsewhere`, (n,) bool, as if they were not sampled."""
+    blank = {"loss_mask": False, "behavior_logp": 0, "versions": NOT_SAMPLED, "turn_ids": -1}
+    changed = {name: getattr(path, name).copy() for name in blank}
+    for name, value in blank.items():
+        changed[name][is_elsewhere] = value
+    return replace(path, **changed)

@@ -8,17 +8,22 @@ must do the same again: what may differ, such as the time, belongs into `Episode
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from areal_jax.control.events import Event, ToolStarted, TurnAdded
+from areal_jax.control.events import Event, ToolReturned, ToolStarted, TurnAdded
 from areal_jax.episodes import tools
 from areal_jax.episodes.conversation import Conversation
 from areal_jax.episodes.errors import EpisodeError
 from areal_jax.episodes.follow_up import follow_ups_of
 from areal_jax.episodes.limits import Limits
+from areal_jax.episodes.session import Sampled, Session
+from areal_jax.episodes.session import Turn as Asked
+from areal_jax.episodes.token_paths import TokenPaths
 from areal_jax.tasks.tokenizers import Tokenizer
 from areal_jax.types import Prompt, SampleId, Trajectory
 
@@ -56,8 +61,24 @@ class Port(Protocol):
         ...
 
 
+@dataclass
+class _Common:
+    """What an episode and its forks have in common."""
+
+    # What was done before a crash: these numbers of turns and calls are answered from the journal.
+    known_turns: int
+    known_calls: Mapping[int, tuple[ToolStarted, ToolReturned | None]]
+    turns: int = 0
+    calls: int = 0
+    branches: int = 0
+    """The number of the branch begun last."""
+    open_turn: int | None = None
+    """Number of the turn that is asked for and not answered; None: there is none."""
+    is_cut: bool = False
+
+
 class Episode:
-    """One sample's episode. Not for several threads."""
+    """One sample's episode, or a branch of it (`fork`). Not for several threads."""
 
     def __init__(
         self,
@@ -73,26 +94,54 @@ class Episode:
         self.sample, self.prompt, self.limits = sample, prompt, limits
         self.random = np.random.default_rng([seed, *sample])
         """A generator of random numbers that are the same each time that the workflow runs."""
-        self.is_cut = False
-        """Whether a turn was refused for want of tokens or turns."""
         self.last: Turn | None = None
-        """The last turn that has tokens."""
+        """The last turn that has tokens; of a fork, also one from before it."""
         self._conversation, self._tokenizer, self._port = conversation, tokenizer, port
-        # What was done before a crash: these numbers of turns and calls are answered from the journal.
-        self._turns = self._calls = self._segment = 0
-        self._is_sampling = False
-        self._known_turns, self._known_calls = len(conversation.turns), dict(conversation.calls)
+        self._common = _Common(len(conversation.turns), dict(conversation.calls))
+        self._segment, self._at = 0, -1
+        """The number of the branch, and of its last turn; -1 before that."""
         self._messages: list[Mapping[str, Any]] = []
         self._texts: list[str] = []
+        self._numbers: dict[Asked, int] = {}
+        """A session's turn -> its number among the episode's turns."""
+        self._session = None
+        if limits.history == "template" and prompt.messages is not None:
+            self._session = Session(tokenizer, limits.history)
+        self._said: list[Mapping[str, Any]] = [*(prompt.messages or ())]
+        """With history=template: the complete conversation."""
 
     @property
     def turns(self) -> int:
-        """Number of turns so far."""
-        return self._turns
+        """Number of turns so far, those of forks included."""
+        return self._common.turns
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a turn was refused for want of tokens or turns."""
+        return self._common.is_cut
+
+    @property
+    def open_turn(self) -> int | None:
+        """Number of the turn that is asked for and not answered yet; None if there is none."""
+        return self._common.open_turn
 
     @property
     def tokenizer(self) -> Tokenizer:
         return self._tokenizer
+
+    def fork(self) -> Episode:
+        """Returns a second episode of the same sample, which goes on from here as a branch of its own.
+
+        Its first turn continues this one's last turn and what was added since; from there on, each of the two
+        has its own messages and other random keys. The sample is trained on all branches, by its one reward;
+        what is before the fork is trained once. A sample has one turn at a time: await the turn of one branch
+        before another one asks for the next. Turns, calls and `random` are common to all.
+        """
+        fork = copy(self)
+        fork._segment = self._new_branch()
+        fork._messages, fork._texts = self._messages.copy(), self._texts.copy()
+        fork._said = self._said.copy()
+        return fork
 
     async def in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Returns `function(*arguments)`, called in a thread, such as an agent that uses `base_url`.
@@ -109,7 +158,7 @@ class Episode:
         """
         if self.prompt.messages is None:
             self._texts.append(content)
-        elif self._turns == 0:
+        elif self._at < 0:
             raise EpisodeError(
                 f"a message of role {role!r} was added before the first turn; put it into the prompt's "
                 "messages"
@@ -130,46 +179,54 @@ class Episode:
         limit = self.limits.max_tokens if max_tokens is None else max_tokens
         if limit < 1:
             raise EpisodeError(f"max_tokens={max_tokens} leaves no token for the turn; give at least 1")
+        if self._session is not None:
+            return await self._rendered(self._session, limit, stop)
         added = self._added()
-        if self._turns >= self.limits.max_turns or not self._has_room(added):
-            self.is_cut = True
-            nothing = np.zeros(0, np.int32)
-            return Turn("", nothing, np.zeros(0, np.float32), nothing, "length")
-        return await self._sampled(
-            TurnAdded(self.sample, self._segment, self._turns, added, limit, tuple(stop))
-        )
+        if self.turns >= self.limits.max_turns or not self._has_room(added):
+            return self._cut()
+        after = None if self._at == self.turns - 1 else self._at
+        if after == -1:  # other branches have had turns since the prompt
+            added = (*self._conversation.prompt, *added)
+        own = self.sample, self._segment, self.turns, added, limit, tuple(stop), after
+        return await self._sampled(TurnAdded(*own))
 
     async def _sampled(self, event: TurnAdded) -> Turn:
-        turn, self._turns = self._turns, self._turns + 1
-        if turn >= self._known_turns:
+        common = self._common
+        turn, common.turns = common.turns, common.turns + 1
+        if turn >= common.known_turns:
             self._port.emit(event)
         elif (asked := self._conversation.turns[turn][0]) != event:
             raise EpisodeError(
                 f"turn {turn} was asked for as {asked}, and is now as {event}", "workflow_diverged"
             )
-        if turn >= self._known_turns or self._conversation.turns[turn][1] is None:
-            self._is_sampling = True
+        if turn >= common.known_turns or self._conversation.turns[turn][1] is None:
+            common.open_turn = turn
             await self._port.turn_over(turn)
-            self._is_sampling = False
-        self.last = self._turn_of(self._conversation.paths[turn])
+            common.open_turn = None
+        self._at, self.last = turn, self._turn_of(self._conversation.paths[turn])
         return self.last
 
-    async def continued(
-        self, after: int, added: Sequence[int], max_tokens: int | None, stop: Sequence[str]
+    async def chat(
+        self, session: Session | TokenPaths, asked: Asked, limit: int, stop: Sequence[str]
     ) -> Turn | None:
-        """Returns a turn that continues turn number `after` (-1: none) by the tokens `added`; for `Chats`.
+        """Returns the turn that answers a request of a session, which gets the answer, too.
 
-        A turn that does not continue the last one begins a branch. Returns None if there is no room for it.
+        A turn that does not continue the last one begins a branch. `limit`, `stop`: of its tokens. Returns
+        None if there is no room for it.
         """
         self._require_idle()
-        limit = self.limits.max_tokens if max_tokens is None else min(max_tokens, self.limits.max_tokens)
+        after = -1 if asked.parent is None else self._numbers[asked.parent]
         past = len(self._conversation.paths[after].tokens) if after >= 0 else 0
-        if self._turns >= self.limits.max_turns or past + len(added) >= self.limits.length:
-            self.is_cut = True
+        if self.turns >= self.limits.max_turns or past + len(asked.added) >= self.limits.length:
+            self._common.is_cut = True
             return None
-        self._segment += self._turns > 0 and after != self._turns - 1
-        own = self.sample, self._segment, self._turns, tuple(added), max(1, limit), tuple(stop), after
-        return await self._sampled(TurnAdded(*own))
+        if after != self._at:
+            self._segment = self._new_branch()
+        self._numbers[asked] = self.turns
+        own = self.sample, self._segment, self.turns, tuple(asked.added), limit, tuple(stop), after
+        turn = await self._sampled(TurnAdded(*own))
+        session.answered(asked, Sampled(turn.tokens, turn.logp, turn.versions, turn.stop_reason))
+        return turn
 
     @property
     def base_url(self) -> str:
@@ -177,7 +234,7 @@ class Episode:
 
         Raises EpisodeError after a crash: a program that has only this address cannot be run again as it ran.
         """
-        if self._known_turns:
+        if self._common.known_turns:
             raise EpisodeError(
                 "the process ended while an agent had its turns sampled by base_url, and what the agent did "
                 "since is not known",
@@ -202,9 +259,9 @@ class Episode:
         exceeds its deadline.
         """
         name = getattr(function, "__qualname__", type(function).__name__)
-        call, self._calls = self._calls, self._calls + 1
+        call, self._common.calls = self._common.calls, self._common.calls + 1
         begun = ToolStarted(self.sample, call, name, tools.digest(name, arguments, named))
-        before, returned = self._known_calls.get(call, (None, None))
+        before, returned = self._common.known_calls.get(call, (None, None))
         if before is not None and before != begun:
             raise EpisodeError(f"call {call} was {before}, and is now {begun}", "workflow_diverged")
         if returned is not None:
@@ -227,27 +284,55 @@ class Episode:
     # --- inside ---------------------------------------------------------------------------------------------
 
     def _require_idle(self) -> None:
-        if self._is_sampling:
-            raise EpisodeError("a turn was asked for before the last one was sampled; await each generate")
+        if self.open_turn is not None:
+            raise EpisodeError(
+                "a turn was asked for before the last one was sampled; await each generate: a sample, with "
+                "all its forks, has one turn at a time"
+            )
+
+    def _new_branch(self) -> int:
+        self._common.branches += 1
+        return self._common.branches
+
+    async def _rendered(self, session: Session, limit: int, stop: Sequence[str]) -> Turn:
+        """The next turn with history=template, which renders the complete conversation."""
+        self._said += self._taken()
+        asked = session.ask(self._said, self.prompt.tools)
+        turn = await self.chat(session, asked, limit, stop)
+        if turn is None:
+            return self._cut()
+        assert asked.answer is not None
+        self._said.append(asked.answer)
+        return turn
+
+    def _cut(self) -> Turn:
+        """A turn without tokens, for which there was no room."""
+        self._common.is_cut, nothing = True, np.zeros(0, np.int32)
+        return Turn("", nothing, np.zeros(0, np.float32), nothing, "length")
+
+    def _taken(self) -> list[Mapping[str, Any]]:
+        """The messages that were added since the last turn; EpisodeError if there is none."""
+        messages, self._messages = self._messages, []
+        if self._at >= 0 and not messages:
+            raise EpisodeError("nothing was added since the last turn; call episode.add before generate")
+        return messages
 
     def _added(self) -> tuple[int, ...]:
         """The tokens that follow the last turn, or the prompt, by the messages that were added since."""
-        messages, self._messages = self._messages, []
         texts, self._texts = self._texts, []
         if self.prompt.messages is None:
             return tuple(self._tokenizer.encode("".join(texts)))
-        if self._turns == 0:
+        messages = self._taken()
+        if self._at < 0:
             return ()
-        if not messages:
-            raise EpisodeError("nothing was added since the last turn; call episode.add before generate")
-        path = self._conversation.paths[self._turns - 1]
-        answer = path.tokens[path.turn_ids == self._turns - 1].tolist()
+        path = self._conversation.paths[self._at]
+        answer = path.tokens[path.turn_ids == self._at].tolist()
         return tuple(follow_ups_of(self._tokenizer, self.prompt.tools).tokens(messages, answer))
 
     def _has_room(self, added: tuple[int, ...]) -> bool:
         past = len(self._conversation.prompt)
-        if self._turns:
-            past = len(self._conversation.paths[self._turns - 1].tokens)
+        if self._at >= 0:
+            past = len(self._conversation.paths[self._at].tokens)
         return past + len(added) < self.limits.length
 
     def _turn_of(self, so_far: Trajectory) -> Turn:

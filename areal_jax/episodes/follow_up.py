@@ -18,7 +18,7 @@ from areal_jax.tasks.chat_messages import Message
 from areal_jax.tasks.errors import TaskError
 from areal_jax.tasks.tokenizers import Tokenizer
 
-REMEDY = "set episode.history=template, which renders the conversation anew for each turn"
+REMEDY = "set episode.history=template, which renders the complete conversation for each turn"
 
 MARKER = "the answer before"
 """The last answer of a stub; of letters and spaces alone, so that no template changes it."""

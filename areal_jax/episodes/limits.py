@@ -1,10 +1,12 @@
-"""What an episode may use: tokens, turns, seconds."""
+"""What an episode may use: tokens, turns, seconds; and how its chats go on."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from areal_jax.config.sections import EpisodeConfig
+
+History = Literal["exact", "template"]
 
 
 class Limits(NamedTuple):
@@ -17,8 +19,10 @@ class Limits(NamedTuple):
     max_turns: int
     timeout_s: float
     tool_timeout_s: float
+    history: History = "exact"
 
 
 def limits_of(config: EpisodeConfig, length: int, max_tokens: int) -> Limits:
     """Returns the limits of a config's section episode, with generation.length and generation.max_tokens."""
-    return Limits(length, max_tokens, config.max_turns, config.timeout_s, config.tool_timeout_s)
+    own = config.max_turns, config.timeout_s, config.tool_timeout_s, config.history
+    return Limits(length, max_tokens, *own)

@@ -10,6 +10,7 @@ from areal_jax.control import events as e
 from areal_jax.control.events import Event
 from areal_jax.episodes.conversation import Conversation, TurnRequest
 from areal_jax.trajectories.codec import digest_of
+from areal_jax.trajectories.paths import spans_of
 from areal_jax.types import Completion, Prompt, Reward, SampleId, Sampling, Trajectory
 
 EPISODE = (e.TurnAdded, e.TurnFinished, e.ToolStarted, e.ToolReturned, e.EpisodeEnded)
@@ -71,16 +72,17 @@ class Conversations:
     def record(self, event: Event, payload: Trajectory | None) -> tuple[Event, Trajectory | None]:
         """Records an event that is not stale; returns the event and trajectory to journal.
 
-        A TurnFinished gets its digest and, as its trajectory, the sample's up to the end of that turn.
+        A TurnFinished gets its digest, of the path up to its end, and the sample's trajectory so far.
         """
         match event:
             case e.TurnAdded(sample):
                 self.of(sample).add(event)
             case e.TurnFinished(sample, _, turn):
                 assert payload is not None
-                payload = self.of(sample).joined(turn, payload)
-                event = replace(event, digest=digest_of(payload))
-                self.of(sample).finish(event, payload)
+                path = self.of(sample).joined(turn, payload)
+                event = replace(event, digest=digest_of(path))
+                self.of(sample).finish(event, path)
+                payload = self.of(sample).so_far
             case e.ToolStarted(sample, call):
                 self.of(sample).calls[call] = event, None
             case e.ToolReturned(sample, call):
@@ -94,10 +96,9 @@ class Conversations:
         """Returns the end of an ended episode's sample, without its digest, and the trajectory."""
         conversation = self.of(event.sample)
         whole = conversation.whole(event.stop_reason)
-        on_path = set(whole.turn_ids.tolist())
-        turns = [end for _, end in conversation.turns if end is not None and end.turn in on_path]
+        turns = [end for _, end in conversation.turns if end is not None and end.turn in conversation.paths]
         rebuilds = tuple(place for turn in turns for place in turn.rebuilds)
-        of = event.sample, turns[-1].host, whole.spans, event.stop_reason, whole.interruptions, rebuilds
+        of = event.sample, turns[-1].host, spans_of(whole), event.stop_reason, whole.interruptions, rebuilds
         return e.SampleFinished(*of), whole
 
     def rewarded(self, sample: SampleId, completion: Completion) -> Completion:

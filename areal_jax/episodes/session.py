@@ -11,18 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from areal_jax.episodes.follow_up import FollowUps, follow_ups_of
+from areal_jax.episodes.limits import History
 from areal_jax.tasks.chat_messages import Canonical, Message, canonical, frozen, same_answer
 from areal_jax.tasks.errors import TaskError
 from areal_jax.tasks.tokenizers import Tokenizer, chat_tokens
 from areal_jax.tasks.tool_calls import is_in_thought, message_of, parsed_answer
-from areal_jax.types import NOT_SAMPLED
-
-History = Literal["exact", "template"]
 
 
 class Sampled(NamedTuple):
@@ -51,6 +49,11 @@ class Turn:
     children: list[Turn] = field(default_factory=list)
 
     @property
+    def sampled_ids(self) -> list[int]:
+        """The tokens of the answer; empty before it is there."""
+        return [] if self.sampled is None else self.sampled.tokens.tolist()
+
+    @property
     def path(self) -> list[Turn]:
         """The turns from the first one of the conversation to this one."""
         turns: list[Turn] = []
@@ -66,23 +69,9 @@ class Turn:
         tokens: list[int] = []
         for turn in self.path:
             tokens += turn.added
-            if turn is not self and turn.sampled is not None:
-                tokens += turn.sampled.tokens.tolist()
+            if turn is not self:
+                tokens += turn.sampled_ids
         return tokens
-
-
-class Segment(NamedTuple):
-    """A path of turns as arrays of its n tokens; see the fields of `Trajectory`.
-
-    A token that several segments share has a loss in the first of them only.
-    """
-
-    tokens: np.ndarray  # (n,) int32
-    loss_mask: np.ndarray  # (n,) bool
-    behavior_logp: np.ndarray  # (n,) float32
-    versions: np.ndarray  # (n,) int32
-    turn_ids: np.ndarray  # (n,) int32
-    stop_reason: str
 
 
 @dataclass
@@ -100,8 +89,11 @@ class Session:
     """The conversations of one sample; not thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, history: History = "exact") -> None:
-        """`history`: "exact" continues the tokens of a conversation; "template" does so only where the chat
-        template, given the complete conversation, renders the same tokens, and begins a branch elsewhere.
+        """`history`: as episode.history.
+
+        "exact" continues the tokens of a conversation. "template" continues those that the chat template,
+        given the complete conversation, renders again: a branch begins after the last answer of which this
+        is true.
         """
         self._tokenizer, self._history = tokenizer, history
         self._roots: dict[Any, _Root] = {}
@@ -130,11 +122,7 @@ class Session:
             )
         root = self._root(tools, arguments or {})
         said = tuple(map(canonical, messages))
-        parent, used = _longest_path(root.turns, messages, said)
-        added = self._added(root, messages, parent, used)
-        if added is None:
-            parent, used = None, 0
-            added = self._rendered(root, messages)
+        parent, used, added = self._placed(root, messages, *_longest_path(root.turns, messages, said))
         turn = Turn(len(self.turns), parent, said[used:], tuple(added))
         (root.turns if parent is None else parent.children).append(turn)
         self.turns.append(turn)
@@ -147,11 +135,6 @@ class Session:
         ids = [f"call_{turn.number}_{place}" for place in range(len(answer.calls))]
         turn.sampled, turn.answer = sampled, message_of(answer, ids)
         return turn.answer
-
-    def segments(self) -> list[Segment]:
-        """Returns each conversation with an answer, the first one first; a prefix of another is left out."""
-        owned: set[int] = set()
-        return [_segment(leaf.path, owned) for leaf in self._leaves()]
 
     def _leaves(self) -> list[Turn]:
         """The answered turns that no answered turn continues, in their order."""
@@ -167,21 +150,22 @@ class Session:
             self._roots[key] = _Root(follow_ups, tools, arguments)
         return self._roots[key]
 
-    def _added(
+    def _placed(
         self, root: _Root, messages: Sequence[Message], parent: Turn | None, used: int
-    ) -> Sequence[int] | None:
-        """The tokens after the parent's answer; None if the conversation is to be rendered from its start."""
-        if parent is None:
-            return None
-        assert parent.sampled is not None
-        answer = parent.sampled.tokens.tolist()
-        if root.follow_ups is not None:
-            return root.follow_ups.tokens(messages[used:], answer)
-        before, rendered = [*parent.prompt, *answer], self._rendered(root, messages)
-        return rendered[len(before) :] if rendered[: len(before)] == before else None
+    ) -> tuple[Turn | None, int, Sequence[int]]:
+        """Returns the turn to continue, its number of messages, and the tokens after its answer.
 
-    def _rendered(self, root: _Root, messages: Sequence[Message]) -> list[int]:
-        return chat_tokens(self._tokenizer, messages, root.tools, root.arguments)
+        `parent`, `used`: the last turn of the path that the messages continue, and its number of messages.
+        """
+        if parent is not None and root.follow_ups is not None:
+            return parent, used, root.follow_ups.tokens(messages[used:], parent.sampled_ids)
+        rendered = chat_tokens(self._tokenizer, messages, root.tools, root.arguments)
+        while parent is not None:
+            before = [*parent.prompt, *parent.sampled_ids]
+            if rendered[: len(before)] == before:
+                return parent, used, rendered[len(before) :]
+            parent, used = parent.parent, used - len(parent.said) - 1
+        return None, 0, rendered
 
 
 def _longest_path(
@@ -206,29 +190,3 @@ def _longest_path(
             best = turn, end + 1
         pending += [(child, end + 1) for child in turn.children]
     return best
-
-
-def _segment(path: Sequence[Turn], owned: set[int]) -> Segment:
-    """Returns the path's tokens, without a loss for turns in `owned`; adds the path's turns to `owned`."""
-    parts: list[Segment] = []
-    for place, turn in enumerate(path):
-        assert turn.sampled is not None
-        tokens, logp, versions, stop_reason = turn.sampled
-        n = len(tokens)
-        own = Segment(tokens, np.ones(n, bool), logp, versions, np.full(n, place, np.int32), stop_reason)
-        shared = _not_sampled(tokens)._replace(stop_reason=stop_reason)
-        parts += [_not_sampled(turn.added), shared if turn.number in owned else own]
-        owned.add(turn.number)
-    tokens, mask, logp, versions, turn_ids = (
-        np.concatenate([part[column] for part in parts]) for column in range(5)
-    )
-    return Segment(tokens, mask, logp, versions, turn_ids, parts[-1].stop_reason)
-
-
-def _not_sampled(tokens: Sequence[int] | np.ndarray) -> Segment:
-    """Tokens without a loss."""
-    n = len(tokens)
-    nothing = np.full(n, NOT_SAMPLED, np.int32)
-    return Segment(
-        np.array(tokens, np.int32), np.zeros(n, bool), np.zeros(n, np.float32), nothing, nothing, ""
-    )

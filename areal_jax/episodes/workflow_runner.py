@@ -30,6 +30,8 @@ class Gateway(Protocol):
 MOST_TOOLS = 512
 """Maximum number of tools that run in threads at the same time."""
 _STOP_S = 10.0
+_GRACE_S = 1.0
+"""Seconds that cancelled workflows have to end, at a close."""
 
 
 class WorkflowRunner:
@@ -98,7 +100,7 @@ class WorkflowRunner:
     def _opened(self, episode: Episode) -> tuple[str, Callable[[], None]]:
         if self._gateway is None:
             if self._make_gateway is None:
-                raise EpisodeError("agents with a base_url are served in runs only")
+                raise EpisodeError("agents with a base_url are served in runs and by `areal-jax eval` only")
             self._gateway = self._make_gateway()
         return self._gateway.open(episode)
 
@@ -115,7 +117,10 @@ class WorkflowRunner:
             self._live.pop(sample).cancel()
 
     async def _stop(self) -> None:
+        tasks = [live.task for live in self._live.values() if live.task is not None]
         await self._ended_all()
+        if tasks:  # a workflow may need several rounds of the loop to end
+            await asyncio.wait(tasks, timeout=_GRACE_S)
         if self._gateway is not None:
             await self._gateway.stop()
         self._loop.call_soon(self._loop.stop)
@@ -127,6 +132,7 @@ class WorkflowRunner:
             async with live.timeout:
                 reward = await self._workflows[prompt.task](prompt, episode)
             ended = _ended(episode, reward)
+            await live.settled(episode)
         except asyncio.CancelledError:
             if live.is_over:
                 return
@@ -160,7 +166,7 @@ class _Live:
         self._opened, self._url, self._end_chats = opened, "", lambda: None
         self._loop, self._tools, self._emit, self._timeout_s = loop, tools, emit, timeout_s
         self.task: asyncio.Task[None] | None = None
-        self.is_over = False
+        self.is_over = self._is_returned = False
         self._let: dict[Hashable, asyncio.Event] = {}
         self.timeout = asyncio.timeout(timeout_s)
 
@@ -181,6 +187,13 @@ class _Live:
         self.is_over = True
         self._end_chats()
 
+    async def settled(self, episode: Episode) -> None:
+        """Ends the chats, and waits for a turn that a host still samples, as of a client that has left."""
+        self._is_returned = True
+        self._end_chats()
+        if episode.open_turn is not None:
+            await self._wait(("turn", episode.open_turn))
+
     def cancel(self) -> None:
         self.end()
         if self.task is not None:
@@ -190,7 +203,8 @@ class _Live:
         # A host's time is not the workflow's, and has deadlines of its own.
         self.timeout.reschedule(None)
         await self._wait(("turn", turn))
-        self.timeout.reschedule(self._loop.time() + self._timeout_s)
+        if not self._is_returned:  # else a task that the workflow left behind
+            self.timeout.reschedule(self._loop.time() + self._timeout_s)
 
     async def call_allowed(self, call: int) -> None:
         await self._wait(("call", call))
@@ -200,14 +214,14 @@ class _Live:
 
     async def _wait(self, key: Hashable) -> None:
         await self._let.setdefault(key, asyncio.Event()).wait()
-        del self._let[key]
+        self._let.pop(key, None)
 
 
 def _ended(episode: Episode, reward: Any) -> EpisodeEnded:
     """Returns the end of the episode, for which the workflow returned `reward`; checks the reward."""
     if reward is None:
         return EpisodeEnded(episode.sample, None)
-    if episode.last is None:
+    if not episode.turns:
         raise EpisodeError("the workflow returned a reward before its first turn; call episode.generate")
     value = checked(reward)
     of = value.value, tuple(value.parts.items()), value.note

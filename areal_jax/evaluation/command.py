@@ -8,7 +8,8 @@ does not lock the run's folder, and only appends a line to evals.jsonl in that f
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from areal_jax.assembly.run_folder import JOURNAL
 from areal_jax.assembly.sources import RANDOM, open_source
 from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
+from areal_jax.episodes.workflow_runner import Gateway
 from areal_jax.evaluation.evaluator import Evaluator
 from areal_jax.evaluation.run import EvalSettings, Progress
 from areal_jax.models.config import SHAPES
@@ -44,29 +46,32 @@ def eval_model_or_run(
     limit: int | None = None,
     samples: int = EvalSettings.samples,
     progress: Progress = lambda *_: None,
+    *,
+    make_gateway: Callable[[], Gateway] | None = None,
 ) -> dict[str, Any]:
     """Evaluates a model or a run; returns the figures, and appends a run's figures to its evals.jsonl.
 
     `name` is a run's folder, a value of `model.source`, a model's folder or file, or a built-in model size,
     which gets random parameters. `words`: settings that override the config, each `section.key=value`.
     `limit`: number of each task's prompts, None: all; `samples`: sampled completions per prompt, besides a
-    greedy one. `progress`: see `evaluation.run.Progress`. Raises ArealError if there is no such model or run,
-    or the evaluation is impossible.
+    greedy one. `progress`: see `evaluation.run.Progress`; `make_gateway`: see `EvalSettings`. Raises
+    ArealError if there is no such model or run, or the evaluation is impossible.
     """
     folder = Path(name)
+    settings = partial(EvalSettings, limit=limit, samples=samples, make_gateway=make_gateway)
     if (folder / JOURNAL).exists():
-        figures = _eval_run(folder, words, limit, samples, progress)
+        figures = _eval_run(folder, words, settings, progress)
         append_eval(folder, figures)
         return figures
-    return _eval_model(name, words, limit, samples, progress)
+    return _eval_model(name, words, settings, progress)
 
 
 def _eval_model(
-    name: str, words: Sequence[str], limit: int | None, samples: int, progress: Progress
+    name: str, words: Sequence[str], make_settings: Callable[[Config], EvalSettings], progress: Progress
 ) -> dict[str, Any]:
     # Last: the model named on the command line wins.
     config = load_config(DEFAULTS, *words, {"model": model_section(name)})
-    settings, asked = EvalSettings(config, limit, samples), held_out(config.tasks)
+    settings, asked = make_settings(config), held_out(config.tasks)
     use_gpu_environment(config)
     use_compilation_cache()
     source = open_source(config, asked)
@@ -76,13 +81,13 @@ def _eval_model(
 
 
 def _eval_run(
-    folder: Path, words: Sequence[str], limit: int | None, samples: int, progress: Progress
+    folder: Path, words: Sequence[str], make_settings: Callable[[Config], EvalSettings], progress: Progress
 ) -> dict[str, Any]:
     if holder(folder / JOURNAL) is not None:
         os.nice(NICE)  # before jax makes its threads: they inherit it
     trained = load_config(folder / "config.yaml")
     config = load_config(_base_of(trained), *words)
-    settings, asked = EvalSettings(config, limit, samples), held_out(config.tasks)
+    settings, asked = make_settings(config), held_out(config.tasks)
     use_gpu_environment(config)
     use_compilation_cache()
     is_tasks_own = config.model.source == RANDOM and config.model.tokenizer == "auto"

@@ -24,6 +24,7 @@ from areal_jax.assembly.committed import checkpoint_params
 from areal_jax.assembly.parts import Inputs
 from areal_jax.assembly.run_folder import CHECKPOINTS, EXPORTS
 from areal_jax.assembly.sources import explained
+from areal_jax.episodes.workflow_runner import Gateway
 from areal_jax.evaluation.evaluator import Evaluator, as_served
 from areal_jax.evaluation.run import EvalSettings
 from areal_jax.models.model import Params
@@ -53,19 +54,21 @@ class Follower:
         mesh: Mesh | None,
         note: Callable[[str], None],
         fail: Callable[[BaseException], None],
+        *,
+        make_gateway: Callable[[], Gateway] | None = None,
     ) -> None:
         """`inputs`: the run's config, model and held-out tasks; `folder`: the run's folder.
 
         `mesh`: the devices for evaluations; None: checkpoints are exported, not evaluated. The thread calls
         `note` with a line of text for every result and every failed checkpoint, and `fail` with an unexpected
-        exception, which ends the thread.
+        exception, which ends the thread. `make_gateway`: see `EvalSettings`.
         """
         c = self._config = inputs.config
         self._folder, self._source, self._note, self._fail = folder, inputs.source, note, fail
         self._evaluator: Evaluator | None = None
         if mesh is not None:
             assert inputs.held_out is not None
-            settings = EvalSettings(c, c.observe.evaluate)
+            settings = EvalSettings(c, c.observe.evaluate, make_gateway=make_gateway)
             self._evaluator = Evaluator(inputs.model, inputs.held_out, settings, mesh)
         if c.observe.exports:
             with explained("observe.exports"):  # a missing package fails now, not at the first checkpoint

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 from areal_jax.config.tree import Config
 from areal_jax.control.events import Event, RewardFailed
+from areal_jax.episodes.agent import workflows_of
+from areal_jax.episodes.workflow_runner import Gateway
 from areal_jax.evaluation.episode_pass import episode_pass
 from areal_jax.evaluation.result import Failure, PassResult, ScoredPrompt, TaskResult
 from areal_jax.generation.commands import Start
@@ -39,6 +41,8 @@ class EvalSettings:
     """Number of each task's prompts to evaluate, from the first on; None = all."""
     samples: int = 4
     """Completions sampled per prompt at generation.temperature, besides the greedy one; 0 = greedy only."""
+    make_gateway: Callable[[], Gateway] | None = None
+    """Returns what serves the chats of agents, see `WorkflowRunner`; None: nothing, so agents fail."""
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
@@ -62,19 +66,14 @@ def evaluate(
 
     The tasks' weights are ignored. `progress(task, "greedy" or "sampled", prompts, prompts done)` is called
     as rewards arrive; for a task with a workflow, once all have. Raises ArealError for a task without prompts
-    or a prompt without tokens, and for agents, which only runs serve; WaitTimeout if no reward arrives for
-    runtime.deadline_s seconds.
+    or a prompt without tokens; WaitTimeout if no reward arrives for runtime.deadline_s seconds.
     """
     g, r = settings.config.generation, settings.config.runtime
-    if settings.config.episode.agent is not None:
-        raise ArealError(
-            f"episode.agent={settings.config.episode.agent}: an evaluation serves no agents yet; evaluate a "
-            "task with a workflow, or a task by its completions with episode.agent=null"
-        )
     ways = [("greedy", 1, Sampling(temperature=0.0, max_tokens=g.max_tokens))]
     if settings.samples:
         ways.append(("sampled", settings.samples, g.sampling))
     by_name = {name: weighted.task for name, weighted in tasks.items()}
+    workflows = workflows_of(settings.config.episode.agent, tasks)
     results = {}
     with RewardPool(by_name, r.reward_workers, r.reward_timeout_s) as pool:
         for name, task in by_name.items():
@@ -85,9 +84,10 @@ def evaluate(
             passes = {}
             for way, samples, sampling in ways:
                 tell = partial(progress, name, way, count)
-                if task.workflow is not None:
+                if name in workflows:
                     own = (engine, params, task, prompts.fitting)
                     of: Any = dict(samples=samples, sampling=sampling, config=settings.config)
+                    of |= dict(workflow=workflows[name], make_gateway=settings.make_gateway)
                     passes[way] = episode_pass(*own, **of)
                     tell(count)
                     continue

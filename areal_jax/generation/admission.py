@@ -9,13 +9,14 @@ freed. Evicted samples resume before new ones start.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 import numpy as np
 
-from areal_jax.generation.commands import Start, Work
+from areal_jax.generation.commands import Start, Statistics, Work
 from areal_jax.generation.engine import Engine, Prefilling
+from areal_jax.generation.kept_turns import KeptTurns
 from areal_jax.generation.live_slots import LiveSlots
 from areal_jax.generation.slots import MAX_STOP_TOKENS
 from areal_jax.observe.waits import Clock
@@ -78,12 +79,21 @@ class Admission:
     It also keeps the KV of one prefilled prompt, from which all waiting samples of the prompt's group start.
     """
 
-    def __init__(self, live: LiveSlots, slots: range, clock: Clock, settle: Callable[[], None]) -> None:
-        """`settle()` reads and records the results of all decode calls so far."""
+    def __init__(
+        self,
+        live: LiveSlots,
+        slots: range,
+        clock: Clock,
+        settle: Callable[[], None],
+        *,
+        kept: KeptTurns,
+        totals: Statistics,
+    ) -> None:
+        """`settle()` reads and records the results of all decode calls so far; for the rest see `Queues`."""
+        self._kept, self._totals = kept, totals
         self._live, self._slots, self._clock, self._settle = live, slots, clock, settle
         self._engine = live.engine
         self.waiting: deque[Work] = deque()
-        self.prefills = 0
         self._prompt: tuple[Group, Prefilling] | None = None
         """The prompt prefilled last, or in part; None once no waiting sample of its group needs it."""
 
@@ -98,13 +108,19 @@ class Admission:
 
     # --- in ------------------------------------------------------------------------------------------------
 
-    def refill(self, current: VersionedParams, is_held: bool = False) -> Iterator[tuple[Work, str]]:
+    def refill(
+        self,
+        current: VersionedParams,
+        held: Mapping[PolicyVersion, VersionedParams],
+        is_held: bool = False,
+    ) -> Iterator[tuple[Work, str]]:
         """Assign free slots to waiting samples in order, up to the first one that cannot start yet.
 
         That is one that needs a newer version, more free KV pages, or more of its prompt's prefill: a call
         computes at most CHUNKS chunks for each free slot, or as many as needed if no sample is live.
-        `current`: the parameters under which new samples start. If `is_held`, evicted samples resume, but no
-        new sample starts. Yields (sample, reason) for each sample removed because its prompt exceeds device
+        `current`: the parameters under which new samples start; `held`: version -> parameters under which
+        episodes go on that began with them. If `is_held`, evicted samples resume, but no new sample starts.
+        Yields (sample, reason) for each sample removed because its prompt exceeds device
         memory.
         """
         if not self.waiting:
@@ -123,9 +139,10 @@ class Admission:
                 continue
             if is_held:
                 break
+            params = held.get(self._kept.episodes.get(work.sample, -1), current)
             if self._prompt is None or self._prompt[0] != work.group or self._is_prefilling:
                 try:
-                    chunks = self._prefill(work, current, chunks)
+                    chunks = self._prefill(work, params, chunks)
                 except jax.errors.JaxRuntimeError as error:
                     # Out of memory concerns this prompt alone; any other error of the device ends the host.
                     if OUT_OF_MEMORY not in str(error):
@@ -134,27 +151,36 @@ class Admission:
                     continue
                 if self._is_prefilling:
                     break
-            sibling = self._sibling(work, current)
+            sibling = self._sibling(work, params)
             prompt = len(work.start.prompt), sibling is not None
             if not self._has_pages(free[0], self._engine.pages_for(*prompt)):
                 break
             if not self._has_pages(free[0], self._live.pages_for(*prompt)):
                 self._settle()  # the pages suffice only if the sibling is still live
                 continue
-            self._start(free.popleft(), self.waiting.popleft(), sibling, current)
+            self._start(free.popleft(), self.waiting.popleft(), sibling, params)
 
     def _prefill(self, work: Work, params: VersionedParams, chunks: int) -> int:
         """Compute at most `chunks` more chunks of the prompt of `work`; returns how many remain."""
         with self._clock.doing("prefill"):
             if self._prompt is None or self._prompt[0] != work.group:
-                tokens = np.asarray(work.start.prompt, np.int32)
-                self._prompt = work.group, self._engine.begin_prefill(tokens, len(tokens))
+                self._prompt = work.group, self._begun(work, params.version)
             prompt = self._prompt[1]
             while not prompt.is_complete and chunks > 0:
                 prompt, chunks = self._engine.prefill_next(params, prompt), chunks - 1
             self._prompt = work.group, prompt
-            self.prefills += not self._is_prefilling
+            self._totals.prefills += not self._is_prefilling
         return chunks
+
+    def _begun(self, work: Work, version: PolicyVersion) -> Prefilling:
+        """Returns the prompt of `work` with the KV that an earlier turn of its episode has for it."""
+        tokens = np.asarray(work.start.prompt, np.int32)
+        found = self._kept.longest(work.sample, work.start.prompt, version) if work.start.turn else None
+        reused = len(found.kv.common_prefix_tokens) if found is not None else 0
+        work.reused = (found.turn, reused) if found is not None else ()
+        self._totals.prefilled_tokens += len(tokens) - 1 - reused
+        self._totals.reused_tokens += reused
+        return self._engine.begin_prefill(tokens, len(tokens), found.kv if found is not None else None)
 
     def _give_up(self, work: Work, error: Exception) -> Iterator[tuple[Work, str]]:
         """Remove the waiting samples of the group of `work`, because its prompt exceeds device memory.
@@ -166,15 +192,15 @@ class Admission:
         for other in self._remove(lambda other: other.group == work.group):
             yield other, reason
 
-    def _sibling(self, work: Work, current: VersionedParams) -> int | None:
+    def _sibling(self, work: Work, params: VersionedParams) -> int | None:
         """Returns the slot of a live sample of the same group that can share its prompt's pages; or None.
 
-        That prompt was prefilled under `current`. Always None for a client's request if slots are reserved.
+        That prompt was prefilled under `params`. Always None for a client's request if slots are reserved.
         """
         # If requests shared pages, `free_beside` would count one for every slot and reserve too few.
         if work.start.is_request and self._engine.reserved_slots:
             return None
-        wanted = work.group, work.start.is_request, current.version
+        wanted = work.group, work.start.is_request, params.version
         # The youngest sample is the least likely to have ended in decode calls that are not read yet.
         for slot, other in reversed(self._live.works.items()):
             if (other.group, other.start.is_request, other.prompt_version) == wanted:
@@ -202,9 +228,9 @@ class Admission:
         """The slots of this queue that hold a sample, in the order in which they got it."""
         return [slot for slot in self._live.works if slot in self._slots]
 
-    def _start(self, slot: int, work: Work, sibling: int | None, current: VersionedParams) -> None:
+    def _start(self, slot: int, work: Work, sibling: int | None, params: VersionedParams) -> None:
         assert self._prompt is not None
-        work.version, work.digest, work.prompt_version = current.version, current.digest, current.version
+        work.version, work.digest, work.prompt_version = params.version, params.digest, params.version
         self._live.insert(slot, work, self._prompt[1].prefix, sibling)
         # Release the prompt's KV once no waiting sample of the group needs it.
         if not any(other.group == work.group for other in self.waiting):
@@ -260,33 +286,3 @@ class Admission:
         for work in gone:
             self.waiting.remove(work)
         return gone
-
-
-class Queues:
-    """A host's queues: one of rollouts, and one of clients' requests, which have the reserved slots."""
-
-    def __init__(self, live: LiveSlots, clock: Clock, settle: Callable[[], None]) -> None:
-        """`settle()` reads and records the results of all decode calls so far."""
-        reserved, slots = live.engine.reserved_slots, live.engine.slots
-        self.rollouts = Admission(live, range(reserved, slots), clock, settle)
-        self.requests = Admission(live, range(reserved or slots), clock, settle)
-        self.both = self.rollouts, self.requests
-
-    def of(self, work: Work) -> Admission:
-        return self.requests if work.start.is_request else self.rollouts
-
-    @property
-    def evicted(self) -> list[Work]:
-        """The half-decoded waiting samples: evicted on this host, or taken over from another one."""
-        return [work for queue in self.both for work in queue.waiting if work.so_far is not None]
-
-    def add(self, work: Work) -> None:
-        """Puts a sample behind the others of its queue; a later turn of an episode before all new samples."""
-        waiting, turn = self.of(work).waiting, work.start.turn
-        begun = (n for n, other in enumerate(waiting) if other.so_far is None and not other.start.turn)
-        waiting.insert(next(begun, len(waiting)) if turn else len(waiting), work)
-
-    def put_first(self, works: Sequence[Work]) -> None:
-        """Puts samples before all others in their queues."""
-        for work in reversed(works):
-            self.of(work).waiting.appendleft(work)

@@ -14,7 +14,7 @@ from areal_jax.control import events
 from areal_jax.control.events import Event, HostCommand
 from areal_jax.generation.sampling import Truncation
 from areal_jax.generation.slots import Penalties, Prefix
-from areal_jax.types import PolicyVersion, SampleId, Sampling
+from areal_jax.types import PolicyVersion, SampleId, Sampling, VersionSpan
 
 
 @dataclass(frozen=True)
@@ -153,6 +153,8 @@ class Work:
     """Weights version that decodes the sample's next token; -1 until the sample first gets a slot."""
     digest: str = ""
     """Digest (hash) of the parameters of `version`."""
+    reused: tuple[int, ...] = ()
+    """As in TurnFinished: the earlier turn with the KV of which this turn began, for how many tokens."""
     is_stale: bool = False
     """Whether the sample's KV was computed under an older version than `version` and must be recomputed."""
     prompt_version: PolicyVersion = -1
@@ -176,11 +178,21 @@ class Work:
         """What a decode call must compute for this sample."""
         return Truncation.of(self.sampling)
 
-    @property
+    @cached_property
     def group(self) -> tuple[int, ...]:
         """What the samples that share a prefilled prompt have in common."""
-        own = () if self.start.turn is None else (self.sample.member, self.start.turn)
+        own: tuple[int, ...] = ()
+        if self.start.turn is not None:
+            # Workflows may add to the prompt before the first turn.
+            own = (0, *self.start.prompt) if self.start.turn == 0 else (self.start.turn, self.sample.member)
         return self.sample.ordinal, self.sample.attempt, *own
+
+    def ended(self, host: str, spans: tuple[VersionSpan, ...], stop_reason: str) -> Event:
+        """Returns the event that `host` reports at the sample's end, or at that of its turn."""
+        of, turn = (host, spans, stop_reason, self.interruptions, self.rebuilds), self.start.turn
+        if turn is None:
+            return events.SampleFinished(self.sample, *of)
+        return events.TurnFinished(self.sample, self.start.segment, turn, *of, reused=self.reused)
 
     def move_to_host_memory(self) -> None:
         """Copies the KV of a half-decoded sample to host memory, and frees that on the device."""
@@ -203,10 +215,16 @@ class Statistics:
     is_paused: bool = False
     free_pages: int = 0
     pages: int = 0
+    kept_tokens: int = 0
+    """Number of tokens with KV in main memory, for the next turns of open episodes."""
     held_versions: tuple[PolicyVersion, ...] = ()
     generated_tokens: int = 0
     interruptions: int = 0
     """Number of version changes in the middle of samples (after their first token), summed over samples."""
+    prefilled_tokens: int = 0
+    """Number of tokens of prompts for which the KV was computed, once for all samples that share it."""
+    reused_tokens: int = 0
+    """Number of tokens with KV that a turn of an episode took over from an earlier turn."""
     recomputed_tokens: int = 0
     """Number of tokens for which the KV was computed again under a newer version."""
     swaps: int = 0

@@ -5,12 +5,13 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Mapping
 from contextlib import closing
+from typing import Any
 
 from areal_jax.control import events as e
 from areal_jax.episodes.limits import Limits
 from areal_jax.episodes.open_episodes import Conversations
-from areal_jax.episodes.workflow_runner import WorkflowRunner
-from areal_jax.generation.commands import command_of
+from areal_jax.episodes.workflow_runner import Gateway, WorkflowRunner
+from areal_jax.generation.commands import Stop, command_of
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host
 from areal_jax.tasks.errors import TaskError
@@ -37,12 +38,13 @@ def conducted(
     sampling: Sampling,
     seed: int,
     on_failure: Callable[[SampleId, str], object] = _raise,
+    make_gateway: Callable[[], Gateway] | None = None,
 ) -> dict[int, list[Trajectory]]:
     """Conducts `group_size` episodes of each prompt; returns ordinal -> trajectories, without rewards.
 
     `talks` records them, and then has their rewards. `on_failure(sample, reason)` is called if a workflow
     fails or rejects its sample, or if the engine cannot decode a turn; by default it raises TaskError. If it
-    returns, the sample's prompt is left out of the result.
+    returns, the sample's prompt is left out of the result. `make_gateway`: as in `WorkflowRunner`.
     """
     events: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
     deliver = lambda event, trajectory=None: events.put((event, trajectory))  # noqa: E731
@@ -51,7 +53,8 @@ def conducted(
     host = Host("rollout", engine, store, deliver, seed=seed, sampling=sampling)
     asked = {SampleId(n, member): prompt for n, prompt in prompts.items() for member in range(group_size)}
     done: dict[SampleId, Trajectory | None] = {}
-    with closing(WorkflowRunner(workflows, engine.tokenizer, limits, deliver, seed)) as runner:
+    own: Any = dict(make_gateway=make_gateway)
+    with closing(WorkflowRunner(workflows, engine.tokenizer, limits, deliver, seed, **own)) as runner:
         for sample, prompt in asked.items():
             runner.begin(sample, prompt, talks.of(sample))
         while len(done) < len(asked):
@@ -69,8 +72,10 @@ def conducted(
                         runner.call(sample, call)
                     case e.EpisodeEnded(sample, reward) if reward is not None:
                         done[sample] = talks.finished(event)[1]
+                        host.inbox.put(Stop((sample,)))
                     case e.EpisodeEnded(sample) | e.EpisodeFailed(sample) | e.SampleFailed(sample):
                         done[sample] = None
+                        host.inbox.put(Stop((sample,)))
                         on_failure(sample, _reason(event))
             if host.has_work:
                 host.step()

@@ -37,6 +37,7 @@ from areal_jax.generation.sampling import Truncation, require_counted_randomness
 from areal_jax.generation.slots import (
     MAX_STOP_TOKENS,
     DecodeState,
+    ExistingPrefix,
     Penalties,
     Prefix,
     Request,
@@ -44,6 +45,7 @@ from areal_jax.generation.slots import (
     ResultTokens,
 )
 from areal_jax.models.kernels.paged_attention import choose_for
+from areal_jax.models.kv_pages import KVPages
 from areal_jax.models.model import Model, Params
 from areal_jax.models.quantize import has_codes, quantize_tree
 from areal_jax.parallel.mesh import has_fp8, make_mesh, param_shardings, platform_of, replicated
@@ -233,14 +235,16 @@ class Engine(jetstream.Engine):
         params: VersionedParams,
         padded_tokens: np.ndarray,
         true_length: int,
-        existing_prefix: Any = None,
+        existing_prefix: ExistingPrefix | None = None,
         sampler: Any = None,
         **later: Any,
     ) -> Prefix:
         """Returns the prefix `padded_tokens[:true_length]`: these tokens, and the KV of all but the last.
 
-        Raises ArealError if the prompt leaves no space for a completion, if `true_length` exceeds the number
-        of tokens (then the caller has cut the prompt), or if `existing_prefix` or `sampler` is not None.
+        `existing_prefix`: an ExistingPrefix with the KV of the first n tokens, n < `true_length`; that of the
+        others is computed. Raises ArealError if the prompt leaves no space for a completion, if `true_length`
+        exceeds the number of tokens (then the caller has cut the prompt), if the prompt does not begin with
+        the tokens of `existing_prefix`, or if `sampler` is not None.
         """
         self._refuse(sampler)
         if true_length > len(padded_tokens):
@@ -249,9 +253,7 @@ class Engine(jetstream.Engine):
                 f"cut the prompt; give a prompt of at most max_prefill_length={self.max_prefill_length} "
                 "tokens"
             )
-        if existing_prefix is not None:
-            raise ArealError("prefill continues no existing_prefix; leave it out and give the whole prompt")
-        prompt = self.begin_prefill(np.asarray(padded_tokens, np.int32), true_length)
+        prompt = self.begin_prefill(np.asarray(padded_tokens, np.int32), true_length, existing_prefix)
         while not prompt.is_complete:
             prompt = self.prefill_next(params, prompt)
         return prompt.prefix
@@ -323,12 +325,14 @@ class Engine(jetstream.Engine):
         penalties: Penalties | None = None,
         *,
         segment: int = 0,
+        keeps_pages: bool = False,
     ) -> Request:
         """Returns one sample's settings as arrays, for `insert`; its prompt has `prompt_tokens` tokens.
 
-        `sample`, `seed` and `segment` (number of an episode's branch) determine its random draws. Raises
-        ArealError for more than MAX_STOP_TOKENS stop tokens, and for penalties if the engine was made without
-        `has_penalties`.
+        `sample`, `seed` and `segment` (number of an episode's branch) determine its random draws.
+        `keeps_pages`: whether the sample, once ended, has its pages until `free_resource`, so that `extract`
+        can take out its KV. Raises ArealError for more than MAX_STOP_TOKENS stop tokens, and for penalties if
+        the engine was made without `has_penalties`.
         """
         if len(stop_tokens) > MAX_STOP_TOKENS:
             raise ArealError(f"{len(stop_tokens)} stop_tokens are too many; give at most {MAX_STOP_TOKENS}")
@@ -343,13 +347,17 @@ class Engine(jetstream.Engine):
             np.asarray(sampling.min_p, np.float32),
             np.asarray(min(sampling.max_tokens + prompt_tokens, self.length), np.int32),
             stops,
+            np.asarray(keeps_pages),
             self._request_penalty(penalties),
         )
 
-    def begin_prefill(self, tokens: np.ndarray, count: int) -> Prefilling:
+    def begin_prefill(
+        self, tokens: np.ndarray, count: int, existing: ExistingPrefix | None = None
+    ) -> Prefilling:
         """Returns the record of a prefill of `tokens[:count]`, of which no chunk is computed yet.
 
-        Raises ArealError unless `count` is at least 1 and less than the engine's `length`.
+        It goes on after the tokens of `existing`, fewer than `count`. Raises ArealError if these
+        are not the first ones, or unless `count` is at least 1 and less than the engine's `length`.
         """
         if not 1 <= count < self.length:
             raise ArealError(
@@ -358,8 +366,17 @@ class Engine(jetstream.Engine):
             )
         padded = np.zeros(self.length, np.int32)
         padded[:count] = tokens[:count]
-        cache = self._empty_prefix(self._bucket(count))
-        return Prefilling(Prefix(cache, padded, np.asarray(count, np.int32)))
+        known = 0 if existing is None else len(existing.common_prefix_tokens)
+        if existing is None:
+            cache = self._empty_prefix(self._bucket(count))
+        elif known >= count or not np.array_equal(existing.common_prefix_tokens, padded[:known]):
+            raise ArealError(
+                f"the prompt of {count} tokens does not begin with the {known} tokens of existing_prefix; "
+                "give an existing_prefix of fewer tokens, the prompt's first ones"
+            )
+        else:
+            cache = self._with_pages(existing.cache, self._bucket(count))
+        return Prefilling(Prefix(cache, padded, np.asarray(count, np.int32)), known)
 
     def prefill_next(self, params: VersionedParams, prompt: Prefilling) -> Prefilling:
         """Returns `prompt` with one more chunk computed under `params`; do not use the old one again."""
@@ -406,6 +423,13 @@ class Engine(jetstream.Engine):
         """Returns the sample in `slot`, with its `filled` tokens and their KV, as a prefix for `insert`."""
         with Running("extract"):
             return self._extract(decode_state, slot, self._bucket(filled))
+
+    def extract_existing(self, slot: int, decode_state: DecodeState, tokens: np.ndarray) -> ExistingPrefix:
+        """Returns the KV of `tokens`, the first of the slot's sample, except the last, in host memory."""
+        known = np.array(tokens[:-1], np.int32)
+        cache = jax.device_get(self.extract(slot, decode_state, len(tokens)).cache)
+        pages = max(1, self.pages_for(len(known)))
+        return ExistingPrefix(jax.tree.map(lambda leaf: leaf[:, : pages + 1].copy(), cache), known)
 
     def is_own(self, prefix: Prefix) -> bool:
         """Whether the prefix has this engine's page layout, so that `insert` can continue it."""
@@ -501,6 +525,12 @@ class Engine(jetstream.Engine):
         while pages < used:
             pages *= 4
         return min(pages, self.pages_per_slot)
+
+    def _with_pages(self, cache: KVPages, pages: int) -> KVPages:
+        """Returns a copy of a prefix's cache on this engine's devices, with at least so many pages."""
+        lacking = max(0, pages - (cache.k.shape[1] - 1))
+        wider = lambda leaf: np.pad(leaf, [(0, 0), (0, lacking), *[(0, 0)] * (leaf.ndim - 2)])  # noqa: E731
+        return jax.device_put(jax.tree.map(wider, jax.device_get(cache)), self._cache)
 
     def _pages_read(self, end: int) -> int:
         """Returns how many pages of a slot a chunk of recompute reads that ends before position `end`.

@@ -18,9 +18,11 @@ from typing import Any, Literal
 
 from areal_jax.control import events as e
 from areal_jax.generation import commands as c
-from areal_jax.generation.admission import Queues, reason_against
+from areal_jax.generation.admission import reason_against
 from areal_jax.generation.commands import Command, Statistics
 from areal_jax.generation.engine import Engine
+from areal_jax.generation.host_queues import Queues
+from areal_jax.generation.kept_turns import KeptTurns
 from areal_jax.generation.live_slots import LiveSlots, Progress
 from areal_jax.generation.moves import Moves
 from areal_jax.observe.waits import REMEDY, Clock, Timeline, WaitTimeout, get
@@ -65,12 +67,13 @@ class Host:
         on_tokens: Callable[[SampleId, c.Tokens], None] | None = None,
         turn: Callable[[], AbstractContextManager[Any]] = nullcontext,
         calls_ahead: int | Literal["auto"] = "auto",
+        kept_tokens: int | None = None,
         clock: Clock | None = None,
         deadline_s: float = 600.0,
     ) -> None:
         """`seed`, `sampling`: for samples of a Start without them. `deadline_s`: longest wait, see `run`.
 
-        `stops`: token ids that end a sample; None: the tokenizer's end-of-sequence id.
+        `stops`: ids that end a sample; None: its end-of-sequence id. `kept_tokens`: as episode.kept_tokens.
         """
         self.name, self.inbox = name, Queue[Command]()
         self._engine, self._store, self._emit, self._turn = engine, store, emit, turn
@@ -81,7 +84,9 @@ class Host:
         self._slots = LiveSlots(engine, self._clock)
         is_alone = turn is nullcontext and platform_of(engine.mesh) != "cpu"
         self._calls_ahead = int(is_alone) if calls_ahead == "auto" else calls_ahead
-        self._queues = Queues(self._slots, self._clock, self._collect)
+        self._kept = KeptTurns(kept_tokens)
+        self._totals, self._statistics = Statistics(slots=engine.slots, pages=engine.pages), Statistics()
+        self._queues = Queues(self._slots, self._clock, self._collect, kept=self._kept, totals=self._totals)
         self._moves = Moves(self._slots, self._queues, self._clock)
         self._held: dict[PolicyVersion, VersionedParams] = {}
         self._to_serve: PolicyVersion | None = -1 if adopts_on_command else None
@@ -91,7 +96,6 @@ class Host:
         self._stalled_since_s: float | None = None
         self.generated_tokens = 0
         self.tokens_per_s: float | None = None
-        self._totals, self._statistics = Statistics(slots=engine.slots, pages=engine.pages), Statistics()
         self.gaps_s: deque[float] = deque(maxlen=100_000)
         """Seconds between the results of two successive decode calls, if samples were live in between."""
 
@@ -152,8 +156,7 @@ class Host:
             case c.Start():
                 self._accept(command)
             case c.Stop(samples):
-                for queue in self._queues.both:
-                    queue.cancel(set(samples))
+                self._queues.cancel(samples)
                 self._moves.forget(samples)
                 if not self._slots.works:
                     self._last_call_s = None
@@ -185,7 +188,7 @@ class Host:
             return
         if self._to_serve is not None and self._to_serve <= (former.version if former is not None else -1):
             return
-        if self._on_update == "drain" and former is not None and self._is_draining(former.version):
+        if self._on_update == "drain" and former is not None and self._queues.owes(former.version):
             return
         # At the bound no version is adopted; the newest one follows once an older set of parameters is freed.
         if self._on_update == "pinned" and len(self._in_use()) >= self._most_versions:
@@ -202,15 +205,6 @@ class Host:
                 self._totals.swaps += 1
                 self._totals.swap_s += time.perf_counter() - started
         self._emit(e.HostAdopted(self.name, loaded.version, loaded.digest, interrupted), None)
-
-    def _is_draining(self, version: PolicyVersion) -> bool:
-        """Whether samples must still end under `version` before on_update=drain adopts a newer one.
-
-        True while a sample is live or evicted, or if the first waiting rollout may start under `version`.
-        """
-        waiting = self._queues.rollouts.waiting
-        is_owed = bool(waiting) and waiting[0].start.min_version <= version
-        return is_owed or bool(self._slots.works) or bool(self._queues.evicted)
 
     def _put_in_force(self, value: VersionedParams, former: VersionedParams | None) -> int:
         """Make `value` the version under which new samples start; `former` is the one before, None at first.
@@ -229,6 +223,7 @@ class Host:
             self._free_versions()
             return 0
         self._held = {value.version: value}
+        self._kept.adopt(value.version, not is_changed or self._on_update == "keep")
         evicted = self._queues.evicted
         begun = [work for slot, work in self._slots.works.items() if self._slots.has_begun(slot)] + evicted
         for work in begun:
@@ -242,9 +237,8 @@ class Host:
         return sum(not work.start.is_request for work in begun)
 
     def _in_use(self) -> set[PolicyVersion]:
-        """Returns the versions to keep: those of live, evicted and kept samples, and the newest one."""
-        in_use = {work.version for work in [*self._slots.works.values(), *self._queues.evicted]}
-        return in_use | self._moves.versions | ({max(self._held)} if self._held else set())
+        """Returns the versions to keep: those of samples that it decodes or keeps, and the newest one."""
+        return self._queues.versions | self._moves.versions | ({max(self._held)} if self._held else set())
 
     def _free_versions(self) -> None:
         self._held = {version: self._held[version] for version in self._held if version in self._in_use()}
@@ -286,9 +280,10 @@ class Host:
             return
         # While a host drains, new requests wait: they would keep slots live, and the drain would not end.
         is_draining = self._on_update == "drain" and self._store.latest() != current.version
+        held = self._held if self._on_update == "pinned" else {}
         failed = [
-            *self._queues.rollouts.refill(current),
-            *self._queues.requests.refill(current, is_held=is_draining),
+            *self._queues.rollouts.refill(current, held),
+            *self._queues.requests.refill(current, {}, is_held=is_draining),
         ]
         self._totals.recomputed_tokens += self._slots.rebuild(self._held)
         for work, reason in failed:
@@ -321,17 +316,15 @@ class Host:
 
     def _report(self, progress: Progress) -> None:
         """Call `on_tokens` with a sample's new tokens; if it ended, emit SampleFinished or TurnFinished."""
-        records, (slot, work, before, after, reason) = self._slots.records, progress
+        records, (slot, work, before, after, reason, kv) = self._slots.records, progress
         is_heard = work.start.is_request or not self._engine.reserved_slots
         if self._on_tokens is not None and is_heard and after > before:
             self._on_tokens(work.sample, records.since(slot, before))
         if reason:
             trajectory = records.trajectory(slot, work, reason, self._on_update)
-            of = self.name, trajectory.spans, reason, work.interruptions, work.rebuilds
-            ended: e.Event = e.SampleFinished(work.sample, *of)
-            if work.start.turn is not None:
-                ended = e.TurnFinished(work.sample, work.start.segment, work.start.turn, *of)
-            self._emit(ended, trajectory)
+            if kv is not None:
+                self._kept.keep(work, kv)
+            self._emit(work.ended(self.name, trajectory.spans, reason), trajectory)
 
     def _count(self) -> Statistics:
         current = self._current
@@ -345,6 +338,6 @@ class Host:
             free_pages=self._slots.free_pages if self._slots.works else self._engine.shared_pages,
             held_versions=tuple(sorted(self._held)),
             generated_tokens=self.generated_tokens,
-            prefills=sum(queue.prefills for queue in self._queues.both),
+            kept_tokens=self._kept.tokens,
         )
         return Statistics(**counts)

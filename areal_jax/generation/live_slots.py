@@ -15,7 +15,7 @@ import numpy as np
 from areal_jax.generation.commands import SoFar, Tokens, Work
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.sampling import Truncation
-from areal_jax.generation.slots import DecodeState, Prefix, ResultTokens
+from areal_jax.generation.slots import DecodeState, ExistingPrefix, Prefix, ResultTokens
 from areal_jax.observe.waits import Clock
 from areal_jax.types import NOT_SAMPLED, PolicyVersion, Trajectory, VersionedParams
 
@@ -47,6 +47,8 @@ class Progress(NamedTuple):
     after: int
     """Number of its tokens after the call."""
     stop_reason: str
+    kv: ExistingPrefix | None = None
+    """If a turn of an episode ended, the KV of all tokens up to there but the last one, in host memory."""
 
 
 class Collected(NamedTuple):
@@ -110,7 +112,8 @@ class LiveSlots:
             engine, count = self.engine, int(prefix.true_length)
             start, prompt = work.start, len(work.start.prompt)
             of = work.key, work.seed, work.sampling, prompt, work.stops, start.penalties
-            request = engine.request(*of, segment=start.segment)
+            is_turn = start.turn is not None
+            request = engine.request(*of, segment=start.segment, keeps_pages=is_turn)
             self.state = engine.insert(prefix, self.state, slot, request=request, sibling=sibling)
         # Reserved slots take pages that were never counted as free.
         if slot >= engine.reserved_slots:
@@ -229,16 +232,20 @@ class LiveSlots:
 
     def _advance(self, slot: int, before: int, is_live: bool) -> Progress:
         """Returns the Progress of a sample; if it ended, also at a stop text, frees its slot."""
-        work = self.works[slot]
+        work, kv = self.works[slot], None
         is_stopped = self._end_at_text(slot, before)
-        if is_live and is_stopped:  # only the host matches stop texts
+        filled = int(self.records.filled[slot])
+        if work.start.turn is not None and (is_stopped or not is_live):
+            kv = self.engine.extract_existing(slot, self.state, self.records.of(slot)["tokens"])
+        if kv is not None or (is_live and is_stopped):  # only the host matches stop texts
             self.free(slot)
         elif not is_live:
             del self.works[slot]  # `generate` has released its pages
             self._changes += 1
+        if not is_live:
             is_stopped |= int(self.records.of(slot)["tokens"][-1]) in work.stops
         reason = "stop" if is_stopped else "" if is_live else "length"
-        return Progress(slot, work, before, int(self.records.filled[slot]), reason)
+        return Progress(slot, work, before, filled, reason, kv)
 
     def _end_at_text(self, slot: int, before: int) -> bool:
         """Cut the slot's record after the first token that completes a stop text; returns whether one did.

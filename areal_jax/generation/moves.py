@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from areal_jax.generation.admission import Queues, reason_against_kv
+from areal_jax.generation.admission import reason_against_kv
 from areal_jax.generation.commands import Work
+from areal_jax.generation.host_queues import Queues
 from areal_jax.generation.live_slots import LiveSlots
 from areal_jax.observe.waits import Clock
 from areal_jax.types import PolicyVersion, SampleId, VersionedParams

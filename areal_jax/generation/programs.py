@@ -110,7 +110,8 @@ class Programs:
         one_step = partial(self._one_step, params, only & is_served, truncation)
         # The outputs have the steps on their first axis.
         state, (tokens, is_valid, logp, support) = jax.lax.scan(one_step, state, None, self.decode_steps)
-        state = state.replace(pages=state.pages.released(was_live & ~state.is_live))
+        is_over = was_live & ~state.is_live
+        state = state.replace(pages=state.pages.released(is_over & ~state.requests.keeps_pages))
 
         def column(values: Array) -> Array:
             return jnp.broadcast_to(jnp.asarray(values, jnp.int32), only.shape)[:, None]

@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from areal_jax.generation.commands import Start
 from areal_jax.generation.engine import Engine
+from areal_jax.generation.kept_turns import KeptTurns
 from areal_jax.generation.live_slots import LiveSlots
-from areal_jax.generation.slots import Prefix
+from areal_jax.generation.slots import ExistingPrefix, Prefix
 from areal_jax.observe.waits import Timeline
 from areal_jax.types import PolicyVersion, SampleId, Sampling, Trajectory, VersionedParams, VersionSpan
 
@@ -37,6 +39,8 @@ class Finished:
     """The turn's sampler settings; None: the run's."""
     segment: int = 0
     """Number of the episode's branch."""
+    reused: tuple[int, ...] = ()
+    """As in TurnFinished. The earlier turn must have been generated again before."""
 
     def version_at(self, tokens: int) -> PolicyVersion:
         """Returns the version that sampled the next token of a sample of so many tokens."""
@@ -47,11 +51,15 @@ class Regenerator:
     """Decodes finished samples again on one engine, as a host does that has the given settings.
 
     `seed`, `sampling`, `on_update`: those of the run. The engine needs the sizes of the run's hosts: the
-    number of slots may change bits.
+    number of slots may change bits. `turns`: the KV of the turns that were generated again, with which later
+    ones begin; the caller forgets those of samples that have ended.
     """
 
-    def __init__(self, engine: Engine, *, seed: int, sampling: Sampling, on_update: str) -> None:
+    def __init__(
+        self, engine: Engine, turns: KeptTurns, *, seed: int, sampling: Sampling, on_update: str
+    ) -> None:
         self._engine, self._seed, self._sampling, self._on_update = engine, seed, sampling, on_update
+        self._turns = turns
         self._live = LiveSlots(engine, Timeline(None).clock("replay"))
         self._finished: dict[SampleId, Finished] = {}
         self._prompt: tuple[object, Prefix] | None = None
@@ -73,8 +81,10 @@ class Regenerator:
                 self._begin(slot, waiting.popleft(), params)
             self._change_versions(params)
             self._live.decode(params)
-            for slot, work, _, _, reason in self._live.collect(with_all=False).progress:
+            for slot, work, _, _, reason, kv in self._live.collect(with_all=False).progress:
                 found[work.sample] = self._live.records.trajectory(slot, work, reason, self._on_update)
+                if kv is not None:
+                    self._turns.keep(work, kv)
         self._prompt = None
         return found
 
@@ -85,11 +95,22 @@ class Regenerator:
         work.version, work.digest = version, params[version].digest
         if self._prompt is None or self._prompt[0] != (work.group, version):
             tokens = np.asarray(one.prompt, np.int32)
-            prefix = self._engine.prefill(
-                params=params[version], padded_tokens=tokens, true_length=len(tokens)
-            )
-            self._prompt = (work.group, version), prefix
+            of: Any = dict(padded_tokens=tokens, true_length=len(tokens), existing_prefix=self._reused(one))
+            self._prompt = (work.group, version), self._engine.prefill(params=params[version], **of)
+        work.reused = one.reused
         self._live.insert(slot, work, self._prompt[1])
+
+    def _reused(self, one: Finished) -> ExistingPrefix | None:
+        """The KV with which a turn begins; None if it has none, or if the earlier turn's tokens differ now.
+
+        They may differ on another machine, where values are compared within bounds.
+        """
+        existing = self._turns.first(one.sample, *one.reused) if one.reused else None
+        if existing is None or one.prompt[: len(existing.common_prefix_tokens)] != (
+            *existing.common_prefix_tokens.tolist(),
+        ):
+            return None
+        return existing
 
     def _change_versions(self, params: Mapping[PolicyVersion, VersionedParams]) -> None:
         for slot, work in self._live.works.items():

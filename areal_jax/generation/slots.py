@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -99,6 +99,13 @@ class Prefix(struct.PyTreeNode):
     true_length: Int[HostArray, ""]
 
 
+class ExistingPrefix(NamedTuple):
+    """The KV of a prompt's first n tokens, with which its prefill goes on; as in JetStream's API."""
+
+    cache: KVPages
+    common_prefix_tokens: np.ndarray  # (n,) int32
+
+
 class Request(struct.PyTreeNode):
     """The sampling settings of one sample, as arrays, so that one compiled `insert` serves every request.
 
@@ -113,6 +120,7 @@ class Request(struct.PyTreeNode):
     min_p: Float[HostArray, "*N"]
     limit: Int[HostArray, "*N"]  # prompt + completion at most
     stop_tokens: Int[HostArray, "*N E"]
+    keeps_pages: Bool[HostArray, "*N"]  # whether an ended sample has pages until its slot is freed
     penalty: RequestPenalty | None = None
 
 

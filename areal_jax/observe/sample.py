@@ -69,6 +69,8 @@ class SampleView:
     """Number of turns that were sampled; what was added between them has version NOT_SAMPLED."""
     trained_reward: float | None = None
     """The reward that was trained on, if a closed gate withheld a part of it; otherwise None."""
+    branches: Sequence[Sequence[Piece]] = ()
+    """The other paths of an episode that branched, each from its first token on that is trained there."""
 
     @property
     def spans(self) -> list[VersionSpan]:
@@ -85,12 +87,14 @@ class SampleView:
         """One line with the reward and its parts, number of tokens, total log-prob, and the stop reason."""
         reward = "not scored" if self.reward is None else f"reward {self.reward:.3g}"
         parts = ", ".join(f"{name} {value:.3g}" for name, value in self.parts.items())
-        sampled = [piece for piece in self.pieces if piece.version != NOT_SAMPLED]
+        paths = [self.pieces, *self.branches]
+        sampled = [piece for path in paths for piece in path if piece.version != NOT_SAMPLED]
+        turns = f" in {self.turns} turns" + (f" on {len(paths)} paths" if self.branches else "")
         withheld = self.trained_reward is not None
         words = [
             reward + (f" ({parts})" if parts else ""),
             *([f"trained with {self.trained_reward:.3g}: its batch's gate was closed"] if withheld else []),
-            f"{len(sampled)} tokens" + (f" in {self.turns} turns" if self.turns > 1 else ""),
+            f"{len(sampled)} tokens" + (turns if self.turns > 1 else ""),
             f"log-prob {sum(piece.logp for piece in sampled):.2f}",
         ]
         if self.stop_reason:
@@ -111,6 +115,7 @@ class SampleView:
         """Returns all fields as values that JSON can represent; the pieces have the key `tokens`."""
         fields = {name: value for name, value in vars(self).items() if name != "pieces"}
         return fields | {
+            "branches": [[piece._asdict() for piece in path] for path in self.branches],
             "parts": dict(self.parts),
             "versions": [span._asdict() for span in self.spans],
             "tokens": [piece._asdict() for piece in self.pieces],
@@ -133,10 +138,12 @@ def render_sample(view: SampleView, is_coloured: bool = True) -> Group:
     if view.reward_note:
         lines.append(Text(f"judged: {view.reward_note}"))
     lines.append(Text(view.prompt, style="dim"))
-    lines += [_text(view, _version_style, is_coloured), _version_legend(view)]
+    lines += [_text(view.pieces, _version_style, is_coloured), _version_legend(view)]
     if is_coloured:
-        lines += [Text(), _text(view, _logp_style, is_coloured), _logp_legend()]
+        lines += [Text(), _text(view.pieces, _logp_style, is_coloured), _logp_legend()]
         lines += [_block_legend()] if any(piece.block for piece in view.pieces) else []
+    for number, path in enumerate(view.branches, 1):
+        lines += [Text(f"branch {number}", style="bold"), _text(path, _version_style, is_coloured)]
     return Group(*lines)
 
 
@@ -146,10 +153,10 @@ def print_sample(view: SampleView, stream: TextIO) -> None:
     console.print(render_sample(view, console.is_terminal), soft_wrap=True)
 
 
-def _text(view: SampleView, style_of: Callable[[Piece], str], is_marked: bool) -> Text:
-    """Returns the completion; `is_marked`: with ANSWER_MARK before answers."""
+def _text(pieces: Sequence[Piece], style_of: Callable[[Piece], str], is_marked: bool) -> Text:
+    """Returns a completion; `is_marked`: with ANSWER_MARK before answers."""
     text = Text()
-    for block, run in groupby(view.pieces, key=lambda piece: piece.block if is_marked else ""):
+    for block, run in groupby(pieces, key=lambda piece: piece.block if is_marked else ""):
         if block == "answer":
             text.append(ANSWER_MARK, style="bold")
         for piece in run:

@@ -10,6 +10,7 @@ import numpy as np
 
 from areal_jax.control.reward_gate import Gates
 from areal_jax.trajectories.age_mask import trained_mask
+from areal_jax.trajectories.paths import paths_of
 from areal_jax.trajectories.prefix_tree import Sampled, tree_of
 from areal_jax.types import NOT_SAMPLED, Group, PolicyVersion
 
@@ -74,7 +75,8 @@ def _age_figures(step: int, groups: Sequence[Group], oldest: PolicyVersion | Non
     which are 0 if no token is left.
     """
     trajectories = [t for group in groups for t in group.trajectories]
-    versions = np.concatenate([t.versions[trained_mask(t, oldest)] for t in trajectories])
+    paths = [path for t in trajectories for path in paths_of(t)]
+    versions = np.concatenate([path.versions[trained_mask(path, oldest)] for path in paths])
     ages = np.where(versions == NOT_SAMPLED, 0, step - versions)  # a reference answer has no age
     ages = ages if ages.size else np.zeros(1, int)
     heads = [step - t.first_version if t.first_version != NOT_SAMPLED else 0 for t in trajectories]
@@ -90,8 +92,8 @@ def _age_figures(step: int, groups: Sequence[Group], oldest: PolicyVersion | Non
 
 
 def _tree_figures(groups: Sequence[Group]) -> dict[str, int]:
-    """Return the number of tokens of all samples, prompts included, and of their distinct prefixes."""
-    tree = tree_of([Sampled.of(t) for group in groups for t in group.trajectories])
+    """Return the number of tokens of all sequences, prompts included, and of their distinct prefixes."""
+    tree = tree_of([Sampled.of(path) for group in groups for t in group.trajectories for path in paths_of(t)])
     return {"sequence_tokens": tree.sequence_tokens, "tree_tokens": tree.tokens}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from areal_jax.trajectories.codec import ARRAYS
+from areal_jax.trajectories.paths import paths_of
 from areal_jax.types import ArealError, Group, Prompt, SampleId, Sampling, Trajectory
 
 ABOUT = "areal_jax_bundle"
@@ -116,11 +117,14 @@ def groups_to_plain(
     """
     plain, tensors = [], {}
     for one in (one for group in groups for one in group.trajectories):
-        prefix = f"batch.{'.'.join(map(str, one.sample))}."
-        arrays = {name: getattr(one, name) for name in ARRAYS}
-        if is_redacted:
-            arrays["tokens"] = np.where(_is_prompt(one), np.int32(-1), one.tokens)
-        tensors |= {prefix + name: array for name, array in arrays.items() if array is not None}
+        for number, path in enumerate(paths_of(one)):
+            arrays = {name: getattr(path, name) for name in ARRAYS}
+            if is_redacted:
+                arrays["tokens"] = np.concatenate(
+                    [np.full(n := _prompt_tokens(one, path), -1, np.int32), path.tokens[n:]]
+                )
+            found = {name: array for name, array in arrays.items() if array is not None}
+            tensors |= {_name(one.sample, number, name): array for name, array in found.items()}
         plain.append(
             {
                 "sample": list(one.sample),
@@ -130,7 +134,8 @@ def groups_to_plain(
                 "reward_parts": dict(one.reward_parts),
                 "interruptions": one.interruptions,
                 "on_update": one.on_update,
-                "prompt": int(_is_prompt(one).sum()),
+                "prompt": _prompt_tokens(one, one),
+                "branches": [_prompt_tokens(one, path) for path in one.branches],
             }
         )
     return plain, tensors
@@ -144,24 +149,35 @@ def groups_from_plain(bundle: Bundle, prompts: Mapping[int, Sequence[int]]) -> t
     members: dict[int, list[Trajectory]] = {}
     for plain in bundle.about["batch"]:
         sample = SampleId(*plain["sample"])
-        arrays: dict[str, Any] = {
-            name: bundle.tensors.get(f"batch.{'.'.join(map(str, sample))}.{name}") for name in ARRAYS
-        }
-        if sample.ordinal in prompts:
-            arrays["tokens"] = _filled(sample, arrays["tokens"], prompts[sample.ordinal], plain["prompt"])
         rest: dict[str, Any] = {
             name: plain[name] for name in ("stop_reason", "reward", "reward_parts", "interruptions")
         }
         sampling = Sampling(**plain["sampling"] | {"stop": tuple(plain["sampling"]["stop"])})
-        one = Trajectory(sample=sample, sampling=sampling, on_update=plain["on_update"], **rest, **arrays)
-        members.setdefault(sample.ordinal, []).append(one)
+        paths = []
+        for number, count in enumerate([plain["prompt"], *plain.get("branches", ())]):
+            arrays: dict[str, Any] = {
+                name: bundle.tensors.get(_name(sample, number, name)) for name in ARRAYS
+            }
+            if sample.ordinal in prompts:
+                arrays["tokens"] = _filled(sample, arrays["tokens"], prompts[sample.ordinal], count)
+            paths.append(
+                Trajectory(sample, sampling=sampling, on_update=plain["on_update"], **rest, **arrays)
+            )
+        members.setdefault(sample.ordinal, []).append(replace(paths[0], branches=tuple(paths[1:])))
     # The trainer reads a group's trajectories only.
     return tuple(Group(ordinal, Prompt(tokens=()), tuple(found)) for ordinal, found in members.items())
 
 
-def _is_prompt(one: Trajectory) -> np.ndarray:
-    """Returns (n,) bool: whether a token lies before the first sampled one."""
-    return ~np.logical_or.accumulate(one.loss_mask)
+def _name(sample: SampleId, path: int, array: str) -> str:
+    return f"batch.{'.'.join(map(str, sample))}." + (f"branch_{path}." if path else "") + array
+
+
+def _prompt_tokens(one: Trajectory, path: Trajectory) -> int:
+    """Returns the number of a path's tokens before the first sampled one, of the sample `one`."""
+    count = int(np.logical_not(np.logical_or.accumulate(one.loss_mask)).sum())
+    if np.array_equal(one.tokens[:count], path.tokens[:count]):
+        return count  # in a branch, sampled tokens of an earlier path follow
+    return int(np.logical_not(np.logical_or.accumulate(path.loss_mask)).sum())
 
 
 def _filled(sample: SampleId, tokens: Any, prompt: Sequence[int], count: int) -> np.ndarray:

@@ -14,6 +14,7 @@ from areal_jax.config.tree import Config
 from areal_jax.trajectories.leaf_order import Blocks
 from areal_jax.trajectories.leaf_ranges import TOKENS, LeafCosts
 from areal_jax.trajectories.packing import plan_batch
+from areal_jax.trajectories.paths import paths_of
 from areal_jax.trajectories.plan import BatchPlan
 from areal_jax.trajectories.prefix_tree import Sampled
 from areal_jax.trajectories.train_cost import (
@@ -153,7 +154,7 @@ class ComputeChoice:
 
     def _tree_work(self, groups: Sequence[Group], costs: LeafCosts) -> Work:
         a = self._config.algorithm
-        sequences = [[Sampled.of(one) for one in group.trajectories] for group in groups]
+        sequences = [[Sampled.of(p) for one in group.trajectories for p in paths_of(one)] for group in groups]
         each = len(groups) // a.minibatches
         minibatches = [
             [one for group in sequences[start : start + each] for one in group]

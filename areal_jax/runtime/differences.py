@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from areal_jax.trajectories.codec import PRODUCED
+from areal_jax.trajectories.paths import paths_of
 from areal_jax.types import ArealError, SampleId, Trajectory
 
 LOGP_BOUND = {"float32": 1e-3, "bfloat16": 0.25}
@@ -63,9 +64,18 @@ class Comparison:
     def sample(self, place: str, stored: Trajectory, again: Trajectory) -> bool:
         """Returns whether all tokens are equal; raises Difference for the first token that differs too much.
 
+        The paths of an episode that branched are compared one after the other.
         Bit for bit, that is any difference. Within bounds, a token may differ, since rounding decides close
         draws; what comes after it has another context and is not compared.
         """
+        if stored.branches or again.branches:
+            same(place, "number of paths", len(paths_of(stored)), len(paths_of(again)))
+            pairs = zip(paths_of(stored), paths_of(again), strict=True)
+            equal = [self._path(f"{place}, path {n}", *pair) for n, pair in enumerate(pairs)]
+            return all(equal)
+        return self._path(place, stored, again)
+
+    def _path(self, place: str, stored: Trajectory, again: Trajectory) -> bool:
         if not self.is_bounded:
             same_arrays(place, stored, again)
             return True

@@ -45,7 +45,8 @@ class Driver:
         self._view, self._metrics, self._timeline = context.view, context.metrics, context.timeline
         task_of = lambda ordinal: inputs.prompts.place(ordinal)[0]  # noqa: E731
         start_s = context.history[-1].metrics["wall_s"] if context.history else 0.0
-        rows = RowMaker(take_totals, hosts, start_s, tuple(inputs.tasks), task_of, context.config.control)
+        own = start_s, tuple(inputs.tasks), task_of, context.config.control
+        rows = RowMaker(take_totals, hosts, *own, has_episodes=bool(inputs.workflows))
         self.control = context.control
         self.choice = ComputeChoice(context.config, (batch.metrics for batch in context.history))
         """Plans the batches for the endpoint `train`."""

@@ -30,7 +30,7 @@ from areal_jax.runtime.interrupts import interrupts_sent
 from areal_jax.runtime.talking import training_host
 from areal_jax.runtime.trainer_loop import Trainer, held_batch
 from areal_jax.runtime.turns import OneDevice
-from areal_jax.runtime.workflow_parts import make_runner
+from areal_jax.runtime.workflow_parts import make_gateway, make_runner
 from areal_jax.tasks.pool import RewardPool
 from areal_jax.trainer.checkpoint import Checkpointer
 from areal_jax.trainer.state import TrainState
@@ -84,7 +84,9 @@ class LocalRun:
         self._follower = None
         if c.observe.evaluate or c.observe.exports:
             on = parts.devices.evaluation
-            self._follower = Follower(parts, folder, on, view.note, self._inbox.put)
+            self._follower = Follower(
+                parts, folder, on, view.note, self._inbox.put, make_gateway=make_gateway
+            )
         bodies = {"trainer": self.trainer.run} | {host.name: body for host, body in hosts}
         self._threads = [reporting_thread(name, body, self._inbox.put) for name, body in bodies.items()]
 
@@ -167,12 +169,14 @@ class LocalRun:
         except ArealError as error:
             crashed.append(error)
         self._timeline.close()
-        if self._follower is not None:
-            try:
-                if is_complete and not crashed:
-                    self._follower.finish(self._deadline_s)
-            finally:
+        try:
+            if self._follower is not None and is_complete and not crashed:
+                self._follower.finish(self._deadline_s)
+        finally:
+            if self._follower is not None:
                 self._follower.stop(STOP_S)
+            for weighted in (*self._parts.tasks.values(), *(self._parts.held_out or {}).values()):
+                weighted.task.close()
         return crashed + [message for message in self._waiting() if isinstance(message, BaseException)]
 
     def _waiting(self) -> list[Message]:

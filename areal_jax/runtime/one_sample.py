@@ -6,6 +6,7 @@ from pathlib import Path
 
 from areal_jax.assembly.parts import assemble
 from areal_jax.control.events import SampleFinished
+from areal_jax.generation.kept_turns import KeptTurns
 from areal_jax.generation.regenerate import Finished
 from areal_jax.runtime.differences import Comparison, Difference, name_of
 from areal_jax.runtime.past_versions import Note, OutOfReach, past_versions
@@ -82,7 +83,7 @@ class _OneSample:
                 wire = wire_copy(past.value, parts.config.wire_dtype)
                 held[wire.version] = engine.load_params(wire)
         prompt = parts.prompt_tokens(event.sample.ordinal)
-        made = make_regenerator(parts.config, engine).run(
+        made = make_regenerator(parts.config, engine, KeptTurns()).run(
             [Finished(event.sample, prompt, event.spans, event.rebuilds)], held
         )
         compare_sample(found, self._compared, self._run.journal, event, made[event.sample])

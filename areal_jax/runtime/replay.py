@@ -20,8 +20,9 @@ from areal_jax.config.tree import Config
 from areal_jax.control import events as e
 from areal_jax.control.machine import ControlPlane
 from areal_jax.control.reward_gate import paid
-from areal_jax.episodes.conversation import Conversation, up_to
+from areal_jax.episodes.conversation import Conversation
 from areal_jax.generation.engine import Engine
+from areal_jax.generation.kept_turns import KeptTurns
 from areal_jax.generation.regenerate import Finished, Regenerator
 from areal_jax.observe.waits import Timeline
 from areal_jax.runtime.compute_choice import recorded_choice
@@ -32,6 +33,7 @@ from areal_jax.runtime.trainer_loop import batch_again, train_batch
 from areal_jax.trainer.state import TrainState
 from areal_jax.trajectories.codec import digest_of
 from areal_jax.trajectories.journal import JournalError, Row, with_rewards
+from areal_jax.trajectories.paths import spans_of
 from areal_jax.trajectories.sqlite import SqliteQueue
 from areal_jax.types import Group, PolicyVersion, SampleId, Trajectory, VersionedParams
 from areal_jax.weights.store import wire_copy
@@ -110,7 +112,9 @@ class Replay:
         self._stretch, self._later = first, list(run.stretches[1:])
         self._clock = Timeline(None).clock("replay")
         self._engine = self.parts.engine(0)
-        self._regenerator = make_regenerator(first.config, self._engine)
+        self._turns = KeptTurns()
+        """The KV of open episodes' turns, with which their next turns begin."""
+        self._regenerator = make_regenerator(first.config, self._engine, self._turns)
         self._held: dict[PolicyVersion, VersionedParams] = {}
         """The versions that samples still need, as the engine decodes with them."""
         self._published: dict[PolicyVersion, str] = {}
@@ -199,7 +203,7 @@ class Replay:
             assert talk is not None
             tokens, sampling = talk.request(event.turn, self.parts.config.generation.sampling)
             own = event.turn, sampling, event.segment
-            yield Finished(sample, tokens, event.spans, event.rebuilds, *own)
+            yield Finished(sample, tokens, event.spans, event.rebuilds, *own, reused=event.reused)
         elif event.spans and talk is None:
             yield Finished(sample, self.parts.prompt_tokens(sample.ordinal), event.spans, event.rebuilds)
 
@@ -209,11 +213,12 @@ class Replay:
         if isinstance(event, e.TurnFinished):
             assert talk is not None and made is not None
             again = talk.joined(event.turn, made)
+            talk.finish(event, again)
         elif talk is not None:
             again = talk.whole(event.stop_reason)
         else:
             again = made or self.parts.reference(event.sample)
-        stored = compare_sample(self.found, self._compared, self._journal, event, again)
+        stored = compare_sample(self.found, self._compared, self._journal, event, again, talk)
         # Bit for bit they are the same. Within bounds, both trainers must see the journal's samples.
         used = stored if stored and self._compared.is_bounded else again
         if isinstance(event, e.TurnFinished):
@@ -221,6 +226,7 @@ class Replay:
             talk.finish(event, used)
         else:
             self._members[event.sample] = used
+            self._turns.forget([event.sample])
 
     # --- steps ----------------------------------------------------------------------------------------------
 
@@ -253,9 +259,9 @@ class Replay:
             one: kept for one, kept in self._members.items() if (one.ordinal, one.attempt) in open_now
         }
         self._scored = {one: kept for one, kept in self._scored.items() if one in open_now}
-        self._conversations = {
-            one: kept for one, kept in self._conversations.items() if (one.ordinal, one.attempt) in open_now
-        }
+        ended = {one for one in self._conversations if (one.ordinal, one.attempt) not in open_now}
+        self._conversations = {one: kept for one, kept in self._conversations.items() if one not in ended}
+        self._turns.forget(ended)
 
     def _publish(self, value: VersionedParams, seq: int) -> None:
         """Holds the version for samples that need it, and drops those that none after event `seq` needs."""
@@ -275,7 +281,7 @@ class Replay:
         if parts is not self.parts:
             self._generate()
             self.parts = parts
-            self._regenerator = make_regenerator(parts.config, self._engine)
+            self._regenerator = make_regenerator(parts.config, self._engine, self._turns)
 
     # --- comparing ------------------------------------------------------------------------------------------
 
@@ -298,26 +304,31 @@ class Replay:
 
 
 def compare_sample(
-    found: Replayed, compared: Comparison, journal: SqliteQueue, event: Sampled, again: Trajectory
+    found: Replayed,
+    compared: Comparison,
+    journal: SqliteQueue,
+    event: Sampled,
+    again: Trajectory,
+    talk: Conversation | None = None,
 ) -> Trajectory | None:
     """Compares a sample that was generated `again` with the journal, and counts it in `found`.
 
-    The end of a turn counts no sample and no token, because the end of the sample counts all of them. Returns
-    the journaled trajectory up to there; None if it was deleted after training (observe.keep_groups). Raises
-    Difference for the first value that differs.
+    `talk`: the sample's episode up to there, with `again`, if it is one. The end of a turn counts no sample
+    and no token, because the end of the sample counts all of them. Returns the journaled trajectory up to
+    there; None if it was deleted after training (observe.keep_groups). Raises Difference for the first value
+    that differs.
     """
     turn, is_equal = (event.turn if isinstance(event, e.TurnFinished) else None), True
     place = f"sample {name_of(event.sample)}" + ("" if turn is None else f", turn {turn}")
     count = again.completion_tokens if turn is None else 0
     try:
         stored = journal.trajectory(event.sample)
-        if turn is not None:  # a branch that was left is compared by its digest alone
-            is_stored = turn in stored.turn_ids
-            stored = up_to(stored, turn, event.stop_reason) if is_stored else None
+        if talk is not None and turn is not None:  # None: an older version did not store this branch
+            stored = talk.stored_paths(stored).get(turn)
     except JournalError:
         stored = None
     if stored is not None:
-        same(place, "spans", event.spans, stored.spans[-len(event.spans) :])
+        same(place, "spans", event.spans, spans_of(stored)[-len(event.spans) :])
         is_equal = compared.sample(place, stored, again)
         found.by_value += count
     if event.digest and not compared.is_bounded:
@@ -331,10 +342,10 @@ def compare_sample(
     return stored
 
 
-def make_regenerator(config: Config, engine: Engine) -> Regenerator:
-    """Returns what generates samples of a run with this config again."""
-    sampling = config.generation.sampling
-    return Regenerator(engine, seed=config.run.seed, sampling=sampling, on_update=config.on_update)
+def make_regenerator(config: Config, engine: Engine, turns: KeptTurns) -> Regenerator:
+    """Returns what generates samples of a run with this config again; `turns`: as in Regenerator."""
+    own: Any = dict(seed=config.run.seed, sampling=config.generation.sampling, on_update=config.on_update)
+    return Regenerator(engine, turns, **own)
 
 
 def _last_needed(journal: SqliteQueue) -> dict[PolicyVersion, int]:

@@ -28,14 +28,16 @@ from areal_jax.generation.commands import Statistics
 from areal_jax.observe.waits import CONTROL, CONTROL_ALONE, HELD, idle_share
 from areal_jax.runtime.batch_figures import batch_figures, length_figures, reward_figures
 from areal_jax.trajectories.age_mask import oldest_trained
+from areal_jax.trajectories.paths import turns_of
 from areal_jax.types import Group
 
 BY_TASK = ("reward_mean", "signal_share", "completion_tokens_mean", "truncated_share")
 """Fields of a metrics row that a run with several tasks also has for each task, besides `failed_rewards`."""
 
-HOST_COUNTS = ("swaps", "swap_s", "recomputed_tokens", "evictions")
+HOST_COUNTS = ("swaps", "swap_s", "recomputed_tokens", "evictions", "prefilled_tokens", "reused_tokens")
 """Fields of the hosts' `Statistics` that a metrics row sums: versions adopted, seconds spent on adopting
-versions, tokens recomputed, samples evicted because pages ran out."""
+versions, tokens recomputed, samples evicted because pages ran out, prompt tokens computed, and tokens with KV
+from an earlier turn."""
 
 
 Totals = Callable[[], Mapping[str, Mapping[str, float]]]
@@ -73,7 +75,8 @@ class RowMaker:
     `take_totals()` returns component -> activity -> seconds since its last call. `start_s`: seconds that the
     run took before this process. `tasks`: names of the run's tasks; with several tasks, a row also has
     figures for each task. `task_of(ordinal)` returns the name of the group's task. `control`: with
-    over_age=hold or mask, a row also has what that costs.
+    over_age=hold or mask, a row also has what that costs. `has_episodes`: whether a task has a workflow; a
+    row then has figures of episodes.
     """
 
     def __init__(
@@ -84,6 +87,8 @@ class RowMaker:
         tasks: Sequence[str] = (),
         task_of: Callable[[int], str] = lambda _: "",
         control: ControlConfig | None = None,
+        *,
+        has_episodes: bool = False,
     ) -> None:
         self._take_totals, self._hosts = take_totals, hosts
         self._tasks, self._task_of = tasks if len(tasks) > 1 else (), task_of
@@ -93,8 +98,9 @@ class RowMaker:
         self._generated = 0
         self._host_totals: Mapping[str, float] = dict.fromkeys(HOST_COUNTS, 0)
         self._interruptions = self._moved = 0
-        self._episodes: Counter[str] | None = None
-        """Counts of episodes' events; None before the first one of the run."""
+        self._has_episodes = has_episodes
+        self._episodes: Counter[str] = Counter()
+        """Counts of episodes' events since the last row."""
         self._failed: Counter[str] = Counter()
         self._dropped: Counter[str] = Counter()
         self._reissued: Counter[str] = Counter()
@@ -108,7 +114,6 @@ class RowMaker:
         elif isinstance(event, RewardFailed):
             self._failed[self._task_of(event.ordinal)] += 1
         elif isinstance(event, TurnFinished | ToolStarted | EpisodeFailed):
-            self._episodes = Counter() if self._episodes is None else self._episodes
             self._episodes[event.reason if isinstance(event, EpisodeFailed) else type(event).__name__] += 1
         for action in actions:
             if isinstance(action, Drop):
@@ -204,13 +209,14 @@ class RowMaker:
 
     def _episode_figures(self, groups: Sequence[Group]) -> dict[str, float]:
         """Return figures of the episodes since the last row; empty for a run without episodes."""
-        if self._episodes is None:
+        if not self._has_episodes:
             return {}
         counts, self._episodes = self._episodes, Counter()
-        turns = [len(set(t.turn_ids[t.loss_mask].tolist())) for group in groups for t in group.trajectories]
+        samples = [t for group in groups for t in group.trajectories]
         return {
-            "turns_mean": fmean(turns),
-            "turns_max": max(turns),
+            "turns_mean": fmean(turns_of(t) for t in samples),
+            "turns_max": max(turns_of(t) for t in samples),
+            "branches_mean": fmean(len(t.branches) for t in samples),
             "tool_calls": counts["ToolStarted"],
             "calls_in_doubt": counts["tool_in_doubt"],
             "failed_episodes": counts["failed_episode"] + counts["workflow_diverged"] + counts["agent_lost"],

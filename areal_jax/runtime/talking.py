@@ -54,6 +54,7 @@ def training_host(
         adopts_on_command=config.places_versions,
         turn=partial(turns.turn, "host", clock) if turns else nullcontext,
         calls_ahead=config.generation.calls_ahead,
+        kept_tokens=config.episode.kept_tokens,
         clock=clock,
         deadline_s=config.runtime.deadline_s,
     )

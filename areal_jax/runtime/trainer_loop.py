@@ -32,6 +32,7 @@ from areal_jax.trainer.learner import Learner
 from areal_jax.trainer.state import TrainState
 from areal_jax.trajectories.age_mask import oldest_trained, trained_mask
 from areal_jax.trajectories.leaf_ranges import TOKENS, LeafCosts
+from areal_jax.trajectories.packing import by_place
 from areal_jax.trajectories.plan import BatchPlan, fill
 from areal_jax.types import ArealError, Group, SampleId, Trajectory, VersionedParams
 from areal_jax.weights.store import ParamPublisher
@@ -40,7 +41,7 @@ BATCH = "a batch from the control plane"
 
 Source = Callable[[Mapping[int, SampleId]], Mapping[int, Trajectory]]
 """`source(samples)` returns the scored trajectories of at least these samples. Keys of `samples` and of the
-result are the trajectories' indices in the batch's plan.
+result are the indices in the batch's plan, where a sample that branched has several.
 """
 
 
@@ -59,9 +60,7 @@ class TrainBatch:
 
 def held_batch(step: int, groups: Sequence[Group], plan: BatchPlan) -> TrainBatch:
     """Make the command to train `groups`, which are in this process's memory, as step `step`."""
-    groups = sorted(groups, key=lambda group: group.ordinal)
-    held = dict(enumerate(one for group in groups for one in group.trajectories))
-    ordinals = tuple(group.ordinal for group in groups)
+    held, ordinals = by_place(groups), tuple(sorted(group.ordinal for group in groups))
     return TrainBatch(step, ordinals, plan, lambda places: held)
 
 

@@ -17,8 +17,9 @@ from areal_jax.tasks.interleaved import Interleaved
 from areal_jax.tasks.source import BUILTIN, PromptStream, WeightedTask, load_tasks
 from areal_jax.tasks.text import token_pieces
 from areal_jax.tasks.tokenizers import Tokenizer
+from areal_jax.trajectories.paths import turns_of
 from areal_jax.trajectories.sqlite import SqliteQueue
-from areal_jax.types import ArealError, SampleId
+from areal_jax.types import ArealError, SampleId, Trajectory
 
 SHOWN = 3
 """Maximum number of samples of each kind (best, worst, most interrupted) that a report shows."""
@@ -78,16 +79,13 @@ class Viewer:
         t = self._journal.trajectory(sample)
         # Between the turns of an episode are tokens that were not sampled.
         first = int(t.loss_mask.argmax()) if t.loss_mask.any() else len(t.tokens)
-        tokens = t.tokens[first:].tolist()
         task = self.task_of(sample.ordinal)
-        texts, blocks = token_texts(tokens, self._tokenizer), self._blocks(tokens, task)
-        versions, logps = t.versions[first:].tolist(), t.behavior_logp[first:].tolist()
         gates = self._gates.get(sample.ordinal, ())
         (paid,) = rewards_of([t.reward or 0.0], [t.reward_parts], gates)
         return SampleView(
             sample="/".join(map(str, sample if sample.attempt else sample[:2])),
             prompt=self._tokenizer.decode(t.tokens[:first].tolist()),
-            pieces=[Piece(*piece) for piece in zip(texts, versions, logps, blocks, strict=True)],
+            pieces=self._pieces(t, task),
             reward=t.reward,
             parts=t.reward_parts,
             stop_reason=t.stop_reason,
@@ -96,7 +94,8 @@ class Viewer:
             truncated=t.truncated,
             interruptions=t.interruptions,
             completion=self._tokenizer.decode(t.tokens[t.loss_mask].tolist()),
-            turns=len(set(t.turn_ids[t.loss_mask].tolist())),
+            turns=turns_of(t),
+            branches=[self._pieces(branch, task) for branch in t.branches],
             trained_reward=None if all(is_paid for _, is_paid in gates) else paid,
         )
 
@@ -107,6 +106,14 @@ class Viewer:
             return {}
         trained = self._journal.events("BatchTrained")
         return {ordinal: gates_in(event.metrics) for event in trained for ordinal in event.ordinals}
+
+    def _pieces(self, path: Trajectory, task: str) -> list[Piece]:
+        """Return the path's tokens from the first one on that was sampled."""
+        first = int(path.loss_mask.argmax()) if path.loss_mask.any() else len(path.tokens)
+        tokens = path.tokens[first:].tolist()
+        texts, blocks = token_texts(tokens, self._tokenizer), self._blocks(tokens, task)
+        versions, logps = path.versions[first:].tolist(), path.behavior_logp[first:].tolist()
+        return [Piece(*piece) for piece in zip(texts, versions, logps, blocks, strict=True)]
 
     def _blocks(self, tokens: Sequence[int], task: str) -> list[str]:
         if template := self._template(task):

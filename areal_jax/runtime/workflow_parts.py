@@ -19,10 +19,11 @@ def make_runner(
     """Returns the runner of a run's workflows; `emit(event)` receives their events."""
     limits = limits_of(config.episode, config.generation.length, config.generation.max_tokens)
     own = workflows, tokenizer, limits, emit, config.run.seed
-    return WorkflowRunner(*own, make_gateway=_make_gateway)
+    return WorkflowRunner(*own, make_gateway=make_gateway)
 
 
-def _make_gateway() -> Gateway:
+def make_gateway() -> Gateway:
+    """Returns what serves the chats of agents; called in the event loop of their workflows."""
     with needing("episode.base_url", "serve"):
         from areal_jax.serving.episode_gateway import EpisodeGateway
     return EpisodeGateway()

@@ -1,7 +1,8 @@
 """OpenAI's chat interface to the episodes of a process, each at an address with a secret of its own.
 
-The address is all that an agent knows: `/episodes/SECRET/v1`. Tokens are drawn as the run's config says, so
-what a request says of temperature, top_k and the like is not used.
+The address is all that an agent knows: `/episodes/SECRET/v1`. An agent that renders its prompts itself posts
+their token ids to `/episodes/SECRET/inference/v1/generate`, as to vLLM. Tokens are drawn as the run's config
+says, so what a request says of temperature, top_k and the like is not used.
 """
 
 from __future__ import annotations
@@ -10,18 +11,20 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from areal_jax.episodes.chats import ChatRequest, Chats, ChatTurn, NoRoomError
+from areal_jax.episodes.chats import ChatRequest, Chats, ChatTurn, NoRoomError, OverError
 from areal_jax.episodes.episode import Episode
+from areal_jax.serving.generate_bodies import GenerateBody, generated, parsed, token_request
 from areal_jax.serving.listening import listening
 from areal_jax.serving.openai_api import body_of, error_response
 from areal_jax.serving.openai_bodies import StreamOptions
@@ -61,10 +64,11 @@ class EpisodeGateway:
         self._chats: dict[str, Chats] = {}
         opened = listening("127.0.0.1", 0)
         self._port = opened.getsockname()[1]
-        path = "/episodes/{secret}/v1"
+        path = "/episodes/{secret}"
         routes = [
-            Route(f"{path}/models", self._models, methods=["GET"]),
-            Route(f"{path}/chat/completions", self._chat, methods=["POST"]),
+            Route(f"{path}/v1/models", self._models, methods=["GET"]),
+            Route(f"{path}/v1/chat/completions", self._chat, methods=["POST"]),
+            Route(f"{path}/inference/v1/generate", self._generate, methods=["POST"]),
         ]
         app = Starlette(routes=routes)
         config = uvicorn.Config(app, log_config=None, lifespan="off", access_log=False, timeout_keep_alive=60)
@@ -78,7 +82,8 @@ class EpisodeGateway:
         return f"http://127.0.0.1:{self._port}/episodes/{secret}/v1", lambda: self._close(secret)
 
     def _close(self, secret: str) -> None:
-        self._chats.pop(secret, None)
+        if (chats := self._chats.pop(secret, None)) is not None:
+            chats.close()
 
     async def stop(self) -> None:
         self._server.should_exit = self._server.force_exit = True
@@ -89,23 +94,22 @@ class EpisodeGateway:
     def _of(self, request: Request) -> Chats:
         chats = self._chats.get(request.path_params["secret"])
         if chats is None:
-            raise RequestError("NOT_FOUND", "there is no such episode, or it has ended; end the agent")
+            raise _over()
         return chats
 
     async def _models(self, request: Request) -> Response:
         try:
-            self._of(request)
+            longest = self._of(request).most_tokens
         except RequestError as error:
             return error_response(error)
         own = {"id": MODEL, "object": "model", "created": 0, "owned_by": "areal-jax"}
-        return JSONResponse({"object": "list", "data": [own]})
+        return JSONResponse({"object": "list", "data": [own | {"max_model_len": longest}]})
 
     async def _chat(self, request: Request) -> Response:
         try:
             chats = self._of(request)
             asked = _asked(await body_of(request))
-            retries = request.headers.get(RETRY, "0")
-            found = await _answered(chats, asked, retries.isdecimal() and int(retries) > 0)
+            found = await _answered(chats, asked, _is_retry(request))
         except RequestError as error:
             return error_response(error)
         except ClientDisconnect:
@@ -115,16 +119,44 @@ class EpisodeGateway:
             return StreamingResponse(answer.streamed(), media_type="text/event-stream")
         return JSONResponse(answer.whole())
 
+    async def _generate(self, request: Request) -> Response:
+        try:
+            chats = self._of(request)
+            asked = token_request(parsed(GenerateBody, await body_of(request)), chats.vocab_size)
+            with _refusals():
+                turn = await chats.extend(asked, _is_retry(request))
+        except RequestError as error:
+            return error_response(error)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        return JSONResponse(generated(turn, len(asked.tokens)))
+
+
+def _is_retry(request: Request) -> bool:
+    retries = request.headers.get(RETRY, "0")
+    return retries.isdecimal() and int(retries) > 0
+
+
+def _over() -> RequestError:
+    return RequestError("NOT_FOUND", "there is no such episode, or it has ended; end the agent")
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    try:
+        yield
+    except OverError:
+        raise _over() from None
+    except NoRoomError:
+        raise RequestError(
+            "INVALID_ARGUMENT",
+            "the conversation exceeds generation.length, or the episode has had episode.max_turns turns; end "
+            "the conversation",
+        ) from None
+
 
 def _asked(body: bytes) -> Asked:
-    try:
-        asked = Asked.model_validate(json.loads(body))
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(map(str, first["loc"])) or "the body"
-        raise invalid(f"{name}: {first['msg']}, but is {first['input']!r:.80}") from None
-    except (ValueError, RecursionError) as error:
-        raise invalid(f"the body is not JSON ({error}); send a JSON object") from None
+    asked = parsed(Asked, body)
     if asked.tool_choice not in (None, "auto", "none"):
         raise invalid(f"tool_choice={asked.tool_choice!r:.80}: a policy cannot be made to call a tool")
     return asked
@@ -134,17 +166,12 @@ async def _answered(chats: Chats, asked: Asked, is_retry: bool) -> ChatTurn:
     tools = asked.tools or [] if asked.tool_choice != "none" else []
     stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
     limits = [n for n in (asked.max_tokens, asked.max_completion_tokens) if n is not None]
+    own = tuple(asked.messages), tuple(tools), asked.chat_template_kwargs
     try:
-        own = tuple(asked.messages), tuple(tools), asked.chat_template_kwargs
-        return await chats.answer(ChatRequest(*own, min(limits, default=None), tuple(stop)), is_retry)
+        with _refusals():
+            return await chats.answer(ChatRequest(*own, min(limits, default=None), tuple(stop)), is_retry)
     except TaskError as error:
         raise invalid(str(error)) from None
-    except NoRoomError:
-        raise RequestError(
-            "INVALID_ARGUMENT",
-            "the conversation exceeds generation.length, or the episode has had episode.max_turns turns; end "
-            "the conversation",
-        ) from None
 
 
 class _Answer:

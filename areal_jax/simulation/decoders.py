@@ -162,6 +162,8 @@ class DrawnDecoder:
         self._live: list[Work] = []
         self._kept: dict[SampleId, Work] = {}
         """Samples that are offered to another host."""
+        self._episodes: dict[SampleId, PolicyVersion] = {}
+        """The open samples that have had a turn here, and its version."""
 
     def take(self, dispatch: e.Dispatch, prompt: tuple[int, ...]) -> None:
         for sample in dispatch.samples:
@@ -180,6 +182,7 @@ class DrawnDecoder:
         self._queue = deque(work for work in self._queue if work.sample not in gone)
         self._live = [work for work in self._live if work.sample not in gone]
         self._kept = {sample: work for sample, work in self._kept.items() if sample not in gone}
+        self._episodes = {one: version for one, version in self._episodes.items() if one not in gone}
 
     def serve(self, version: PolicyVersion) -> None:
         if self._serves is not None:
@@ -208,7 +211,7 @@ class DrawnDecoder:
     def _held(self) -> set[PolicyVersion]:
         """The versions of the parameters that the host keeps: the newest one and those of begun samples."""
         begun = [work for work in [*self._live, *self._queue, *self._kept.values()] if work.tokens]
-        return {work.version for work in begun} | {self._version}
+        return {work.version for work in begun} | {self._version, *self._episodes.values()}
 
     def step(self) -> Call:
         adopted, recomputed = self._adopt()
@@ -228,7 +231,8 @@ class DrawnDecoder:
         samples to decode under its current version.
         """
         version, digest = self._latest()
-        if version <= self._version or (self._on_update == "drain" and (self._live or self._is_due())):
+        is_busy = self._live or self._is_due() or self._episodes
+        if version <= self._version or (self._on_update == "drain" and is_busy):
             return None, 0
         if self._serves is not None and self._serves <= self._version:
             return None, 0
@@ -251,7 +255,8 @@ class DrawnDecoder:
         while self._is_due() and len(self._live) < self._slots:
             self._live.append(work := self._queue.popleft())
             if not work.tokens:
-                work.version = self._version
+                is_pinned = self._on_update == "pinned"
+                work.version = self._episodes.get(work.sample, self._version) if is_pinned else self._version
                 started += 1
         return started
 
@@ -261,5 +266,6 @@ class DrawnDecoder:
         reason = "length" if work.length == self._limit else "stop"
         of = self.name, work.placed, reason, work.interruptions
         if work.turn is not None:
+            self._episodes[work.sample] = work.version
             return e.TurnFinished(work.sample, 0, work.turn, *of), work.trajectory(reason)
         return e.SampleFinished(work.sample, *of), work.trajectory(reason)

@@ -27,6 +27,7 @@ from areal_jax.simulation.sleeping import sleeping_parts
 from areal_jax.simulation.strategy_ablation import FOR_BATCH, FOR_SAMPLES, FOR_VERSION
 from areal_jax.simulation.world import SimulationError, World
 from areal_jax.trajectories.age_mask import oldest_trained, trained_tokens
+from areal_jax.trajectories.paths import spans_of
 from areal_jax.types import Completion, Group, PolicyVersion, Prompt, SampleId, Trajectory
 
 
@@ -77,7 +78,9 @@ class TimedWorld(World):
         trajectories = [t for group in groups for t in group.trajectories]
         oldest = oldest_trained(self.config.control, action.step)
         tokens = trained_tokens(trajectories, oldest)
-        spans = [span for t in trajectories for span in t.spans if oldest is None or span.version >= oldest]
+        spans = [
+            span for t in trajectories for span in spans_of(t) if oldest is None or span.version >= oldest
+        ]
         aged = sum((action.step - span.version) * (span.end - span.start) for span in spans)
         self._batch = {
             "trained_tokens": tokens,

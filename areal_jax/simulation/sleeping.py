@@ -24,7 +24,7 @@ from areal_jax.assembly.parts import Parts, open_inputs
 from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
 from areal_jax.generation.engine import Engine, Prefilling
-from areal_jax.generation.slots import Prefix, ResultTokens
+from areal_jax.generation.slots import ExistingPrefix, Prefix, ResultTokens
 from areal_jax.models.model import Model
 from areal_jax.parallel.mesh import make_mesh, replicated
 from areal_jax.simulation.machines import drawn_work
@@ -168,7 +168,7 @@ class SleepingEngine(Engine):
     def init_decode_state(self, *args: Any, **kwargs: Any) -> Any:
         return Slots(self.slots)
 
-    def begin_prefill(self, tokens: np.ndarray, count: int) -> Prefilling:
+    def begin_prefill(self, tokens: np.ndarray, count: int, existing: Any = None) -> Prefilling:
         # The prompt's time is part of `insert`: the simulator counts samples, not prompts.
         return Prefilling(Prefix(None, np.asarray(tokens), np.asarray(count)), count)  # type: ignore[arg-type]
 
@@ -223,6 +223,9 @@ class SleepingEngine(Engine):
 
     def extract(self, slot: int, decode_state: Any, filled: int) -> Prefix:
         return Prefix(None, np.zeros(self.length, np.int32), np.asarray(filled))  # type: ignore[arg-type]
+
+    def extract_existing(self, slot: int, decode_state: Any, tokens: np.ndarray) -> ExistingPrefix:
+        return ExistingPrefix(None, np.array(tokens[:-1]))  # type: ignore[arg-type]
 
     def is_own(self, prefix: Prefix) -> bool:
         return prefix.cache is None

@@ -14,12 +14,17 @@ from areal_jax.episodes.conversation import Conversation
 from areal_jax.simulation.schedule import Schedule
 from areal_jax.types import Prompt, SampleId
 
+BRANCHES = 0.25
+"""Fraction of turns, without first ones, that begin a branch."""
+
 
 class Script(NamedTuple):
     """What the workflow of one sample does."""
 
     calls: tuple[bool, ...]
     """For each turn: whether a tool is called before it."""
+    after: tuple[int | None, ...]
+    """For each turn: the earlier one that it continues, as a branch; None: the one before it."""
     added: int
     """Number of tokens added before each turn but the first."""
     reward: float | None
@@ -76,7 +81,11 @@ class DrawnWorkflows:
         calls = tuple(bool(each) for each in rng.random(turns) < schedule.tool_calls)
         is_rejected, fails = rng.random(2) < (schedule.rejected, schedule.failed_samples)
         reward = None if is_rejected else round(float(rng.random()), 3)
-        return Script(calls, int(rng.integers(1, 6)), reward, bool(fails))
+        added = int(rng.integers(1, 6))
+        after = [
+            int(rng.integers(turn)) if turn and rng.random() < BRANCHES else None for turn in range(turns)
+        ]
+        return Script(calls, tuple(after), added, reward, bool(fails))
 
     # --- inside ---------------------------------------------------------------------------------------------
 
@@ -100,7 +109,9 @@ class DrawnWorkflows:
             self._deliver(e.ToolStarted(sample, call, "tool", ""))
         else:
             tokens = (1,) * script.added if turn else ()
-            self._deliver(e.TurnAdded(sample, 0, turn, tokens, self._config.generation.max_tokens))
+            segment = sum(each is not None for each in script.after[: turn + 1])
+            own = sample, segment, turn, tokens, self._config.generation.max_tokens, (), script.after[turn]
+            self._deliver(e.TurnAdded(*own))
 
     def _returned(self, sample: SampleId, call: int) -> None:
         self._deliver(e.ToolReturned(sample, call, "1"))

@@ -30,6 +30,7 @@ from areal_jax.simulation.machines import DrawnMachines, Machines
 from areal_jax.simulation.memory_journal import MemoryJournal
 from areal_jax.simulation.schedule import Fault, Schedule
 from areal_jax.simulation.workflows import DrawnWorkflows
+from areal_jax.trajectories.paths import spans_of
 from areal_jax.types import ArealError, Completion, Group, Prompt, SampleId, Trajectory
 
 
@@ -81,7 +82,7 @@ class Meters:
         An age is `step`, the version at the start of the update, minus the token's version.
         """
         for trajectory in (t for group in groups for t in group.trajectories):
-            spans = trajectory.spans
+            spans = spans_of(trajectory)
             self.head_ages[step - spans[0].version] += 1
             for version, start, end in spans:
                 if self.masked_above is not None and step - version > self.masked_above:

@@ -17,6 +17,7 @@ from areal_jax.types import Prompt
 
 BUILTIN = {
     "arithmetic": "areal_jax.tasks.datasets.arithmetic:Arithmetic",
+    "calculator": "areal_jax.tasks.datasets.calculator:Calculator",
     "chained": "areal_jax.tasks.datasets.chained:Chained",
     "code": "areal_jax.tasks.datasets.code:Code",
     "countdown": "areal_jax.tasks.datasets.countdown:Countdown",
@@ -28,7 +29,9 @@ BUILTIN = {
     "math": "areal_jax.tasks.datasets.math_data:Math",
     "multihop": "areal_jax.tasks.datasets.multihop:MultiHop",
     "reasoning_gym": "areal_jax.tasks.datasets.reasoning_gym:ReasoningGym",
+    "textarena": "areal_jax.tasks.outside.environments:TextArenaGame",
     "tool_game": "areal_jax.tasks.datasets.tool_game:ToolGame",
+    "verifiers": "areal_jax.tasks.outside.environments:VerifiersTaskset",
 }
 """Name of a built-in task -> module:Name of the class. The class's docstring describes the task."""
 

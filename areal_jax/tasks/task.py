@@ -80,6 +80,9 @@ class Task:
             "reference(prompt) -> str"
         )
 
+    def close(self) -> None:
+        """Ends what the task's workflows have started, such as processes; called when a run ends."""
+
     @staticmethod
     def from_rows(
         rows: Sequence[Mapping[str, Any]], score: Score, *, prompt: str | Callable[[Any], Prompt] = "prompt"

@@ -78,8 +78,7 @@ class Objective:
         a, sequences = self.algorithm, batch.reward.shape[0]
         check_batch(batch, *scores.values())
         batch = self._with_scores(batch, version, control, scores)
-        mask = batch.loss_mask
-        rewards = batch.reward
+        mask, rewards = batch.loss_mask, batch.reward
         if a.truncation == "soft_penalty":
             rewards = with_overlong_penalty(batch, self.max_tokens, a.overlong_margin or self.max_tokens / 5)
         estimate = self.functions.advantage(rewards, batch, **a.advantage_settings)
@@ -90,8 +89,8 @@ class Objective:
         advantages = masked.keep(estimate, mask)
         if a.whiten == "tokens":
             advantages = whitened(advantages, mask)
-        constant = a.reduction_constant or self.max_tokens
-        weights = reduction_weights(mask, batch.segment_ids, sequences, a.minibatches, a.reduction, constant)
+        own = sequences, a.minibatches, a.reduction, a.reduction_constant or self.max_tokens
+        weights = reduction_weights(mask, batch.segment_ids, *own, sample_ids=batch.sample_ids)
         batch = batch._replace(advantages=advantages, weights=weights)
         if batch.proximal_logp is None:
             return batch._replace(proximal_mix=proximal_mix(batch.ages, a.minibatches, a.proximal_form))

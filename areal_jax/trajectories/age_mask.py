@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from areal_jax.config.sections import ControlConfig
+from areal_jax.trajectories.paths import paths_of
 from areal_jax.types import NOT_SAMPLED, Batch, PolicyVersion, Trajectory
 
 
@@ -33,5 +34,5 @@ def trained_mask(one: Trajectory | Batch, oldest: PolicyVersion | None) -> np.nd
 
 
 def trained_tokens(trajectories: Iterable[Trajectory], oldest: PolicyVersion | None) -> int:
-    """Returns the number of tokens that are trained."""
-    return sum(int(trained_mask(one, oldest).sum()) for one in trajectories)
+    """Returns the number of the samples' tokens that are trained, on all paths."""
+    return sum(int(trained_mask(path, oldest).sum()) for one in trajectories for path in paths_of(one))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any, cast
 
 import msgpack
 import numpy as np
 
+from areal_jax.trajectories.paths import paths_of
 from areal_jax.types import ArealError, SampleId, Sampling, Trajectory
 
 MAGIC = b"AJT3"
@@ -22,6 +24,7 @@ DTYPES = {"int32": "<i4", "bool": "|b1", "float32": "<f4"}
 NAMES = {np.dtype(name): name for name in DTYPES}  # by dtype, since numpy computes a dtype's name slowly
 
 _HEAD_BYTES = len(MAGIC) + 4
+_FIELDS = 9  # of a trajectory without branches
 
 
 class CodecError(ArealError):
@@ -30,6 +33,11 @@ class CodecError(ArealError):
 
 def encode(trajectory: Trajectory) -> bytes:
     """Returns a trajectory as bytes. Raises CodecError for an array that is not int32, bool or float32."""
+    body = cast(bytes, msgpack.packb(_fields(trajectory)))
+    return b"".join((MAGIC, zlib.crc32(body).to_bytes(4, "little"), body))
+
+
+def _fields(trajectory: Trajectory) -> list[Any]:
     s = trajectory.sampling
     fields = [
         [int(part) for part in trajectory.sample],
@@ -42,13 +50,13 @@ def encode(trajectory: Trajectory) -> bytes:
         int(trajectory.interruptions),
         trajectory.on_update,
     ]
-    body = cast(bytes, msgpack.packb(fields))
-    return b"".join((MAGIC, zlib.crc32(body).to_bytes(4, "little"), body))
+    # Left out where there are none, so that older programs read what they know.
+    return [*fields, list(map(_fields, trajectory.branches))] if trajectory.branches else fields
 
 
 def digest_of(trajectory: Trajectory) -> str:
-    """Returns a hash of what a host produced: tokens, log-probs, versions and supports, bit for bit."""
-    arrays = [_encode_array(name, getattr(trajectory, name)) for name in PRODUCED]
+    """Returns a hash of what hosts produced: tokens, log-probs, versions and supports, bit for bit."""
+    arrays = [_encode_array(name, getattr(path, name)) for path in paths_of(trajectory) for name in PRODUCED]
     return blake2b(cast(bytes, msgpack.packb(arrays)), digest_size=8).hexdigest()
 
 
@@ -69,25 +77,31 @@ def decode(blob: bytes) -> Trajectory:
             "the copy of the journal is at fault, so restore the journal from a backup"
         )
     try:
-        fields = msgpack.unpackb(body)
-        sample, arrays, sampling, stop_reason, reward, parts, note, interruptions, on_update = fields
-        named = {name: _decode_array(packed) for name, packed in zip(ARRAYS, arrays, strict=True)}
-        return Trajectory(
-            sample=SampleId(*sample),
-            sampling=Sampling(*sampling[:-1], stop=tuple(sampling[-1])),
-            stop_reason=stop_reason,
-            reward=reward,
-            reward_parts=parts,
-            reward_note=note,
-            interruptions=interruptions,
-            on_update=on_update,
-            **named,
-        )
+        return _trajectory(msgpack.unpackb(body))
     except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
         raise CodecError(
             f"a trajectory of {len(blob)} bytes has an unknown form ({error}); use the areal-jax version "
             "that wrote it"
         ) from error
+
+
+def _trajectory(fields: Sequence[Any]) -> Trajectory:
+    """Returns the trajectory of which `_fields` made these values."""
+    whole = fields if len(fields) == _FIELDS + 1 else [*fields, ()]
+    sample, arrays, sampling, stop_reason, reward, parts, note, interruptions, on_update, branches = whole
+    named = {name: _decode_array(packed) for name, packed in zip(ARRAYS, arrays, strict=True)}
+    return Trajectory(
+        sample=SampleId(*sample),
+        sampling=Sampling(*sampling[:-1], stop=tuple(sampling[-1])),
+        stop_reason=stop_reason,
+        reward=reward,
+        reward_parts=parts,
+        reward_note=note,
+        interruptions=interruptions,
+        on_update=on_update,
+        branches=tuple(map(_trajectory, branches)),
+        **named,
+    )
 
 
 def _encode_array(name: str, array: Any) -> list[Any] | None:

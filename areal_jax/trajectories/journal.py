@@ -23,8 +23,8 @@ class JournalError(ArealError):
 class Entry:
     """An event to append to the journal, with the control plane's actions in answer to the event.
 
-    `trajectory`: that of the finished sample if the event is a SampleFinished or EpisodeEnded, that up to the
-    turn's end if it is a TurnFinished, else None.
+    `trajectory`: that of the finished sample if the event is a SampleFinished or EpisodeEnded, the sample's
+    up to the turn's end if it is a TurnFinished, else None.
     """
 
     event: Event

@@ -41,7 +41,7 @@ class Pieces(NamedTuple):
     after the tokens that it shares.
     """
 
-    source: np.ndarray  # the piece's trajectory: its index in the order (group, member)
+    source: np.ndarray  # the piece's trajectory: its index in the order (group, member, path)
     start: np.ndarray  # the piece's first token in its trajectory
     size: np.ndarray
     row: np.ndarray
@@ -57,7 +57,7 @@ class Pieces(NamedTuple):
 class BatchPlan(NamedTuple):
     """Where each trajectory of a batch lies in its packed rows.
 
-    The batch has B rows of T tokens and S trajectories in the order (group, member).
+    The batch has B rows of T tokens and S trajectories in the order (group, member, path of the sample).
     """
 
     rows: int  # B
@@ -71,6 +71,10 @@ class BatchPlan(NamedTuple):
     temperature: np.ndarray  # (S,) float32
     truncated: np.ndarray  # (S,) bool
     pieces: Pieces
+    sample_ids: np.ndarray | None = None
+    """(S,) int32, ascending: the sample of each trajectory; None: each is its sample's only path. If given, S
+    is a power of two, and the last trajectories may have no tokens: they count as paths of the last sample.
+    """
     choice: Mapping[str, Any] = {}
     """What was decided about the computation, as fields of the step's metrics row (`runtime.compute_choice`).
     `compute` is packed or tree; `tree_costs`, if given, `LeafCosts` by which leaves are cut over devices.
@@ -80,6 +84,11 @@ class BatchPlan(NamedTuple):
         """Returns, for the trajectories with tokens in the given rows: index in the plan -> SampleId."""
         places = np.unique(self.pieces.source[np.isin(self.pieces.row, rows)]).tolist()
         return {place: SampleId(*self.samples[place].tolist()) for place in places}
+
+    def path(self, place: int) -> int:
+        """Returns which of its sample's paths (`paths_of`) the trajectory with index `place` is."""
+        ids = self.sample_ids
+        return 0 if ids is None else place - int(np.searchsorted(ids, ids[place]))
 
     def to_wire(self) -> dict[str, Any]:
         """Returns the plan as numbers, lists and bytes for msgpack; `from_wire` is the inverse."""
@@ -104,7 +113,7 @@ def fill(plan: BatchPlan, rows: np.ndarray, trajectories: Mapping[int, Trajector
     """Returns the rows with the ascending indices `rows` of the planned batch.
 
     Arrays with a value per token are (len(rows), T); arrays with a value per trajectory are (S,), for the
-    whole batch. `trajectories`: index in the plan -> trajectory, for at least the indices in
+    whole batch. `trajectories`: index in the plan -> trajectory of its sample, for at least the indices in
     `plan.sources(rows)`. Raises PackingError if a trajectory is missing, or if its sample or length is not
     the planned one.
     """
@@ -147,6 +156,7 @@ def fill(plan: BatchPlan, rows: np.ndarray, trajectories: Mapping[int, Trajector
         temperature=plan.temperature,
         truncated=plan.truncated,
         support=spread(joined("support", no_support), -1) if plan.support else None,
+        sample_ids=plan.sample_ids,
     )
 
 
@@ -162,12 +172,14 @@ def _from_plain(value: Any) -> Any:
 
 
 def _planned(plan: BatchPlan, place: int, trajectories: Mapping[int, Trajectory]) -> Trajectory:
-    """Returns the trajectory with index `place` in the plan.
+    """Returns the trajectory with index `place` in the plan, from its sample's.
 
     Raises PackingError if `trajectories` lacks it, or if its sample or length is not the planned one.
     """
     sample = SampleId(*plan.samples[place].tolist())
     found = trajectories.get(place)
+    if found is not None and plan.sample_ids is not None and (path := plan.path(place)):
+        found = found.branches[path - 1] if path <= len(found.branches) else None
     if found is None or found.sample != sample or len(found.tokens) != plan.tokens[place]:
         got = "none" if found is None else f"{found.sample} of {len(found.tokens)} tokens"
         raise PackingError(

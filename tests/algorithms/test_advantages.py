@@ -5,7 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from areal_jax.algorithms.advantages import group_normalized, leave_one_out, ones, whitened
+from areal_jax.algorithms.advantages import (
+    group_normalized,
+    leave_one_out,
+    ones,
+    whitened,
+    with_overlong_penalty,
+)
 from areal_jax.types import Batch
 from tests.algorithms import reference
 from tests.algorithms.batches import prepared
@@ -30,6 +36,46 @@ def test_group_normalized_is_its_formula(center: str, scale: str, ddof: int):
     np.testing.assert_allclose(got[:, 0], want, rtol=2e-6, atol=2e-6)
     np.testing.assert_array_equal(got[:, 1], got[:, 0])
     np.testing.assert_array_equal(got[:, 2], 0)
+
+
+SAMPLES = np.array([0, 1, 1, 1, 2, 3, 4, 5, 5, 6, 7, 8, 8, 8, 8, 8], np.int32)
+"""Sample of each sequence: some have several, and the last one is filled up with empty ones."""
+
+
+def branched() -> Batch:
+    """The samples of `one_sequence_a_row`, in as many sequences as SAMPLES says, each in a row."""
+    _, batch = prepared(0, rows=((2,),) * len(SAMPLES))
+    own = dict(group_ids=GROUPS[SAMPLES], reward=REWARDS[SAMPLES], sample_ids=SAMPLES, token_rewards=None)
+    return batch._replace(**own)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "batch_centered", "none"])
+@pytest.mark.parametrize("center", ["group", "batch", "none"])
+def test_a_sample_counts_once_however_many_sequences_it_has(center: str, scale: str):
+    batch = branched()
+    got = np.asarray(group_normalized(REWARDS[SAMPLES], batch, center=center, scale=scale))  # type: ignore[arg-type]
+    want = reference.group_normalized(REWARDS.astype(np.float64), GROUPS, center, scale, 1)
+    np.testing.assert_allclose(got[:, 1], want[SAMPLES], rtol=2e-6, atol=2e-6)
+
+
+def test_leave_one_out_leaves_out_the_whole_sample():
+    got = np.asarray(leave_one_out(REWARDS[SAMPLES], branched()))
+    others = [np.delete(REWARDS[g == GROUPS], i) for g in range(4) for i in range((g == GROUPS).sum())]
+    want = np.array([r - o.mean() if o.size else 0 for r, o in zip(REWARDS, others, strict=True)])
+    np.testing.assert_allclose(got[:, 1], want[SAMPLES], rtol=1e-6, atol=1e-6)
+
+
+def test_token_rewards_and_lengths_are_those_of_the_whole_sample():
+    """Sample 1 has three sequences of one trained token: three token rewards, and a length of 3."""
+    batch = branched()
+    paid = np.where(batch.loss_mask, 0.5, 0).astype(np.float32)
+    rewards = np.zeros(len(SAMPLES), np.float32)
+    got = np.asarray(
+        group_normalized(rewards, batch._replace(token_rewards=paid), center="none", scale="none")
+    )
+    np.testing.assert_allclose(got[:4, 1], [0.5, 1.5, 1.5, 1.5])
+    penalised = with_overlong_penalty(batch._replace(reward=rewards), max_tokens=4.0, margin=3.0)
+    np.testing.assert_allclose(penalised[:4], [0, -2 / 3, -2 / 3, -2 / 3], rtol=1e-6)
 
 
 def test_sample_and_population_deviation_differ_by_the_known_factor():

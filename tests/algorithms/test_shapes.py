@@ -32,7 +32,7 @@ CALLS: dict[str, Callable[[Batch], Any]] = {
 
 def test_every_array_of_a_batch_has_axes():
     assert tuple(AXES) != () and set(AXES) == set(Batch._fields)
-    assert PER_SEQUENCE == ("reward", "group_ids", "temperature", "truncated", "bootstrap")
+    assert PER_SEQUENCE == ("reward", "group_ids", "temperature", "truncated", "sample_ids", "bootstrap")
     check_batch(BATCH, *NOW)
     check_batch(empty_batch(3, 5))
 

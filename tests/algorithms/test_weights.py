@@ -43,6 +43,23 @@ def test_reductions_by_hand(reduction: str, of_first: float, of_second: float):
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("reduction", "of_first", "of_second"),
+    [
+        ("token_mean", 1 / 7, 1 / 7),
+        ("sequence_mean", 1 / 8, 1 / 6),
+        ("sequence_sum", 1 / 2, 1 / 2),
+        ("constant", 1 / 16, 1 / 16),
+    ],
+)
+def test_sequences_of_one_sample_are_reduced_together(reduction: str, of_first: float, of_second: float):
+    """Sequences 1 and 2 are one sample with 4 loss tokens, sequence 3 is one with 3; the fourth is empty."""
+    mask = MASK | np.array([[0] * 7, [0, 1, 1, 1, 0, 0, 0]], bool)
+    ids = jnp.array([0, 0, 1, 1], jnp.int32)
+    got = reduction_weights(jnp.asarray(mask), jnp.asarray(SEGMENTS), 4, 1, reduction, 8.0, sample_ids=ids)
+    np.testing.assert_allclose(got, mask * np.array([[of_first], [of_second]]), rtol=1e-6)
+
+
 @pytest.mark.parametrize("minibatches", [1, 2, 4])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_reductions_of_minibatches(reduction: str, minibatches: int):

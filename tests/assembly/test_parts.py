@@ -47,7 +47,11 @@ def test_the_supervised_steps_may_have_tasks_of_their_own(tmp_path):
     """Equal to a run of that task alone; the run's prompts stay those of its own task."""
     words = ["trainer.supervised_steps=2", "trainer.supervised_batch=8"]
     other = small(tmp_path, *words, "tasks.countdown.median=8.0")
-    both = small(tmp_path, *words, "trainer.supervised_tasks.countdown.median=8.0")
+    supervised = [
+        "trainer.supervised_tasks.countdown.median=8.0",
+        "trainer.supervised_tasks.countdown.letters=12",
+    ]
+    both = small(tmp_path, *words, *supervised)
     own = small(tmp_path, *words)
     leaves = [jax.tree.leaves(first_params(assemble(each))) for each in (other, both, own)]
     assert all(map(np.array_equal, leaves[0], leaves[1]))

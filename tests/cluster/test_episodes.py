@@ -40,6 +40,8 @@ def test_kill_9_of_each_role_with_episodes_in_flight_calls_no_tool_twice(tmp_pat
         for number, role in enumerate(itertools.islice(itertools.cycle(ROLES), KILLS)):
             wait_until(lambda after=3 + 2 * number: len(read_rows(folder)) >= after, [run], folder)
             wait_until(lambda name=role: name in pids_of(folder), [run], folder)
+            made = calls.read_text()
+            wait_until(lambda before=made: calls.read_text() != before, [run], folder)  # a call begins
             os.kill(pids_of(folder)[role], signal.SIGKILL)
             time.sleep(BETWEEN_S)
         assert run.wait(500) == 0, said(folder)[-4000:]

@@ -16,7 +16,7 @@ from areal_jax.runtime.reading import audit_run
 from tests.cluster.test_launch_local import QUIET, ROOT
 from tests.programs import require
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = [pytest.mark.few_optimizations, pytest.mark.cluster, pytest.mark.slow]
 
 STEPS, GROUPS = 3, 4
 LARGE = ["trainer.mesh.fsdp=4", "trainer.rows=4", "runtime.hosts=2"]

@@ -56,9 +56,11 @@ def test_a_sample_counts_on_its_host_except_between_two_turns():
 def test_an_episode_ends_with_its_sample_and_the_last_one_asks_for_the_rewards():
     control = plane(asked(ONE, 0), asked(TWO, 0), over(ONE, 0), over(TWO, 0))
     assert control.handle(e.EpisodeEnded(ONE, 1.0)) == ()
-    assert control.handle(e.SampleFinished(ONE, "a", over(ONE, 0).spans, "stop")) == ()
+    forgotten = e.Cancel((ONE,), "a")
+    assert control.handle(e.SampleFinished(ONE, "a", over(ONE, 0).spans, "stop")) == (forgotten,)
     control.handle(e.EpisodeEnded(TWO, 0.0))
-    assert control.handle(e.SampleFinished(TWO, "a", over(TWO, 0).spans, "stop")) == (e.Score(0, 0),)
+    actions = control.handle(e.SampleFinished(TWO, "a", over(TWO, 0).spans, "stop"))
+    assert actions == (e.Cancel((TWO,), "a"), e.Score(0, 0))
     assert outstanding(control) == {"a": 0} and control.state.groups[0].stage == "scoring"
 
 
@@ -133,3 +135,27 @@ def test_a_turn_under_a_version_that_was_not_committed_is_refused():
         ControlError, match=r"have weights versions \[3\]; these must ascend, from at least 0"
     ):
         control.handle(over(ONE, 0, version=3))
+
+
+def test_a_group_that_begins_a_turn_stays_where_it_is():
+    """Its host has nothing to hand over before the first turn, and then keeps the KV of its turns."""
+    config = make_config(
+        {
+            "run": {"steps": 4},
+            "algorithm": {"group_size": 2},
+            "trainer": {"batch_size": 1},
+            "control": {"strategy": "pinned", "max_staleness": 2},
+            "generation": {"slots": 2, "length": 64, "max_tokens": 16},
+        }
+    )
+    control = ControlPlane(config)
+    for event in (e.RunStarted("d0"), e.HostJoined("a", 2), e.HostJoined("b", 2)):
+        control.handle(event)
+    group = control.state.groups[0]
+    move = control.state.move(group, "b")
+    assert (move.host, move.target) == (group.host, "b") == ("a", "b")
+    actions = control.handle(asked(ONE, 0))
+    assert actions[:2] == (e.TakeBack((ONE, TWO), "a"), e.Continue(ONE, 0, 0, "a", 0))
+    now = control.state.groups[0]
+    assert (now.host, now.target, now.may_move) == ("a", "", False)
+    assert sum(outstanding(control).values()) == 2 * len(control.state.groups)

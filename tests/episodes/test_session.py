@@ -147,19 +147,11 @@ def test_five_hundred_turns_of_ten_conversations_continue_exact_tokens(tokenizer
     for seed in range(10):
         rng, session = np.random.default_rng(seed), session_of(tokenizers, family)
         play(rng, session, tokenizers[family], 50)
-        (segment,) = session.segments()
-        assert session.branches == 0
-        sampled = [turn.sampled for turn in session.turns]
-        assert segment.tokens.tolist() == [*session.turns[-1].prompt, *sampled[-1].tokens.tolist()]
-        for name in ("tokens", "versions"):
-            wanted = np.concatenate([getattr(one, name) for one in sampled])
-            np.testing.assert_array_equal(getattr(segment, name)[segment.loss_mask], wanted)
-        logp = np.concatenate([one.logp for one in sampled])
-        np.testing.assert_array_equal(segment.behavior_logp[segment.loss_mask], logp)
-        assert set(segment.versions[~segment.loss_mask]) == set(segment.turn_ids[~segment.loss_mask]) == {-1}
-        assert set(segment.behavior_logp[~segment.loss_mask]) == {0}
-        counts = np.bincount(segment.turn_ids[segment.loss_mask], minlength=50)
-        assert counts.tolist() == [len(one.tokens) for one in sampled]
+        assert session.branches == 0 and len(session.turns) == 50
+        exact: list[int] = []
+        for turn in session.turns:
+            assert turn.prompt == [*exact, *turn.added]
+            exact = [*turn.prompt, *turn.sampled.tokens.tolist()]
 
 
 def edited(rng: np.random.Generator, said: list[Any]) -> tuple[list[Any], int]:
@@ -201,16 +193,8 @@ def test_edited_histories_branch_where_they_differ(tokenizers, family):
         session.answered(branch, sampled_by(rng, tokenizers[family], FAMILIES[family]))
         assert session.branches == int(is_edit)
         branched += session.branches
-        segments = session.segments()
-        assert sum(int(one.loss_mask.sum()) for one in segments) == sum(
-            len(turn.sampled.tokens) for turn in session.turns if turn.sampled is not None
-        )
-        if is_edit:
-            shared = sum(
-                len(turn.added) + len(turn.sampled.tokens) for turn in kept if turn.sampled is not None
-            )
-            np.testing.assert_array_equal(segments[0].tokens[:shared], segments[1].tokens[:shared])
-            assert not segments[1].loss_mask[:shared].any()
+        before = [*kept[-1].prompt, *kept[-1].sampled.tokens.tolist()] if kept else []
+        assert branch.prompt == [*before, *branch.added]
     assert branched > 30
 
 
@@ -229,7 +213,6 @@ def test_equal_questions_branch_and_the_newest_of_equal_answers_goes_on(tokenize
     assert (one.parent, same.parent, session.branches) == (None, None, 1)
     said = [*FIRST, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "go on"}]
     assert session.ask(said).parent is same
-    assert [segment.loss_mask.sum() for segment in session.segments()] == [len(one.sampled.tokens)] * 2
 
 
 def test_an_answer_with_its_thoughts_changed_is_another(tokenizers):
@@ -252,6 +235,20 @@ def test_with_history_template_a_dropped_thought_begins_a_branch(tokenizers):
         assert session.branches == int(is_dropped)
 
 
+def test_with_history_template_a_branch_shares_the_answers_before_the_dropped_thought(tokenizers):
+    session, tokenizer = session_of(tokenizers, "qwen", "template"), tokenizers["qwen"]
+    said, turns = list(FIRST), []
+    for text in ("7", "<think>\nhm\n</think>\n\n8", "9", "10"):
+        turn, answer = answered(session, tokenizer, said, text)
+        turns.append(turn)
+        said += [answer, {"role": "user", "content": "go on"}]
+    assert [turn.parent for turn in turns] == [None, turns[0], turns[0], turns[2]]
+    assert turns[3].prompt == tokenizer.encode_chat(tokenizer.chat_text(said[:-2]))
+    assert session.branches == 1
+    first, second = (tokenizer.decode([*turn.prompt, *turn.sampled_ids]) for turn in (turns[1], turns[3]))
+    assert "hm" in first and "hm" not in second
+
+
 def test_other_tools_or_template_arguments_begin_another_conversation(tokenizers):
     session, tokenizer = session_of(tokenizers, "qwen"), tokenizers["qwen"]
     answer = answered(session, tokenizer, FIRST, "7")[1]
@@ -268,4 +265,4 @@ def test_what_cannot_be_answered_is_refused(tokenizers):
             session.ask(said)
     with pytest.raises(TaskError, match="lacks role or content"):
         session.ask([{"role": "user"}])
-    assert session.turns == session.segments() == []
+    assert session.turns == []

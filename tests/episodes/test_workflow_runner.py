@@ -18,8 +18,9 @@ from areal_jax.control import events as e
 from areal_jax.episodes.conversation import Conversation
 from areal_jax.episodes.errors import ToolError
 from areal_jax.episodes.limits import Limits
+from areal_jax.episodes.sandboxed_tools import python
 from areal_jax.episodes.workflow_runner import WorkflowRunner
-from areal_jax.tasks.tokenizers import CharTokenizer
+from areal_jax.tasks.tokenizers import CharTokenizer, Tokenizer
 from areal_jax.types import NOT_SAMPLED, Prompt, Reward, SampleId, Sampling, Trajectory
 
 TOKENIZER = CharTokenizer(string.printable)
@@ -35,12 +36,17 @@ class Run:
     """The driver's part: records events, and samples each turn as the text that `say(turn)` returns."""
 
     def __init__(
-        self, workflow: Callable[..., Any], prompt: Prompt, limits: Limits, say: Callable[[int], str]
+        self,
+        workflow: Callable[..., Any],
+        prompt: Prompt,
+        limits: Limits,
+        say: Callable[[int], str],
+        tokenizer: Tokenizer = TOKENIZER,
     ):
         self.events: queue.SimpleQueue[e.Event] = queue.SimpleQueue()
-        self.runner = WorkflowRunner({"own": workflow}, TOKENIZER, limits, self.events.put, 0)
-        self.prompt, self.say, self.seen = prompt, say, []
-        self.talk = Conversation(tuple(TOKENIZER.render(prompt)))
+        self.runner = WorkflowRunner({"own": workflow}, tokenizer, limits, self.events.put, 0)
+        self.prompt, self.say, self.seen, self.tokenizer = prompt, say, [], tokenizer
+        self.talk = Conversation(tuple(tokenizer.render(prompt)))
 
     def close(self) -> None:
         self.runner.close()
@@ -68,10 +74,10 @@ class Run:
 
     def sampled(self, turn: int) -> tuple[e.TurnFinished, Trajectory]:
         before = self.talk.request(turn, Sampling()).tokens
-        said = tokens(self.say(turn))
+        said = tuple(self.tokenizer.encode(self.say(turn)))
         mask = np.arange(len(before) + len(said)) >= len(before)
         versions = np.where(mask, turn, NOT_SAMPLED).astype(np.int32)
-        own = np.array(before + said, np.int32), mask, -1.0 * mask.astype(np.float32), versions
+        own = np.array(before + said, np.int32), mask, np.where(mask, -1, 0).astype(np.float32), versions
         made = Trajectory(SAMPLE, *own, np.where(mask, 0, -1).astype(np.int32), Sampling(), "stop")
         joined = self.talk.joined(turn, made)
         return e.TurnFinished(SAMPLE, 0, turn, "host", made.spans, "stop"), joined
@@ -374,3 +380,45 @@ def test_a_workflow_that_cancels_itself_fails():
         raise asyncio.CancelledError
 
     assert outcome(workflow) == e.EpisodeFailed(SAMPLE, "failed_episode", "the workflow cancelled itself")
+
+
+def test_a_program_that_the_policy_wrote_runs_in_the_sandbox():
+    programs = (
+        "print(6 * int(input()))",
+        "import socket; socket.create_connection(('127.0.0.1', 1))",
+        "while True: pass",
+    )
+    found: list[dict[str, Any]] = []
+
+    async def workflow(prompt: Prompt, episode: Any) -> float:
+        for source in programs:
+            found.append(await episode.tool(python, source, stdin="7", seconds=1.0, is_idempotent=True))
+        await episode.generate()
+        return 1.0
+
+    with running(workflow) as run:
+        run.until(e.EpisodeEnded)
+    assert [one["outcome"] for one in found] == ["ok", "error", "timed_out"]
+    assert found[0]["stdout"] == "42\n" and found[0]["exit_code"] == 0
+    assert "socket" in found[1]["stderr"] and found[2]["exit_code"] is None
+
+
+def test_an_episode_ends_after_a_turn_that_its_workflow_did_not_wait_for():
+    left: list[Any] = []
+
+    async def workflow(prompt: Prompt, episode: Any) -> float:
+        await episode.generate()
+        episode.add("user", "x")
+        left.append(asyncio.ensure_future(episode.generate()))
+        await asyncio.sleep(0.01)
+        return 1.0
+
+    with running(workflow) as run:
+        first = run.until(e.TurnAdded)
+        run.play(first)
+        second = run.until(e.TurnAdded)
+        time.sleep(0.1)
+        assert run.events.empty()
+        run.play(second)
+        assert run.until(e.EpisodeEnded) == e.EpisodeEnded(SAMPLE, 1.0)
+    assert left[0].exception() is None

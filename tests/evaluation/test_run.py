@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import string
 import time
+import urllib.request
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,6 +31,7 @@ from areal_jax.generation.engine import Engine
 from areal_jax.models.attention import PackedAttention
 from areal_jax.models.config import model_config
 from areal_jax.models.model import Model
+from areal_jax.runtime.workflow_parts import make_gateway
 from areal_jax.tasks.source import WeightedTask
 from areal_jax.tasks.task import Task
 from areal_jax.tasks.tokenizers import CharTokenizer
@@ -92,7 +96,11 @@ TASKS = {"indexed": Indexed(), "first": FirstOnly(), "fragile": Fragile(), "spok
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    tokenizer = CharTokenizer(LETTERS)
+    return tiny(LETTERS)
+
+
+def tiny(alphabet: str) -> Model:
+    tokenizer = CharTokenizer(alphabet)
     sizes = dict(width=16, heads=2, kv_heads=2, head_dim=8, mlp_width=32)
     return Model(model_config("tiny", tokenizer.vocab_size, **sizes), tokenizer)
 
@@ -259,7 +267,33 @@ def test_episodes_are_conducted_and_their_turns_counted(engine, params):
         assert len(said) == 2 and found.tokens == sum(sum(one.lengths) for one in found.prompts)
 
 
-def test_agents_are_not_evaluated(engine, params):
-    config = CONFIG.model_copy(update={"episode": EpisodeConfig(agent="json:loads")})
-    with pytest.raises(ArealError, match=r"episode.agent=json:loads: an evaluation serves no agents yet"):
-        evaluate(engine, params, {"own": WeightedTask(Indexed())}, EvalSettings(config))
+class Chatted(Indexed):
+    def __getitem__(self, i: int) -> Prompt:
+        return Prompt(messages=[{"role": "user", "content": LETTERS[i]}], info={"i": i})
+
+
+def agent(base_url: str, messages: list[dict[str, str]]) -> None:
+    """Asks as often as its prompt's letter says, 1 to 3 times, for a token."""
+    for _ in range(1 + LETTERS.index(messages[0]["content"]) % 3):
+        body = json.dumps({"messages": messages, "max_tokens": 1}).encode()
+        sent = urllib.request.Request(f"{base_url}/chat/completions", body)
+        with urllib.request.urlopen(sent, timeout=30) as answer:
+            said = json.load(answer)["choices"][0]["message"]
+        messages = [*messages, said, {"role": "user", "content": "k"}]
+
+
+def test_agents_are_evaluated():
+    model, generation = tiny(string.printable), GENERATION.model_copy(update={"length": 160})
+    engine, params = make_engine(generation, model), VersionedParams(7, model.init(1), "d" * 16)
+    episode = EpisodeConfig(agent=f"{__name__}:agent")
+    config = CONFIG.model_copy(update={"episode": episode, "generation": generation})
+    settings = EvalSettings(config, limit=6, samples=2, make_gateway=make_gateway)
+    result = evaluate(engine, params, {"own": WeightedTask(Chatted())}, settings)["own"]
+    for way, samples in (("greedy", 1), ("sampled", 2)):
+        found = result.passes[way].prompts
+        rewards = [(1.0 if i % 2 else 0.01 * i,) * samples for i in range(6)]
+        assert [one.rewards for one in found] == [pytest.approx(one) for one in rewards]
+        assert [one.parts for one in found] == [({"turns": 1.0 + i % 3},) * samples for i in range(6)]
+    alone = evaluate(engine, params, {"own": WeightedTask(Chatted())}, EvalSettings(config, limit=1))["own"]
+    (failure,) = alone.passes["greedy"].failures
+    assert "agents with a base_url are served in runs and by `areal-jax eval` only" in failure.message

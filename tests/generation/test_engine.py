@@ -10,7 +10,7 @@ import pytest
 
 from areal_jax.generation.canary import TOKENS as CANARY_TOKENS
 from areal_jax.generation.engine import Engine
-from areal_jax.generation.slots import MAX_STOP_TOKENS
+from areal_jax.generation.slots import MAX_STOP_TOKENS, ExistingPrefix
 from areal_jax.types import ArealError, SampleId, Sampling, VersionedParams
 from areal_jax.weights.memory import MemoryStore
 from tests.generation.conftest import LENGTH, SLOTS, STEPS, SUPPORT, make_engine
@@ -190,9 +190,11 @@ def test_what_cannot_be_served_is_refused(model, engine, versions):
         engine.request(SampleId(0, 0), 0, Sampling(), 3, tuple(range(MAX_STOP_TOKENS + 1)))
     with pytest.raises(ArealError, match="page_tokens=5 does not divide length=32"):
         make_engine(model, page_tokens=5)
-    with pytest.raises(ArealError, match="existing_prefix"):
+    prefix = engine.prefill(params=versions(0), padded_tokens=np.array(PROMPT), true_length=len(PROMPT))
+    other = ExistingPrefix(prefix.cache, np.array([1, 2]))
+    with pytest.raises(ArealError, match="does not begin with the 2 tokens of existing_prefix"):
         engine.prefill(
-            params=versions(0), padded_tokens=np.array(PROMPT), true_length=len(PROMPT), existing_prefix=1
+            params=versions(0), padded_tokens=np.array(PROMPT), true_length=len(PROMPT), existing_prefix=other
         )
 
 

@@ -51,6 +51,17 @@ def test_what_befell_a_sample_is_in_its_headline():
     assert (view.title, VIEW.title) == ("sample 17.3.0 of sums", "sample 17.3.0")
 
 
+def test_the_branches_of_a_sample_are_shown_after_it():
+    view = replace(
+        VIEW, turns=4, branches=[[Piece("e", 3, -1.0), Piece("f", 3, -0.5)], [Piece("g", 4, -2.0)]]
+    )
+    assert "· 7 tokens in 4 turns on 3 paths · log-prob -11.80 ·" in view.headline
+    stream = io.StringIO()
+    print_sample(view, stream)
+    assert stream.getvalue().splitlines()[-4:] == ["branch 1", "ef", "branch 2", "g"]
+    assert [len(path) for path in json.loads(json.dumps(view.to_json()))["branches"]] == [2, 1]
+
+
 def test_plain_text_holds_every_token_once():
     stream = io.StringIO()
     print_sample(replace(VIEW, reward_note="found [1], wanted 2"), stream)
@@ -70,6 +81,7 @@ def test_json_holds_all_of_it():
     assert plain == {
         "sample": "17.3.0",
         "turns": 1,
+        "branches": [],
         "task": "sums",
         "prompt": "count down from [e]",
         "completion": "d c b\n.",

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.few_optimizations, pytest.mark.slow]
 
 MESHES = {
     "ppo": {"trainer": {"fsdp": 2}, "reference": {"tensor": 2}, "generator": {}},

@@ -59,7 +59,9 @@ FORMS = {
 }
 """The templates' responses. Compact ones have no "<" but those of tags, and no whitespace."""
 
-pytestmark = pytest.mark.slow  # whole runs, from a model that is first taught the format
+# Whole runs, from a model that is first taught the format.
+pytestmark = [pytest.mark.few_optimizations, pytest.mark.slow]
+
 OTHERS = ("ppo", "reinforce_pp", "aipo", "decoupled_ppo")
 """Presets beside grpo: with a critic, with the reference's KL in the reward, of LlamaRL and of AReaL."""
 

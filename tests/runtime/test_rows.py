@@ -77,6 +77,14 @@ def make(
     )
 
 
+def test_each_row_of_a_run_with_episodes_has_their_figures():
+    """Also after a resume that found its batch complete, so that no turn came since."""
+    maker = RowMaker(Timeline(None).take_totals, [FakeHost()], has_episodes=True)  # type: ignore[list-item]
+    row = maker.make(5, BATCH, TRAINED, "")
+    assert (row["turns_mean"], row["branches_mean"], row["tool_calls"]) == (1.0, 0.0, 0)
+    assert "turns_mean" not in make().make(5, BATCH, TRAINED, "")
+
+
 def test_a_row_has_every_required_figure(tmp_path: Path):
     row = make().make(5, BATCH, TRAINED, "d" * 16)
     assert [name for name in REQUIRED if name not in row] == []

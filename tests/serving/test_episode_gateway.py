@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import socket
 import string
@@ -24,12 +25,16 @@ from areal_jax.episodes.agent import workflows_of
 from areal_jax.episodes.conversation import Conversation
 from areal_jax.episodes.limits import Limits
 from areal_jax.episodes.workflow_runner import WorkflowRunner
+from areal_jax.generation.host import Host
 from areal_jax.plugin import load_object
+from areal_jax.runtime.jobs import run
+from areal_jax.runtime.reading import audit_run
 from areal_jax.serving.episode_gateway import EpisodeGateway
 from areal_jax.tasks.source import WeightedTask
 from areal_jax.tasks.task import Task
 from areal_jax.tasks.tokenizers import CharTokenizer
-from areal_jax.types import NOT_SAMPLED, Prompt, SampleId, Sampling, Trajectory
+from areal_jax.types import NOT_SAMPLED, Completion, Prompt, SampleId, Sampling, Trajectory
+from tests.small_run import small
 
 TOKENIZER = CharTokenizer(string.printable)
 LIMITS = Limits(length=400, max_tokens=16, max_turns=12, timeout_s=30.0, tool_timeout_s=5.0)
@@ -38,8 +43,16 @@ LIMITS = Limits(length=400, max_tokens=16, max_turns=12, timeout_s=30.0, tool_ti
 class Policy:
     """A run of one process without a model: each turn is sampled as `say(number of its tokens before)`."""
 
-    def __init__(self, agent: Callable[..., Any], say: Callable[[int], str], limits: Limits = LIMITS) -> None:
-        task = Task.from_rows([{"prompt": "x"}], lambda _, completion: float(completion.text == "done"))
+    def __init__(
+        self,
+        agent: Callable[..., Any],
+        say: Callable[[int], str],
+        limits: Limits = LIMITS,
+        task: Task | None = None,
+    ) -> None:
+        """`task`: the prompts' task; None: one that scores the text "done" by 1."""
+        if task is None:
+            task = Task.from_rows([{"prompt": "x"}], lambda _, completion: float(completion.text == "done"))
         tasks = {"own": WeightedTask(task)}
         self.say, self.talks, self.ended = say, {}, {}
         self.done = threading.Condition()
@@ -311,17 +324,87 @@ def hostile(base_url: str, kind: int) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.slow
-def test_a_thousand_agents_that_stall_disconnect_or_send_rubbish_stop_nothing():
-    """Each makes one bad connection of its kind, and then plays its episode like any other."""
+def test_an_episode_ends_after_a_turn_that_its_agent_did_not_wait_for():
+    """A chat is under way and another one waits behind it when the agent returns."""
+    slow = threading.Event()
+
+    def say(turn):
+        if turn == 1:
+            assert slow.wait(10)
+        return "a"
 
     def agent(base_url, messages):
-        hostile(base_url, int(messages[0]["content"]) % 5)
-        status_of(f"{base_url}/chat/completions", json.dumps({"messages": messages}).encode())
+        url, body = f"{base_url}/chat/completions", json.dumps({"messages": messages}).encode()
+        assert status_of(url, body)[0] == 200
+        with ThreadPoolExecutor(2) as pool:
+            left = [pool.submit(hostile, base_url, 4) for _ in range(2)]
+            [one.result() for one in left]
+        threading.Timer(0.3, slow.set).start()
         return "done"
 
-    with playing(agent, say=lambda turn: "a") as policy:
-        for ordinal in range(1000):
-            policy.begin(ordinal, str(ordinal))
-        ended = policy.wait(1000, within_s=120)
-    assert {event.reward for event in ended.values()} == {1.0}
+    with playing(agent, say) as policy:
+        talk = policy.begin(0)
+        assert policy.wait()[0] == e.EpisodeEnded(SampleId(0, 0), 1.0)
+        # The second turn ended before the episode did, and the one behind it was not asked for.
+        assert [end is not None for _, end in talk.turns] == [True, True]
+
+
+class Numbered(Task):
+    """Chats; the agent gets its prompt's number."""
+
+    def __init__(self) -> None:
+        self.tokenizer = TOKENIZER
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, i: int) -> Prompt:
+        return Prompt(messages=[{"role": "user", "content": str(i)}])
+
+    def score(self, prompt: Prompt, completion: Completion) -> float:
+        return float(completion.tokens[0] % 2)
+
+
+def hostile_agent(base_url: str, messages: list[dict[str, str]]) -> None:
+    """Makes a bad connection, then plays two turns like any other; one prompt in twenty always fails."""
+    kind = int(messages[0]["content"])
+    hostile(base_url, kind % 5)
+    for _ in range(2):
+        body = json.dumps({"messages": messages, "max_tokens": 3}).encode()
+        with urllib.request.urlopen(f"{base_url}/chat/completions", body, timeout=60) as answer:
+            said = json.load(answer)["choices"][0]["message"]
+        messages = [*messages, said, {"role": "user", "content": "?"}]
+        if kind % 20 == 7:
+            raise RuntimeError("gone")
+
+
+@pytest.mark.slow
+def test_a_thousand_agents_that_stall_disconnect_or_send_rubbish_stop_no_run(tmp_path, monkeypatch):
+    hosts: list[Host] = []
+    begin = Host.__init__
+
+    def recorded(self, *own, **named):
+        begin(self, *own, **named)
+        hosts.append(self)
+
+    monkeypatch.setattr(Host, "__init__", recorded)
+    words = (
+        "run.steps=16",
+        f"tasks={__name__}:Numbered",
+        f"episode.agent={__name__}:hostile_agent",
+        "generation.slots=8",
+        "generation.length=64",
+        "generation.max_tokens=3",
+        "trainer.batch_size=16",
+        "trainer.rows=32",
+        "trainer.length=64",
+    )
+    result = run(small(tmp_path / "run", *words), stream=io.StringIO())
+    audit = audit_run(tmp_path / "run")
+    assert (len(result.metrics), audit.violations, audit.in_flight) == (16, [], 0)
+    assert audit.trained == 16 * 16  # of four samples each
+    assert audit.dropped["failed_episode"] > 0 and set(audit.dropped) == {"failed_episode"}
+    (host,) = hosts
+    now = host.statistics()
+    assert (now.live, now.waiting, now.kept_tokens, now.free_pages) == (0, 0, 0, now.pages)
+    assert now.reused_tokens > 0

@@ -25,6 +25,8 @@ from areal_jax.trajectories.packing import pack
 from areal_jax.types import ArealError
 from areal_jax.weights.digest import digest
 
+pytestmark = pytest.mark.few_optimizations
+
 STALENESS = ABLATIONS["staleness"]
 
 SMALL = (

@@ -13,15 +13,14 @@ from areal_jax.control import events as e
 from areal_jax.control.audit import audit
 from areal_jax.simulation.schedule import Schedule, random_schedule, with_episodes
 from areal_jax.simulation.world import simulate
+from areal_jax.types import SampleId
 
 
-@pytest.mark.parametrize("strategy", ["sync", "interruptible", "keep"])
+@pytest.mark.parametrize("strategy", [*ON_UPDATE])
 def test_random_schedules_with_episodes_are_clean_and_no_tool_is_called_twice(strategy):
     found: Counter[str] = Counter()
     for seed in range(25):
         config, schedule = random_schedule(seed, strategy)
-        if config.on_update == "drain" and strategy != "sync":
-            continue
         result = simulate(config, with_episodes(seed, schedule))
         assert result.audit.violations == [], f"seed {seed}"
         assert set(result.tool_calls.values()) <= {1}, f"seed {seed}"
@@ -29,6 +28,7 @@ def test_random_schedules_with_episodes_are_clean_and_no_tool_is_called_twice(st
         found.update(type(event).__name__ for _, event, _ in result.rows)
         found.update(result.faults + Counter(result.audit.dropped))
         found.update(a.reason for _, _, actions in result.rows for a in actions if isinstance(a, e.Reissue))
+        found["branches"] += require_each_token_once([event for _, event, _ in result.rows])
     for kind in (
         "tool_in_doubt",
         "failed_episode",
@@ -36,9 +36,27 @@ def test_random_schedules_with_episodes_are_clean_and_no_tool_is_called_twice(st
         "failed_sample",
         "driver_crash",
         "host_death",
+        "branches",
     ):
         assert found[kind] > 0, kind
     assert found["TurnFinished"] > 2 * found["EpisodeEnded"]
+
+
+def require_each_token_once(events: list[e.Event]) -> int:
+    """An ended sample has the tokens of all its turns, once each; returns the number of turns on branches."""
+    turns: Counter[SampleId] = Counter()
+    for event in events:
+        if isinstance(event, e.TurnFinished) and event.digest:  # a late one has none
+            turns[event.sample] += sum(end - start for _, start, end in event.spans)
+    ended = [event for event in events if isinstance(event, e.SampleFinished)]
+    for event in ended:
+        assert sum(end - start for _, start, end in event.spans) == turns[event.sample] > 0
+        versions = [span.version for span in event.spans]
+        assert versions == sorted(versions)
+    whole = {event.sample for event in ended}
+    return sum(
+        isinstance(event, e.TurnAdded) and event.segment > 0 and event.sample in whole for event in events
+    )
 
 
 def crowd(turns: float, **schedule: float):

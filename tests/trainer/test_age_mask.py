@@ -17,6 +17,8 @@ from areal_jax.trajectories.plan import Layout
 from areal_jax.types import Group
 from tests.trainer.conftest import LENGTH, MakeLearner, make_groups
 
+pytestmark = pytest.mark.few_optimizations
+
 PPO: dict[str, Any] = dict(preset="ppo", kl={"coef": 0.1, "place": "loss", "estimator": "k3"}, minibatches=2)
 AREAL: dict[str, Any] = dict(preset="decoupled_ppo", minibatches=2)
 OVERLONG: dict[str, Any] = dict(
@@ -110,11 +112,12 @@ def test_old_tokens_change_no_bit_of_an_update(learner: MakeLearner, params: Any
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [pytest.param(PPO, marks=pytest.mark.slow), AREAL],
-    ids=["ppo", "areal"],
+    ("layout", "settings"),
+    [
+        pytest.param("shared", PPO, marks=pytest.mark.slow, id="shared-ppo"),
+        *(pytest.param(layout, AREAL, id=f"{layout}-areal") for layout in ("repeated", "shared", "apart")),
+    ],
 )
-@pytest.mark.parametrize("layout", ["repeated", "shared", "apart"])
 def test_each_way_of_computing_gives_the_update_of_old_tokens_as_prompts(
     learner: MakeLearner, params: Any, layout: Layout, settings: dict[str, Any]
 ):

@@ -26,6 +26,8 @@ from tests.trainer.conftest import LENGTH, MakeLearner, distance, same_bits
 from tests.trainer.test_shared_prompts import groups_of
 from tests.trajectories.unpacking import unpack
 
+pytestmark = pytest.mark.few_optimizations
+
 BOTH = {"fsdp": 2, "tensor": 2}
 MESHES = [{"data": 2}, {"fsdp": 2}, {"tensor": 2}, BOTH]
 SLOW = [pytest.param(mesh, marks=pytest.mark.slow) for mesh in MESHES[:3]]

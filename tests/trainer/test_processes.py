@@ -18,7 +18,7 @@ from areal_jax.trajectories.packing import plan_batch
 from tests.trainer.conftest import make_groups
 from tests.trainer.processes import LENGTH, ROWS, STEPS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.few_optimizations, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 240

@@ -25,6 +25,8 @@ from areal_jax.types import ArealError, Batch
 from tests.trainer.conftest import LENGTH, MakeLearner, distance, make_groups, random_params, same_bits
 from tests.trainer.prefix_trees import tree_groups
 
+pytestmark = pytest.mark.few_optimizations
+
 RANK, ALPHA, DECAY = 2, 8.0, 0.75
 SOME = r"norm|blocks\.mlp\.(up|gate)"
 

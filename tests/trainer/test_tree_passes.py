@@ -30,6 +30,8 @@ from areal_jax.types import Trajectory
 from tests.trainer.conftest import LENGTH, VOCAB, random_params
 from tests.trainer.prefix_trees import prepared, rows_of, trie
 
+pytestmark = pytest.mark.few_optimizations
+
 SIZES = dict(vocab_size=VOCAB, layers=2, width=16, heads=4, kv_heads=2, head_dim=4, mlp_width=24)
 WIDE = dict(dtype="float64", accumulate="float64")
 RATE = 0.5

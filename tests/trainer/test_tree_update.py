@@ -21,9 +21,12 @@ from areal_jax.trajectories.packing import pack
 from areal_jax.trajectories.prefix_tree import Sampled, tree_of
 from areal_jax.trajectories.walk import plan_walk
 from areal_jax.types import ArealError, Group
+from tests.trainer.branches import branched_groups
 from tests.trainer.conftest import LENGTH, VOCAB, MakeLearner, make_groups
 from tests.trainer.prefix_trees import tree_groups
 from tests.trainer.test_shared_prompts import levels
+
+pytestmark = pytest.mark.few_optimizations
 
 PLAIN: dict[str, Any] = dict(preset="decoupled_ppo", minibatches=2)
 EVERYTHING: dict[str, Any] = dict(
@@ -90,6 +93,7 @@ def assert_equal_updates(learner: Learner, params: Any, batches: list[list[Group
 
 def test_an_update_over_trees_is_the_packed_one(learner: MakeLearner, params: Any):
     assert_equal_updates(learner(**PLAIN), params)
+    assert_equal_updates(learner(**PLAIN), params, [branched_groups()])
 
 
 def test_a_tree_mask_of_many_levels_gives_the_update_over_trees(

@@ -12,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_jax.trajectories.packing import pack, plan_batch
+from areal_jax.trajectories.paths import paths_of
 from areal_jax.trajectories.plan import BatchPlan, PackingError, fill
 from areal_jax.types import Batch, Group, Prompt, SampleId, Trajectory
 from tests.trajectories.samples import group, trajectory
 from tests.trajectories.test_shared_prompts import GROUPS, LENGTH
 
-PER_SEQUENCE = ("reward", "group_ids", "temperature", "truncated")
+PER_SEQUENCE = ("reward", "group_ids", "temperature", "truncated", "sample_ids")
 
 
 def sent(plan: BatchPlan) -> BatchPlan:
@@ -100,3 +101,51 @@ def test_trajectories_that_are_not_the_planned_ones_are_refused_by_name():
             PackingError, match=r"batch plan has an unknown form .*the same areal-jax version"
         ):
             BatchPlan.from_wire(broken)
+
+
+def branched(ordinal: int, counts: list[int]) -> Group:
+    """A group of samples with so many branches; a branch shares the sample's first four tokens."""
+    members = []
+    for member, count in enumerate(counts):
+        one = trajectory(SampleId(ordinal, member), 6)
+        others = []
+        for place in range(count):
+            other = trajectory(SampleId(ordinal, member), 5 + place, reward=None)
+            tokens = np.where(np.arange(5 + place) < 4, other.tokens, other.tokens + 100 * (place + 1))
+            mask = np.arange(5 + place) >= 4
+            others.append(dataclasses.replace(other, tokens=tokens.astype(np.int32), loss_mask=mask))
+        members.append(dataclasses.replace(one, branches=tuple(others)))
+    return Group(ordinal, Prompt("?"), tuple(members))
+
+
+@pytest.mark.parametrize("layout", ["shared", "repeated", "apart"])
+def test_the_paths_of_samples_are_sequences_of_their_own(layout):
+    """Eleven paths of five samples in two minibatches; two processes fill their rows from whole samples."""
+    groups = [branched(1, [0, 2, 1]), branched(0, [3, 0])]
+    whole, plan = pack(groups, 2, 9, 2, layout), sent(plan_batch(groups, 2, 9, 2, layout))
+    assert whole.sample_ids.tolist() == [0, 0, 0, 0, 1, 2, 3, 3, 3, 4, 4, 4, 4, 4, 4, 4]
+    assert whole.group_ids.tolist() == [0] * 5 + [1] * 11
+    of = [groups[1].trajectories[0]] * 4 + [groups[1].trajectories[1]]
+    of += [groups[0].trajectories[member] for member in (0, 1, 1, 1, 2, 2)]
+    np.testing.assert_array_equal(whole.reward[:11], [one.reward for one in of])
+    for place, one in enumerate(of):
+        path = paths_of(one)[place - [sample is one for sample in of].index(True)]
+        at = np.nonzero(whole.segment_ids == place + 1)
+        own = path.tokens[-len(at[0]) :]
+        np.testing.assert_array_equal(whole.tokens[at], own)
+        np.testing.assert_array_equal(whole.loss_mask[at], path.loss_mask[-len(own) :])
+        assert whole.loss_mask[at].sum() == path.loss_mask.sum()
+        assert whole.positions[at][-1] == len(path.tokens) - 1
+    # Two siblings share what is before them; nothing is after the 16 sequences but what is shared.
+    assert (whole.segment_ids.max() > 16) == (layout == "shared")
+    for rows in np.array_split(np.arange(plan.rows), 2):
+        sources = plan.sources(rows)
+        assert all(of[place].sample == sample for place, sample in sources.items())
+        assert_rows_of(whole, rows, fill(plan, rows, {place: of[place] for place in sources}))
+
+
+def test_a_sample_with_another_number_of_paths_is_refused():
+    groups = [branched(0, [1])]
+    plan = plan_batch(groups, 2, 9)
+    with pytest.raises(PackingError, match=r"trajectory 1 of the batch plan is .* but none"):
+        fill(plan, np.arange(plan.rows), dict.fromkeys(range(2), trajectory(SampleId(0, 0), 6)))

@@ -1,0 +1,1 @@
+"""Environments of other projects, each run by an interpreter of its own."""
