@@ -22,7 +22,8 @@ H100 = replace(parse_target("h100"), fraction=0.75)
 
 
 def recipe(*words: str) -> Recipe:
-    return open_recipe(load_config(QUICKSTART, "model.shape=tiny", *words), jax.devices())
+    words = ("model.shape=tiny", "generation.max_tokens=18", *words)
+    return open_recipe(load_config(QUICKSTART, *words), jax.devices())
 
 
 @pytest.fixture(scope="module")
