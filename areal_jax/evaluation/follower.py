@@ -203,9 +203,11 @@ class Follower:
         """Writes the parameters to exports/<version>, unless an export with this `digest` is there already.
 
         Before writing, deletes exports of this and later versions: the run wrote those exports before it was
-        resumed at an earlier version. At the end, deletes all but the newest `observe.exports` exports.
+        resumed at an earlier version. At the end, deletes all but the newest `observe.exports` exports, and
+        exports that a killed process left unfinished: a run has one process that exports.
         """
         from areal_jax.models.io.huggingface import export_folder
+        from areal_jax.models.io.safetensors_folder import remove_unfinished
 
         c, source = self._config, self._source
         target, dtype = self._folder / EXPORTS / str(version), c.wire_dtype
@@ -218,6 +220,7 @@ class Follower:
             self._note(f"exported version {version}: {target} ({dtype})")
         for _, path in _exports(target.parent)[: -c.observe.exports]:
             shutil.rmtree(path)
+        remove_unfinished(target.parent)
 
 
 def _exports(folder: Path) -> list[tuple[PolicyVersion, Path]]:

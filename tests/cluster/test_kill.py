@@ -57,8 +57,9 @@ def await_rows(run: Path, count: int, launched: subprocess.Popen[str]) -> None:
 @contextmanager
 def launching(run: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
     """The quickstart as processes; ended by Ctrl-C where the block does not end it."""
-    quiet = ("observe.live=false", "observe.report=false")
-    words = ("configs/quickstart.yaml", f"run.dir={run}", *quiet, *words)
+    # Longer answers than the quickstart's, so that a kill finds samples under way.
+    own = ("generation.max_tokens=18", "observe.live=false", "observe.report=false")
+    words = ("configs/quickstart.yaml", f"run.dir={run}", *own, *words)
     with run.with_suffix(".log").open("w") as log:
         launched = subprocess.Popen([*MAIN, "launch", "local", *words], stdout=log, stderr=log, text=True)
     try:

@@ -19,6 +19,7 @@ from areal_jax.evaluation import follower as module
 from areal_jax.evaluation.command import eval_model_or_run
 from areal_jax.evaluation.follower import EXPORTS, Follower
 from areal_jax.models.io.huggingface import open_folder
+from areal_jax.models.io.safetensors_folder import staged
 from areal_jax.observe.evals import append_eval, read_evals
 from areal_jax.observe.metrics import read_rows
 from areal_jax.observe.waits import WaitTimeout
@@ -87,6 +88,19 @@ def test_exports_of_void_versions_go_and_the_newest_stay(folder: Path):
         (folder / EXPORTS / str(version)).mkdir(parents=True)
     follow(folder, "observe.exports=2", is_evaluating=False)
     assert sorted(path.name for path in (folder / EXPORTS).iterdir()) == ["2", "3"]
+
+
+def test_an_export_that_a_killed_process_left_unfinished_goes(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """A user's own hidden files stay."""
+    exports = folder / EXPORTS
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt), staged(exports / "2"):
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)  # nothing is cleared up, as after `kill -9`
+        raise KeyboardInterrupt
+    (exports / ".notes").mkdir()
+    (exports / ".a.01234567").touch()
+    assert len(list(exports.iterdir())) == 3
+    follow(folder, "observe.exports=1", is_evaluating=False)
+    assert sorted(path.name for path in exports.iterdir()) == [".a.01234567", ".notes", "3"]
 
 
 def test_an_export_of_other_bits_under_that_version_is_replaced(folder: Path):

@@ -6,6 +6,7 @@ A new folder is written under a hidden name in the same parent folder, and renam
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -195,3 +196,13 @@ def staged(folder: Path) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(stage, ignore_errors=True)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Deletes the hidden folders in `folder` that `staged` left, because its process was killed.
+
+    No other process may write a folder into `folder` at the same time.
+    """
+    for path in folder.glob(".*"):
+        if path.is_dir() and re.fullmatch(r"\..+\.[0-9a-f]{8}", path.name):
+            shutil.rmtree(path)
