@@ -51,8 +51,9 @@ SHARED = (
 STRATEGIES = {
     "sync": (),
     "one_step": (),
-    "interruptible": (),
-    "keep": (),
+    # Decoding a batch takes longer than training one, so that a version finds samples under way.
+    "interruptible": ("trainer.batch_size=8",),
+    "keep": ("trainer.batch_size=8",),
     # Of three busy hosts, one adopts each version first, and samples that it has move to the others.
     "pinned": (
         "control.max_staleness=4",
