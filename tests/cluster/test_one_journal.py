@@ -23,6 +23,7 @@ from areal_jax.observe.metrics import read_rows
 from areal_jax.runtime.reading import audit_run, write_report
 from areal_jax.trajectories.journal import unpack
 from tests.cluster.test_kill import launching, processes
+from tests.processes import stop
 from tests.redis_servers import SECRET, Killable, require_redis, url_of
 
 pytestmark = pytest.mark.cluster
@@ -76,7 +77,7 @@ def test_redis_may_lose_samples_and_a_trained_batch(killable: Killable, tmp_path
             # Stopped at some moment, the controller leaves the trainer with a batch to report.
             for wait_s in (0.0, 0.3, 0.5, 0.7, 1.1, 1.3, 1.7) * 4:
                 time.sleep(wait_s)
-                os.kill(controller, signal.SIGSTOP)
+                stop(controller)
                 end_s = time.monotonic() + 2
                 while not (found := {BatchTrained, SampleFinished} <= events_in_mailbox(killable, "lost")):
                     if time.monotonic() > end_s:
@@ -106,7 +107,7 @@ def stop_between_transactions(controller: subprocess.Popen[bytes], run: Path) ->
     """Sends SIGSTOP where the process holds no lock of SQLite, which its successor could not take over."""
     end_s = time.monotonic() + 30
     while True:
-        controller.send_signal(signal.SIGSTOP)
+        stop(controller.pid)
         with closing(sqlite3.connect(run / "journal.sqlite", timeout=0.2, isolation_level=None)) as journal:
             try:
                 journal.execute("BEGIN IMMEDIATE")

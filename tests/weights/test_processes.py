@@ -28,6 +28,7 @@ from areal_jax.weights.transfer import arrays
 from areal_jax.weights.transfer.arrays import start_server
 from areal_jax.weights.transfer.pulling import Pull
 from areal_jax.weights.transfer.reader import TransferReader
+from tests.processes import stop
 from tests.weights.group import SPECS, params_of, probe
 from tests.weights.processes import DEADLINE_S, SECRET, make_engine, wait_for
 from tests.weights.values import on
@@ -148,7 +149,7 @@ def test_a_publisher_killed_in_mid_pull_is_an_error_at_once(start, tmp_path, mon
     ):
         wait_until(lambda: reader.latest() == late.latest() == 0)
         held = reader.load(0, host.param_shardings)
-        before_the_pull(monkeypatch, trainer.kill)
+        before_the_pull(monkeypatch, lambda: (trainer.kill(), trainer.wait()))
         started = time.monotonic()
         with pytest.raises(PublisherLostError, match=f"version 0 could not be pulled from {address}"):
             late.load(0, host.param_shardings)
@@ -167,7 +168,7 @@ def test_a_publisher_that_stands_still_is_given_up_at_the_deadline(
     with closing(TransferReader(address, host.canary, 2.0, SECRET)) as reader:
         wait_until(lambda: reader.latest() == 0)
         with monkeypatch.context() as patch:
-            before_the_pull(patch, lambda: trainer.send_signal(signal.SIGSTOP))
+            before_the_pull(patch, lambda: stop(trainer.pid))
             started = time.monotonic()
             with pytest.raises(PublisherLostError, match=r"within 2 s: (\S+: )?timed out"):
                 reader.load(0, host.param_shardings)
@@ -188,7 +189,7 @@ def test_a_reader_whose_connections_broke_while_they_were_made_pulls_again(
     address = (tmp_path / "address").read_text()
 
     def stop_and_start(own_host: str) -> Any:
-        trainer.send_signal(signal.SIGSTOP)
+        stop(trainer.pid)
         return start_server(own_host)
 
     with closing(TransferReader(address, host.canary, 0.5, SECRET)) as reader:
