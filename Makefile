@@ -26,9 +26,8 @@ quickstart: $(STAMP)
 
 # Tests keep compiled programs in the user's cache folder (tests/compiled_programs.py), so a fresh clone starts warm.
 # Most of the time on a cold cache goes into compiling, which uses one core: so two processes, a file to each. If one of
-# them crashes, xdist would wait for its tests for ever: max-worker-restart 0 ends the tests instead. Each failure is printed
-# at once: tests that are cut off have shown theirs.
-WORKERS = -n 2 --dist loadfile --max-worker-restart 0 --instafail
+# them crashes, xdist would wait for its tests for ever: max-worker-restart 0 ends the tests instead.
+WORKERS = -n 2 --dist loadfile --max-worker-restart 0
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(WORKERS) --durations=15
@@ -44,7 +43,7 @@ slow: $(STAMP)
 	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(BIN)/python -m pytest $(WORKERS) -m "$(SLOW) and few_optimizations" \
 	    --durations=10 $(call FILES,few_optimizations)
 	$(BIN)/python -m pytest $(WORKERS) -m "$(SLOW) and not few_optimizations" --durations=15 $(call FILES,slow|cluster)
-	$(BIN)/python -m pytest --instafail -m alone --durations=5 $(call FILES,alone)
+	$(BIN)/python -m pytest -m alone --durations=5 $(call FILES,alone)
 
 check: $(STAMP)
 	$(BIN)/ruff check

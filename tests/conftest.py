@@ -37,6 +37,25 @@ def pytest_sessionstart() -> None:
         prune(PROGRAMS)
 
 
+class FailuresAtOnce:
+    """Prints the name and the error of a failed test at once: tests that are cut off have shown theirs."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        if not report.failed or terminal is None:  # xdist's workers have none
+            return
+        error = [line for line in report.longreprtext.splitlines() if line.startswith("E ")]
+        for line in ("", f"FAILED {report.nodeid} ({report.when})", *error[:5]):
+            terminal.write_line(line)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(FailuresAtOnce(config))
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The folder of data sets (gsm8k/, math500/) that no repository of ours may hold.
