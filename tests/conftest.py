@@ -94,6 +94,17 @@ def _room_for_programs() -> Iterator[None]:
         gc.collect()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _same_environment() -> Iterator[None]:
+    """A module leaves the variables of jax and XLA as they were; with others, all later programs would be
+    compiled anew.
+    """
+    names = ("JAX_", "XLA_")
+    before = {name: value for name, value in os.environ.items() if name.startswith(names)}
+    yield
+    assert {name: value for name, value in os.environ.items() if name.startswith(names)} == before
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _priority() -> Iterator[None]:
     """An evaluation beside a run lowers the priority of its process: here, that of all later tests."""

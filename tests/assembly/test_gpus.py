@@ -63,15 +63,14 @@ def test_xla_knows_every_flag():
 def test_only_a_process_that_may_use_gpus_changes_its_environment(monkeypatch: pytest.MonkeyPatch):
     config = load_config("configs/quickstart.yaml", "model.dtype=bfloat16")
     for name in (FRACTION, FLAGS):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that what the process sets is undone
+        monkeypatch.delenv(name)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     use_gpu_environment(config)
     assert FRACTION not in os.environ and FLAGS not in os.environ
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     use_gpu_environment(config)
     assert (os.environ[FRACTION], os.environ[FLAGS]) == ("0.92", OVERLAP)
-    monkeypatch.delenv(FRACTION)
-    monkeypatch.delenv(FLAGS)
 
 
 PRECISIONS = """
