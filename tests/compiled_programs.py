@@ -17,7 +17,8 @@ def keep_compiled_programs(environ: MutableMapping[str, str]) -> Path:
     """Name the folder in the environment, for these tests and the processes that they start; returns it.
 
     JAX_COMPILATION_CACHE_DIR moves it. The default lies outside the checkout: a fresh clone finds what other
-    checkouts compiled. jax's defaults would keep only programs that took a second to compile.
+    checkouts compiled. jax's key holds the folder's path, so a copy of the folder elsewhere is of no use.
+    jax's defaults would keep only programs that took a second to compile.
     """
     cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "areal-jax" / "tests"
     environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
