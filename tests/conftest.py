@@ -99,10 +99,13 @@ def _same_environment() -> Iterator[None]:
     """A module leaves the variables of jax and XLA as they were; with others, all later programs would be
     compiled anew.
     """
-    names = ("JAX_", "XLA_")
-    before = {name: value for name, value in os.environ.items() if name.startswith(names)}
+
+    def variables() -> dict[str, str]:
+        return {name: value for name, value in os.environ.items() if name.startswith(("JAX_", "XLA_"))}
+
+    before = variables()
     yield
-    assert {name: value for name, value in os.environ.items() if name.startswith(names)} == before
+    assert variables() == before
 
 
 @pytest.fixture(scope="session", autouse=True)
