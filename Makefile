@@ -1,5 +1,5 @@
 # make quickstart and make test need Python 3.11 to 3.13 and nothing else: they build .venv when it is missing or old.
-.PHONY: install quickstart test slow check accelerators-check format clean
+.PHONY: install quickstart test slow soak check accelerators-check format clean
 .DELETE_ON_ERROR:
 
 SUITS = -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'
@@ -25,25 +25,22 @@ quickstart: $(STAMP)
 	$(BIN)/areal-jax quickstart
 
 # Tests keep compiled programs in the user's cache folder (tests/compiled_programs.py), so a fresh clone starts warm.
-# Most of the time on a cold cache goes into compiling, which uses one core: so two processes, a file to each. If one of
-# them crashes, xdist would wait for its tests for ever: max-worker-restart 0 ends the tests instead.
-WORKERS = -n 2 --dist loadfile --max-worker-restart 0
+# A worker for each core and 3 GiB of memory (tests/conftest.py), a file to each, in the order of their names. If a worker
+# crashes, xdist would wait for its tests for ever: max-worker-restart 0 ends the tests instead.
+WORKERS = -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -rs
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(WORKERS) --durations=15
+	$(BIN)/python -m pytest $(WORKERS)
 
-# Tests with one of the markers, in files that have it: pytest takes 15 CPU seconds to collect all of them.
-FILES = $$(grep -rlE --include='test_*.py' 'mark\.($(1))' tests | sort)
-SLOW = (slow or cluster) and not gpu and not alone
-
-# Tests that do not depend on how programs are compiled, with few optimizations: a third less CPU time, and the fast tier
-# compiles most of their programs as users do. Then whole runs, killed processes, Slurm, namespaces. At the end, one at a
-# time, tests of what a run does on an idle machine.
+# Whole runs, killed processes, one job of Slurm, one network of namespaces; in the files that have the marker, since
+# pytest takes 15 CPU seconds to collect all.
 slow: $(STAMP)
-	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(BIN)/python -m pytest $(WORKERS) -m "$(SLOW) and few_optimizations" \
-	    --durations=10 $(call FILES,few_optimizations)
-	$(BIN)/python -m pytest $(WORKERS) -m "$(SLOW) and not few_optimizations" --durations=15 $(call FILES,slow|cluster)
-	$(BIN)/python -m pytest -m alone --durations=5 $(call FILES,alone)
+	$(BIN)/python -m pytest $(WORKERS) -m "slow and not soak and not gpu" \
+	    $$(grep -rlE --include='test_*.py' 'mark\.slow\b' tests | sort)
+
+# Installs, second backends and rounds, pages that train, ablations, benches. `make soak SOAK=tests/cluster`: a part.
+soak: $(STAMP)
+	tests/soak.sh $(SOAK)
 
 check: $(STAMP)
 	$(BIN)/ruff check
@@ -65,9 +62,9 @@ $(COMPILERS): .venv-%/.installed: $(STAMP)
 # The CPU of a small machine has two cores; a TPU's compiler uses both for one program.
 accelerators-check: $(COMPILERS)
 	.venv-cuda12/bin/python -m pytest -p tests.accelerators.environment $(WORKERS) -m accelerators \
-	    tests/accelerators/cuda --durations=8
+	    tests/accelerators/cuda
 	.venv-tpu/bin/python -m pytest -p tests.accelerators.environment $(WORKERS) -m accelerators \
-	    tests/accelerators/tpu --durations=8
+	    tests/accelerators/tpu
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix

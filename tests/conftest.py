@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
+from tests import optimizations
 from tests.compiled_programs import keep_compiled_programs, prune
+from tests.costs import Costs
 from tests.programs import unavailable
 
 if TYPE_CHECKING:
@@ -54,6 +56,28 @@ class FailuresAtOnce:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(FailuresAtOnce(config))
+    if path := os.environ.get("AREAL_JAX_TEST_COSTS"):
+        config.pluginmanager.register(Costs(Path(path)))
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Returns the number of workers of `-n auto`: one for each core, and 3 GiB of memory, that is there."""
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(len(os.sched_getaffinity(0)), memory_bytes // (3 << 30)))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    optimizations.parametrize(metafunc)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def few_optimizations(request: pytest.FixtureRequest) -> bool:
+    """Whether the tests that run now compile with few optimizations: see tests/optimizations.py.
+
+    A session fixture that holds numbers or programs asks for it, and is made anew when it changes.
+    """
+    optimizations.compile_with(request.param)
+    return request.param
 
 
 @pytest.fixture(scope="session")
@@ -117,7 +141,7 @@ def _priority() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory, few_optimizations: bool) -> Path:
     """A run of three steps; checkpoints of versions 2 and 3. Not to be written into."""
     from areal_jax.runtime.jobs import run
     from tests.small_run import small

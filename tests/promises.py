@@ -58,13 +58,15 @@ def check(config: Config, events: Iterable[Event]) -> None:
             spans.setdefault(event.sample, event.spans)
         elif isinstance(event, e.BatchTrained):
             batches[event.step] = event.ordinals
-    assert sorted(ordinal for batch in batches.values() for ordinal in batch) == list(range(STEPS * GROUPS))
-    assert config.generation.slots * config.runtime.hosts < GROUPS * MEMBERS
+    members, groups = config.algorithm.group_size, config.trainer.batch_size
+    trained = range(config.run.steps * groups)
+    assert sorted(ordinal for batch in batches.values() for ordinal in batch) == list(trained)
+    assert config.generation.slots * config.runtime.hosts < groups * members
     allowed, eta = VERSIONS[config.control.strategy], config.max_staleness or 0
     head_ages: list[int] = []
     of_group: dict[int, set[int]] = defaultdict(set)
     for step, ordinals in batches.items():
-        for sample in (SampleId(ordinal, member) for ordinal in ordinals for member in range(MEMBERS)):
+        for sample in (SampleId(ordinal, member) for ordinal in ordinals for member in range(members)):
             versions = [span.version for span in spans[sample]]
             assert set(versions) <= set(allowed(step, eta)), (step, sample, versions)
             assert versions == sorted(versions), (sample, versions)

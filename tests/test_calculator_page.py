@@ -39,7 +39,7 @@ UPDATES = int(os.environ.get("AREAL_JAX_CALCULATOR_UPDATES", "2"))
 """From 6 on, the rewards must rise; an update takes about 25 CPU seconds."""
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_policy_learns_to_call_the_calculator(tmp_path: Path):
     try:
         smollm2_gguf()

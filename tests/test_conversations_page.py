@@ -11,7 +11,7 @@ import pytest
 from areal_jax.runtime.reading import audit_run
 from tests.test_docs import DOCS, blocks, rows_of, run_as_printed
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak
 
 QUICK = "observe.live=false trainer.lr_schedule=constant"
 PAGE, RECIPE = DOCS / "conversations.md", DOCS.parent / "configs" / "guess.yaml"

@@ -169,6 +169,7 @@ def test_a_bundle_that_was_made_here_verifies_there_and_a_changed_moment_is_refu
 OWN = [command for command in COMMANDS if command != PLAIN and not OTHERS.search(command)]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("command", OWN)
 def test_the_documentations_install_commands_work_in_an_environment_without_our_package(
     command: str, empty: Environment, requirements: Environment, tmp_path: Path

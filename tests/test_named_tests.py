@@ -22,3 +22,17 @@ def test_every_test_that_a_page_names_is_there(page: Path):
 def test_the_page_on_areal_holds_a_test_a_row():
     rows = [line for line in (ROOT / "docs" / "areal.md").read_text().splitlines() if line.startswith("| ")]
     assert [bool(NAMED.search(row)) for row in rows[1:]] == [True] * 23
+
+
+def tiers(source: str) -> str:
+    """Tiers of a file's tests: fast (`make test`), slow (`.ci/run` beside it) and soak (`make soak`)."""
+    is_whole = re.search(r"^pytestmark = .*mark\.(slow|soak)", source, re.MULTILINE)
+    return ", ".join(
+        [*([] if is_whole else ["fast"]), *(t for t in ("slow", "soak") if f"mark.{t}" in source)]
+    )
+
+
+def test_the_page_on_reliability_says_in_which_tiers_each_test_runs():
+    page = (ROOT / "docs" / "reliability.md").read_text()
+    said = re.findall(r"`(tests/[\w/]+\.py)`(?: \(([a-z, ]+)\))?", page)
+    assert said == [(file, tiers((ROOT / file).read_text())) for file, _ in said] != []

@@ -44,7 +44,7 @@ def test_a_checkout_that_is_slower_fails(tmp_path, monkeypatch, capsys, factor, 
     assert all(each["shape"] == "tiny" and each["rows"] == 16 for each in asked)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_each_checkout_runs_its_own_code(tmp_path):
     settings = {"shape": "tiny", "rows": 2, "length": 32, "repeats": 1}
     assert checkouts.seconds_of("update", checkouts.HERE, settings)["update"] > 0

@@ -13,7 +13,7 @@ def test_the_share_is_of_the_windows_slot_seconds():
     assert live_share(spans, 2.0, 6.0, 2) == pytest.approx(3.5 / 8)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_slots_that_are_freed_during_tool_calls_decode_more():
     found = episodes(
         slots=2, episodes=8, turns=2, tokens=8, tool_s=0.1, seconds=0.6, prefill_chunk=32, repeats=1

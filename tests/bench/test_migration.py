@@ -6,7 +6,7 @@ import pytest
 
 from areal_jax.bench.migration import migration
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak
 
 
 def test_every_way_has_its_turn_beside_a_prefill(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 
 from areal_jax.bench.sync import sync
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak
 
 
 def test_every_way_has_its_turn_and_hands_over_what_it_says(tmp_path):

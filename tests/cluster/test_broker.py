@@ -18,7 +18,7 @@ from areal_jax.cluster.broker import Broker, BrokerError
 from areal_jax.cluster.redis_server import RedisServer
 from tests.redis_servers import Killable, Wire, client, keys_of, require_redis, url_of
 
-cluster = pytest.mark.cluster
+slow = pytest.mark.slow
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ PLAIN = st.recursive(
 )
 
 
-@cluster
+@slow
 def test_every_plain_value_arrives_as_it_was_sent_and_in_order(broker: Broker):
     @settings(max_examples=30)
     @given(st.lists(PLAIN, min_size=1, max_size=5))
@@ -66,7 +66,7 @@ def test_every_plain_value_arrives_as_it_was_sent_and_in_order(broker: Broker):
     assert broker.take("controller", 0) == []
 
 
-@cluster
+@slow
 def test_messages_taken_and_not_done_come_again_after_a_restart_before_new_ones(
     broker: Broker, redis_at: RedisServer, run: str
 ):
@@ -105,7 +105,7 @@ DEEDS = st.lists(
 )
 
 
-@cluster
+@slow
 def test_a_reader_that_restarts_loses_no_message_and_gets_unfinished_ones_again(redis_at: RedisServer):
     """The oracle: what is in the mailbox, and what the reader was handed since its restart."""
 
@@ -143,7 +143,7 @@ def test_a_reader_that_restarts_loses_no_message_and_gets_unfinished_ones_again(
     holds()
 
 
-@cluster
+@slow
 def test_taking_waits_for_the_first_message_and_no_longer(broker: Broker, redis_at: RedisServer, run: str):
     started_s = time.monotonic()
     assert broker.take("controller", 0.3) == []
@@ -155,7 +155,7 @@ def test_taking_waits_for_the_first_message_and_no_longer(broker: Broker, redis_
         assert time.monotonic() - started_s < 5
 
 
-@cluster
+@slow
 def test_a_full_box_holds_back_who_posts_and_then_names_itself(
     broker: Broker, redis_at: RedisServer, run: str
 ):
@@ -175,7 +175,7 @@ def test_a_full_box_holds_back_who_posts_and_then_names_itself(
         assert bodies(broker.take("host-1", 1)) == [3]
 
 
-@cluster
+@slow
 def test_messages_posted_together_come_in_order_though_they_do_not_all_fit_at_once(
     broker: Broker, redis_at: RedisServer, run: str
 ):
@@ -199,7 +199,7 @@ def test_messages_posted_together_come_in_order_though_they_do_not_all_fit_at_on
         assert bodies(broker.take("host-1", 0)) == [0, 1, 2]
 
 
-@cluster
+@slow
 def test_clearing_drops_all_also_under_a_waiting_reader(broker: Broker, redis_at: RedisServer, run: str):
     broker.post("trainer", "old")
     assert bodies(broker.take("trainer", 1)) == ["old"]
@@ -219,7 +219,7 @@ def test_clearing_drops_all_also_under_a_waiting_reader(broker: Broker, redis_at
     assert keys_of(redis_at, run) == set()
 
 
-@cluster
+@slow
 def test_removing_leaves_nothing_of_this_run_and_everything_of_others(redis_at: RedisServer, run: str):
     names = (f"{run}[ab]*?", f"{run}a", f"{run}[ab]*?2")
     brokers = [again(redis_at, name) for name in names]
@@ -244,7 +244,7 @@ def test_removing_leaves_nothing_of_this_run_and_everything_of_others(redis_at: 
 # --- the wire breaks ----------------------------------------------------------------------
 
 
-@cluster
+@slow
 def test_an_answer_that_is_lost_loses_no_message(redis_at: RedisServer, run: str):
     """Redis counts the messages as this reader's, who never saw them."""
     with (
@@ -272,7 +272,7 @@ def test_an_answer_that_is_lost_loses_no_message(redis_at: RedisServer, run: str
         assert len(taken) in (1, 2)
 
 
-@cluster
+@slow
 def test_mailboxes_work_again_after_the_server_lost_its_data(tmp_path: Path, run: str):
     """Messages that were in Redis are gone; those after its return arrive over the same connections."""
     require_redis()
@@ -294,7 +294,7 @@ def test_mailboxes_work_again_after_the_server_lost_its_data(tmp_path: Path, run
         reader.close()
 
 
-@cluster
+@slow
 def test_closing_lets_a_waiting_thread_end_and_nobody_begin(redis_at: RedisServer, run: str):
     broker, ends = again(redis_at, run), []
 
@@ -319,7 +319,7 @@ def test_closing_lets_a_waiting_thread_end_and_nobody_begin(redis_at: RedisServe
 # --- signs of life ------------------------------------------------------------------------
 
 
-@cluster
+@slow
 def test_a_heartbeat_counts_until_it_expires_or_another_follows(
     broker: Broker, redis_at: RedisServer, run: str
 ):
@@ -344,7 +344,7 @@ def test_a_heartbeat_counts_until_it_expires_or_another_follows(
 # --- bad input ----------------------------------------------------------------------------
 
 
-@cluster
+@slow
 def test_what_has_no_plain_form_is_named_with_its_box(broker: Broker):
     for body in (object(), np.zeros(3), {"a": {1, 2}}, 2**70):
         with pytest.raises(BrokerError, match="a message for the mailbox 'controller' cannot be encoded"):
@@ -353,7 +353,7 @@ def test_what_has_no_plain_form_is_named_with_its_box(broker: Broker):
     assert bodies(broker.take("controller", 1)) == [{"loss": 0.5}]
 
 
-@cluster
+@slow
 def test_a_message_of_another_program_is_named(broker: Broker, redis_at: RedisServer, run: str):
     for fields in ({"body": b"\xc1"}, {"text": "hello"}):
         broker.clear("controller")

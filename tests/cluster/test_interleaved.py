@@ -20,7 +20,7 @@ from tests.promises import GROUPS
 from tests.runtime.test_interleaved_run import FEW, check_run, gated, is_mixed, taught, words_from
 from tests.small_run import RECIPE
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 LAUNCH = (sys.executable, "-m", "areal_jax.cli.main", "launch", "local", str(RECIPE))
 STEPS, FIRST, DEADLINE_S = 24, 6, 240
@@ -44,7 +44,7 @@ def steps_of(folder: Path) -> list[tuple[str, bool]]:
     return [(row["params_digest"], row["gates"]["intermediate"]) for row in read_rows(folder)]
 
 
-@pytest.mark.parametrize("victim", ["controller", "trainer-0"])
+@pytest.mark.parametrize("victim", [pytest.param("controller", marks=pytest.mark.soak), "trainer-0"])
 def test_after_kill_9_of_a_process_the_gates_and_the_bits_are_those_of_one_process(
     tmp_path, source, undisturbed, victim
 ):

@@ -19,7 +19,8 @@ from areal_jax.observe.evals import read_evals
 from areal_jax.observe.metrics import read_rows
 from areal_jax.weights.staged import committed
 
-pytestmark = pytest.mark.cluster
+pytestmark = pytest.mark.slow
+SOAK = pytest.mark.soak
 
 MAIN = (sys.executable, "-m", "areal_jax.cli.main")
 ROLES = ("generate", "reward", "trainer", "controller", "evaluate")
@@ -77,7 +78,10 @@ def ended_well(run: Path, launched: subprocess.Popen[str]) -> dict:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize(("backend", "rounds"), [("orbax", ROUNDS), ("transfer", 1)])
+@pytest.mark.parametrize(
+    ("backend", "rounds"),
+    [("orbax", 1), pytest.param("orbax", ROUNDS, marks=SOAK), pytest.param("transfer", 1, marks=SOAK)],
+)
 def test_kill_9_of_each_role_in_turn(tmp_path: Path, backend: str, rounds: int):
     """Every ordinal is trained once, every step has one row, no process is left behind."""
     run, steps = tmp_path / "run", FIRST + BETWEEN * len(ROLES) * rounds + 6
@@ -104,6 +108,7 @@ def moves(run: Path) -> int:
         return journal.execute("SELECT count(*) FROM events WHERE kind = 'SamplesMoved'").fetchone()[0]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_kill_9_of_each_role_while_samples_move_between_hosts(tmp_path: Path, backend: str):
     """DORA: no sample is lost or too old, and each has one version; the audit checks all three."""
@@ -161,7 +166,7 @@ def test_a_controller_killed_after_the_last_batch_waits_for_what_it_has_not_hear
     assert all(processes(run, role) == [] for role in ROLES)
 
 
-@pytest.mark.parametrize("backend", ["orbax", "transfer"])
+@pytest.mark.parametrize("backend", ["orbax", pytest.param("transfer", marks=SOAK)])
 def test_a_trainer_killed_before_its_last_checkpoint_writes_it_when_it_is_back(tmp_path: Path, backend: str):
     """All batches are trained by then: it trains them again from the journal."""
     run, steps = tmp_path / "run", 12
@@ -177,6 +182,7 @@ def test_a_trainer_killed_before_its_last_checkpoint_writes_it_when_it_is_back(t
     assert [path.name for path in (run / "checkpoints").iterdir()] == [str(steps)]
 
 
+@pytest.mark.soak
 def test_one_step_goes_on_after_its_controller_was_killed(tmp_path: Path):
     """The trainer waits for hosts that hold the newest version, which the new controller has to hear of."""
     run, steps = tmp_path / "run", 14

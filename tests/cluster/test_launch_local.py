@@ -21,7 +21,7 @@ from areal_jax.runtime.reading import audit_run
 from tests.cluster.agents import pids_of, said, wait_until
 from tests.programs import require
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 LIVE_BUFFERS = Path(__file__).parent / "live_buffers"
@@ -47,7 +47,7 @@ def check_whole(folder: Path, steps: int) -> None:
     assert [row["step"] for row in read_rows(folder)] == list(range(steps))
 
 
-@pytest.mark.parametrize("backend", ["orbax", "transfer"])
+@pytest.mark.parametrize("backend", ["orbax", pytest.param("transfer", marks=pytest.mark.soak)])
 def test_ctrl_c_ends_every_process_and_the_run_goes_on_when_it_is_launched_again(tmp_path, backend):
     """Versions as files below weights.dir, which is empty after either end; or from device to device."""
     require("redis-server")
@@ -91,7 +91,7 @@ def test_a_redis_that_is_killed_is_started_again_and_the_run_goes_on(tmp_path):
     check_whole(folder, steps)
 
 
-@pytest.mark.parametrize("backend", ["orbax", "transfer"])
+@pytest.mark.parametrize("backend", [pytest.param("orbax", marks=pytest.mark.soak), "transfer"])
 def test_a_bfloat16_model_goes_from_an_fsdp_trainer_to_hosts_of_two_devices(tmp_path, backend):
     """Both sides split products, each in its own way, so their log-probs differ by bfloat16's rounding.
 

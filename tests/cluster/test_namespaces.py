@@ -13,7 +13,7 @@ from tests.cluster.agents import QUIET, start_agent, wait_until
 from tests.cluster.namespaces import hosts
 from tests.programs import require
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 STEPS, CUT_S, BATCH = 10, 10.0, 16
 

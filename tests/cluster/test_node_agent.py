@@ -20,7 +20,7 @@ from tests.cluster.slurm import free_ports
 from tests.programs import require
 from tests.redis_servers import SECRET
 
-cluster = pytest.mark.cluster
+slow = pytest.mark.slow
 
 TWO_TRAINERS = [
     "trainer.mesh.fsdp=2",
@@ -90,7 +90,7 @@ def test_gpus_are_those_that_the_scheduler_gave(tmp_path, monkeypatch):
         plan_of(launch.config, ONLY)
 
 
-@cluster
+@slow
 def test_two_failures_of_one_generation_raise_it_once_and_an_emptied_redis_loses_none(tmp_path, redis_at):
     (tmp_path / "launch").mkdir()
     (tmp_path / "launch" / "secret").write_text(redis_at.secret)
@@ -106,7 +106,7 @@ def test_two_failures_of_one_generation_raise_it_once_and_an_emptied_redis_loses
     assert other.situation().status == 1
 
 
-@cluster
+@slow
 def test_an_address_of_an_earlier_head_is_not_taken_for_the_present_one(tmp_path, redis_at):
     (tmp_path / "launch").mkdir()
     (tmp_path / "launch" / "secret").write_text(redis_at.secret)
@@ -137,9 +137,8 @@ def run_words(steps: int, *words: str) -> list[str]:
     return ["--config=configs/quickstart.yaml", *TWO_TRAINERS, *small, *words]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.alone
-@cluster
 def test_a_group_whose_member_is_killed_starts_again_on_every_machine_within_a_minute(tmp_path):
     """kill -9 of the second machine's member: the run goes on, and nothing is trained twice."""
     require("redis-server")

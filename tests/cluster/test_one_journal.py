@@ -26,7 +26,7 @@ from tests.cluster.test_kill import launching, processes
 from tests.processes import stop
 from tests.redis_servers import SECRET, Killable, require_redis, url_of
 
-pytestmark = pytest.mark.cluster
+pytestmark = pytest.mark.slow
 
 GROUPS, DEADLINE_S = 16, 400
 ROOT = Path(__file__).parents[2]
@@ -63,7 +63,7 @@ def check(run: Path, steps: int) -> None:
     assert [row["step"] for row in read_rows(run)] == list(range(steps))
 
 
-@pytest.mark.parametrize("how", ["FLUSHALL", "kill -9"])
+@pytest.mark.parametrize("how", ["FLUSHALL", pytest.param("kill -9", marks=pytest.mark.soak)])
 def test_redis_may_lose_samples_and_a_trained_batch(killable: Killable, tmp_path: Path, how: str):
     """The run goes on in a new epoch, without a restart of any process, and is audited while it lives."""
     run, steps = tmp_path / "run", 50

@@ -10,7 +10,7 @@ from areal_jax.cluster.payloads import Held, Payloads, Posted
 from areal_jax.cluster.redis_server import RedisServer
 from areal_jax.types import SampleId
 
-pytestmark = pytest.mark.cluster
+pytestmark = pytest.mark.slow
 
 
 def test_an_accepted_payload_outlives_its_host(redis_at: RedisServer):

@@ -9,7 +9,7 @@ from areal_jax.runtime.reading import audit_run, open_journal
 from tests.launched import launched
 from tests.promises import GROUPS, STEPS, check, each_promise, scarce
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.soak  # `.ci/run` checks those of the runs of test_replayed_runs.py
 
 
 @each_promise

@@ -16,7 +16,7 @@ from areal_jax.runtime.reading import audit_run
 from tests.cluster.test_launch_local import QUIET, ROOT
 from tests.programs import require
 
-pytestmark = [pytest.mark.few_optimizations, pytest.mark.cluster, pytest.mark.slow]
+pytestmark = [pytest.mark.few_optimizations, pytest.mark.slow]
 
 STEPS, GROUPS = 3, 4
 LARGE = ["trainer.mesh.fsdp=4", "trainer.rows=4", "runtime.hosts=2"]
@@ -34,7 +34,9 @@ SMALL = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.soak) if "7b" in name else name for name in RECIPES]
+)
 def test_a_recipe_trains_a_tiny_model(name: str, tmp_path: Path, shared_data: Path):
     require("redis-server")
     folder = tmp_path / "run"

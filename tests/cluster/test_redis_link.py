@@ -97,7 +97,7 @@ def test_a_server_that_does_not_answer_is_an_error_by_the_deadline():
         assert 0.4 <= time.monotonic() - started_s < 2
 
 
-@pytest.mark.cluster
+@pytest.mark.slow
 def test_a_server_that_deletes_keys_is_refused(tmp_path: Path):
     require_redis()
     with Killable(tmp_path / "redis") as killable, client(killable.server) as asked:
@@ -112,7 +112,7 @@ def test_a_server_that_deletes_keys_is_refused(tmp_path: Path):
             one.run(lambda client: client.set("a", "b"))
 
 
-@pytest.mark.cluster
+@pytest.mark.slow
 def test_a_password_that_is_wrong_or_missing_is_named_but_never_shown(redis_at: RedisServer):
     def ask(url: str, secret: str | None) -> str:
         with pytest.raises(Refused) as caught:
@@ -127,7 +127,7 @@ def test_a_password_that_is_wrong_or_missing_is_named_but_never_shown(redis_at: 
     assert link(redis_at.url.replace("//", f"//:{redis_at.secret}@")).run(lambda client: client.ping())
 
 
-@pytest.mark.cluster
+@pytest.mark.slow
 def test_a_user_with_few_rights_is_enough(redis_at: RedisServer):
     """The rights that the message about missing ones names suffice for everything that a run does."""
     sample = SampleId(0, 0, 0)

@@ -20,7 +20,7 @@ from tests.processes import assert_ends
 from tests.redis_servers import SECRET, client, require_redis
 
 ROOT = Path(__file__).parents[2]
-cluster = pytest.mark.cluster
+slow = pytest.mark.slow
 
 
 def test_a_missing_program_is_named_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -31,7 +31,7 @@ def test_a_missing_program_is_named_with_the_remedy(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("secret", ["short", "with a space in it", "two\nlines-in-a-password", ""])
-@cluster
+@slow
 def test_an_invalid_password_starts_no_server(tmp_path: Path, secret: str):
     require_redis()
     with pytest.raises(ArealError, match="give at least 16, printable ASCII"):
@@ -39,7 +39,7 @@ def test_an_invalid_password_starts_no_server(tmp_path: Path, secret: str):
     assert not (tmp_path / "redis").exists()
 
 
-@cluster
+@slow
 def test_clients_need_the_password_which_is_in_no_argument_file_or_variable(tmp_path: Path):
     require_redis()
     with redis_server(tmp_path / "of a run") as server:
@@ -62,7 +62,7 @@ def test_clients_need_the_password_which_is_in_no_argument_file_or_variable(tmp_
         assert other.secret != server.secret
 
 
-@cluster
+@slow
 def test_it_keeps_no_data_and_takes_any_password(tmp_path: Path):
     require_redis()
     odd = "quo\"te'back\\slash#hash"
@@ -75,7 +75,7 @@ def test_it_keeps_no_data_and_takes_any_password(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["redis.log"]
 
 
-@cluster
+@slow
 def test_a_port_that_is_taken_is_an_error_with_what_the_server_said(tmp_path: Path):
     require_redis()
     with (
@@ -87,7 +87,7 @@ def test_a_port_that_is_taken_is_an_error_with_what_the_server_said(tmp_path: Pa
         redis_server(tmp_path / "two", server.port, secret=SECRET).__enter__()
 
 
-@cluster
+@slow
 def test_a_server_that_died_is_started_again_at_its_port(tmp_path: Path):
     require_redis()
     with redis_server(tmp_path) as server:
@@ -105,7 +105,7 @@ def test_a_server_that_died_is_started_again_at_its_port(tmp_path: Path):
         os.kill(server.process.pid, 0)
 
 
-@cluster
+@slow
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGTERM])
 def test_it_ends_with_the_program_that_started_it(tmp_path: Path, by: signal.Signals):
     require_redis()

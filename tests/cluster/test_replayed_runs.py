@@ -30,9 +30,10 @@ from areal_jax.runtime.replay import Replayed, replay
 from tests.cluster.agents import pids_of, wait_until
 from tests.processes import assert_ends
 from tests.programs import require
+from tests.promises import check as check_promise
 from tests.small_run import RECIPE, WORDS
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 STEPS = 20
 ROOT = Path(__file__).parents[2]
@@ -81,10 +82,18 @@ WAYS = {
 }
 KILLED = {("keep", "threads"), ("interruptible", "processes")}
 """Runs of which every process is killed on the way, and which are resumed."""
+SOAK = {(strategy, "threads") for strategy in STRATEGIES if strategy != "keep"}
+"""`.ci/run` replays each strategy's run by processes, and one by threads."""
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "way"),
+    [
+        pytest.param(strategy, way, marks=pytest.mark.soak if (strategy, way) in SOAK else ())
+        for strategy in STRATEGIES
+        for way in WAYS
+    ],
+)
 def test_twenty_steps_replay_without_a_bit_of_difference(
     tmp_path: Path, on_one_device: ProcessPoolExecutor, strategy: str, way: str
 ):
@@ -102,6 +111,8 @@ def test_twenty_steps_replay_without_a_bit_of_difference(
         finish(folder, devices, *start, *words)
     assert audit_run(folder).ok
     check_hard(folder, strategy, is_killed)
+    with open_journal(folder) as journal:
+        check_promise(load_config(folder / "config.yaml"), (row.event for row in journal.rows()))
     if devices == jax.device_count():
         check_replayed(folder, replay(folder))
     else:

@@ -16,7 +16,7 @@ from tests.serving.test_training import digests, free_port
 from jetstream.core.proto import jetstream_pb2 as protocol  # isort: skip - as a client has it
 from jetstream.core.proto.jetstream_pb2_grpc import OrchestratorStub  # isort: skip
 
-pytestmark = pytest.mark.cluster
+pytestmark = pytest.mark.soak
 
 STEPS = 60
 WORDS = (f"run.steps={STEPS}", "control.max_staleness=0", "trainer.supervised_steps=2")

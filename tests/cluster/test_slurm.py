@@ -19,7 +19,7 @@ from areal_jax.weights.staged import committed
 from tests.cluster.agents import QUIET, pids_of, wait_until
 from tests.cluster.slurm import Clusters, Slurm, free_ports
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 ATTEMPTS = 3
@@ -122,6 +122,7 @@ def test_a_script_submitted_by_hand_is_cancelled_and_goes_on_when_it_is_submitte
     assert not any(secret.read_text() in path.read_text() for path in (folder / "logs").glob("*.log"))
 
 
+@pytest.mark.soak
 @on_a_cluster
 def test_a_launched_job_of_two_components_survives_a_killed_trainer_and_finishes(slurm: Slurm, folder: Path):
     """Two trainer processes on two nodes, and a host on a third, which pulls weights from the trainer."""
@@ -145,6 +146,7 @@ def test_a_launched_job_of_two_components_survives_a_killed_trainer_and_finishes
         assert printed.count(f"; {name} starts again") == 1, printed
 
 
+@pytest.mark.soak
 @on_a_cluster
 def test_a_job_whose_time_is_nearly_over_is_requeued_and_goes_on(slurm: Slurm, folder: Path):
     """Slurm's warning is the signal that #SBATCH --signal names."""
@@ -157,6 +159,7 @@ def test_a_job_whose_time_is_nearly_over_is_requeued_and_goes_on(slurm: Slurm, f
     finish_again(slurm, job, folder, steps)
 
 
+@pytest.mark.soak
 @on_a_cluster
 def test_a_job_that_loses_a_node_is_requeued_and_goes_on(slurm: Slurm, folder: Path):
     """The node of the generation host; Slurm itself ends the job and requeues it."""

@@ -52,7 +52,7 @@ def version_of(engine: Engine, version: int) -> VersionedParams:
 
 
 @pytest.fixture(scope="session")
-def model() -> Model:
+def model(few_optimizations: bool) -> Model:
     return make_model()
 
 

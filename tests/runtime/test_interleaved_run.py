@@ -206,7 +206,9 @@ def test_every_strategy_pays_interleaved_answers_by_the_gate(tmp_path, source, s
     assert first_answers(samples) < 0.4
 
 
-@pytest.mark.parametrize("preset", ["grpo", *OTHERS])
+@pytest.mark.parametrize(
+    "preset", ["grpo", *(pytest.param(preset, marks=pytest.mark.soak) for preset in OTHERS)]
+)
 def test_every_optimiser_trains_on_the_same_rewards(tmp_path, source, preset):
     run(gated(tmp_path / "run", source, *FEW, f"algorithm.preset={preset}"), stream=io.StringIO())
     assert is_mixed(check_run(tmp_path / "run"))

@@ -19,6 +19,8 @@ from areal_jax.observe.metrics import read_rows
 from areal_jax.runtime.reading import audit_run, open_journal
 from tests.small_run import RECIPE, WORDS
 
+pytestmark = pytest.mark.slow
+
 CRITIC = [
     "algorithm.preset=ppo",
     "algorithm.minibatches=2",
@@ -72,7 +74,6 @@ MOMENTS = {"before the first batch": 0, "before the first checkpoint": 3, "in th
 """Moment -> number of trained steps at which the run is killed; 0: as soon as it has a journal."""
 
 
-@pytest.mark.slow
 def test_kill_9_at_any_moment_then_resume(tmp_path):
     """One run, killed at each moment in turn: each process but the first resumes what was killed before."""
     folder = tmp_path / "run"
@@ -124,8 +125,15 @@ def untouched(tmp_path_factory):
     return rows
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("extra", [["weights.backend=memory"], ["weights.backend=orbax"], CRITIC, LORA])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ["weights.backend=memory"],
+        pytest.param(["weights.backend=orbax"], marks=pytest.mark.soak),
+        CRITIC,
+        LORA,
+    ],
+)
 def test_at_eta_0_a_killed_run_ends_with_the_same_bits_as_an_untouched_one(tmp_path, untouched, extra):
     """The backend is no part of what a run computes: both share one untouched run, of the default backend."""
     folder, of_backend = tmp_path / "killed", extra[0].startswith("weights.backend=")
@@ -141,7 +149,6 @@ def test_at_eta_0_a_killed_run_ends_with_the_same_bits_as_an_untouched_one(tmp_p
         assert whole == killed and len(whole) == ETA_0_STEPS
 
 
-@pytest.mark.slow
 def test_a_second_process_cannot_resume_a_run_in_progress(tmp_path):
     folder = tmp_path / "run"
     process = begin(folder, "run.steps=100000")
@@ -168,7 +175,6 @@ def flip_one_byte(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.slow
 def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_gives_the_same_bits(tmp_path):
     folder = tmp_path / "run"
     process = begin(folder, "run.steps=9", "trainer.checkpoint_every=3", "trainer.keep_checkpoints=3")

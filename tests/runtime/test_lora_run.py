@@ -113,6 +113,7 @@ def test_forms_that_a_source_does_not_have_are_refused(
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.soak
 def test_adapters_learn_the_quickstart(tmp_path: Path):
     """Half the recipe's steps with rank 8: rewards rise, by adapters alone."""
     words = ("run.steps=100", "model.lora.rank=8", "observe.tensorboard=false", "observe.report=false")

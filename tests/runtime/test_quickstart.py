@@ -10,7 +10,7 @@ import sys
 import pytest
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.alone
 def test_the_quickstart_learns_asynchronously_and_ends_with_a_report(tmp_path):
     env = {key: value for key, value in os.environ.items() if key != "JAX_NUM_CPU_DEVICES"}

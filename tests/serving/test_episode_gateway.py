@@ -378,7 +378,7 @@ def hostile_agent(base_url: str, messages: list[dict[str, str]]) -> None:
             raise RuntimeError("gone")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_thousand_agents_that_stall_disconnect_or_send_rubbish_stop_no_run(tmp_path, monkeypatch):
     hosts: list[Host] = []
     begin = Host.__init__

@@ -436,7 +436,7 @@ async def fuzz(port: int, count: int, seed: int) -> dict[grpc.StatusCode, int]:
 
 
 @pytest.mark.parametrize(
-    "count", [200, pytest.param(10_000, marks=pytest.mark.slow)], ids=["few", "ten thousand"]
+    "count", [200, pytest.param(10_000, marks=pytest.mark.soak)], ids=["few", "ten thousand"]
 )
 def test_odd_bytes_are_errors_of_their_request(server, count):
     ended = asyncio.run(fuzz(server.port, count, seed=count))

@@ -282,7 +282,7 @@ def real_smollm(folder: Path) -> HFTokenizer:
         return tokenizer_of(folder / "smollm", "smollm")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_thousands_of_tool_turns_keep_every_token_and_each_of_their_edits_branches(folder):
     """With AREAL_JAX_TOOL_TURNS=10000: 10,000 tool turns and more than 500 edits, of all seven kinds."""
     counts: Counter[str] = Counter()

@@ -60,7 +60,7 @@ def bench() -> Workbench:
     return Workbench(SPEED)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_table_has_a_row_a_value_and_arm_and_tells_the_staleness_that_was_reached(table):
     rows = {(row["value"], row["arm"]): row for row in table["table"]}
     assert list(rows) == [(value, arm) for value in (0, 3) for arm in ("naive", "decoupled")]
@@ -77,7 +77,7 @@ def test_a_table_has_a_row_a_value_and_arm_and_tells_the_staleness_that_was_reac
     assert set(table["claims"].values()) == {None}  # two values tell nothing of the other five
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_seed_gives_the_same_bits_again_whatever_ran_before_it(table, bench):
     """The last run of the table against the first one of another bench; then that bench's third run."""
     last = table["runs"][-1]
@@ -90,7 +90,7 @@ def test_a_seed_gives_the_same_bits_again_whatever_ran_before_it(table, bench):
     assert bench.run(config_of(3)) == alone
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_every_named_staleness_is_reached_and_unbounded_grows_with_the_run(bench):
     """Ages by step: the first batches are of version 0, then each is as old as the gate lets it be."""
     for eta in (1, 2):
@@ -100,7 +100,7 @@ def test_every_named_staleness_is_reached_and_unbounded_grows_with_the_run(bench
     assert ages[0] == 0 and ages == sorted(ages) and ages[-1] > 2
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_staleness_0_is_the_plain_synchronous_loop_bit_for_bit(bench):
     config = config_of(0, "run.seed=5")
     parts = assemble(config)
@@ -255,7 +255,7 @@ def engine(quick: Parts) -> Engine:
     return quick.engine(0)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("calls_ahead", [0, 1])
 @pytest.mark.parametrize("arm", INTERRUPTION.arms)
 def test_hosts_do_under_the_virtual_clock_what_the_arm_says(arm, calls_ahead, quick, engine):
@@ -273,7 +273,7 @@ def test_hosts_do_under_the_virtual_clock_what_the_arm_says(arm, calls_ahead, qu
     assert (spans == {1}) == (arm in ("pinned", "drain"))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_table_of_a_run_by_the_wall_clock():
     words = [*SMALL, *QUICK, "run.steps=6", "values=[1.0]", "arms=[drain]", "seeds=1"]
     table = ablate("interruption", INTERRUPTION, words, lambda said: None)
@@ -319,7 +319,7 @@ def test_the_claims_of_lag_and_of_quantised_hosts_can_fail():
     assert quantized(0.85, 1e-6) == [False, False]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_quantised_hosts_have_a_gap_at_every_step_and_the_trainer_stays_in_full_precision():
     """Without lag the gap is the mismatch alone; a run of the virtual clock is audited, digests included."""
     words = [*SMALL, "run.steps=3", "values=[0]", "seeds=1"]

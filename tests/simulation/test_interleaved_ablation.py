@@ -187,7 +187,7 @@ def test_each_algorithm_has_its_own_number_of_seeds(recorded):
     assert [sum(value == name for value, _ in seeds) for name in ("grpo", "reinforce_pp", "ppo")] == [3, 3, 6]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_smoke_table_shows_how_much_earlier_interleaved_answers_come():
     """The format alone does it: these arms learn no arithmetic."""
     half = "trainer.supervised_batch=56"  # enough to learn a format
@@ -198,7 +198,7 @@ def test_the_smoke_table_shows_how_much_earlier_interleaved_answers_come():
     assert rows["interleave"]["ttft_share"] < 0.5 * rows["think_answer"]["ttft_share"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_run_is_evaluated_on_longer_problems_and_all_seeds_begin_with_one_start():
     words = ["run.steps=1", "trainer.supervised_steps=3", "trainer.supervised_batch=8"]
     words += ["algorithm.group_size=2", "trainer.batch_size=2"]  # programs of the smoke run, less data

@@ -141,7 +141,7 @@ def test_a_sleeping_engine_takes_the_modelled_time_and_ends_samples_at_their_dra
     assert all(took >= wanted for took, wanted in calls_s[1:])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.alone
 @pytest.mark.parametrize("strategy", STRATEGIES.values)
 def test_a_run_that_sleeps_is_as_fast_as_its_simulation_says(strategy: str):

@@ -26,7 +26,7 @@ MakeLearner = Callable[..., Learner]
 
 
 @pytest.fixture(scope="session")
-def model() -> Model:
+def model(few_optimizations: bool) -> Model:
     sizes = dict(layers=2, width=16, heads=4, kv_heads=2, head_dim=4, mlp_width=24)
     return Model(ModelConfig(vocab_size=VOCAB, **sizes), CharTokenizer("".join(map(chr, range(97, 132)))))
 

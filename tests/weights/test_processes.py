@@ -37,7 +37,7 @@ from tests.weights.values import wait_for as wait_until
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-STORES = pytest.mark.parametrize("kind", ["orbax", "transfer"])
+STORES = pytest.mark.parametrize("kind", ["orbax", pytest.param("transfer", marks=pytest.mark.soak)])
 
 
 @pytest.fixture

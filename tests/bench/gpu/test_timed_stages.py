@@ -164,7 +164,7 @@ def test_the_table_has_at_most_60_lines_and_every_failure():
     assert sum("FAILED: no memory" in line for line in table) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.alone
 def test_every_measurement_of_the_whole_command_has_figures(tmp_path: Path):
     """Alone: stages have limits in seconds, which another test on the second core would use up."""
@@ -174,7 +174,7 @@ def test_every_measurement_of_the_whole_command_has_figures(tmp_path: Path):
     assert (status, table[0]) == (0, f"bench gpu shape=tiny: {count} measurements, 0 without figures")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_killed_stage_and_the_end_of_the_budget_leave_a_whole_table(tmp_path: Path):
     status, table = _whole_command(tmp_path, 35, is_killed=True)
     failed = [line.partition("FAILED: ")[2] for line in table if "FAILED" in line]

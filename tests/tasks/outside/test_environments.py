@@ -35,7 +35,7 @@ from areal_jax.types import SampleId, Trajectory
 from tests.serving.test_episode_gateway import LIMITS, TOKENIZER, Policy, text_of
 from tests.test_docs import rows_of, run_as_printed
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak
 
 GUESS = Path(__file__).parents[3] / "configs" / "guess.yaml"
 
