@@ -17,9 +17,12 @@ from types import ModuleType
 
 import pytest
 
-SPEAKS_OF_BITS = re.compile(r"\bbits?\b|digest|array_equal|trees_all_equal|tobytes|bitwise", re.IGNORECASE)
+SPEAKS_OF_BITS = re.compile(
+    r"(?<![a-z])bits?(?![a-z])|identical|digest|array_equal|trees_all_equal|tobytes|bitwise", re.IGNORECASE
+)
 SPEAKS_OF_PROGRAMS = re.compile(
-    r"memory_analysis|cost_analysis|as_text|compiled_programs|\bhlo\b", re.IGNORECASE
+    r"memory_analysis|cost_analysis|forecast|flops|as_text|compiled_programs|\bhlo\b|mark\.accelerators",
+    re.IGNORECASE,
 )
 TOLERANCE = re.compile(r"\b(?:rtol|atol|rel|abs)=(\d[\d.e+-]*)")
 LEAST_TOLERANCE = 1e-4

@@ -26,6 +26,8 @@ SHOW = "import jax; print(jax.config.values['jax_disable_most_optimizations'])"
         ("np.testing.assert_array_equal(first, second)", True),
         ("assert rows[-1]['params_digest'] == last", True),
         ("# equal in every bit", True),
+        ("assert same_bits(first, second)", True),
+        ("pytestmark = pytest.mark.accelerators", True),
         ("jitted.lower(x).compile().memory_analysis()", True),
     ],
 )
