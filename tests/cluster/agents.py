@@ -10,7 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.processes import require_proc
+
 ROOT = Path(__file__).parents[2]
+DEADLINE_S = 600.0
+"""Ends a hang."""
 QUIET = ["launch.accelerator=cpu", "observe.tensorboard=false", "observe.report=false", "observe.live=false"]
 AGENT = ["env", "--default-signal=INT", sys.executable, "-m", "areal_jax.cli.main", "role", "node"]
 
@@ -35,7 +39,7 @@ def agents(folder: Path, count: int, *words: str) -> Iterator[list[subprocess.Po
         for agent in running:
             agent.terminate()
         for agent in running:
-            agent.wait(60)
+            agent.wait(DEADLINE_S)
 
 
 def said(folder: Path) -> str:
@@ -44,6 +48,7 @@ def said(folder: Path) -> str:
 
 def pids_of(folder: Path) -> dict[str, int]:
     """Name -> process id of the run's processes."""
+    require_proc()
     found = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -62,7 +67,10 @@ def pids_of(folder: Path) -> dict[str, int]:
 
 
 def wait_until(
-    holds: Callable[[], bool], running: Sequence[subprocess.Popen], folder: Path, timeout_s: float = 180
+    holds: Callable[[], bool],
+    running: Sequence[subprocess.Popen],
+    folder: Path,
+    timeout_s: float = DEADLINE_S,
 ) -> None:
     """Until it holds; fails where an agent ends with an error, or at the deadline."""
     end_s = time.monotonic() + timeout_s
