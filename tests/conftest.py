@@ -6,9 +6,10 @@ import gc
 import io
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
@@ -16,7 +17,9 @@ from hypothesis import settings
 from tests import optimizations
 from tests.compiled_programs import keep_compiled_programs, prune
 from tests.costs import Costs
+from tests.ports import reserved_ports
 from tests.programs import unavailable
+from tests.whole_files import pytest_xdist_make_scheduler  # noqa: F401 - a hook
 
 if TYPE_CHECKING:
     from areal_jax.cluster.redis_server import RedisServer
@@ -80,6 +83,13 @@ def few_optimizations(request: pytest.FixtureRequest) -> bool:
     return request.param
 
 
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port for a server in another process, which no other process takes while the test runs."""
+    with reserved_ports() as (port,):
+        yield port
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The folder of data sets (gsm8k/, math500/) that no repository of ours may hold.
@@ -103,33 +113,56 @@ def redis_at(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
         yield server
 
 
+MAX_MAPPINGS = 30_000
+"""A compiled program takes tens to hundreds of memory mappings, of which Linux allows a process 65,530."""
+
+MAX_RESIDENT_BYTES = 1_500_000_000
+"""Two workers, and the processes that their tests start, fit into 8 GB."""
+
+
+def mappings_and_resident_bytes() -> tuple[int, int]:
+    """Of this process; zeros where there is no /proc."""
+    maps = Path("/proc/self/maps")
+    if not maps.is_file():
+        return 0, 0
+    resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return maps.read_bytes().count(b"\n"), resident_pages * os.sysconf("SC_PAGE_SIZE")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _room_for_programs() -> Iterator[None]:
-    """A compiled program takes tens to hundreds of memory mappings, of which Linux allows a process 65,530.
+    """Beyond Linux's mappings jax's compiler crashes; beyond the machine's memory the kernel kills a process.
 
-    Beyond them jax's compiler crashes. Programs that are needed again come from the folder of compiled ones.
+    Programs that are needed again come from the folder of compiled ones.
     """
     yield
-    maps = Path("/proc/self/maps")
-    if maps.is_file() and maps.read_bytes().count(b"\n") > 30_000:
-        import jax
-
+    mappings, resident_bytes = mappings_and_resident_bytes()
+    jax = sys.modules.get("jax")
+    if jax is not None and (mappings > MAX_MAPPINGS or resident_bytes > MAX_RESIDENT_BYTES):
         jax.clear_caches()
         gc.collect()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _same_environment() -> Iterator[None]:
-    """A module leaves the variables of jax and XLA as they were; with others, all later programs would be
-    compiled anew.
+    """A module leaves the working folder, the variables of jax and XLA and jax's settings as they were.
+
+    With other settings all later programs would be compiled anew, or compute other bits.
     """
 
-    def variables() -> dict[str, str]:
-        return {name: value for name, value in os.environ.items() if name.startswith(("JAX_", "XLA_"))}
+    def now() -> dict[str, Any]:
+        variables = {name: value for name, value in os.environ.items() if name.startswith(("JAX_", "XLA_"))}
+        return {"working folder": os.getcwd(), **variables}
 
-    before = variables()
+    def settings_of_jax() -> dict[str, Any] | None:
+        jax = sys.modules.get("jax")
+        return None if jax is None else dict(jax.config.values)
+
+    before, settings_before = now(), settings_of_jax()
     yield
-    assert variables() == before
+    assert now() == before
+    if settings_before is not None:
+        assert settings_of_jax() == settings_before
 
 
 @pytest.fixture(scope="session", autouse=True)
