@@ -12,7 +12,7 @@ part() { # of which nothing may be below the paths
     [ "$status" -eq 0 ] || [ "$status" -eq 5 ] || result=failed
 }
 
-part -n auto --dist loadfile --no-loadscope-reorder -m 'soak and not alone and not gpu' "$@"
+part -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart 1 -m 'soak and not alone and not gpu' "$@"
 part -m 'alone and not gpu' "$@"
 tests/row_of_run.sh "make soak SOAK='$*'" "$load" "$SECONDS" "$result" | tee -a docs/soak.md
 [ "$result" = passed ]
