@@ -16,6 +16,7 @@ from areal_jax.types import SampleId, Sampling, VersionedParams
 from areal_jax.weights.memory import MemoryStore
 from tests.generation.conftest import LENGTH, SLOTS, STEPS
 from tests.generation.decoding import Asked, Heard, decode, make_host, start
+from tests.hangs import HANG_S
 
 PROMPT = (5, 9, 2, 14, 3)
 
@@ -281,15 +282,15 @@ def test_a_newer_commit_between_name_and_parameters_is_adopted_at_once(engine, v
 
 def test_run_serves_until_it_is_told_to_stop(engine, store):
     heard = Heard()
-    host = make_host(engine, store, heard, deadline_s=20.0)
+    host = make_host(engine, store, heard, deadline_s=HANG_S)
     thread = threading.Thread(target=host.run, daemon=True)
     thread.start()
     host.inbox.put(start(0, 2, PROMPT))
-    end_s = time.monotonic() + 20
+    end_s = time.monotonic() + HANG_S
     while len(heard.done) < 2 and time.monotonic() < end_s:
         time.sleep(0.01)
     host.inbox.put(Stop())
-    thread.join(20)
+    thread.join(HANG_S)
     assert not thread.is_alive()
     assert len(heard.done) == 2
 

@@ -47,7 +47,7 @@ def test_the_stock_driver_and_a_bare_loop_get_the_hosts_tokens_from_a_runs_own_e
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.startswith("{"), done.stdout + done.stderr[-4000:]
@@ -65,13 +65,14 @@ def test_the_engine_is_jetstreams_and_importing_it_brings_no_more_of_the_package
 import json, logging, sys
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.slots import ResultTokens
+from tests.hangs import HANG_S
 root, absent = logging.getLogger(), {"seqio", "tensorflow", "jetstream.core.orchestrator"}
 print(json.dumps({
     "bases": [base.__module__ for kind in (Engine, ResultTokens) for base in kind.__bases__],
     "modules": sorted(absent & set(sys.modules)), "level": root.level, "handlers": len(root.handlers)}))
 """
     done = subprocess.run(
-        [sys.executable, "-c", report], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", report], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S
     )
     assert json.loads(done.stdout) == {
         "bases": ["jetstream.engine.engine_api"] * 2,
@@ -201,7 +202,11 @@ def test_without_the_package_a_run_ends_with_the_same_digests(tmp_path):
     for name, program in {"with": ["-m", "areal_jax.cli.main"], "without": ["-c", BLOCKED]}.items():
         words_of = [*words, f"run.dir={tmp_path / name}"]
         done = subprocess.run(
-            [sys.executable, *program, *words_of], cwd=ROOT, capture_output=True, text=True, timeout=500
+            [sys.executable, *program, *words_of],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=3 * HANG_S,
         )
         assert done.returncode == 0, done.stderr[-4000:]
         with open_journal(tmp_path / name) as journal:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,8 @@ import pytest
 from areal_jax.parallel.agreement import leads, together
 
 ROOT = Path(__file__).parents[2]
+DEADLINE_S = 600
+"""Ends a hang."""
 
 
 def test_a_process_that_is_alone_agrees_with_itself():
@@ -24,18 +25,15 @@ def test_a_process_that_is_alone_agrees_with_itself():
 
 
 @pytest.mark.slow
-def test_two_processes_agree_or_hear_why_not():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+def test_two_processes_agree_or_hear_why_not(port: int):
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "tests.parallel.agreeing"]
     both = [
-        subprocess.Popen([*command, index, port], cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen([*command, index, str(port)], cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
         for index in ("0", "1")
     ]
     try:
-        said = [process.communicate(timeout=120)[0] for process in both]
+        said = [process.communicate(timeout=DEADLINE_S)[0] for process in both]
     finally:
         for process in both:
             process.kill()
@@ -55,4 +53,4 @@ def test_two_processes_agree_or_hear_why_not():
         "ArealError: process 0 of 2 ends, because it waited 1 s for the others at the step 'read'. "
     )
     assert "1/2" in first[4]
-    assert first[5:] == ["True", "well"]
+    assert first[5:] == ["well"]

@@ -31,7 +31,7 @@ WORDS = (
     "trainer.supervised_steps=1",
     "tasks.countdown.letters=16",  # of these prompts one supervised step has equal roundings on both meshes
     "runtime.placement=shared",
-    "runtime.deadline_s=60",
+    "runtime.deadline_s=300",
 )
 ROWS, LENGTH, STEPS = 4, 24, 4
 
@@ -80,9 +80,9 @@ def train(folder: Path, asked: Asked, beat: Beat) -> dict[str, Any]:
     found = restore(run / "checkpoints", parts.learner.abstract_state())
     state = found.state or parts.first_state()
     first = parts.learner.versioned(state)
-    store = OrbaxStore(run / "weights", PublisherSettings(probe(parts.model), deadline_s=60))
+    store = OrbaxStore(run / "weights", PublisherSettings(probe(parts.model), deadline_s=300))
     store.publish(first)
-    store.wait(60)
+    store.wait(300)
     restored = first.version if found.state else None
     told: list[Any] = []
     clock = Timeline(None).clock("trainer")
@@ -144,13 +144,13 @@ def body(folder: Path, asked: Asked, watcher: int, beat: Beat) -> None:
 
     keep_own_programs()
     (folder / f"{asked.name}-{asked.index}.pids").write_text(f"{watcher} {os.getpid()}")
-    with joined(f"localhost:{asked.port}", asked.processes, asked.index, 60, asked.heartbeat_s):
+    with joined(f"localhost:{asked.port}", asked.processes, asked.index, 300, asked.heartbeat_s):
         out = train(folder, asked, beat)
         (folder / f"{asked.name}-{asked.index}.json").write_text(json.dumps(out))
 
 
 if __name__ == "__main__":
     folder_, asked_ = Path(sys.argv[1]), Asked(**json.loads(sys.argv[2]))
-    deadlines = Deadlines(first_s=200, later_s=asked_.later_s, grace_s=3)
+    deadlines = Deadlines(first_s=400, later_s=asked_.later_s, grace_s=3)
     work = partial(body, folder_, asked_, os.getpid())
     sys.exit(watched(work, f"{asked_.name}-{asked_.index}", folder_ / "logs", deadlines))

@@ -77,7 +77,7 @@ def train(folder: Path, shape: dict[str, int]) -> dict[str, np.ndarray]:
 
 def main(folder: Path, name: str, processes: int, index: int, port: int, meshes: list[str]) -> None:
     together = (
-        joined(f"localhost:{port}", processes, index, deadline_s=60) if processes > 1 else nullcontext()
+        joined(f"localhost:{port}", processes, index, deadline_s=300) if processes > 1 else nullcontext()
     )
     with together:
         for mesh in meshes:

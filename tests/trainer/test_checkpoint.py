@@ -32,9 +32,10 @@ from areal_jax.trainer.learner import Learner
 from areal_jax.trainer.state import TrainState
 from areal_jax.weights.staged import MANIFEST, render
 from areal_jax.weights.store import StagedError
+from tests.hangs import HANG_S
 from tests.trainer.conftest import LENGTH, same_bits
 
-DEADLINE_S = 60.0
+DEADLINE_S = HANG_S
 
 
 def make_learner(model: Model, **mesh: int) -> Learner:

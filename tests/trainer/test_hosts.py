@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -29,6 +28,8 @@ from areal_jax.trajectories.codec import encode
 from areal_jax.trajectories.packing import plan_batch
 from areal_jax.trajectories.plan import Layout
 from areal_jax.weights.orbax import OrbaxReader
+from tests.ports import reserved_ports
+from tests.processes import has_ended
 from tests.small_run import small
 from tests.trainer.conftest import make_groups
 from tests.trainer.hosts import LENGTH, ROWS, STEPS, WORDS, Asked, probe
@@ -36,7 +37,7 @@ from tests.trainer.hosts import LENGTH, ROWS, STEPS, WORDS, Asked, probe
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 280
+DEADLINE_S = 600
 TOGETHER, ALONE = "{fsdp: 2, tensor: 2}", "{data: 1}"
 PLANS: dict[str, Layout] = {"plan": "shared", "apart": "apart"}
 """Files of plans: for packed batches, and for updates over prefix trees."""
@@ -61,25 +62,23 @@ def folder(tmp_path_factory) -> Path:
 @contextmanager
 def group(folder: Path, name: str, processes: int, **asked: Any) -> Iterator[list[subprocess.Popen]]:
     """The watchers of a trainer's processes, of four devices together or of one."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     devices, mesh = ("2", TOGETHER) if processes > 1 else ("1", ALONE)
     env = {**os.environ, "JAX_NUM_CPU_DEVICES": devices, "JAX_PLATFORMS": "cpu"}
     asked = {"mesh": mesh, "last": STEPS, **asked}
     started = []
-    for index in range(processes):
-        own = Asked(name, processes, index, port, **asked)._asdict()
-        own["stops_at"] = own["stops_at"] if index == processes - 1 else -1
-        command = [sys.executable, "-m", "tests.trainer.hosts", str(folder), json.dumps(own)]
-        log = (folder / f"{name}-{index}.log").open("w")
-        started.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log))
-    try:
-        yield started
-    finally:
-        for process in started:
-            process.kill()  # and the kernel the one it watches
-            process.wait()
+    with reserved_ports() as (port,):
+        for index in range(processes):
+            own = Asked(name, processes, index, port, **asked)._asdict()
+            own["stops_at"] = own["stops_at"] if index == processes - 1 else -1
+            command = [sys.executable, "-m", "tests.trainer.hosts", str(folder), json.dumps(own)]
+            log = (folder / f"{name}-{index}.log").open("w")
+            started.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log))
+        try:
+            yield started
+        finally:
+            for process in started:
+                process.kill()  # and the kernel the one it watches
+                process.wait()
 
 
 def log(folder: Path, name: str, index: int) -> str:
@@ -195,13 +194,6 @@ def pids(folder: Path, name: str) -> list[int]:
     return [int(pid) for i in range(2) for pid in (folder / f"{name}-{i}.pids").read_text().split()]
 
 
-def is_there(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def wait_for_stop(folder: Path, name: str, started: list[subprocess.Popen]) -> None:
     """Until the second process is at the step in which it stops; the first one's collectives then wait."""
     end = time.monotonic() + DEADLINE_S
@@ -211,11 +203,11 @@ def wait_for_stop(folder: Path, name: str, started: list[subprocess.Popen]) -> N
         time.sleep(0.05)
 
 
-def ends_within(folder: Path, name: str, started: list[subprocess.Popen], deadline_s: float) -> list[int]:
-    """The watchers' statuses; of nobody anything is left."""
-    end = time.monotonic() + deadline_s
+def ended(folder: Path, name: str, started: list[subprocess.Popen]) -> list[int]:
+    """The watchers' statuses; no process is left."""
+    end = time.monotonic() + DEADLINE_S
     statuses = [process.wait(max(0.0, end - time.monotonic())) for process in started]
-    assert not any(map(is_there, pids(folder, name)))
+    assert all(map(has_ended, pids(folder, name)))
     return statuses
 
 
@@ -223,7 +215,7 @@ def test_a_group_with_a_stopped_process_is_ended_by_its_watchdogs(folder: Path, 
     go_back(folder, "stopped")
     with group(folder, "stopped", 2, run="stopped", stops_at=3, later_s=15.0) as started:
         wait_for_stop(folder, "stopped", started)
-        statuses = ends_within(folder, "stopped", started, 15 + 12)
+        statuses = ended(folder, "stopped", started)
     assert statuses[1] == 128 + signal.SIGKILL
     assert "no progress reported for 15 s; state: stopped; activity: pack\n" in log(folder, "stopped", 1)
     assert statuses[0] in (1, 128 + signal.SIGABRT, 128 + signal.SIGKILL)  # by Gloo, jax or its watchdog
@@ -237,7 +229,7 @@ def test_a_told_group_ends_though_one_is_stopped(folder: Path, pair: Any):
         wait_for_stop(folder, "told", started)
         for process in started:
             process.send_signal(signal.SIGTERM)
-        statuses = ends_within(folder, "told", started, 3 + 12)
+        statuses = ended(folder, "told", started)
     assert statuses == [128 + signal.SIGTERM, 128 + signal.SIGKILL]
     assert "killed: still running 3 s after SIGTERM; activity: pack\n" in log(folder, "told", 1)
 
@@ -248,7 +240,7 @@ def test_a_killed_process_ends_the_others(folder: Path, pair: Any):
     go_back(folder, "killed")
     with group(folder, "killed", 2, **asked) as started:
         wait_for_stop(folder, "killed", started)
-        statuses = ends_within(folder, "killed", started, 5 + 15)
+        statuses = ended(folder, "killed", started)
     assert statuses[0] in (1, 128 + signal.SIGABRT)
     assert statuses[1] == 128 + signal.SIGKILL
     assert "ended with status 137; activity: pack\n" in log(folder, "killed", 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -15,13 +14,14 @@ import pytest
 
 from areal_jax.trajectories.codec import encode
 from areal_jax.trajectories.packing import plan_batch
+from tests.ports import reserved_ports
 from tests.trainer.conftest import make_groups
 from tests.trainer.processes import LENGTH, ROWS, STEPS
 
 pytestmark = [pytest.mark.few_optimizations, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 240
+DEADLINE_S = 600
 
 
 @pytest.fixture(scope="module")
@@ -39,32 +39,30 @@ def folder(tmp_path_factory) -> Path:
 
 def run(folder: Path, processes: int, devices: int, *meshes: str) -> None:
     """Start them all and wait for their good end; whatever is left at the deadline is killed by its id."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     env = {**os.environ, "JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
     started = []
-    for index in range(processes):
-        words = [
-            "tests.trainer.processes",
-            folder,
-            f"{index}-of-{processes}",
-            processes,
-            index,
-            port,
-            *meshes,
-        ]
-        log = (folder / f"log-{index}-of-{processes}").open("w")
-        command = [sys.executable, "-m", *map(str, words)]
-        started.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT))
-    end = time.monotonic() + DEADLINE_S
-    try:
-        for process in started:
-            process.wait(max(0.0, end - time.monotonic()))
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
+    with reserved_ports() as (port,):
+        for index in range(processes):
+            words = [
+                "tests.trainer.processes",
+                folder,
+                f"{index}-of-{processes}",
+                processes,
+                index,
+                port,
+                *meshes,
+            ]
+            log = (folder / f"log-{index}-of-{processes}").open("w")
+            command = [sys.executable, "-m", *map(str, words)]
+            started.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT))
+        end = time.monotonic() + DEADLINE_S
+        try:
+            for process in started:
+                process.wait(max(0.0, end - time.monotonic()))
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
     logs = [(folder / f"log-{index}-of-{processes}").read_text()[-3000:] for index in range(processes)]
     assert [process.returncode for process in started] == [0] * processes, "\n".join(logs)
 

@@ -29,8 +29,9 @@ from areal_jax.weights.publishing import PublisherSettings
 from areal_jax.weights.store import load_newer
 from areal_jax.weights.transfer.publisher import TransferStore
 from areal_jax.weights.transfer.reader import TransferReader
+from tests.hangs import HANG_S
 
-DEADLINE_S = 120.0
+DEADLINE_S = HANG_S
 PROMPT, TOKENS = 5, 4
 SECRET = "of this test"
 

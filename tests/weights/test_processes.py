@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -28,6 +27,7 @@ from areal_jax.weights.transfer import arrays
 from areal_jax.weights.transfer.arrays import start_server
 from areal_jax.weights.transfer.pulling import Pull
 from areal_jax.weights.transfer.reader import TransferReader
+from tests.hangs import ends
 from tests.processes import stop
 from tests.weights.group import SPECS, params_of, probe
 from tests.weights.processes import DEADLINE_S, SECRET, make_engine, wait_for
@@ -150,10 +150,9 @@ def test_a_publisher_killed_in_mid_pull_is_an_error_at_once(start, tmp_path, mon
         wait_until(lambda: reader.latest() == late.latest() == 0)
         held = reader.load(0, host.param_shardings)
         before_the_pull(monkeypatch, lambda: (trainer.kill(), trainer.wait()))
-        started = time.monotonic()
-        with pytest.raises(PublisherLostError, match=f"version 0 could not be pulled from {address}"):
-            late.load(0, host.param_shardings)
-        assert time.monotonic() - started < 20
+        with pytest.raises(PublisherLostError, match=f"version 0 could not be pulled from {address}") as lost:
+            ends(lambda: late.load(0, host.param_shardings))
+        assert "timed out" not in str(lost.value), "it waited for its deadline"
         assert load_newer(reader, host.param_shardings, than=0) is None
         assert digest(held.params) == held.digest
 
@@ -171,8 +170,8 @@ def test_a_publisher_that_stands_still_is_given_up_at_the_deadline(
             before_the_pull(patch, lambda: stop(trainer.pid))
             started = time.monotonic()
             with pytest.raises(PublisherLostError, match=r"within 2 s: (\S+: )?timed out"):
-                reader.load(0, host.param_shardings)
-            assert 1.9 < time.monotonic() - started < 20
+                ends(lambda: reader.load(0, host.param_shardings))
+            assert time.monotonic() - started > 1.9
         trainer.send_signal(signal.SIGCONT)
         found: list[VersionedParams | None] = []
         wait_until(lambda: found.append(load_newer(reader, host.param_shardings)) or found[-1] is not None)
@@ -200,17 +199,14 @@ def test_a_reader_whose_connections_broke_while_they_were_made_pulls_again(
                 with pytest.raises(PublisherLostError, match=r"within 0\.5 s"):
                     reader.load(0, host.param_shardings)
             trainer.send_signal(signal.SIGCONT)
-        wait_until(lambda: load_newer(reader, host.param_shardings) is not None, 10.0)
+        wait_until(lambda: load_newer(reader, host.param_shardings) is not None)
 
 
 # --- several processes that publish as one ------------------------------------------------------------------
 
 
-def test_each_process_serves_its_own_shards(start, tmp_path):
+def test_each_process_serves_its_own_shards(start, tmp_path, port: int):
     """Two processes of two devices; the reader's one mesh has two, on other axes."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     group = [start("group", 2, tmp_path, 2, index, port) for index in range(2)]
     wait_for(tmp_path / "address")
     specs = {name: list(spec)[::-1] for name, spec in SPECS.items()}

@@ -19,6 +19,7 @@ from areal_jax.weights.memory import MemoryStore
 from areal_jax.weights.orbax import OrbaxStore
 from areal_jax.weights.publishing import PublisherSettings
 from areal_jax.weights.store import ParamStore, Probe, VersionGoneError, WeightsError, load_newer
+from tests.hangs import HANG_S
 from tests.weights.values import (
     DEADLINE_S,
     HERE,
@@ -282,7 +283,7 @@ def test_concurrent_readers_never_see_half_a_version(make: Make):
     for one in values[1:]:
         publish(store, one)
     for reader in readers:
-        reader.join(30)
+        reader.join(HANG_S)
     assert seen == [11, 11]
     assert problems == []
     store.close(DEADLINE_S)

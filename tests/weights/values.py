@@ -17,8 +17,9 @@ from areal_jax.weights.publishing import PublisherSettings
 from areal_jax.weights.store import ParamReader, Probe, WeightsError, load_newer
 from areal_jax.weights.transfer.publisher import TransferStore
 from areal_jax.weights.transfer.reader import TransferReader
+from tests.hangs import HANG_S
 
-DEADLINE_S = 30.0
+DEADLINE_S = HANG_S
 
 SPECS = {"w": PartitionSpec(None, "tensor"), "b": PartitionSpec()}
 

@@ -16,8 +16,9 @@ from areal_jax.types import SampleId
 from areal_jax.weights.memory import MemoryStore
 from tests.generation.conftest import make_engine, make_model, version_of
 from tests.generation.decoding import Heard, make_host, start
+from tests.hangs import HANG_S
 
-NAME, SECRET, DEADLINE_S = "host-0", "of this test", 120.0
+NAME, SECRET, DEADLINE_S = "host-0", "of this test", HANG_S
 PROMPT, CALLS = (5, 9, 2, 14, 3), 5
 OFFERS = {"direct": [0, 1], "staged": [2, 3]}
 """Way -> the members that go that way."""

@@ -23,6 +23,7 @@ from tests.generation.conftest import LENGTH, STEPS
 from tests.generation.decoding import Asked, Heard, make_host, start
 from tests.generation.decoding import decode as decode_alone
 from tests.generation.moving.source import CALLS, DEADLINE_S, OFFERS, PROMPT, SECRET
+from tests.hangs import HANG_S, ends
 
 pytestmark = pytest.mark.slow
 
@@ -134,8 +135,7 @@ def test_samples_whose_kv_is_recomputed_have_the_same_tokens(source, folder, eng
 def test_a_killed_source_is_an_error_at_once_and_its_files_can_still_be_fetched(source, folder, engine):
     source.kill()
     source.wait()
-    receiver, started_s = Receiver(engine, folder, SECRET, 20.0), time.monotonic()
+    receiver = Receiver(engine, folder, SECRET, deadline_s=10 * HANG_S)
     with pytest.raises(MoveError, match=r"samples 0/0\.0, 0/1\.0 could not be fetched from host-0 .*start"):
-        receiver.fetch((folder / "direct").read_bytes())
-    assert time.monotonic() - started_s < 10
+        ends(lambda: receiver.fetch((folder / "direct").read_bytes()))
     assert len(receiver.fetch((folder / "staged").read_bytes())) == 2

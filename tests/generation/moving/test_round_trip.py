@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import fields, replace
@@ -30,6 +29,7 @@ from areal_jax.models.kv_pages import KVPages
 from areal_jax.parallel.mesh import make_mesh
 from areal_jax.types import SampleId, Sampling, VersionedParams
 from tests.generation.conftest import LENGTH, make_engine
+from tests.hangs import HANG_S, ends
 
 NAME = "generate-1"
 LAYERS, BUCKET, HEADS, PAGE, DIM = 2, 4, 2, 8, 8
@@ -49,7 +49,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Sender]]:
 
 @pytest.fixture
 def receiver(engine, tmp_path: Path) -> Receiver:
-    return Receiver(engine, tmp_path, deadline_s=20.0)
+    return Receiver(engine, tmp_path, deadline_s=HANG_S)
 
 
 def random_bits(numbers: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
@@ -199,15 +199,17 @@ def test_runs_cover_each_page_in_use_once_and_are_few(pages):
 
 
 @WAYS
-def test_a_released_sample_cannot_be_fetched_and_releasing_twice_is_harmless(make, engine, tmp_path, way):
-    sender, receiver = make(way), Receiver(engine, tmp_path, deadline_s=0.3)
+def test_a_released_sample_cannot_be_fetched_and_releasing_twice_is_harmless(
+    make, receiver, engine, tmp_path, way
+):
+    sender, hasty = make(way), Receiver(engine, tmp_path, deadline_s=0.3)
     sent = [half_decoded(0), half_decoded(1)]
     ticket, other = sender.offer(sent), sender.offer([half_decoded(2)])
     for _ in range(2):
         sender.release([SampleId(99, 0)])  # of no offer
         sender.release(work.sample for work in sent)
     with pytest.raises(MoveError, match=r"samples 4/0\.1, 4/1\.1 could not be fetched from generate-1"):
-        receiver.fetch(ticket)
+        hasty.fetch(ticket)
     assert_same_kv(receiver.fetch(other)[0], half_decoded(2))
     sender.release([half_decoded(2).sample])
     assert list(tmp_path.rglob("*.kv")) == []
@@ -266,10 +268,8 @@ def test_a_lost_source_is_an_error_within_the_deadline(make, engine, tmp_path, m
             ticket = encode(Ticket(NAME, place, (half_decoded(),)))
         else:
             monkeypatch.setattr(sending.Offers, "add", lambda self, arrays: 12345)
-        started_s = time.monotonic()
         with pytest.raises(MoveError, match=rf"4/0\.1 could not be fetched from generate-1 .*{REMEDY}"):
-            receiver.fetch(ticket)
-    assert time.monotonic() - started_s < 5
+            ends(lambda: receiver.fetch(ticket))
 
 
 def test_only_hosts_with_the_secret_fetch(make, engine, tmp_path):

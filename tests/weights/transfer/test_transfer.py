@@ -32,6 +32,7 @@ from areal_jax.weights.transfer.publisher import TransferStore
 from areal_jax.weights.transfer.pulling import Pull
 from areal_jax.weights.transfer.reader import TransferReader
 from areal_jax.weights.writer import OnFailure
+from tests.hangs import ends
 from tests.weights.values import DEADLINE_S, HERE, THERE, newest, pointers, probe, same, value, wait_for
 
 W_BYTES = 8 * 4 * 4
@@ -340,9 +341,9 @@ def test_a_publisher_that_hangs_is_given_up_at_the_deadline(make, monkeypatch):
     monkeypatch.setattr(Incoming, "pull", noted)
     started = time.monotonic()
     with pytest.raises(PublisherLostError, match=r"version 0 could not be pulled .* within 1 s: timed out"):
-        reader.load(0, HERE)
-    assert 0.9 < time.monotonic() - started < 10
-    wait_for(waited_for[0].is_ready, 5.0)  # it ended by an error, and lets go of its memory
+        ends(lambda: reader.load(0, HERE))
+    assert time.monotonic() - started > 0.9
+    wait_for(waited_for[0].is_ready)  # it ended by an error, and lets go of its memory
     with pytest.raises(jax.errors.JaxRuntimeError):
         waited_for[0].block_until_ready()
     assert reader.latest() == 0 and load_newer(reader, HERE) is None  # which is to wait, and ask again
