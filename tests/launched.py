@@ -7,13 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.hangs import HANG_S
 from tests.programs import require
 from tests.small_run import RECIPE, WORDS
 
 LAUNCH = (sys.executable, "-m", "areal_jax.cli.main", "launch", "local", str(RECIPE))
 
 
-def launched(folder: Path, *words: str, deadline_s: float = 240) -> Path:
+def launched(folder: Path, *words: str, deadline_s: float = 900) -> Path:
     """Runs to its end, at most `deadline_s` seconds, the small run in `folder` with these settings."""
     require("redis-server")
     own = [*WORDS, *words, "launch.accelerator=cpu", f"run.dir={folder}"]
@@ -25,6 +26,6 @@ def launched(folder: Path, *words: str, deadline_s: float = 240) -> Path:
             code = run.wait(deadline_s)
         finally:
             run.terminate()
-            run.wait(60)
+            run.wait(HANG_S)
     assert code == 0, printed.read_text()[-4000:]
     return folder

@@ -29,7 +29,7 @@ WORDS = (
     "trainer.checkpoint_every=2",
     "observe.tensorboard=false",
     "observe.report=false",
-    "runtime.deadline_s=120",
+    "runtime.deadline_s=600",
 )
 
 

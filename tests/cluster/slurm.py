@@ -12,14 +12,17 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.ports import reserved_ports
 from tests.programs import require, require_root
 
 NODES = 3
+DEADLINE_S = 600.0
+"""Ends a hang."""
 PROGRAMS = (
     "munged",
     "slurmctld",
@@ -72,7 +75,7 @@ class Slurm:
         """Daemons that have ended: slurmd 22.05 was seen to, by "malloc(): unaligned tcache chunk"."""
         return [name for name, daemon in self.daemons.items() if daemon.poll() is not None]
 
-    def call(self, *words: str, timeout_s: float = 60) -> str:
+    def call(self, *words: str, timeout_s: float = DEADLINE_S) -> str:
         """What a command of Slurm's prints."""
         done = subprocess.run(
             words, env=dict(self.env), capture_output=True, text=True, timeout=timeout_s, check=False
@@ -85,13 +88,17 @@ class Slurm:
         shown = self.call("scontrol", "--oneliner", "show", "job", job).splitlines()[0]
         return dict(word.split("=", 1) for word in shown.split() if "=" in word)["JobState"]
 
-    def wait_for(self, job: str, *states: str, timeout_s: float = 120) -> str:
+    def wait_for(self, job: str, *states: str, timeout_s: float = DEADLINE_S) -> str:
         end_s = time.monotonic() + timeout_s
         while (state := self.state(job)) not in states:
             assert not self.crashed(), self.crashed()
             assert time.monotonic() < end_s, f"job {job} is {state}, not {states}\n{self.logs()}"
             time.sleep(0.5)
         return state
+
+    def node_states(self) -> list[str]:
+        """idle, allocated, completing, down, ... of each node."""
+        return self.call("sinfo", "--noheader", "--Node", "--format=%T").split()
 
     def logs(self) -> str:
         return "\n".join(
@@ -104,7 +111,12 @@ def slurm_cluster(folder: Path) -> Iterator[Slurm]:
     """Up, with every node idle, until the block ends."""
     require(*PROGRAMS)
     require_root("slurmd starts jobs as other users")
-    ports = free_ports(NODES + 1)
+    with reserved_ports(NODES + 1) as ports, _cluster(folder, ports) as slurm:
+        yield slurm
+
+
+@contextmanager
+def _cluster(folder: Path, ports: Sequence[int]) -> Iterator[Slurm]:
     host = socket.gethostname().split(".")[0]
     nodes = "\n".join(
         f"NodeName=n{i + 1} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[i]} CPUs=2 RealMemory=1000"
@@ -125,7 +137,7 @@ def slurm_cluster(folder: Path) -> Iterator[Slurm]:
         try:
             yield slurm
         finally:
-            subprocess.run(["scancel", "--full", "--user=root"], env=env, timeout=60, check=False)
+            subprocess.run(["scancel", "--full", "--user=root"], env=env, timeout=DEADLINE_S, check=False)
             if slurm.crashed():
                 _kill_jobs(conf, daemons.values())
             else:
@@ -151,19 +163,6 @@ class Clusters:
         self._last = None
 
 
-def free_ports(count: int) -> list[int]:
-    """That follow one another, below those that the system hands out: of these srun itself takes some."""
-    while True:
-        first = 10_000 + secrets.randbelow(20_000)
-        with ExitStack() as stack:
-            try:
-                for port in range(first, first + count):
-                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return list(range(first, first + count))
-
-
 # --- inside -------------------------------------------------------------------------------------------------
 
 
@@ -185,7 +184,7 @@ def _munged(folder: Path) -> Iterator[None]:
         f"--seed-file={folder}/munged.seed",
     ]
     with _daemon(words, os.environ, folder / "munged.out"):
-        end_s = time.monotonic() + 30
+        end_s = time.monotonic() + DEADLINE_S
         while not (folder / "munge.socket").exists():
             assert time.monotonic() < end_s, (folder / "munged.out").read_text()
             time.sleep(0.1)
@@ -211,13 +210,13 @@ def _daemon(words: list[str], env: Mapping[str, str], out: Path) -> Iterator[sub
     finally:
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(20)
+            process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
 
 
-def _await_idle(slurm: Slurm, timeout_s: float = 60) -> None:
+def _await_idle(slurm: Slurm, timeout_s: float = DEADLINE_S) -> None:
     end_s = time.monotonic() + timeout_s
     seen = ""
     while time.monotonic() < end_s:
@@ -226,7 +225,7 @@ def _await_idle(slurm: Slurm, timeout_s: float = 60) -> None:
             env=dict(slurm.env),
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=DEADLINE_S,
             check=False,
         )
         seen = done.stdout + done.stderr

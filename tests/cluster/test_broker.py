@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from areal_jax.cluster.broker import Broker, BrokerError
 from areal_jax.cluster.redis_server import RedisServer
+from tests.hangs import HANG_S, wait_for
 from tests.redis_servers import Killable, Wire, client, keys_of, require_redis, url_of
 
 slow = pytest.mark.slow
@@ -145,14 +146,21 @@ def test_a_reader_that_restarts_loses_no_message_and_gets_unfinished_ones_again(
 
 @slow
 def test_taking_waits_for_the_first_message_and_no_longer(broker: Broker, redis_at: RedisServer, run: str):
-    started_s = time.monotonic()
-    assert broker.take("controller", 0.3) == []
-    assert 0.25 < time.monotonic() - started_s < 1.5
     with again(redis_at, run) as poster:
-        threading.Timer(0.2, poster.post, ("controller", "late")).start()
-        started_s = time.monotonic()
-        assert bodies(broker.take("controller", 20)) == ["late"]
-        assert time.monotonic() - started_s < 5
+
+        def later(delay_s: float, mailbox: str) -> threading.Timer:
+            timer = threading.Timer(delay_s, poster.post, (mailbox, f"after {delay_s} s"))
+            timer.start()
+            return timer
+
+        beyond, started_s = later(3.0, "host-0"), time.monotonic()
+        assert broker.take("host-0", 0.3) == []
+        assert time.monotonic() - started_s > 0.25
+        first, second = later(0.2, "controller"), later(3.0, "controller")
+        assert bodies(broker.take("controller", 20)) == ["after 0.2 s"]
+        for timer in (beyond, first, second):
+            timer.cancel()
+            timer.join()
 
 
 @slow
@@ -171,7 +179,8 @@ def test_a_full_box_holds_back_who_posts_and_then_names_itself(
         with pytest.raises(BrokerError, match="host-1"):
             poster.post("host-1", 3)  # taken is not done
         threading.Timer(0.15, broker.done, ("host-1", taken)).start()
-        poster.post("host-1", 3)
+        with again(redis_at, run, deadline_s=HANG_S, length=3) as patient:
+            patient.post("host-1", 3)
         assert bodies(broker.take("host-1", 1)) == [3]
 
 
@@ -188,7 +197,7 @@ def test_messages_posted_together_come_in_order_though_they_do_not_all_fit_at_on
             assert taken
             found += bodies(taken)
             broker.done("host-1", taken)
-        sender.join(5)
+        sender.join(HANG_S)
         assert found == list(range(8)) and not sender.is_alive()
         with pytest.raises(BrokerError, match="cannot be encoded"):
             poster.post("host-1", 8, object())
@@ -300,15 +309,16 @@ def test_closing_lets_a_waiting_thread_end_and_nobody_begin(redis_at: RedisServe
 
     def wait() -> None:
         try:
-            ends.append(broker.take("controller", 0.8))
+            ends.append(broker.take("controller", 3.0))
         except BrokerError as error:
             ends.append(str(error))
 
     thread = threading.Thread(target=wait)
     thread.start()
-    time.sleep(0.3)
+    with client(redis_at) as asked:
+        wait_for(lambda: asked.info("clients")["blocked_clients"] > 0)
     broker.close()
-    thread.join(timeout=10)
+    thread.join(HANG_S)
     assert ends == [[]]
     with pytest.raises(
         BrokerError, match=r"closed its connection to Redis at redis://.*; open a new connection"
@@ -325,7 +335,8 @@ def test_a_heartbeat_counts_until_it_expires_or_another_follows(
 ):
     names = ["host-0", "host one:1 {x}", "host-2"]
     assert broker.heartbeats(names) == broker.heartbeats([]) == {}
-    broker.heartbeat("host-0", {"live": 3, "of": [1, 2]}, 0.25)
+    started_s = time.monotonic()
+    broker.heartbeat("host-0", {"live": 3, "of": [1, 2]}, 2.0)
     broker.heartbeat("host one:1 {x}", None, 30)
     broker.heartbeat("host-2", b"\x00 bytes \xff", 30)
     assert broker.heartbeats(names) == {
@@ -334,8 +345,9 @@ def test_a_heartbeat_counts_until_it_expires_or_another_follows(
         "host-2": b"\x00 bytes \xff",
     }
     broker.heartbeat("host-2", "again", 30)
-    time.sleep(0.3)
     with again(redis_at, run) as other:
+        wait_for(lambda: "host-0" not in other.heartbeats(names))
+        assert time.monotonic() - started_s > 1.9
         assert other.heartbeats(names) == {"host one:1 {x}": None, "host-2": "again"}
     with client(redis_at) as asked:
         assert not asked.exists(f"areal:{{{run}}}:heartbeat:host-0"), "Redis deletes what has expired"

@@ -26,7 +26,7 @@ MAIN = (sys.executable, "-m", "areal_jax.cli.main")
 ROLES = ("generate", "reward", "trainer", "controller", "evaluate")
 ROUNDS = int(os.environ.get("AREAL_JAX_KILL_ROUNDS", "2"))
 BACKENDS = os.environ.get("AREAL_JAX_KILL_BACKENDS", "transfer").split()
-FIRST, BETWEEN, DEADLINE_S = 4, 5, 540
+FIRST, BETWEEN, DEADLINE_S = 4, 5, 900
 
 
 def rows(run: Path) -> int:
@@ -56,19 +56,25 @@ def await_rows(run: Path, count: int, launched: subprocess.Popen[str]) -> None:
 
 
 @contextmanager
-def launching(run: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
-    """The quickstart as processes; ended by Ctrl-C where the block does not end it."""
+def launching(run: Path, *words: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
+    """The quickstart as processes; ended by Ctrl-C where the block does not end it.
+
+    `variables`: set in the environment of all its processes.
+    """
     # Longer answers than the quickstart's, so that a kill finds samples under way.
     own = ("generation.max_tokens=18", "observe.live=false", "observe.report=false")
     words = ("configs/quickstart.yaml", f"run.dir={run}", *own, *words)
     with run.with_suffix(".log").open("w") as log:
-        launched = subprocess.Popen([*MAIN, "launch", "local", *words], stdout=log, stderr=log, text=True)
+        launched = subprocess.Popen(
+            [*MAIN, "launch", "local", *words],
+            env=os.environ | variables, stdout=log, stderr=log, text=True,
+        )  # fmt: skip
     try:
         yield launched
     finally:
         if launched.poll() is None:
             launched.send_signal(signal.SIGINT)
-            launched.wait(120)
+            launched.wait(DEADLINE_S)
 
 
 def ended_well(run: Path, launched: subprocess.Popen[str]) -> dict:
@@ -113,23 +119,24 @@ def moves(run: Path) -> int:
 def test_kill_9_of_each_role_while_samples_move_between_hosts(tmp_path: Path, backend: str):
     """DORA: no sample is lost or too old, and each has one version; the audit checks all three."""
     run, roles = tmp_path / "run", ("generate", "reward", "trainer", "controller", "generate")
-    between, latest = 4, 12
-    steps = FIRST + latest * len(roles) + 8
+    between, last_kill = 4, FIRST + 12 * len(roles)
+    steps = last_kill + 8
     words = [f"run.steps={steps}", f"weights.backend={backend}", "runtime.hosts=3", "generation.slots=1"]
     words += ["control.strategy=pinned", "control.max_staleness=2", "control.placement_every_s=0.2"]
     # Samples stay long, and decode slowly, one on each host: hosts are busy when a version is committed.
     words += ["trainer.learning_rate=1e-9", "trainer.supervised_steps=0", "generation.decode_steps=1"]
     words += ["trainer.batch_size=8", "trainer.rows=16"]
-    before, at_a_move = 0, []
+    before, at_a_move, earliest = 0, [], FIRST
     with launching(run, *words, "launch.restarts=6") as launched:
-        for number, role in enumerate(roles):
-            await_rows(run, FIRST + between * number, launched)
-            # Whether a sample is under way at a commit is chance: without a move, the role ends all the same.
-            while (now := moves(run)) == before and rows(run) < FIRST + latest * (number + 1):
+        for role in roles:
+            await_rows(run, earliest, launched)
+            # Whether a sample is under way at a commit is chance. Were there none for long, the roles that
+            # are left would all end late and close to each other.
+            while (now := moves(run)) == before and rows(run) < last_kill:
                 assert launched.poll() is None
                 time.sleep(0.01)
             at_a_move.append(now > before)
-            before = now
+            before, earliest = now, min(rows(run) + between, last_kill)
             os.kill(processes(run, role)[-1], signal.SIGKILL)
         figures = ended_well(run, launched)
     assert sum(at_a_move) >= 3
@@ -147,18 +154,35 @@ def test_kill_9_of_each_role_while_samples_move_between_hosts(tmp_path: Path, ba
     assert found["samples"] >= 64 * until and found["by_digest"] == found["tokens"]
 
 
+@contextmanager
+def launching_held(run: Path, steps: int, *words: str) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """A run whose trainer is about to write its last checkpoint, for which it waits for the file `go` in the
+    folder that is returned. All batches are trained, and all rows written.
+    """
+    place = run.parent / "held"
+    place.mkdir()
+    folder = str(Path(__file__).parent / "held_checkpoint")
+    words = (f"run.steps={steps}", "trainer.checkpoint_every=100", *words)
+    with launching(run, *words, HELD_CHECKPOINT=str(place), PYTHONPATH=folder) as launched:
+        await_rows(run, steps, launched)
+        await_held(place, launched)
+        yield launched, place
+
+
+def await_held(place: Path, launched: subprocess.Popen[str]) -> None:
+    end_s = time.monotonic() + DEADLINE_S
+    while not (place / "held").exists():
+        assert launched.poll() is None and time.monotonic() < end_s
+        time.sleep(0.02)
+
+
 def test_a_controller_killed_after_the_last_batch_waits_for_what_it_has_not_heard_of(tmp_path: Path):
     """The trainer's last checkpoint, and its evaluation by a process that is on its way back."""
     run, steps = tmp_path / "run", 12
-    words = [f"run.steps={steps}", "trainer.checkpoint_every=100", "observe.evaluate=2", "observe.exports=1"]
-    with launching(run, *words) as launched:
-        await_rows(run, steps - 4, launched)
-        victims = [processes(run, role)[0] for role in ("evaluate", "controller")]
-        while rows(run) < steps:
-            assert launched.poll() is None
-            time.sleep(0.002)
-        for victim in victims:
-            os.kill(victim, signal.SIGKILL)
+    with launching_held(run, steps, "observe.evaluate=2", "observe.exports=1") as (launched, place):
+        for role in ("evaluate", "controller"):
+            os.kill(processes(run, role)[0], signal.SIGKILL)
+        (place / "go").touch()
         assert ended_well(run, launched)["ok"]
     for folder in ("checkpoints", "exports"):
         assert [path.name for path in (run / folder).iterdir()] == [str(steps)]
@@ -170,14 +194,13 @@ def test_a_controller_killed_after_the_last_batch_waits_for_what_it_has_not_hear
 def test_a_trainer_killed_before_its_last_checkpoint_writes_it_when_it_is_back(tmp_path: Path, backend: str):
     """All batches are trained by then: it trains them again from the journal."""
     run, steps = tmp_path / "run", 12
-    words = [f"run.steps={steps}", "trainer.checkpoint_every=100", f"weights.backend={backend}"]
-    with launching(run, *words) as launched:
-        await_rows(run, steps - 4, launched)
+    with launching_held(run, steps, f"weights.backend={backend}") as (launched, place):
         (victim,) = processes(run, "trainer")
-        while rows(run) < steps:
-            assert launched.poll() is None
-            time.sleep(0.002)
         os.kill(victim, signal.SIGKILL)
+        (place / "held").unlink()
+        await_held(place, launched)
+        assert victim not in processes(run, "trainer") and list((run / "checkpoints").iterdir()) == []
+        (place / "go").touch()
         assert ended_well(run, launched)["ok"]
     assert [path.name for path in (run / "checkpoints").iterdir()] == [str(steps)]
 
@@ -187,7 +210,7 @@ def test_one_step_goes_on_after_its_controller_was_killed(tmp_path: Path):
     """The trainer waits for hosts that hold the newest version, which the new controller has to hear of."""
     run, steps = tmp_path / "run", 14
     words = [f"run.steps={steps}", "control.strategy=one_step", "generation.slots=4"]
-    with launching(run, *words, "runtime.deadline_s=90") as launched:
+    with launching(run, *words, "runtime.deadline_s=600") as launched:
         for count in (4, 8):
             await_rows(run, count, launched)
             os.kill(processes(run, "controller")[0], signal.SIGKILL)

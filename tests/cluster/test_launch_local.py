@@ -18,7 +18,7 @@ from areal_jax.config.loading import load_config
 from areal_jax.observe.evals import read_evals
 from areal_jax.observe.metrics import read_rows
 from areal_jax.runtime.reading import audit_run
-from tests.cluster.agents import pids_of, said, wait_until
+from tests.cluster.agents import DEADLINE_S, pids_of, said, wait_until
 from tests.programs import require
 
 pytestmark = pytest.mark.slow
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 LIVE_BUFFERS = Path(__file__).parent / "live_buffers"
 GROUPS = 16
-WORDS = ["runtime.hosts=2", "trainer.checkpoint_every=8", "runtime.deadline_s=120"]
+WORDS = ["runtime.hosts=2", "trainer.checkpoint_every=8", "runtime.deadline_s=600"]
 QUIET = ["launch.accelerator=cpu", "observe.tensorboard=false", "observe.report=false"]
 PROGRAM = ["env", "--default-signal=INT", sys.executable, "-m", "areal_jax.cli.main", "launch", "local"]
 
@@ -61,11 +61,11 @@ def test_ctrl_c_ends_every_process_and_the_run_goes_on_when_it_is_launched_again
         assert set(pids_of(folder)) == names
         assert bool(list(place.glob("run-*/*/manifest.json"))) == (backend == "orbax")
         run.send_signal(signal.SIGINT)
-        assert run.wait(60) == 130
+        assert run.wait(DEADLINE_S) == 130
         assert pids_of(folder) == {} and list(place.iterdir()) == []
         for steps in (10, 12):  # after an interruption, and after its end
             run = launch(folder, str(folder), f"run.steps={steps}")
-            assert run.wait(240) == 0, said(folder)[-4000:]
+            assert run.wait(DEADLINE_S) == 0, said(folder)[-4000:]
             check_whole(folder, steps)
             assert list(place.iterdir()) == [] and not (folder / "weights").exists()
             assert read_evals(folder)[-1]["version"] == steps
@@ -83,7 +83,7 @@ def test_a_redis_that_is_killed_is_started_again_and_the_run_goes_on(tmp_path):
         wait_until(lambda: len(read_rows(folder)) >= 3, [run], folder)
         before = pids_of(folder)
         os.kill(redis_of(run.pid), signal.SIGKILL)
-        assert run.wait(240) == 0, said(folder)[-4000:]
+        assert run.wait(DEADLINE_S) == 0, said(folder)[-4000:]
     finally:
         run.kill()
         run.wait()
@@ -105,7 +105,7 @@ def test_a_bfloat16_model_goes_from_an_fsdp_trainer_to_hosts_of_two_devices(tmp_
     watched = {"LIVE_BUFFERS": str(live), "PYTHONPATH": str(LIVE_BUFFERS)}
     run = launch(folder, *fresh(folder, steps), *sizes, *once, **watched)
     try:
-        assert run.wait(300) == 0, said(folder)[-4000:]
+        assert run.wait(DEADLINE_S) == 0, said(folder)[-4000:]
     finally:
         run.kill()
         run.wait()

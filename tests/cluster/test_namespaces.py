@@ -9,7 +9,7 @@ import pytest
 
 from areal_jax.observe.metrics import read_rows
 from areal_jax.runtime.reading import audit_run
-from tests.cluster.agents import QUIET, start_agent, wait_until
+from tests.cluster.agents import DEADLINE_S, QUIET, start_agent, wait_until
 from tests.cluster.namespaces import hosts
 from tests.programs import require
 
@@ -22,7 +22,7 @@ def test_ten_updates_over_three_hosts_end_clean_although_a_link_was_cut(tmp_path
     """An agent on each: the head with the trainer on host 0; a generation host each on 1 and 2."""
     require("redis-server")
     folder = tmp_path / "run"
-    words = [f"run.steps={STEPS}", "runtime.hosts=2", "runtime.deadline_s=120", "launch.machine_devices=1"]
+    words = [f"run.steps={STEPS}", "runtime.hosts=2", "runtime.deadline_s=240", "launch.machine_devices=1"]
     words += ["--config=configs/quickstart.yaml", "--machines=3", "weights.backend=transfer", *QUIET]
     with hosts(3) as network:
         running = [
@@ -36,17 +36,17 @@ def test_ten_updates_over_three_hosts_end_clean_although_a_link_was_cut(tmp_path
             for rank in range(3)
         ]
         try:
-            wait_until(lambda: len(read_rows(folder)) >= 3, running, folder, 240)
+            wait_until(lambda: len(read_rows(folder)) >= 3, running, folder)
             network.cut(1)
             time.sleep(CUT_S)
             network.mend(1)
-            wait_until(lambda: running[0].poll() is not None, running, folder, 240)
-            statuses = [agent.wait(60) for agent in running]
+            wait_until(lambda: running[0].poll() is not None, running, folder)
+            statuses = [agent.wait(DEADLINE_S) for agent in running]
         finally:
             for agent in running:
                 agent.terminate()
             for agent in running:
-                agent.wait(60)
+                agent.wait(DEADLINE_S)
     assert statuses == [0, 0, 0], logs_of(folder)
     assert [row["step"] for row in read_rows(folder)] == list(range(STEPS))
     audit = audit_run(folder)

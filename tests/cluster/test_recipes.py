@@ -30,7 +30,7 @@ SMALL = [
     "model.shape=tiny", f"run.steps={STEPS}", "generation.slots=4", "generation.length=768",
     "generation.max_tokens=8", "generation.prefill_chunk=64", "algorithm.group_size=4",
     "algorithm.minibatches=2", f"trainer.batch_size={GROUPS}", "trainer.length=1536",
-    "trainer.checkpoint_every=2", "runtime.reward_workers=1", "runtime.deadline_s=120", "launch.restarts=0",
+    "trainer.checkpoint_every=2", "runtime.reward_workers=1", "runtime.deadline_s=600", "launch.restarts=0",
 ]  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from redis.retry import Retry
 
 from areal_jax.cluster.redis_server import redis_server
 from areal_jax.types import ArealError
+from tests.hangs import HANG_S
 from tests.processes import assert_ends
 from tests.redis_servers import SECRET, client, require_redis
 
@@ -97,7 +98,7 @@ def test_a_server_that_died_is_started_again_at_its_port(tmp_path: Path):
         server.tend()
         assert server.process.pid == former
         os.kill(former, signal.SIGKILL)
-        server.process.wait(10)
+        server.process.wait(HANG_S)
         server.tend()
         with client(server) as asked:
             assert server.process.pid != former and asked.get("kept") is None
@@ -114,7 +115,7 @@ def test_it_ends_with_the_program_that_started_it(tmp_path: Path, by: signal.Sig
         from areal_jax.cluster.redis_server import redis_server
         with redis_server(sys.argv[1]) as server:
             print(server.process.pid, flush=True)
-            time.sleep(60)
+            time.sleep(1000)
     """
     words = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)]
     parent = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT)
@@ -125,6 +126,6 @@ def test_it_ends_with_the_program_that_started_it(tmp_path: Path, by: signal.Sig
         os.kill(pid, 0)
     finally:
         parent.send_signal(by)
-        parent.wait(10)
-    assert_ends(pid, 5, "redis-server of a killed parent")
+        parent.wait(HANG_S)
+    assert_ends(pid, "redis-server of a killed parent")
     assert "User requested shutdown" in (tmp_path / "redis.log").read_text()

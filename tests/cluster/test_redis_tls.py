@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,8 @@ import pytest
 
 from areal_jax.cluster.redis_link import Link
 from areal_jax.types import ArealError
+from tests.hangs import HANG_S
+from tests.ports import reserved_ports
 from tests.programs import require
 from tests.redis_servers import SECRET
 
@@ -26,23 +27,26 @@ def certificate(folder: Path, name: str) -> Path:
     """Signed by itself; its key lies beside it."""
     path = folder / f"{name}.pem"
     words = ["openssl", "req", *shlex.split(KEY), "-keyout", str(path.with_suffix(".key")), "-out", str(path)]
-    subprocess.run(words, check=True, capture_output=True, timeout=60)
+    subprocess.run(words, check=True, capture_output=True, timeout=HANG_S)
     return path
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Path]]:
+def tls_port() -> Iterator[int]:
+    with reserved_ports() as (port,):
+        yield port
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, tls_port: int) -> Iterator[tuple[int, Path]]:
     """The port of a server that speaks TLS alone, and its certificate."""
     require("redis-server", "openssl")
     folder = tmp_path_factory.mktemp("tls")
     own = certificate(folder, "server")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     config = f"""
 bind 127.0.0.1
 port 0
-tls-port {port}
+tls-port {tls_port}
 tls-cert-file {own}
 tls-key-file {own.with_suffix(".key")}
 tls-auth-clients no
@@ -57,7 +61,7 @@ appendonly yes
     with process.stdin as conf:
         conf.write(config)
     try:
-        yield port, own
+        yield tls_port, own
     finally:
         process.kill()
         process.wait()

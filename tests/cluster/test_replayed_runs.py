@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,7 +39,7 @@ pytestmark = pytest.mark.slow
 STEPS = 20
 ROOT = Path(__file__).parents[2]
 PROGRAM = ["env", "--default-signal=INT", sys.executable, "-m", "areal_jax.cli.main"]
-DEADLINE_S = 300
+DEADLINE_S = 900
 
 SHARED = (
     *WORDS,
@@ -209,8 +210,9 @@ def kill_at(step: int, folder: Path, devices: int, *words: str) -> None:
     finally:
         pids = [process.pid, *pids_of(folder).values()]
         for pid in pids:
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # with its parent
+                os.kill(pid, signal.SIGKILL)
         process.wait()
     for pid in pids:
-        assert_ends(pid, within_s=20)
+        assert_ends(pid)
     assert step <= len(read_rows(folder)) < STEPS

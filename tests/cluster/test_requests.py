@@ -11,10 +11,11 @@ import grpc
 import pytest
 
 from tests.cluster.test_kill import await_rows, ended_well, launching, processes, rows
-from tests.serving.test_training import digests, free_port
+from tests.serving.test_training import digests
 
 from jetstream.core.proto import jetstream_pb2 as protocol  # isort: skip - as a client has it
 from jetstream.core.proto.jetstream_pb2_grpc import OrchestratorStub  # isort: skip
+from tests.hangs import HANG_S
 
 pytestmark = pytest.mark.soak
 
@@ -43,7 +44,7 @@ class Client:
         stub = OrchestratorStub(self._channel)
         while not self._is_closed.is_set():
             try:
-                responses = list(stub.Decode(request, timeout=20))
+                responses = list(stub.Decode(request, timeout=HANG_S))
             except grpc.RpcError as error:
                 self.errors.add(error.code())
                 self._is_closed.wait(0.1)
@@ -54,14 +55,16 @@ class Client:
 
     def close(self) -> None:
         self._is_closed.set()
-        self._thread.join(30)
+        self._thread.join(HANG_S)
         self._channel.close()
 
 
-def test_a_launched_run_that_answers_clients_learns_the_same_although_a_host_is_killed(tmp_path: Path):
+def test_a_launched_run_that_answers_clients_learns_the_same_although_a_host_is_killed(
+    tmp_path: Path, port: int
+):
     with launching(tmp_path / "alone", *WORDS) as launched:
         assert ended_well(tmp_path / "alone", launched)["ok"]
-    port, run = free_port(), tmp_path / "asked"
+    run = tmp_path / "asked"
     with launching(run, *WORDS, f"generation.serve_port={port}") as launched:
         client = Client(port, run)
         try:

@@ -24,6 +24,7 @@ from areal_jax.generation.commands import HandOver, Stop, TakeOver
 from areal_jax.generation.moving.ticket import MoveError
 from areal_jax.observe.waits import Timeline
 from areal_jax.types import SampleId, VersionedParams
+from tests.hangs import HANG_S
 
 PLAN = SimpleNamespace(samples=())
 
@@ -72,10 +73,10 @@ def test_a_batch_that_arrives_after_the_trainers_thread_has_failed_is_no_batch_o
     training.work.begin(0)
     (ready,) = training.sent
     assert (ready.next_step, ready.version, ready.digest) == (-1, 0, "d0")
-    assert "peer closed" in str(training.failed.get(timeout=5))
-    training.work._thread.join(5)
+    assert "peer closed" in str(training.failed.get(timeout=HANG_S))
+    training.work._thread.join(HANG_S)
     training.work.take(Train(0, (0, 1), (0, 0)), {"plan": {}})
-    assert training.work._trainer.inbox.get(timeout=5).step == 0
+    assert training.work._trainer.inbox.get(timeout=HANG_S).step == 0
     training.work.begin(0)
     assert training.sent == [ready, ready]
 
@@ -111,7 +112,7 @@ def hosting() -> Any:
 
 def test_a_host_offers_samples_with_a_ticket_or_keeps_them_if_it_cannot(hosting):
     hosting.work.command(Move(SAMPLES, "generate-0", "generate-1"), None)
-    command = hosting.inbox.get(timeout=1)
+    command = hosting.inbox.get(timeout=HANG_S)
     assert isinstance(command, HandOver) and command.samples == SAMPLES
     works = [SimpleNamespace(sample=sample) for sample in SAMPLES]
     command.to(works)
@@ -125,7 +126,7 @@ def test_a_host_offers_samples_with_a_ticket_or_keeps_them_if_it_cannot(hosting)
     ]
     assert hosting.notes == ["no space"] and set(hosting.work._unfinished) == set(SAMPLES)
     hosting.work.command(Cancel(SAMPLES, "generate-0"), None)
-    assert hosting.inbox.get(timeout=1) == Stop(SAMPLES)
+    assert hosting.inbox.get(timeout=HANG_S) == Stop(SAMPLES)
     assert hosting.released == list(SAMPLES) and not hosting.work._unfinished
 
 
@@ -133,7 +134,7 @@ def test_a_host_fetches_samples_or_says_why_not(hosting):
     hosting.work._unfinished = {}
     fetch = Fetch(SAMPLES, "generate-1", "generate-0")
     hosting.work.command(fetch, b"ticket")
-    command = hosting.inbox.get(timeout=1)
+    command = hosting.inbox.get(timeout=HANG_S)
     assert isinstance(command, TakeOver) and command.works == [b"ticket"]
     assert set(hosting.work._unfinished) == set(SAMPLES)  # a new epoch would stop them
     command.answer("")

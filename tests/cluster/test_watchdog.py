@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.hangs import HANG_S, wait_for
+from tests.processes import assert_ends, has_ended
+
 ROOT = Path(__file__).parents[2]
 
 Start = Callable[[str], subprocess.Popen]
@@ -33,34 +36,20 @@ def start(tmp_path: Path) -> Iterator[Start]:
         process.wait()
     if (tmp_path / "pids").exists():
         for pid in pids(tmp_path):
-            if is_there(pid):
+            if not has_ended(pid):
                 os.kill(pid, signal.SIGKILL)
 
 
 def pids(folder: Path) -> list[int]:
     """Watcher and watched, once the second runs."""
-    wait_for(lambda: (folder / "pids").exists(), 30)
+    wait_for(lambda: (folder / "pids").exists())
     return [int(word) for word in (folder / "pids").read_text().split()]
-
-
-def is_there(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_for(holds: Callable[[], bool], deadline_s: float) -> None:
-    end = time.monotonic() + deadline_s
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def ended(process: subprocess.Popen, folder: Path) -> tuple[int, str, str]:
     """Status, stderr and the file of stacks; no process is left."""
-    _, error = process.communicate(timeout=30)
-    assert not any(is_there(pid) for pid in pids(folder))
+    _, error = process.communicate(timeout=HANG_S)
+    assert all(has_ended(pid) for pid in pids(folder))
     stacks = folder / "logs" / "trainer-0.stacks"
     return process.returncode, error, stacks.read_text() if stacks.exists() else ""
 
@@ -102,7 +91,7 @@ def test_a_stopped_process_is_killed_and_the_note_says_stopped(start: Start, tmp
 def test_a_second_sigterm_does_not_shorten_the_grace_and_a_second_ctrl_c_ends_it(
     start: Start, tmp_path: Path
 ):
-    """Slurm signals every process of a job, and then the agent its own."""
+    """Slurm signals every process of a job, and then the agent its own. The grace is longer than the test."""
     process = start("ends_late")
     watcher, _ = pids(tmp_path)
     os.kill(watcher, signal.SIGTERM)
@@ -113,24 +102,22 @@ def test_a_second_sigterm_does_not_shorten_the_grace_and_a_second_ctrl_c_ends_it
     (tmp_path / "pids").unlink()
     process = start("ignores_signals")
     watcher, _ = pids(tmp_path)
-    begun = time.monotonic()
     os.kill(watcher, signal.SIGTERM)
     time.sleep(0.2)
     os.kill(watcher, signal.SIGINT)
     assert ended(process, tmp_path)[0] == 128 + signal.SIGKILL
-    assert time.monotonic() - begun < 0.8  # the grace is 1 s
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_a_process_that_ignores_signals_is_killed_after_the_grace(start: Start, tmp_path: Path, number: int):
-    process = start("ignores_signals")
+    process = start("is_killed_after_its_grace")
     watcher, _ = pids(tmp_path)
-    os.kill(watcher, number)
     begun = time.monotonic()
+    os.kill(watcher, number)
     status, error, _ = ended(process, tmp_path)
     assert status == 128 + signal.SIGKILL
     assert "killed: still running 1 s after SIGTERM; activity: update\n" in error
-    assert 0.8 < time.monotonic() - begun < 5
+    assert time.monotonic() - begun >= 1.0
 
 
 def test_a_signal_ends_a_process_that_does_not_ignore_it(start: Start, tmp_path: Path):
@@ -146,5 +133,5 @@ def test_the_watched_dies_with_its_watcher(start: Start, tmp_path: Path):
     process = start("ignores_signals")
     watcher, child = pids(tmp_path)
     os.kill(watcher, signal.SIGKILL)
-    process.wait(10)
-    wait_for(lambda: not is_there(child), 5)
+    process.wait(HANG_S)
+    assert_ends(child)

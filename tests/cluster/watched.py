@@ -15,7 +15,13 @@ from pathlib import Path
 from areal_jax.cluster.watchdog import Beat, Deadlines, watched
 from areal_jax.types import ArealError
 
-DEADLINES = Deadlines(first_s=30.0, later_s=0.5, grace_s=1.0)
+PATIENT = Deadlines(first_s=300.0, later_s=300.0, grace_s=300.0)
+"""No limit that a process on a slow and busy machine exceeds."""
+DEADLINES = {
+    "is_stuck": PATIENT._replace(later_s=0.5),
+    "is_stopped": PATIENT._replace(later_s=0.5),
+    "is_killed_after_its_grace": PATIENT._replace(grace_s=1.0),
+}
 
 
 def ends(beat: Beat) -> None:
@@ -77,16 +83,31 @@ def ignores_signals(beat: Beat) -> None:
         time.sleep(0.1)
 
 
+def is_killed_after_its_grace(beat: Beat) -> None:
+    ignores_signals(beat)
+
+
 def wait_in_vain() -> None:
-    time.sleep(60)
+    time.sleep(1000)
 
 
 def run(folder: Path, way: str, watcher: int, beat: Beat) -> None:
-    (folder / "pids.new").write_text(f"{watcher} {os.getpid()}")
-    (folder / "pids.new").rename(folder / "pids")
-    globals()[way](beat)
+    globals()[way](told(folder, watcher, beat))
+
+
+def told(folder: Path, watcher: int, beat: Beat) -> Beat:
+    """Writes the file of ids at the first activity: handlers of signals are set by then."""
+
+    def first(activity: str) -> None:
+        if not (folder / "pids").exists():
+            (folder / "pids.new").write_text(f"{watcher} {os.getpid()}")
+            (folder / "pids.new").rename(folder / "pids")
+        beat(activity)
+
+    return first
 
 
 if __name__ == "__main__":
     folder_, way_ = Path(sys.argv[1]), sys.argv[2]
-    sys.exit(watched(partial(run, folder_, way_, os.getpid()), "trainer-0", folder_ / "logs", DEADLINES))
+    deadlines = DEADLINES.get(way_, PATIENT)
+    sys.exit(watched(partial(run, folder_, way_, os.getpid()), "trainer-0", folder_ / "logs", deadlines))
