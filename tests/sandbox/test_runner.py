@@ -6,25 +6,28 @@ import os
 import queue
 import random
 import socket
-import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from areal_jax.sandbox import runner
 from areal_jax.sandbox.errors import SandboxError
-from areal_jax.sandbox.runner import Limits, Ran, require_sandbox, run_python
+from areal_jax.sandbox.runner import Limits, require_sandbox, run_python
 from areal_jax.tasks.pool import RewardPool
 from areal_jax.tasks.task import Task
 from areal_jax.types import Completion, Prompt
+from tests.hangs import HANG_S, wait_for
 
 pytestmark = pytest.mark.usefixtures("sandbox")
 
 ROOT = Path(__file__).parents[2]
-SHORT = Limits(seconds=1.0)
+PATIENT = Limits(seconds=120.0)
+"""For programs that end by themselves or by another limit, also on a slow and busy machine."""
 
 
-def marked(seconds: float = 1.0) -> tuple[Limits, str]:
+def marked(seconds: float = PATIENT.seconds) -> tuple[Limits, str]:
     """Limits, and the text by which every process of a run with them is known."""
     disk_bytes = (16 << 20) + random.SystemRandom().randrange(1 << 20)
     return Limits(seconds=seconds, disk_bytes=disk_bytes), f'"RLIMIT_FSIZE": {disk_bytes}'
@@ -44,21 +47,14 @@ def alive(marker: str) -> list[int]:
 
 def printed(source: str, **limits: float) -> str:
     """What a program prints that is expected to end by itself."""
-    ran = run_python(source, limits=Limits(**{"seconds": 10.0, **limits}))  # pyright: ignore
+    ran = run_python(source, limits=replace(PATIENT, **limits))  # pyright: ignore
     assert (ran.outcome, ran.stderr) == ("ok", "")
     return ran.stdout
 
 
-def timed(source: str, limits: Limits) -> tuple[Ran, float]:
-    """A program's result, and the seconds that the run took."""
-    start_s = time.monotonic()
-    ran = run_python(source, limits=limits)
-    return ran, time.monotonic() - start_s
-
-
 def refused(source: str) -> str:
     """The error that a program meets."""
-    ran = run_python(source, limits=Limits(seconds=10.0))
+    ran = run_python(source, limits=PATIENT)
     assert ran.outcome == "error", ran
     return ran.stderr.strip().splitlines()[-1]
 
@@ -67,22 +63,22 @@ def refused(source: str) -> str:
 
 
 def test_a_program_reads_stdin_writes_stdout_and_its_status_is_known():
-    assert run_python("print(int(input()) + 1)", stdin="41\n").stdout == "42\n"
-    assert run_python("import sys; sys.exit(3)").exit_code == 3
-    assert run_python("exit()").outcome == "ok"
-    ran = run_python("x = 1\ny = x / 0")
+    assert run_python("print(int(input()) + 1)", stdin="41\n", limits=PATIENT).stdout == "42\n"
+    assert run_python("import sys; sys.exit(3)", limits=PATIENT).exit_code == 3
+    assert run_python("exit()", limits=PATIENT).outcome == "ok"
+    ran = run_python("x = 1\ny = x / 0", limits=PATIENT)
     assert (ran.outcome, ran.exit_code, ran.stdout) == ("error", 1, "")
     assert ran.stderr == (
         'Traceback (most recent call last):\n  File "answer.py", line 2, in <module>\n'
         "ZeroDivisionError: division by zero\n"
     )
-    assert run_python("print(1", limits=SHORT).stderr.endswith("SyntaxError: '(' was never closed\n")
+    assert run_python("print(1", limits=PATIENT).stderr.endswith("SyntaxError: '(' was never closed\n")
 
 
 def test_large_input_and_unicode_pass_and_sets_are_always_in_one_order():
     text = "ä\N{SNOWMAN}" * 100_000
     assert printed(f"print(len({text!r}))") == "200000\n"
-    ran = run_python("import sys; print(len(sys.stdin.read()))", stdin=text)
+    ran = run_python("import sys; print(len(sys.stdin.read()))", stdin=text, limits=PATIENT)
     assert ran.stdout == "200000\n"
     assert len({printed("print({'a', 'b', 'c', 'd', 'e'}, hash('x'))") for _ in range(3)}) == 1
 
@@ -199,19 +195,16 @@ def test_process_one_can_be_neither_killed_nor_read():
 
 
 def test_memory_is_limited():
-    start_s = time.monotonic()
-    assert run_python("x = bytearray(8 << 30)").outcome == "out_of_memory"
-    assert (
-        run_python("x = []\nwhile True: x.append(' ' * (1 << 20) + str(len(x)))").outcome == "out_of_memory"
-    )
-    assert time.monotonic() - start_s < 8
+    """The limit on memory ends the program: that on time is far away."""
+    for source in ("x = bytearray(8 << 30)", "x = []\nwhile True: x.append(' ' * (1 << 20) + str(len(x)))"):
+        assert run_python(source, limits=PATIENT).outcome == "out_of_memory"
     assert printed("x = bytearray(100 << 20); print(len(x))") == f"{100 << 20}\n"
 
 
 @pytest.mark.slow
 def test_huge_recursion_ends():
     source = "import sys\nsys.setrecursionlimit(10**9)\ndef f(n): return f(n + 1) + 1\nf(0)"
-    ran = run_python(source, limits=Limits(seconds=10, memory_bytes=64 << 20))
+    ran = run_python(source, limits=replace(PATIENT, memory_bytes=64 << 20))
     assert ran.outcome in ("out_of_memory", "error")
     assert refused("def f(): f()\nf()").startswith("RecursionError")
 
@@ -243,10 +236,11 @@ def test_the_disk_is_limited_by_file_and_in_all():
     ],
 )
 def test_output_is_cut_and_the_program_killed(source: str):
-    limits, marker = marked(20.0)
-    ran, seconds = timed(source, limits)
-    assert ran.outcome == "too_much_output"
-    assert seconds < 10
+    """At once, not when its time is over."""
+    limits, marker = marked()
+    start_s = time.monotonic()
+    ran = run_python(source, limits=limits)
+    assert ran.outcome == "too_much_output" and time.monotonic() - start_s < limits.seconds
     assert limits.output_bytes < len(ran.stdout) + len(ran.stderr) < limits.output_bytes + (1 << 18)
     assert alive(marker) == []
 
@@ -256,7 +250,7 @@ def test_output_is_cut_and_the_program_killed(source: str):
     [
         pytest.param("while True: pass", id="loop"),
         pytest.param("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", id="fork bomb"),
-        pytest.param("import time; time.sleep(100)", id="sleep", marks=pytest.mark.slow),
+        pytest.param("import time; time.sleep(1000)", id="sleep", marks=pytest.mark.slow),
         pytest.param(
             "import signal, time\nfor n in range(1, 65):\n    try: signal.signal(n, signal.SIG_IGN)\n"
             "    except (OSError, ValueError): pass\nwhile True: time.sleep(1)",
@@ -264,7 +258,7 @@ def test_output_is_cut_and_the_program_killed(source: str):
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            "import os, time\nos.close(0); os.close(1); os.close(2)\ntime.sleep(100)",
+            "import os, time\nos.close(0); os.close(1); os.close(2)\ntime.sleep(1000)",
             id="closes its output",
             marks=pytest.mark.slow,
         ),
@@ -275,11 +269,22 @@ def test_output_is_cut_and_the_program_killed(source: str):
         ),
     ],
 )
-def test_a_program_that_does_not_end_is_killed_with_all_that_it_started(source: str):
-    limits, marker = marked()
-    ran, seconds = timed(source, limits)
+def test_a_program_that_does_not_end_is_killed_with_all_that_it_started(
+    source: str, monkeypatch: pytest.MonkeyPatch
+):
+    """By its time limit, long before process 1's own alarm and the kill of bubblewrap would end it."""
+    monkeypatch.setattr(runner, "_GRACE_S", PATIENT.seconds)
+    for seconds in (1.0, 4.0, 16.0):
+        limits, marker = marked(seconds)
+        start_s = time.monotonic()
+        try:
+            ran = run_python(source, limits=limits)
+        except SandboxError as error:
+            assert "did not start within" in str(error)
+            continue
+        break
     assert ran.outcome == "timed_out"
-    assert 1.0 <= seconds < 4.0
+    assert limits.seconds <= time.monotonic() - start_s < runner._GRACE_S
     assert alive(marker) == []
 
 
@@ -288,7 +293,7 @@ def test_the_number_of_processes_is_limited():
         "import os, time\ncount = 0\n"
         "try:\n"
         "    while True:\n"
-        "        if os.fork() == 0: time.sleep(100)\n"
+        "        if os.fork() == 0: time.sleep(1000)\n"
         "        count += 1\n"
         "except OSError as error: print(count, error.errno)\n"
     )
@@ -298,32 +303,32 @@ def test_the_number_of_processes_is_limited():
 
 
 def test_a_daemon_does_not_survive_its_program():
-    limits, marker = marked(10.0)
+    """The run ends with the program, though the daemon would go on."""
+    limits, marker = marked()
     source = (
         "import os, time\n"
         "if os.fork() == 0:\n"
         "    os.setsid()\n"
         "    if os.fork() == 0:\n"
-        "        os.closerange(0, 3); time.sleep(100)\n"
+        "        os.closerange(0, 3); time.sleep(1000)\n"
         "    os._exit(0)\n"
         "os.wait(); print('done')\n"
     )
-    ran, seconds = timed(source, limits)
+    ran = run_python(source, limits=limits)
     assert (ran.outcome, ran.stdout) == ("ok", "done\n")
-    assert seconds < 5
     assert alive(marker) == []
 
 
 def test_processor_time_is_limited_where_the_clock_is_not_yet_over():
     source = "import resource; print(*resource.getrlimit(resource.RLIMIT_CPU))"
-    assert printed(source, seconds=2.5) == "3 3\n"
+    assert printed(source, seconds=PATIENT.seconds + 0.5) == "121 121\n"
 
 
 class Stuck(Task):
     """Its score runs a program that outlives every patience."""
 
     def score(self, prompt: Prompt, completion: Completion) -> float:
-        limits = Limits(seconds=100.0, disk_bytes=prompt.info["disk_bytes"])
+        limits = Limits(seconds=1000.0, disk_bytes=prompt.info["disk_bytes"])
         run_python("import time\nwhile True: time.sleep(1)", limits=limits)
         return 1.0
 
@@ -333,25 +338,17 @@ def test_killing_the_reward_worker_kills_the_sandbox_and_all_inside():
     answers: queue.SimpleQueue = queue.SimpleQueue()
     prompt = Prompt("", info={"disk_bytes": limits.disk_bytes}, task="stuck")
     seen: list[int] = []
-    with RewardPool({"stuck": Stuck()}, workers=1, timeout_s=1.5) as pool:
-        pool.submit(0, 0, prompt, [Completion("", (1,), "stop")], answers.put)
-        watch = threading.Thread(target=lambda: seen.extend(_first_seen(marker)))
-        watch.start()
-        assert answers.get(timeout=60).outcome == "timed_out"
-        watch.join()
-        assert len(seen) >= 3, "bubblewrap, process 1 and the program were there"
-        end_s = time.monotonic() + 5
-        while alive(marker) and time.monotonic() < end_s:
-            time.sleep(0.02)
-        assert alive(marker) == []
-
-
-def _first_seen(marker: str) -> list[int]:
-    """The sandbox's processes once there are three, or those there are after a while."""
-    end_s = time.monotonic() + 30
-    while len(found := alive(marker)) < 3 and time.monotonic() < end_s:
-        time.sleep(0.02)
-    return found
+    for timeout_s in (1.5, 6.0, 24.0):  # until the sandbox has started before the worker is killed
+        with RewardPool({"stuck": Stuck()}, workers=1, timeout_s=timeout_s) as pool:
+            pool.submit(0, 0, prompt, [Completion("", (1,), "stop")], answers.put)
+            while len(seen) < 3 and answers.empty():
+                seen = alive(marker)
+                time.sleep(0.01)
+            assert answers.get(timeout=HANG_S).outcome == "timed_out"
+            wait_for(lambda: alive(marker) == [])
+        if len(seen) >= 3:
+            break
+    assert len(seen) >= 3, "bubblewrap, process 1 and the program were there"
 
 
 # --- where there is no sandbox -------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from tokenizers.processors import TemplateProcessing
 from areal_jax.tasks.errors import TaskError
 from areal_jax.tasks.hf_tokenizer import HFTokenizer, require_fits
 from areal_jax.types import ArealError, Prompt
+from tests.hangs import HANG_S
 from tests.programs import unavailable
 
 CHATML = (
@@ -176,7 +177,7 @@ def test_rendering_messages_imports_neither_torch_nor_jax(folder: Path):
         "print(tokenizer.render(Prompt(messages=[{'role': 'user', 'content': 'hello'}]))[0])\n"
         "print('torch' in sys.modules, 'jax' in sys.modules)\n"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S)
     assert ran.stdout == f"False\n{START}\nFalse False\n", ran.stderr
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import queue
-import resource
 import signal
 import subprocess
 import sys
@@ -16,17 +15,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from pebble.common.types import CONSTS
 
 from areal_jax.control.events import RewardFailed, RewardScored
+from areal_jax.tasks import pool as pooling
 from areal_jax.tasks.errors import TaskError
 from areal_jax.tasks.pool import RewardPool
 from areal_jax.tasks.scoring import GROUP
 from areal_jax.tasks.task import Task
 from areal_jax.types import Completion, Prompt
+from tests.hangs import HANG_S, ends, wait_for
 from tests.processes import assert_ends
 
 ROOT = Path(__file__).parents[2]
-WAIT_S = 60
+TIMEOUT_S = 1.0
 
 
 def _start_a_child_and_hang(note: str) -> None:
@@ -64,7 +66,14 @@ class Deeds(Task):
 
 @pytest.fixture(scope="module")
 def pool():
-    with RewardPool({"deeds": Deeds()}, workers=1, timeout_s=0.5) as pool:
+    with RewardPool({"deeds": Deeds()}, workers=1, timeout_s=HANG_S) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def hasty():
+    """A pool in which a score soon times out; on a busy machine now and then one that does nothing."""
+    with RewardPool({"deeds": Deeds()}, workers=1, timeout_s=TIMEOUT_S) as pool:
         yield pool
 
 
@@ -74,15 +83,18 @@ def ask(pool: RewardPool, *deeds: str, members: int = 1, **info: object) -> list
     completions = [Completion("a", (1, 2), "stop")] * members
     for ordinal, deed in enumerate(deeds):
         pool.submit(ordinal, 5, Prompt(deed, info=info, task="deeds"), completions, answers.put)
-    got = [answers.get(timeout=WAIT_S) for _ in deeds]
+    got = [answers.get(timeout=HANG_S) for _ in deeds]
     return sorted(got, key=lambda outcome: outcome.ordinal)
 
 
-def wait_until(true: Callable[[], bool], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while not true() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return true()
+def scored(pool: RewardPool, deed: str) -> float:
+    """The reward of a deed that takes no time, at the first try that does not time out."""
+    for _ in range(20):
+        (outcome,) = ask(pool, deed)
+        if isinstance(outcome, RewardScored):
+            return outcome.rewards[0]
+        assert outcome.outcome == "timed_out", outcome
+    raise AssertionError(f"{deed} timed out 20 times")
 
 
 def test_groups_are_scored_in_another_process_without_jax(pool: RewardPool):
@@ -93,23 +105,30 @@ def test_groups_are_scored_in_another_process_without_jax(pool: RewardPool):
 
 
 @pytest.mark.parametrize("deed", ["loop", "sleep"])
-def test_a_group_past_its_deadline_is_timed_out_and_its_worker_is_dead(pool: RewardPool, deed: str):
-    (before,) = ask(pool, "pid")
-    start = time.monotonic()
-    (late,) = ask(pool, deed)
-    assert time.monotonic() - start < 2.5, "pebble's own kill takes 3 s more"
+def test_a_group_past_its_deadline_is_timed_out_and_its_worker_is_dead(
+    hasty: RewardPool, deed: str, monkeypatch: pytest.MonkeyPatch
+):
+    """The first signal kills the worker: pebble's second one would come long after the test's deadline."""
+    monkeypatch.setattr(CONSTS, "term_timeout", 10 * HANG_S)
+    before = int(scored(hasty, "pid"))
+    start_s = time.monotonic()
+    (late,) = ask(hasty, deed)
+    assert time.monotonic() - start_s >= TIMEOUT_S
     assert (late.outcome, late.member) == ("timed_out", GROUP)
     assert "reward_timeout_s" in late.message
-    assert_ends(int(before.rewards[0]), 1, "worker")
-    assert ask(pool, "one") == [RewardScored(0, 5, (1.0,))]
+    assert_ends(before, "worker")
+    assert scored(hasty, "one") == 1.0
 
 
-def test_what_a_killed_score_had_started_dies_with_it(pool: RewardPool, tmp_path: Path):
+def test_what_a_killed_score_had_started_dies_with_it(hasty: RewardPool, tmp_path: Path):
     note = tmp_path / "pids"
-    (late,) = ask(pool, "child", args=(str(note),))
-    assert late.outcome == "timed_out"
+    for _ in range(20):  # until its child has started before the time is over
+        (late,) = ask(hasty, "child", args=(str(note),))
+        assert late.outcome == "timed_out"
+        if note.exists():
+            break
     for pid in map(int, note.read_text().split()):
-        assert_ends(pid, 2)
+        assert_ends(pid)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +158,7 @@ def test_a_keyboard_interrupt_does_not_reach_a_worker(pool: RewardPool):
 def test_an_idle_worker_that_is_killed_costs_nothing(pool: RewardPool):
     (before,) = ask(pool, "pid")
     os.kill(int(before.rewards[0]), signal.SIGKILL)
-    time.sleep(0.3)
+    assert_ends(int(before.rewards[0]))
     assert ask(pool, "one", "one") == [RewardScored(n, 5, (1.0,)) for n in range(2)]
 
 
@@ -149,7 +168,7 @@ def test_a_prompt_that_cannot_travel_and_an_unknown_task_fail_their_groups(pool:
     assert "cannot be pickled for a reward worker" in stuck.message
     answers: queue.SimpleQueue = queue.SimpleQueue()
     pool.submit(0, 0, Prompt("one", task="other"), [], answers.put)
-    unknown = answers.get(timeout=WAIT_S)
+    unknown = answers.get(timeout=HANG_S)
     assert (unknown.outcome, unknown.member) == ("failed", GROUP)
     assert "KeyError('other')" in unknown.message
 
@@ -168,7 +187,7 @@ def test_a_task_that_cannot_be_loaded_fails_its_groups_with_the_reason():
         def __reduce__(self):
             return __import__, ("no_such_module_anywhere",)
 
-    with RewardPool({"deeds": Elsewhere()}, 1, 5.0) as pool:
+    with RewardPool({"deeds": Elsewhere()}, 1, HANG_S) as pool:
         (bad,) = ask(pool, "one")
     assert bad.outcome == "failed"
     assert "cannot load the tasks: ModuleNotFoundError" in bad.message
@@ -179,21 +198,21 @@ def test_a_task_whose_loading_kills_the_worker_fails_its_groups():
         def __reduce__(self):
             return os._exit, (9,)
 
-    with RewardPool({"deeds": Deadly()}, 1, 5.0) as pool:
+    with RewardPool({"deeds": Deadly()}, 1, HANG_S) as pool:
         (bad,) = ask(pool, "one")
     assert bad.outcome == "failed"
     assert "end before they score a group" in bad.message
 
 
-def test_after_closing_nothing_is_reported_and_nothing_is_taken():
-    pool = RewardPool({"deeds": Deeds()}, 1, 30.0)
+def test_after_closing_nothing_is_reported_and_nothing_is_taken(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(CONSTS, "term_timeout", 10 * HANG_S)
+    monkeypatch.setattr(pooling, "_JOIN_S", 10 * HANG_S)
+    pool = RewardPool({"deeds": Deeds()}, 1, 10 * HANG_S)
     ask(pool, "one")
     told: list[object] = []
     pool.submit(0, 0, Prompt("sleep", task="deeds"), [Completion("", (), "stop")], told.append)
-    start = time.monotonic()
-    pool.close()
-    pool.close()
-    assert time.monotonic() - start < 2
+    for _ in range(2):
+        ends(pool.close)  # it waits neither for the score nor for its time limit
     assert told == []
     with pytest.raises(TaskError, match="closed reward pool"):
         pool.submit(1, 0, Prompt("one", task="deeds"), [], told.append)
@@ -220,7 +239,7 @@ SCRIPT = """
                 time.sleep(1e9)
             return Reward(prompt.info["bonus"].value, {"pid": os.getpid()})
 
-    pool = RewardPool({"mine": Mine()}, workers=2, timeout_s=100.0)
+    pool = RewardPool({"mine": Mine()}, workers=2, timeout_s=1000.0)
     answers = queue.SimpleQueue()
     def ask(text):
         info = {"bonus": Bonus(0.5), "folder": os.path.dirname(__file__)}
@@ -228,7 +247,7 @@ SCRIPT = """
     ask("now")
     while answers.empty():
         os.path.dirname(__file__)  # the pool's thread starts the workers meanwhile
-    scored = answers.get(timeout=60)
+    scored = answers.get(timeout=300)
     if not hasattr(scored, "rewards"):
         sys.exit(str(scored))
     print(scored.rewards, dict(scored.parts[0])["pid"], flush=True)
@@ -253,7 +272,7 @@ def start_script(tmp_path: Path, *words: str) -> subprocess.Popen[str]:
 
 def test_a_script_needs_no_main_guard_its_classes_travel_and_its_stdout_stays_its_own(tmp_path: Path):
     script = start_script(tmp_path, "end")
-    lines = script.communicate(timeout=WAIT_S)[0].splitlines()
+    lines = script.communicate(timeout=HANG_S)[0].splitlines()
     assert script.returncode == 0, (tmp_path / "stderr").read_text()
     assert [line.split()[0] for line in lines] == ["started", "(0.5,)"]
 
@@ -265,26 +284,22 @@ def test_killing_the_parent_leaves_no_worker_behind(tmp_path: Path):
         scored = script.stdout.readline().split()
         assert scored[:1] == ["(0.5,)"], (tmp_path / "stderr").read_text()
         worker = int(float(scored[1]))
-        assert wait_until(lambda: len(list(tmp_path.glob("*.asleep"))) == 2, WAIT_S)
+        wait_for(lambda: len(list(tmp_path.glob("*.asleep"))) == 2)
         busy = [int(path.stem) for path in tmp_path.glob("*.asleep")]
         assert worker in busy
     finally:
         script.kill()
-        script.communicate(timeout=WAIT_S)
+        script.communicate(timeout=HANG_S)
     for pid in busy:
-        assert_ends(pid, 5, "worker of a killed parent")
+        assert_ends(pid, "worker of a killed parent")
 
 
-def test_what_a_worker_imports_takes_less_than_a_cpu_second_and_no_jax():
-    code = "import areal_jax.tasks.pool, sys; print('jax' in sys.modules, 'pydantic' in sys.modules)"
-
-    def cpu_s() -> float:
-        used = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return used.ru_utime + used.ru_stime
-
-    before_s = cpu_s()
+def test_a_worker_imports_few_modules_and_no_jax():
+    """A new one starts after each score that timed out; pydantic or jax would add hundreds."""
+    code = "import areal_jax.tasks.pool, sys; print(*sys.modules)"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=HANG_S, check=True
     )
-    assert done.stdout == "False False\n"
-    assert cpu_s() - before_s < 1.0
+    imported = set(done.stdout.split())
+    assert "areal_jax.tasks.worker" in imported and not imported & {"jax", "pydantic"}
+    assert len(imported) < 400

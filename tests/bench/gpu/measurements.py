@@ -23,15 +23,15 @@ def crashes() -> dict[str, Any]:
 
 
 def hangs() -> dict[str, Any]:
-    time.sleep(100)
+    time.sleep(1000)
     return {}
 
 
 def hangs_in_a_child(*, file: str) -> dict[str, Any]:
     if os.fork() == 0:
         Path(file).write_text(str(os.getpid()))
-        time.sleep(100)
-    time.sleep(100)
+        time.sleep(1000)
+    time.sleep(1000)
     return {}
 
 

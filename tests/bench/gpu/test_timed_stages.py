@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from areal_jax.bench.gpu.timed_stages import gpu
 from areal_jax.models.config import SHAPES
 from areal_jax.plugin import check_settings
 from areal_jax.types import ArealError
+from tests.hangs import HANG_S
 from tests.processes import assert_ends
 
 HERE = "tests.bench.gpu.measurements"
@@ -64,8 +66,8 @@ def test_ceilings_and_decoding_are_measured(tmp_path: Path):
 
 
 def test_a_measurement_that_fails_costs_itself_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    first = Stage("first", 30, (cell("raises"), cell("crashes"), cell("succeeds", settings={"value": 7})))
-    found = run(monkeypatch, tmp_path, first, Stage("second", 30, (cell("succeeds"),)))
+    first = Stage("first", 300, (cell("raises"), cell("crashes"), cell("succeeds", settings={"value": 7})))
+    found = run(monkeypatch, tmp_path, first, Stage("second", 300, (cell("succeeds"),)))
     assert found["failed"] == [
         "first: raises: ValueError: a first line",
         "first: crashes: killed by SIGSEGV",
@@ -83,26 +85,25 @@ def test_a_stage_ends_at_its_limit_and_the_next_begins(monkeypatch: pytest.Monke
     found = run(
         monkeypatch,
         tmp_path,
-        Stage("first", 8, (hanging, cell("raises"))),
-        Stage("second", 30, (cell("succeeds"),)),
+        Stage("first", 15, (hanging, cell("raises"))),
+        Stage("second", 300, (cell("succeeds"),)),
     )
-    assert found["failed"] == [
-        "first: hangs: killed after 8 s, the limit of its stage or of the budget",
-        "first: raises: not run: no time was left",
-    ]
+    killed, not_run = found["failed"]
+    assert re.fullmatch(r"first: hangs: killed after 1\d s, the limit of its stage or of the budget", killed)
+    assert not_run == "first: raises: not run: no time was left"
     assert found["cells"][-1]["figures"]["value"] == 1
-    assert_ends(int(child.read_text()), 5, "child of a killed measurement")
+    assert_ends(int(child.read_text()), "child of a killed measurement")
 
 
 def test_the_budget_ends_everything(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    began = time.monotonic()
-    given = [Stage(name, 30, (cell("hangs"),)) for name in ("first", "second")]
+    """A measurement that hangs sleeps much longer."""
+    given = [Stage(name, 300, (cell("hangs"),)) for name in ("first", "second")]
     found = run(monkeypatch, tmp_path, *given, budget=4.0)
-    assert time.monotonic() - began < 8
-    assert found["failed"] == [
-        "first: hangs: killed after 4 s, the limit of its stage or of the budget",
-        "second: hangs: not run: no time was left",
-    ]
+    killed, not_run = found["failed"]
+    assert re.fullmatch(
+        r"first: hangs: killed after [2-4] s, the limit of its stage or of the budget", killed
+    )
+    assert not_run == "second: hangs: not run: no time was left"
 
 
 def test_a_wrong_kernel_ends_its_process_and_a_refused_one_does_not(
@@ -194,12 +195,12 @@ def _whole_command(folder: Path, budget: int, is_killed: bool = False) -> tuple[
     )
     try:
         if is_killed:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + HANG_S
             while not (victims := _children(process.pid)):
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
             os.kill(victims[0], signal.SIGKILL)
-        printed, _ = process.communicate(timeout=budget + 30)
+        printed, _ = process.communicate(timeout=budget + HANG_S)
     finally:
         process.kill()
     return process.returncode, printed.splitlines()

@@ -17,6 +17,7 @@ from areal_jax.tasks.errors import TaskError
 from areal_jax.tasks.pool import RewardPool
 from areal_jax.tasks.source import load_tasks
 from areal_jax.types import Completion, Prompt, Reward
+from tests.hangs import HANG_S
 
 pytestmark = pytest.mark.usefixtures("sandbox")
 
@@ -323,7 +324,7 @@ def test_groups_are_scored_in_the_reward_pool(task: Code):
     texts = (ADD, "def add(a, b): return 5", "import os; os._exit(0)")
     with RewardPool({"code": task}, workers=1, timeout_s=30.0) as pool:
         pool.submit(4, 0, prompt, [Completion(text, (1,), "stop") for text in texts], answers.put)
-        outcome = answers.get(timeout=60)
+        outcome = answers.get(timeout=HANG_S)
     assert isinstance(outcome, RewardScored)
     assert outcome.rewards == (1.0, 0.0, 0.0)
     assert outcome.notes[1] == "1 of 2 tests; test 2: expected 0, got 5"

@@ -24,6 +24,7 @@ from areal_jax.tasks.errors import TaskError
 from areal_jax.tasks.source import PromptStream, load_tasks
 from areal_jax.tasks.task import Task
 from areal_jax.types import Completion
+from tests.hangs import HANG_S
 
 ROOT = Path(__file__).parents[3]
 
@@ -274,7 +275,12 @@ assert not {{"tensorflow", "jax", "tensorflow_datasets", "array_record"}} & set(
 """
     for program in (code, score):
         done = subprocess.run(
-            [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+            [sys.executable, "-c", program],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=HANG_S,
+            check=False,
         )
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
@@ -355,7 +361,7 @@ def test_the_official_files_are_kept_where_tensorflow_datasets_keeps_its_own(tmp
         env={**os.environ, "TFDS_DATA_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
         check=True,
     )
     assert done.stdout.strip() == str(tmp_path)

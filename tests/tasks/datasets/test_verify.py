@@ -19,6 +19,7 @@ from areal_jax.tasks.pool import RewardPool
 from areal_jax.tasks.scoring import GROUP
 from areal_jax.tasks.task import Task
 from areal_jax.types import Completion, Prompt, Reward
+from tests.hangs import HANG_S
 
 ENDLESS = r"\boxed{99999999!}"
 """A number whose digits take sympy longer than anybody waits."""
@@ -108,11 +109,12 @@ def test_the_note_says_what_was_compared_and_silence_is_wrong(text: str, note: s
 
 
 def test_of_megabytes_the_end_is_read():
-    start = time.monotonic()
+    """In CPU seconds; a search through the whole text would take hours."""
+    start_s = time.process_time()
     assert verify_math("the answer is 3 " * 200_000 + "#### 18", "18")[0]
     assert not verify_math("#### 18" + " and so on" * 200_000, "18")[0]
     assert not verify_math("1" * 3_000_000, "18")[0]
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start_s < 5
 
 
 @settings(max_examples=60)
@@ -138,7 +140,7 @@ def test_another_thread_verifies_without_alarms():
     said: list[tuple[bool, str]] = []
     thread = threading.Thread(target=lambda: said.append(verify_math(r"\boxed{\frac{36}{2}}", "18")))
     thread.start()
-    thread.join(30)
+    thread.join(HANG_S)
     assert said == [(True, r"found \frac{36}{2}, wanted 18")]
 
 
@@ -166,7 +168,7 @@ def outcome(pool: RewardPool, *texts: str, timeout_s: int) -> RewardScored | Rew
     answers: queue.SimpleQueue = queue.SimpleQueue()
     completions = [Completion(text, (1,), "stop") for text in texts]
     pool.submit(0, 0, Prompt("?", info={"timeout_s": timeout_s}, task="judge"), completions, answers.put)
-    return answers.get(timeout=60)
+    return answers.get(timeout=HANG_S)
 
 
 def test_answers_that_never_end_are_outcomes_of_their_own_in_a_worker():

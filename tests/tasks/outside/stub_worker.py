@@ -33,12 +33,12 @@ class Stub:
             sys.stderr.write("the library is broken\n")
             os._exit(3)
         if index == WAITS:
-            await asyncio.sleep(60)
+            await asyncio.sleep(1000)
         if index == BLOCKS:
-            time.sleep(60)
+            time.sleep(1000)
         if index == CHATTERS:
             sys.stdout.write("printed by a library\n")
-            child = subprocess.Popen(["sleep", "60"])
+            child = subprocess.Popen(["sleep", "1000"])
             return {"value": child.pid, "parts": {}, "note": str(os.getpid())}
         if index == CHATS:
             texts = []

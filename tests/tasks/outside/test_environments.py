@@ -32,6 +32,7 @@ from areal_jax.runtime.reading import audit_run, open_journal
 from areal_jax.tasks.outside.environments import TextArenaGame
 from areal_jax.tasks.outside.worker_process import INSTALL
 from areal_jax.types import SampleId, Trajectory
+from tests.hangs import HANG_S
 from tests.serving.test_episode_gateway import LIMITS, TOKENIZER, Policy, text_of
 from tests.test_docs import rows_of, run_as_printed
 
@@ -59,7 +60,7 @@ def python_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
         folder = (Path(kept) if kept else tmp_path_factory.mktemp("venvs")) / kind
         python, done = folder / "bin" / "python", folder / "installed"
         if not done.exists():
-            subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True, timeout=120)
+            subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True, timeout=HANG_S)
             install = [python, "-m", "pip", "install", "-q", "--no-compile", *shlex.split(INSTALL[kind])]
             subprocess.run(install, check=True, timeout=600)
             done.touch()
@@ -184,7 +185,7 @@ def played(python: str, game: str, max_turns: int = 40) -> dict[int, tuple[e.Epi
             sample, prompt = SampleId(index, 0), replace(task[index], task="own")
             policy.talks[sample] = talk = Conversation(tuple(TOKENIZER.render(prompt)))
             policy.runner.begin(sample, prompt, talk)
-        ended = policy.wait(GAMES, within_s=60.0)
+        ended = policy.wait(GAMES, within_s=HANG_S)
         texts = {n: text_of(policy.talks[SampleId(n, 0)]) for n in ended}
         assert all(texts[n].startswith(TOKENIZER.decode(TOKENIZER.render(task[n]))) for n in ended)
     return {n: (event, texts[n]) for n, event in ended.items()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -22,6 +21,8 @@ from areal_jax.tasks.outside.environments import Outside
 from areal_jax.tasks.outside.worker_process import PROGRAM, WorkerProcess
 from areal_jax.tasks.source import load_tasks
 from areal_jax.types import SampleId
+from tests.hangs import HANG_S
+from tests.processes import assert_ends, has_ended
 from tests.serving.test_episode_gateway import LIMITS, TOKENIZER, Policy
 
 STUB = Path(__file__).with_name("stub_worker.py")
@@ -44,62 +45,49 @@ def run(worker: WorkerProcess, index: int) -> Any:
     return worker.ask("run", index=index, base_url=f"url {index}")
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def ended(pid: int, within_s: float = 10.0) -> bool:
-    end_s = time.monotonic() + within_s
-    while is_running(pid) and time.monotonic() < end_s:
-        time.sleep(0.02)
-    return not is_running(pid)
-
-
 def test_answers_come_to_their_requests_and_prints_do_no_harm(worker: WorkerProcess):
     waiting = run(worker, WAITS)
     found = [run(worker, index) for index in (RIGHT, CHATTERS, RIGHT)]
     answer = {"value": 0.5, "parts": {"index": RIGHT}, "note": f"url {RIGHT}"}
-    assert [found[0].result(10), found[2].result(10)] == [answer, answer]
-    assert found[1].result(10)["value"] > 0 and not waiting.done()
-    assert worker.ask("prompts").result(10)[2] == [{"role": "user", "content": "2"}]
+    assert [found[0].result(HANG_S), found[2].result(HANG_S)] == [answer, answer]
+    assert found[1].result(HANG_S)["value"] > 0 and not waiting.done()
+    assert worker.ask("prompts").result(HANG_S)[2] == [{"role": "user", "content": "2"}]
     with pytest.raises(TaskError, match=r"^tasks\.verifiers: LookupError: no such key$"):
-        run(worker, RAISES).result(10)
+        run(worker, RAISES).result(HANG_S)
 
 
 def test_a_dead_worker_fails_its_requests_with_its_last_words_and_another_one_starts(worker: WorkerProcess):
     waiting, died = run(worker, WAITS), run(worker, EXITS)
     for future in (waiting, died):
         with pytest.raises(TaskError, match=r"ended with status 3; .*\n  the library is broken"):
-            future.result(10)
-    assert run(worker, RIGHT).result(10)["value"] == 0.5
+            future.result(HANG_S)
+    assert run(worker, RIGHT).result(HANG_S)["value"] == 0.5
 
 
 def test_a_cancelled_request_ends_and_a_blocked_worker_is_killed(
     worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch
 ):
     waiting = run(worker, WAITS)
-    assert run(worker, RIGHT).result(10)["value"] == 0.5
+    assert run(worker, RIGHT).result(HANG_S)["value"] == 0.5
     worker.cancel(waiting)
     with pytest.raises(TaskError, match="cancelled"):
-        waiting.result(5)
+        waiting.result(HANG_S)
     monkeypatch.setattr(worker_process, "END_S", 0.3)
     other, blocked = run(worker, WAITS), run(worker, BLOCKS)
     worker.cancel(blocked)
     for future in (other, blocked):
         with pytest.raises(TaskError, match="ended with status -9"):
-            future.result(10)
+            future.result(HANG_S)
 
 
 def test_closing_ends_the_worker_and_what_it_started():
     worker = WorkerProcess("verifiers", sys.executable, {}, STUB)
-    found = run(worker, CHATTERS).result(10)
+    found = run(worker, CHATTERS).result(HANG_S)
     own, child = int(found["note"]), found["value"]
-    assert is_running(own) and is_running(child)
+    assert not has_ended(own) and not has_ended(child)
     worker.close()
-    assert ended(own) and ended(child)
+    assert_ends(own)
+    assert_ends(child)
     worker.close()
 
 
@@ -108,7 +96,7 @@ def test_a_worker_ends_when_its_parent_is_killed():
         "import sys\nfrom pathlib import Path\n"
         "from areal_jax.tasks.outside.worker_process import WorkerProcess\n"
         f"worker = WorkerProcess('verifiers', sys.executable, {{}}, Path({str(STUB)!r}))\n"
-        f"print(worker.ask('run', index={CHATTERS}, base_url='').result(20)['note'], flush=True)\n"
+        f"print(worker.ask('run', index={CHATTERS}, base_url='').result(300)['note'], flush=True)\n"
         "input()"
     )
     parent = subprocess.Popen(
@@ -120,10 +108,10 @@ def test_a_worker_ends_when_its_parent_is_killed():
     )
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
-    assert is_running(pid)
+    assert not has_ended(pid)
     parent.send_signal(signal.SIGKILL)
-    parent.wait(10)
-    assert ended(pid)
+    parent.wait(HANG_S)
+    assert_ends(pid)
 
 
 def test_a_missing_interpreter_and_a_missing_package_are_named():
@@ -131,10 +119,10 @@ def test_a_missing_interpreter_and_a_missing_package_are_named():
         WorkerProcess("textarena", "nowhere/python", {}).ask("prompts")
     games = WorkerProcess("textarena", sys.executable, {"game": "TicTacToe-v0"})
     with closing(games), pytest.raises(TaskError, match=r"no package textarena; .* -m pip install 'texta"):
-        games.ask("prompts").result(20)
+        games.ask("prompts").result(HANG_S)
     own = WorkerProcess("verifiers", sys.executable, {"needs": "not_there"}, STUB)
     with closing(own), pytest.raises(TaskError, match=r"no package not_there; .* -m pip install not_there$"):
-        own.ask("prompts").result(20)
+        own.ask("prompts").result(HANG_S)
 
 
 # --- as a task ----------------------------------------------------------------------------------------------
