@@ -26,6 +26,7 @@ from areal_jax.models.model import Model
 from areal_jax.sandbox.runner import require_sandbox
 from areal_jax.tasks.tokenizers import CharTokenizer
 from areal_jax.types import ArealError
+from tests.hangs import HANG_S
 
 
 def config(*settings: str) -> Config:
@@ -171,7 +172,7 @@ def placed_in_a_fresh_process(*settings: list[str], **environment: str) -> list:
         [sys.executable, "-c", FRESH, json.dumps(settings)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
         check=False,
         env={**inherited, "JAX_PLATFORMS": "cpu", **environment},
     )

@@ -54,7 +54,7 @@ def test_xla_knows_every_flag():
             [sys.executable, "-c", "import jax; jax.jit(lambda x: x + 1)(1)"],
             env=env | {FLAGS: flags},
             capture_output=True,
-            timeout=120,
+            timeout=HANG_S,
             check=False,
         )
         assert (done.returncode == 0) is status, done.stderr.decode()[-500:]
@@ -77,6 +77,7 @@ PRECISIONS = """
 import jax, jax.numpy as jnp
 from areal_jax.assembly.gpus import use_gpu_environment
 from areal_jax.config.loading import load_config
+from tests.hangs import HANG_S
 if WORDS is not None:
     use_gpu_environment(load_config("configs/quickstart.yaml", *WORDS))
 print("HIGHEST" in jax.jit(jnp.dot).lower(jnp.ones((4, 4)), jnp.ones((4, 4))).as_text())
@@ -99,7 +100,9 @@ def test_products_of_a_float32_model_are_not_tf32(
     """jax reads the variable when it is imported, which is before a process knows its config."""
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "0", **given}
     code = PRECISIONS.replace("WORDS", repr(words))
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, timeout=HANG_S, check=True
+    )
     assert done.stdout.decode().strip() == str(is_highest)
 
 

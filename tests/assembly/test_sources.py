@@ -113,7 +113,7 @@ def test_a_run_trains_a_pretrained_model_and_reads_its_own_tokens(folder, tmp_pa
         "generation.length=160",
         "generation.max_tokens=8",
         "observe.tensorboard=false",
-        "runtime.deadline_s=120",
+        "runtime.deadline_s=600",
     )
     rows = run(config, stream=io.StringIO()).metrics
     assert len({row["params_digest"] for row in rows}) == 2

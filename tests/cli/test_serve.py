@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from areal_jax.cli.main import app
 from areal_jax.serving import server
 from tests.cli.test_bad_input import fails
+from tests.hangs import HANG_S
 
 
 def test_an_address_that_others_reach_needs_a_secret(monkeypatch):
@@ -95,11 +96,11 @@ def test_it_says_when_it_is_ready_and_stops_when_asked(end):
         if found is None:
             process.kill()
             pytest.fail(f"{said}{process.communicate()}")
-        with urllib.request.urlopen(f"http://{found[1]}/health", timeout=30) as response:
+        with urllib.request.urlopen(f"http://{found[1]}/health", timeout=HANG_S) as response:
             assert b'"status":"ok"' in response.read()
         process.send_signal(end)
         try:
-            _, err = process.communicate(timeout=60)
+            _, err = process.communicate(timeout=HANG_S)
         finally:
             process.kill()  # one that does not stop would hold the tests for ever
     assert (process.returncode, err) == (130, "stopped\n")

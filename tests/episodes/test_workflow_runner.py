@@ -22,6 +22,7 @@ from areal_jax.episodes.sandboxed_tools import python
 from areal_jax.episodes.workflow_runner import WorkflowRunner
 from areal_jax.tasks.tokenizers import CharTokenizer, Tokenizer
 from areal_jax.types import NOT_SAMPLED, Prompt, Reward, SampleId, Sampling, Trajectory
+from tests.hangs import HANG_S
 
 TOKENIZER = CharTokenizer(string.printable)
 LIMITS = Limits(length=40, max_tokens=8, max_turns=4, timeout_s=20.0, tool_timeout_s=20.0)
@@ -54,7 +55,7 @@ class Run:
     def until(self, *kinds: type) -> e.Event:
         """Plays on until an event of one of these kinds is next, and returns it unanswered."""
         while True:
-            event = self.events.get(timeout=10)
+            event = self.events.get(timeout=HANG_S)
             self.seen.append(event)
             if isinstance(event, kinds):
                 return event
@@ -293,7 +294,7 @@ async def unanswered(prompt, episode):
 
 
 async def idle(prompt, episode):
-    await asyncio.sleep(60)
+    await asyncio.sleep(1000)
 
 
 async def rejects(prompt, episode):
@@ -310,7 +311,7 @@ async def rejects(prompt, episode):
     ],
 )
 def test_a_workflow_that_fails_says_why(workflow, said):
-    failed = outcome(workflow, limits=LIMITS._replace(timeout_s=0.2 if workflow is idle else 20.0))
+    failed = outcome(workflow, limits=LIMITS._replace(timeout_s=0.2 if workflow is idle else HANG_S))
     assert isinstance(failed, e.EpisodeFailed) and failed.reason == "failed_episode"
     assert said in failed.message
 
@@ -348,11 +349,11 @@ def test_an_ended_workflow_emits_nothing_and_many_run_at_once():
         for ordinal in range(1000):
             run.runner.begin(SampleId(ordinal + 10, 0), run.prompt, Conversation(run.talk.prompt))
         run.runner.end(SAMPLE.ordinal)
-        deadline_s = time.monotonic() + 10
+        deadline_s = time.monotonic() + HANG_S
         while len(begun) < 1000 and time.monotonic() < deadline_s:
             time.sleep(0.01)
         release.set()
-        ended = {run.events.get(timeout=10).sample.ordinal for _ in range(1000)}
+        ended = {run.events.get(timeout=HANG_S).sample.ordinal for _ in range(1000)}
     assert ended == set(range(10, 1010)) and run.events.empty()
 
 

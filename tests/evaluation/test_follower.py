@@ -29,9 +29,10 @@ from areal_jax.types import ArealError
 from areal_jax.weights.digest import digest
 from areal_jax.weights.staged import committed
 from tests.evaluation.test_command import flip_a_bit, without_times
+from tests.hangs import HANG_S
 from tests.small_run import small
 
-DEADLINE_S = 60.0
+DEADLINE_S = HANG_S
 
 
 def inputs_of(folder: Path, *words: str) -> Inputs:

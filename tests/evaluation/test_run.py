@@ -36,6 +36,7 @@ from areal_jax.tasks.source import WeightedTask
 from areal_jax.tasks.task import Task
 from areal_jax.tasks.tokenizers import CharTokenizer
 from areal_jax.types import ArealError, Completion, Prompt, Reward, VersionedParams
+from tests.hangs import HANG_S
 
 LETTERS, LENGTH, MAX_TOKENS = "abcdefghijklmnop", 24, 8
 
@@ -43,7 +44,7 @@ GENERATION = GenerationConfig(slots=4, length=LENGTH, max_tokens=MAX_TOKENS, dec
 CONFIG = Config(
     run=RunConfig(seed=3),
     generation=GENERATION,
-    runtime=RuntimeConfig(reward_timeout_s=1.0, deadline_s=60),
+    runtime=RuntimeConfig(reward_timeout_s=4.0, deadline_s=HANG_S),
 )
 SETTINGS = EvalSettings(CONFIG, limit=10, samples=4)
 
@@ -80,7 +81,7 @@ class Fragile(Indexed):
         if prompt.info["i"] == 3:
             raise RuntimeError("no judge for three")
         if prompt.info["i"] == 5:
-            time.sleep(60)
+            time.sleep(1000)
         return super().score(prompt, completion)
 
 
@@ -277,7 +278,7 @@ def agent(base_url: str, messages: list[dict[str, str]]) -> None:
     for _ in range(1 + LETTERS.index(messages[0]["content"]) % 3):
         body = json.dumps({"messages": messages, "max_tokens": 1}).encode()
         sent = urllib.request.Request(f"{base_url}/chat/completions", body)
-        with urllib.request.urlopen(sent, timeout=30) as answer:
+        with urllib.request.urlopen(sent, timeout=HANG_S) as answer:
             said = json.load(answer)["choices"][0]["message"]
         messages = [*messages, said, {"role": "user", "content": "k"}]
 

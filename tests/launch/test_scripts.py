@@ -11,6 +11,7 @@ import pytest
 from areal_jax.cluster.launched import Launch, read
 from areal_jax.launch.prepare import prepare
 from areal_jax.launch.submission import submit
+from tests.hangs import HANG_S
 from tests.launch.shapes import SHAPES
 
 CALLED = 'echo "$(basename "$0") $*" >>"$CALLS"\n'
@@ -93,7 +94,7 @@ def test_the_agents_command_runs_after_the_setup_with_its_words_as_they_were(sta
     command = first[first.index("bash") :]
     (tmp_path / "bin" / "areal-jax").write_text('#!/bin/bash\nprintf "%s|" "$FROM_SETUP" "$@"')
     (tmp_path / "bin" / "areal-jax").chmod(0o755)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=True)
     assert done.stdout.split("|")[:3] == ["a  b", "role", "node"]
 
 

@@ -15,6 +15,7 @@ from areal_jax.cluster.placement import LaunchError
 from areal_jax.cluster.rendezvous import Place
 from areal_jax.launch.prepare import prepare
 from areal_jax.launch.submission import launcher_file, submit
+from tests.hangs import HANG_S
 from tests.launch.jobset import JobSet
 from tests.launch.shapes import CLOUD, SHAPES, TPU, submission_of
 from tests.programs import require
@@ -31,7 +32,7 @@ def test_shellcheck_finds_nothing_in_any_script_and_slurms_are_short():
         cwd=LAUNCHERS.parent,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
         check=False,
     )
     assert done.returncode == 0, done.stdout

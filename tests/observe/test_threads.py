@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from areal_jax.observe.threads import reporting_thread
+from tests.hangs import HANG_S
 
 
 @pytest.mark.parametrize("error", [ValueError("broken"), SystemExit(3)])
@@ -17,7 +18,7 @@ def test_an_error_in_a_thread_is_reported(error: BaseException):
     thread = reporting_thread("worker", body, failures.append)
     assert (thread.name, thread.daemon, thread.is_alive()) == ("worker", True, False)
     thread.start()
-    thread.join(10)
+    thread.join(HANG_S)
     assert failures == [error]
 
 
@@ -26,5 +27,5 @@ def test_a_thread_that_ends_normally_reports_nothing():
     done: list[int] = []
     thread = reporting_thread("worker", lambda: done.append(1), failures.append)
     thread.start()
-    thread.join(10)
+    thread.join(HANG_S)
     assert (done, failures) == ([1], [])

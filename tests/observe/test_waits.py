@@ -22,6 +22,7 @@ from areal_jax.observe.waits import (
     read_intervals,
     read_timelines,
 )
+from tests.hangs import HANG_S
 
 MS = 1_000_000
 SECOND = 1000 * MS
@@ -228,7 +229,7 @@ def test_a_clock_switched_by_many_threads_loses_no_time():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(HANG_S)
     first = sum(timeline.take_totals()["pool"].values())
     assert first > 0
     assert clock.activity in "abcd"

@@ -245,7 +245,9 @@ def test_the_command_shows_a_tokens_provenance_and_verifies_it(parent):
     words = ["inspect", str(parent), named(event), "--token", str(at)]
     shown = CliRunner().invoke(app, words)
     assert f"weights: version {event.spans[-1].version}, digest as published " in shown.stdout
-    assert "its KV rebuilt 1 times" in shown.stdout
+    rebuilds = sum(count <= at for count in event.rebuilds)
+    assert rebuilds >= len(event.spans) - 1 > 0
+    assert f"its KV rebuilt {rebuilds} times" in shown.stdout
     verified = CliRunner().invoke(app, [*words, "--verify", "--json"])
     figures = json.loads(verified.stdout)
     assert figures["token"] == at and figures["replayed"]["difference"] == ""
@@ -262,7 +264,7 @@ def elsewhere(*words: str) -> dict:
     """Returns what the command prints on a CPU without AVX, which adds in another order."""
     words = (sys.executable, "-m", "areal_jax.cli.main", *words, "--json")
     env = {"XLA_FLAGS": "--xla_cpu_max_isa=SSE4_2"}
-    done = subprocess.run(words, env=os.environ | env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(words, env=os.environ | env, capture_output=True, text=True, timeout=900)
     assert done.returncode in (0, 1), done.stderr[-2000:]
     return json.loads(done.stdout)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,7 @@ from areal_jax.config.tree import Config
 from areal_jax.control.events import BatchTrained, Train
 from areal_jax.observe.metrics import read_rows
 from areal_jax.observe.waits import Timeline
-from areal_jax.runtime import compute_choice
+from areal_jax.runtime import compute_choice, trainer_loop
 from areal_jax.runtime.compute_choice import ComputeChoice, plan_groups
 from areal_jax.runtime.jobs import resume, run
 from areal_jax.runtime.recovery import train_again
@@ -167,8 +166,14 @@ def test_on_several_devices_measured_costs_cut_the_leaves():
 # --- the trainer --------------------------------------------------------------------------------------------
 
 
-def test_the_trainer_cuts_by_the_plans_costs_and_reports_the_choice_and_its_own_seconds():
-    """Half a second passes in the turn of a host, which is not the trainer's."""
+def test_the_trainer_cuts_by_the_plans_costs_and_reports_the_choice_and_its_own_seconds(monkeypatch):
+    """Of the seconds that pass those in a host's turn, and those of the memory forecast, are not its own."""
+    now_s = [100.0]
+    monkeypatch.setattr(trainer_loop, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+
+    def takes(seconds: float) -> None:
+        now_s[0] += seconds
+
     c, groups = load_config(*WORDS, "trainer.compute=tree"), turns(1)
     choice = {"compute": "tree", "tree_costs": [3.0, 1.0, 0.5]}
     batch = held_batch(0, groups, plan_groups(c, groups, True, choice))
@@ -176,22 +181,29 @@ def test_the_trainer_cuts_by_the_plans_costs_and_reports_the_choice_and_its_own_
 
     def prepare_tree(state: Any, packed: Batch, between: Any, given: Any) -> Batch:
         costs.append(given)
+        takes(1.0)
         between(result)
+        takes(2.0)
         return packed
 
-    result: Any = SimpleNamespace(block_until_ready=lambda: None)
+    def update(state: Any, prepared: Batch, between: Any) -> tuple[Any, dict[str, Any]]:
+        takes(4.0)
+        between(result)
+        return state, {"grad_norm": 1.0}
+
+    result: Any = SimpleNamespace(block_until_ready=lambda: takes(8.0))
     learner: Any = SimpleNamespace(
         prepare_tree=prepare_tree,
-        update=lambda state, prepared, between: (state, {"grad_norm": 1.0}),
+        update=update,
         versioned=lambda state: "value",
     )
-    memory: Any = SimpleNamespace(before=lambda *_: time.sleep(0.2), after=lambda: {"compiled_programs": 0.0})
-    wait: Any = lambda _: time.sleep(0.5)  # noqa: E731
+    memory: Any = SimpleNamespace(before=lambda *_: takes(0.25), after=lambda: {"compiled_programs": 0.0})
+    wait: Any = lambda _: takes(0.5)  # noqa: E731
     state: Any = None
     clock = Timeline(None).clock("trainer")
     _, _, metrics = train_batch(c, learner, state, batch, clock, between=wait, memory=memory)
     assert costs == [LeafCosts(3.0, 1.0, 0.5)]
-    assert metrics.pop("update_s") < 0.2
+    assert metrics.pop("update_s") == 1 + 8 + 2 + 4 + 8
     assert metrics == {"grad_norm": 1.0, "compiled_programs": 0.0, **choice}
 
 

@@ -27,6 +27,7 @@ from areal_jax.runtime.reading import audit_run, open_journal
 from areal_jax.trajectories.sqlite import JournalError, SqliteQueue
 from areal_jax.weights import staged
 from areal_jax.weights.staged import committed
+from tests.hangs import wait_for
 from tests.small_run import killed_at, small
 
 STEPS, EVERY = 6, 2
@@ -186,14 +187,14 @@ def test_on_a_slow_disk_a_run_starts_with_a_whole_version_and_ends_with_all_of_t
 
 
 def test_generation_and_training_go_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
-    """The first checkpoint takes a second; meanwhile samples end and batches are trained."""
+    """The first checkpoint is not written before samples have ended and a batch has been trained."""
     folder, meanwhile = tmp_path / "run", []
     write, append, is_writing = staged.write, SqliteQueue.append, threading.Event()
 
     def slow(path, *rest, **options):
         if path.name == "checkpoints" and not meanwhile:
             is_writing.set()
-            time.sleep(1.0)
+            wait_for(lambda: meanwhile.count(SampleFinished) >= 4 and meanwhile.count(BatchTrained) >= 1)
             is_writing.clear()
         write(path, *rest, **options)
 
@@ -205,8 +206,7 @@ def test_generation_and_training_go_on_while_a_checkpoint_is_written(tmp_path, m
     monkeypatch.setattr(staged, "write", slow)
     monkeypatch.setattr(SqliteQueue, "append", watched)
     run(small(folder, *WORDS, "trainer.checkpoint_every=2"), stream=io.StringIO())
-    assert meanwhile.count(SampleFinished) >= 4
-    assert meanwhile.count(BatchTrained) >= 1
+    assert meanwhile.count(SampleFinished) >= 4 and meanwhile.count(BatchTrained) >= 1
 
 
 def test_a_version_that_cannot_be_written_ends_the_run_at_once_and_says_why(tmp_path, monkeypatch):

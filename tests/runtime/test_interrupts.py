@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from areal_jax.runtime.interrupts import interrupts_sent
+from tests.hangs import HANG_S
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +46,7 @@ def test_a_waiting_thread_gets_the_interrupt():
         before = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         try:
-            assert isinstance(inbox.get(timeout=30), KeyboardInterrupt)
+            assert isinstance(inbox.get(timeout=HANG_S), KeyboardInterrupt)
         finally:
             signal.signal(signal.SIGALRM, before)
 

@@ -17,6 +17,7 @@ import pytest
 from areal_jax.control.events import BatchTrained, RunResumed
 from areal_jax.observe.metrics import read_rows
 from areal_jax.runtime.reading import audit_run, open_journal
+from tests.hangs import HANG_S
 from tests.small_run import RECIPE, WORDS
 
 pytestmark = pytest.mark.slow
@@ -50,7 +51,7 @@ def env() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key != "JAX_NUM_CPU_DEVICES"}
 
 
-def wait_until(holds, process: subprocess.Popen, deadline_s: float = 240) -> None:
+def wait_until(holds, process: subprocess.Popen, deadline_s: float = 3 * HANG_S) -> None:
     end = time.monotonic() + deadline_s
     while not holds():
         assert process.poll() is None, "the run ended before it could be killed"
@@ -59,7 +60,7 @@ def wait_until(holds, process: subprocess.Popen, deadline_s: float = 240) -> Non
 
 
 def call(*args: str) -> subprocess.CompletedProcess:
-    return subprocess.run([*CLI, *args], capture_output=True, text=True, env=env(), timeout=240)
+    return subprocess.run([*CLI, *args], capture_output=True, text=True, env=env(), timeout=3 * HANG_S)
 
 
 def check_whole(folder: Path, steps: int) -> None:
@@ -119,7 +120,7 @@ def untouched(tmp_path_factory):
     @cache
     def rows(*words: str) -> list[dict]:
         folder = tmp_path_factory.mktemp("untouched") / "run"
-        assert begin(folder, *ETA_0, *words).wait(240) == 0
+        assert begin(folder, *ETA_0, *words).wait(3 * HANG_S) == 0
         return read_rows(folder)
 
     return rows
@@ -157,7 +158,7 @@ def test_a_second_process_cannot_resume_a_run_in_progress(tmp_path):
         second = call("resume", str(folder))
         assert second.returncode == 1 and str(process.pid) in second.stderr
         process.send_signal(signal.SIGINT)
-        assert process.wait(120) == 130
+        assert process.wait(3 * HANG_S) == 130
     finally:
         process.kill()
     assert audit_run(folder).ok
@@ -178,7 +179,7 @@ def flip_one_byte(path: Path) -> None:
 def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_gives_the_same_bits(tmp_path):
     folder = tmp_path / "run"
     process = begin(folder, "run.steps=9", "trainer.checkpoint_every=3", "trainer.keep_checkpoints=3")
-    assert process.wait(240) == 0
+    assert process.wait(3 * HANG_S) == 0
     last = [row["params_digest"] for row in read_rows(folder)]
     flip_one_byte(folder / "checkpoints" / "9" / "state" / "params.embedding" / "0.0")
     resumed = call("resume", str(folder), "run.steps=10")

@@ -30,7 +30,7 @@ WORDS = (
     "trainer.checkpoint_every=2",
     "trainer.learning_rate=3e-3",
     "observe.tensorboard=false",
-    "runtime.deadline_s=120",
+    "runtime.deadline_s=600",
 )
 
 

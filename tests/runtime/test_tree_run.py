@@ -57,7 +57,7 @@ WORDS = (
     "observe.live=false",
     "observe.tensorboard=false",
     "observe.report=false",
-    "runtime.deadline_s=120",
+    "runtime.deadline_s=600",
 )
 
 

@@ -20,6 +20,7 @@ from areal_jax.serving.requests import Served
 from areal_jax.serving.streams import Streams
 from areal_jax.tasks.tokenizers import Tokenizer
 from areal_jax.types import Sampling, Trajectory
+from tests.hangs import HANG_S
 
 
 class Scripted:
@@ -35,7 +36,7 @@ class Scripted:
         return Statistics(version=3, slots=4)
 
     def run(self) -> None:
-        while not isinstance(command := self.inbox.get(timeout=60), Stop) or command.samples:
+        while not isinstance(command := self.inbox.get(timeout=HANG_S), Stop) or command.samples:
             if isinstance(command, Start):
                 self._answer(command)
 
@@ -83,4 +84,4 @@ def serving(tokenizer: Tokenizer, texts: list[str], **limits: Any) -> Iterator[t
         server.should_exit = True
         host.inbox.put(Stop())
         for thread in threads:
-            thread.join(30)
+            thread.join(HANG_S)

@@ -21,6 +21,7 @@ from areal_jax.types import SampleId, Sampling, VersionedParams
 from areal_jax.weights.digest import digest
 from areal_jax.weights.memory import MemoryStore
 from tests.generation.decoding import Heard, make_host, start
+from tests.hangs import HANG_S
 
 LENGTH, SLOTS, STEPS = 64, 4, 2
 PROMPT = (5, 90, 41, 7)
@@ -81,7 +82,7 @@ def asked(
     return Ask(Start((), prompt, min_version, is_request=True, **given), n, request_id)
 
 
-def wait_until(holds: Callable[[], bool], what: str, deadline_s: float = 30.0) -> None:
+def wait_until(holds: Callable[[], bool], what: str, deadline_s: float = HANG_S) -> None:
     end_s = time.monotonic() + deadline_s
     while not holds():
         assert time.monotonic() < end_s, f"not within {deadline_s:g} s: {what}"

@@ -30,6 +30,7 @@ from tests.serving.served import LENGTH, SIZES, SLOTS, STEPS, wait_until
 from tests.serving.test_server import DEADLINE_S, by_text, by_tokens, channel, get, refused
 
 from jetstream.core.proto.jetstream_pb2_grpc import OrchestratorStub  # isort: skip - as a client has it
+from tests.hangs import HANG_S
 
 QUESTION = "?"
 SCRIPT = (
@@ -99,7 +100,7 @@ def is_read(monkeypatch) -> threading.Event:
 
     def held(*args, **kwargs):
         if next(calls) == HELD_CALL:
-            assert event.wait(20), "the client got no answer while the response went on"
+            assert event.wait(HANG_S), "the client got no answer while the response went on"
         return decode(*args, **kwargs)
 
     monkeypatch.setattr(scripted_engine(), "generate", held)

@@ -34,6 +34,7 @@ from areal_jax.tasks.source import WeightedTask
 from areal_jax.tasks.task import Task
 from areal_jax.tasks.tokenizers import CharTokenizer
 from areal_jax.types import NOT_SAMPLED, Completion, Prompt, SampleId, Sampling, Trajectory
+from tests.hangs import HANG_S
 from tests.small_run import small
 
 TOKENIZER = CharTokenizer(string.printable)
@@ -68,7 +69,7 @@ class Policy:
         self.runner.begin(sample, prompt, talk)
         return talk
 
-    def wait(self, count: int = 1, within_s: float = 20.0) -> dict[int, e.Event]:
+    def wait(self, count: int = 1, within_s: float = HANG_S) -> dict[int, e.Event]:
         with self.done:
             assert self.done.wait_for(lambda: len(self.ended) >= count, within_s), len(self.ended)
         return self.ended
@@ -199,10 +200,12 @@ def test_a_stream_comes_as_openai_sends_it():
 
 
 def test_a_retry_joins_the_first_call_and_equal_calls_without_it_branch():
-    slow = threading.Event()
+    begun, slow = threading.Event(), threading.Event()
 
     def say(turn: int) -> str:
-        slow.wait(5 if turn == 0 else 0)
+        if turn == 0:
+            begun.set()
+            assert slow.wait(HANG_S)
         return "abcdef"[turn]
 
     def agent(base_url, messages):
@@ -211,12 +214,12 @@ def test_a_retry_joins_the_first_call_and_equal_calls_without_it_branch():
         def ask(retries: int) -> str:
             headers = {"content-type": "application/json", "x-stainless-retry-count": str(retries)}
             request = urllib.request.Request(f"{base_url}/chat/completions", body, headers)
-            with urllib.request.urlopen(request, timeout=20) as answer:
+            with urllib.request.urlopen(request, timeout=HANG_S) as answer:
                 return json.load(answer)["choices"][0]["message"]["content"]
 
         with ThreadPoolExecutor(3) as pool:
             first = pool.submit(ask, 0)
-            time.sleep(0.3)
+            assert begun.wait(HANG_S)
             retried = pool.submit(ask, 1)
             time.sleep(0.3)
             slow.set()
@@ -250,7 +253,7 @@ def test_a_chat_without_room_is_refused_and_the_sample_counts_as_truncated():
 def status_of(url: str, body: bytes) -> tuple[int, str]:
     request = urllib.request.Request(url, body, {"content-type": "application/json"})
     try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=HANG_S) as answer:
             return answer.status, ""
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)["error"]["message"]
@@ -313,7 +316,7 @@ def test_an_agent_that_fails_or_goes_on_after_its_end_fails_its_own_episode_alon
 def hostile(base_url: str, kind: int) -> None:
     """Connects and stalls, sends rubbish, half a request or half a body, or leaves before the answer."""
     parts = urlsplit(base_url)
-    with socket.create_connection((parts.hostname, parts.port), timeout=10) as line:
+    with socket.create_connection((parts.hostname, parts.port), timeout=HANG_S) as line:
         body = json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode()
         head = (
             f"POST {parts.path}/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
@@ -330,7 +333,7 @@ def test_an_episode_ends_after_a_turn_that_its_agent_did_not_wait_for():
 
     def say(turn):
         if turn == 1:
-            assert slow.wait(10)
+            assert slow.wait(HANG_S)
         return "a"
 
     def agent(base_url, messages):
@@ -371,7 +374,7 @@ def hostile_agent(base_url: str, messages: list[dict[str, str]]) -> None:
     hostile(base_url, kind % 5)
     for _ in range(2):
         body = json.dumps({"messages": messages, "max_tokens": 3}).encode()
-        with urllib.request.urlopen(f"{base_url}/chat/completions", body, timeout=60) as answer:
+        with urllib.request.urlopen(f"{base_url}/chat/completions", body, timeout=HANG_S) as answer:
             said = json.load(answer)["choices"][0]["message"]
         messages = [*messages, said, {"role": "user", "content": "?"}]
         if kind % 20 == 7:

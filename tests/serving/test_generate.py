@@ -14,6 +14,7 @@ import pytest
 from areal_jax.control import events as e
 from areal_jax.episodes.session import Sampled
 from areal_jax.episodes.token_paths import TokenPaths
+from tests.hangs import HANG_S
 from tests.serving.test_episode_gateway import LIMITS, TOKENIZER, client_of, playing, text_of
 
 
@@ -23,7 +24,7 @@ def generate(base_url: str, body: dict[str, Any], retries: int = 0) -> dict[str,
     headers = {"content-type": "application/json", "x-stainless-retry-count": str(retries)}
     request = urllib.request.Request(address, json.dumps(body).encode(), headers)
     try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=HANG_S) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
         return {"status": error.code, "message": json.load(error)["error"]["message"]}

@@ -30,9 +30,10 @@ from areal_jax.weights.publishing import PublisherSettings
 from tests.serving.served import PROMPT, SLOTS, alone, tiny_engine, tiny_params, wait_until
 
 from jetstream.core.proto.jetstream_pb2_grpc import OrchestratorStub  # isort: skip - as a client has it
+from tests.hangs import HANG_S
 
 QUEUE = 1024
-DEADLINE_S = 60
+DEADLINE_S = HANG_S
 SECRET = "correct-horse-battery-staple"
 TEXT = "what is 2 + 2?"
 

@@ -17,11 +17,12 @@ from areal_jax.serving.requests import Ask, RequestError
 from areal_jax.serving.streams import Streams
 from areal_jax.types import Sampling
 from areal_jax.weights.memory import MemoryStore
+from tests.hangs import HANG_S
 from tests.serving.served import LENGTH, PROMPT, SLOTS, alone, asked, tiny_engine, tiny_params
 
 GREEDY = Sampling(temperature=0.0, max_tokens=20)
 LONG = Sampling(temperature=0.0, max_tokens=LENGTH)
-DEADLINE_S = 60
+DEADLINE_S = HANG_S
 
 
 @asynccontextmanager

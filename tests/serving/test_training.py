@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-import socket
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -19,16 +19,13 @@ from areal_jax.serving.proto import rollout_pb2 as messages
 from areal_jax.serving.proto.rollout_pb2_grpc import RolloutStub
 from areal_jax.serving.services import protocol
 from areal_jax.types import ArealError
+from tests.hangs import HANG_S
+from tests.ports import reserved_ports
 from tests.small_run import small
 
 from jetstream.core.proto.jetstream_pb2_grpc import OrchestratorStub  # isort: skip - as a client has it
 
 WORDS = ("control.max_staleness=0", "run.steps=60")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return listening.getsockname()[1]
 
 
 def digests(folder) -> list[str]:
@@ -41,7 +38,7 @@ def digests(folder) -> list[str]:
 def completed(http_port: int) -> set[int]:
     """The versions of the tokens that OpenAI's client gets; empty once the run has ended."""
     base_url = f"http://127.0.0.1:{http_port}/v1"
-    client = openai.OpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=60)
+    client = openai.OpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=HANG_S)
     fields: dict[str, Any] = {"max_tokens": 3, "extra_body": {"return_token_ids": True}}
     try:
         (choice,) = client.completions.create(model="", prompt=[2, 3], **fields).choices
@@ -58,22 +55,22 @@ def asked_while(
     content = protocol.DecodeRequest.TokenContent(token_ids=(2, 3))
     answered, versions, errors = 0, set(), []
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-        grpc.channel_ready_future(channel).result(120)
+        grpc.channel_ready_future(channel).result(HANG_S)
         ours, stub = RolloutStub(channel), OrchestratorStub(channel)
         for call, request in [
             (ours.Pause, messages.PauseRequest()),
             (ours.Swap, messages.SwapRequest(path="/")),
         ]:
             with pytest.raises(grpc.RpcError, match="belongs to a training run"):
-                call(request, timeout=60)
+                call(request, timeout=HANG_S)
         with pytest.raises(grpc.RpcError, match="does not support penalties"):
-            list(ours.Generate(messages.GenerateRequest(text="ab", presence_penalty=1.0), timeout=60))
+            list(ours.Generate(messages.GenerateRequest(text="ab", presence_penalty=1.0), timeout=HANG_S))
         while thread.is_alive():
             try:
                 found = [
                     token
                     for response in stub.Decode(
-                        protocol.DecodeRequest(token_content=content, max_tokens=3), timeout=60
+                        protocol.DecodeRequest(token_content=content, max_tokens=3), timeout=HANG_S
                     )
                     for sample in response.stream_content.samples
                     for token in sample.token_ids
@@ -81,7 +78,7 @@ def asked_while(
                 over_http = completed(http_port)
                 assert not over_http or max(over_http) >= max(versions, default=0), "versions only grow"
                 versions |= over_http
-                versions.add(ours.Statistics(messages.StatisticsRequest(), timeout=60).version)
+                versions.add(ours.Statistics(messages.StatisticsRequest(), timeout=HANG_S).version)
             except grpc.RpcError as error:
                 errors.append(error.code())
                 thread.join(0.05)
@@ -91,12 +88,18 @@ def asked_while(
     return answered, versions, errors
 
 
+@pytest.fixture
+def ports() -> Iterator[list[int]]:
+    with reserved_ports(2) as ports:
+        yield ports
+
+
 @pytest.mark.slow
-def test_a_live_run_answers_requests_across_versions_and_learns_the_same(tmp_path):
+def test_a_live_run_answers_requests_across_versions_and_learns_the_same(tmp_path, ports: list[int]):
     run(small(tmp_path / "alone", *WORDS), stream=io.StringIO())
-    port, http_port = free_port(), free_port()
-    ports = f"generation.serve_port={port}", f"generation.serve_http_port={http_port}"
-    config = small(tmp_path / "asked", *WORDS, *ports)
+    port, http_port = ports
+    words = f"generation.serve_port={port}", f"generation.serve_http_port={http_port}"
+    config = small(tmp_path / "asked", *WORDS, *words)
     failures: list[BaseException] = []
 
     def train() -> None:
@@ -110,8 +113,8 @@ def test_a_live_run_answers_requests_across_versions_and_learns_the_same(tmp_pat
     try:
         answered, versions, errors = asked_while(thread, port, http_port)
     finally:
-        thread.join(300)
-    assert not failures, failures
+        thread.join(HANG_S)
+    assert not thread.is_alive() and not failures, failures
     assert answered >= 50 and len(versions) >= 10, (answered, versions)
     assert set(errors) <= {grpc.StatusCode.UNAVAILABLE}
     assert digests(tmp_path / "asked") == digests(tmp_path / "alone")

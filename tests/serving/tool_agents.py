@@ -33,6 +33,7 @@ from areal_jax.tasks.hf_tokenizer import HFTokenizer
 from areal_jax.types import Prompt, SampleId, Sampling, Trajectory, VersionedParams
 from areal_jax.weights.digest import digest
 from areal_jax.weights.memory import MemoryStore
+from tests.hangs import HANG_S
 
 STEPS = 16
 """Tokens of a decode call: most turns take several calls, so that swaps fall into turns."""
@@ -118,7 +119,7 @@ class ToolRun:
         self._store, self.version = MemoryStore(self.engine.canary), -1
         self._publish()
         sampling = Sampling(max_tokens=LENGTH)
-        own: Any = dict(seed=0, sampling=sampling, deadline_s=60.0)
+        own: Any = dict(seed=0, sampling=sampling, deadline_s=HANG_S)
         self._host = Host("host", self.engine, self._store, self._deliver, **own)
         self.talks = Conversations(None, lambda ordinal: (), sampling)
         limits = Limits(LENGTH, LENGTH, 1000, 60.0, 60.0, history)
@@ -138,7 +139,7 @@ class ToolRun:
                     prompt = Prompt(messages=[{"role": "user", "content": "x"}], task="own")
                     self._runner.begin(SampleId(begun, 0), prompt, self.talks.of(SampleId(begun, 0)))
                     begun += 1
-                event, payload = self._events.get(timeout=60)
+                event, payload = self._events.get(timeout=HANG_S)
                 assert not isinstance(event, e.EpisodeFailed | e.SampleFailed), event
                 event, _ = self.talks.record(event, payload)
                 ended += isinstance(event, e.EpisodeEnded)
@@ -146,7 +147,7 @@ class ToolRun:
         finally:
             self._runner.close()
             self._host.inbox.put(Stop())
-            host.join(20)
+            host.join(HANG_S)
 
     def _obey(self, event: e.Event) -> None:
         match event:

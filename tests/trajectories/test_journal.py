@@ -33,6 +33,7 @@ from areal_jax.trajectories import sqlite
 from areal_jax.trajectories.journal import Entry, JournalError
 from areal_jax.trajectories.sqlite import SqliteQueue
 from areal_jax.types import SampleId
+from tests.hangs import HANG_S
 from tests.trajectories.journals import finished
 from tests.trajectories.samples import assert_same
 
@@ -165,7 +166,7 @@ def test_threads_may_append_and_read_at_once(queue: SqliteQueue):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=HANG_S)
     assert [row.seq for row in queue.rows()] == list(range(1, 81))
     assert [len(queue.group(ordinal, 0, 20)) for ordinal in range(4)] == [20] * 4
 
@@ -220,7 +221,7 @@ def test_a_second_writer_is_refused_and_a_killed_one_loses_nothing(store: Store)
             assert reader.last_seq >= seen
     finally:
         os.kill(writer.pid, signal.SIGKILL)
-        rest = writer.communicate(timeout=30)[0].split()
+        rest = writer.communicate(timeout=HANG_S)[0].split()
     seen = int(rest[-1]) if rest else seen
 
     with store.open() as again:
@@ -246,7 +247,7 @@ def test_a_reader_waits_for_no_writer_and_a_writer_for_no_reader(store: Store):
         assert int(writer.stdout.readline()) > 0 and writer.poll() is None
     finally:
         os.kill(writer.pid, signal.SIGKILL)
-        writer.communicate(timeout=30)
+        writer.communicate(timeout=HANG_S)
 
 
 def test_closing_lets_the_next_writer_in_within_one_process(store: Store, queue: SqliteQueue):

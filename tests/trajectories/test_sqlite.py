@@ -14,6 +14,7 @@ from areal_jax.trajectories import sqlite
 from areal_jax.trajectories.journal import FORMAT, Entry, JournalError
 from areal_jax.trajectories.sqlite import SqliteQueue
 from areal_jax.types import SampleId
+from tests.hangs import HANG_S
 from tests.trajectories.journals import finished
 
 ROOT = Path(__file__).parents[2]
@@ -106,7 +107,7 @@ def test_a_creation_killed_at_any_statement_leaves_a_whole_journal_or_none(tmp_p
     outcomes = []
     for statements in (1, 4, 8, 10, 11, 12, 13, 100):
         words = [sys.executable, "-c", script, str(path), str(statements)]
-        done = subprocess.run(words, cwd=ROOT, timeout=60)
+        done = subprocess.run(words, cwd=ROOT, timeout=HANG_S)
         outcomes.append((done.returncode, path.exists()))
         if path.exists():
             with SqliteQueue.open(path) as queue:
@@ -140,7 +141,7 @@ def test_readers_undo_the_half_transaction_of_a_killed_writer(
         """
     )
     for journal in (None, waiting):
-        done = subprocess.run([sys.executable, "-c", script, str(path)], cwd=ROOT, timeout=60)
+        done = subprocess.run([sys.executable, "-c", script, str(path)], cwd=ROOT, timeout=HANG_S)
         assert done.returncode == 9
         assert path.stat().st_size > 1 << 20, "the half was written"
         reader = journal or SqliteQueue.open(path, readonly=True)
