@@ -19,6 +19,7 @@ from areal_jax.assembly.gpus import (
 )
 from areal_jax.config.loading import load_config
 from areal_jax.plugin import NOT_INSTALLED
+from tests.hangs import HANG_S
 
 OVERLAP = "--xla_gpu_enable_latency_hiding_scheduler=true"
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
@@ -77,7 +78,6 @@ PRECISIONS = """
 import jax, jax.numpy as jnp
 from areal_jax.assembly.gpus import use_gpu_environment
 from areal_jax.config.loading import load_config
-from tests.hangs import HANG_S
 if WORDS is not None:
     use_gpu_environment(load_config("configs/quickstart.yaml", *WORDS))
 print("HIGHEST" in jax.jit(jnp.dot).lower(jnp.ones((4, 4)), jnp.ones((4, 4))).as_text())

@@ -20,6 +20,7 @@ from areal_jax.tasks.tokenizers import ByteTokenizer
 from areal_jax.types import ArealError, SampleId, Sampling
 from tests.generation.conftest import LENGTH, SLOTS, STEPS, make_engine
 from tests.generation.decoding import Asked, decode
+from tests.hangs import HANG_S
 
 ROOT = Path(__file__).parents[2]
 PROMPT = (5, 9, 2, 14, 3)
@@ -65,7 +66,6 @@ def test_the_engine_is_jetstreams_and_importing_it_brings_no_more_of_the_package
 import json, logging, sys
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.slots import ResultTokens
-from tests.hangs import HANG_S
 root, absent = logging.getLogger(), {"seqio", "tensorflow", "jetstream.core.orchestrator"}
 print(json.dumps({
     "bases": [base.__module__ for kind in (Engine, ResultTokens) for base in kind.__bases__],
