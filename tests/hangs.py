@@ -10,7 +10,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-HANG_S = 300.0
+HANG_S = 300
 """Longer than any call takes on a slow and busy machine: it ends a test that hangs, and times nothing."""
 
 
