@@ -87,9 +87,7 @@ def test_a_source_that_does_not_exist_names_what_can_be_given():
 def test_a_package_that_is_missing_is_named_with_its_extra(folder, monkeypatch):
     for name in ("areal_jax.models.io.huggingface", "areal_jax.tasks.hf_tokenizer"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-        monkeypatch.delattr(
-            name, raising=False
-        )  # the end puts both back
+        monkeypatch.delattr(name, raising=False)  # the end puts both back
     monkeypatch.setitem(sys.modules, "tokenizers", None)  # Python's way of saying that it is not there
     with pytest.raises(ArealError, match=r"needs the package tokenizers: pip install '\.\[pretrained\]'"):
         opened(configured(folder))
