@@ -29,11 +29,13 @@ def keep_compiled_programs(environ: MutableMapping[str, str]) -> Path:
 def prune(folder: Path, max_bytes: int = MAX_BYTES, max_age_s: float = MAX_AGE_S) -> None:
     """Delete compiled programs unused for `max_age_s`, then the least recently used beyond `max_bytes`.
 
+    Lock files of processes that were killed while they compiled go the same way.
+
     jax's own bound (jax_compilation_cache_max_size) reads the whole folder under a lock for every program it
     adds, which takes longer than compiling the small programs of these tests.
     """
     entries = []
-    for path in folder.glob("*-cache"):
+    for path in (*folder.glob("*-cache"), *folder.glob("*-lock")):
         try:
             stat = path.stat()
         except FileNotFoundError:

@@ -129,6 +129,15 @@ def mappings_and_resident_bytes() -> tuple[int, int]:
     return maps.read_bytes().count(b"\n"), resident_pages * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _compile_once() -> None:
+    """The worker processes of pytest-xdist need the same programs at the same time."""
+    if "jax" in sys.modules:
+        from areal_jax.parallel.compile_once import compile_once
+
+        compile_once()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _room_for_programs() -> Iterator[None]:
     """Beyond Linux's mappings jax's compiler crashes; beyond the machine's memory the kernel kills a process.

@@ -43,6 +43,17 @@ def test_programs_unused_for_a_month_are_deleted(tmp_path):
     assert names_in(tmp_path) == {"new-cache"}
 
 
+def test_lock_files_of_killed_processes_are_deleted(tmp_path):
+    lock = tmp_path / "killed-lock"
+    lock.touch()
+    prune(tmp_path)
+    assert lock.exists()
+    used_at = time.time() - 31 * 86_400
+    os.utime(lock, (used_at, used_at))
+    prune(tmp_path)
+    assert not lock.exists()
+
+
 def test_the_least_recently_used_programs_go_when_the_folder_is_full(tmp_path):
     for day in range(5):
         program(tmp_path, f"of-day-{day}", 100, days_ago=day)

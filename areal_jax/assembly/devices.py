@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from areal_jax.assembly.gpus import gpu_environment, visible_gpus
 from areal_jax.config.tree import Config
 from areal_jax.models.model import Model
+from areal_jax.parallel.compile_once import compile_once
 from areal_jax.parallel.mesh import make_mesh
 from areal_jax.plugin import version_of
 from areal_jax.types import ArealError
@@ -188,7 +189,11 @@ def header(config: Config) -> dict[str, Any]:
 
 
 def use_compilation_cache() -> None:
-    """Store compiled programs in the user's cache folder for later runs, unless jax's cache folder is set."""
+    """Store compiled programs in the user's cache folder for later runs, unless jax's cache folder is set.
+
+    Processes that share the folder, whichever it is, and need one program compile it once.
+    """
+    compile_once()
     if jax.config.jax_compilation_cache_dir is not None:  # type: ignore[attr-defined]
         return
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "areal-jax" / "xla"

@@ -7,11 +7,17 @@ it. `tools/check_newest_jax.sh` tries them with the newest jax and sets the uppe
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 
 from areal_jax.types import ArealError
+
+Compiles = Callable[..., Any]
+"""Compiles a program that is not stored, stores it, and returns it."""
+Reads = Callable[..., tuple[Any | None, int | None]]
+"""Returns a stored program and the seconds that compiling it took; twice None if it is not stored."""
 
 
 class Private(NamedTuple):
@@ -27,6 +33,9 @@ NAMES = {
         ("dot_product_attention", "MaskType", "check_compute_capability", "is_cuda_compute_capability_equal"),
     ),
     "the coordination service of jax.distributed": Private("jax._src.distributed", ("global_state",)),
+    "compiling a program once for several processes": Private(
+        "jax._src.compiler", ("_compile_and_write_cache", "_cache_read")
+    ),
     "Pallas kernels for a GPU that is not there": Private(
         "jax._src.pallas.triton.gpu_info", ("GpuInfo", "registry"), since=(0, 11)
     ),
@@ -45,6 +54,19 @@ def coordination_client() -> Any:
     None before jax.distributed.initialize.
     """
     return _private("the coordination service of jax.distributed").global_state.client
+
+
+def replace_compiling(by: Callable[[Compiles, Reads], Compiles]) -> None:
+    """Replaces jax's function that compiles a program and stores it by what `by` makes of it.
+
+    `by` also gets the function that looks for a stored program. Does nothing if this jax lacks one of them:
+    without them areal-jax compiles more often, and all else is the same.
+    """
+    try:
+        found = _private("compiling a program once for several processes")
+    except ArealError:
+        return
+    found._compile_and_write_cache = by(found._compile_and_write_cache, found._cache_read)
 
 
 def pallas_gpus() -> Any | None:
