@@ -130,7 +130,11 @@ class Parts(Inputs):
         return OrbaxStore.of_run(c, folder, settings, params_bytes(self.model, dtype))
 
     def first_state(self) -> TrainState:
-        """Returns the trainer's state at version 0, after supervised steps; the config alone decides it."""
+        """Returns the trainer's state at version 0, after supervised steps.
+
+        The config alone decides it, except for rounding: supervised steps on another mesh add in another
+        order (`first_params`).
+        """
         return self.learner.init(first_params(self), donate=True)
 
 
@@ -235,7 +239,8 @@ def first_params(parts: Parts) -> Params:
     """Returns the parameters of version 0, on the trainer's mesh.
 
     These are the parameters of model.source after trainer.supervised_steps, plus new adapters if the config
-    has any. The supervised steps train all parameters; a run with adapters then freezes them.
+    has any. The supervised steps train all parameters; a run with adapters then freezes them. Random
+    parameters and new adapters have the same bits on every mesh, supervised steps differ by rounding.
     """
     c, base, mesh = parts.config, parts.model.base, parts.devices.trainer
     rate = c.trainer.supervised_learning_rate or c.trainer.learning_rate

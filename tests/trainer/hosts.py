@@ -2,7 +2,8 @@
 
 `python -m tests.trainer.hosts FOLDER JSON` with the fields of Asked: goes on from the newest checkpoint of
 FOLDER/run, trains steps that lie in FOLDER, and leaves FOLDER/<name>-<index>.json: versions and digests, and
-what it told. It is watched, as a trainer process is.
+what it told. If there is no checkpoint, FOLDER/<name>-<index>.npz has the parameters that the model's source
+gives, and those of version 0, after the supervised step. It is watched, as a trainer process is.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ WORDS = (
     "trainer.rows=4",
     "trainer.tree_block=24",
     "trainer.supervised_steps=1",
-    "tasks.countdown.letters=16",  # of these prompts one supervised step has equal roundings on both meshes
     "runtime.placement=shared",
     "runtime.deadline_s=300",
 )
@@ -79,6 +79,8 @@ def train(folder: Path, asked: Asked, beat: Beat) -> dict[str, Any]:
     parts = assemble(small(run, *WORDS, f"trainer.mesh={asked.mesh}"))
     found = restore(run / "checkpoints", parts.learner.abstract_state())
     state = found.state or parts.first_state()
+    if found.state is None:
+        keep_first_params(folder / f"{asked.name}-{asked.index}.npz", parts, state.params)
     first = parts.learner.versioned(state)
     store = OrbaxStore(run / "weights", PublisherSettings(probe(parts.model), deadline_s=300))
     store.publish(first)
@@ -110,6 +112,21 @@ def train(folder: Path, asked: Asked, beat: Beat) -> dict[str, Any]:
             one.step: {"digest": one.digest, **one.metrics} for one in told if isinstance(one, BatchTrained)
         },
     }
+
+
+def keep_first_params(path: Path, parts: Any, first: Any) -> None:
+    """Write the parameters of the model's source as `drawn.<leaf>`, and `first` as `first.<leaf>`, whole."""
+    import jax
+    import numpy as np
+
+    from areal_jax.parallel.mesh import param_shardings, replicated
+    from areal_jax.weights.digest import to_plain
+
+    base, mesh = parts.model.base, parts.devices.trainer
+    drawn = parts.source.load(param_shardings(base.logical_axes, base.abstract_params, mesh))
+    both = {"drawn": drawn, "first": first}
+    whole = jax.jit(lambda trees: trees, out_shardings=replicated(mesh))(both)
+    np.savez(path, allow_pickle=False, **{name: np.asarray(leaf) for name, leaf in to_plain(whole).items()})
 
 
 def probe(model: Any) -> Any:
