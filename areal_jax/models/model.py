@@ -110,7 +110,8 @@ class Model:
         """Returns random parameters, float32, except for quantised codes; the seed alone decides them.
 
         Their bits are the same on any number of devices and processes. They differ between kinds of device:
-        x86 CPUs with fused multiply-add (AVX2, AVX-512) have one set of bits, those without it another.
+        x86 CPUs with fused multiply-add (AVX2, AVX-512) have one set of bits, those without it another. In
+        a jitted program of the caller, codes may differ by 1, because XLA fuses the draw with the rounding.
         """
         if self.base is self:
             return self._random(jax.random.key(seed))
