@@ -153,7 +153,10 @@ def test_a_busy_hosts_log_probs_are_the_trainers_to_the_bit(exact):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "wire_dtype"), [("bfloat16", "bfloat16"), ("float32", "bfloat16")])
+@pytest.mark.parametrize(
+    ("dtype", "wire_dtype"),
+    [("bfloat16", "bfloat16"), pytest.param("float32", "bfloat16", marks=pytest.mark.soak)],
+)
 def test_so_they_are_in_fewer_bits(model, dtype, wire_dtype):
     require_exact(sides(model, "exact", dtype, wire_dtype))
 
@@ -162,7 +165,9 @@ def test_so_they_are_in_fewer_bits(model, dtype, wire_dtype):
 @pytest.mark.parametrize(
     "options",
     [
-        {"has_qkv_bias": True, "has_qk_norm": True, "is_tied": True, "layers": 1},
+        pytest.param(
+            {"has_qkv_bias": True, "has_qk_norm": True, "is_tied": True, "layers": 1}, marks=pytest.mark.soak
+        ),
         {"lora": Lora(2, 4.0), "quantize": "int8"},
     ],
     ids=["biases, norms, a tied head, one layer", "adapters over int8"],

@@ -91,7 +91,15 @@ def test_at_eta_0_a_run_of_episodes_is_the_plain_loop(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["interruptible", "keep", "one_step", "pinned"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "interruptible",
+        "pinned",
+        pytest.param("keep", marks=pytest.mark.soak),
+        pytest.param("one_step", marks=pytest.mark.soak),
+    ],
+)
 def test_a_run_of_episodes_that_crashes_goes_on_calls_no_tool_twice_and_replays(
     tmp_path, monkeypatch, strategy
 ):

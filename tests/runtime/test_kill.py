@@ -132,7 +132,7 @@ def untouched(tmp_path_factory):
         ["weights.backend=memory"],
         pytest.param(["weights.backend=orbax"], marks=pytest.mark.soak),
         CRITIC,
-        LORA,
+        pytest.param(LORA, marks=pytest.mark.soak),
     ],
 )
 def test_at_eta_0_a_killed_run_ends_with_the_same_bits_as_an_untouched_one(tmp_path, untouched, extra):

@@ -42,7 +42,7 @@ def same_bits(one: Any, other: Any) -> bool:
     return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
 
 
-@pytest.fixture(scope="module", params=["none", "int4"])
+@pytest.fixture(scope="module", params=[pytest.param("none", marks=pytest.mark.soak), "int4"])
 def tuned(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> tuple[Config, list[dict[str, Any]]]:
