@@ -20,6 +20,9 @@ from areal_jax.weights.memory import MemoryStore
 from tests.hangs import HANG_S
 from tests.serving.served import LENGTH, PROMPT, SLOTS, alone, asked, tiny_engine, tiny_params
 
+# Log-probs are compared exactly, with values that tests/serving/served.py keeps for all files.
+pytestmark = pytest.mark.all_optimizations
+
 GREEDY = Sampling(temperature=0.0, max_tokens=20)
 LONG = Sampling(temperature=0.0, max_tokens=LENGTH)
 DEADLINE_S = HANG_S
