@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, TypeVar
@@ -25,7 +25,8 @@ from areal_jax.tasks.tokenizers import ByteTokenizer
 from areal_jax.trainer.learner import Learner
 from areal_jax.trainer.state import TrainState, make_optimizer
 from areal_jax.trajectories.leaf_order import Blocks
-from areal_jax.types import Batch, SampleId, Sampling, Trajectory
+from areal_jax.trajectories.packing import pack
+from areal_jax.types import Batch, Group, SampleId, Sampling, Trajectory
 
 T = TypeVar("T")
 
@@ -71,6 +72,12 @@ def bench_learner(
         tree_blocks=Blocks(tree_block) if tree_block else None,
     )
     return learner, learner.init(model.init(0))
+
+
+def packed_for(learner: Learner, groups: Sequence[Group]) -> Batch:
+    """Returns the batch of these groups in the layout in which a run gives this learner its batches."""
+    layout = "shared" if learner.takes_shared_prompts else "repeated"
+    return pack(groups, learner.rows, learner.length, layout=layout)
 
 
 def random_trajectory(
@@ -176,10 +183,25 @@ def updates(learner: Learner, state: TrainState) -> Callable[[Batch], Params]:
     return update
 
 
+QUEUED = 10
+"""Calls that `median_s` gives an accelerator at once."""
+
+
 def median_s(call: Callable[[], Any], repeats: int = 5) -> float:
-    """Returns the median seconds of `repeats` calls, after one uncounted call that compiles."""
+    """Returns the seconds of one call, the median of `repeats` measurements after an uncounted call.
+
+    On an accelerator each measurement has QUEUED calls, which the device computes one after the other: to
+    start a single call and to await it took 0.4 to 0.8 ms on an H200, more than many kernels need.
+    """
+    calls = 1 if jax.default_backend() == "cpu" else QUEUED
+
+    def queued() -> Any:
+        for _ in range(calls - 1):
+            call()
+        return call()
+
     timed_s(call)
-    return statistics.median(timed_s(call) for _ in range(repeats))
+    return statistics.median(timed_s(queued) / calls for _ in range(repeats))
 
 
 @jax.jit

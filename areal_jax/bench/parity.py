@@ -21,6 +21,7 @@ from areal_jax.assembly.api import preset
 from areal_jax.assembly.devices import use_compilation_cache
 from areal_jax.assembly.run_folder import JOURNAL
 from areal_jax.assembly.sources import open_source
+from areal_jax.bench.measure import packed_for
 from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
 from areal_jax.evaluation.command import model_section
@@ -30,7 +31,6 @@ from areal_jax.models.model import Model, Params
 from areal_jax.parallel.mesh import make_mesh, param_shardings
 from areal_jax.tasks.source import PromptStream, load_tasks
 from areal_jax.trainer.learner import Learner
-from areal_jax.trajectories.packing import pack
 from areal_jax.types import Group, Prompt, Sampling, VersionedParams
 from areal_jax.weights.digest import digest
 from areal_jax.weights.store import wire_copy
@@ -136,7 +136,7 @@ def recomputed_logp(learner: Learner, params: Params, groups: Sequence[Group]) -
 
     Trajectories are in order of (group, member). `params`: the parameters of the forward pass.
     """
-    batch = pack(groups, learner.rows, learner.length)
+    batch = packed_for(learner, groups)
     logp = np.asarray(learner.logp(params, batch))
     segments = range(1, len(batch.reward) + 1)
     return [logp[batch.loss_mask & (batch.segment_ids == segment)] for segment in segments]

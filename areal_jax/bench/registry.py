@@ -19,7 +19,7 @@ from areal_jax.bench.gateway import gateway
 from areal_jax.bench.gpu.timed_stages import gpu
 from areal_jax.bench.hosting import room, serve, swap
 from areal_jax.bench.loop import loop
-from areal_jax.bench.measure import bench_learner, compile_s, matrix_peak, timed_s, updates
+from areal_jax.bench.measure import bench_learner, compile_s, matrix_peak, packed_for, timed_s, updates
 from areal_jax.bench.migration import migration
 from areal_jax.bench.packed import packed, skewed_groups
 from areal_jax.bench.prefix_trees import tree
@@ -30,7 +30,6 @@ from areal_jax.plugin import check_settings
 from areal_jax.runtime.device_memory import reset_peak, resident_bytes
 from areal_jax.trainer.learner import Learner
 from areal_jax.trainer.state import TrainState
-from areal_jax.trajectories.packing import pack
 from areal_jax.types import ArealError, Batch
 
 
@@ -105,7 +104,7 @@ def _trainer(
     """Returns a learner, its initial state, and one micro-batch: `rows` rows full of random tokens."""
     learner, state = bench_learner(shape, rows, length, dtype, remat)
     groups = skewed_groups(rows, length, length, 0.0, length, learner.model.config.vocab_size)
-    return learner, state, pack(groups, rows, length)
+    return learner, state, packed_for(learner, groups)
 
 
 def _of_peak(

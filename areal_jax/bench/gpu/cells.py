@@ -28,6 +28,7 @@ from areal_jax.bench.measure import (
     copy_bandwidth,
     matrix_peak,
     median_s,
+    packed_for,
     random_model,
     random_params,
     read_bandwidth,
@@ -46,7 +47,6 @@ from areal_jax.plan.costs import written
 from areal_jax.plan.hlo import parse
 from areal_jax.plan.targets import target_of
 from areal_jax.plugin import version_of
-from areal_jax.trajectories.packing import pack
 from areal_jax.types import SampleId, Sampling
 
 
@@ -85,31 +85,32 @@ def memory() -> dict[str, Any]:
 def packed_kernel(
     *, path: str, heads: int, kv_heads: int, head_dim: int, rows: int, length: int, repeats: int = 5
 ) -> dict[str, Any]:
-    """Tries the kernel of packed attention named `path`, and measures it beside the blocks in JAX code.
+    """Tries and measures packed attention by the kernel named `path`; blocks: by the blocks in JAX code.
 
     In the result, `problem` says why a run would not use the kernel (None: it passes), `gap` is the largest
     error relative to the largest value in float32, and the times are seconds of a forward pass, and of a
     forward and a backward pass, over `rows` rows of `length` tokens in bfloat16. A kernel that fails is not
-    timed.
+    timed. The blocks are the reference of the others' runs, and not tried.
     """
-    kernel = packed_attention.KERNELS[path]
-    trial = packed_attention.self_test(
-        kernel, heads, kv_heads, head_dim, "bfloat16", length=length, rows=rows
-    )
+    if path == packed_attention.BLOCKS:
+        attend, figures = packed_attention.blocks, {}
+    else:
+        attend = packed_attention.KERNELS[path]
+        trial = packed_attention.self_test(
+            attend, heads, kv_heads, head_dim, "bfloat16", length=length, rows=rows
+        )
+        figures: dict[str, Any] = {"problem": trial.problem, "gap": trial.gap}
+        if trial.problem:
+            return figures
     ids = jnp.asarray(packed_attention.ragged_rows(rows, length))
     shapes = [(rows, length, n, head_dim) for n in (heads, kv_heads, kv_heads)]
     q, k, v = (jax.random.normal(jax.random.key(i), shape, "bfloat16") for i, shape in enumerate(shapes))
-
-    def seconds(attend: packed_attention.Kernel) -> tuple[float, float]:
-        out = lambda q, k, v: attend(q, k, v, ids).astype(jnp.float32).sum()  # noqa: E731
-        forward, both = jax.jit(out), jax.jit(jax.grad(out, (0, 1, 2)))
-        return median_s(lambda: forward(q, k, v), repeats), median_s(lambda: both(q, k, v), repeats)
-
-    figures: dict[str, Any] = {"problem": trial.problem, "gap": trial.gap}
-    named = {"blocks": packed_attention.blocks} | ({} if trial.problem else {"kernel": kernel})
-    for name, attend in named.items():
-        figures[f"{name}_forward_s"], figures[f"{name}_both_s"] = seconds(attend)
-    return figures
+    out = lambda q, k, v: attend(q, k, v, ids).astype(jnp.float32).sum()  # noqa: E731
+    forward, both = jax.jit(out), jax.jit(jax.grad(out, (0, 1, 2)))
+    return figures | {
+        "forward_s": median_s(lambda: forward(q, k, v), repeats),
+        "both_s": median_s(lambda: both(q, k, v), repeats),
+    }
 
 
 def paged_kernel(
@@ -199,8 +200,8 @@ def decoding(
     """Measures decode steps as `bench decode` does, and what a call costs the host and the device.
 
     `layout`: that of the weights (`generation.device_layout`). In the result, `dispatch_s` is the time until
-    a decode call returns to Python, while the device still computes; `kernels` and `device_to_host` are per
-    call, from a trace of the device (None on a CPU).
+    a decode call returns to Python, while the device still computes; `kernels`, `device_to_host` and `busy_s`
+    are per call, from a trace of the device (None on a CPU).
     """
     engine, value = bench_engine(
         shape,
@@ -230,6 +231,7 @@ def decoding(
         "layout": engine.weight_layout,
         "kernels": trace and trace.kernels,
         "device_to_host": trace and trace.device_to_host,
+        "busy_s": trace and trace.busy_s,
         "top_kernels": trace and trace.top,
     }
 
@@ -288,12 +290,13 @@ def training(
     In the result, `mfu` is 6 FLOPs per parameter and token / seconds / the device's nominal FLOP/s (None for
     an unknown device), `logp_mfu` the same with 2 FLOPs; what remat recomputes is not counted.
     `peak_bytes` is the most device memory in use (None on a CPU), beside `forecast_bytes`. `products` counts
-    the matrix products of the update's program by the dtypes of their operands.
+    the matrix products of the update's program by the dtypes of their operands, and `attention` names the
+    kernel (blocks: JAX code). `kernels`, `device_to_host` and `busy_s` are from a trace of one update.
     """
     with compile_seconds() as compiled:
         learner, state = bench_learner(shape, rows, length, dtype, remat)  # type: ignore[arg-type]
         groups = skewed_groups(rows, length, length, 0.0, length, learner.model.config.vocab_size)
-        given = pack(groups, rows, length)
+        given = packed_for(learner, groups)
         batch = learner.prepare(state, given)
         forecast = learner.forecast(state, batch)
         lowered = learner.programs.begin.lower(state, learner.micro_batches(batch)[0][0])
@@ -316,7 +319,10 @@ def training(
         "forecast_bytes": forecast.peak,
         "peak_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
         "products": dict(products(lowered.as_text())),
-        "attention": "blocks" if learner.objective.forward.kernel is None else "kernel",
+        "attention": learner.objective.forward.attention.path,
+        "kernels": trace and trace.kernels,
+        "device_to_host": trace and trace.device_to_host,
+        "busy_s": trace and trace.busy_s,
         "top_kernels": trace and trace.top,
     }
 
@@ -341,7 +347,7 @@ def repeated_update(*, shape: str, rows: int, length: int, dtype: str = "bfloat1
     """Returns whether an update of equal parameters by equal batches gives the same bits twice."""
     learner, state = bench_learner(shape, rows, length, dtype, remat="layer")
     vocabulary = learner.model.config.vocab_size
-    given = pack(skewed_groups(rows, length, length, 0.0, length, vocabulary), rows, length)
+    given = packed_for(learner, skewed_groups(rows, length, length, 0.0, length, vocabulary))
     digests = []
     for one in (state, learner.init(learner.model.init(0))):
         after, _ = learner.update(one, learner.prepare(one, given))

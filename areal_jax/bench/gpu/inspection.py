@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.profiler
 
-TOP = 5
+TOP = 12
 
 
 class Trace(NamedTuple):
@@ -20,6 +20,8 @@ class Trace(NamedTuple):
     kernels: int
     device_to_host: int
     """Number of copies from the device to the host."""
+    busy_s: float
+    """Seconds in which at least one kernel or copy ran."""
     top: list[tuple[str, float]]
     """(name, seconds in all) of the TOP kernels that took the most time."""
 
@@ -35,7 +37,7 @@ def traced(call: Callable[[], Any]) -> Trace | None:
         data = jax.profiler.ProfileData.from_file(str(files[0]))
         # A stream is a line of the device's plane; other lines of the plane show the same work in groups.
         events = [
-            (event.name, event.duration_ns * 1e-9)
+            (event.name, event.start_ns * 1e-9, event.duration_ns * 1e-9)
             for plane in data.planes
             if plane.name.startswith("/device:")
             for line in plane.lines
@@ -45,12 +47,15 @@ def traced(call: Callable[[], Any]) -> Trace | None:
     return summary(events)
 
 
-def summary(events: list[tuple[str, float]]) -> Trace:
-    """Returns the Trace of a device's events, each (name, seconds)."""
-    copies = [name for name, _ in events if name.startswith(("Memcpy", "Memset"))]
+def summary(events: list[tuple[str, float, float]]) -> Trace:
+    """Returns the Trace of a device's events, each (name, start in seconds, seconds)."""
+    copies = [name for name, _, _ in events if name.startswith(("Memcpy", "Memset"))]
     totals: Counter[str] = Counter()
-    for name, seconds in events:
+    busy_s, ended_s = 0.0, 0.0
+    for name, start_s, seconds in sorted(events, key=lambda event: event[1]):
         totals[name] += seconds  # type: ignore[assignment]
+        busy_s += max(0.0, start_s + seconds - max(start_s, ended_s))
+        ended_s = max(ended_s, start_s + seconds)
     back = sum(name.startswith("MemcpyD2H") for name in copies)
     top = [(name, float(seconds)) for name, seconds in totals.most_common(TOP)]
-    return Trace(len(events) - len(copies), back, top)
+    return Trace(len(events) - len(copies), back, busy_s, top)

@@ -46,8 +46,9 @@ class Sizes:
 
     heads: tuple[tuple[int, int, int], ...]
     """Query heads, kv heads and head dimension of each attention that is tried."""
+    packed_rows: int
     lengths: tuple[int, ...]
-    """Tokens of a row in the trials of packed attention."""
+    """Tokens of a row in the trials of packed attention; only the first heads are tried at all of them."""
     page_tokens: tuple[int, ...]
     long_pool_tokens: int
     """Tokens of a pool of KV pages whose bytes need offsets of more than 32 bits; 0: it is not tried."""
@@ -73,6 +74,7 @@ class Sizes:
 
 FULL = Sizes(
     heads=((12, 2, 128), (9, 3, 64), (8, 8, 128)),
+    packed_rows=4,
     lengths=(4096, 512),
     page_tokens=(64, 16),
     # Two layers of 2 kv heads of 128 in bfloat16 take 1 KiB a token, half of it keys.
@@ -93,6 +95,7 @@ FULL = Sizes(
 )
 TINY = Sizes(
     heads=((4, 2, 16),),
+    packed_rows=4,
     lengths=(64,),
     page_tokens=(16,),
     long_pool_tokens=0,
@@ -118,10 +121,10 @@ def stages(shape: str) -> tuple[Stage, ...]:
     s = TINY if shape == "tiny" else FULL
     return (
         Stage("ceilings", 25, _ceilings()),
-        Stage("kernels", 70, _kernels(s), is_isolated=True),
-        Stage("decode", 110, _decode(shape, s)),
+        Stage("kernels", 90, _kernels(s), is_isolated=True),
+        Stage("decode", 130, _decode(shape, s)),
         Stage("sampling", 50, _sampling(shape, s)),
-        Stage("update", 120, _update(shape, s)),
+        Stage("update", 80, _update(shape, s)),
         Stage("parity", 40, _parity(shape, s)),
         Stage("run", 60, _run(s)),
         Stage("async", 70, _async(s)),
@@ -138,14 +141,19 @@ def _ceilings() -> tuple[Cell, ...]:
 def _kernels(s: Sizes) -> tuple[Cell, ...]:
     packed = [
         Cell(
-            f"{path} {heads}/{kv_heads} {rows} x {length}",
+            f"{path} {heads}/{kv_heads} {s.packed_rows} x {length}",
             "packed_kernel",
-            dict(path=path, heads=heads, kv_heads=kv_heads, head_dim=head_dim, rows=rows, length=length),
+            dict(
+                path=path,
+                heads=heads,
+                kv_heads=kv_heads,
+                head_dim=head_dim,
+                rows=s.packed_rows,
+                length=length,
+            ),
         )
-        for (heads, kv_heads, head_dim), length, rows, path in product(
-            s.heads, s.lengths, (4, 1), ("cudnn", "triton")
-        )
-        if rows == 4 or length == s.lengths[0]  # one row shows nothing else at the shorter length
+        for (heads, kv_heads, head_dim), length, path in product(s.heads, s.lengths, ("cudnn", "triton"))
+        if (heads, kv_heads, head_dim) == s.heads[0] or length == s.lengths[0]
     ]
     heads, kv_heads, head_dim = s.heads[0]
     of_model = dict(heads=heads, kv_heads=kv_heads, head_dim=head_dim)
@@ -165,9 +173,13 @@ def _kernels(s: Sizes) -> tuple[Cell, ...]:
         )
         for name, page, dtype, tokens in pools
     ]
+    blocks = Cell(
+        f"blocks {heads}/{kv_heads} {s.packed_rows} x {s.lengths[0]}",
+        "packed_kernel",
+        dict(path="blocks", **of_model, rows=s.packed_rows, length=s.lengths[0]),
+    )
     # The model's own heads come first, with both kinds of kernel; then the other heads.
-    of_first = len(packed) // len(s.heads)
-    return *packed[:of_first], *paged, *packed[of_first:]
+    return *packed[:2], *paged, *packed[2:], blocks
 
 
 def _decode(shape: str, s: Sizes) -> tuple[Cell, ...]:

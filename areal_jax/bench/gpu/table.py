@@ -71,10 +71,8 @@ SHOWN: Mapping[str, Callable[[Any], str]] = {
     "kernel_s": _ms("kernel"),
     "chunk_s": _ms("chunk"),
     "chunk_flops_per_s": _per_s("TFLOP/s", 1e12),
-    "kernel_forward_s": _ms("forward"),
-    "kernel_both_s": _ms("with backward"),
-    "blocks_forward_s": _ms("blocks forward"),
-    "blocks_both_s": _ms("with backward"),
+    "forward_s": _ms("forward"),
+    "both_s": _ms("with backward"),
     "async_over_sync": lambda ratio: f"{ratio:.2f}x",
     "mean": lambda nats: f"mean {nats:.2g} nats",
     "max": lambda nats: f"max {nats:.2g} nats",
@@ -96,6 +94,7 @@ SHOWN: Mapping[str, Callable[[Any], str]] = {
     "dispatch_s": _ms("dispatch"),
     "kernels": lambda count: f"{count} kernels",
     "device_to_host": lambda count: f"{count} read-backs",
+    "busy_s": _ms("device busy"),
     "insert_s": _ms("insert"),
     "extract_s": _ms("extract"),
     "plain_seconds": _ms("plain"),
@@ -106,6 +105,7 @@ SHOWN: Mapping[str, Callable[[Any], str]] = {
     "compile_s": lambda seconds: f"compile {seconds:.0f} s",
     "peak_bytes": _per_s("GB peak", 1e9, 1),
     "forecast_bytes": _per_s("GB forecast", 1e9, 1),
+    "attention": lambda path: f"attention {path}",
     "products": lambda found: ", ".join(f"{count} {dtypes}" for dtypes, count in found.items()),
 }
 """Figure -> how the table shows it, in this order; others are in the file alone."""

@@ -8,6 +8,7 @@ kv heads, h head dimension, M segments of a row.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -196,51 +197,111 @@ def ragged_rows(rows: int, length: int) -> Int[np.ndarray, "B T"]:
 
 
 def self_test(
-    kernel: Kernel, heads: int, kv_heads: int, head_dim: int, dtype: str, *, length: int = 256, rows: int = 4
+    kernel: Kernel, heads: int, kv_heads: int, head_dim: int, dtype: str, *, length: int = 1024, rows: int = 4
 ) -> Trial:
     """Tests a kernel on this device, forward and backward, on `ragged_rows`.
 
-    Outputs and gradients are compared with those of `blocks` (JAX code) in float32. Changing the content of
-    all other tokens must not change a bit of the first row's second segment.
+    Outputs and gradients are compared with those of `softmax_over` in float32. Changing the content of
+    all other tokens must not change a bit of the first row's second segment. Only gradients of a kernel that
+    adds in no fixed order, which gives other bits when it is called again, may differ by a rounding; if
+    XLA_FLAGS asks for deterministic kernels, such a kernel fails.
     """
-    ids = jnp.asarray(ragged_rows(rows, length))
-    keys = jax.random.split(jax.random.key(0), 4)
-    shapes = [(rows, length, n, head_dim) for n in (heads, kv_heads, kv_heads, heads)]
-    q, k, v, slope = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
-    is_token = (ids > 0)[..., None, None]
-
-    def value(attend: Kernel, inputs: tuple[Array, ...]) -> tuple[Float[Array, ""], Array]:
-        queries, keys, values = inputs
-        out = jnp.where(is_token, attend(queries, keys, values, ids).astype(jnp.float32), 0)
-        return (out * slope).sum(), out
-
-    def both(attend: Kernel, kind: str, *inputs: Array) -> list[np.ndarray]:
-        read = tuple(x.astype(kind) for x in inputs)
-        of = jax.jit(jax.value_and_grad(lambda x: value(attend, x), has_aux=True))
-        (_, out), slopes = of(read)
-        return [np.asarray(x, np.float32) for x in (out, *slopes)]
-
+    ids, inputs, _ = _trial_inputs(heads, kv_heads, head_dim, rows, length)
+    sizes = heads, kv_heads, head_dim, rows, length
     watched = np.asarray(ids == 2) & (np.arange(rows) == 0)[:, None]
     try:
-        got = both(kernel, dtype, q, k, v)
-        moved = both(kernel, dtype, *(jnp.where(watched[..., None, None], x, -3.0 * x) for x in (q, k, v)))
+        both = _output_and_slopes(kernel, dtype, *sizes)
+        got = both(*inputs)
+        moved = both(*(jnp.where(watched[..., None, None], x, -3.0 * x) for x in inputs))
+        other_bits = [
+            name
+            for name, one, other in zip(RESULTS, got, moved, strict=True)
+            if one[watched].tobytes() != other[watched].tobytes()
+        ]
+        varies = bool(other_bits) and any(_bits(both(*inputs)) != _bits(got) for _ in range(REPEATS))
     except Exception as error:  # noqa: BLE001 - a kernel that cannot run here may raise anything
         return Trial(failure(error))
-    with jax.default_matmul_precision("highest"):  # a GPU would compute float32 products in TF32
-        want = both(blocks, "float32", *(x.astype(dtype).astype(jnp.float32) for x in (q, k, v)))
-    names = "output", "dq", "dk", "dv"
-    gaps = [float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(got, want, strict=True)]
-    for name, gap in zip(names, gaps, strict=True):
+    gaps = [_gap(one, want) for one, want in zip(got, _wanted(*sizes, dtype), strict=True)]
+    for name, gap in zip(RESULTS, gaps, strict=True):
         if not gap <= HALF_TOLERANCE:
             return Trial(
                 f"its {name} differs from float32 by {gap:.2g} of the largest value, more than the "
                 f"tolerance {HALF_TOLERANCE:g}",
                 gap,
             )
-    for name, one, other in zip(names, got, moved, strict=True):
-        if one[watched].tobytes() != other[watched].tobytes():
+    for name, one, other in zip(RESULTS, got, moved, strict=True):
+        is_rounding = (
+            varies and name != "output" and np.abs(one - other)[watched].max() <= np.abs(one).max() / 128
+        )
+        if name in other_bits and not is_rounding:
             return Trial(f"its {name} of one segment depends on another segment's content", max(gaps))
+    if varies and DETERMINISTIC in os.environ.get("XLA_FLAGS", ""):
+        return Trial(
+            "it gives other bits when it is called again, although XLA_FLAGS forbids that", max(gaps)
+        )
     return Trial(None, max(gaps))
+
+
+RESULTS = "output", "dq", "dk", "dv"
+REPEATS = 3
+"""Calls in which a kernel that adds in no fixed order is taken to give other bits at least once."""
+DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
+
+
+def _trial_inputs(
+    heads: int, kv_heads: int, head_dim: int, rows: int, length: int
+) -> tuple[Array, tuple[Array, ...], Array]:
+    """Returns the segment ids of the self-test, its queries, keys and values, and a slope of the output."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = [(rows, length, n, head_dim) for n in (heads, kv_heads, kv_heads, heads)]
+    *inputs, slope = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+    return jnp.asarray(ragged_rows(rows, length)), tuple(inputs), slope
+
+
+def _output_and_slopes(attend: Kernel, dtype: str, *sizes: int) -> Callable[..., list[np.ndarray]]:
+    """Returns a function of q, k and v that computes RESULTS, the gradients of (output x slope).sum()."""
+    ids, _, slope = _trial_inputs(*sizes)
+
+    def value(inputs: tuple[Array, ...]) -> tuple[Float[Array, ""], Array]:
+        q, k, v = inputs
+        out = jnp.where((ids > 0)[..., None, None], attend(q, k, v, ids).astype(jnp.float32), 0)
+        return (out * slope).sum(), out
+
+    both = jax.jit(jax.value_and_grad(value, has_aux=True))
+
+    def results(*inputs: Array) -> list[np.ndarray]:
+        (_, out), slopes = both(tuple(x.astype(dtype) for x in inputs))
+        return [np.asarray(x, np.float32) for x in (out, *slopes)]
+
+    return results
+
+
+def _wanted(heads: int, kv_heads: int, head_dim: int, rows: int, length: int, dtype: str) -> list[np.ndarray]:
+    """Returns the correct RESULTS of the self-test: those of `softmax_over`, of inputs in `dtype`."""
+    sizes = heads, kv_heads, head_dim, rows, length
+    inputs = (x.astype(dtype) for x in _trial_inputs(*sizes)[1])
+    with jax.default_matmul_precision("highest"):  # a GPU would compute float32 products in TF32
+        return _output_and_slopes(softmax_over, "float32", *sizes)(*inputs)
+
+
+def softmax_over(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
+    """Returns the correct result, to test kernels: a softmax over all keys of a row at once, in float32."""
+    rows, length, _, head_dim = q.shape
+    grouped = q.reshape(rows, length, k.shape[2], -1, head_dim)
+    scores = jnp.einsum("btkrh,bskh->bkrts", grouped, k) * head_dim**-0.5
+    at = jnp.arange(length)
+    # A padding token sees all padding before it: its output is not read.
+    is_seen = (segment_ids[:, :, None] == segment_ids[:, None]) & (at[:, None] >= at)
+    weights = jax.nn.softmax(jnp.where(is_seen[:, None, None], scores, -jnp.inf), axis=-1)
+    return jnp.einsum("bkrts,bskh->btkrh", weights, v).reshape(q.shape)
+
+
+def _gap(one: np.ndarray, want: np.ndarray) -> float:
+    return float(np.abs(one - want).max() / np.abs(want).max())
+
+
+def _bits(results: list[np.ndarray]) -> list[bytes]:
+    return [each.tobytes() for each in results]
 
 
 def on_mesh(choice: Choice, mesh: Mesh, kv_heads: int) -> Kernel | None:

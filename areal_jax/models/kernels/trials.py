@@ -42,8 +42,13 @@ def tried_apart(test: Callable[..., Trial], kernel: Callable[..., Any], *args: A
     """
     call = json.dumps({"test": _name(test), "kernel": _name(kernel), "args": args, "kwargs": kwargs})
     paths = (str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH"))
-    # The parent process may have reserved most of the GPU's memory: the child takes only what it needs.
-    env = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    # The parent process may have reserved most of the GPU's memory: the child takes only what it needs. Nor
+    # does it measure which product is fastest, since it only compares results.
+    env = {
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip(),
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    }
     words = [sys.executable, "-m", __name__, call]
     try:
         done = subprocess.run(
