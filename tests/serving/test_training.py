@@ -18,6 +18,7 @@ from areal_jax.runtime.reading import audit_run, open_journal
 from areal_jax.serving.proto import rollout_pb2 as messages
 from areal_jax.serving.proto.rollout_pb2_grpc import RolloutStub
 from areal_jax.serving.services import protocol
+from areal_jax.trainer.learner import Learner
 from areal_jax.types import ArealError
 from tests.hangs import HANG_S
 from tests.ports import reserved_ports
@@ -25,7 +26,8 @@ from tests.small_run import small
 
 from jetstream.core.proto.jetstream_pb2_grpc import OrchestratorStub  # isort: skip - as a client has it
 
-WORDS = ("control.max_staleness=0", "run.steps=60")
+STEPS = 60
+WORDS = ("control.max_staleness=0", f"run.steps={STEPS}")
 
 
 def digests(folder) -> list[str]:
@@ -48,12 +50,37 @@ def completed(http_port: int) -> set[int]:
     return set(choice.versions)
 
 
+class Answers:
+    """The requests that were answered, and the trainer's wait for the next of them."""
+
+    def __init__(self) -> None:
+        self.count, self._awaited, self._has_ended = 0, 0, False
+        self._changed = threading.Condition()
+
+    def add(self) -> None:
+        with self._changed:
+            self.count += 1
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """No request follows, and no update waits any longer."""
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
+
+    def await_another(self) -> None:
+        with self._changed:
+            found = self._changed.wait_for(lambda: self.count > self._awaited or self._has_ended, HANG_S)
+            assert found, "no answer while the trainer waits"
+            self._awaited = self.count
+
+
 def asked_while(
-    thread: threading.Thread, port: int, http_port: int
-) -> tuple[int, set[int], list[grpc.StatusCode]]:
-    """Requests that were answered, the versions that answered, and the errors of the others."""
+    thread: threading.Thread, port: int, http_port: int, answers: Answers
+) -> tuple[set[int], list[grpc.StatusCode]]:
+    """The versions that answered, and the errors of requests that were not."""
     content = protocol.DecodeRequest.TokenContent(token_ids=(2, 3))
-    answered, versions, errors = 0, set(), []
+    versions, errors = set(), []
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         grpc.channel_ready_future(channel).result(HANG_S)
         ours, stub = RolloutStub(channel), OrchestratorStub(channel)
@@ -84,8 +111,8 @@ def asked_while(
                 thread.join(0.05)
             else:
                 assert 1 <= len(found) <= 3
-                answered += 1
-    return answered, versions, errors
+                answers.add()
+    return versions, errors
 
 
 @pytest.fixture
@@ -95,12 +122,22 @@ def ports() -> Iterator[list[int]]:
 
 
 @pytest.mark.slow
-def test_a_live_run_answers_requests_across_versions_and_learns_the_same(tmp_path, ports: list[int]):
+def test_a_live_run_answers_requests_across_versions_and_learns_the_same(
+    tmp_path, ports: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    """Each update awaits an answer, so that none is trained without one before it."""
     run(small(tmp_path / "alone", *WORDS), stream=io.StringIO())
     port, http_port = ports
     words = f"generation.serve_port={port}", f"generation.serve_http_port={http_port}"
     config = small(tmp_path / "asked", *WORDS, *words)
     failures: list[BaseException] = []
+    answers, update = Answers(), Learner.update
+
+    def after_an_answer(*given: Any) -> Any:
+        answers.await_another()
+        return update(*given)
+
+    monkeypatch.setattr(Learner, "update", after_an_answer)
 
     def train() -> None:
         try:
@@ -111,11 +148,12 @@ def test_a_live_run_answers_requests_across_versions_and_learns_the_same(tmp_pat
     thread = threading.Thread(target=train)
     thread.start()
     try:
-        answered, versions, errors = asked_while(thread, port, http_port)
+        versions, errors = asked_while(thread, port, http_port, answers)
     finally:
+        answers.end()
         thread.join(HANG_S)
     assert not thread.is_alive() and not failures, failures
-    assert answered >= 50 and len(versions) >= 10, (answered, versions)
+    assert answers.count >= STEPS and len(versions) >= STEPS // 2, (answers.count, versions)
     assert set(errors) <= {grpc.StatusCode.UNAVAILABLE}
     assert digests(tmp_path / "asked") == digests(tmp_path / "alone")
     audit_run(tmp_path / "asked")
