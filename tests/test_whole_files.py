@@ -71,3 +71,17 @@ def test_a_crashed_worker_costs_one_test(tmp_path: Path, place: int, count: int)
     wanted = [["passes"] * count for _ in files]
     wanted[place][0] = "crashes"
     assert ran == wanted
+
+
+def test_a_worker_that_crashes_after_its_last_test_fails_the_session(tmp_path: Path):
+    (tmp_path / "conftest.py").write_text(
+        "import os\n"
+        "def pytest_sessionfinish(session):\n"
+        "    if os.environ.get('PYTEST_XDIST_WORKER') == 'gw0':\n"
+        "        os.kill(os.getpid(), 9)\n"
+    )
+    for number in range(FILES):
+        (tmp_path / f"test_{number}.py").write_text(PASSES.format(count=1))
+    done = distributed(tmp_path)
+    assert f"{FILES} passed" in done.stdout
+    assert done.returncode == 1, done.stdout + done.stderr

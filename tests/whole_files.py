@@ -17,6 +17,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
     return whole_files(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
+CRASHED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: WorkerController, error: object) -> None:
+    if error:
+        node.config.stash[CRASHED] = True
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """A worker that crashed between two tests, or after its last one, has failed none; the session has."""
+    if exitstatus == 0 and session.config.stash.get(CRASHED, False):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 def whole_files(config: pytest.Config, log: Any) -> LoadFileScheduling:
     """xdist's own scheduler, corrected for crashed workers.
 
