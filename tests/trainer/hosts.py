@@ -2,7 +2,7 @@
 
 `python -m tests.trainer.hosts FOLDER JSON` with the fields of Asked: goes on from the newest checkpoint of
 FOLDER/run, trains steps that lie in FOLDER, and leaves FOLDER/<name>-<index>.json: versions and digests, and
-what it told. If there is no checkpoint, FOLDER/<name>-<index>.npz has the parameters that the model's source
+the events that it reported. If there is no checkpoint, FOLDER/<name>-<index>.npz has the parameters that the model's source
 gives, and those of version 0, after the supervised step. It is watched, as a trainer process is.
 """
 
@@ -86,16 +86,16 @@ def train(folder: Path, asked: Asked, beat: Beat) -> dict[str, Any]:
     store.publish(first)
     store.wait(300)
     restored = first.version if found.state else None
-    told: list[Any] = []
+    reported: list[Any] = []
     clock = Timeline(None).clock("trainer")
     trainer = Trainer(
         parts,
         state,
         store,
         Checkpointer(run / "checkpoints", restored),
-        told.append,
+        reported.append,
         clock=clock,
-        note=told.append,
+        note=reported.append,
     )
     clock.follow(beat)
     for step in range(first.version, asked.last):
@@ -107,9 +107,11 @@ def train(folder: Path, asked: Asked, beat: Beat) -> dict[str, Any]:
     return {
         "restored": restored,
         "digests": {first.version: first.digest, asked.last: parts.learner.versioned(trainer.state).digest},
-        "told": [type(one).__name__ for one in told],
+        "reported": [type(one).__name__ for one in reported],
         "trained": {
-            one.step: {"digest": one.digest, **one.metrics} for one in told if isinstance(one, BatchTrained)
+            one.step: {"digest": one.digest, **one.metrics}
+            for one in reported
+            if isinstance(one, BatchTrained)
         },
     }
 

@@ -151,12 +151,12 @@ def test_two_processes_begin_supervised_as_one_but_for_rounding(folder: Path, al
 
 
 def test_the_first_process_tells_and_the_others_do_not(pair: list[dict[str, Any]]):
-    told = pair[0]["told"]
-    assert told[0] == "str"  # the note on memory
-    assert sorted(told[1:]) == sorted(
+    reported = pair[0]["reported"]
+    assert reported[0] == "str"  # the note on memory
+    assert sorted(reported[1:]) == sorted(
         ["BatchTrained", "VersionCommitted"] * STEPS + ["CheckpointCommitted"] * 2
     )
-    assert pair[1]["told"] == []
+    assert pair[1]["reported"] == []
 
 
 def test_what_two_processes_published_a_single_one_reads(folder: Path, pair: list[dict[str, Any]]):
@@ -249,14 +249,14 @@ def test_a_group_with_a_stopped_process_is_ended_by_its_watchdogs(folder: Path, 
 
 def test_a_told_group_ends_though_one_is_stopped(folder: Path, pair: Any):
     """As scancel does: SIGTERM to all; the grace is 3 s."""
-    go_back(folder, "told")
-    with group(folder, "told", 2, run="told", stops_at=2) as started:
-        wait_for_stop(folder, "told", started)
+    go_back(folder, "reported")
+    with group(folder, "reported", 2, run="reported", stops_at=2) as started:
+        wait_for_stop(folder, "reported", started)
         for process in started:
             process.send_signal(signal.SIGTERM)
-        statuses = ended(folder, "told", started)
+        statuses = ended(folder, "reported", started)
     assert statuses == [128 + signal.SIGTERM, 128 + signal.SIGKILL]
-    assert "killed: still running 3 s after SIGTERM; activity: pack\n" in log(folder, "told", 1)
+    assert "killed: still running 3 s after SIGTERM; activity: pack\n" in log(folder, "reported", 1)
 
 
 def test_a_killed_process_ends_the_others(folder: Path, pair: Any):
