@@ -2,8 +2,9 @@
 
 `python -m tests.trainer.hosts FOLDER JSON` with the fields of Asked: goes on from the newest checkpoint of
 FOLDER/run, trains steps that lie in FOLDER, and leaves FOLDER/<name>-<index>.json: versions and digests, and
-the events that it reported. If there is no checkpoint, FOLDER/<name>-<index>.npz has the parameters that the model's source
-gives, and those of version 0, after the supervised step. It is watched, as a trainer process is.
+the events that it reported. If there is no checkpoint, FOLDER/<name>-<index>.npz has the parameters that the
+model's source gives, and those of version 0, after the supervised step. It is watched, as a trainer process
+is.
 """
 
 from __future__ import annotations
