@@ -1,5 +1,5 @@
 # make quickstart and make test need Python 3.11 to 3.13 and nothing else: they build .venv when it is missing or old.
-.PHONY: install quickstart test slow soak check accelerators-check format clean
+.PHONY: install quickstart test core soak check accelerators-check format clean
 .DELETE_ON_ERROR:
 
 SUITS = -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'
@@ -25,18 +25,17 @@ quickstart: $(STAMP)
 	$(BIN)/areal-jax quickstart
 
 # Tests keep compiled programs in the user's cache folder (tests/compiled_programs.py), so a fresh clone starts warm.
-# A worker for each core and 3 GiB of memory (tests/conftest.py), a file to each, in the order of their names. One that
+# A worker for each core and 3 GiB of memory (tests/conftest.py), a file to each, those with slow tests first. A worker that
 # crashes is replaced once, and costs one test (tests/whole_files.py); a second crash ends the tests.
 WORKERS = -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart 1 -rs
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(WORKERS)
 
-# Whole runs, killed processes, one job of Slurm, one network of namespaces; in the files that have the marker, since
-# pytest takes 15 CPU seconds to collect all.
-slow: $(STAMP)
-	$(BIN)/python -m pytest $(WORKERS) -m "slow and not soak and not gpu" \
-	    $$(grep -rlE --include='test_*.py' 'mark\.slow\b' tests | sort)
+# Beside these whole runs, killed processes, one job of Slurm, one network of namespaces. In one session, so that a file's
+# fixtures and programs are made once.
+core: $(STAMP)
+	$(BIN)/python -m pytest $(WORKERS) -m "not soak and not gpu and not accelerators"
 
 # Installs, second backends and rounds, pages that train, ablations, benches. `make soak SOAK=tests/cluster`: a part.
 soak: $(STAMP)

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 
-from tests import optimizations
+from tests import optimizations, whole_files
 from tests.compiled_programs import keep_compiled_programs, prune
 from tests.costs import Costs
 from tests.ports import reserved_ports
 from tests.programs import unavailable
-from tests.whole_files import pytest_xdist_make_scheduler  # noqa: F401 - a hook
 
 if TYPE_CHECKING:
     from areal_jax.cluster.redis_server import RedisServer
@@ -60,6 +59,7 @@ class FailuresAtOnce:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(FailuresAtOnce(config))
+    config.pluginmanager.register(whole_files)
     if path := os.environ.get("AREAL_JAX_TEST_COSTS"):
         config.pluginmanager.register(Costs(Path(path)))
 
