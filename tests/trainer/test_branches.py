@@ -84,7 +84,14 @@ def with_proximal(batch: Batch, proximal: dict[Any, np.ndarray], level: str) -> 
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [("token_mean", "repeated"), ("sequence_mean", "shared"), ("gspo", "shared"), ("gspo", "apart")],
+    [
+        ("token_mean", "repeated"),
+        ("gspo", "shared"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("sequence_mean", "shared"), ("gspo", "apart"))
+        ),
+    ],
 )
 def test_loss_and_gradient_are_those_of_the_formulas(
     params: Any, learner: MakeLearner, reference: Reference, name: str, layout: Any

@@ -119,6 +119,7 @@ def test_prepare_asks_critic_reference_and_teacher(
         )
 
 
+@pytest.mark.slow
 def test_a_killed_update_goes_on_with_the_same_bits(params: Any, full: Learner, batch: Batch, tmp_path: Path):
     """Critic, its moments, the moving reference and the coefficient are all in the checkpoint."""
     state = full.init(params)

@@ -88,9 +88,9 @@ def wanted(params: Any, learner: MakeLearner) -> dict[str, float]:
     "settings",
     [
         {},
-        {"rows": 1, "proximal": "reuse"},
+        pytest.param({"rows": 1, "proximal": "reuse"}, marks=pytest.mark.slow),
         {"minibatches": 2, "off_policy_settings": {"cap": 1.01}},
-        {"mesh": {"data": 2}, "proximal": "none", "off_policy": "none"},
+        pytest.param({"mesh": {"data": 2}, "proximal": "none", "off_policy": "none"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -106,6 +106,7 @@ def test_neither_cut_nor_correction_changes_them(
     assert shares(metrics) == pytest.approx(wanted, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_shared_prefixes_and_trees_weigh_each_sequence_once(params: Any, learner: MakeLearner):
     of, groups = learner(), conversations()
     state = of.init(params)

@@ -57,6 +57,7 @@ def apart(model: Model) -> Learner:
     return learner_of(model, KL, reference=executor(2, tensor=2))
 
 
+@pytest.mark.slow
 def test_a_reference_apart_gives_the_same_update_and_lies_on_its_own_devices(
     model, params, batch, together, apart, tmp_path: Path
 ):

@@ -40,7 +40,6 @@ COUNT = 10
 """Sequences of a tree."""
 WHOLE = COUNT * LENGTH
 """Tokens of a block into which every tree fits."""
-CHUNKS = (1, 3, 7, WHOLE)
 
 
 class Passes(NamedTuple):
@@ -149,7 +148,9 @@ def tried(of: Passes, seed: int, blocks: Blocks, in_order: bool, walks: int = 1,
     return error(sums[0], grads)
 
 
-@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize(
+    "chunk", [7, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 3, WHOLE))]
+)
 def test_gradients_are_the_dense_ones_in_float64(chunk: int):
     """Fourteen random trees for each chunk size, with and without cut tail and order, three times each."""
     cases = [(cuts_tail, in_order) for cuts_tail in (True, False) for in_order in (True, False)]
@@ -214,6 +215,7 @@ def test_gradients_are_the_dense_ones_with_sequence_losses_critics_and_several_w
         assert tried(of, seed, Blocks(5, 5, call_tokens=0), True, walks, temperatures=(1.0, 0.5)) <= 1e-4
 
 
+@pytest.mark.slow
 def test_scores_of_a_forward_walk_are_the_dense_ones():
     of = passes("ppo", algorithm=Frozen(proximal="recompute"))
     trajectories = trie(3, COUNT, LENGTH)
