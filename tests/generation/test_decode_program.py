@@ -42,7 +42,7 @@ def open_loops(text: str | None) -> int:
     return sum("known_trip_count" not in loop for loop in loops)
 
 
-@pytest.mark.parametrize("truncation", [PLAIN, EVERY])
+@pytest.mark.parametrize("truncation", [pytest.param(PLAIN, marks=pytest.mark.slow), EVERY])
 def test_no_value_decides_what_a_decode_call_runs(engine, with_kernel, versions, truncation):
     """A GPU would copy each such value to the host, for every token, before it could go on."""
     by_kernel, _ = with_kernel()
@@ -72,6 +72,7 @@ def test_prefill_and_rebuild_of_a_gpu_have_only_loops_of_fixed_length(engine, ve
     assert min(counts[True]) >= 1
 
 
+@pytest.mark.slow
 def test_loops_of_fixed_length_change_no_bit(model, versions, monkeypatch):
     """Prompts of one page and of four, four blocks of attention, and a swap in the middle of the samples."""
     monkeypatch.setattr(attention, "KV_BLOCK", 8)

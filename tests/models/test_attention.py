@@ -72,7 +72,7 @@ def ends_of(segments: np.ndarray) -> np.ndarray:
     return ends
 
 
-@pytest.mark.parametrize("block", [4, 8, 64])
+@pytest.mark.parametrize("block", [pytest.param(4, marks=pytest.mark.slow), 8, 64])
 @pytest.mark.parametrize("has_context", [False, True], ids=["alone", "with a context"])
 def test_blocks_are_the_dense_reference(monkeypatch: pytest.MonkeyPatch, block: int, has_context: bool):
     """Values and slopes of a row whose length is no multiple of the block, and of one within a block."""
@@ -111,7 +111,7 @@ def test_blocks_that_no_query_sees_are_not_computed(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("has_context", [False, True], ids=["alone", "with a context"])
-@pytest.mark.parametrize("block", [8, 64])
+@pytest.mark.parametrize("block", [8, pytest.param(64, marks=pytest.mark.slow)])
 def test_one_segment_never_moves_another(monkeypatch: pytest.MonkeyPatch, block: int, has_context: bool):
     """Change segment 2: not one bit of the others, nor of their slopes, within a block and across blocks."""
     monkeypatch.setattr(attention, "CPU_BLOCK", block)
@@ -145,7 +145,9 @@ def random_pages(rng: np.random.Generator, dtype: str, page_tokens: int) -> KVPa
 
 
 @pytest.mark.parametrize("dtype", KV_DTYPES)
-@pytest.mark.parametrize("page_tokens", [24, 100])  # blocks of two pages, of one
+@pytest.mark.parametrize(
+    "page_tokens", [24, pytest.param(100, marks=pytest.mark.slow)]
+)  # two pages a block, one
 def test_blocks_beyond_a_slot_change_no_bit(dtype: str, page_tokens: int):
     """A neighbour with more tokens makes the loop visit more blocks: an exact no-op for this slot."""
     rng = np.random.default_rng(4)
@@ -165,7 +167,7 @@ def test_blocks_beyond_a_slot_change_no_bit(dtype: str, page_tokens: int):
 
 
 @pytest.mark.parametrize("dtype", KV_DTYPES)
-@pytest.mark.parametrize("page_tokens", [5, 16, 80])
+@pytest.mark.parametrize("page_tokens", [5, 16, pytest.param(80, marks=pytest.mark.slow)])
 def test_paged_attention_is_softmax_over_what_was_written(dtype: str, page_tokens: int):
     """Against float64, two query heads a kv head, tokens of one call and of earlier ones."""
     rng = np.random.default_rng(6)
@@ -188,7 +190,9 @@ def test_paged_attention_is_softmax_over_what_was_written(dtype: str, page_token
         np.testing.assert_allclose(out[slot, token, head], want, atol=KV_DTYPES[dtype])
 
 
-@pytest.mark.parametrize("page_tokens", [8, 16, 64])
+@pytest.mark.parametrize(
+    "page_tokens", [pytest.param(8, marks=pytest.mark.slow), 16, pytest.param(64, marks=pytest.mark.slow)]
+)
 def test_a_token_gets_the_same_bits_alone_and_in_a_chunk(page_tokens: int):
     """So that KV that is computed again, in one row or in many, is the KV that decoding wrote."""
     rng = np.random.default_rng(8)

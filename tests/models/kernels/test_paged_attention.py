@@ -34,7 +34,9 @@ def by_blocks(q: Any, cache: KVPages, layer: Any, table: Any, lengths: Any) -> A
     return PagedAttention(table, at, lengths > 0)(layer, q, k, v, cache)[0]
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize(
+    "kv_dtype", [*(pytest.param(dtype, marks=pytest.mark.slow) for dtype in ("float32", "bfloat16")), "int8"]
+)
 def test_blocks_pass(kv_dtype: str):
     assert self_test(by_blocks, *SHAPE, kv_dtype=kv_dtype, page_tokens=16, length=96).problem is None
 
@@ -55,9 +57,11 @@ TOLERANCES = {"float32": 2e-6, "bfloat16": 2e-2, "int8": 2e-2}
     ("kv_dtype", "tokens", "heads", "page_tokens", "places"),
     [
         ("float32", 1, 4, 16, 40),  # three splits of a slot's keys
-        ("float32", 37, 6, 24, 9),  # 111 rows of 3 query heads: two programs a slot and kv head
+        pytest.param(
+            "float32", 37, 6, 24, 9, marks=pytest.mark.slow
+        ),  # 111 rows of 3 query heads: two programs a slot and kv head
         ("bfloat16", 1, 34, 24, 5),  # 17 query heads a kv head, and pages that blocks of keys do not divide
-        ("int8", 1, 4, 16, 40),
+        pytest.param("int8", 1, 4, 16, 40, marks=pytest.mark.slow),
         ("int8", 5, 6, 8, 13),
     ],
 )
@@ -183,7 +187,7 @@ def test_the_choice_names_what_was_rejected(monkeypatch: pytest.MonkeyPatch):
     assert (on_cpu.path, set(on_cpu.rejected)) == ("blocks", {"pages"})
     assert choose("gpu", *SHAPE, "float32", kv_dtype="bfloat16", page_tokens=16).path == "blocks"
     assert choose("gpu", *SHAPE, "bfloat16", kv_dtype="float32", page_tokens=16).path == "blocks"
-    tried = {"pages": raises, "other": by_blocks}
+    tried = {"pages": raises, "other": softmax_over}
     monkeypatch.setattr(paged_kernels, "KERNELS", tried)
     here = lambda test, *given, **named: test(*given, **named)  # noqa: E731 - test_trials.py has the process
     monkeypatch.setattr(paged_kernels, "tried_apart", here)
