@@ -107,7 +107,7 @@ def test_a_decode_call_is_read_back_once_and_the_next_one_may_be_made_before(
     model, versions, monkeypatch, calls_ahead
 ):
     """On two devices, where numpy cannot read an array's memory without jax."""
-    engine = make_engine(model, mesh=jax.sharding.Mesh(np.array(jax.devices()[:2]), ("tensor",)))
+    engine = make_engine(model, mesh=jax.sharding.Mesh(np.array(jax.devices()[2:4]), ("tensor",)))
     store = MemoryStore(engine.canary)
     store.publish(versions(0))
     sampling = Sampling(max_tokens=10)

@@ -19,6 +19,8 @@ from areal_jax.models.transformer import FeatureMajor, project
 from areal_jax.tasks.tokenizers import CharTokenizer
 from areal_jax.types import SampleId, Sampling, VersionedParams
 
+pytestmark = pytest.mark.few_optimizations
+
 MODEL = Model(
     model_config(
         "tiny",

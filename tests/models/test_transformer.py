@@ -20,6 +20,8 @@ from areal_jax.tasks.tokenizers import CharTokenizer
 from tests.algorithms.batches import positions_of, segments_of
 from tests.models import reference
 
+pytestmark = pytest.mark.few_optimizations
+
 SIZES = dict(vocab_size=13, layers=2, width=16, heads=4, kv_heads=2, head_dim=6, mlp_width=24)
 OPTIONS = {
     "llama": dict(rope_theta=500.0),

@@ -119,7 +119,8 @@ def test_old_tokens_change_no_bit_of_an_update(learner: MakeLearner, params: Any
     ("layout", "settings"),
     [
         pytest.param("shared", PPO, marks=pytest.mark.slow, id="shared-ppo"),
-        *(pytest.param(layout, AREAL, id=f"{layout}-areal") for layout in ("repeated", "shared", "apart")),
+        *(pytest.param(layout, AREAL, id=f"{layout}-areal") for layout in ("repeated", "shared")),
+        pytest.param("apart", AREAL, marks=pytest.mark.slow, id="apart-areal"),
     ],
 )
 def test_each_way_of_computing_gives_the_update_of_old_tokens_as_prompts(
@@ -137,7 +138,7 @@ def test_each_way_of_computing_gives_the_update_of_old_tokens_as_prompts(
 
 
 @each_setting
-@pytest.mark.parametrize("layout", ["shared", "apart"])
+@pytest.mark.parametrize("layout", ["shared", pytest.param("apart", marks=pytest.mark.slow)])
 def test_a_batch_in_which_nothing_is_left_changes_no_parameter(
     learner: MakeLearner, params: Any, layout: Layout, settings: dict[str, Any]
 ):

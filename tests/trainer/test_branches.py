@@ -18,6 +18,8 @@ from tests.trainer import gradient_reference
 from tests.trainer.branches import branched_groups, slopes_of
 from tests.trainer.conftest import LENGTH, MakeLearner
 
+pytestmark = pytest.mark.few_optimizations
+
 RATE = 0.5
 """The learning rate of the learners; their first step is plain gradient descent."""
 

@@ -26,6 +26,8 @@ from tests.models.reference import logits
 from tests.trainer.conftest import LENGTH, distance, make_groups, same_bits
 from tests.trainer.test_prepare import exact
 
+pytestmark = pytest.mark.few_optimizations
+
 COEF, TARGET, HORIZON, DECAY = 0.1, 0.01, 2000, 0.75
 
 

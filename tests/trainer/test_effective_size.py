@@ -17,6 +17,8 @@ from areal_jax.types import Batch, Group
 from tests.trainer.conftest import LENGTH, MakeLearner, make_groups
 from tests.trainer.test_tree_update import conversations
 
+pytestmark = pytest.mark.few_optimizations
+
 SUMS = jax.jit(weight_sums)
 TOKENS, SEQUENCES = "effective_token_share", "effective_sequence_share"
 NO_WEIGHT = WeightSums(*[jnp.zeros(())] * 4)

@@ -22,6 +22,8 @@ from areal_jax.types import Batch
 from tests.trainer.conftest import LENGTH, make_groups, random_params, same_bits
 from tests.trainer.test_prepare import exact
 
+pytestmark = pytest.mark.few_optimizations
+
 
 def executor(first: int, dtype: str = "auto", **sizes: int) -> Executor:
     shape = {"data": 1, "fsdp": 1, "tensor": 1, **sizes}

@@ -27,6 +27,8 @@ from areal_jax.parallel.mesh import make_mesh, param_shardings
 from areal_jax.types import ArealError
 from tests.models.golden import GOLDEN, NAMES, SEGMENTS, copy_of, expected, greedy, model_of
 
+pytestmark = pytest.mark.few_optimizations
+
 
 @cache
 def loaded(name: str) -> tuple[Model, Any]:

@@ -189,7 +189,7 @@ def test_the_choice_names_what_was_rejected(monkeypatch: pytest.MonkeyPatch):
     assert choose("gpu", *SHAPE, "bfloat16", kv_dtype="float32", page_tokens=16).path == "blocks"
     tried = {"pages": raises, "other": softmax_over}
     monkeypatch.setattr(paged_kernels, "KERNELS", tried)
-    here = lambda test, *given, **named: test(*given, **named)  # noqa: E731 - test_trials.py has the process
+    here = lambda test, *given, **named: test(*given, **named, length=96)  # noqa: E731 - test_trials.py has the process
     monkeypatch.setattr(paged_kernels, "tried_apart", here)
     choice = choose("gpu", *SHAPE, "bfloat16", kv_dtype="int8", page_tokens=16)
     assert choice.path == "other"
@@ -275,9 +275,12 @@ def test_a_token_that_is_no_number_is_seen_by_those_who_look_alone():
     q, k, v = (jnp.asarray(rng.normal(size=(2, 1, 2, 8)), jnp.float32) for _ in range(3))
     table = jnp.array([[1, 0], [2, 3]])
 
+    @jax.jit
+    def attended(cache: KVPages, k: Any, v: Any, at: Any) -> tuple[jax.Array, KVPages]:
+        return PagedAttention(table, at[:, None], jnp.ones((2, 1), bool))(jnp.int32(0), q, k, v, cache)
+
     def run(cache: KVPages, k: Any, v: Any, at: list[int]) -> tuple[np.ndarray, KVPages]:
-        attend = PagedAttention(table, jnp.array(at)[:, None], jnp.ones((2, 1), bool))
-        out, cache = attend(jnp.int32(0), q, k, v, cache)
+        out, cache = attended(cache, k, v, np.array(at))
         return np.asarray(out), cache
 
     clean = KVPages.zeros(1, 3, 4, 2, 8, "float32")
