@@ -11,6 +11,8 @@ from areal_jax.runtime.reading import audit_run, open_journal
 from tests.promises import GROUPS, PAIRS, STEPS, check, scarce
 from tests.small_run import small
 
+pytestmark = pytest.mark.all_optimizations  # the programs of other files' small runs
+
 SLOW = {("sync", "recompute"), ("interruptible", "drain"), ("pinned", "drain")}
 """Second ways of a strategy."""
 
