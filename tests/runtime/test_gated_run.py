@@ -30,7 +30,6 @@ WORDS = (
     f"run.steps={STEPS}",
     "control.max_staleness=0",
     "trainer.checkpoint_every=2",
-    "trainer.learning_rate=3e-3",
     "observe.keep_groups=0",
     "algorithm.gate.part=short",
     "algorithm.gate.tolerance=0",
