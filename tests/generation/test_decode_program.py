@@ -42,7 +42,8 @@ def open_loops(text: str | None) -> int:
     return sum("known_trip_count" not in loop for loop in loops)
 
 
-@pytest.mark.parametrize("truncation", [pytest.param(PLAIN, marks=pytest.mark.slow), EVERY])
+@pytest.mark.slow
+@pytest.mark.parametrize("truncation", [PLAIN, EVERY])
 def test_no_value_decides_what_a_decode_call_runs(engine, with_kernel, versions, truncation):
     """A GPU would copy each such value to the host, for every token, before it could go on."""
     by_kernel, _ = with_kernel()

@@ -193,6 +193,7 @@ class HalfFails(Countdown):
         return super().score(prompt, completion)
 
 
+@pytest.mark.slow
 def test_eta_0_with_half_of_all_groups_dropped_does_not_stall(tmp_path):
     config = small(tmp_path / "run", "control.max_staleness=0", "run.steps=3")
     rows = start(config, tasks=[HalfFails()]).metrics

@@ -103,7 +103,8 @@ BATCHES = {f"jit({name})" for name in ("_has_tokens", "_split", "finish", "conca
 """Programs over a whole batch, without the model: they depend on its number of rows."""
 
 
-@pytest.mark.parametrize("platform", [pytest.param("cpu", marks=pytest.mark.slow), "gpu"])
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_on_a_gpu_a_new_number_of_micro_batches_compiles_no_program_with_the_model(
     params: Any, model: Model, platform: str, monkeypatch: pytest.MonkeyPatch
 ):

@@ -36,8 +36,6 @@ PROJECTIONS = 7 + 6 + 2 * 7
 """The same of q, k, v, out, gate, up and down; the result of down is not needed again."""
 HEAD = 1 + 1 + 2
 
-TIED = pytest.param(True, id="tied", marks=pytest.mark.slow)
-
 
 def model_of(dtype: str, **options: Any) -> Model:
     letters = "".join(map(chr, range(97, 97 + VOCAB - 2)))
@@ -105,7 +103,10 @@ def gradient(model: Model, params: Any, tokens: np.ndarray, slopes: np.ndarray) 
     return jax.jit(jax.grad(value))(params)
 
 
-@pytest.fixture(scope="module", params=[TIED, pytest.param(False, id="untied")])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(True, id="tied", marks=pytest.mark.slow), pytest.param(False, id="untied")],
+)
 def case(request: pytest.FixtureRequest) -> tuple[Model, Any, np.ndarray, np.ndarray, Any]:
     """A model, parameters, tokens, the gradients of their log-probs, and the parameters' in float64."""
     model, rng = model_of("bfloat16", is_tied=request.param), np.random.default_rng(0)
@@ -142,7 +143,8 @@ def test_a_bfloat16_gradient_is_unbiased_and_as_close_as_bfloat16_is(device: str
 # --- what devices exchange ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_tied", [TIED, pytest.param(False, id="untied")])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
 def test_fsdp_devices_exchange_the_head_in_bfloat16_and_sum_only_their_part(is_tied: bool):
     """Once a micro-batch: the matrix as bfloat16, and of the float32 sum of its gradient each device's part.
 

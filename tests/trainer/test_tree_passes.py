@@ -30,7 +30,7 @@ from areal_jax.types import Trajectory
 from tests.trainer.conftest import LENGTH, VOCAB, random_params
 from tests.trainer.prefix_trees import prepared, rows_of, trie
 
-pytestmark = pytest.mark.few_optimizations
+pytestmark = [pytest.mark.few_optimizations, pytest.mark.slow]
 
 SIZES = dict(vocab_size=VOCAB, layers=2, width=16, heads=4, kv_heads=2, head_dim=4, mlp_width=24)
 WIDE = dict(dtype="float64", accumulate="float64")
@@ -40,6 +40,7 @@ COUNT = 10
 """Sequences of a tree."""
 WHOLE = COUNT * LENGTH
 """Tokens of a block into which every tree fits."""
+CHUNKS = (1, 3, 7, WHOLE)
 
 
 class Passes(NamedTuple):
@@ -148,9 +149,7 @@ def tried(of: Passes, seed: int, blocks: Blocks, in_order: bool, walks: int = 1,
     return error(sums[0], grads)
 
 
-@pytest.mark.parametrize(
-    "chunk", [7, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 3, WHOLE))]
-)
+@pytest.mark.parametrize("chunk", CHUNKS)
 def test_gradients_are_the_dense_ones_in_float64(chunk: int):
     """Fourteen random trees for each chunk size, with and without cut tail and order, three times each."""
     cases = [(cuts_tail, in_order) for cuts_tail in (True, False) for in_order in (True, False)]
@@ -164,7 +163,6 @@ def test_gradients_are_the_dense_ones_in_float64(chunk: int):
             )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"data": 2}, {"fsdp": 2}])
 def test_gradients_of_two_devices_are_the_dense_ones_in_float64(mesh: dict[str, int]):
     """Five random trees. The optimiser is SGD, so the step is the gradient."""
@@ -198,7 +196,6 @@ class Frozen(dict):
 WITH_ENTROPY = Frozen(entropy_coef=0.1, proximal="recompute")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "options"),
     [
@@ -215,7 +212,6 @@ def test_gradients_are_the_dense_ones_with_sequence_losses_critics_and_several_w
         assert tried(of, seed, Blocks(5, 5, call_tokens=0), True, walks, temperatures=(1.0, 0.5)) <= 1e-4
 
 
-@pytest.mark.slow
 def test_scores_of_a_forward_walk_are_the_dense_ones():
     of = passes("ppo", algorithm=Frozen(proximal="recompute"))
     trajectories = trie(3, COUNT, LENGTH)

@@ -118,6 +118,7 @@ def test_a_wrong_kernel_ends_its_process_and_a_refused_one_does_not(
     assert refused == wrong != after
 
 
+@pytest.mark.slow
 def test_a_cell_with_an_environment_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     one = Cell("one", f"{HERE}:succeeds", env={"XLA_AS_TESTED": "1"})
     rest = [Cell(name, f"{HERE}:succeeds") for name in ("two", "three")]
