@@ -153,7 +153,9 @@ def dense_stats(hidden: jax.Array, weight: jax.Array, support: np.ndarray | None
 
 @pytest.mark.parametrize("has_entropy_gradient", [False, True])
 @pytest.mark.parametrize("support", [None, SUPPORT], ids=["full", "support"])
-@pytest.mark.parametrize("chunk", [1, 7, 1000])
+@pytest.mark.parametrize(
+    "chunk", [pytest.param(1, marks=pytest.mark.slow), 7, pytest.param(1000, marks=pytest.mark.slow)]
+)
 def test_chunks_change_nothing_beyond_rounding(
     chunk: int, support: np.ndarray | None, has_entropy_gradient: bool
 ):

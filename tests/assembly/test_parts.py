@@ -43,6 +43,7 @@ def test_a_prompt_must_leave_room_for_a_completion(tmp_path):
     assert inputs.prompt_tokens(0) == tuple(CharTokenizer("ab").encode("a")) * 23
 
 
+@pytest.mark.slow
 def test_the_supervised_steps_may_have_tasks_of_their_own(tmp_path):
     """Equal to a run of that task alone; the run's prompts stay those of its own task."""
     words = ["trainer.supervised_steps=2", "trainer.supervised_batch=8"]

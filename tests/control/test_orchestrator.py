@@ -279,7 +279,7 @@ def at(result: SimResult, kind: type, which: int) -> tuple[int, str, str]:
     return found[which % len(found)]
 
 
-@pytest.mark.parametrize("bound", BOUNDS)
+@pytest.mark.parametrize("bound", [1, *(pytest.param(bound, marks=pytest.mark.slow) for bound in (2, 3)), 5])
 def test_deaths_in_the_middle_of_a_migration_lose_nothing(bound):
     """The source dies, the target dies, both die: once it was asked, offered and moved, in a run that is the
     same up to that row.

@@ -51,6 +51,7 @@ def follow(folder: Path, *words: str, is_evaluating: bool = True) -> list[str]:
     return notes
 
 
+@pytest.mark.slow
 def test_the_newest_checkpoint_is_evaluated_once_as_eval_does(folder: Path):
     said = eval_model_or_run(str(folder), limit=6)
     (folder / "evals.jsonl").unlink()

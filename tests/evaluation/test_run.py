@@ -283,6 +283,7 @@ def agent(base_url: str, messages: list[dict[str, str]]) -> None:
         messages = [*messages, said, {"role": "user", "content": "k"}]
 
 
+@pytest.mark.slow
 def test_agents_are_evaluated():
     model, generation = tiny(string.printable), GENERATION.model_copy(update={"length": 160})
     engine, params = make_engine(generation, model), VersionedParams(7, model.init(1), "d" * 16)

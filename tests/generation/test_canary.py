@@ -20,7 +20,7 @@ from areal_jax.weights.digest import digest
 from areal_jax.weights.memory import MemoryStore
 from areal_jax.weights.store import Probe, WeightsError
 
-PUBLISHERS = [{"fsdp": 4}, {"fsdp": 1, "tensor": 2}]
+PUBLISHERS = [{"fsdp": 4}, pytest.param({"fsdp": 1, "tensor": 2}, marks=pytest.mark.slow)]
 HOSTS = [{"tensor": 1}, {"tensor": 2}]
 
 Place = Callable[[dict[str, int]], Any]

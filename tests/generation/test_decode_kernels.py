@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import numpy as np
+import pytest
 
 from areal_jax.generation.commands import Start
 from areal_jax.models.kernels.packed_attention import Choice
@@ -47,6 +48,7 @@ def test_a_host_samples_the_same_by_kernel_and_by_blocks(engine, with_kernel, ve
         np.testing.assert_allclose(trajectory.behavior_logp, blocks[sample].behavior_logp, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_heads_are_divided_among_a_mesh(engine, with_kernel, versions):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[2:4]), ("tensor",))
     sharded, calls = with_kernel(mesh=mesh)

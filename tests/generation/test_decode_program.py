@@ -42,6 +42,7 @@ def open_loops(text: str | None) -> int:
     return sum("known_trip_count" not in loop for loop in loops)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("truncation", [PLAIN, EVERY])
 def test_no_value_decides_what_a_decode_call_runs(engine, with_kernel, versions, truncation):
     """A GPU would copy each such value to the host, for every token, before it could go on."""
@@ -72,6 +73,7 @@ def test_prefill_and_rebuild_of_a_gpu_have_only_loops_of_fixed_length(engine, ve
     assert min(counts[True]) >= 1
 
 
+@pytest.mark.slow
 def test_loops_of_fixed_length_change_no_bit(model, versions, monkeypatch):
     """Prompts of one page and of four, four blocks of attention, and a swap in the middle of the samples."""
     monkeypatch.setattr(attention, "KV_BLOCK", 8)
@@ -106,7 +108,7 @@ def test_a_decode_call_is_read_back_once_and_the_next_one_may_be_made_before(
     model, versions, monkeypatch, calls_ahead
 ):
     """On two devices, where numpy cannot read an array's memory without jax."""
-    engine = make_engine(model, mesh=jax.sharding.Mesh(np.array(jax.devices()[:2]), ("tensor",)))
+    engine = make_engine(model, mesh=jax.sharding.Mesh(np.array(jax.devices()[2:4]), ("tensor",)))
     store = MemoryStore(engine.canary)
     store.publish(versions(0))
     sampling = Sampling(max_tokens=10)

@@ -19,6 +19,8 @@ from areal_jax.models.transformer import FeatureMajor, project
 from areal_jax.tasks.tokenizers import CharTokenizer
 from areal_jax.types import SampleId, Sampling, VersionedParams
 
+pytestmark = pytest.mark.few_optimizations
+
 MODEL = Model(
     model_config(
         "tiny",
@@ -115,7 +117,9 @@ def test_a_product_is_the_same_in_both_forms(rows, dtype):
 
 
 @pytest.mark.parametrize("layout", ["feature_major", "split"])
-@pytest.mark.parametrize("change", ["plain", "untied", "adapters", "int8"])
+@pytest.mark.parametrize(
+    "change", ["plain", pytest.param("untied", marks=pytest.mark.slow), "adapters", "int8"]
+)
 def test_hidden_states_and_logits_are_those_of_the_stack(change, layout):
     changes = {
         "plain": {},
@@ -139,7 +143,9 @@ def test_hidden_states_and_logits_are_those_of_the_stack(change, layout):
     np.testing.assert_allclose(logits(served), logits(params), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("layout", ["auto", "stacked", "split"])
+@pytest.mark.parametrize(
+    "layout", ["auto", *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("stacked", "split"))]
+)
 def test_what_is_recorded_is_what_a_dense_forward_says(layout):
     """Bits read as numbers, or a bias taken for a matrix, would be far off; rounding to bfloat16 is not."""
     params = bfloat16_params()

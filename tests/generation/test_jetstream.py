@@ -42,6 +42,7 @@ def loaded(engine, versions):
     return lambda version: engine.load_params(versions(version))
 
 
+@pytest.mark.slow
 def test_the_stock_driver_and_a_bare_loop_get_the_hosts_tokens_from_a_runs_own_engine():
     done = subprocess.run(
         [sys.executable, "-m", "tests.generation.stock_driver"],

@@ -12,6 +12,8 @@ from areal_jax.weights.memory import MemoryStore
 from tests.generation.conftest import LENGTH
 from tests.generation.decoding import Heard, make_host
 
+pytestmark = pytest.mark.all_optimizations  # the other files' programs of these engines
+
 PROMPT, ADDED = (5, 9, 2, 14, 3), (7, 7, 2)
 SAMPLE = SampleId(0, 0)
 

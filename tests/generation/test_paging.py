@@ -180,6 +180,7 @@ def test_a_swap_in_the_middle_of_a_prefill_begins_it_again(model, store, version
     assert [span.version for span in heard.done[SampleId(0, 0)].spans] == [0, 1]
 
 
+@pytest.mark.slow
 def test_slots_in_a_tight_room_are_many_more_than_whole_samples(model, store):
     """Short answers: most of a slot's length is never used, and no page of it is taken."""
     engine, heard = make_engine(model, slots=4 * SLOTS, kv_tokens=SLOTS * LENGTH), Heard()

@@ -301,7 +301,14 @@ def test_a_half_decoded_sample_moves_with_its_kv_without_a_prefill(
     assert home.statistics().live == 1 and moved(home, sample) is None
 
 
-@pytest.mark.parametrize("why", ["another version", "the same number, other weights", "other pages"])
+@pytest.mark.parametrize(
+    "why",
+    [
+        "another version",
+        "the same number, other weights",
+        pytest.param("other pages", marks=pytest.mark.slow),
+    ],
+)
 def test_a_sample_is_refused_where_its_kv_means_something_else(model, engine, store, versions, why):
     home = make_host(engine, store, Heard())
     home.inbox.put(start(0, 1, PROMPT))
@@ -493,6 +500,7 @@ def test_out_of_memory_in_a_prefill_fails_that_group_alone(engine, store, versio
     assert {sample.ordinal for sample in heard.done} == {1}
 
 
+@pytest.mark.slow
 def test_penalties_change_what_is_sampled(model, store, versions):
     engine, heard = make_engine(model, has_penalties=True), Heard()
     host = make_host(engine, store, heard, sampling=Sampling(0.0, max_tokens=20))

@@ -70,18 +70,20 @@ def on_mesh(model: Model, axes: dict[str, int]) -> tuple[Any, Any]:
     return jax.device_put(model.init(SEED), shardings), jax.jit(model.init, out_shardings=shardings)(SEED)
 
 
+def drawn_by_init() -> dict[str, str]:
+    """Returns the digest of each model's `init`."""
+    return {name: digest(model_of(name).init(SEED)) for name in ("narrow", "odd", "adapted")}
+
+
 def digests() -> dict[str, str]:
     narrow, adapted = model_of("narrow"), model_of("adapted")
-    found = {
-        "narrow": digest(narrow.init(SEED)),
+    found = drawn_by_init() | {
         "narrow by default": digest(plain(narrow)),
         "narrow in a jit": digest(jax.jit(narrow.init)(SEED)),
         "narrow of benchmarks": digest(random_params(narrow, "float32")),
-        "adapted": digest(adapted.init(SEED)),
         "adapters": digest(adapters_of(adapted.init(SEED))),
         "adapters by default": digest(plain_adapters(adapted)),
         "adapters in a jit": digest(adapters_of(jax.jit(adapted.init)(SEED))),
-        "odd": digest(model_of("odd").init(SEED)),
         "odd by default": digest(plain(model_of("odd"))),
     }
     for axes in MESHES:

@@ -72,7 +72,7 @@ def ends_of(segments: np.ndarray) -> np.ndarray:
     return ends
 
 
-@pytest.mark.parametrize("block", [4, 8, 64])
+@pytest.mark.parametrize("block", [pytest.param(4, marks=pytest.mark.slow), 8, 64])
 @pytest.mark.parametrize("has_context", [False, True], ids=["alone", "with a context"])
 def test_blocks_are_the_dense_reference(monkeypatch: pytest.MonkeyPatch, block: int, has_context: bool):
     """Values and slopes of a row whose length is no multiple of the block, and of one within a block."""
@@ -111,7 +111,7 @@ def test_blocks_that_no_query_sees_are_not_computed(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("has_context", [False, True], ids=["alone", "with a context"])
-@pytest.mark.parametrize("block", [8, 64])
+@pytest.mark.parametrize("block", [8, pytest.param(64, marks=pytest.mark.slow)])
 def test_one_segment_never_moves_another(monkeypatch: pytest.MonkeyPatch, block: int, has_context: bool):
     """Change segment 2: not one bit of the others, nor of their slopes, within a block and across blocks."""
     monkeypatch.setattr(attention, "CPU_BLOCK", block)
@@ -133,6 +133,8 @@ def test_one_segment_never_moves_another(monkeypatch: pytest.MonkeyPatch, block:
 KV_DTYPES = {"float32": 1e-6, "bfloat16": 2e-2, "int8": 5e-2}
 """Of pages, and how far attention over them may be from that over what was written."""
 
+WRITTEN = jax.jit(KVPages.written)
+
 
 def random_pages(rng: np.random.Generator, dtype: str, page_tokens: int) -> KVPages:
     """Two layers of eight pages, every token of them written."""
@@ -140,12 +142,14 @@ def random_pages(rng: np.random.Generator, dtype: str, page_tokens: int) -> KVPa
     for layer in range(2):
         k, v = rng.normal(size=(2, 9, page_tokens, 2, 6)).astype(np.float32)
         page, place = np.mgrid[:9, :page_tokens]
-        cache = cache.written(layer, jnp.asarray(page), jnp.asarray(place), jnp.asarray(k), jnp.asarray(v))
+        cache = WRITTEN(cache, layer, page, place, k, v)
     return cache
 
 
 @pytest.mark.parametrize("dtype", KV_DTYPES)
-@pytest.mark.parametrize("page_tokens", [24, 100])  # blocks of two pages, of one
+@pytest.mark.parametrize(
+    "page_tokens", [24, pytest.param(100, marks=pytest.mark.slow)]
+)  # two pages a block, one
 def test_blocks_beyond_a_slot_change_no_bit(dtype: str, page_tokens: int):
     """A neighbour with more tokens makes the loop visit more blocks: an exact no-op for this slot."""
     rng = np.random.default_rng(4)
@@ -165,7 +169,7 @@ def test_blocks_beyond_a_slot_change_no_bit(dtype: str, page_tokens: int):
 
 
 @pytest.mark.parametrize("dtype", KV_DTYPES)
-@pytest.mark.parametrize("page_tokens", [5, 16, 80])
+@pytest.mark.parametrize("page_tokens", [5, 16, pytest.param(80, marks=pytest.mark.slow)])
 def test_paged_attention_is_softmax_over_what_was_written(dtype: str, page_tokens: int):
     """Against float64, two query heads a kv head, tokens of one call and of earlier ones."""
     rng = np.random.default_rng(6)
@@ -173,13 +177,13 @@ def test_paged_attention_is_softmax_over_what_was_written(dtype: str, page_token
     k, v = rng.normal(size=(2, 2, known + new, 2, 6)).astype(np.float32)
     q = rng.normal(size=(2, new, 4, 6)).astype(np.float32)
     cache = KVPages.zeros(1, 2 * places, page_tokens, 2, 6, dtype)
-    table = jnp.asarray(rng.permutation(2 * places).reshape(2, places) + 1)
-    at = jnp.tile(jnp.arange(known + new), (2, 1))
-    page = jnp.take_along_axis(table, at // page_tokens, axis=1)
+    table = rng.permutation(2 * places).reshape(2, places) + 1
+    at = np.tile(np.arange(known + new), (2, 1))
+    page = np.take_along_axis(table, at // page_tokens, axis=1)
     early = slice(None), slice(0, known)
-    cache = cache.written(0, page[early], at[early] % page_tokens, *map(jnp.asarray, (k[early], v[early])))
-    attend = PagedAttention(table, at[:, known:], jnp.ones((2, new), bool))
-    out, _ = attend(jnp.int32(0), *map(jnp.asarray, (q, k[:, known:], v[:, known:])), cache)
+    cache = WRITTEN(cache, 0, page[early], at[early] % page_tokens, k[early], v[early])
+    attend = PagedAttention(jnp.asarray(table), jnp.asarray(at[:, known:]), jnp.ones((2, new), bool))
+    out, _ = jax.jit(lambda *given: attend(*given))(jnp.int32(0), q, k[:, known:], v[:, known:], cache)
     for slot, token, head in np.ndindex(2, new, 4):
         seen = slice(0, known + token + 1)
         scores = k[slot, seen, head // 2].astype(np.float64) @ q[slot, token, head] / np.sqrt(6)
@@ -188,7 +192,9 @@ def test_paged_attention_is_softmax_over_what_was_written(dtype: str, page_token
         np.testing.assert_allclose(out[slot, token, head], want, atol=KV_DTYPES[dtype])
 
 
-@pytest.mark.parametrize("page_tokens", [8, 16, 64])
+@pytest.mark.parametrize(
+    "page_tokens", [pytest.param(8, marks=pytest.mark.slow), 16, pytest.param(64, marks=pytest.mark.slow)]
+)
 def test_a_token_gets_the_same_bits_alone_and_in_a_chunk(page_tokens: int):
     """So that KV that is computed again, in one row or in many, is the KV that decoding wrote."""
     rng = np.random.default_rng(8)
@@ -221,7 +227,7 @@ def test_pages_hold_the_nearest_value_of_their_dtype(dtype: str, spacing: float)
     rng = np.random.default_rng(7)
     k, v = rng.normal(size=(2, 1, 4, 2, 6)).astype(np.float32) * np.array([1e-3, 1, 30, 0])[:, None, None]
     cache = KVPages.zeros(1, 1, 4, 2, 6, dtype)
-    cache = cache.written(0, jnp.ones((1, 4), int), jnp.arange(4)[None], jnp.asarray(k), jnp.asarray(v))
+    cache = WRITTEN(cache, 0, np.ones((1, 4), int), np.arange(4)[None], k, v)
     for found, want in zip(cache.read(0, 1), (k, v), strict=True):
         largest = np.abs(want).max(-1, keepdims=True)  # of the token and head, which share int8's scale
         assert (np.abs(np.swapaxes(found, 0, 1) - want[0]) <= largest[0] * spacing * 0.501).all()
@@ -234,7 +240,8 @@ def test_unwritten_tokens_touch_no_page_but_the_scratch_page():
     table = jnp.array([[1, 2], [3, 4]])
     positions = jnp.broadcast_to(jnp.arange(4), (2, 4))
     is_written = jnp.array([[True, True, False, False], [False] * 4])
-    _, after = PagedAttention(table, positions, is_written)(jnp.int32(0), *map(jnp.asarray, (q, k, v)), cache)
+    attend = jax.jit(lambda *given: PagedAttention(table, positions, is_written)(*given))
+    _, after = attend(jnp.int32(0), q, k, v, cache)
     want = np.zeros_like(np.asarray(after.k[0, 1:]))
     want[0, :, :2] = np.swapaxes(k[0, :2], 0, 1)
     np.testing.assert_array_equal(after.k[0, 1:], want)

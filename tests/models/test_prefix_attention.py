@@ -61,20 +61,23 @@ def part(
     )
 
 
+PART = jax.jit(part)
+
+
 def test_tokens_behind_a_path_get_the_hidden_states_of_the_whole_row(params: Any):
-    right, empty = whole(params), KVStack.zeros(MODEL.config, WALKS, PLACES)
-    first, stack = part(params, [0, 0], empty)
+    right, empty = jax.jit(whole)(params), KVStack.zeros(MODEL.config, WALKS, PLACES)
+    first, stack = PART(params, np.zeros(2, int), empty)
     np.testing.assert_allclose(first, right[:, :SIZE], rtol=0, atol=1e-5)
     # What the first call wrote behind the paths is not seen.
-    second, _ = part(params, CUT, stack)
+    second, _ = PART(params, CUT, stack)
     for row, cut in enumerate(CUT):
         np.testing.assert_allclose(second[row, : LENGTH - cut], right[row, cut:], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("remat", ["none", "layer"])
 def test_gradients_through_the_path_are_those_of_the_whole_row(params: Any, remat: str):
-    right = jax.grad(lambda params: (whole(params) * SLOPE).sum())(params)
-    _, stack = part(params, [0, 0], KVStack.zeros(MODEL.config, WALKS, PLACES))
+    right = jax.jit(jax.grad(lambda params: (whole(params) * SLOPE).sum()))(params)
+    _, stack = PART(params, np.zeros(2, int), KVStack.zeros(MODEL.config, WALKS, PLACES))
     slopes, total = KVStack.zeros(MODEL.config, WALKS, PLACES, "float32"), None
 
     @partial(jax.jit, donate_argnums=1)
@@ -95,6 +98,7 @@ def test_gradients_through_the_path_are_those_of_the_whole_row(params: Any, rema
     assert not any(jnp.any(x) for x in slopes)  # every gradient was taken out again
 
 
+@pytest.mark.slow
 def test_no_copy_of_the_stack_is_made():
     """With `remat` layer, what a call needs for a longer stack does not depend on the number of layers."""
 

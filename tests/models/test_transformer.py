@@ -20,6 +20,8 @@ from areal_jax.tasks.tokenizers import CharTokenizer
 from tests.algorithms.batches import positions_of, segments_of
 from tests.models import reference
 
+pytestmark = pytest.mark.few_optimizations
+
 SIZES = dict(vocab_size=13, layers=2, width=16, heads=4, kv_heads=2, head_dim=6, mlp_width=24)
 OPTIONS = {
     "llama": dict(rope_theta=500.0),
@@ -92,22 +94,35 @@ def test_parameters_are_read_as_they_are_published(model: Model, params: Any):
     assert np.abs(read - packed(model, params, *args)).max() > 1e-3
 
 
+@partial(jax.jit, static_argnums=(0, 5))
+@partial(jax.grad, argnums=1)
+def slopes(model: Model, params: Any, tokens: Any, positions: Any, segments: Any, remat: Any) -> jax.Array:
+    return (packed(model, params, tokens, positions, segments, remat) ** 2).mean()
+
+
+@pytest.mark.parametrize(
+    "model",
+    ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "qwen3"))],
+    indirect=True,
+)
 @pytest.mark.parametrize("remat", ["layer", "dots"])
 def test_rematerialising_changes_nothing(model: Model, params: Any, remat: Any):
     """Values and slopes; two segments, the second in a row of two blocks."""
     segments = segments_of(((5, 7),), 13)
     args = (TOKENS[None], positions_of(segments)[:, :LENGTH], segments[:, :LENGTH])
-
-    def value(params: Any, remat: Any) -> jax.Array:
-        return (packed(model, params, *args, remat) ** 2).mean()
-
-    slopes = jax.jit(jax.grad(value), static_argnums=1)
-    for one, other in zip(*(jax.tree.leaves(slopes(params, x)) for x in (remat, "none")), strict=True):
+    of_both = (jax.tree.leaves(slopes(model, params, *args, x)) for x in (remat, "none"))
+    for one, other in zip(*of_both, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5 * np.abs(other).max())
 
 
-@pytest.mark.parametrize("page_tokens", [3, 4, 12])
-@pytest.mark.parametrize("chunk", [5, 12])
+@pytest.mark.parametrize(
+    ("chunk", "page_tokens"),
+    [
+        (5, 3),
+        (12, 12),
+        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((5, 4), (5, 12), (12, 3), (12, 4))),
+    ],
+)
 def test_prefill_and_decode_through_pages(model: Model, params: Any, page_tokens: int, chunk: int):
     """Two slots, one of them out of step; 7 tokens prefilled in chunks, the rest decoded one by one."""
     pages = LENGTH // page_tokens

@@ -69,6 +69,7 @@ def check_whole(folder: Path, untouched: list[str]) -> None:
     assert committed(folder / "checkpoints") == [STEPS]
 
 
+@pytest.mark.slow
 def test_weights_in_files_change_no_bit_and_are_told_after_their_batch(tmp_path, untouched):
     folder = tmp_path / "run"
     run(small(folder, *WORDS, *STAGED), stream=io.StringIO())

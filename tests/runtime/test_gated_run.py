@@ -30,7 +30,6 @@ WORDS = (
     f"run.steps={STEPS}",
     "control.max_staleness=0",
     "trainer.checkpoint_every=2",
-    "trainer.learning_rate=3e-3",
     "observe.keep_groups=0",
     "algorithm.gate.part=short",
     "algorithm.gate.tolerance=0",
@@ -124,7 +123,13 @@ def trained(step: int):
     return lambda event, actions: isinstance(event, BatchTrained) and event.step == step
 
 
-@pytest.mark.parametrize("last", [asked(3), trained(3)], ids=["asked for a batch", "trained a batch"])
+@pytest.mark.parametrize(
+    "last",
+    [
+        pytest.param(asked(3), id="asked for a batch", marks=pytest.mark.slow),
+        pytest.param(trained(3), id="trained a batch"),
+    ],
+)
 def test_after_a_crash_the_gates_come_from_the_journal_and_the_bits_stay(tmp_path, monkeypatch, oracle, last):
     folder = tmp_path / "run"
     crash_after(folder, monkeypatch, last)

@@ -57,9 +57,23 @@ def oracle(tmp_path_factory) -> list[str]:
     return plain_loop(small(tmp_path_factory.mktemp("plain"), *SYNC, "algorithm.minibatches=2"))
 
 
-@pytest.mark.parametrize(("placement", "calls_ahead"), [("split", 0), ("split", 1), ("shared", 0)])
-@pytest.mark.parametrize("strategy", ["sync", "interruptible"])
-def test_eta_0_is_bit_identical_to_the_plain_loop(tmp_path, oracle, placement, calls_ahead, strategy):
+@pytest.mark.parametrize(
+    ("strategy", "placement", "calls_ahead"),
+    [
+        ("sync", "shared", 0),
+        ("interruptible", "split", 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("sync", "split", 0),
+                ("sync", "split", 1),
+                ("interruptible", "split", 0),
+                ("interruptible", "shared", 0),
+            )
+        ),
+    ],
+)
+def test_eta_0_is_bit_identical_to_the_plain_loop(tmp_path, oracle, strategy, placement, calls_ahead):
     config = small(
         tmp_path / "run",
         f"control.strategy={strategy}",
@@ -179,6 +193,7 @@ class HalfFails(Countdown):
         return super().score(prompt, completion)
 
 
+@pytest.mark.slow
 def test_eta_0_with_half_of_all_groups_dropped_does_not_stall(tmp_path):
     config = small(tmp_path / "run", "control.max_staleness=0", "run.steps=3")
     rows = start(config, tasks=[HalfFails()]).metrics
@@ -242,6 +257,7 @@ def test_truncated_sampling_trains_on_the_distribution_it_sampled_from(tmp_path)
         assert row["effective_sequence_share"] == pytest.approx(1, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_bfloat16_on_the_wire_is_checked_by_its_own_digest(tmp_path):
     config = small(tmp_path / "run", "run.steps=3", "weights.wire_dtype=bfloat16", "runtime.placement=shared")
     rows = start(config).metrics
@@ -252,6 +268,7 @@ def test_bfloat16_on_the_wire_is_checked_by_its_own_digest(tmp_path):
     assert all(committed[row["version"]] != row["params_digest"] for row in rows)
 
 
+@pytest.mark.slow
 def test_a_run_keeps_the_layout_that_it_measured(monkeypatch, tmp_path):
     """A resumed run takes the layout from config.yaml: measured again, it could give other bits."""
     measured, served = [], []

@@ -24,6 +24,8 @@ from areal_jax.tasks.datasets.countdown import Countdown
 from areal_jax.types import ArealError
 from tests.small_run import killed_at, small
 
+pytestmark = pytest.mark.slow
+
 WORDS = (
     "run.steps=12",
     "runtime.hosts=2",
@@ -67,7 +69,6 @@ def reissued(folder: Path) -> set[str]:
         return {a.reason for row in journal.rows() for a in row.actions if isinstance(a, Reissue)}
 
 
-@pytest.mark.slow
 def test_a_run_masks_old_tokens_and_a_crash_a_replay_and_a_bundle_give_its_bits(
     tmp_path, monkeypatch, a_slow_host
 ):
@@ -105,7 +106,6 @@ def test_a_run_masks_old_tokens_and_a_crash_a_replay_and_a_bundle_give_its_bits(
     assert any("state.critic" in name for name in bundle.tensors)
 
 
-@pytest.mark.slow
 def test_a_run_holds_its_trainer_and_the_wait_is_a_cause_of_its_own(tmp_path, a_slow_host):
     folder = tmp_path / "run"
     rows = started(bounded(folder, "hold"))
@@ -133,7 +133,6 @@ def without_bound(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return digests(folder)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("over_age", ["hold", "mask"])
 def test_at_eta_0_nothing_is_old_and_the_bits_are_those_of_a_run_without_a_bound(
     tmp_path, without_bound, over_age

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import io
 
+import pytest
+
 from areal_jax.runtime.jobs import run
 from areal_jax.runtime.reading import audit_run, open_journal
-from tests.promises import GROUPS, STEPS, check, each_promise, scarce
+from tests.promises import GROUPS, PAIRS, STEPS, check, scarce
 from tests.small_run import small
 
+pytestmark = pytest.mark.all_optimizations  # the programs of other files' small runs
 
-@each_promise
+SLOW = {("sync", "recompute"), ("interruptible", "drain"), ("pinned", "drain")}
+"""Second ways of a strategy."""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "on_update"),
+    [
+        pytest.param(*pair, id="-".join(pair), marks=[pytest.mark.slow] if pair in SLOW else [])
+        for pair in PAIRS
+    ],
+)
 def test_a_strategy_keeps_its_promise_with_scarce_slots(tmp_path, strategy, on_update):
     config = small(tmp_path / "run", *scarce(strategy, on_update))
     run(config, stream=io.StringIO())

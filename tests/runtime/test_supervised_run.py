@@ -66,6 +66,7 @@ def test_a_supervised_run_is_the_plain_loop_over_reference_answers(tmp_path):
     assert "<svg" in (tmp_path / "run" / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_supervised_run_goes_on(tmp_path):
     whole = run(supervised(tmp_path / "whole"), stream=io.StringIO()).metrics
     run(supervised(tmp_path / "cut", "run.steps=2"), stream=io.StringIO())

@@ -620,6 +620,7 @@ def test_the_generated_messages_are_those_of_the_proto(tmp_path):
         assert (root / path).read_text() == (tmp_path / path).read_text()
 
 
+@pytest.mark.slow
 def test_a_bfloat16_model_is_served_from_bfloat16_weights():
     """Widened to float32, they would take twice the memory and be cast at every step."""
     words = ("model.dtype=bfloat16", "generation.length=32", "generation.slots=2")
@@ -628,6 +629,7 @@ def test_a_bfloat16_model_is_served_from_bfloat16_weights():
     assert {leaf.dtype for leaf in jax.tree.leaves(published)} == {jax.numpy.dtype("bfloat16")}
 
 
+@pytest.mark.slow
 def test_a_shorter_length_alone_is_enough_to_serve_shorter_samples():
     server = serve.make_server("tiny", ("generation.length=32", "generation.slots=2"), ServeSettings())
     assert (server.served.length, server.served.sampling.max_tokens) == (32, 16)

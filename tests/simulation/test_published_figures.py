@@ -20,8 +20,12 @@ from areal_jax.simulation.published import (
     paradigms,
 )
 
+each_seed = pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
+)
 
-@pytest.mark.parametrize("seed", range(3))
+
+@each_seed
 def test_throughput_grows_with_the_allowed_staleness_up_to_a_plateau(seed: int):
     """A7, with slots for two batches: eta = 4 is at least twice as fast as 0, and nearly the fastest."""
     found = list(by_staleness(seed).values())
@@ -30,7 +34,7 @@ def test_throughput_grows_with_the_allowed_staleness_up_to_a_plateau(seed: int):
     assert found[3] >= 0.9 * max(found)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@each_seed
 def test_three_quarters_of_the_devices_generate_twice_as_fast_as_all_of_them_in_turn(seed: int):
     """A10: eight devices. Synchronously all generate, then all train; or six generate while two train."""
     assert of_split(seed) >= 2.0
@@ -43,13 +47,14 @@ def test_asynchronous_runs_scale_to_eight_times_the_machines_and_synchronous_one
     assert long[4] - long[0] > short[4] - short[0] > 0
 
 
-@pytest.mark.parametrize("seed", range(3))
+@each_seed
 def test_interrupting_gains_a_tenth_on_skewed_lengths_and_nothing_on_constant_ones(seed: int):
     """A8 (the paper: 1.12 and 1.17): without interruption a host waits for its longest sample."""
     assert of_interruption(seed) >= 1.10
     assert of_interruption(seed, 0.0, 40) == pytest.approx(1.0, abs=0.05)
 
 
+@pytest.mark.slow
 def test_doras_paradigms_on_a_heavy_and_on_a_mild_tail():
     """D7: 1.65 times synchronous for 64 GPUs in the paper, and 8.2 times less time with rollouts alone."""
     heavy, mild = ([paradigms(seed, *lengths) for seed in range(2)] for lengths in (HEAVY, MILD))

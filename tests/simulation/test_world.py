@@ -79,11 +79,12 @@ def test_hold_and_mask_keep_the_bound_without_a_restart(eta):
         assert max(mask.head_ages) > eta  # of samples with a masked head
 
 
+@pytest.mark.parametrize("schedules", [8, pytest.param(40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("over_age", ["hold", "mask"])
 @pytest.mark.parametrize("strategy", ON_UPDATE)
-def test_random_schedules_with_hold_or_mask_keep_the_bound(strategy, over_age):
+def test_random_schedules_with_hold_or_mask_keep_the_bound(strategy, over_age, schedules):
     cost: Counter[str] = Counter()
-    for seed in range(40):
+    for seed in range(schedules):
         config, schedule = random_schedule(seed, strategy, over_age)
         result = simulate(config, schedule)
         assert config.control.over_age == over_age and config.control.max_token_age is not None
@@ -96,8 +97,8 @@ def test_random_schedules_with_hold_or_mask_keep_the_bound(strategy, over_age):
             for a in actions
         )
     is_free = strategy in ("interruptible", "keep")  # the others have no token that is so old
-    assert (cost["holds"] > 5) == (is_free and over_age == "hold")
-    assert (cost["masked"] > 100) == (is_free and over_age == "mask")
+    assert (cost["holds"] > schedules / 8) == (is_free and over_age == "hold")
+    assert (cost["masked"] > 2.5 * schedules) == (is_free and over_age == "mask")
     assert cost["restarts"] == 0
 
 
@@ -167,12 +168,13 @@ def test_a_fault_at_any_row_is_survived(kind):
         assert (result.faults, result.audit.trained, result.audit.in_flight) == ({kind: 1}, 15, 0), schedule
 
 
+@pytest.mark.parametrize("schedules", [20, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("strategy", ON_UPDATE)
-def test_two_hundred_random_schedules_of_each_strategy_are_clean(strategy):
+def test_random_schedules_of_each_strategy_are_clean(strategy, schedules):
     faults, dropped, reissued, repeated, moved = Counter(), Counter(), Counter(), 0, Counter()
     seen: Counter[str] = Counter()
     over: Counter[str] = Counter()
-    for seed in range(200):
+    for seed in range(schedules):
         config, schedule = random_schedule(seed, strategy)
         result = simulate(config, schedule)
         assert result.audit.violations == [], f"seed {seed}"
@@ -193,14 +195,14 @@ def test_two_hundred_random_schedules_of_each_strategy_are_clean(strategy):
             reissued.update(a.reason for a in actions if isinstance(a, e.Reissue))
             repeated += isinstance(event, e.RunResumed)
             moved[type(event)] += isinstance(event, (e.SamplesMoved, e.MoveFailed))
-    assert min(over[name] for name in ("restart", "hold", "mask")) > 20
-    assert min(faults.values()) > 100 and len(faults) == 4
-    assert min(dropped[reason] for reason in ("no_signal", "failed_reward", "failed_sample")) > 5
-    assert min(reissued[reason] for reason in ("failed_reward", "failed_sample")) > 20
-    assert reissued["over_age"] > 20 or strategy in BOUNDED  # there no token is so old
+    assert min(over[name] for name in ("restart", "hold", "mask")) > schedules / 10
+    assert min(faults.values()) > schedules / 2 and len(faults) == 4
+    assert min(dropped[reason] for reason in ("no_signal", "failed_reward", "failed_sample")) > schedules / 40
+    assert min(reissued[reason] for reason in ("failed_reward", "failed_sample")) > schedules / 10
+    assert reissued["over_age"] > schedules / 10 or strategy in BOUNDED  # there no token is so old
     assert repeated == faults["driver_crash"]
-    assert set(seen) == set(ON_UPDATE[strategy]) and min(seen.values()) > 10
-    assert (moved[e.SamplesMoved] > 200) == (strategy == "pinned")
+    assert set(seen) == set(ON_UPDATE[strategy]) and min(seen.values()) > schedules / 20
+    assert (moved[e.SamplesMoved] > schedules) == (strategy == "pinned")
 
 
 def test_a_hang_names_who_waits_for_whom_and_the_seed():

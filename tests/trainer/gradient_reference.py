@@ -52,4 +52,5 @@ def gradient(c: ModelConfig, params: Any, tokens: np.ndarray, slopes: np.ndarray
 
         return jax.vmap(of_row)(tokens, slopes).sum()
 
-    return jax.jit(jax.grad(value))(params)
+    # An oracle in float64 needs no optimised program; compiling one takes longer than running it.
+    return jax.jit(jax.grad(value), compiler_options={"xla_backend_optimization_level": 0})(params)

@@ -28,6 +28,10 @@ OVERLONG: dict[str, Any] = dict(
     overlong_margin=14,
     loss_settings={"low": 0.2, "high": 0.2},  # AREAL's, so both are trained by the same programs
 )
+each_setting = pytest.mark.parametrize(
+    "settings",
+    [pytest.param(PPO, id="critic", marks=pytest.mark.slow), pytest.param(OVERLONG, id="overlong")],
+)
 
 
 def old_groups() -> list[Group]:
@@ -87,7 +91,7 @@ def test_reduction_weights_count_only_what_is_left(learner: MakeLearner, params:
             np.testing.assert_allclose(own, np.full(count, each, np.float64), rtol=1e-6)
 
 
-@pytest.mark.parametrize("settings", [PPO, OVERLONG], ids=["critic", "overlong"])
+@each_setting
 def test_old_tokens_change_no_bit_of_an_update(learner: MakeLearner, params: Any, settings: dict[str, Any]):
     groups = old_groups()
     of = learner(**settings)
@@ -115,7 +119,8 @@ def test_old_tokens_change_no_bit_of_an_update(learner: MakeLearner, params: Any
     ("layout", "settings"),
     [
         pytest.param("shared", PPO, marks=pytest.mark.slow, id="shared-ppo"),
-        *(pytest.param(layout, AREAL, id=f"{layout}-areal") for layout in ("repeated", "shared", "apart")),
+        *(pytest.param(layout, AREAL, id=f"{layout}-areal") for layout in ("repeated", "shared")),
+        pytest.param("apart", AREAL, marks=pytest.mark.slow, id="apart-areal"),
     ],
 )
 def test_each_way_of_computing_gives_the_update_of_old_tokens_as_prompts(
@@ -132,8 +137,8 @@ def test_each_way_of_computing_gives_the_update_of_old_tokens_as_prompts(
         np.testing.assert_allclose(of_one[name], of_two[name], rtol=1e-3, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("settings", [PPO, OVERLONG], ids=["critic", "overlong"])
-@pytest.mark.parametrize("layout", ["shared", "apart"])
+@each_setting
+@pytest.mark.parametrize("layout", ["shared", pytest.param("apart", marks=pytest.mark.slow)])
 def test_a_batch_in_which_nothing_is_left_changes_no_parameter(
     learner: MakeLearner, params: Any, layout: Layout, settings: dict[str, Any]
 ):

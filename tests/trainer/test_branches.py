@@ -18,6 +18,8 @@ from tests.trainer import gradient_reference
 from tests.trainer.branches import branched_groups, slopes_of
 from tests.trainer.conftest import LENGTH, MakeLearner
 
+pytestmark = pytest.mark.few_optimizations
+
 RATE = 0.5
 """The learning rate of the learners; their first step is plain gradient descent."""
 
@@ -84,7 +86,14 @@ def with_proximal(batch: Batch, proximal: dict[Any, np.ndarray], level: str) -> 
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [("token_mean", "repeated"), ("sequence_mean", "shared"), ("gspo", "shared"), ("gspo", "apart")],
+    [
+        ("token_mean", "repeated"),
+        ("gspo", "shared"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("sequence_mean", "shared"), ("gspo", "apart"))
+        ),
+    ],
 )
 def test_loss_and_gradient_are_those_of_the_formulas(
     params: Any, learner: MakeLearner, reference: Reference, name: str, layout: Any

@@ -45,6 +45,7 @@ def test_memory_is_the_compilers_account():
     assert square.beyond_arguments(*shapes) == of.temp_size_in_bytes
 
 
+@pytest.mark.slow
 def test_a_learner_compiles_each_program_once_for_any_number_of_micro_batches(
     params: Any, learner: MakeLearner
 ):
@@ -102,6 +103,7 @@ BATCHES = {f"jit({name})" for name in ("_has_tokens", "_split", "finish", "conca
 """Programs over a whole batch, without the model: they depend on its number of rows."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_on_a_gpu_a_new_number_of_micro_batches_compiles_no_program_with_the_model(
     params: Any, model: Model, platform: str, monkeypatch: pytest.MonkeyPatch
@@ -157,7 +159,10 @@ def test_a_single_micro_batch_begins_with_the_bits_that_adding_to_nothing_gives(
     assert memory.output_size_in_bytes > bytes_on_one_device(state.params)
 
 
-@pytest.mark.parametrize("settings", [{}, {"preset": "decoupled_ppo", "minibatches": 2, "entropy_coef": 0.1}])
+MINIBATCHES: dict[str, Any] = {"preset": "decoupled_ppo", "minibatches": 2, "entropy_coef": 0.1}
+
+
+@pytest.mark.parametrize("settings", [{}, pytest.param(MINIBATCHES, marks=pytest.mark.slow)])
 def test_one_program_a_minibatch_has_the_bits_of_a_program_a_micro_batch(
     params: Any, learner: MakeLearner, settings: dict[str, Any]
 ):

@@ -26,6 +26,8 @@ from tests.models.reference import logits
 from tests.trainer.conftest import LENGTH, distance, make_groups, same_bits
 from tests.trainer.test_prepare import exact
 
+pytestmark = pytest.mark.few_optimizations
+
 COEF, TARGET, HORIZON, DECAY = 0.1, 0.01, 2000, 0.75
 
 
@@ -119,6 +121,7 @@ def test_prepare_asks_critic_reference_and_teacher(
         )
 
 
+@pytest.mark.slow
 def test_a_killed_update_goes_on_with_the_same_bits(params: Any, full: Learner, batch: Batch, tmp_path: Path):
     """Critic, its moments, the moving reference and the coefficient are all in the checkpoint."""
     state = full.init(params)

@@ -17,6 +17,8 @@ from areal_jax.types import Batch, Group
 from tests.trainer.conftest import LENGTH, MakeLearner, make_groups
 from tests.trainer.test_tree_update import conversations
 
+pytestmark = pytest.mark.few_optimizations
+
 SUMS = jax.jit(weight_sums)
 TOKENS, SEQUENCES = "effective_token_share", "effective_sequence_share"
 NO_WEIGHT = WeightSums(*[jnp.zeros(())] * 4)
@@ -88,9 +90,9 @@ def wanted(params: Any, learner: MakeLearner) -> dict[str, float]:
     "settings",
     [
         {},
-        {"rows": 1, "proximal": "reuse"},
+        pytest.param({"rows": 1, "proximal": "reuse"}, marks=pytest.mark.slow),
         {"minibatches": 2, "off_policy_settings": {"cap": 1.01}},
-        {"mesh": {"data": 2}, "proximal": "none", "off_policy": "none"},
+        pytest.param({"mesh": {"data": 2}, "proximal": "none", "off_policy": "none"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -106,6 +108,7 @@ def test_neither_cut_nor_correction_changes_them(
     assert shares(metrics) == pytest.approx(wanted, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_shared_prefixes_and_trees_weigh_each_sequence_once(params: Any, learner: MakeLearner):
     of, groups = learner(), conversations()
     state = of.init(params)

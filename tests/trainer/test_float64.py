@@ -70,7 +70,7 @@ def learner_of(name: str, **options: Any) -> Learner:
     return Learner(model, algorithm, optax.sgd(0.5), **sizes)
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
 def case(request: pytest.FixtureRequest) -> Case:
     """Numpy arrays in float64, computed with jax_enable_x64; the batch has float32 values."""
     with jax.enable_x64(True):

@@ -138,6 +138,7 @@ def test_the_mesh_does_not_matter_to_critic_reference_and_coefficients(
     assert_lies_as_parameters(other.learner, other.state)
 
 
+@pytest.mark.slow
 def test_moments_in_the_hosts_memory_train_the_same(trained: MakeTrained, tmp_path: Path):
     """Every bit of the update, and the checkpoint, which is restored to where it came from."""
     one, other = trained(PLAIN, BOTH), trained(PLAIN, BOTH, "host")

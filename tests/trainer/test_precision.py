@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import jax
@@ -102,7 +103,10 @@ def gradient(model: Model, params: Any, tokens: np.ndarray, slopes: np.ndarray) 
     return jax.jit(jax.grad(value))(params)
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(True, id="tied", marks=pytest.mark.slow), pytest.param(False, id="untied")],
+)
 def case(request: pytest.FixtureRequest) -> tuple[Model, Any, np.ndarray, np.ndarray, Any]:
     """A model, parameters, tokens, the gradients of their log-probs, and the parameters' in float64."""
     model, rng = model_of("bfloat16", is_tied=request.param), np.random.default_rng(0)
@@ -110,7 +114,7 @@ def case(request: pytest.FixtureRequest) -> tuple[Model, Any, np.ndarray, np.nda
     slopes = rng.normal(size=tokens.shape).astype(np.float32)
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf), jnp.float64), params)
-        dense = gradient_reference.logits(model.config, wide, tokens[0])
+        dense = jax.jit(partial(gradient_reference.logits, model.config))(wide, tokens[0])
         np.testing.assert_allclose(dense, reference.logits(model.config, params, tokens[0]), atol=1e-12)
         want = jax.tree.map(np.asarray, gradient_reference.gradient(model.config, wide, tokens, slopes))
     return model, params, tokens, slopes, want
@@ -139,6 +143,7 @@ def test_a_bfloat16_gradient_is_unbiased_and_as_close_as_bfloat16_is(device: str
 # --- what devices exchange ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
 def test_fsdp_devices_exchange_the_head_in_bfloat16_and_sum_only_their_part(is_tied: bool):
     """Once a micro-batch: the matrix as bfloat16, and of the float32 sum of its gradient each device's part.

@@ -22,6 +22,8 @@ from areal_jax.types import Batch
 from tests.trainer.conftest import LENGTH, make_groups, random_params, same_bits
 from tests.trainer.test_prepare import exact
 
+pytestmark = pytest.mark.few_optimizations
+
 
 def executor(first: int, dtype: str = "auto", **sizes: int) -> Executor:
     shape = {"data": 1, "fsdp": 1, "tensor": 1, **sizes}
@@ -57,6 +59,7 @@ def apart(model: Model) -> Learner:
     return learner_of(model, KL, reference=executor(2, tensor=2))
 
 
+@pytest.mark.slow
 def test_a_reference_apart_gives_the_same_update_and_lies_on_its_own_devices(
     model, params, batch, together, apart, tmp_path: Path
 ):

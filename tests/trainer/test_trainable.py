@@ -91,6 +91,7 @@ def test_an_adapters_gradient_is_the_chain_rule_on_its_matrix(
         np.testing.assert_allclose(found["b"], want_b, rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_subset_takes_the_steps_that_it_takes_in_the_whole(
     model: Model, params: Any, batch: Batch, learner: MakeLearner
 ):

@@ -30,7 +30,7 @@ from areal_jax.types import Trajectory
 from tests.trainer.conftest import LENGTH, VOCAB, random_params
 from tests.trainer.prefix_trees import prepared, rows_of, trie
 
-pytestmark = pytest.mark.few_optimizations
+pytestmark = [pytest.mark.few_optimizations, pytest.mark.slow]
 
 SIZES = dict(vocab_size=VOCAB, layers=2, width=16, heads=4, kv_heads=2, head_dim=4, mlp_width=24)
 WIDE = dict(dtype="float64", accumulate="float64")
@@ -163,7 +163,6 @@ def test_gradients_are_the_dense_ones_in_float64(chunk: int):
             )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"data": 2}, {"fsdp": 2}])
 def test_gradients_of_two_devices_are_the_dense_ones_in_float64(mesh: dict[str, int]):
     """Five random trees. The optimiser is SGD, so the step is the gradient."""
@@ -197,7 +196,6 @@ class Frozen(dict):
 WITH_ENTROPY = Frozen(entropy_coef=0.1, proximal="recompute")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "options"),
     [

@@ -151,6 +151,7 @@ def test_a_batch_of_another_layout_is_refused(learner: MakeLearner, params: Any)
         of.prepare_tree(of.init(params), batch._replace(tokens=batch.tokens[:, :15]))
 
 
+@pytest.mark.slow
 def test_a_tree_needs_three_programs_for_each_bucket(
     learner: MakeLearner, params: Any, monkeypatch: pytest.MonkeyPatch
 ):

@@ -83,7 +83,7 @@ def test_one_minibatch_needs_no_scoring_pass(
     assert metrics == {name: pytest.approx(value, rel=1e-5) for name, value in recomputed.items()}
 
 
-@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 8])
 def test_the_number_of_micro_batches_does_not_matter(
     params: Any, learner: MakeLearner, oracle: TrainState, rows: int
 ):
@@ -195,6 +195,7 @@ def test_kl_starts_at_zero_and_holds_the_policy_to_its_reference(
     assert same_bits(state.reference, params)
 
 
+@pytest.mark.slow
 def test_an_entropy_bonus_raises_entropy(params: Any, learner: MakeLearner):
     of = learner(entropy_coef=0.05)
     batch = pack(make_groups(rewards=[1.0] * 4), 2, LENGTH)

@@ -50,6 +50,7 @@ def test_every_cell_can_be_called_with_its_settings(shape: str):
     assert sum(len(stage.cells) for stage in stages(shape)) <= LONGEST - 2
 
 
+@pytest.mark.slow
 def test_ceilings_and_decoding_are_measured(tmp_path: Path):
     found = gpu(shape="tiny", only=["ceilings", "decode"], out=str(tmp_path), budget=120)
     assert found["failed"] == []
@@ -79,6 +80,7 @@ def test_a_measurement_that_fails_costs_itself_alone(monkeypatch: pytest.MonkeyP
     assert "FAILED: killed by SIGSEGV" in table[2] and table[-1].endswith("gpu.jsonl")
 
 
+@pytest.mark.slow
 def test_a_stage_ends_at_its_limit_and_the_next_begins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     child = tmp_path / "child"
     hanging = Cell("hangs", f"{HERE}:hangs_in_a_child", {"file": str(child)})
@@ -116,6 +118,7 @@ def test_a_wrong_kernel_ends_its_process_and_a_refused_one_does_not(
     assert refused == wrong != after
 
 
+@pytest.mark.slow
 def test_a_cell_with_an_environment_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     one = Cell("one", f"{HERE}:succeeds", env={"XLA_AS_TESTED": "1"})
     rest = [Cell(name, f"{HERE}:succeeds") for name in ("two", "three")]

@@ -141,7 +141,7 @@ def test_the_choice_names_what_was_rejected(monkeypatch: pytest.MonkeyPatch):
     assert choose("gpu", 4, 2, 16, "float32").path == "blocks"
     tried = {"cudnn": raises, "triton": blocks}
     monkeypatch.setattr(attention_kernels, "KERNELS", tried)
-    here = lambda test, *given: test(*given)  # noqa: E731 - tests/models/kernels/test_trials.py has the process
+    here = lambda test, *given: test(*given, length=LENGTH)  # noqa: E731 - tests/models/kernels/test_trials.py has the process
     monkeypatch.setattr(attention_kernels, "tried_apart", here)
     choice = choose("gpu", 4, 2, 16, "bfloat16")
     assert choice.path == "triton"
