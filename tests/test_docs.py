@@ -74,6 +74,7 @@ def test_an_own_task_is_trained_by_a_script_without_a_main_guard(reader):
     assert (folder / report).name == "report.html" and "</html>" in (folder / report).read_text()
 
 
+@pytest.mark.soak
 def test_a_task_given_as_an_object_is_read_with_its_own_tokenizer_and_never_replaced(reader):
     folder, printed = reader
     assert "What is" in printed["areal-jax inspect runs/sums 3/1"]
@@ -90,6 +91,7 @@ def test_an_own_loss_is_trained_with_and_its_metrics_are_logged(reader):
     assert all("ratio" not in row for row in rows)  # the built-in loss was not used
 
 
+@pytest.mark.soak
 def test_an_own_advantage_is_trained_with(reader):
     folder, _ = reader
     config = (folder / "runs" / "my-advantage" / "config.yaml").read_text()
@@ -98,6 +100,7 @@ def test_an_own_advantage_is_trained_with(reader):
     assert len(rows) == 10 and all(row["grad_norm"] > 0 for row in rows)
 
 
+@pytest.mark.soak
 def test_the_plain_loop_learns_to_answer_with_digits(reader):
     _, printed = reader
     rewards = [float(x) for x in re.findall(r"reward ([\d.]+)", printed["python loop.py"])]

@@ -144,6 +144,7 @@ def test_an_empty_environment_becomes_one_that_runs_the_quickstart(plain: Enviro
     assert "</html>" in (tmp_path / "runs" / "quickstart" / "report.html").read_text()
 
 
+@pytest.mark.soak
 def test_a_bundle_that_was_made_here_verifies_there_and_a_changed_moment_is_refused_by_name(
     plain: Environment, tmp_path: Path
 ):

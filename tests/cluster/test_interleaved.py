@@ -44,7 +44,8 @@ def steps_of(folder: Path) -> list[tuple[str, bool]]:
     return [(row["params_digest"], row["gates"]["intermediate"]) for row in read_rows(folder)]
 
 
-@pytest.mark.parametrize("victim", [pytest.param("controller", marks=pytest.mark.soak), "trainer-0"])
+@pytest.mark.soak
+@pytest.mark.parametrize("victim", ["controller", "trainer-0"])
 def test_after_kill_9_of_a_process_the_gates_and_the_bits_are_those_of_one_process(
     tmp_path, source, undisturbed, victim
 ):

@@ -190,7 +190,8 @@ def test_a_controller_killed_after_the_last_batch_waits_for_what_it_has_not_hear
     assert all(processes(run, role) == [] for role in ROLES)
 
 
-@pytest.mark.parametrize("backend", ["orbax", pytest.param("transfer", marks=SOAK)])
+@SOAK
+@pytest.mark.parametrize("backend", ["orbax", "transfer"])
 def test_a_trainer_killed_before_its_last_checkpoint_writes_it_when_it_is_back(tmp_path: Path, backend: str):
     """All batches are trained by then: it trains them again from the journal."""
     run, steps = tmp_path / "run", 12

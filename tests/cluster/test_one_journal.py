@@ -166,6 +166,7 @@ def test_a_stopped_controller_that_was_replaced_writes_nothing(killable: Killabl
     check(run, steps)
 
 
+@pytest.mark.soak
 def test_a_copied_folder_goes_on_with_two_trainer_processes(tmp_path: Path):
     """Batches beyond the checkpoint are trained again from the journal alone; it is audited without Redis."""
     first, copy = tmp_path / "first" / "run", tmp_path / "second" / "run"

@@ -9,7 +9,7 @@ from areal_jax.observe.waits import HELD, read_timelines
 from areal_jax.runtime.reading import audit_run, find, open_journal
 from tests.launched import launched
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak
 
 STEPS = 64
 """Trainers report their times every few seconds, and rows after a report have its shares: so many steps take
@@ -29,7 +29,7 @@ LONG_TAIL = (
 )
 
 
-@pytest.mark.parametrize("over_age", [pytest.param("hold", marks=pytest.mark.soak), "mask"])
+@pytest.mark.parametrize("over_age", ["hold", "mask"])
 def test_no_trained_token_is_older_than_the_bound(tmp_path, over_age):
     folder = launched(tmp_path / "run", *LONG_TAIL, f"control.over_age={over_age}")
     audit = audit_run(folder)

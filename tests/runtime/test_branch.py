@@ -101,6 +101,7 @@ def test_a_branch_replays_under_both_configs(branch):
     assert found.tokens == found.by_digest
 
 
+@pytest.mark.soak
 def test_a_branch_of_a_branch_replays_under_all_three(branch):
     """The second was killed before its first step, and resumed."""
     second = branched(branch, 12, "again", "algorithm.loss_settings.high=0.5", "run.steps=15")

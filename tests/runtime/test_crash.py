@@ -126,7 +126,9 @@ def test_an_interrupt_loses_no_event_that_was_taken_from_the_inbox(tmp_path, mon
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [VersionCommitted, CheckpointCommitted])
+@pytest.mark.parametrize(
+    "kind", [VersionCommitted, pytest.param(CheckpointCommitted, marks=pytest.mark.soak)]
+)
 def test_what_was_committed_and_not_journaled_is_found_again(tmp_path, monkeypatch, untouched, kind):
     folder = tmp_path / "run"
     crash_at(folder, monkeypatch, lambda e: isinstance(e, kind) and e.version == 4)

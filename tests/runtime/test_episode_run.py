@@ -94,7 +94,7 @@ def test_at_eta_0_a_run_of_episodes_is_the_plain_loop(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "strategy",
     [
-        "interruptible",
+        pytest.param("interruptible", marks=pytest.mark.soak),
         "pinned",
         pytest.param("keep", marks=pytest.mark.soak),
         pytest.param("one_step", marks=pytest.mark.soak),

@@ -79,7 +79,7 @@ def step_s(rows: list[dict]) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("updates", [60, pytest.param(200, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("updates", [30, pytest.param(200, marks=pytest.mark.soak)])
 def test_asynchronous_updates_without_a_differing_bit(tmp_path, capsys, updates):
     """The bounded run is the control, which shows that bits can differ."""
     walls, rows = {}, {}

@@ -191,10 +191,16 @@ def first_answers(samples: list[Sample]) -> float:
 
 # --- strategies, optimisers, adapters -----------------------------------------------------------------------
 
+CORE = {("sync", "drain"), ("interruptible", "recompute"), ("pinned", "pinned")}
+"""What `.ci/run` runs of them."""
+
 
 @pytest.mark.parametrize(
     ("strategy", "on_update"),
-    [pytest.param(*pair, id="-".join(pair)) for pair in PAIRS],
+    [
+        pytest.param(*pair, id="-".join(pair), marks=() if pair in CORE else pytest.mark.soak)
+        for pair in PAIRS
+    ],
 )
 def test_every_strategy_pays_interleaved_answers_by_the_gate(tmp_path, source, strategy, on_update):
     config = gated(tmp_path / "run", source, *scarce(strategy, on_update))
@@ -237,7 +243,7 @@ def same_bits(one: Any, other: Any) -> bool:
 # --- templates and rewards ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["think_answer", "delayed"])
+@pytest.mark.parametrize("name", ["think_answer", pytest.param("delayed", marks=pytest.mark.soak)])
 def test_templates_with_all_thoughts_first_show_their_first_answer_later(tmp_path, name):
     words = (*TASK, *LEARN_FORMAT, *GATE, *FEW, "control.max_staleness=0", f"tasks.chained.template={name}")
     run(small(tmp_path / "run", *words), stream=io.StringIO())

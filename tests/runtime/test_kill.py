@@ -129,7 +129,7 @@ def untouched(tmp_path_factory):
 @pytest.mark.parametrize(
     "extra",
     [
-        ["weights.backend=memory"],
+        pytest.param(["weights.backend=memory"], marks=pytest.mark.soak),
         pytest.param(["weights.backend=orbax"], marks=pytest.mark.soak),
         CRITIC,
         pytest.param(LORA, marks=pytest.mark.soak),

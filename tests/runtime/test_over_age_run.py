@@ -133,7 +133,7 @@ def without_bound(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return digests(folder)
 
 
-@pytest.mark.parametrize("over_age", ["hold", "mask"])
+@pytest.mark.parametrize("over_age", [pytest.param("hold", marks=pytest.mark.soak), "mask"])
 def test_at_eta_0_nothing_is_old_and_the_bits_are_those_of_a_run_without_a_bound(
     tmp_path, without_bound, over_age
 ):

@@ -57,7 +57,7 @@ def recompute(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made(tmp_path_factory.mktemp("runs") / "recompute")
 
 
-@pytest.mark.parametrize("on_update", ["recompute", "drain"])
+@pytest.mark.parametrize("on_update", ["recompute", pytest.param("drain", marks=pytest.mark.soak)])
 def test_a_run_replays_without_a_bit_of_difference(tmp_path, request, on_update):
     if on_update == "recompute":
         folder = request.getfixturevalue("recompute")

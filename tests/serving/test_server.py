@@ -594,7 +594,7 @@ def test_an_unknown_model_is_named():
         serve.make_server("no-such-model", (), ServeSettings())
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_smollm2_answers_a_chat_prompt_through_jetstreams_stub():
     words = ("generation.slots=2", "generation.length=128", "generation.max_tokens=32")
     server = serve.make_server("smollm2", words, ServeSettings(port=0, http_port=0))

@@ -79,7 +79,7 @@ def test_hold_and_mask_keep_the_bound_without_a_restart(eta):
         assert max(mask.head_ages) > eta  # of samples with a masked head
 
 
-@pytest.mark.parametrize("schedules", [8, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedules", [8, pytest.param(40, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("over_age", ["hold", "mask"])
 @pytest.mark.parametrize("strategy", ON_UPDATE)
 def test_random_schedules_with_hold_or_mask_keep_the_bound(strategy, over_age, schedules):
@@ -168,7 +168,7 @@ def test_a_fault_at_any_row_is_survived(kind):
         assert (result.faults, result.audit.trained, result.audit.in_flight) == ({kind: 1}, 15, 0), schedule
 
 
-@pytest.mark.parametrize("schedules", [20, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedules", [20, pytest.param(200, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("strategy", ON_UPDATE)
 def test_random_schedules_of_each_strategy_are_clean(strategy, schedules):
     faults, dropped, reissued, repeated, moved = Counter(), Counter(), Counter(), 0, Counter()

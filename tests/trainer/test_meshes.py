@@ -127,7 +127,9 @@ def test_the_mesh_does_not_matter(params: Any, trained: MakeTrained, mesh: dict[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize(
+    "mesh", [*(pytest.param(mesh, marks=pytest.mark.soak) for mesh in MESHES[:3]), BOTH], ids=str
+)
 def test_the_mesh_does_not_matter_to_critic_reference_and_coefficients(
     params: Any, trained: MakeTrained, mesh: dict[str, int]
 ):

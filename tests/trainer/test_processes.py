@@ -79,7 +79,14 @@ def alone(folder: Path) -> dict[str, np.ndarray]:
     return results(folder, "0-of-1-data=1")
 
 
-@pytest.mark.parametrize("devices, mesh", [(1, "data=2"), (1, "fsdp=2"), (2, "fsdp=2,tensor=2")])
+@pytest.mark.parametrize(
+    "devices, mesh",
+    [
+        pytest.param(1, "data=2", marks=pytest.mark.soak),
+        pytest.param(1, "fsdp=2", marks=pytest.mark.soak),
+        (2, "fsdp=2,tensor=2"),
+    ],
+)
 def test_two_processes_train_as_one(folder: Path, alone: dict[str, np.ndarray], devices: int, mesh: str):
     run(folder, 2, devices, mesh)
     assert np.ptp(alone["paramsembedding"]) > 0

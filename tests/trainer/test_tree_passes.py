@@ -163,7 +163,7 @@ def test_gradients_are_the_dense_ones_in_float64(chunk: int):
             )
 
 
-@pytest.mark.parametrize("mesh", [{"data": 2}, {"fsdp": 2}])
+@pytest.mark.parametrize("mesh", [pytest.param({"data": 2}, marks=pytest.mark.soak), {"fsdp": 2}])
 def test_gradients_of_two_devices_are_the_dense_ones_in_float64(mesh: dict[str, int]):
     """Five random trees. The optimiser is SGD, so the step is the gradient."""
     with jax.enable_x64(True):
@@ -200,7 +200,7 @@ WITH_ENTROPY = Frozen(entropy_coef=0.1, proximal="recompute")
     ("preset", "options"),
     [
         ("gspo", {"walks": 3}),
-        ("ppo", {"has_qkv_bias": True, "is_tied": False}),
+        pytest.param("ppo", {"has_qkv_bias": True, "is_tied": False}, marks=pytest.mark.soak),
         ("ppo", {"algorithm": Frozen(critic={"kind": "shared"})}),
     ],
 )

@@ -119,7 +119,9 @@ def test_an_update_with_critic_reference_and_entropy_is_the_packed_one(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [{"data": 2}, {"fsdp": 2, "tensor": 2}])
+@pytest.mark.parametrize(
+    "mesh", [pytest.param({"data": 2}, marks=pytest.mark.soak), {"fsdp": 2, "tensor": 2}]
+)
 def test_walks_on_several_devices_give_the_update_of_one(learner: MakeLearner, params: Any, mesh):
     """Five times two updates; the last batch has fewer leaves than a mesh of four devices has walks."""
     of = learner(mesh=mesh, **PLAIN)

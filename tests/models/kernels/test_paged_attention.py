@@ -97,7 +97,12 @@ def test_the_kernel_passes_in_the_interpreter():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kv_dtype", "page_tokens", "length"),
-    [("bfloat16", 16, 600), ("bfloat16", 24, 96), ("bfloat16", 128, 300), ("int8", 64, 600)],
+    [
+        pytest.param("bfloat16", 16, 600, marks=pytest.mark.soak),
+        pytest.param("bfloat16", 24, 96, marks=pytest.mark.soak),
+        pytest.param("bfloat16", 128, 300, marks=pytest.mark.soak),
+        ("int8", 64, 600),
+    ],
 )
 def test_the_kernel_passes_with_other_pages(kv_dtype: str, page_tokens: int, length: int):
     """Pages of other sizes, one that divides no block of keys, and several splits of a slot's keys."""
