@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 ROOMS = ("control", "trajectories", "weights", "generation", "simulation", "cluster", "runtime")
 """Folders of the tests that may execute the changed lines."""
 
-ENOUGH_S = 200.0
+ENOUGH_S = 60.0
 """So many seconds of the tests that execute a line run: those of its own room first, the shortest first."""
 LIMIT_S = 300.0
 """Longest run of them."""
