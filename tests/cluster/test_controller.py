@@ -12,11 +12,14 @@ import pytest
 from areal_jax.cluster import messages as m
 from areal_jax.cluster.controller import TRAINER, Controller
 from areal_jax.cluster.membership import Member, Membership
+from areal_jax.cluster.payloads import Posted
 from areal_jax.cluster.reward_placement import PlacedGroups, PlacedWorkflows
 from areal_jax.control import events as e
-from areal_jax.control.state import HostState, State
+from areal_jax.control.state import GroupState, HostState, State
 from areal_jax.episodes.conversation import Conversation
+from areal_jax.trajectories.codec import encode
 from areal_jax.types import SampleId, VersionSpan
+from tests.trajectories.journals import finished
 
 
 def test_an_event_of_an_uncommitted_version_waits_for_its_commit():
@@ -72,6 +75,24 @@ def test_an_event_is_handled_if_its_sender_and_its_epoch_are_in_force(
     event = e.CheckpointCommitted(4) if name == TRAINER else e.KVShort(name)
     found = bare_controller()._valid(m.Event(name, incarnation, epoch, 0, event), {})
     assert found == ([(event, None)] if is_handled else [])
+
+
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_the_payload_of_a_late_sample_is_deleted_and_does_not_become_the_samples(attempt: int):
+    """Its group was restarted since: trainers fetch a payload by the sample's name."""
+    controller, held = bare_controller(), []
+    group = GroupState(0, (None,), stage="decoding", attempt=1, host="host-0")
+    controller._control.state.groups[0] = group
+    controller._held = SimpleNamespace(
+        accept=lambda one: held.append(("accepted", one)), refuse=lambda one: held.append(("refused", one))
+    )
+    entry = finished(SampleId(0, 0, attempt))
+    posted = Posted(SampleId(0, 0, attempt), "host-0.first", 5)
+    payloads = {posted: encode(entry.trajectory)}
+    ((event, payload),) = controller._valid(m.Event("host-0", "first", "two", 5, entry.event), payloads)
+    assert event == entry.event  # the journal counts it as late
+    assert held == [("accepted" if attempt == 1 else "refused", posted)]
+    assert (payload is not None) == (attempt == 1)
 
 
 def test_a_host_that_starts_again_is_lost_before_it_joins():
