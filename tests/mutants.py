@@ -156,8 +156,8 @@ MUTANTS = {  # file below areal_jax -> (what the change breaks, the old text, th
          "if self._identity(version) != identity:", "if False:"),
     ],
     "weights/prefetch.py": [
-        ("a host loads the version that it has again and again",
-         "if latest is None or latest <= taken:", "if latest is None or latest < taken:"),
+        ("a host gets another version than it asks for",
+         "if here is None or here[0] != version:", "if here is None:"),
     ],
     "weights/publishing.py": [
         ("parameters that changed after the publication are committed",
