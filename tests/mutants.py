@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -230,19 +231,24 @@ class Copy:
             self._write(path, marked(source, [one for one in mutants if one.path(self._tree) == path]))
         (self._tree / "marks.py").write_text(MARKS)
         rooms = [f"tests/{room}" for room in ROOMS]
-        self._run(None, "-p", "marks", *(["-n", "auto", "--dist", "loadfile"] if self._is_whole else rooms))
+        which = ["-n", "auto", "--dist", "loadfile"] if self._is_whole else rooms
+        output = self._run(None, "-p", "marks", *which)
         for path, source in sources.items():
             self._write(path, source)
-        failed = set()
+        ended = set()
+        if not (self._tree / "marks.txt").exists():
+            sys.exit(f"no test runs without a change, so first correct what pytest reports:\n{output}")
         for line in (self._tree / "marks.txt").read_text().splitlines():
             kind, name, *rest = line.split("\t")
             if kind == "line":
                 self._reached[name].append(rest[0])
             else:
                 self._seconds[name] += float(rest[1])
-                failed |= {name} if rest[0] != "passed" else set()
-        for test in failed:
-            del self._seconds[test]
+                ended |= {(rest[0], name)}
+        for outcome, test in sorted(ended):
+            if outcome != "passed":
+                self._seconds.pop(test, None)
+                sys.stderr.write(f"{outcome} without a change: {test}\n")
 
     def catcher(self, mutant: Mutant) -> str:
         """Returns the first test that fails with the mutant, or SURVIVED."""
@@ -286,13 +292,15 @@ class Copy:
                 start_new_session=True,
             )
             try:
-                tests.wait(limit_s)
-            except subprocess.TimeoutExpired:
-                os.killpg(tests.pid, signal.SIGKILL)
-                tests.wait()
+                with suppress(subprocess.TimeoutExpired):
+                    tests.wait(limit_s)
+                is_ended = tests.poll() is not None
+            finally:
+                if tests.poll() is None:
+                    os.killpg(tests.pid, signal.SIGKILL)
+                    tests.wait()
             output.seek(0)
             text = output.read()
-        is_ended = tests.returncode != -signal.SIGKILL
         return text if is_ended else f"{text}\nFAILED {text.splitlines()[-1].strip()} (still running)"
 
 
@@ -334,17 +342,18 @@ def main() -> int:
     parser.add_argument("--checkout", type=Path, default=ROOT, help="another one; lines may be missing there")
     parser.add_argument("--whole-tier", action="store_true", help="all fast tests, for as long as they take")
     options = parser.parse_args()
+    checkout = options.checkout.resolve()
     mutants = [Mutant(file, *one) for file, own in MUTANTS.items() for one in own]
     for mutant in mutants:
-        if options.checkout == ROOT and not mutant.is_in(ROOT):
+        if checkout == ROOT and not mutant.is_in(ROOT):
             sys.exit(
-                f"areal_jax/{mutant.file} does not hold {mutant.old!r} exactly once, which shows that a test "
-                f"fails when {mutant.breaks}; correct that line in tests/mutants.py"
+                f"areal_jax/{mutant.file} does not hold exactly once the text that tests/mutants.py changes, "
+                f"so that {mutant.breaks}: {mutant.old!r}; put there what that line reads now"
             )
     mutants = [mutant for mutant in mutants if options.text in f"{mutant.file}: {mutant.breaks}"]
     is_survived = False
     sys.stdout.write("| change | caught by | s |\n|---|---|---|\n")
-    for row in rows(options.checkout, mutants, options.whole_tier):
+    for row in rows(checkout, mutants, options.whole_tier):
         is_survived |= row[1] == "SURVIVED"
         sys.stdout.write(f"| {' | '.join(row)} |\n")
         sys.stdout.flush()
