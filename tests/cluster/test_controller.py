@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from types import SimpleNamespace
 
 import msgpack
 import pytest
 
 from areal_jax.cluster import messages as m
-from areal_jax.cluster.controller import Controller
-from areal_jax.cluster.membership import Member
+from areal_jax.cluster.controller import TRAINER, Controller
+from areal_jax.cluster.membership import Member, Membership
+from areal_jax.cluster.payloads import Posted
 from areal_jax.cluster.reward_placement import PlacedGroups, PlacedWorkflows
 from areal_jax.control import events as e
-from areal_jax.control.state import State
+from areal_jax.control.state import GroupState, HostState, State
 from areal_jax.episodes.conversation import Conversation
+from areal_jax.trajectories.codec import encode
 from areal_jax.types import SampleId, VersionSpan
+from tests.trajectories.journals import finished
 
 
 def test_an_event_of_an_uncommitted_version_waits_for_its_commit():
@@ -32,6 +36,78 @@ def test_an_event_of_an_uncommitted_version_waits_for_its_commit():
     assert controller._in_time(finished) == [(finished, None)]
 
 
+HELLO = m.Hello("generate", "host-0", "first", "machine", 1)
+
+
+def bare_controller() -> Controller:
+    """With what decides on the events of its one host, "host-0", in the epochs "one" and, now, "two"."""
+    controller = object.__new__(Controller)
+    controller._control = SimpleNamespace(state=State(9, version=4, hosts={"host-0": HostState(4)}))
+    controller._membership = Membership({"host-0": Member(HELLO, 0.0)})
+    controller._epochs, controller._confirmed = ["one", "two"], {}
+    return controller
+
+
+@pytest.mark.parametrize(("number", "is_handled"), [(2, False), (3, False), (4, True)])
+def test_an_event_is_handled_until_it_is_confirmed(number: int, is_handled: bool):
+    """Delivery is at least once, and the event with the confirmed number is journaled too."""
+    controller, short = bare_controller(), e.KVShort("host-0")
+    controller._confirmed = {"host-0.first": 3, "host-0.second": 9}
+    message = m.Event("host-0", "first", "two", number, short)
+    assert controller._valid(message, {}) == ([(short, None)] if is_handled else [])
+
+
+@pytest.mark.parametrize(
+    ("name", "incarnation", "epoch", "is_handled"),
+    [
+        ("host-0", "first", "two", True),
+        ("host-0", "first", "one", False),  # its samples may have gone to another host since
+        ("host-0", "second", "two", False),
+        ("host-1", "first", "two", False),
+        (TRAINER, "first", "two", True),
+        (TRAINER, "first", "one", True),  # a batch that it trained stays trained
+        (TRAINER, "first", "before Redis lost its data", False),  # it sends all its events again, in order
+    ],
+)
+def test_an_event_is_handled_if_its_sender_and_its_epoch_are_in_force(
+    name: str, incarnation: str, epoch: str, is_handled: bool
+):
+    event = e.CheckpointCommitted(4) if name == TRAINER else e.KVShort(name)
+    found = bare_controller()._valid(m.Event(name, incarnation, epoch, 0, event), {})
+    assert found == ([(event, None)] if is_handled else [])
+
+
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_the_payload_of_a_late_sample_is_deleted_and_does_not_become_the_samples(attempt: int):
+    """Its group was restarted since: trainers fetch a payload by the sample's name."""
+    controller, held = bare_controller(), []
+    group = GroupState(0, (None,), stage="decoding", attempt=1, host="host-0")
+    controller._control.state.groups[0] = group
+    controller._held = SimpleNamespace(
+        accept=lambda one: held.append(("accepted", one)), refuse=lambda one: held.append(("refused", one))
+    )
+    entry = finished(SampleId(0, 0, attempt))
+    posted = Posted(SampleId(0, 0, attempt), "host-0.first", 5)
+    payloads = {posted: encode(entry.trajectory)}
+    ((event, payload),) = controller._valid(m.Event("host-0", "first", "two", 5, entry.event), payloads)
+    assert event == entry.event  # the journal counts it as late
+    assert held == [("accepted" if attempt == 1 else "refused", posted)]
+    assert (payload is not None) == (attempt == 1)
+
+
+def test_a_host_that_starts_again_is_lost_before_it_joins():
+    """Its samples then start again; a second Hello of one start changes nothing."""
+    controller, handled = bare_controller(), []
+    controller._handle = lambda *events: handled.extend(events)
+    controller._view = SimpleNamespace(note=lambda text: None)
+    controller._unfinished, controller._has_begun, controller._dismissed = {}, False, set()
+    controller._register(HELLO)
+    assert handled == []
+    controller._register(replace(HELLO, incarnation="second"))
+    assert handled == [e.HostLost("host-0", "its process started again")]
+    assert controller._membership.of("host-0", "second") is not None
+
+
 @pytest.mark.parametrize("digest", ["held", "of other weights", ""])
 def test_a_host_that_outlived_an_epoch_counts_as_holding_its_version(digest: str):
     """one_step trains once the hosts hold the newest version, and a host reports an adoption only once."""
@@ -40,8 +116,7 @@ def test_a_host_that_outlived_an_epoch_counts_as_holding_its_version(digest: str
     controller._handle = lambda *events: handled.extend(events)
     controller._remote = SimpleNamespace(join=lambda name: None)
     controller._control = SimpleNamespace(state=State(9, version=4, digests={4: "held"}))
-    hello = m.Hello("generate", "host-0", "first", "machine", 1)
-    controller._ready(Member(hello, 0.0), m.Ready("host-0", "first", "epoch", 4, version=4, digest=digest))
+    controller._ready(Member(HELLO, 0.0), m.Ready("host-0", "first", "epoch", 4, version=4, digest=digest))
     adopted = [e.HostAdopted("host-0", 4, "held")] if digest == "held" else []
     assert handled == [e.HostJoined("host-0", 4), *adopted]
 

@@ -127,6 +127,22 @@ def test_a_new_version_takes_a_host_whose_samples_move_to_the_other_host():
     assert audit(traced.plane._config, traced.rows).violations == []
 
 
+def test_a_host_that_awaits_samples_of_its_version_does_not_leave_it():
+    """Version 2 leaves version 0 without a host, but two groups of version 0 are on their way to b."""
+    traced = Traced()
+    traced.tell(e.VersionCommitted(1, "d1"))
+    for ordinal in (4, 5):
+        traced.end(ordinal, "b")
+    traced.tell(e.BatchTrained(1, (4, 5), "d2", {}))
+    assert e.Serve("b", 2) not in traced.tell(e.VersionCommitted(2, "d2"))
+    assert traced.plane.state.hosts["b"].serves == 0 and traced.outstanding["b"] == 4
+    for ordinal in (1, 2):
+        traced.tell(e.SamplesOffered(ids(ordinal), "a", "b"))
+        traced.tell(e.SamplesMoved(ids(ordinal), "b", "a"))
+    assert e.Serve("b", 2) in traced.tell(e.PlacementDue())
+    assert audit(traced.plane._config, traced.rows).violations == []
+
+
 def test_a_period_moves_what_an_event_left_behind():
     """Host b has not adopted version 0 when version 1 comes, so nothing can move there yet."""
     traced = Traced()

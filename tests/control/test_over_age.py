@@ -15,6 +15,7 @@ from areal_jax.control import events as e
 from areal_jax.control import over_age as rule
 from areal_jax.control.audit import audit
 from areal_jax.control.machine import ControlPlane
+from areal_jax.control.state import GroupState, State
 from areal_jax.types import SampleId, VersionSpan
 from tests.control.play import Decoding, Player, changed, config_of
 
@@ -86,6 +87,12 @@ def test_a_longer_bound_than_the_gates_holds_later():
     assert run.complete(3, version=1) == [e.Train(1, (3,), (0,))]
     run.train()
     assert run.complete(4, version=2) == [e.Hold(2)]
+
+
+def test_a_group_starts_again_once_it_is_older_than_the_bound():
+    groups = {n: GroupState(n, (n, 3), stage="complete") for n in range(4)}  # of ages 3, 2, 1 and 0
+    state = State(9, trained_version=3, groups=groups, complete=[0, 1, 2, 3])
+    assert rule.to_restart(state, changed(HOLD, over_age="restart", max_token_age=1)) == [0, 1]
 
 
 # --- any order of events ------------------------------------------------------------------------------------

@@ -173,6 +173,28 @@ def test_nothing_is_acted_on_before_it_is_recorded():
     assert run.out.scored == [e.Score(0, 0)]
 
 
+def test_commits_survive_a_power_cut_and_no_other_event_waits_for_the_disk():
+    """Files of a version or checkpoint that the journal does not know are deleted or refused at a resume."""
+    run, synced = Started(), []
+    append = run.journal.append
+
+    def watched(entries, durable=False):
+        synced.append(([type(entry.event).__name__ for entry in entries], durable))
+        return append(entries, durable)
+
+    run.journal.append = watched  # type: ignore[method-assign]
+    run.deliver(finished(1, 11), SCORED)
+    run.deliver(TRAINED)
+    run.deliver((e.VersionCommitted(1, "d1"), None))
+    run.deliver((e.HostAdopted("a", 1, "d1"), None), (e.CheckpointCommitted(1), None))
+    assert synced == [
+        (["SampleFinished", "RewardScored"], False),
+        (["BatchTrained"], False),
+        (["VersionCommitted"], True),
+        (["HostAdopted", "CheckpointCommitted"], True),
+    ]
+
+
 def test_a_closed_gate_withholds_its_part_from_trainer_and_row_and_a_restart_too():
     gate = {"part": "intermediate", "first": "closed"}
     config = CONFIG.model_dump() | {"algorithm": {"group_size": 2, "gate": gate}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -90,6 +91,31 @@ def test_all_is_on_disk_before_anybody_is_told(tmp_path: Path):
     store.close(DEADLINE_S)
     assert found == [([".staged-4"], True)]
     assert names(tmp_path) == ["4"]
+
+
+def test_a_version_survives_a_power_cut_from_its_announcement_on(tmp_path: Path, monkeypatch):
+    """All that is written is synced before readers can see it, and then the name under which they see it.
+
+    TensorStore has synced the leaves, in folders with a file .zarray.
+    """
+    final, synced = tmp_path / "4", []
+
+    def sync(descriptor: int) -> None:
+        synced.append((os.fstat(descriptor).st_ino, final.exists()))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    store = open_store(tmp_path)
+    store.publish(value(4), lambda wire: synced.append("announced"))
+    store.close(DEADLINE_S)
+    at = synced.index("announced")
+    written = [
+        path
+        for path in (final, *final.rglob("*"))
+        if not any((folder / ".zarray").exists() for folder in (path, path.parent))
+    ]
+    assert {final, final / MANIFEST, final / "state"} < set(written)
+    assert {inode for inode, _ in synced[:at]} == {path.stat().st_ino for path in written}
+    assert synced[at + 1 :] == [(tmp_path.stat().st_ino, True)]
 
 
 def test_a_failed_write_is_heard_at_once_and_raised_by_the_next_call(tmp_path: Path):

@@ -1,0 +1,37 @@
+"""What the driver of a real run deletes, without a run."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from areal_jax.config.loading import make_config
+from areal_jax.runtime.driver import Driver
+from areal_jax.weights.staged import MANIFEST
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "keep_groups", "forgotten"),
+    [
+        ([2, 3], 0, [0, 1, 2, 3]),  # a resume from checkpoint 2 trains the groups of batch 2 again
+        ([3], 0, []),  # were it damaged, a resume would begin at version 0
+        ([2, 3], 3, [0, 1]),
+    ],
+)
+def test_trajectories_stay_while_a_resume_or_inspect_may_need_them(
+    checkpoints: list[int], keep_groups: int, forgotten: list[int], tmp_path: Path
+):
+    for version in checkpoints:
+        (tmp_path / str(version)).mkdir()
+        (tmp_path / str(version) / MANIFEST).touch()
+    driver, found = object.__new__(Driver), []  # four attributes decide; the others need a whole run
+    driver._config = make_config(
+        {"trainer": {"keep_checkpoints": 2}, "observe": {"keep_groups": keep_groups}}
+    )
+    driver._checkpoints, driver._journal = tmp_path, SimpleNamespace(forget=found.extend)
+    driver._trained = deque((version, (2 * version - 2, 2 * version - 1)) for version in (1, 2, 3))
+    driver._forget_trained()
+    assert found == forgotten
