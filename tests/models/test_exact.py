@@ -175,6 +175,7 @@ def test_shared_prefixes_give_the_bits_of_repeated_ones(model, params):
         assert tail.tobytes() == of_segment(once, shared, place).tobytes()
 
 
+@pytest.mark.slow
 def test_exact_hidden_states_and_gradients_are_the_bounded_ones_but_for_rounding(model, params):
     a, b, c, d = segments(3)
     p = packed([[a, d], [c, b]])

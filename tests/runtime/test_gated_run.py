@@ -137,6 +137,7 @@ def test_after_a_crash_the_gates_come_from_the_journal_and_the_bits_stay(tmp_pat
     check(folder, oracle)
 
 
+@pytest.mark.slow
 def test_a_sample_and_the_report_show_what_was_trained_on(tmp_path, oracle):
     folder = tmp_path / "run"
     run(small(folder, *WORDS, "observe.keep_groups=100"), tasks=[Gated()], stream=io.StringIO())

@@ -225,6 +225,7 @@ class Hangs(Countdown):
         return super().score(prompt, completion)
 
 
+@pytest.mark.slow
 def test_a_reward_that_hangs_times_out_and_costs_only_its_group(tmp_path):
     config = small(
         tmp_path / "run", "run.steps=2", "runtime.reward_timeout_s=0.5", "runtime.reward_workers=2"

@@ -132,6 +132,7 @@ def test_on_a_gpu_a_new_number_of_micro_batches_compiles_no_program_with_the_mod
         assert set(later) <= BATCHES
 
 
+@pytest.mark.slow
 def test_the_forecast_holds_the_state_and_the_largest_program(params: Any, learner: MakeLearner):
     of = learner()
     state = of.init(params)

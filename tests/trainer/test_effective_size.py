@@ -91,7 +91,7 @@ def wanted(params: Any, learner: MakeLearner) -> dict[str, float]:
     [
         {},
         pytest.param({"rows": 1, "proximal": "reuse"}, marks=pytest.mark.slow),
-        {"minibatches": 2, "off_policy_settings": {"cap": 1.01}},
+        pytest.param({"minibatches": 2, "off_policy_settings": {"cap": 1.01}}, marks=pytest.mark.slow),
         pytest.param({"mesh": {"data": 2}, "proximal": "none", "off_policy": "none"}, marks=pytest.mark.slow),
     ],
     ids=str,

@@ -108,6 +108,7 @@ def test_state_batch_and_gradient_are_float64(case: Case):
     assert {dtype for dtype in found if jnp.issubdtype(dtype, jnp.floating)} == {np.dtype(np.float64)}
 
 
+@pytest.mark.slow
 def test_the_gradient_is_the_objectives_slope_and_float32s_is_close(case: Case):
     """Along random directions, against central differences.
 

@@ -93,6 +93,7 @@ def test_a_reference_apart_gives_the_same_update_and_lies_on_its_own_devices(
     assert devices_of(restored.reference) == {2, 3}
 
 
+@pytest.mark.slow
 def test_a_reference_in_bfloat16_takes_half_the_bytes_and_rounds(model, params, batch, together):
     """Also on the trainer's own mesh; the policy stays in float32."""
     rounding = learner_of(model, KL, reference=executor(0, "bfloat16", fsdp=2))

@@ -7,6 +7,7 @@ from typing import Any
 
 import chex
 import numpy as np
+import pytest
 
 from areal_jax.trajectories.packing import pack
 from areal_jax.types import Batch, Group
@@ -52,6 +53,7 @@ def levels(batch: Batch) -> set[int]:
     return found
 
 
+@pytest.mark.slow
 def test_log_probs_and_gradient_are_those_of_repeated_prefixes(params: Any, learner: MakeLearner):
     of = learner()
     state = of.init(params)

@@ -73,6 +73,7 @@ def test_each_minibatch_is_a_step_from_where_the_last_one_ended(params: Any, lea
     assert distance(one.params, two.params) > 1e-3
 
 
+@pytest.mark.slow
 def test_one_minibatch_needs_no_scoring_pass(
     params: Any, learner: MakeLearner, oracle: TrainState, batch: Batch
 ):
@@ -83,7 +84,8 @@ def test_one_minibatch_needs_no_scoring_pass(
     assert metrics == {name: pytest.approx(value, rel=1e-5) for name, value in recomputed.items()}
 
 
-@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 8])
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 8])
 def test_the_number_of_micro_batches_does_not_matter(
     params: Any, learner: MakeLearner, oracle: TrainState, rows: int
 ):
