@@ -62,6 +62,7 @@ def rows_of(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.soak
 def test_an_own_task_is_trained_by_a_script_without_a_main_guard(reader):
     folder, printed = reader
     rows = rows_of(folder / "runs" / "sums")
@@ -83,6 +84,7 @@ def test_a_task_given_as_an_object_is_read_with_its_own_tokenizer_and_never_repl
         resume(folder / "runs" / "sums", ["run.steps=31"])
 
 
+@pytest.mark.soak
 def test_an_own_loss_is_trained_with_and_its_metrics_are_logged(reader):
     folder, _ = reader
     rows = rows_of(folder / "runs" / "my-loss")

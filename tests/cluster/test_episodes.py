@@ -19,7 +19,7 @@ from tests.cluster.test_launch_local import QUIET, launch
 from tests.programs import require
 from tests.small_run import RECIPE, WORDS
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak  # `.ci/run` ends runs of episodes in one process
 
 KILLS = int(os.environ.get("AREAL_JAX_EPISODE_KILLS", "4"))
 ROLES = ("reward-0", "generate-0", "controller", "trainer-0")

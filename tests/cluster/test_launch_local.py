@@ -91,7 +91,8 @@ def test_a_redis_that_is_killed_is_started_again_and_the_run_goes_on(tmp_path):
     check_whole(folder, steps)
 
 
-@pytest.mark.parametrize("backend", [pytest.param("orbax", marks=pytest.mark.soak), "transfer"])
+@pytest.mark.soak
+@pytest.mark.parametrize("backend", ["orbax", "transfer"])
 def test_a_bfloat16_model_goes_from_an_fsdp_trainer_to_hosts_of_two_devices(tmp_path, backend):
     """Both sides split products, each in its own way, so their log-probs differ by bfloat16's rounding.
 

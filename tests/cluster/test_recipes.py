@@ -35,7 +35,7 @@ SMALL = [
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.soak) if "7b" in name else name for name in RECIPES]
+    "name", [name if "1gpu" in name else pytest.param(name, marks=pytest.mark.soak) for name in RECIPES]
 )
 def test_a_recipe_trains_a_tiny_model(name: str, tmp_path: Path, shared_data: Path):
     require("redis-server")

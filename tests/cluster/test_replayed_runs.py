@@ -83,18 +83,10 @@ WAYS = {
 }
 KILLED = {("keep", "threads"), ("interruptible", "processes")}
 """Runs of which every process is killed on the way, and which are resumed."""
-SOAK = {(strategy, "threads") for strategy in STRATEGIES if strategy != "keep"}
-"""`.ci/run` replays each strategy's run by processes, and one by threads."""
 
 
-@pytest.mark.parametrize(
-    ("strategy", "way"),
-    [
-        pytest.param(strategy, way, marks=pytest.mark.soak if (strategy, way) in SOAK else ())
-        for strategy in STRATEGIES
-        for way in WAYS
-    ],
-)
+@pytest.mark.parametrize("way", [pytest.param("threads", marks=pytest.mark.soak), "processes"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_twenty_steps_replay_without_a_bit_of_difference(
     tmp_path: Path, on_one_device: ProcessPoolExecutor, strategy: str, way: str
 ):

@@ -270,6 +270,7 @@ def elsewhere(*words: str) -> dict:
     return json.loads(done.stdout)
 
 
+@pytest.mark.soak
 def test_on_a_machine_that_rounds_otherwise_values_are_compared_within_bounds(parent, tmp_path):
     found = elsewhere("replay", str(parent))
     assert found["difference"] == "" and found["steps"] == STEPS and found["bounded_from"] == 0
@@ -282,6 +283,7 @@ def test_on_a_machine_that_rounds_otherwise_values_are_compared_within_bounds(pa
     assert of_step["largest"].keys() >= {"grad_norm", "entropy"}
 
 
+@pytest.mark.soak
 def test_there_too_a_changed_log_prob_is_named(parent, tmp_path):
     copy, event = changed(parent, tmp_path / "copy", 0.002)
     difference = elsewhere("replay", str(copy))["difference"]

@@ -129,9 +129,9 @@ def untouched(tmp_path_factory):
 @pytest.mark.parametrize(
     "extra",
     [
-        pytest.param(["weights.backend=memory"], marks=pytest.mark.soak),
+        ["weights.backend=memory"],
         pytest.param(["weights.backend=orbax"], marks=pytest.mark.soak),
-        CRITIC,
+        pytest.param(CRITIC, marks=pytest.mark.soak),
         pytest.param(LORA, marks=pytest.mark.soak),
     ],
 )

@@ -14,6 +14,7 @@ from tests.small_run import small
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.soak
 def test_a_student_comes_nearer_to_its_teacher(tmp_path):
     """No reward is read: what falls is the policy's own KL to the teacher, on its own samples."""
     teacher = small(tmp_path / "teacher", "run.steps=2", "run.seed=1")

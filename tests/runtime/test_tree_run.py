@@ -180,6 +180,7 @@ def relative(one: Any, other: Any, to: Any) -> float:
     return norm(jax.tree.map(lambda x, y: np.float64(x) - np.float64(y), one, other)) / norm(to)
 
 
+@pytest.mark.soak
 def test_50_asynchronous_batches_are_trained_as_a_packed_learner_trains_them(
     finished: Finished, capsys: pytest.CaptureFixture
 ):
