@@ -90,7 +90,7 @@ def packed_kernel(
     In the result, `problem` says why a run would not use the kernel (None: it passes), `gap` is the largest
     error relative to the largest value in float32, and the times are seconds of a forward pass, and of a
     forward and a backward pass, over `rows` rows of `length` tokens in bfloat16. A kernel that fails is not
-    timed. The blocks are the reference of the others' runs, and not tried.
+    timed. The blocks, which run on every device, are measured without a trial.
     """
     if path == packed_attention.BLOCKS:
         attend, figures = packed_attention.blocks, {}
