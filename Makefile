@@ -1,5 +1,5 @@
 # make quickstart and make test need Python 3.11 to 3.13 and nothing else: they build .venv when it is missing or old.
-.PHONY: install quickstart test core soak check accelerators-check format clean
+.PHONY: install quickstart test core coverage soak check accelerators-check format clean
 .DELETE_ON_ERROR:
 
 SUITS = -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'
@@ -34,8 +34,20 @@ test: $(STAMP)
 
 # Beside these whole runs, killed processes, one job of Slurm, one network of namespaces. In one session, so that a file's
 # fixtures and programs are made once.
+CORE = $(WORKERS) -m "not soak and not gpu and not accelerators"
+
 core: $(STAMP)
-	$(BIN)/python -m pytest $(WORKERS) -m "not soak and not gpu and not accelerators"
+	$(BIN)/python -m pytest $(CORE)
+
+# Lines and branches of each room that these tests and the processes that they start execute, in percent.
+ROOMS = control trajectories algorithms generation weights cluster
+
+coverage: $(STAMP)
+	rm -rf .coverage && mkdir .coverage
+	$(BIN)/coverage run -m pytest $(CORE)
+	$(BIN)/coverage combine --quiet
+	@for room in $(ROOMS); do \
+	    echo "$$room $$($(BIN)/coverage report --include="areal_jax/$$room/*" --format=total)"; done
 
 # Installs, second backends and rounds, pages that train, ablations, benches. `make soak SOAK=tests/cluster`: a part.
 soak: $(STAMP)
