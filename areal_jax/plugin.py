@@ -1,6 +1,7 @@
 """Loads users' tasks, losses and estimators by `module:name`, and checks their settings.
 
-Also explains the import error of an optional package.
+Also keeps commands that read other people's files from doing so, and explains the import error of an optional
+package.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import difflib
 import importlib
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +22,37 @@ from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 from areal_jax.types import ArealError
 
 NOT_INSTALLED = "not installed"
+
+_typed: tuple[str, ...] | None = None
+"""In a block of `without_code`, the words of the command line; None: all code may be loaded."""
+
+
+@contextmanager
+def without_code(typed: Iterable[str] = ()) -> Iterator[None]:
+    """Context manager: in its block, code that only a file names is neither imported nor started.
+
+    `typed`: the words that the user gave on the command line; what one of them names may be loaded.
+    """
+    global _typed
+    outer, _typed = _typed, tuple(typed)
+    try:
+        yield
+    finally:
+        _typed = outer
+
+
+def require_code_allowed(named: str, key: str) -> None:
+    """Raises ArealError if only a file names `named`, a program or `module:name`, in a `without_code` block.
+
+    `key`: what names it, for the message.
+    """
+    whole = rf"(?<![\w:./-]){re.escape(named)}(?![\w./-])"
+    if _typed is None or any(re.search(whole, word) for word in _typed):
+        return
+    raise ArealError(
+        f"{key} {named!r} is code that this command would execute because a file names it; read the file's "
+        "config and that code, and give --allow-code if you trust both"
+    )
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -37,18 +70,24 @@ def load_object(spec: str, builtin: Mapping[str, Any], what: str) -> Any:
     """Returns the object that `spec` names: a key of `builtin`, or `module:name`.
 
     `builtin` maps a name to the object or to its `module:name`. Modules are searched on Python's path and in
-    the working folder. Raises ArealError if the name, the module or its attribute is not found; `what` names
-    the kind of object in the message.
+    the working folder. Raises ArealError if the name, the module or its attribute is not found, or in a block
+    of `without_code`; `what` names the kind of object in the message.
     """
     if spec in builtin:
         found = builtin[spec]
-        return load_object(found, {}, what) if isinstance(found, str) else found
+        return _imported(found, what) if isinstance(found, str) else found
     module_name, colon, name = spec.partition(":")
     if not colon:
         known = f"choose one of {', '.join(builtin)}, or give module:name of your own"
         raise ArealError(f"no {what} is called {spec!r}; {did_you_mean(spec, builtin, known)}")
     if not all(part.isidentifier() for part in (*module_name.split("."), name)):
         raise ArealError(f"{what} {spec!r} is not of the form module:name, as in my_pkg.losses:my_clip")
+    require_code_allowed(spec, what)
+    return _imported(spec, what)
+
+
+def _imported(spec: str, what: str) -> Any:
+    module_name, _, name = spec.partition(":")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -59,7 +98,7 @@ def load_object(spec: str, builtin: Mapping[str, Any], what: str) -> Any:
                 f"{what} {spec!r}: module {module_name} was not found; check that its folder is on PYTHONPATH"
             ) from None
         sys.path.insert(0, os.getcwd())
-        return load_object(spec, builtin, what)
+        return _imported(spec, what)
     if not hasattr(module, name):
         hint = did_you_mean(name, dir(module), "correct the name", prefix=f"{module_name}:")
         raise ArealError(f"{what} {spec!r}: module {module_name} has no {name}; {hint}")

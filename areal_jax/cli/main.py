@@ -20,7 +20,7 @@ from areal_jax.cli import (
     serve,
     train,
 )
-from areal_jax.cli.shell import Verbs
+from areal_jax.cli.shell import Verbs, reading_files
 
 VERBS = {
     "quickstart": train.quickstart,
@@ -28,12 +28,12 @@ VERBS = {
     "resume": train.resume,
     "plan": plan.plan,
     "launch": launch.launch,
-    "audit": read.audit,
-    "inspect": read.inspect,
-    "report": read.report,
-    "replay": replay.replay,
-    "bundle": bundle.bundle,
-    "eval": evaluate.evaluate,
+    "audit": reading_files(read.audit),
+    "inspect": reading_files(read.inspect),
+    "report": reading_files(read.report),
+    "replay": reading_files(replay.replay),
+    "bundle": reading_files(bundle.bundle),
+    "eval": reading_files(evaluate.evaluate),
     "serve": serve.serve,
     "convert": convert.convert,
     "bench": measure.bench,

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from functools import update_wrapper
 from typing import Annotated, Any
 
 import typer
 from typer import Context
 from typer.core import TyperGroup
 
+from areal_jax.plugin import without_code
 from areal_jax.types import ArealError
 
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on stdout; progress goes to stderr.")
+]
+AllowCode = Annotated[
+    bool,
+    typer.Option(
+        "--allow-code", help="Import tasks, losses and agents of your own that the files name, or start them."
+    ),
 ]
 Model = Annotated[
     str,
@@ -41,6 +51,25 @@ class Verbs(TyperGroup):
         except ArealError as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(1) from None
+
+
+def reading_files(command: Callable[..., None]) -> Callable[..., None]:
+    """Returns a command that reads files which others may have made, with the option --allow-code.
+
+    Without it, code that only such a file names is neither imported nor started (`plugin.without_code`).
+    """
+
+    def guarded(allow_code: AllowCode = False, **given: Any) -> None:
+        with nullcontext() if allow_code else without_code(given.get("words") or ()):
+            command(**given)
+
+    signature = inspect.signature(command, eval_str=True)
+    option = inspect.signature(guarded, eval_str=True).parameters["allow_code"]
+    parameters = [one.replace(kind=option.KEYWORD_ONLY) for one in (*signature.parameters.values(), option)]
+    update_wrapper(guarded, command)
+    guarded.__signature__ = signature.replace(parameters=parameters)  # pyright: ignore
+    guarded.__annotations__ = {one.name: one.annotation for one in parameters}
+    return guarded
 
 
 def stop_on_sigterm() -> None:

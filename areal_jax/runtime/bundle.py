@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import jax
 import numpy as np
+from pydantic import PositiveInt, TypeAdapter, ValidationError
 
 from areal_jax.assembly.devices import header, place, use_compilation_cache, use_virtual_cpus
 from areal_jax.assembly.gpus import use_gpu_environment
@@ -23,7 +25,7 @@ from areal_jax.assembly.parts import Parts, assemble, make_learner, open_inputs
 from areal_jax.assembly.sources import RANDOM, open_source
 from areal_jax.config.loading import load_config, make_config, resolved
 from areal_jax.config.tree import Config
-from areal_jax.models.config import Lora, ModelConfig
+from areal_jax.models.config import ModelConfig
 from areal_jax.models.model import Model
 from areal_jax.models.rope import RopeScaling
 from areal_jax.observe.waits import Timeline
@@ -31,6 +33,7 @@ from areal_jax.parallel.mesh import param_shardings
 from areal_jax.plugin import version_of
 from areal_jax.runtime.bundle_file import (
     STATE,
+    About,
     Bundle,
     BundleError,
     groups_from_plain,
@@ -39,7 +42,7 @@ from areal_jax.runtime.bundle_file import (
     require_unused,
 )
 from areal_jax.runtime.compute_choice import recorded_choice
-from areal_jax.runtime.differences import Comparison, Difference
+from areal_jax.runtime.differences import Comparison, Difference, same
 from areal_jax.runtime.past_versions import OutOfReach, past_batch, past_versions, with_steps
 from areal_jax.runtime.recovery import Journaled, journaled_batches
 from areal_jax.runtime.reopened import Reopened, differences_text, reopened
@@ -144,7 +147,7 @@ def _bundle(run: Reopened, parts: Parts, one: Journaled, is_redacted: bool, note
         "after": leaf_digests(after),
         "metrics": _as_json(metrics),
     }
-    return Bundle(about, tensors | arrays)
+    return Bundle(cast(About, about), tensors | arrays)
 
 
 def _before(run: Reopened, parts: Parts, one: Journaled, note: Note) -> tuple[TrainState, tuple[Group, ...]]:
@@ -223,17 +226,22 @@ def verify_bundle(path: Path, note: Note = lambda _: None) -> Verified:
 
 
 def _compare(
-    about: Mapping[str, Any], found: Verified, compared: Comparison, after: Callable[[], dict[str, str]]
+    about: About, found: Verified, compared: Comparison, after: Callable[[], dict[str, str]]
 ) -> None:
     place = f"step {found.step}"
+    is_same_code = about["version"] == version_of("areal-jax")
+    if is_same_code:  # another version may have other metrics
+        same(place, "names of metrics", sorted(about["metrics"]), sorted(found.metrics))
     compared.metrics(place, about["metrics"], found.metrics)
     if not compared.is_bounded:
-        for name, own in sorted(after().items()):
+        tensors = after()
+        same(place, "names of tensors", sorted(about["after"]), sorted(tensors))
+        for name, own in sorted(tensors.items()):
             compared.digest(place, f"tensor {name}", about["after"][name], own)
     compared.digest(place, "digest of the parameters", about["digest_after"], found.digest)
 
 
-def _config(about: Mapping[str, Any]) -> Config:
+def _config(about: About) -> Config:
     """Returns the bundle's config; without the devices of its run, as one device of this machine."""
     config = make_config(about["config"])
     if about["header"]["device_kind"] == jax.devices()[0].device_kind or config.trainer_devices == 1:
@@ -252,10 +260,11 @@ def _state(bundle: Bundle, config: Config, learner: Learner) -> TrainState:
         tensors |= {PARAMS + name: leaf for name, leaf in _kept(bundle, config, learner, kept).items()}
     leaves = []
     for name, leaf in to_plain(like).items():
-        if name not in tensors or tensors[name].shape != leaf.shape:
+        found = f"{tensors[name].dtype}{list(tensors[name].shape)}" if name in tensors else "missing"
+        if found != (expected := f"{leaf.dtype}{list(leaf.shape)}"):
             raise BundleError(
-                f"the bundle's tensor {name} is {getattr(tensors.get(name), 'shape', 'missing')}, but this "
-                f"areal-jax expects {leaf.shape}; use the version that made it, {bundle.about['version']}"
+                f"the bundle's tensor {name} is {found}, but this areal-jax expects {expected}; use the "
+                f"version that made it, {bundle.about['version']}"
             )
         leaves.append(jax.device_put(tensors[name], leaf.sharding))
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
@@ -282,7 +291,7 @@ def _kept(bundle: Bundle, config: Config, learner: Learner, kept: Mapping[str, s
     return {name.removeprefix(PARAMS): leaf for name, leaf in frozen.items()}
 
 
-def _prompts(about: Mapping[str, Any], config: Config) -> dict[int, tuple[int, ...]]:
+def _prompts(about: About, config: Config) -> dict[int, tuple[int, ...]]:
     """Returns ordinal -> token ids of the prompts that the bundle left out."""
     if not about["is_redacted"]:
         return {}
@@ -304,13 +313,20 @@ def _model_to_plain(model: Model) -> dict[str, Any]:
 
 def _model_from_plain(plain: Mapping[str, Any]) -> Model:
     sizes = dict(plain)
-    kind, known = sizes.pop("rope_scaling_kind", None), sizes.pop("known")
-    if kind:
-        (scaling,) = (one for one in get_args(RopeScaling) if one.__name__ == kind)
-        sizes["rope_scaling"] = scaling(**sizes["rope_scaling"])
-    if sizes["lora"]:
-        sizes["lora"] = Lora(**sizes["lora"])
-    return Model(ModelConfig(**sizes), _Ids(known))
+    kind, known = sizes.pop("rope_scaling_kind", None), sizes.pop("known", None)
+    fields = {one.name for one in dataclasses.fields(ModelConfig)}
+    scalings = {one.__name__: one for one in get_args(RopeScaling)}
+    if wrong := sorted(sizes.keys() ^ fields) + [kind] * (kind not in (None, *scalings)):
+        raise BundleError(f"the bundle's model has or lacks {wrong[0]!r:.80}; use the version that made it")
+    try:
+        if kind:
+            sizes["rope_scaling"] = TypeAdapter(scalings[kind]).validate_python(sizes["rope_scaling"])
+        config = TypeAdapter(ModelConfig).validate_python(sizes)
+        return Model(config, _Ids(TypeAdapter(PositiveInt).validate_python(known)))
+    except (ValidationError, re.error) as error:
+        raise BundleError(
+            f"the bundle's model is not valid ({error}); use the version that made it"
+        ) from None
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,19 @@ that is verified on another machine.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
+import shutil
+import struct
+import sys
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
+import yaml
 from safetensors import safe_open
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
@@ -21,7 +26,7 @@ from typer.testing import CliRunner
 from areal_jax.cli.main import app
 from areal_jax.control.events import BatchTrained
 from areal_jax.runtime.bundle import make_bundle, verify_bundle
-from areal_jax.runtime.bundle_file import BundleError, read_bundle
+from areal_jax.runtime.bundle_file import ABOUT, DIGEST, BundleError, read_bundle
 from areal_jax.runtime.jobs import run
 from areal_jax.runtime.reading import open_journal
 from areal_jax.types import ArealError
@@ -81,10 +86,15 @@ def changed(file: Path, target: Path, name: str, change) -> Path:
         other.write(target)
     # The digests are inside the file's header: put the first ones back.
     with safe_open(target, "np") as written:
-        about = json.loads(written.metadata()["areal_jax_bundle"]) | {"tensors": digests}
+        about = json.loads(written.metadata()[ABOUT]) | {"tensors": digests}
         kept = {each: written.get_tensor(each) for each in written.keys()}  # noqa: SIM118
-    target.unlink()
-    save_file(kept, target, {"areal_jax_bundle": json.dumps(about)})
+    return described(target, json.dumps(about), kept)
+
+
+def described(target: Path, about: str, tensors: dict[str, np.ndarray]) -> Path:
+    """Writes a bundle with the description `about` and its digest, as an attacker can."""
+    digest = hashlib.blake2b(about.encode(), digest_size=16).hexdigest()
+    save_file(tensors, target, {ABOUT: about, DIGEST: digest})
     return target
 
 
@@ -186,3 +196,122 @@ def test_wrong_inputs_are_refused(folder, file, tmp_path):
         verify_bundle(tmp_path / "cut")
     for words in (["verify"], [str(folder)], [str(folder), "x", "--step", "1"]):
         assert CliRunner().invoke(app, ["bundle", *words]).exit_code == 1
+
+
+def test_a_changed_description_is_refused(file, tmp_path):
+    with safe_open(file, "np") as written:
+        metadata = dict(written.metadata())
+    about = json.loads(metadata[ABOUT]) | {"run": "forged"}
+    save_file(read_bundle(file).tensors, tmp_path / "other", metadata | {ABOUT: json.dumps(about)})
+    with pytest.raises(BundleError, match=r"other: its description was changed after the bundle was made"):
+        read_bundle(tmp_path / "other")
+
+
+WRONG = {
+    "step": "5; rm", "config": [], "model": None, "header.devices": 100_000, "header.device_kind": 3,
+    "batch.0.reward": "high", "batch.0.sample": [0, 0], "batch.0.sampling.stop": 7, "batch.0.on_update": "x",
+    "choice.tree_costs": [1.0], "kept": ["x"], "metrics": "none", "is_redacted": "perhaps",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", WRONG)
+def test_a_value_of_another_type_is_refused_by_name(file, tmp_path, key):
+    bundle = read_bundle(file)
+    about = json.loads(json.dumps(bundle.about))
+    inner, parts = about, key.split(".")
+    for part in parts[:-1]:
+        inner = inner[int(part) if part.isdigit() else part]
+    inner[parts[-1]] = WRONG[key]
+    other = described(tmp_path / "other", json.dumps(about), bundle.tensors)
+    with pytest.raises(BundleError, match=rf"other: {key.replace('.', '[.]')}"):
+        read_bundle(other)
+
+
+def test_names_that_the_bundle_lacks_are_a_difference(file, tmp_path):
+    bundle = read_bundle(file)
+    replace(bundle, about=bundle.about | {"metrics": {}}).write(tmp_path / "other")
+    assert "names of metrics" in verify_bundle(tmp_path / "other").difference
+
+
+def test_an_array_of_the_batch_with_another_dtype_is_refused_by_name(file, tmp_path):
+    bundle = read_bundle(file)
+    name = next(name for name in bundle.tensors if name.endswith(".behavior_logp"))
+    other = bundle.tensors | {name: bundle.tensors[name].astype(np.float64)}
+    replace(bundle, tensors=other).write(tmp_path / "other")
+    with pytest.raises(BundleError, match=rf"{name} is float64"):
+        verify_bundle(tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        {"x": {"dtype": "F32", "shape": [1 << 40, 1 << 20], "data_offsets": [0, 4]}},
+        {"x": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}},
+        {"__metadata__": {ABOUT: "[]"}},
+        {"__metadata__": {ABOUT: "{"}},
+        {"__metadata__": {ABOUT: "[" * 200_000}},
+        {"__metadata__": {ABOUT: '{"format": 2, "tensors": {}}'}},
+        {"__metadata__": {ABOUT: '{"format": 1' + "0" * 5000 + "}"}},
+    ],
+)
+def test_a_file_that_only_looks_like_a_bundle_is_refused(tmp_path, head):
+    text = json.dumps(head).encode()
+    (tmp_path / "other").write_bytes(struct.pack("<Q", len(text)) + text + bytes(4))
+    with pytest.raises(BundleError, match="other"):
+        read_bundle(tmp_path / "other")
+
+
+# --- code that a file names ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def evil(tmp_path, monkeypatch) -> Path:
+    """The file that the module `evil`, in the working folder, makes when it is imported."""
+    mark = tmp_path / "mark"
+    (tmp_path / "evil.py").write_text(f"open({str(mark)!r}, 'w')\ndef code(**settings): raise ValueError\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield mark
+    sys.modules.pop("evil", None)
+
+
+@pytest.mark.parametrize("key", ["task", "loss", "program"])
+def test_verifying_executes_nothing_that_a_bundle_names(folder, tmp_path, evil, key):
+    bundle = make_bundle(folder, 5, tmp_path / "step.bundle", is_redacted=True)
+    config = json.loads(json.dumps(bundle.about["config"]))
+    if key == "loss":
+        config["algorithm"] |= {"loss": "evil:code", "loss_settings": {}}
+    elif key == "task":
+        config["tasks"] = {"evil:code": {}}
+    else:
+        (tmp_path / "python").write_text(f"#!/bin/sh\ntouch {evil}\n")
+        (tmp_path / "python").chmod(0o755)
+        config["tasks"] = {"textarena": {"python": str(tmp_path / "python"), "game": "TicTacToe-v0"}}
+    replace(bundle, about=bundle.about | {"config": config}).write(tmp_path / "other")
+    done = CliRunner().invoke(app, ["bundle", "verify", "other"])
+    assert done.exit_code == 1 and "--allow-code" in done.output and not evil.exists()
+    done = CliRunner().invoke(app, ["bundle", "verify", "other", "--allow-code"])
+    assert done.exit_code == 1 and evil.exists()
+
+
+@pytest.mark.parametrize("command", ["audit", "inspect 0/0", "report", "replay", "eval", "bundle --step 1"])
+def test_reading_a_run_executes_nothing_that_its_config_names(folder, tmp_path, evil, command):
+    shutil.copytree(folder, tmp_path / "run")
+    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    config["algorithm"] |= {"loss": "evil:code", "loss_settings": {}, "advantage": "evil:code"}
+    config["tasks"] = {"evil:code": {}}
+    config["episode"] = (config.get("episode") or {}) | {"agent": "evil:code"}
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(config))
+    name, *words = command.split()
+    done = CliRunner().invoke(app, [name, "run", *words])
+    assert not evil.exists()
+    if command in ("audit", "report"):  # the page goes without samples, and says why
+        page = "" if command == "audit" else (tmp_path / "run" / "report.html").read_text()
+        assert done.exit_code == 0 and ("--allow-code" in page) == (command == "report")
+    else:
+        assert done.exit_code == 1 and "--allow-code" in done.output
+
+
+def test_what_the_user_types_may_be_imported(tmp_path, evil):
+    done = CliRunner().invoke(app, ["eval", "tiny", "tasks={evil:code: {}}"])
+    assert done.exit_code == 1 and evil.exists() and "--allow-code" not in done.output

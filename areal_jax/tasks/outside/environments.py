@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from areal_jax.plugin import require_code_allowed
 from areal_jax.tasks.errors import TaskError
 from areal_jax.tasks.outside.worker_process import WorkerProcess
 from areal_jax.tasks.task import Task
@@ -29,6 +30,7 @@ class Outside(Task):
     def __init__(self, kind: str, python: str, settings: Mapping[str, Any], start_s: float) -> None:
         if not start_s > 0:
             raise TaskError(f"start_s={start_s} is not positive; give seconds")
+        require_code_allowed(python, f"tasks.{kind}.python")
         self._kind, self._python, self._settings, self._start_s = kind, python, settings, start_s
         self._listed: list[Any] | None = None
         self._worker: WorkerProcess | None = None
