@@ -97,11 +97,11 @@ def open_teacher(config: Config, tasks: Mapping[str, WeightedTask], student: Mod
 def _other_ids(student: Tokenizer, teacher: Tokenizer) -> str | None:
     """Returns the first difference between two vocabularies, as text for a message; None if they are equal.
 
-    The vocabularies' sizes, their EOS ids and the text of each id are compared.
+    The vocabularies' sizes, their end ids and the text of each id are compared.
     """
     if student == teacher:
         return None
-    for what in ("vocab_size", "eos_id"):
+    for what in ("vocab_size", "end_ids"):
         one, other = getattr(student, what), getattr(teacher, what)
         if one != other:
             return f"the teacher's {what} is {other}, but the student's is {one}"

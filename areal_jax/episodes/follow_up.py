@@ -100,7 +100,7 @@ class FollowUps:
         """Number of the first `tokens` with which the answer ends already."""
         lengths = range(min(len(self.closing), len(answer)), 0, -1)
         # Some models end an answer with the token that begins the next message.
-        if answer and answer[-1] == tokens[0] == self._tokenizer.eos_id:
+        if answer and answer[-1] == tokens[0] and tokens[0] in self._tokenizer.end_ids:
             return 1
         return next((n for n in lengths if tuple(answer[-n:]) == self.closing[:n]), 0)
 

@@ -42,8 +42,8 @@ def reason_against(engine: Engine, start: Start) -> str:
         return f"token id {strange} is outside the vocabulary of {vocab} ids; give ids from 0 to {vocab - 1}"
     if start.penalties is not None and not engine.has_penalties:
         return "this host belongs to a training run and applies no penalties or logit_bias; leave them out"
-    if len(start.stop_tokens) >= MAX_STOP_TOKENS:
-        return f"{len(start.stop_tokens)} stop tokens are too many; give at most {MAX_STOP_TOKENS - 1}"
+    if len(start.stop_tokens) > (most := MAX_STOP_TOKENS - len(engine.tokenizer.end_ids)):
+        return f"{len(start.stop_tokens)} stop tokens are too many; give at most {most}"
     return ""
 
 

@@ -120,6 +120,11 @@ class Engine(jetstream.Engine):
         self.model, self.tokenizer = model, model.tokenizer
         self.slots, self.length, self.reserved_slots = slots, length, reserved_slots
         self.decode_steps, self.support_size = decode_steps, support_size
+        if len(ends := self.tokenizer.end_ids) > MAX_STOP_TOKENS:
+            raise ArealError(
+                f"the model's files name {len(ends)} end tokens (eos_token_id), but a sample has room for "
+                f"{MAX_STOP_TOKENS} stop tokens; shorten the list in generation_config.json"
+            )
         self.page_tokens = page_tokens or length
         if length % self.page_tokens:
             raise ArealError(f"page_tokens={page_tokens} does not divide length={length}; change one")
@@ -276,7 +281,7 @@ class Engine(jetstream.Engine):
         """
         if request is None:
             # The ordinal is the number of inserts so far: a fresh decode state draws the same samples again.
-            sample, stops = SampleId(int(decode_state.inserted), 0), (self.tokenizer.eos_id,)
+            sample, stops = SampleId(int(decode_state.inserted), 0), self.tokenizer.end_ids
             request = self.request(sample, self._seed, self._sampling, int(prefix.true_length), stops)
         self._truncation = Truncation.joined([self._truncation, Truncation.of(request)])
         self._freed.discard(slot)  # that call freed the slot's former sample, not this one

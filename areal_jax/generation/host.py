@@ -73,14 +73,14 @@ class Host:
     ) -> None:
         """`seed`, `sampling`: for samples of a Start without them. `deadline_s`: longest wait, see `run`.
 
-        `stops`: ids that end a sample; None: its end-of-sequence id. `kept_tokens`: as episode.kept_tokens.
+        `stops`: ids that end a sample; None: the tokenizer's end ids. `kept_tokens`: as episode.kept_tokens.
         """
         self.name, self.inbox = name, Queue[Command]()
         self._engine, self._store, self._emit, self._turn = engine, store, emit, turn
         self._seed, self._sampling, self._on_update = seed, sampling, on_update
         self._most_versions, self._on_tokens = versions, on_tokens
         self._clock, self._deadline_s = clock or Timeline(None).clock(name), deadline_s
-        self._stops = (engine.tokenizer.eos_id,) if stops is None else stops
+        self._stops = engine.tokenizer.end_ids if stops is None else stops
         self._slots = LiveSlots(engine, self._clock)
         is_alone = turn is nullcontext and platform_of(engine.mesh) != "cpu"
         self._calls_ahead = int(is_alone) if calls_ahead == "auto" else calls_ahead

@@ -139,7 +139,7 @@ class Tokenizer:
         self._tokenizer = tokenizer
         self.pad_id, self.eos_id = tokenizer.pad_id, tokenizer.eos_id
         self.bos_id = getattr(tokenizer, "bos_id", tokenizer.eos_id)
-        self.stop_tokens = {self.eos_id, self.pad_id}
+        self.stop_tokens = {*tokenizer.end_ids, self.pad_id}
 
     def encode(self, s: str, **kwargs: Any) -> tuple[Any, int]:
         """Returns (padded token ids of `s`, with BOS first; number of ids without the padding).

@@ -91,7 +91,7 @@ class Regenerator:
     def _begin(self, slot: int, one: Finished, params: Mapping[PolicyVersion, VersionedParams]) -> None:
         version = one.spans[0].version
         start = Start((one.sample,), one.prompt, version, one.sampling, turn=one.turn, segment=one.segment)
-        (work,) = start.works(self._sampling, self._seed, (self._engine.tokenizer.eos_id,))
+        (work,) = start.works(self._sampling, self._seed, self._engine.tokenizer.end_ids)
         work.version, work.digest = version, params[version].digest
         if self._prompt is None or self._prompt[0] != (work.group, version):
             tokens = np.asarray(one.prompt, np.int32)

@@ -168,10 +168,10 @@ def _kinds(late: Sequence[Late]) -> list[tuple[str, list[SampleId]]]:
 
 
 def token_texts(tokens: Sequence[int], tokenizer: Tokenizer) -> list[str]:
-    """Return for each token the text that it adds, as `tasks.text.token_pieces`; the EOS ends in ■."""
+    """Return for each token the text that it adds, as `tasks.text.token_pieces`; an end token's ends in ■."""
     pieces = token_pieces(tokens, tokenizer)
     return [
-        piece + "■" if token == tokenizer.eos_id else piece
+        piece + "■" if token in tokenizer.end_ids else piece
         for token, piece in zip(tokens, pieces, strict=True)
     ]
 

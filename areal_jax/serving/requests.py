@@ -234,10 +234,11 @@ def _penalties(request: Any, served: Served) -> Penalties | None:
 
 
 def _stop_tokens(request: Any, served: Served) -> tuple[int, ...]:
-    most = MAX_STOP_TOKENS - 1  # the EOS takes one place
-    given = tuple(sorted({*request.stop_tokens} - {served.tokenizer.eos_id}))
+    ends = served.tokenizer.end_ids
+    most = MAX_STOP_TOKENS - len(ends)
+    given = tuple(sorted({*request.stop_tokens} - {*ends}))
     if len(given) > most:
-        raise invalid(f"{len(given)} stop_tokens besides the EOS are too many; give at most {most}")
+        raise invalid(f"{len(given)} stop_tokens besides the end tokens are too many; give at most {most}")
     return checked_ids(given, served, "stop_tokens")
 
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby, takewhile
+from itertools import chain, groupby, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from areal_jax.types import Prompt
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 """Keys in tokenizer_config.json of the special tokens that a chat template may use."""
 
+_MODEL_FILES = ("config.json", "generation_config.json")
+
 
 @dataclass(frozen=True)
 class HFTokenizer:
@@ -40,12 +42,16 @@ class HFTokenizer:
     """Whether bos is put before text (add_bos_token); None: tokenizer.json's post-processor decides."""
     templates: tuple[tuple[str, str], ...] = field(repr=False)
     """(name, template) of each chat template; a template without a name gets the name `default`."""
+    also_end: tuple[int, ...]
+    """Ids that end a completion as eos_token does: eos_token_id of config.json and generation_config.json."""
     folder: str = field(compare=False)
     """The folder of the files, for error messages."""
 
     @staticmethod
     def from_folder(folder: Path) -> HFTokenizer:
         """Reads tokenizer.json, tokenizer_config.json and any chat_template.jinja; returns the tokenizer.
+
+        The model's config.json and generation_config.json, if there, name further end tokens.
 
         Raises TaskError if tokenizer.json or tokenizer_config.json is missing, a file is broken, or
         tokenizer_config.json names no end token (eos_token).
@@ -56,6 +62,7 @@ class HFTokenizer:
             tuple((name, text) for name in _SPECIAL if (text := _token_text(config.get(name))) is not None),
             config.get("add_bos_token"),
             _read_templates(folder, config),
+            tuple(dict.fromkeys(chain(*(_named_ends(folder / name) for name in _MODEL_FILES)))),
             str(folder),
         )
         _ = tokenizer.eos_id, tokenizer.pad_id  # a broken folder fails now, not at the first sample
@@ -69,6 +76,11 @@ class HFTokenizer:
     @cached_property
     def eos_id(self) -> int:
         return self._special_id("eos_token")
+
+    @cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        """The ids that end a completion, `eos_id` first."""
+        return tuple(dict.fromkeys((self.eos_id, *self.also_end)))
 
     @cached_property
     def pad_id(self) -> int:
@@ -290,6 +302,16 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise TaskError(f"{path} is a {type(config).__name__}, but must be a JSON object; download it again")
     return config
+
+
+def _named_ends(path: Path) -> list[int]:
+    """Returns the end ids that a model's file names: eos_token_id, one id or a list; [] without the file."""
+    given = _read_config(path).get("eos_token_id") if path.exists() else None
+    ids = given if isinstance(given, list) else [] if given is None else [given]
+    for one in ids:
+        if isinstance(one, bool) or not isinstance(one, int) or one < 0:
+            raise TaskError(f"{path}: eos_token_id={given!r:.80} must be a token id, or a list of token ids")
+    return ids
 
 
 def _token_text(value: Any) -> str | None:

@@ -22,7 +22,15 @@ class Tokenizer(Protocol):
 
     @property
     def eos_id(self) -> int:
-        """The id that ends a completion; it is one of the completion's tokens, but not part of its text."""
+        """The id that ends a text."""
+        ...
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The ids that end a completion, `eos_id` first: each is the last of the completion's tokens.
+
+        Special tokens are not part of its text. Chat models often end a turn and a text by different ids.
+        """
         ...
 
     @property
@@ -101,6 +109,7 @@ class CharTokenizer:
 
     pad_id = 0
     eos_id = 1
+    end_ids = (eos_id,)
     notation: Notation = "none"
 
     def __init__(self, alphabet: str, symbols: Sequence[str] = ()) -> None:
@@ -165,6 +174,7 @@ class ByteTokenizer:
     vocab_size = 258
     bos_id = 256
     eos_id = 257
+    end_ids = (eos_id,)
     pad_id = 257
     notation: Notation = "none"
 

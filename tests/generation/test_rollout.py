@@ -62,6 +62,21 @@ def test_groups_come_in_ordinal_order_with_their_rewards(model, engine, versions
             assert set(t.versions[t.loss_mask].tolist()) == {0}
 
 
+def test_each_of_the_tokenizers_end_ids_ends_a_sample(engine, versions, monkeypatch):
+    asked = [engine, versions(0), Vowels(), range(3), 2]
+    before = [
+        t.tokens[t.loss_mask].tolist() for g in rollout(*asked, sampling=SAMPLING) for t in g.trajectories
+    ]
+    also = before[0][len(before[0]) // 2]
+    assert also not in engine.tokenizer.end_ids
+    monkeypatch.setattr(type(engine.tokenizer), "end_ids", (engine.tokenizer.eos_id, also))
+    after = [t for g in rollout(*asked, sampling=SAMPLING) for t in g.trajectories]
+    for whole, t in zip(before, after, strict=True):
+        end = whole.index(also) + 1 if also in whole else len(whole)
+        assert t.tokens[t.loss_mask].tolist() == whole[:end]
+        assert t.stop_reason == ("stop" if whole[end - 1] in engine.tokenizer.end_ids else "length")
+
+
 def test_the_order_and_the_number_of_ordinals_change_no_bit(engine, versions):
     whole = contents(rollout(engine, versions(0), Vowels(), range(6), 3, seed=4, sampling=SAMPLING))
     turned = contents(

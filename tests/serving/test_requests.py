@@ -158,7 +158,7 @@ def test_penalties_that_change_nothing_are_none():
         ({"stop": ["b" * 257]}, "has 257 characters; give 1 to 256"),
         (
             {"stop_tokens": range(1, MAX_STOP_TOKENS + 1)},
-            "stop_tokens besides the EOS are too many; give at most",
+            "stop_tokens besides the end tokens are too many; give at most",
         ),
         ({"stop_tokens": [-1]}, "stop_tokens has the id -1"),
         ({"n": 0}, "n=0 completions are out of range; give 1 to 6"),

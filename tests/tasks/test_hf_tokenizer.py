@@ -73,6 +73,23 @@ def test_ids_and_special_tokens_are_those_of_the_files(tokenizer: HFTokenizer):
     assert len(tokenizer.encode("hello" * 3 + "a" * 40)) == 43, "neither cut nor padded"
 
 
+def test_every_id_that_the_models_files_name_ends_a_completion(tmp_path: Path):
+    folder = write(tmp_path)
+    assert HFTokenizer.from_folder(folder).end_ids == (END,)
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": BOS}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [END, THINK, BOS]}))
+    tokenizer = HFTokenizer.from_folder(folder)
+    assert (tokenizer.eos_id, tokenizer.end_ids) == (END, (END, BOS, THINK))
+    assert pickle.loads(pickle.dumps(tokenizer)).end_ids == (END, BOS, THINK)
+
+
+@pytest.mark.parametrize("given", ["<|im_end|>", [1, True], -1, {"id": 3}])
+def test_an_end_id_that_is_none_is_refused_by_its_file(tmp_path: Path, given: object):
+    (write(tmp_path) / "generation_config.json").write_text(json.dumps({"eos_token_id": given}))
+    with pytest.raises(TaskError, match=r"generation_config.json: eos_token_id=.* must be a token id"):
+        HFTokenizer.from_folder(tmp_path)
+
+
 @given(st.text())
 @settings(max_examples=200)
 def test_any_text_survives(tokenizer: HFTokenizer, text: str):

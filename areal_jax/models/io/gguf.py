@@ -184,10 +184,17 @@ def _config_json(fields: Fields, tensors: Mapping[str, Any]) -> dict[str, Any]:
         "max_position_embeddings": fields.size(f"{kind}.context_length"),
         "tie_word_embeddings": "output.weight" not in tensors,
         "bos_token_id": fields("tokenizer.ggml.bos_token_id", None),
-        "eos_token_id": fields("tokenizer.ggml.eos_token_id"),
+        "eos_token_id": _end_ids(fields),
         "pad_token_id": fields("tokenizer.ggml.padding_token_id", None),
         "torch_dtype": "float32",
     }
+
+
+def _end_ids(fields: Fields) -> int | list[int]:
+    """Returns the id that ends a text; a list with those of a turn and of a tool call, if they differ."""
+    others = [fields(f"tokenizer.ggml.{key}_token_id", None) for key in ("eot", "eom")]
+    named = (fields("tokenizer.ggml.eos_token_id"), *(one for one in others if one is not None))
+    return list(dict.fromkeys(named)) if set(named) != {named[0]} else named[0]
 
 
 def _rope_scaling(fields: Fields, kind: str, base: np.ndarray, factors: Any) -> RopeScaling | None:

@@ -22,6 +22,7 @@ from areal_jax.models.io.gguf import cached_folder, convert_gguf, smollm2_gguf
 from areal_jax.models.io.huggingface import open_folder
 from areal_jax.models.model import Model
 from areal_jax.models.rope import Llama3Scaling
+from areal_jax.tasks.hf_tokenizer import HFTokenizer
 from areal_jax.types import ArealError
 from tests.models import tiny_gguf
 from tests.models.golden import GOLDEN, expected, greedy
@@ -65,6 +66,13 @@ def test_a_converted_file_is_the_folder_that_it_came_from(converted: Path):
     written = json.loads((converted / "config.json").read_text())
     assert (written["bos_token_id"], written["eos_token_id"], written["pad_token_id"]) == (1, 2, 0)
     assert written["max_position_embeddings"] == 64
+
+
+def test_the_ends_of_a_turn_and_of_a_tool_call_end_a_completion_too(tmp_path: Path):
+    ends = {"tokenizer.ggml.eot_token_id": 5, "tokenizer.ggml.eom_token_id": 2}
+    convert_gguf(tiny_gguf.write(tmp_path / "tiny.gguf", fields=ends), tmp_path / "tiny")
+    assert json.loads((tmp_path / "tiny" / "config.json").read_text())["eos_token_id"] == [2, 5]
+    assert HFTokenizer.from_folder(tmp_path / "tiny").end_ids == (2, 5)
 
 
 def test_quantised_tensors_are_read_to_their_precision(tmp_path: Path):
