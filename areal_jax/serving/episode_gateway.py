@@ -30,6 +30,7 @@ from areal_jax.serving.openai_api import body_of, error_response
 from areal_jax.serving.openai_bodies import StreamOptions
 from areal_jax.serving.requests import RequestError, invalid
 from areal_jax.tasks.errors import TaskError
+from areal_jax.tasks.tool_calls import finish_reason
 
 MODEL = "policy"
 """The name of the model that the gateway lists; requests may name any."""
@@ -180,7 +181,7 @@ class _Answer:
     def __init__(self, asked: Asked, found: ChatTurn, chats: Chats) -> None:
         self._asked, self._found, self._chats = asked, found, chats
         self._head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": MODEL}
-        self._reason = "tool_calls" if found.has_calls else found.turn.stop_reason
+        self._reason = finish_reason(found.turn.stop_reason, found.has_calls)
         sampled = len(found.turn.tokens)
         prompt = len(found.prompt)
         self._usage = {

@@ -22,7 +22,7 @@ from areal_jax.serving.outputs import Output, outputs
 from areal_jax.serving.requests import RequestError, Served, invalid
 from areal_jax.serving.streams import Streams
 from areal_jax.serving.text_parts import BeforeStop, MessageParts, Part
-from areal_jax.tasks.tool_calls import Answer, message_of
+from areal_jax.tasks.tool_calls import Answer, finish_reason, message_of
 from areal_jax.types import Trajectory
 
 POLL_S = 0.05
@@ -207,9 +207,7 @@ class Choice:
 
     @property
     def finish_reason(self) -> str | None:
-        if self.answer is not None and self.answer.calls:
-            return "tool_calls"
-        return self.stop_reason
+        return finish_reason(self.stop_reason, self.answer is not None and bool(self.answer.calls))
 
     def message(self) -> dict[str, Any]:
         assert self.answer is not None

@@ -72,7 +72,7 @@ def parsed_arguments(arguments: Any) -> Any:
         return arguments
     try:
         value = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
     return value if isinstance(value, dict) else arguments
 

@@ -1,23 +1,22 @@
 """Tool calls and thoughts in a sampled text: from the model's own notation to an OpenAI message.
 
 Two notations: Hermes, which Qwen uses too, writes a JSON object between <tool_call> and </tool_call>; Llama 3
-writes one JSON object, with `parameters`, as the complete answer.
+writes JSON objects as the complete answer. Arguments are named `arguments` or `parameters`.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 Notation = Literal["hermes", "llama", "none"]
 
-_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 OPEN, CLOSE = "<think>", "</think>"
-CALL = "<tool_call>"
+CALL, END = "<tool_call>", "</tool_call>"
 TAG = "<|python_tag|>"
-_DECODER = json.JSONDecoder()
 
 
 class ToolCall(NamedTuple):
@@ -66,51 +65,115 @@ def parsed_answer(text: str, notation: Notation, is_in_thought: bool = False) ->
 
 
 def _hermes(text: str, reasoning: str) -> Answer:
-    calls, broken, content, end = [], 0, [], 0
-    for found in _HERMES.finditer(text):
-        call = _call(_object(found[1]), "arguments")
+    calls, broken, content, end, at = [], 0, [], 0, 0
+    while (start := text.find(CALL, at)) >= 0:
+        call, at = _hermes_call(text, start + len(CALL))
         if call is None:
             broken += 1
             continue
         calls.append(call)
-        content.append(text[end : found.start()])
-        end = found.end()
+        content.append(text[end:start])
+        end = at
     content.append(text[end:])
     joined = "".join(content)
     # Between calls and around them models write line ends, which are no content.
     return Answer(joined.strip("\n") if calls else joined, reasoning, tuple(calls), broken)
 
 
+def _hermes_call(text: str, at: int) -> tuple[ToolCall | None, int]:
+    """Returns the call that begins at `at`, after its tag, and where it ends; None if it is broken.
+
+    The tag at its end may be missing before the next call and at the end of the text.
+    """
+    value, after = _decoded(text, _past(_SPACE, text, at))
+    call = _call(value, is_marked=True)
+    after = _past(_SPACE, text, after)
+    if call is not None and text.startswith(END, after):
+        return call, after + len(END)
+    if call is not None and (after == len(text) or text.startswith(CALL, after)):
+        return call, after
+    found = text.find(END, at)
+    return None, len(text) if found < 0 else found + len(END)
+
+
 def _llama(text: str, reasoning: str) -> Answer:
     body = text.strip().removeprefix(TAG).lstrip()
     calls, at = [], 0
     while at < len(body):
-        try:
-            value, at = _DECODER.raw_decode(body, at)
-        except (ValueError, RecursionError):
-            break
-        call = _call(value, "parameters") or _call(value, "arguments")
-        if call is None:
+        value, after = _decoded(body, at)
+        if (call := _call(value, is_marked=False)) is None:
             break
         calls.append(call)
-        at = re.compile(r"[\s;]*").match(body, at).end()  # type: ignore[union-attr]
+        at = _past(_BETWEEN, body, after)
     if calls and at == len(body):
         return Answer("", reasoning, tuple(calls), 0)
     return Answer(text, reasoning, (), int(body.startswith('{"name"')))
 
 
-def _object(text: str) -> Any:
+def _decoded(text: str, at: int) -> tuple[Any, int]:
+    """Returns the JSON value that begins at `at`, and where it ends; (None, at) if there is none."""
     try:
-        return json.loads(text)
+        value, after = _DECODER.raw_decode(text, at)
+        return _sendable(value), after
     except (ValueError, RecursionError):
-        return None
+        return None, at
 
 
-def _call(value: Any, arguments: str) -> ToolCall | None:
+def _sendable(value: Any) -> Any:
+    """Returns a JSON value in which each half of a surrogate pair is U+FFFD: no UTF-8 has it."""
+    written = json.dumps(value, ensure_ascii=False)
+    if written.isascii() or not _SURROGATE.search(written):
+        return value
+    return json.loads(_SURROGATE.sub("\N{REPLACEMENT CHARACTER}", written))
+
+
+def _past(pattern: re.Pattern[str], text: str, at: int) -> int:
+    found = pattern.match(text, at)
+    return found.end() if found else at
+
+
+def _call(value: Any, *, is_marked: bool) -> ToolCall | None:
+    """Returns the tool call that a JSON value is; None if it is none.
+
+    Arguments may be written as text, and may be null or empty. If a tag marks the call, they may be missing.
+    """
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
-    given = value.get(arguments)
+    key = next((key for key in ("arguments", "parameters") if key in value), None)
+    if key is None and not is_marked:
+        return None
+    given = value.get(key) if key else None
+    if isinstance(given, str):
+        written = given.strip()
+        given, end = _decoded(written, 0)
+        if end < len(written):
+            return None
+    if given is None:
+        given = {}
     return ToolCall(value["name"], given) if isinstance(given, dict) else None
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"{digits:.40} is beyond the largest number")
+    return value
+
+
+def _refused(constant: str) -> float:
+    raise ValueError(f"{constant} is not JSON")
+
+
+_DECODER = json.JSONDecoder(strict=False, parse_float=_finite, parse_constant=_refused)
+"""Reads line ends in strings, as models write them, and no NaN or Infinity, which clients cannot read."""
+
+_SPACE, _BETWEEN = re.compile(r"\s*"), re.compile(r"[\s;]*")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def finish_reason(stop_reason: str | None, has_calls: bool) -> str | None:
+    """Returns OpenAI's finish_reason: an answer that its limit cut may lack further calls, so it says so."""
+    return "tool_calls" if has_calls and stop_reason == "stop" else stop_reason
 
 
 def message_of(answer: Answer, ids: Sequence[str]) -> dict[str, Any]:

@@ -45,6 +45,9 @@ class Scripted:
             *self._tokenizer.encode(self._texts[len(self.starts) % len(self._texts)]),
             self._tokenizer.eos_id,
         ]
+        assert start.sampling is not None
+        stop_reason = "stop" if len(ids) <= start.sampling.max_tokens else "length"
+        ids = ids[: start.sampling.max_tokens]
         self.starts.append(start)
         for sample in start.samples:
             for at in range(0, len(ids), self._step):
@@ -54,7 +57,7 @@ class Scripted:
             mask, versions = np.ones(n, bool), np.full(n, 3, np.int32)
             logp, turns = np.full(n, -0.5, np.float32), np.zeros(n, np.int32)
             tokens = np.array(ids, np.int32)
-            trajectory = Trajectory(sample, tokens, mask, logp, versions, turns, Sampling(), "stop")
+            trajectory = Trajectory(sample, tokens, mask, logp, versions, turns, Sampling(), stop_reason)
             self.streams.hear(sample, trajectory)
 
 

@@ -163,6 +163,18 @@ def test_tool_calls_are_parsed_and_their_results_are_rendered(tmp_path: Path, fa
         assert plain.message.tool_calls is None and plain.finish_reason == "stop"
 
 
+def test_an_answer_that_is_cut_after_a_call_says_so(tmp_path: Path):
+    tokenizer, text = tokenizer_of(tmp_path / "qwen", "qwen"), WRITTEN["qwen"]
+    with serving(tokenizer, [f"{text}\nand so on"]) as (base_url, _):
+        chat = openai.OpenAI(base_url=base_url, api_key="none", max_retries=0).chat.completions
+        limit = len(tokenizer.encode(text)) + 2
+        asked: dict[str, Any] = dict(model="scripted", messages=CHAT, tools=TOOLS, max_tokens=limit)
+        cut = chat.create(**asked).choices[0]
+        assert (cut.finish_reason, len(cut.message.tool_calls)) == ("length", 1)
+        *_, last = chat.create(**asked, stream=True)
+        assert last.choices[0].finish_reason == "length"
+
+
 # --- what is refused ----------------------------------------------------------------------------------------
 
 

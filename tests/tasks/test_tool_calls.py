@@ -26,15 +26,70 @@ CALL = ToolCall("add", {"a": 1, "b": [2.5, "x"]})
         ("<think>hm", Answer("", "hm", (), 0)),
         ("hm</think>\n\n7\n", Answer("hm</think>\n\n7\n", "", (), 0)),
         ("<tool_call>add(1)</tool_call>", Answer("<tool_call>add(1)</tool_call>", "", (), 1)),
-        (
-            '<tool_call>{"name": "add"}</tool_call>',
-            Answer('<tool_call>{"name": "add"}</tool_call>', "", (), 1),
-        ),
         (f"<tool_call>{ADD[:-3]}", Answer(f"<tool_call>{ADD[:-3]}", "", (), 1)),
     ],
 )
 def test_hermes(text: str, wanted: Answer):
     assert parsed_answer(text, "hermes") == wanted
+
+
+def in_tags(*texts: str) -> str:
+    return "".join(f"<tool_call>\n{text}\n</tool_call>\n" for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ('{"name": "f", "arguments": {"text": "a </tool_call> b"}}', {"text": "a </tool_call> b"}),
+        ('{"name": "f", "arguments": {"text": "<tool_call>"}}', {"text": "<tool_call>"}),
+        ('{"name": "f"}', {}),
+        ('{"name": "f", "arguments": null}', {}),
+        ('{"name": "f", "arguments": ""}', {}),
+        ('{"name": "f", "arguments": " {\\"a\\": 1} "}', {"a": 1}),
+        ('{"name": "f", "parameters": {"a": 1}}', {"a": 1}),
+        ('{"name": "f", "arguments": {"code": "a\nb\tc"}}', {"code": "a\nb\tc"}),
+        (
+            '{"name": "f", "arguments": {"x": "\\ud83d", "\\ude00": 1}}',
+            {"x": "\N{REPLACEMENT CHARACTER}"} | {"\N{REPLACEMENT CHARACTER}": 1},
+        ),
+        ('{"name": "f", "arguments": {"x": "\\ud83d\\ude00"}}', {"x": "\N{GRINNING FACE}"}),
+    ],
+)
+def test_calls_as_models_write_them(text: str, arguments: dict):
+    call = ToolCall("f", arguments)
+    assert parsed_answer(in_tags(text, ADD), "hermes") == Answer("", "", (call, CALL), 0)
+    assert parsed_answer(f"<tool_call>{text}<tool_call>{ADD}", "hermes") == Answer("", "", (call, CALL), 0)
+    if "arguments" in text or "parameters" in text:
+        assert parsed_answer(text, "llama") == Answer("", "", (call,), 0)
+    (sent,) = message_of(Answer("", "", (call,), 0), ["id"])["tool_calls"]
+    assert json.loads(sent["function"]["arguments"].encode()) == arguments
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "now()",
+        '{"name": "f", "arguments": {"x": NaN}}',
+        '{"name": "f", "arguments": {"x": -Infinity}}',
+        '{"name": "f", "arguments": {"x": 1e400}}',
+        '{"name": "f", "arguments": {"x": 1' + "0" * 5000 + "}}",
+        '{"name": "f", "arguments": {"x": ' + "[" * 100_000 + "}}",
+        '{"name": "f", "arguments": "a"}',
+        '{"name": "f", "arguments": [1]}',
+        '{"name": "f", "arguments": {}}}',
+        '{"name": 1, "arguments": {}}',
+        '["f"]',
+    ],
+)
+def test_a_broken_call_is_shown_as_text_and_the_others_count(text: str):
+    broken = f"<tool_call>\n{text}\n</tool_call>"
+    assert parsed_answer(broken, "hermes") == Answer(broken, "", (), 1)
+    assert parsed_answer(f"{broken}\n{in_tags(ADD)}", "hermes") == Answer(broken, "", (CALL,), 1)
+    assert parsed_answer(text, "llama").calls == ()
+
+
+def test_an_object_with_a_name_alone_is_a_call_only_in_tags():
+    assert parsed_answer('{"name": "Ada"}', "llama") == Answer('{"name": "Ada"}', "", (), 1)
 
 
 def test_a_prompt_may_end_inside_a_thought():
