@@ -57,7 +57,9 @@ def require_code_allowed(named: str, key: str) -> None:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Returns the name in `known` that is most similar to `name`; "" if none is similar."""
-    return next(iter(difflib.get_close_matches(name, known, n=1)), "")
+    close = difflib.get_close_matches(name, known, n=3)
+    # gpro is rather grpo than gspo: letters are swapped more often than replaced.
+    return max(close, key=lambda one: sorted(one) == sorted(name), default="")
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", prefix: str = "") -> str:

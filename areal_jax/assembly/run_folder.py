@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from areal_jax.types import ArealError
+
 CONFIG = "config.yaml"
 """The resolved config; a run with this file as its config repeats the run."""
 JOURNAL = "journal.sqlite"
@@ -11,3 +15,15 @@ CHECKPOINTS, EXPORTS = "checkpoints", "exports"
 """Subfolders of the run's folder, each with one folder per version."""
 SECRET_FILE = "launch/secret"
 """The secret that the processes of a launched run share; file mode 0600."""
+
+
+def make_folders(folder: Path, *names: str) -> None:
+    """Creates a run's folder and these subfolders. Raises ArealError if the file system refuses it."""
+    for name in names:
+        try:
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ArealError(
+                f"the run's folder {folder} cannot be made ({error.strerror}: {error.filename}); give "
+                "run.dir=FOLDER, a folder that you may write to"
+            ) from None

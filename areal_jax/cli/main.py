@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from areal_jax.cli import (
@@ -21,6 +23,7 @@ from areal_jax.cli import (
     train,
 )
 from areal_jax.cli.shell import Verbs, reading_files
+from areal_jax.plugin import version_of
 
 VERBS = {
     "quickstart": train.quickstart,
@@ -56,6 +59,24 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def _version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"areal-jax {version_of('areal-jax')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    """Options beside the commands."""
+
+
 for name, verb in VERBS.items():
     app.command(name)(verb)
 app.add_typer(cluster.roles, name="role")

@@ -26,14 +26,13 @@ def bench(
 ) -> None:
     """Run a benchmark on this machine, and compare its speed with the machine's limits."""
     _with_huge_pages()
-    import yaml
-
     from areal_jax.assembly.devices import use_compilation_cache
     from areal_jax.bench.gpu.table import lines as table
     from areal_jax.bench.registry import bench as measure
+    from areal_jax.config.loading import parsed
 
     use_compilation_cache()
-    settings = {key: yaml.safe_load(value) for key, _, value in (word.partition("=") for word in words or [])}
+    settings = {key: parsed(value) for key, _, value in (word.partition("=") for word in words or [])}
     figures = measure(name, settings)
     lines = (
         table(figures)

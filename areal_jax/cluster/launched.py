@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_jax.assembly.run_folder import CONFIG, SECRET_FILE
+from areal_jax.assembly.run_folder import CONFIG, SECRET_FILE, make_folders
 from areal_jax.cluster.placement import LaunchError
 from areal_jax.config.loading import load_config, resolved, to_yaml
 from areal_jax.config.tree import Config
@@ -71,8 +71,7 @@ def write(launch: Launch) -> str:
     The secret is the password with which the run's processes connect to Redis and to each other; a resumed
     run keeps its secret.
     """
-    for name in ("launch", "logs"):
-        (launch.folder / name).mkdir(parents=True, exist_ok=True)
+    make_folders(launch.folder, "launch", "logs")
     text = to_yaml(launch.config)
     if not launch.is_resumed:
         (launch.folder / CONFIG).write_text(text)

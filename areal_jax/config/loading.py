@@ -102,6 +102,20 @@ def leaves(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[
             )
 
 
+class _Loader(yaml.SafeLoader):
+    """Reads 3e-4 as a number; YAML 1.1, and so PyYAML, wants 3.0e-4."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def parsed(text: str) -> Any:
+    """Returns the value of a YAML text. Raises yaml.YAMLError if it is not YAML."""
+    return yaml.load(text, _Loader)  # a SafeLoader
+
+
 def _from_file(path: Path) -> Mapping[str, Any]:
     if not path.is_file() and (packaged := Path(__file__).parents[1] / path).is_file():
         path = packaged  # configs/quickstart.yaml, wherever the working folder is
@@ -112,7 +126,7 @@ def _from_file(path: Path) -> Mapping[str, Any]:
         remedy = did_you_mean(str(path), recipes, "give a YAML file, or section.key=value")
         raise ConfigError(f"there is no config file {path}; {remedy}")
     try:
-        tree = yaml.safe_load(path.read_text()) or {}
+        tree = parsed(path.read_text()) or {}
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML; correct this line: {error}") from None
     if not isinstance(tree, Mapping):
@@ -126,13 +140,11 @@ def _from_file(path: Path) -> Mapping[str, Any]:
 def _from_word(word: str) -> Mapping[str, Any]:
     key, _, text = word.partition("=")
     try:
-        value = yaml.safe_load(text)
+        value = parsed(text)
     except yaml.YAMLError as error:
         raise ConfigError(
             f"{word}: the value is not YAML ({error}); to give text, put the value in quotes"
         ) from None
-    if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value):
-        value = float(value)  # YAML 1.1 reads 1e-5 as text
     parts = key.split(".")
     section = next((name.split(".") for name in TASK_SECTIONS if key.startswith(f"{name}.")), None)
     if section and ":" in key:  # the module path in tasks.pkg.module:Name.key has dots of its own

@@ -14,6 +14,7 @@ from typing import Any, TextIO
 
 from areal_jax.assembly.devices import header
 from areal_jax.assembly.parts import Inputs
+from areal_jax.assembly.run_folder import make_folders
 from areal_jax.config.loading import to_yaml
 from areal_jax.config.tree import Config
 from areal_jax.control.events import BatchTrained
@@ -56,7 +57,7 @@ class RunResult:
 
 def make_folder(config: Config, folder: Path) -> None:
     """Create the run's folder with logs/ and config.yaml; an existing config.yaml is kept."""
-    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    make_folders(folder, "logs")
     if not (folder / "config.yaml").exists():
         (folder / "config.yaml").write_text(to_yaml(config))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -158,6 +158,12 @@ class Endpoint:
     def _end_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(STOP_S)
+
+
+def require_free(host: str, ports: Mapping[str, int]) -> None:
+    """Raises ArealError if a port of `ports`, option -> port, is taken, before a model is loaded for it."""
+    for option, port in ports.items():
+        _listening(host, port, option).close()
 
 
 def _listening(host: str, port: int, option: str) -> socket.socket:

@@ -30,7 +30,7 @@ from areal_jax.models.io.huggingface import open_folder
 from areal_jax.models.model import Model
 from areal_jax.observe.threads import reporting_thread
 from areal_jax.serving.answers import require_tags
-from areal_jax.serving.endpoint import DEADLINE_S, STOP_S, UNREAD, Address, Endpoint
+from areal_jax.serving.endpoint import DEADLINE_S, STOP_S, UNREAD, Address, Endpoint, require_free
 from areal_jax.serving.requests import RequestError, Served, invalid
 from areal_jax.serving.secret import Secret, require_secret
 from areal_jax.types import ArealError, Sampling, VersionedParams
@@ -244,6 +244,7 @@ def serve(name: str, words: Sequence[str], settings: ServeSettings, say: Callabl
     prints a line, which has the server's addresses. Raises ArealError if the server cannot start, or the
     exception that ended the decode loop.
     """
+    require_free(settings.host, {"--port": settings.port, "--http-port": settings.http_port})
     server = make_server(name, words, settings)
     with explained(HOST, _config(name, words), server.model.config):
         _run(server, name, settings, say)

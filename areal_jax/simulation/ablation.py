@@ -20,11 +20,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import yaml
-
 from areal_jax.assembly.devices import machine
 from areal_jax.assembly.parts import Parts, assemble, first_params, with_measured_layout
-from areal_jax.config.loading import load_config
+from areal_jax.config.loading import load_config, parsed
 from areal_jax.config.tree import Config
 from areal_jax.control.events import BatchTrained
 from areal_jax.evaluation.evaluator import as_served
@@ -494,7 +492,7 @@ def _read(name: str, ablation: Ablation, words: Sequence[str]) -> tuple[dict[str
         if "." in key or key == "tasks":
             overrides.append(word)
         else:
-            given[key] = yaml.safe_load(text)
+            given[key] = parsed(text)
     check_settings(_settings, given, f"ablate {name}")
     defaults = {name: getattr(ablation, name) for name in ("values", "arms", "seeds", "speed")}
     settings = defaults | {key: value for key, value in given.items() if value is not None}

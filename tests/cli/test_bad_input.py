@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
 import sqlite3
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,7 @@ def refused(*words: str) -> str:
             "unbounded needs a bound on the groups in flight; set control.max_",
         ),
         ("algorithm.preset=grppo", "did you mean grpo?"),
+        ("algorithm.preset=gpro", "did you mean grpo?"),
         ("algorithm.minibatches=3", "algorithm.minibatches=3 does not divide trainer.batch_size=4"),
         ("generation.max_tokens=24", "leaves no room for a prompt in generation.length=24"),
         ("trainer.length=16", "trainer.length=16 is shorter than generation.length=24"),
@@ -105,6 +108,33 @@ def test_folders_that_are_no_runs(tmp_path):
     for verb in (["audit"], ["report"]):
         assert str(tmp_path) in fails(*verb, str(tmp_path))
     assert str(tmp_path) in fails("inspect", str(tmp_path), "1/2")
+
+
+def test_a_run_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    says = fails("run", str(RECIPE), *WORDS, f"run.dir={tmp_path}/file/run")
+    assert f"the run's folder {tmp_path}/file/run cannot be made (Not a directory" in says
+
+
+def test_a_taken_port_is_named_before_the_model_is_loaded(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        number = taken.getsockname()[1]
+        for option in ("--port", "--http-port"):
+            # No model loads from the folder; the port is what is named.
+            said = fails("serve", str(tmp_path), option, str(number))
+            assert f"{option} {number} on 127.0.0.1 cannot be bound" in said
+
+
+def test_a_number_in_a_file_may_have_an_exponent_without_a_point(tmp_path):
+    path = tmp_path / "more.yaml"
+    path.write_text("algorithm: {loss_settings: {high: 3e-1}}\ntrainer: {learning_rate: 3E-4}\n")
+    done = CliRunner().invoke(app, ["run", str(RECIPE), *WORDS, str(path), "--dry-run"])
+    assert "learning_rate: 0.0003" in done.output and "high: 0.3" in done.output
+
+
+def test_the_version_is_printed():
+    done = CliRunner().invoke(app, ["--version"])
+    assert (done.exit_code, done.output) == (0, f"areal-jax {version('areal-jax')}\n")
 
 
 def test_a_journal_of_another_format_is_named(tmp_path):
