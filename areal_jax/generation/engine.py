@@ -33,7 +33,11 @@ from areal_jax.generation.device_layout import (
     layout_on,
 )
 from areal_jax.generation.programs import Programs
-from areal_jax.generation.sampling import Truncation, require_counted_randomness
+from areal_jax.generation.sampling import (
+    Truncation,
+    require_counted_randomness,
+    require_support_fits,
+)
 from areal_jax.generation.slots import (
     MAX_STOP_TOKENS,
     DecodeState,
@@ -120,6 +124,7 @@ class Engine(jetstream.Engine):
         self.model, self.tokenizer = model, model.tokenizer
         self.slots, self.length, self.reserved_slots = slots, length, reserved_slots
         self.decode_steps, self.support_size = decode_steps, support_size
+        require_support_fits(support_size, model.config.vocab_size)
         self.page_tokens = page_tokens or length
         if length % self.page_tokens:
             raise ArealError(f"page_tokens={page_tokens} does not divide length={length}; change one")
