@@ -16,6 +16,11 @@ import numpy as np
 PolicyVersion = int
 """0 for the initial weights, +1 per trained batch, even if the gradient was zero."""
 
+EQUAL_WITHIN = 1e-6
+"""Rewards that differ by at most this fraction of the largest one are equal: they differ by rounding, since
+the order of a sum, such as (0.1 + 0.2) + 0.3, changes its last bits.
+"""
+
 NOT_SAMPLED: PolicyVersion = -1
 """The version of each token that this run did not sample: prompt tokens and reference answers."""
 

@@ -28,7 +28,7 @@ from areal_jax.algorithms.masked import (
     per_token,
 )
 from areal_jax.algorithms.shapes import check_batch
-from areal_jax.types import NOT_SAMPLED, ArealError, Batch
+from areal_jax.types import EQUAL_WITHIN, NOT_SAMPLED, ArealError, Batch
 
 HEADROOM = 0.125
 """Rewards are multiplied by this power of two, without rounding, and results are divided by this power, so
@@ -59,12 +59,14 @@ def overlong_penalty(lengths: Float[Array, " S"], max_tokens: float, margin: flo
 
 
 def with_overlong_penalty(batch: Batch, max_tokens: float, margin: float) -> Float[Array, " S"]:
-    """Returns each sequence's reward plus the `overlong_penalty` of its sample's length.
+    """Returns each sequence's reward plus the `overlong_penalty` of its sample's longest turn.
 
-    `max_tokens`, `margin`: as there.
+    `max_tokens`, `margin`: as there; `max_tokens` is the limit of one turn.
     """
-    lengths = per_sample(_completion_tokens(batch), batch.sample_ids)
-    return batch.reward + overlong_penalty(lengths, max_tokens, margin)
+    longest, ids = _longest_turn(batch), batch.sample_ids
+    if ids is not None:
+        longest = jax.ops.segment_max(longest, ids, len(ids))[ids]
+    return batch.reward + overlong_penalty(longest, max_tokens, margin)
 
 
 # --- one number per sequence --------------------------------------------------------------------------------
@@ -87,7 +89,7 @@ def group_normalized(
     (arXiv:2503.20783), batch/batch AReaL's global-batch normalisation (arXiv:2505.24298), group/batch LitePPO
     (arXiv:2508.08221), group/batch_centered REINFORCE++-baseline (arXiv:2501.03262). `ddof` 1 is the sample
     standard deviation, 0 the population's. The result is exactly 0 if all values over which the mean or the
-    std is taken are equal.
+    std is taken are equal but for rounding (EQUAL_WITHIN).
     """
     check_batch(batch._replace(reward=rewards))
     total = HEADROOM * _with_token_rewards(rewards, batch)
@@ -212,17 +214,18 @@ def gae(
 def whitened(advantages: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
     """Returns (A - mean) / (std + 1e-8) on the mask, for the advantages A; 0 off the mask.
 
-    Mean and population std are taken over the mask. If all A on the mask are equal, the result is 0
-    everywhere.
+    Mean and population std are taken over the mask. If all A on the mask are equal but for rounding
+    (EQUAL_WITHIN), the result is 0 everywhere.
     """
     chex.assert_equal_shape([advantages, mask])
     chex.assert_type([advantages, mask], [float, bool])
-    unit = _unit(keep(jnp.abs(advantages), mask).max())
+    largest = keep(jnp.abs(advantages), mask).max()
+    unit = _unit(largest)
     scaled = advantages / unit
     mean = masked.mean(scaled, mask)
     std = jnp.sqrt(masked.mean((keep(scaled, mask) - mean) ** 2, mask))
     top = jnp.where(mask, scaled, -jnp.inf).max()
-    is_flat = top == jnp.where(mask, scaled, jnp.inf).min()
+    is_flat = top - jnp.where(mask, scaled, jnp.inf).min() <= EQUAL_WITHIN * (largest / unit)
     return jnp.where(is_flat, 0.0, keep((scaled - mean) / (std + 1e-8 / unit), mask))
 
 
@@ -260,9 +263,27 @@ def _lam_of(lam: float, lam_length: float | None, batch: Batch) -> Float[Array, 
 
 
 def _completion_tokens(batch: Batch) -> Float[Array, " S"]:
-    """Returns the number of each sequence's sampled tokens, also of those too old to be trained."""
-    is_sampled = batch.loss_mask | (batch.versions != NOT_SAMPLED)
-    return per_sequence(is_sampled.astype(float), batch.segment_ids, batch.group_ids.shape[0])
+    """Returns the number of each sequence's sampled tokens."""
+    return per_sequence(_is_sampled(batch).astype(float), batch.segment_ids, batch.group_ids.shape[0])
+
+
+def _is_sampled(batch: Batch) -> Bool[Array, "B T"]:
+    """Returns whether each token is part of a completion, also if it is too old to be trained."""
+    return batch.loss_mask | (batch.versions != NOT_SAMPLED)
+
+
+def _longest_turn(batch: Batch) -> Float[Array, " S"]:
+    """Returns the number of tokens in each sequence's longest turn, a run of successive sampled tokens."""
+    is_sampled = _is_sampled(batch)
+    columns = jnp.broadcast_to(jnp.arange(is_sampled.shape[1]), is_sampled.shape)
+    goes_on = is_sampled[:, 1:] & is_sampled[:, :-1]
+    for ids in (batch.segment_ids, batch.turn_ids):
+        goes_on &= ids[:, 1:] == ids[:, :-1]
+    begins = jnp.concatenate([jnp.ones_like(is_sampled[:, :1]), ~goes_on], axis=1)
+    lengths = jnp.where(is_sampled, columns - jax.lax.cummax(jnp.where(begins, columns, 0), axis=1) + 1, 0)
+    sequences = batch.group_ids.shape[0]
+    longest = jax.ops.segment_max(lengths.ravel(), batch.segment_ids.ravel(), sequences + 1)[1:]
+    return jnp.maximum(longest, 0).astype(float)  # a sequence without tokens has the least integer
 
 
 def _backwards(
@@ -323,19 +344,22 @@ class _Turns:
 def _statistics(
     x: Float[Array, " S"], ids: Int[Array, " S"], ddof: int, sample_ids: Int[Array, " S"] | None
 ) -> tuple[Array, Array, Array]:
-    """Returns for each element of `x` its group's mean and std, and whether all the group's values are equal.
+    """Returns for each element of `x` its group's mean and std, and whether the group's values are equal.
 
-    A group is the elements with the same id in `ids`; those of one sample are equal, and count once. The std
-    is the root of the sum of squared deviations over the group's size minus `ddof`. Each result is (S,).
+    Values that differ by rounding (EQUAL_WITHIN) are equal. A group is the elements with the same id in
+    `ids`; those of one sample are equal, and count once. The std is the root of the sum of squared deviations
+    over the group's size minus `ddof`. Each result is (S,).
     """
     size = x.shape[0]
     count = jax.ops.segment_sum(once_per_sample(jnp.ones_like(x), sample_ids), ids, size)
-    unit = _unit(jax.ops.segment_max(jnp.abs(x), ids, size))
+    largest = jax.ops.segment_max(jnp.abs(x), ids, size)
+    unit = _unit(largest)
     scaled = x / unit[ids]
     mean = jax.ops.segment_sum(once_per_sample(scaled, sample_ids), ids, size) / jnp.maximum(count, 1)
     squares = jax.ops.segment_sum(once_per_sample((scaled - mean[ids]) ** 2, sample_ids), ids, size)
     std = jnp.sqrt(squares / jnp.maximum(count - ddof, 1))
-    is_flat = jax.ops.segment_max(x, ids, size) == jax.ops.segment_min(x, ids, size)
+    spread = jax.ops.segment_max(x, ids, size) - jax.ops.segment_min(x, ids, size)
+    is_flat = spread <= EQUAL_WITHIN * largest
     return (unit * mean)[ids], jnp.where(is_flat, 0.0, unit * std)[ids], is_flat[ids]
 
 

@@ -1,4 +1,4 @@
-"""Checks of a run's episodes, before anything starts: their config, their chat template, their prompts."""
+"""Fits a run's config to its episodes before anything starts, and checks their chat template and prompts."""
 
 from __future__ import annotations
 
@@ -23,6 +23,20 @@ def require_episodes_work(config: Config, tasks: Mapping[str, WeightedTask]) -> 
             f"{task}, but algorithm.samples={config.algorithm.samples} samples nothing; set "
             "algorithm.samples=policy"
         )
+
+
+def with_episode_budget(config: Config, tasks: Mapping[str, WeightedTask]) -> Config:
+    """Returns the config with algorithm.reduction_constant for episodes, if only its default is set.
+
+    The default, generation.max_tokens, is the limit of a turn. An episode may have generation.length tokens
+    in all its turns, so that is its budget, and the constant of all samples of a run with a workflow.
+    """
+    a = config.algorithm
+    is_given = a.reduction != "constant" or a.reduction_constant is not None
+    if is_given or not workflows_of(config.episode.agent, tasks):
+        return config
+    budget = a.model_copy(update={"reduction_constant": float(config.generation.length)})
+    return config.model_copy(update={"algorithm": budget})
 
 
 def require_chats_go_on(config: Config, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> None:

@@ -10,7 +10,11 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from areal_jax.assembly.devices import Devices, overwrites_serving, params_bytes, place, usable_cores
-from areal_jax.assembly.episode_checks import require_chats_go_on, require_episodes_work
+from areal_jax.assembly.episode_checks import (
+    require_chats_go_on,
+    require_episodes_work,
+    with_episode_budget,
+)
 from areal_jax.assembly.sources import Source, open_source, open_teacher
 from areal_jax.config.sections import GenerationConfig
 from areal_jax.config.tree import Config
@@ -18,6 +22,7 @@ from areal_jax.episodes.agent import workflows_of
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.fastest_layout import fastest_layout
 from areal_jax.generation.rollout import completion_of
+from areal_jax.generation.sampling import require_support_fits
 from areal_jax.models.model import Model, Params
 from areal_jax.parallel.mesh import param_shardings, platform_of
 from areal_jax.tasks.held_out import held_out, without_splits
@@ -146,9 +151,11 @@ def open_inputs(config: Config, tasks: Sequence[Task] = ()) -> Inputs:
     """
     loaded = load_tasks(config.tasks, tasks)
     require_episodes_work(config, loaded)
+    config = with_episode_budget(config, loaded)
     source, asked = open_source(config, loaded), None
     if config.observe.evaluate:
         asked = loaded if tasks else held_out(without_splits(config.tasks))
+    require_support_fits(config.generation.support_size, source.model.config.vocab_size)
     own = config.trainer.supervised_tasks
     supervised = load_tasks(own) if own else loaded
     inputs = Inputs(config, loaded, PromptStream(loaded, config.run.seed), source, asked, supervised)

@@ -156,7 +156,9 @@ class AlgorithmConfig(Section):
     but still counts in the denominator.
     """
     reduction_constant: float | None = Field(default=None, gt=0)
-    """Read with reduction=constant: the token count that divides the loss. None: generation.max_tokens."""
+    """Read with reduction=constant: the token count that divides the loss. None: the most tokens that a
+    sample may have: generation.max_tokens, or generation.length if a task has episodes of several turns.
+    """
     proximal: Literal["auto", "recompute", "reuse", "loglinear", "loglinear_published", "none"] = "auto"
     """Log-probs of the proximal policy, the centre of the trust region. recompute: an extra forward pass when
     the batch arrives. reuse: the update's own forward pass, at no cost; only for minibatches=1. loglinear and
@@ -184,15 +186,16 @@ class AlgorithmConfig(Section):
     truncation: Literal["keep", "mask", "soft_penalty"] = "keep"
     """Treatment of samples that reach generation.max_tokens. keep: as all other samples. mask: no token is
     trained, but the reward still enters the group's statistics. soft_penalty (DAPO): the reward falls
-    linearly with each token in the last overlong_margin tokens before max_tokens, by up to 1.
+    linearly with each token in the last overlong_margin tokens before max_tokens, by up to 1; of an episode,
+    the longest turn decides.
     """
     overlong_margin: int = Field(default=0, ge=0)
     """Read with truncation=soft_penalty: the penalty begins this many tokens before generation.max_tokens. 0:
     a fifth of max_tokens, as in DAPO.
     """
     group_filter: Literal["none", "signal"] = "none"
-    """signal: drop each group in which all rewards are equal without the part of algorithm.gate, and admit
-    another. none: train every group.
+    """signal: drop each group in which all rewards are equal, but for rounding, without the part of
+    algorithm.gate, and admit another. none: train every group.
     """
     gate: GateConfig = GateConfig()
     """In which batches a part of the reward is paid."""

@@ -20,7 +20,7 @@ from areal_jax.control.errors import ControlError
 from areal_jax.control.events import Action, Event
 from areal_jax.control.orchestrator import Orchestrator
 from areal_jax.control.over_age import is_to_hold, to_restart
-from areal_jax.control.reward_gate import accuracy_of, gates_of, group_correct, ungated
+from areal_jax.control.reward_gate import accuracy_of, gates_of, group_correct, have_signal, ungated
 from areal_jax.control.state import GroupState, HostState, State, from_plain, to_plain, waits
 from areal_jax.control.strategies import STRATEGIES
 
@@ -149,7 +149,7 @@ class ControlPlane:
         gate = self._config.algorithm.gate
         correct = group_correct(event, gate)
         # Whether a gated part will be paid is not known yet, so it cannot keep a group.
-        if self._config.algorithm.group_filter == "signal" and len(set(ungated(event, gate))) == 1:
+        if self._config.algorithm.group_filter == "signal" and not have_signal(ungated(event, gate)):
             yield from self._drop(event.ordinal, "no_signal")
         else:
             s.groups[event.ordinal] = replace(s.groups[event.ordinal], stage="complete", correct=correct)

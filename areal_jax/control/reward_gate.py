@@ -15,13 +15,13 @@ from statistics import fmean
 from areal_jax.config.sections import GateConfig
 from areal_jax.control.errors import ControlError
 from areal_jax.control.events import RewardScored
-from areal_jax.types import Group
+from areal_jax.types import EQUAL_WITHIN, Group
 
 CORRECT = "correct"
 """Name of the reward part that is a sample's accuracy: 1 if its final answer is right, else 0."""
 
 DECIMALS = 9
-"""Rewards without a withheld part are rounded to this many decimals."""
+"""Rewards without a withheld part are rounded to this many decimals, and what is smaller is rounding."""
 
 Gates = tuple[tuple[str, bool], ...]
 """(name of a reward part, whether it is paid) for each gated part of a batch; empty without a gate."""
@@ -35,7 +35,14 @@ def is_open(accuracy: float, previous: float | None, gate: GateConfig) -> bool:
     """
     if previous is None:
         return gate.first == "open"
-    return accuracy > previous - gate.tolerance
+    # Rounded: 0.15 - 0.05 is not 0.1.
+    return round(accuracy - previous + gate.tolerance, DECIMALS) > 0
+
+
+def have_signal(rewards: Sequence[float]) -> bool:
+    """Returns whether the rewards of a group differ by more than rounding."""
+    least = max(10.0**-DECIMALS, EQUAL_WITHIN * max(map(abs, rewards)))
+    return max(rewards) - min(rewards) > least
 
 
 def accuracy_of(correct: Sequence[float | None]) -> float | None:

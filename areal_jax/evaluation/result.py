@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from areal_jax.control.reward_gate import CORRECT
+from areal_jax.control.reward_gate import CORRECT, DECIMALS
 from areal_jax.observe.estimates import mean_estimate, pass_at_k, powers_of_two, share_estimate
 
 RIGHT = 1.0
 """A completion counts as right if its reward part `correct` is at least this.
 
-Without that part, its reward must be at least this.
+Without that part, its reward must be at least this. Both are rounded first: 0.6 + 0.3 + 0.1 is below 1.
 """
 
 NAMED = 20
@@ -36,7 +36,7 @@ class ScoredPrompt(NamedTuple):
         """Number of samples that count as right (see RIGHT)."""
         parts = self.parts or ({},) * len(self.rewards)
         pairs = zip(self.rewards, parts, strict=True)
-        return sum(own.get(CORRECT, reward) >= RIGHT for reward, own in pairs)
+        return sum(round(own.get(CORRECT, reward), DECIMALS) >= RIGHT for reward, own in pairs)
 
 
 class Failure(NamedTuple):
@@ -130,13 +130,14 @@ def _pass_figures(result: PassResult) -> dict[str, Any]:
 def _part_figures(prompts: Sequence[ScoredPrompt]) -> dict[str, Any]:
     """Returns part -> estimate of its mean over the prompts; empty if no reward has parts.
 
-    A prompt counts with the mean over its samples; samples without the part are left out.
+    A prompt counts with the mean over its samples; a part counts as 0 for a sample without it.
     """
-    means: dict[str, list[float]] = {}
-    for prompt in prompts:
-        for name in dict.fromkeys(name for own in prompt.parts for name in own):
-            means.setdefault(name, []).append(fmean(own[name] for own in prompt.parts if name in own))
-    return {name: mean_estimate(values)._asdict() for name, values in means.items()}
+    names = dict.fromkeys(name for prompt in prompts for own in prompt.parts for name in own)
+
+    def mean(prompt: ScoredPrompt, name: str) -> float:
+        return sum(own.get(name, 0.0) for own in prompt.parts) / len(prompt.rewards)
+
+    return {name: mean_estimate([mean(prompt, name) for prompt in prompts])._asdict() for name in names}
 
 
 def _right_figures(result: PassResult) -> dict[str, Any]:

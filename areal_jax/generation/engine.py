@@ -33,7 +33,11 @@ from areal_jax.generation.device_layout import (
     layout_on,
 )
 from areal_jax.generation.programs import Programs
-from areal_jax.generation.sampling import Truncation, require_counted_randomness
+from areal_jax.generation.sampling import (
+    Truncation,
+    require_counted_randomness,
+    require_support_fits,
+)
 from areal_jax.generation.slots import (
     MAX_STOP_TOKENS,
     DecodeState,
@@ -125,6 +129,7 @@ class Engine(jetstream.Engine):
                 f"the model's files name {len(ends)} end tokens (eos_token_id), but a sample has room for "
                 f"{MAX_STOP_TOKENS} stop tokens; shorten the list in generation_config.json"
             )
+        require_support_fits(support_size, model.config.vocab_size)
         self.page_tokens = page_tokens or length
         if length % self.page_tokens:
             raise ArealError(f"page_tokens={page_tokens} does not divide length={length}; change one")

@@ -102,6 +102,15 @@ def uniforms(keys: UInt32[Array, "N 2"], positions: Int[Array, " N"]) -> Float[A
     return jax.vmap(one)(keys, positions)
 
 
+def require_support_fits(support_size: int, vocab_size: int) -> None:
+    """Raises ArealError if a token's support would have more ids than the model's vocabulary."""
+    if support_size > vocab_size:
+        raise ArealError(
+            f"generation.support_size={support_size} exceeds the model's vocabulary of {vocab_size} tokens; "
+            "lower generation.support_size, and generation.top_k, to at most that"
+        )
+
+
 def draw(
     logits: Float[Array, "N V"],
     randoms: Float[Array, "N 2"],

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from areal_jax.control.reward_gate import Gates
+from areal_jax.control.reward_gate import Gates, have_signal
 from areal_jax.trajectories.age_mask import trained_mask
 from areal_jax.trajectories.paths import paths_of
 from areal_jax.trajectories.prefix_tree import Sampled, tree_of
@@ -37,15 +37,16 @@ def reward_figures(groups: Sequence[Group]) -> dict[str, float]:
     return {
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
-        "signal_share": float((np.ptp(rewards, axis=1) > 0).mean()),
+        "signal_share": float(np.mean([have_signal(of_group) for of_group in rewards.tolist()])),
     }
 
 
 def _part_figures(groups: Sequence[Group], gates: Gates) -> dict[str, Any]:
     """Return the mean of each reward part, and the figures on gated parts; empty if no reward has parts.
 
-    `reward_ungated_mean` is the mean reward as it was scored; `gates` says which gated part was paid, and
-    `paid_share` to which fraction of the samples more than 0 of it was paid.
+    A part counts as 0 for a sample without it. `reward_ungated_mean` is the mean reward as it was scored;
+    `gates` says which gated part was paid, and `paid_share` to which fraction of the samples more than 0 of
+    it was paid.
     """
     samples = [t for group in groups for t in group.trajectories]
     named = defaultdict(list)
@@ -54,7 +55,7 @@ def _part_figures(groups: Sequence[Group], gates: Gates) -> dict[str, Any]:
             named[name].append(value)
     figures: dict[str, Any] = {}
     if named:
-        figures["reward_parts"] = {name: float(np.mean(values)) for name, values in named.items()}
+        figures["reward_parts"] = {name: sum(values) / len(samples) for name, values in named.items()}
     if gates:
         withheld = sum(sum(named[name]) for name, is_paid in gates if not is_paid) / len(samples)
         figures["reward_ungated_mean"] = float(np.array([t.reward for t in samples], float).mean() + withheld)

@@ -62,11 +62,11 @@ PreparedBatch = Batch | TreeBatch
 class Learner:
     """Trains one model by one algorithm on a mesh. The caller holds the train state; `update` donates it.
 
-    A micro-batch is `rows` x `length` tokens. `max_tokens`: tokens of the longest completion (None:
-    `length`), for Dr.GRPO's constant and the overlong penalty. `mesh`: None means one device. `logp_chunk`:
-    number of tokens for which logits are in memory at once. `remat`: what the backward pass recomputes.
-    `teacher`: required if `algorithm.teacher` is set, else forbidden. `optimizer_memory`: where the
-    optimiser's moments are stored between two steps. `trainable`: a leaf is trained if this regular
+    A micro-batch is `rows` x `length` tokens. `max_tokens`: tokens of the longest turn (None: `length`), for
+    the overlong penalty and, without algorithm.reduction_constant, Dr.GRPO's constant. `mesh`: None means one
+    device. `logp_chunk`: number of tokens for which logits are in memory at once. `remat`: what the backward
+    pass recomputes. `teacher`: required if `algorithm.teacher` is set, else forbidden. `optimizer_memory`:
+    where the optimiser's moments are stored between two steps. `trainable`: a leaf is trained if this regular
     expression matches the leaf's full path (None: all leaves are trained). `tree_blocks`: the blocks of
     tokens that each device computes at once over prefix trees (None: those of a micro-batch). `reference`:
     where the reference policy computes, if the algorithm has one (None: as the trainer, on its mesh).

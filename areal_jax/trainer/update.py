@@ -46,7 +46,7 @@ class Objective:
     functions: Functions
     critic: Critic | None
     max_tokens: float
-    """Maximum length of a completion, in tokens."""
+    """Maximum length of a turn, in tokens; a sample without a workflow has one turn."""
     trainable: Trainable
 
     # --- once per batch -------------------------------------------------------------------------------------

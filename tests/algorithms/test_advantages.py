@@ -65,8 +65,8 @@ def test_leave_one_out_leaves_out_the_whole_sample():
     np.testing.assert_allclose(got[:, 1], want[SAMPLES], rtol=1e-6, atol=1e-6)
 
 
-def test_token_rewards_and_lengths_are_those_of_the_whole_sample():
-    """Sample 1 has three sequences of one trained token: three token rewards, and a length of 3."""
+def test_token_rewards_are_those_of_the_whole_sample():
+    """Sample 1 has three sequences of one trained token: three token rewards."""
     batch = branched()
     paid = np.where(batch.loss_mask, 0.5, 0).astype(np.float32)
     rewards = np.zeros(len(SAMPLES), np.float32)
@@ -74,8 +74,14 @@ def test_token_rewards_and_lengths_are_those_of_the_whole_sample():
         group_normalized(rewards, batch._replace(token_rewards=paid), center="none", scale="none")
     )
     np.testing.assert_allclose(got[:4, 1], [0.5, 1.5, 1.5, 1.5])
-    penalised = with_overlong_penalty(batch._replace(reward=rewards), max_tokens=4.0, margin=3.0)
-    np.testing.assert_allclose(penalised[:4], [0, -2 / 3, -2 / 3, -2 / 3], rtol=1e-6)
+
+
+def test_one_overlong_turn_of_a_branch_costs_the_whole_sample():
+    """The second of a sample's two sequences has a turn of 3 tokens, the others have turns of 1 token."""
+    _, batch = prepared(0, rows=((2,), (4,), (2,)))
+    rewards = np.zeros(3, np.float32)
+    batch = batch._replace(reward=rewards, sample_ids=np.array([0, 0, 1], np.int32))
+    np.testing.assert_allclose(with_overlong_penalty(batch, 4.0, 3.0), [-2 / 3, -2 / 3, 0], rtol=1e-6)
 
 
 def test_sample_and_population_deviation_differ_by_the_known_factor():
@@ -99,6 +105,23 @@ def test_equal_rewards_give_exactly_zero(center: str, scale: str):
     batch = batch._replace(group_ids=np.zeros(11, np.int32), token_rewards=None)
     got = group_normalized(rewards, batch, center=center, scale=scale)  # type: ignore[arg-type]
     np.testing.assert_array_equal(got, 0)
+
+
+NOISE = np.array([3.0, np.nextafter(np.float32(3), np.float32(4)), 3.0, 3.0], np.float32)
+"""Rewards that differ in the last bit of a float32, as the same sum in another order does."""
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "batch_centered", "none"])
+@pytest.mark.parametrize("center", ["group", "batch"])
+def test_rewards_that_are_equal_but_for_rounding_give_exactly_zero(center: str, scale: str):
+    """Divided by its own deviation, a last bit would be an advantage of 1.5."""
+    _, batch = prepared(0, rows=((2,),) * 4)
+    batch = batch._replace(group_ids=np.zeros(4, np.int32), token_rewards=None)
+    assert len(set(NOISE.tolist())) == 2
+    got = group_normalized(NOISE, batch, center=center, scale=scale, eps=1e-12)  # type: ignore[arg-type]
+    np.testing.assert_array_equal(got, 0)
+    np.testing.assert_array_equal(leave_one_out(NOISE, batch), 0)
+    assert np.all(np.asarray(group_normalized(NOISE + np.float32([0, 1e-3, 0, 0]), batch))[:, 0] != 0)
 
 
 def test_advantages_follow_sequences_and_not_rows():

@@ -225,10 +225,32 @@ def test_the_overlong_penalty_falls_over_its_margin_and_no_further():
     np.testing.assert_allclose(overlong_penalty(lengths, 20, 5), [0, 0, 0, -0.2, -0.8, -1, -1], atol=1e-6)
 
 
-def test_the_overlong_penalty_counts_the_loss_tokens_of_each_sequence():
+def test_the_overlong_penalty_counts_the_tokens_of_each_sequence_s_longest_turn():
+    """The limit is that of one turn: three turns of 3 tokens are not longer than a limit of 4."""
     batch = with_tools(3)
     mask, segments = np.asarray(batch.loss_mask), np.asarray(batch.segment_ids)
-    lengths = np.array([(mask & (segments == number + 1)).sum() for number in range(len(batch.reward))])
-    want = np.asarray(batch.reward) + np.clip((8 - 4 - lengths) / 4, -1, 0)
-    assert len(set(lengths)) > 2
-    np.testing.assert_allclose(with_overlong_penalty(batch, 8, 4), want, rtol=1e-6)
+
+    def longest(number: int) -> int:
+        runs = groupby(zip(mask[segments == number], batch.turn_ids[segments == number], strict=True))
+        return max((len(list(run)) for (is_sampled, _), run in runs if is_sampled), default=0)
+
+    lengths = np.array([longest(number + 1) for number in range(len(batch.reward))])
+    whole = [(mask & (segments == number + 1)).sum() for number in range(len(batch.reward))]
+    assert len(set(lengths.tolist())) > 2 and any(lengths < whole)
+    want = np.asarray(batch.reward) + np.clip((4 - 3 - lengths) / 3, -1, 0)
+    np.testing.assert_allclose(with_overlong_penalty(batch, 4, 3), want, rtol=1e-6)
+
+
+def test_a_turn_ends_where_the_next_one_begins_without_a_gap():
+    _, batch = prepared(0, rows=((7,), (7,)))
+    turn_ids = np.array([[-1, 0, 0, 1, 1, 2, 2, -1], [-1, 0, 0, 0, 0, 0, 0, -1]], np.int32)
+    batch = batch._replace(reward=np.ones(2, np.float32), turn_ids=turn_ids)
+    np.testing.assert_array_equal(with_overlong_penalty(batch, 4, 1), [1, 0])
+
+
+def test_whitening_does_not_blow_up_rounding():
+    """Advantages that differ in their last bit say nothing; divided by their deviation they would be ±1."""
+    noise = np.nextafter(np.full((2, 4), 300.0, np.float32), np.float32([[301], [0]]))
+    assert len(np.unique(noise)) == 2
+    np.testing.assert_array_equal(whitened(noise, np.ones((2, 4), bool)), 0)
+    assert np.abs(whitened(noise * np.float32([[1.001], [1]]), np.ones((2, 4), bool))).min() > 0.9

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from areal_jax.assembly.parts import assemble, first_params, open_inputs
+from areal_jax.assembly.parts import assemble, first_params, make_engine, open_inputs
 from areal_jax.tasks.task import Task
 from areal_jax.tasks.tokenizers import CharTokenizer
 from areal_jax.types import ArealError, Completion, Prompt, Reward
@@ -41,6 +41,38 @@ def test_a_prompt_must_leave_room_for_a_completion(tmp_path):
         open_inputs(small(tmp_path), [OneText("a" * 24)])
     inputs = open_inputs(small(tmp_path), [OneText("a" * 23)])
     assert inputs.prompt_tokens(0) == tuple(CharTokenizer("ab").encode("a")) * 23
+
+
+async def two_turns(prompt, episode) -> float:
+    await episode.generate(), await episode.generate()
+    return 0.0
+
+
+def test_dr_grpo_divides_by_what_a_sample_may_have_in_all_its_turns(tmp_path):
+    """generation.max_tokens bounds one turn; a sample of several has the whole generation.length."""
+    config = small(tmp_path, "algorithm.preset=dr_grpo")
+    assert (config.generation.max_tokens, config.generation.length) == (18, 24)
+    answers, talks = OneText("a"), OneText("a")
+    talks.workflow = two_turns
+    constants = {
+        "one turn": open_inputs(config, [answers]).config.algorithm.reduction_constant,
+        "several": open_inputs(config, [talks]).config.algorithm.reduction_constant,
+        "given": open_inputs(
+            small(tmp_path, "algorithm.preset=dr_grpo", "algorithm.reduction_constant=7"), [talks]
+        ).config.algorithm.reduction_constant,
+        "not read": open_inputs(small(tmp_path), [talks]).config.algorithm.reduction_constant,
+    }
+    assert constants == {"one turn": None, "several": 24.0, "given": 7.0, "not read": None}
+
+
+def test_a_support_beyond_the_vocabulary_is_refused(tmp_path):
+    """Before anything starts, and also by an engine without a run."""
+    config = small(tmp_path, "generation.top_k=8", "generation.support_size=4096")
+    message = r"support_size=4096 exceeds the model's vocabulary of 4 tokens; lower"
+    with pytest.raises(ArealError, match=message):
+        open_inputs(config, [OneText("a")])
+    with pytest.raises(ArealError, match=message):
+        make_engine(config.generation, open_inputs(small(tmp_path), [OneText("a")]).model)
 
 
 @pytest.mark.slow

@@ -38,6 +38,8 @@ def test_a_preset_is_loaded_as_it_stands(name: str):
         ),
         ("preset=gspo_token proximal=none off_policy=none", "level=sequence_token with algorithm.proximal"),
         ("preset=grpo loss_settings.level=sequence", "low=0.2, high=0.2: the mean log-ratio of a sequence"),
+        ("preset=gspo loss_settings.low=1 loss_settings.high=1", "low=1, high=1: the mean log-ratio of a"),
+        ("preset=gspo loss_settings.high=1", "high=1: the mean log-ratio of a sequence changes only by"),
         ("preset=cispo off_policy=truncate", "algorithm.loss=cispo with algorithm.off_policy=truncate"),
         ("preset=aipo off_policy=mask", "would be corrected twice; set algorithm.off_policy=none"),
         ("preset=dppo off_policy=m2po proximal=recompute", "algorithm.loss=dppo"),

@@ -138,6 +138,25 @@ def test_equal_rewards_drop_and_are_refunded_once():
     assert dict(plane.state.dropped) == {"no_signal": 1}
 
 
+@pytest.mark.parametrize(
+    ("rewards", "is_dropped"),
+    [
+        ((0.1 + 0.2 + 0.3, 0.1 + (0.2 + 0.3)), True),
+        ((0.1 + 0.2 - 0.3, 0.0), True),
+        ((-1e6 / 3, -1e6 * (1 / 3)), True),
+        ((1e-6, 0.0), False),
+        ((1.0, 1.0 + 1e-5), False),
+        ((1e6, 1e6 + 2), False),
+    ],
+)
+def test_rewards_that_are_equal_but_for_rounding_drop_their_group(rewards: tuple[float, float], is_dropped):
+    plane, _ = plane_of(changed(CONFIG, group_filter="signal", max_staleness=0), a=20)
+    for member in range(2):
+        plane.handle(finished(0, member))
+    plane.handle(e.RewardScored(0, 0, rewards))
+    assert dict(plane.state.dropped) == ({"no_signal": 1} if is_dropped else {})
+
+
 def test_a_failed_reward_starts_again_once_then_drops():
     plane, _ = plane_of(a=20)
     for member in range(2):

@@ -78,8 +78,11 @@ def test_a_gate_compares_with_the_batch_trained_before():
 
 @pytest.mark.parametrize(
     ("accuracy", "previous", "is_paid"),
-    [(0.5, 0.5, True), (0.46, 0.5, True), (0.45, 0.5, False), (0.4, 0.5, False), (0.0, None, True)],
-)
+    [
+        (0.5, 0.5, True), (0.46, 0.5, True), (0.45, 0.5, False), (0.4, 0.5, False), (0.0, None, True),
+        (0.1, 0.15, False),  # 0.15 - 0.05 is a little below 0.1 in floating point
+    ],
+)  # fmt: skip
 def test_the_gate_is_open_above_the_previous_accuracy_minus_the_tolerance(accuracy, previous, is_paid):
     assert is_open(accuracy, previous, GATE) is is_paid
 

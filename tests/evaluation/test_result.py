@@ -35,3 +35,14 @@ def test_the_parts_of_rewards_are_averaged_over_prompts_with_an_interval():
     assert share["value"] == pytest.approx(0.6) and share["low"] < 0.6 < share["high"]
     assert found["parts"]["correct"]["value"] == 0.5
     assert figures(ScoredPrompt((1.0, 0.0), (1, 1), (False, False)))["parts"] == {}
+
+
+def test_a_part_counts_as_zero_for_a_sample_without_it():
+    found = figures(prompt((1.0, {"fmt": 1.0}), (0.0, {})), prompt((0.0, {}), (0.0, {})))
+    assert found["parts"]["fmt"]["value"] == 0.25
+
+
+def test_a_reward_of_1_but_for_rounding_is_right():
+    """0.6 + 0.3 + 0.1 is the float before 1."""
+    assert 0.6 + 0.3 + 0.1 < 1
+    assert ScoredPrompt((0.6 + 0.3 + 0.1, 0.999), (1, 1), (False, False)).right == 1

@@ -256,6 +256,23 @@ def test_a_row_has_the_means_of_the_parts_and_what_each_gate_paid():
     assert not {"reward_parts", "gates"} & make().make(5, BATCH, TRAINED, "").keys()
 
 
+def test_a_part_counts_as_zero_for_a_sample_without_it():
+    """Otherwise a bonus that one sample in four earns would have the mean 1, and a paid share of 0.25."""
+    bonus = replace(sample(0, 0, 1.0, [3]), reward_parts={"fmt": 1.0})
+    others = [replace(sample(0, member, 0.0, [3]), reward_parts={"right": 0.0}) for member in (1, 2, 3)]
+    batch = [Group(0, Prompt("a", task="x"), (bonus, *others))]
+    row = make().make(5, batch, TRAINED, "", (("fmt", True),))
+    assert (row["reward_parts"], row["paid_share"]) == ({"fmt": 0.25, "right": 0.0}, {"fmt": 0.25})
+
+
+def test_rewards_that_differ_by_rounding_are_no_signal():
+    rewards = (0.1 + 0.2) + 0.3, 0.1 + (0.2 + 0.3)
+    assert rewards[0] != rewards[1]
+    flat = Group(0, Prompt("a", task="x"), tuple(sample(0, m, r, [3]) for m, r in enumerate(rewards)))
+    other = Group(1, Prompt("a", task="x"), (sample(1, 0, 0.0, [3]), sample(1, 1, 1e-3, [3])))
+    assert make().make(5, [flat, other], TRAINED, "")["signal_share"] == 0.5
+
+
 def test_a_host_without_any_time_has_no_share_of_moves():
     """A host that has just started again reports each of its activities with 0 seconds."""
     totals = {"host-0": {"decode": 3.0, "move": 1.0}, "host-1": {"decode": 0.0, "wait: samples": 0.0}}
