@@ -25,6 +25,7 @@ from areal_jax.generation.rollout import completion_of
 from areal_jax.generation.sampling import require_support_fits
 from areal_jax.models.model import Model, Params
 from areal_jax.parallel.mesh import param_shardings, platform_of
+from areal_jax.tasks.errors import USERS, PromptError, raised
 from areal_jax.tasks.held_out import held_out, without_splits
 from areal_jax.tasks.reference_answers import reference_trajectory
 from areal_jax.tasks.source import PromptStream, WeightedTask, load_tasks
@@ -42,7 +43,10 @@ from areal_jax.weights.store import ParamStore, Probe
 from areal_jax.weights.writer import OnFailure
 
 CHECKED_PROMPTS = 256
-"""Number of prompts, from ordinal 0 on, that are checked for being empty or too long before a run starts."""
+"""Number of prompts, from ordinal 0 on, that are read and encoded before a run starts.
+
+A bad one among them is refused at once; a later one is dropped (`control.max_failed_prompts`).
+"""
 
 
 @dataclass(frozen=True)
@@ -66,13 +70,22 @@ class Inputs:
         return self.prompts.prompt(ordinal)
 
     def completion(self, trajectory: Trajectory) -> Completion:
-        """Returns what the reward function gets of a finished sample: the completion as tokens and text."""
-        task = self.tasks[self.prompts.prompt(trajectory.sample.ordinal).task].task
-        return completion_of(trajectory, self.model.tokenizer, task)
+        """Returns what the reward function gets of a finished sample: the completion as tokens and text.
+
+        Raises PromptError if the tokenizer raises an error.
+        """
+        name, _ = self.prompts.place(trajectory.sample.ordinal)
+        try:
+            return completion_of(trajectory, self.model.tokenizer, self.tasks[name].task)
+        except USERS as error:
+            raise PromptError(
+                f"the tokenizer cannot decode a completion of the prompt at ordinal "
+                f"{trajectory.sample.ordinal} (task {name}): {raised(error)}; correct the tokenizer"
+            ) from error
 
     def has_workflow(self, ordinal: int) -> bool:
         """Returns whether the samples of prompt number `ordinal` are episodes of a workflow."""
-        return self.prompts.prompt(ordinal).task in self.workflows
+        return self.prompts.place(ordinal)[0] in self.workflows
 
     @cached_property
     def workflows(self) -> dict[str, Workflow]:
@@ -90,19 +103,25 @@ class Inputs:
     def prompt_tokens(self, ordinal: int) -> tuple[int, ...]:
         """Returns the tokens of prompt number `ordinal` in the run's order, counted from 0.
 
-        Raises ArealError if the prompt has no tokens, or so many that generation.length leaves no token for
-        the completion.
+        Raises PromptError if the prompt cannot be read or encoded, if it has no tokens, or so many that
+        generation.length leaves no token for the completion.
         """
         prompt = self.prompts.prompt(ordinal)
-        tokens = tuple(self.model.tokenizer.render(prompt))
+        try:
+            tokens = tuple(self.model.tokenizer.render(prompt))
+        except USERS as error:
+            raise PromptError(
+                f"the prompt at ordinal {ordinal} (task {prompt.task}) cannot be encoded: {raised(error)}; "
+                "leave such prompts out of the task"
+            ) from error
         length = self.config.generation.length
         if not tokens:
-            raise ArealError(
+            raise PromptError(
                 f"the prompt at ordinal {ordinal} (task {prompt.task}) has no tokens, and a completion needs "
                 "at least one before it; leave such prompts out of the task"
             )
         if len(tokens) >= length:
-            raise ArealError(
+            raise PromptError(
                 f"the prompt at ordinal {ordinal} (task {prompt.task}) has {len(tokens)} tokens, but prompt "
                 f"and completion together must fit generation.length={length}; raise generation.length, or "
                 "leave such prompts out of the task"
@@ -144,10 +163,10 @@ class Parts(Inputs):
 
 
 def open_inputs(config: Config, tasks: Sequence[Task] = ()) -> Inputs:
-    """Loads the tasks and opens the model of a config, and checks the length of the first 256 prompts.
+    """Loads the tasks and opens the model of a config, and checks the first 256 prompts.
 
     No parameter is read. `tasks`, if given, replace the config's tasks. Raises ArealError if a task or the
-    model cannot be opened, or if one of the checked prompts is empty or too long.
+    model cannot be opened, or if one of the checked prompts cannot be read or encoded, is empty or too long.
     """
     loaded = load_tasks(config.tasks, tasks)
     require_episodes_work(config, loaded)

@@ -10,6 +10,7 @@ from areal_jax.control import events as e
 from areal_jax.episodes.agent import workflows_of
 from areal_jax.episodes.conversation import Conversation
 from areal_jax.runtime.workflow_parts import make_runner
+from areal_jax.tasks.errors import PromptError
 from areal_jax.tasks.source import PromptStream, WeightedTask
 from areal_jax.trajectories.codec import decode
 from areal_jax.types import SampleId
@@ -41,8 +42,13 @@ class ConductedWorkflows:
     def command(self, action: e.WorkflowCommand | e.Drop, payload: Any) -> None:
         match action:
             case e.Rerun(sample):
+                try:
+                    prompt = self._prompts.prompt(sample.ordinal)
+                except PromptError as error:  # the controller, perhaps on another machine, could read it
+                    self._emit(e.EpisodeFailed(sample, "failed_episode", str(error)))
+                    return
                 self._talks[sample] = talk = Conversation.from_wire(payload)
-                self._runner.begin(sample, self._prompts.prompt(sample.ordinal), talk)
+                self._runner.begin(sample, prompt, talk)
             case e.Answer(sample, _, turn) if sample in self._talks:
                 ended, so_far = payload
                 self._talks[sample].finish(e.from_wire(*ended, kinds=e.EVENTS), decode(so_far))

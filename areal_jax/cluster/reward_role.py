@@ -11,7 +11,9 @@ from areal_jax.cluster.messages import Begin, Command
 from areal_jax.config.tree import Config
 from areal_jax.control.events import Answer, Call, Drop, Rerun, Score
 from areal_jax.episodes.agent import workflows_of
+from areal_jax.tasks.errors import PromptError
 from areal_jax.tasks.pool import RewardPool
+from areal_jax.tasks.scoring import GROUP, failed
 from areal_jax.tasks.source import PromptStream, load_tasks
 from areal_jax.types import Completion, Reward
 
@@ -51,7 +53,12 @@ def reward(config: Config, name: str) -> None:
                         Completion(text, tuple(ids), why, tuple(pieces), _reward(reward))
                         for text, ids, why, pieces, reward in payload
                     ]
-                    pool.submit(ordinal, attempt, prompts.prompt(ordinal), completions, link.report)
+                    try:
+                        prompt = prompts.prompt(ordinal)
+                    except PromptError as error:  # the controller, perhaps on another machine, could read it
+                        link.report(failed(ordinal, attempt, GROUP, str(error)))
+                    else:
+                        pool.submit(ordinal, attempt, prompt, completions, link.report)
 
 
 def _reward(plain: Any) -> Reward | None:

@@ -354,6 +354,11 @@ class ControlConfig(Section):
     """Maximum number of groups in generation or scoring at once. None: only the hosts' slots and
     max_staleness limit this number.
     """
+    max_failed_prompts: float = Field(default=0.1, ge=0, le=1)
+    """Largest fraction of the newest 256 prompts that may be unusable: the task or the chat template raises
+    an error, or the prompt is empty or too long. Their groups are dropped (failed_prompt); beyond this
+    fraction the run ends. 0: the first one ends it; 1: any number is dropped.
+    """
     placement_every_s: float = Field(default=2.0, gt=0)
     """With pinned: seconds after which samples of older versions are placed on hosts again. They are placed
     at once when a version is committed, a host is short of KV pages, or a host joins or is lost.

@@ -1,4 +1,4 @@
-"""Ends a run that drops one group after the other, so that it never forms a batch."""
+"""Ends a run that drops one group after the other, or that cannot use too many of its prompts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ MOST, MOST_BATCHES = 500, 50
 """A run ends with an error if more groups are dropped in a row than the larger one of these: groups, and
 batches' worth of groups. Even if 95 % of all groups are dropped, so many in a row are practically impossible.
 """
+
+NEWEST = 256
+"""Number of prompts, up to the newest one, of which control.max_failed_prompts is a fraction."""
 
 
 def count(state: State, reason: str, batch_size: int) -> Iterator[Abort]:
@@ -26,3 +29,11 @@ def count(state: State, reason: str, batch_size: int) -> Iterator[Abort]:
     # Equal, so that it is said once.
     if sum(row.values()) == 1 + max(MOST, MOST_BATCHES * batch_size):
         yield Abort(tuple(sorted(row.items())))
+
+
+def count_prompt(state: State, ordinal: int, most: float) -> Iterator[Abort]:
+    """Counts a prompt that cannot be used; yields Abort if more than `most` x NEWEST of the newest cannot."""
+    first = state.admitted - NEWEST
+    state.failed_prompts = [*(one for one in state.failed_prompts if one >= first), ordinal]
+    if len(state.failed_prompts) > most * NEWEST:
+        yield Abort((("failed_prompt", len(state.failed_prompts)),), min(NEWEST, state.admitted))

@@ -134,6 +134,19 @@ class RewardFailed:
 
 
 @dataclass(frozen=True)
+class PromptFailed:
+    """The prompt of a group cannot be used, so the group is dropped at once: a restart would fail again.
+
+    The task raised an error when it was read, the chat template or the tokenizer when it was encoded, or it
+    has no token or too many. `message`: what happened, for readers.
+    """
+
+    ordinal: int
+    attempt: int
+    message: str
+
+
+@dataclass(frozen=True)
 class BatchTrained:
     """Batch `step` was trained; the parameters are now version step + 1, which has this digest.
 
@@ -317,9 +330,9 @@ class EpisodeFailed:
 
 Event = (
     RunStarted | RunResumed | HostJoined | HostLost | HostAdopted | SampleFinished | SampleFailed
-    | RewardScored | RewardFailed | BatchTrained | VersionCommitted | VersionReissued | CheckpointCommitted
-    | SamplesOffered | SamplesMoved | MoveFailed | KVShort | PlacementDue | TurnAdded | TurnFinished
-    | ToolStarted | ToolReturned | EpisodeEnded | EpisodeFailed
+    | RewardScored | RewardFailed | PromptFailed | BatchTrained | VersionCommitted | VersionReissued
+    | CheckpointCommitted | SamplesOffered | SamplesMoved | MoveFailed | KVShort | PlacementDue | TurnAdded
+    | TurnFinished | ToolStarted | ToolReturned | EpisodeEnded | EpisodeFailed
 )  # fmt: skip
 
 # --- actions ------------------------------------------------------------------------------------------------
@@ -494,10 +507,12 @@ class Abort:
     """The run is to end with an error, because one group after the other is dropped; it can be resumed.
 
     `dropped`: (reason, number of groups) for the groups dropped since the last group with usable rewards, or
-    since the run was resumed.
+    since the run was resumed. With `prompts` > 0, they are those of the newest `prompts` prompts that could
+    not be used.
     """
 
     dropped: tuple[tuple[str, int], ...]
+    prompts: int = 0
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ class ControlPlane:
     def _run_resumed(self, event: e.RunResumed) -> Iterator[Action]:
         s = self.state
         s.steps, s.is_finished = event.steps or self._config.run.steps, False
-        s.is_held, s.dropped_in_a_row = False, {}
+        s.is_held, s.dropped_in_a_row, s.failed_prompts = False, {}, []
         for name in sorted(s.hosts):
             yield from self._lose(name)
         yield from episode_turns.rerun(s)
@@ -155,6 +155,10 @@ class ControlPlane:
             s.groups[event.ordinal] = replace(s.groups[event.ordinal], stage="complete", correct=correct)
             insort(s.complete, event.ordinal)
             s.dropped_in_a_row = {}
+
+    def _prompt_failed(self, event: e.PromptFailed) -> Iterator[Action]:
+        yield from self._drop(event.ordinal, "failed_prompt")
+        yield from drops.count_prompt(self.state, event.ordinal, self._config.control.max_failed_prompts)
 
     def _batch_trained(self, event: e.BatchTrained) -> None:
         s = self.state
@@ -303,6 +307,7 @@ _TAKERS: dict[type, Callable[[ControlPlane, Any], Iterable[Action] | None]] = {
     e.SampleFailed: lambda plane, event: plane._fail(event.sample.ordinal, "failed_sample"),
     e.RewardScored: ControlPlane._reward_scored,
     e.RewardFailed: lambda plane, event: plane._fail(event.ordinal, "failed_reward"),
+    e.PromptFailed: ControlPlane._prompt_failed,
     e.BatchTrained: ControlPlane._batch_trained,
     e.VersionCommitted: ControlPlane._version_committed,
     e.VersionReissued: ControlPlane._version_reissued,

@@ -96,6 +96,8 @@ class State:
     """Number of dropped groups by reason."""
     dropped_in_a_row: dict[str, int] = field(default_factory=dict)
     """Those of them since the last group with usable rewards, or since the run was resumed."""
+    failed_prompts: list[int] = field(default_factory=list)
+    """Ordinals of the newest prompts that could not be used, since the run was resumed (`drops.NEWEST`)."""
     training: e.Train | None = None
     """The Train command that the trainer has not completed yet; None if there is no such command."""
     is_held: bool = False
@@ -152,6 +154,11 @@ class State:
                 return not self.is_open(sample)
             case e.RewardScored(ordinal, attempt) | e.RewardFailed(ordinal, attempt):
                 return not self.is_scoring(ordinal, attempt)
+            case e.PromptFailed(ordinal, attempt):
+                group = self.groups.get(ordinal)
+                if group is None or group.attempt != attempt:
+                    return True
+                return group.stage in ("complete", "training")
             case e.BatchTrained(step):
                 return step < self.trained_version
             case e.SamplesOffered(samples, host, target):
@@ -358,7 +365,7 @@ def to_plain(state: State) -> dict[str, Any]:
         for group in state.groups.values()
     ]
     plain["digests"] = [[version, digest] for version, digest in state.digests.items()]
-    for name in ("dropped", "dropped_in_a_row", "waiting", "complete", "checkpoints"):
+    for name in ("dropped", "dropped_in_a_row", "failed_prompts", "waiting", "complete", "checkpoints"):
         plain[name] = plain[name].copy()
     return plain
 
@@ -374,10 +381,11 @@ def from_plain(plain: Mapping[str, Any]) -> State:
     groups = [GroupState(*map(_tupled, values)) for values in fields["groups"]]
     fields["groups"] = {group.ordinal: group for group in groups}
     fields["digests"] = dict(fields["digests"])
-    for name in ("dropped", "dropped_in_a_row"):  # the second one is missing in older snapshots
+    # The second of each is missing in older snapshots.
+    for name in ("dropped", "dropped_in_a_row"):
         fields[name] = dict(fields.get(name, {}))
-    for name in ("waiting", "complete", "checkpoints"):
-        fields[name] = list(fields[name])
+    for name in ("waiting", "failed_prompts", "complete", "checkpoints"):
+        fields[name] = list(fields.get(name, ()))
     return State(**fields)
 
 

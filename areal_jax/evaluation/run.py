@@ -12,7 +12,7 @@ import queue
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,9 +27,10 @@ from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host
 from areal_jax.generation.rollout import completion_of
 from areal_jax.observe.waits import get
+from areal_jax.tasks.errors import USERS, PromptError, raised
 from areal_jax.tasks.pool import RewardPool
 from areal_jax.tasks.scoring import Outcome
-from areal_jax.tasks.source import WeightedTask
+from areal_jax.tasks.source import WeightedTask, prompt_at
 from areal_jax.tasks.task import Task
 from areal_jax.types import ArealError, Prompt, SampleId, Sampling, Trajectory, VersionedParams
 
@@ -120,12 +121,17 @@ class _Prompts(NamedTuple):
 def _fitting(name: str, task: Task, count: int, engine: Engine) -> _Prompts:
     """Returns the first `count` prompts of task `name`, sorted into those that fit and those too long.
 
-    Raises ArealError for a prompt without tokens.
+    Raises ArealError for a prompt without tokens, or one that cannot be read or encoded.
     """
     fitting, too_long = {}, []
     for index in range(count):
-        prompt = replace(task[index], task=name)
-        tokens = tuple(engine.tokenizer.render(prompt))
+        prompt = prompt_at(task, name, index)
+        try:
+            tokens = tuple(engine.tokenizer.render(prompt))
+        except USERS as error:
+            raise PromptError(
+                f"prompt {index} of task {name} cannot be encoded: {raised(error)}; leave it out of the task"
+            ) from error
         if not tokens:
             raise ArealError(f"prompt {index} of task {name} has no tokens; leave it out of the task")
         if len(tokens) < engine.length:

@@ -14,13 +14,14 @@ from areal_jax.control.events import SampleFailed, SampleFinished
 from areal_jax.generation.commands import Command, Start, Statistics, Stop
 from areal_jax.generation.host import Emit
 from areal_jax.observe.waits import Clock, get
+from areal_jax.tasks.errors import USERS, raised
 from areal_jax.types import ArealError, SampleId, Trajectory
 
 
 class ReferenceHost:
     """Reports the trajectory `answer(sample)`, the task's reference answer, for each sample of a Start.
 
-    Emits SampleFailed instead if `answer` raises ArealError, or if the trajectory exceeds `length` tokens.
+    Emits SampleFailed instead if `answer` raises an error, or if the trajectory exceeds `length` tokens.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class ReferenceHost:
                     f"generation.length={self._length}; raise generation.length, or leave this row out of "
                     "the task's data"
                 )
-        except ArealError as error:
-            self._emit(SampleFailed(sample, self.name, str(error)), None)
+        except USERS as error:  # the task's own code
+            self._emit(SampleFailed(sample, self.name, raised(error)), None)
             return
         self._emit(SampleFinished(sample, self.name, (), trajectory.stop_reason), trajectory)

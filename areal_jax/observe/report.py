@@ -25,7 +25,7 @@ from areal_jax.observe.waits import Interval, is_idle
 
 
 class FailedReward(NamedTuple):
-    """A group that could not be scored, and why."""
+    """A group that could not be scored, or that has a prompt that could not be used, and why."""
 
     ordinal: int
     task: str
@@ -62,7 +62,7 @@ class ReportData:
     evals: Sequence[Mapping[str, Any]] = ()
     """The run's evaluations: the objects of evals.jsonl."""
     failures: Sequence[FailedReward] = ()
-    """Failed rewards to list, newest first."""
+    """Failed rewards and prompts to list, newest first."""
 
 
 def page_css() -> str:
@@ -79,7 +79,7 @@ def render(data: ReportData) -> str:
             _section("Learning", _learning(data)),
             _section("Answers", _answers(data)),
             _section("Samples", sample_groups(data.samples) or _note(data.samples_missing)),
-            _section("Failed rewards", _failures(data)),
+            _section("Failed rewards and prompts", _failures(data)),
             _section("Selection", selection_section(data.selection)),
             _section("Asynchrony", _asynchrony(data)),
             _section("Reproduce", _reproduce(data)),
@@ -178,7 +178,7 @@ def _answers(data: ReportData) -> str:
 
 
 def _failures(data: ReportData) -> str:
-    """Returns HTML with the curve of failed rewards and a table of their messages; "" if no reward failed.
+    """Returns HTML with the curve of failed rewards and a table of messages; "" if nothing failed.
 
     The newest message comes first; equal messages share one line.
     """

@@ -36,6 +36,8 @@ REMEDIES = {
     "use hold or mask instead, raise the bound, or lower control.max_staleness",
     "failed_reward": "these groups could not be scored; raise runtime.reward_timeout_s, or correct the "
     "task's score",
+    "failed_prompt": "the prompts of these groups could not be used; correct the task or its data, or raise "
+    "generation.length",
     "failed_sample": "hosts could not finish a sample of these groups; the run's output has their reasons",
     "end": "these groups were left over after the last batch; raise run.steps, or lower "
     "control.max_staleness or control.max_concurrent",

@@ -18,6 +18,8 @@ from areal_jax.control.events import Action, Event
 from areal_jax.control.machine import ControlPlane
 from areal_jax.control.reward_gate import Gates, paid
 from areal_jax.episodes.open_episodes import EPISODE, Conversations, EpisodeLog, Workflows
+from areal_jax.tasks.errors import PromptError
+from areal_jax.tasks.scoring import MESSAGE_CHARS
 from areal_jax.trajectories.codec import digest_of
 from areal_jax.trajectories.journal import Entry, with_rewards
 from areal_jax.types import ArealError, Completion, Group, Prompt, SampleId, Trajectory
@@ -35,6 +37,9 @@ REMEDIES = {
     "workflow_diverged": "workflow_diverged: a workflow that ran again after a crash did not do the same "
     "again; let it use episode.random and episode.tool for whatever may differ",
     "agent_lost": "agent_lost: the process of an agent died; see that process's log",
+    "failed_prompt": "failed_prompt: the task or the chat template raised an error for these prompts, or "
+    "they are empty or too long; the run's log and report.html have the messages; correct the task or its "
+    "data, or raise generation.length",
     "failed_sample": "failed_sample: hosts could not finish samples; the run's log has the reasons",
 }
 """Reason for which groups are dropped -> what it means, and what to change."""
@@ -74,7 +79,10 @@ class Endpoints(Workflows, Protocol):
 
 
 class Prompts(Protocol):
-    """Looks up prompts by ordinal (place in the run's order); makes the completions that tasks score."""
+    """Looks up prompts by ordinal (place in the run's order); makes the completions that tasks score.
+
+    Each method raises PromptError if the task's or the tokenizer's code fails for that prompt.
+    """
 
     def prompt(self, ordinal: int) -> Prompt: ...
 
@@ -136,6 +144,8 @@ class DriverCore:
         self._members: dict[int, dict[int, Trajectory]] = {}
         self._offers: dict[tuple[SampleId, ...], Offer] = {}
         """Samples -> their offer, until their Fetch is sent."""
+        self._problem = ""
+        """Message of the newest PromptFailed."""
         self._conversations = Conversations(journal, prompts.prompt_tokens, config.generation.sampling)
 
     def record(self, incoming: Iterable[Incoming]) -> list[Entry]:
@@ -158,43 +168,56 @@ class DriverCore:
                 self._journal.append(entries, durable=is_durable)
         return entries
 
-    def act(self, actions: Iterable[Action]) -> None:
-        """Send the actions to the endpoints.
+    def act(self, actions: Iterable[Action]) -> list[Incoming]:
+        """Send the actions to the endpoints; return the events that follow, to be recorded next.
 
-        Raises ArealError for an Abort: the control plane ends the run.
+        These are a PromptFailed for each group that has an unusable prompt. Raises ArealError for an Abort:
+        the control plane ends the run.
         """
+        failed: list[Incoming] = []
         for action in actions:
-            match action:
-                case e.Dispatch(samples) if self._prompts.has_workflow(samples[0].ordinal):
-                    for sample in samples:
-                        self._begin(sample)
-                case e.Dispatch(samples):
-                    self._endpoints.command(action, self._prompts.prompt_tokens(samples[0].ordinal))
-                case e.Continue(sample, _, turn):
-                    self._endpoints.command(action, self._conversations.request(sample, turn))
-                case e.Answer(sample, _, turn):
-                    self._endpoints.answer(sample, turn, self._conversations.of(sample))
-                case e.Call(sample, call):
-                    self._endpoints.call(sample, call)
-                case e.Rerun(sample):
+            try:
+                self._send(action)
+            except PromptError as error:
+                # A group that is trained is complete without its prompt, and cannot be dropped any more.
+                if isinstance(action, e.Train):
+                    raise
+                self._problem = str(error)[:MESSAGE_CHARS]
+                failed.append((e.PromptFailed(*_group_of(action), self._problem), None))
+        return failed
+
+    def _send(self, action: Action) -> None:
+        match action:
+            case e.Dispatch(samples) if self._prompts.has_workflow(samples[0].ordinal):
+                for sample in samples:
                     self._begin(sample)
-                case e.Fetch(samples):
-                    self._endpoints.command(action, self._offers.pop(samples))
-                case e.Cancel() | e.Serve() | e.Move() | e.TakeBack():
-                    self._endpoints.command(action)
-                case e.Score(ordinal, attempt):
-                    completions = [self._completion(t) for t in self._trajectories(ordinal, attempt)]
-                    self._endpoints.score(action, self._prompts.prompt(ordinal), completions)
-                case e.Train():
-                    self._endpoints.train(action, self._groups(action))
-                case e.Hold():
-                    self._endpoints.hold(action)
-                case e.Drop(ordinal) | e.Reissue(ordinal):
-                    self._members.pop(ordinal, None)
-                    self._conversations.forget(ordinal)
-                    self._endpoints.end(ordinal)
-                case e.Abort(dropped):
-                    raise ArealError(_aborted(dropped, self.control.state.dropped))
+            case e.Dispatch(samples):
+                self._endpoints.command(action, self._prompts.prompt_tokens(samples[0].ordinal))
+            case e.Continue(sample, _, turn):
+                self._endpoints.command(action, self._conversations.request(sample, turn))
+            case e.Answer(sample, _, turn):
+                self._endpoints.answer(sample, turn, self._conversations.of(sample))
+            case e.Call(sample, call):
+                self._endpoints.call(sample, call)
+            case e.Rerun(sample):
+                self._begin(sample)
+            case e.Fetch(samples):
+                self._endpoints.command(action, self._offers.pop(samples))
+            case e.Cancel() | e.Serve() | e.Move() | e.TakeBack():
+                self._endpoints.command(action)
+            case e.Score(ordinal, attempt):
+                completions = [self._completion(t) for t in self._trajectories(ordinal, attempt)]
+                self._endpoints.score(action, self._prompts.prompt(ordinal), completions)
+            case e.Train():
+                self._endpoints.train(action, self._groups(action))
+            case e.Hold():
+                self._endpoints.hold(action)
+            case e.Drop(ordinal) | e.Reissue(ordinal):
+                self._members.pop(ordinal, None)
+                self._conversations.forget(ordinal)
+                self._endpoints.end(ordinal)
+            case e.Abort():
+                raise ArealError(_aborted(action, self.control.state.dropped, self._problem))
 
     def _decided(self, event: Event, payload: Any) -> Iterator[Entry]:
         """Yields the entry of `event`, and that of its sample's end if the event ends an episode."""
@@ -260,17 +283,31 @@ class DriverCore:
         return tuple(self._members[ordinal][member] for member in range(size))
 
 
-def _aborted(in_a_row: Iterable[tuple[str, int]], dropped: Mapping[str, int]) -> str:
-    """Returns the message of a run that drops one group after the other.
+def _group_of(action: Any) -> tuple[int, int]:
+    """Returns (ordinal, attempt) of the group of a command to score it or to begin its samples."""
+    if isinstance(action, e.Score):
+        return action.ordinal, action.attempt
+    sample = action.samples[0] if isinstance(action, e.Dispatch) else action.sample
+    return sample.ordinal, sample.attempt
 
-    `in_a_row`: (reason, number) of the groups dropped one after the other; `dropped`: of the whole run.
+
+def _aborted(abort: e.Abort, dropped: Mapping[str, int], problem: str) -> str:
+    """Returns the message of a run that drops too many groups, or too many in a row.
+
+    `dropped`: reason -> number of dropped groups of the whole run; `problem`: of the newest unusable prompt.
     """
-    row = dict(in_a_row)
+    row = dict(abort.dropped)
     named = lambda counts: ", ".join(f"{count} {reason}" for reason, count in counts.items())  # noqa: E731
     remedies = ". ".join(REMEDIES[reason] for reason in row if reason in REMEDIES)
+    count = sum(row.values())
+    cause = f"{count} groups in a row were dropped ({named(row)}), so that no batch can be formed"
+    if abort.prompts:
+        cause = (
+            f"{count} of the newest {abort.prompts} prompts cannot be used, more than "
+            f"control.max_failed_prompts allows. The last one: {problem}"
+        )
     return (
-        f"the run ends, because {sum(row.values())} groups in a row were dropped ({named(row)}), so that no "
-        f"batch can be formed; drops of the whole run: {named(dropped)}. {remedies}. `areal-jax inspect "
-        "RUN_FOLDER ORDINAL/MEMBER` shows a sample. Change tasks or settings in a new run; or correct the "
-        "cause, and `areal-jax resume RUN_FOLDER` continues this run"
+        f"the run ends, because {cause}; drops of the whole run: {named(dropped)}. {remedies}. `areal-jax "
+        "inspect RUN_FOLDER ORDINAL/MEMBER` shows a sample. Change tasks or settings in a new run; or "
+        "correct the cause, and `areal-jax resume RUN_FOLDER` continues this run"
     )

@@ -56,8 +56,9 @@ class Driver:
 
     def handle(self, incoming: Sequence[Incoming]) -> None:
         """Decide on the events, record the decisions in the journal, then send out the actions."""
-        entries = self.record(incoming)
-        self._core.act(action for entry in entries for action in entry.actions)
+        while incoming:
+            entries = self.record(incoming)
+            incoming = self._core.act(action for entry in entries for action in entry.actions)
 
     def start(self, version: PolicyVersion, digest: str) -> None:
         """Record that the run starts or, if its journal has events, resumes.
@@ -123,6 +124,8 @@ class Driver:
                 f"group {event.samples[0].ordinal} stays on {event.source}, because {event.host} did not "
                 f"take it over: {event.reason}"
             )
+        elif isinstance(event, e.PromptFailed):
+            self._view.note(f"group {event.ordinal} is dropped (failed_prompt): {event.message}")
         elif isinstance(event, e.RewardFailed):
             self._view.note(
                 f"the scoring of group {event.ordinal} {event.outcome.replace('_', ' ')}, so the group "

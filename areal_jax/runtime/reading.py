@@ -12,7 +12,16 @@ from areal_jax.assembly.run_folder import JOURNAL
 from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
 from areal_jax.control.audit import AuditResult, audit
-from areal_jax.control.events import BatchTrained, RewardFailed, RewardScored, SampleFinished
+from areal_jax.control.events import (
+    BatchTrained,
+    Drop,
+    EpisodeFailed,
+    PromptFailed,
+    RewardFailed,
+    RewardScored,
+    SampleFailed,
+    SampleFinished,
+)
 from areal_jax.control.reward_gate import Gates, rewards_of
 from areal_jax.observe.evals import read_evals
 from areal_jax.observe.lanes import ZOOM_S, timeline
@@ -27,14 +36,14 @@ from areal_jax.observe.waits import read_timelines
 from areal_jax.runtime.attempts import Attempts
 from areal_jax.runtime.viewer import Late, Viewer, gates_in
 from areal_jax.tasks.source import WeightedTask
-from areal_jax.trajectories.sqlite import SqliteQueue
+from areal_jax.trajectories.sqlite import JournalError, SqliteQueue
 from areal_jax.types import ArealError, SampleId
 
 LATE = 256
 """Number of newest trained samples from which the report selects the samples that it shows."""
 
 LISTED = 200
-"""Number of newest failed rewards whose messages the report lists."""
+"""Number of newest failed rewards and prompts whose messages the report lists."""
 
 
 @dataclass
@@ -47,7 +56,7 @@ class Found:
     trained: list[Trained] = field(default_factory=list)
     late: deque[Late] = field(default_factory=lambda: deque(maxlen=LATE))
     attempts: Attempts = field(default_factory=Attempts)
-    failures: deque[RewardFailed] = field(default_factory=lambda: deque(maxlen=LISTED))
+    failures: deque[RewardFailed | PromptFailed] = field(default_factory=lambda: deque(maxlen=LISTED))
 
 
 def open_journal(folder: Path) -> SqliteQueue:
@@ -77,7 +86,7 @@ def find(journal: SqliteQueue) -> Found:
                 finished[sample.ordinal][sample] = row.event
             case RewardScored(ordinal):
                 scored[ordinal] = row.event
-            case RewardFailed():
+            case RewardFailed() | PromptFailed():
                 found.failures.append(row.event)
             case BatchTrained(step, ordinals, _, metrics):
                 gates = gates_in(metrics)
@@ -150,13 +159,17 @@ def write_report(folder: Path, config: Config, tasks: Mapping[str, WeightedTask]
         samples_missing=missing,
         evals=read_evals(folder),
         failures=[
-            FailedReward(event.ordinal, task_of(event.ordinal), event.outcome, event.message)
+            FailedReward(event.ordinal, task_of(event.ordinal), _outcome(event), event.message)
             for event in reversed(found.failures)
         ],
     )
     path = folder / "report.html"
     path.write_text(render(data), encoding="utf-8")
     return path
+
+
+def _outcome(event: RewardFailed | PromptFailed) -> str:
+    return event.outcome if isinstance(event, RewardFailed) else "failed_prompt"
 
 
 def _samples(
@@ -191,11 +204,32 @@ def sample_id(name: str) -> SampleId:
 def view_sample(folder: Path, name: str) -> SampleView:
     """Return the sample named ORDINAL/MEMBER[/ATTEMPT] as text; ATTEMPT is 0 by default.
 
-    Raises ArealError if the journal does not have the sample.
+    Raises ArealError if the journal does not have the sample; the message says if its group was dropped, and
+    why.
     """
     sample, config = sample_id(name), load_config(folder / "config.yaml")
     with open_journal(folder) as journal:
-        return Viewer(journal, config).view(sample)
+        try:
+            return Viewer(journal, config).view(sample)
+        except JournalError as error:
+            if why := _why_dropped(journal, sample.ordinal):
+                raise ArealError(f"group {sample.ordinal} was dropped ({why}); {error}") from error
+            raise
+
+
+def _why_dropped(journal: SqliteQueue, ordinal: int) -> str:
+    """Return the reason for which a group was dropped, with the last failure before it; "" if it was not."""
+    message = ""
+    for row in journal.rows():
+        match row.event:
+            case PromptFailed(failed) | RewardFailed(failed) if failed == ordinal:
+                message = f": {row.event.message}"
+            case SampleFailed(sample, _, text) | EpisodeFailed(sample, _, text) if sample.ordinal == ordinal:
+                message = f": {text}"
+        for action in row.actions:
+            if isinstance(action, Drop) and action.ordinal == ordinal:
+                return action.reason + message
+    return ""
 
 
 def rewards_by_age(folder: Path) -> Staleness:

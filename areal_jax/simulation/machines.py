@@ -13,6 +13,7 @@ from areal_jax.control.reward_gate import CORRECT
 from areal_jax.runtime.core import Prompts
 from areal_jax.simulation.decoders import Decoder, DrawnDecoder, Work
 from areal_jax.simulation.schedule import Schedule
+from areal_jax.tasks.errors import PromptError
 from areal_jax.trajectories.age_mask import oldest_trained, trained_tokens
 from areal_jax.types import Completion, Group, PolicyVersion, Prompt, SampleId, Trajectory
 
@@ -44,24 +45,37 @@ class Machines(Protocol):
 
 
 class EmptyPrompts:
-    """Prompts and completions without content, because `DrawnMachines` reads neither."""
+    """Prompts and completions without content, because `DrawnMachines` reads neither.
+
+    A fraction `schedule.failed_prompts` of them cannot be used, drawn from the schedule's seed.
+    """
 
     _prompt, _completion = Prompt(""), Completion("", (), "")
 
-    def __init__(self, has_workflow: bool = False) -> None:
-        self._has_workflow = has_workflow
+    def __init__(self, schedule: Schedule | None = None) -> None:
+        self._schedule = schedule or Schedule()
 
     def has_workflow(self, ordinal: int) -> bool:
-        return self._has_workflow
+        return self._schedule.turns > 0
 
     def prompt(self, ordinal: int) -> Prompt:
         return self._prompt
 
     def prompt_tokens(self, ordinal: int) -> tuple[int, ...]:
+        if self._drawn(ordinal) < self._schedule.failed_prompts / 2:
+            raise PromptError(f"simulated: prompt {ordinal} is too long")
         return ()
 
     def completion(self, trajectory: Trajectory) -> Completion:
+        ordinal = trajectory.sample.ordinal
+        if 1 - self._drawn(ordinal) < self._schedule.failed_prompts / 2:
+            raise PromptError(f"simulated: a completion of prompt {ordinal} cannot be decoded")
         return self._completion
+
+    def _drawn(self, ordinal: int) -> float:
+        if not self._schedule.failed_prompts:
+            return 0.5
+        return float(np.random.default_rng([self._schedule.seed, 9, ordinal]).random())
 
 
 class DrawnMachines:
@@ -71,7 +85,7 @@ class DrawnMachines:
     """
 
     def __init__(self, config: Config, schedule: Schedule) -> None:
-        self.prompts = EmptyPrompts(schedule.turns > 0)
+        self.prompts = EmptyPrompts(schedule)
         self._config, self._schedule = config, schedule
 
     def decoder(self, name: str, latest: Callable[[], PolicyVersion]) -> Decoder:

@@ -57,6 +57,8 @@ class Schedule:
     """Fraction of groups in which every reward is 0, so that the group filter may drop the group."""
     failed_rewards: float = 0.0
     failed_samples: float = 0.0
+    failed_prompts: float = 0.0
+    """Fraction of prompts that cannot be used: half of them at their dispatch, half once they are scored."""
     delayed: float = 0.0
     """Fraction of ended samples that are reported late, by up to `delay_s` seconds."""
     duplicated: float = 0.0
@@ -146,6 +148,8 @@ def _schedule(seed: int, hosts: int, rng: np.random.Generator) -> Schedule:
         equal_rewards=float(rng.choice([0.0, 0.5])),
         failed_rewards=float(rng.choice([0.0, 0.1])),
         failed_samples=float(rng.choice([0.0, 0.03])),
+        # Drawn apart, so that the other draws of each seed stay what they were.
+        failed_prompts=float(np.random.default_rng([seed, 8]).choice([0.0, 0.05])),
         delayed=float(rng.choice([0.0, 0.2])),
         duplicated=float(rng.choice([0.0, 0.2])),
         faults=tuple(sorted(faults, key=lambda fault: fault.at_row)),

@@ -24,7 +24,7 @@ from areal_jax.control.events import Action, Event
 from areal_jax.control.machine import ControlPlane
 from areal_jax.control.reward_gate import Gates
 from areal_jax.episodes.conversation import Conversation
-from areal_jax.runtime.core import DriverCore, Offer
+from areal_jax.runtime.core import DriverCore, Incoming, Offer
 from areal_jax.simulation.decoders import Call, Decoder
 from areal_jax.simulation.machines import DrawnMachines, Machines
 from areal_jax.simulation.memory_journal import MemoryJournal
@@ -293,9 +293,9 @@ class World:
 
         The faults are those due by this journal row. If one is a driver_crash, no action is carried out.
         """
-        state = self.control.state
+        state, core = self.control.state, self._core
         before = state.version
-        entries = self._core.record([(event, payload)])
+        entries = core.record([(event, payload)])
         trained = state.trained_version * self.config.trainer.batch_size
         known = trained + state.refunds + len(state.groups)
         if state.version < before or known != state.admitted:
@@ -306,11 +306,15 @@ class World:
         due = [fault for fault in self._faults if fault.at_row < row]
         if due:
             self._faults = [fault for fault in self._faults if fault.at_row >= row]
+        failed: list[Incoming] = []
         if not any(fault.kind == "driver_crash" for fault in due):
-            self._core.act(action for entry in entries for action in entry.actions)
+            failed = self._core.act(action for entry in entries for action in entry.actions)
             self._follow(event)
         for fault in due:
             self._strike(fault)
+        for event, payload in failed:
+            if core is self._core:  # a crash loses them
+                self.deliver(event, payload)
 
     def _follow(self, event: Event) -> None:
         """Do what follows a journaled event without an action of the control plane.

@@ -12,6 +12,25 @@ class TaskError(ArealError):
     """A task, tokenizer or data set cannot be made or read; the message names the file, line or setting."""
 
 
+class PromptError(TaskError):
+    """A prompt cannot be read, encoded or scored, or is too long; other prompts may be usable."""
+
+
+USERS = (Exception, SystemExit)
+"""What users' code may raise without ending the process that calls it."""
+
+
+def raised(error: BaseException) -> str:
+    """Returns what users' code raised: the message of an ArealError; else its type, and the file and line."""
+    if isinstance(error, ArealError):
+        return str(error)
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    code = f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})" if trace is not None else ""
+    return f"{type(error).__name__}: {error}{code}"
+
+
 def import_extra(module: str, what: str, extra: str) -> Any:
     """Imports and returns `module`, which needs an optional package.
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from areal_jax.control.events import RewardFailed, RewardScored
+from areal_jax.tasks.errors import raised
 from areal_jax.tasks.task import Task
 from areal_jax.types import Completion, Prompt, Reward
 
@@ -16,7 +17,9 @@ Outcome = RewardScored | RewardFailed
 GROUP = -1
 """The value of `RewardFailed.member` if the failure concerns the whole group."""
 
-_MESSAGE_CHARS = 500
+MESSAGE_CHARS = 500
+"""Maximum length of a message about a reward or a prompt in the journal."""
+
 _FLOAT32_MAX = 3.4028234663852886e38  # rewards are float32 in a batch
 
 
@@ -56,7 +59,7 @@ def score_group(
 
 
 def failed(ordinal: int, attempt: int, member: int, message: str) -> RewardFailed:
-    return RewardFailed(ordinal, attempt, member, "failed", message[:_MESSAGE_CHARS])
+    return RewardFailed(ordinal, attempt, member, "failed", message[:MESSAGE_CHARS])
 
 
 def _values(task: Task, prompt: Prompt, completions: Sequence[Completion]) -> Iterable[Any]:
@@ -88,7 +91,7 @@ def checked(value: Any) -> Reward:
     if not isinstance(value, Reward):
         return Reward(_number(value, "the reward"))
     parts = {str(name): _number(part, f"the part {name!r} of a reward") for name, part in value.parts.items()}
-    return Reward(_number(value.value, "the reward"), parts, str(value.note)[:_MESSAGE_CHARS])
+    return Reward(_number(value.value, "the reward"), parts, str(value.note)[:MESSAGE_CHARS])
 
 
 def _number(value: Any, what: str) -> float:
@@ -108,8 +111,4 @@ def _describe(task: Task, error: BaseException) -> str:
     """Returns a message with the task, the error, and the file and line that raised it."""
     if isinstance(error, _BadRewardError):
         return f"{type(task).__name__}: {error}"
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    code = f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})" if trace is not None else ""
-    return f"{type(task).__name__} raised {type(error).__name__}: {error}{code}"
+    return f"{type(task).__name__} raised {raised(error)}"

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from areal_jax.plugin import check_settings, load_object
-from areal_jax.tasks.errors import TaskError
+from areal_jax.tasks.errors import USERS, PromptError, TaskError, raised
 from areal_jax.tasks.task import Task
 from areal_jax.types import Prompt
 
@@ -104,6 +104,29 @@ def _load(name: str, given: Mapping[str, Any]) -> WeightedTask:
     return WeightedTask(task, float(weight), own.get("split"))
 
 
+def prompt_at(task: Task, name: str, index: int) -> Prompt:
+    """Returns a task's prompt at `index`, with the task's name; PromptError if the task returns none."""
+    try:
+        prompt = task[index]
+    except (IndexError, StopIteration) as error:
+        raise PromptError(
+            f"tasks.{name} has no prompt at index {index} ({error!r}), but its __len__ returns "
+            f"{len(task)}; prompts are read in any order and more than once: return from __len__ the "
+            "number of prompts that the task has, and keep the prompts of an iterator in a list"
+        ) from error
+    except USERS as error:
+        raise PromptError(
+            f"tasks.{name} could not read its prompt at index {index}: {raised(error)}; correct this row of "
+            "its data, or leave the row out"
+        ) from error
+    if not isinstance(prompt, Prompt):
+        raise PromptError(
+            f"tasks.{name} returned {prompt!r:.80} for its prompt at index {index}, a "
+            f"{type(prompt).__name__}; return an areal_jax.Prompt"
+        )
+    return replace(prompt, task=name)
+
+
 class PromptStream:
     """A run's prompts by ordinal (place in the run's order), a pure function of tasks, seed and ordinal.
 
@@ -150,18 +173,12 @@ class PromptStream:
         return self._names[number], int(self._permutation(number, epoch)[turn])
 
     def prompt(self, ordinal: int) -> Prompt:
-        """Returns the prompt at place `ordinal` in the run's order, with the task's name as `task`."""
+        """Returns the prompt at place `ordinal` in the run's order, with the task's name as `task`.
+
+        Raises PromptError if the task raises an error, or returns no Prompt.
+        """
         name, index = self.place(ordinal)
-        task = self._tasks[self._names.index(name)]
-        try:
-            prompt = task[index]
-        except (IndexError, StopIteration) as error:
-            raise TaskError(
-                f"tasks.{name} has no prompt at index {index} ({error!r}), but its __len__ returns "
-                f"{len(task)}; prompts are read in any order and more than once: return from __len__ the "
-                "number of prompts that the task has, and keep the prompts of an iterator in a list"
-            ) from error
-        return replace(prompt, task=name)
+        return prompt_at(self._tasks[self._names.index(name)], name, index)
 
     def _order(self, block: int) -> np.ndarray:
         """Returns the number of the task (0 is the first) for each of the BLOCK places in block `block`."""

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
 
+from areal_jax.assembly import parts
 from areal_jax.assembly.parts import assemble, first_params, make_engine, open_inputs
+from areal_jax.tasks.errors import PromptError
 from areal_jax.tasks.task import Task
 from areal_jax.tasks.tokenizers import CharTokenizer
-from areal_jax.types import ArealError, Completion, Prompt, Reward
+from areal_jax.types import ArealError, Completion, Prompt, Reward, SampleId, Sampling, Trajectory
 from tests.small_run import small
 
 
@@ -73,6 +78,58 @@ def test_a_support_beyond_the_vocabulary_is_refused(tmp_path):
         open_inputs(config, [OneText("a")])
     with pytest.raises(ArealError, match=message):
         make_engine(config.generation, open_inputs(small(tmp_path), [OneText("a")]).model)
+
+
+class Bad(OneText):
+    """Prompts of which one is not a prompt, or raises an error, when it is read or encoded."""
+
+    at: int = -1
+
+    def __getitem__(self, i: int) -> Any:
+        kind = self.text if i == self.at else ""
+        if kind == "raises":
+            raise KeyError("question")
+        if kind == "exits":
+            raise SystemExit("no such file")
+        return {"": Prompt("a"), "returns": "a", "unknown": Prompt("z"), "roles": Prompt(messages=[{}])}[kind]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (
+            "raises",
+            r"tasks.Bad could not read its prompt at index 3: KeyError: 'question' \(.*parts.py:\d+\)",
+        ),
+        ("exits", r"tasks.Bad could not read its prompt at index 3: SystemExit: no such file"),
+        ("returns", r"tasks.Bad returned 'a' for its prompt at index 3, a str; return an areal_jax.Prompt"),
+        ("unknown", r"ordinal \d+ \(task Bad\) cannot be encoded: the character 'z' .* alphabet"),
+        ("roles", r"ordinal \d+ \(task Bad\) cannot be encoded: .*role"),
+    ],
+)
+def test_whatever_users_code_raises_for_a_prompt_is_an_error_of_that_prompt(
+    tmp_path, monkeypatch, kind, message
+):
+    monkeypatch.setattr(parts, "CHECKED_PROMPTS", 0)
+    task = Bad(kind)
+    task.at = 3
+    inputs = open_inputs(small(tmp_path), [task])
+    failed = []
+    for ordinal in range(10):
+        try:
+            assert inputs.prompt_tokens(ordinal) == (2,)
+        except PromptError as error:
+            failed.append(str(error))
+    assert len(failed) == 1 and re.search(message, failed[0]), failed
+
+
+def test_a_completion_that_cannot_be_decoded_is_an_error_of_its_prompt(tmp_path, monkeypatch):
+    inputs = open_inputs(small(tmp_path), [OneText("a")])
+    monkeypatch.setattr(CharTokenizer, "decode", lambda self, tokens: 1 // 0)
+    zeros = np.zeros(1, np.int32)
+    own = zeros, np.ones(1, bool), zeros, zeros, zeros, Sampling(), "stop"
+    with pytest.raises(PromptError, match=r"ordinal 5 \(task OneText\): ZeroDivisionError: .*test_parts.py"):
+        inputs.completion(Trajectory(SampleId(5, 0), *own))
 
 
 @pytest.mark.slow

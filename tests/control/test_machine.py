@@ -157,6 +157,55 @@ def test_rewards_that_are_equal_but_for_rounding_drop_their_group(rewards: tuple
     assert dict(plane.state.dropped) == ({"no_signal": 1} if is_dropped else {})
 
 
+def test_a_group_with_an_unusable_prompt_is_dropped_at_once_and_replaced():
+    plane, _ = plane_of(a=4)
+    failed = e.PromptFailed(1, 0, "too long")
+    assert plane.handle(failed) == (
+        e.Drop(1, "failed_prompt"),
+        e.Cancel(ids(1), "a"),
+        e.Dispatch(ids(3), "a", 0),
+    )
+    assert (plane.state.dropped, plane.state.failed_prompts) == ({"failed_prompt": 1}, [1])
+    assert plane.handle(failed) == ()  # delivered twice
+    assert plane.handle(e.PromptFailed(0, 1, "of another attempt")) == ()
+    for member in range(2):
+        plane.handle(finished(0, member))
+    assert plane.handle(e.PromptFailed(0, 0, "while it is scored"))[0] == e.Drop(0, "failed_prompt")
+    complete(plane, 2)
+    assert plane.handle(e.PromptFailed(2, 0, "after it was scored")) == ()
+    assert complete(plane, 3)[0] == e.Train(0, (2, 3), (0, 0))
+
+
+@pytest.mark.parametrize(
+    ("most", "every", "aborts"),
+    [(0.0, 50, 1), (0.1, 10, 26), (0.1, 11, None), (0.1, 1, 26), (0.5, 1, 129), (1.0, 1, None)],
+)
+def test_a_run_ends_with_more_unusable_prompts_than_its_config_allows(most, every, aborts):
+    """`every`: one prompt of so many is unusable; `aborts`: how many of them end the run."""
+    config = changed(CONFIG, max_failed_prompts=most, max_staleness=None, max_concurrent=1)
+    plane, actions = plane_of(config, a=2)
+    failed, ended = 0, []
+    for ordinal in range(400):
+        assert [a.samples for a in actions if isinstance(a, e.Dispatch)] == [ids(ordinal)]
+        if (ordinal + 1) % every:
+            actions = complete(plane, ordinal)
+            if plane.state.training is not None:
+                plane.state.steps += 1
+                actions = (*actions, *train(plane))
+        else:
+            failed += 1
+            actions = plane.handle(e.PromptFailed(ordinal, 0, "unusable"))
+        ended += [(failed, a) for a in actions if isinstance(a, e.Abort)]
+    if aborts is None:
+        assert not ended
+        return
+    count, abort = ended[0]
+    assert (count, abort.dropped) == (aborts, (("failed_prompt", aborts),))
+    assert abort.prompts == min(256, aborts * every)
+    plane.handle(e.RunResumed(400))
+    assert plane.state.failed_prompts == []  # the run goes on, as far again
+
+
 def test_a_failed_reward_starts_again_once_then_drops():
     plane, _ = plane_of(a=20)
     for member in range(2):

@@ -224,6 +224,22 @@ def test_settings_that_ask_nothing(changes, says):
         replace(SETTINGS, **changes)
 
 
+def test_a_prompt_that_raises_is_named(engine, params):
+    class BadRow(Indexed):
+        second = ""
+
+        def __getitem__(self, i: int) -> Prompt:
+            return Prompt({0: "k", 1: self.second}[i])
+
+    for second, limit, message in (
+        ("?", 2, r"prompt 1 of task own cannot be encoded: the character '\?' .*leave it out"),
+        ("k", 3, r"tasks.own could not read its prompt at index 2: KeyError: 2"),
+    ):
+        BadRow.second = second
+        with pytest.raises(ArealError, match=message):
+            evaluate(engine, params, {"own": WeightedTask(BadRow())}, replace(SETTINGS, limit=limit))
+
+
 def test_figures_of_nothing_scored():
     """All rewards failed: no figure claims to be 0."""
     lost = PassResult(1, 0.0, failures=(Failure("x/0", "failed", "boom"),), tokens=3, seconds=1.0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +17,8 @@ from areal_jax.control.reward_gate import Gates
 from areal_jax.runtime.core import DriverCore, Incoming
 from areal_jax.simulation.machines import EmptyPrompts
 from areal_jax.simulation.memory_journal import MemoryJournal
-from areal_jax.types import Completion, Group, Prompt, SampleId, Sampling, Trajectory, VersionSpan
+from areal_jax.tasks.errors import PromptError
+from areal_jax.types import ArealError, Completion, Group, Prompt, SampleId, Sampling, Trajectory, VersionSpan
 
 CONFIG = make_config(
     {
@@ -63,6 +66,9 @@ class Recorder:
     def train(self, action: e.Train, groups: tuple[Group, ...]) -> None:
         self.trained.append(groups)
 
+    def end(self, ordinal: int) -> None:
+        pass
+
     def see(self, event, actions) -> None:
         self.seen.append(event)
 
@@ -103,6 +109,62 @@ class Started:
             [(int(t.tokens[0]), t.reward) for group in groups for t in group.trajectories]
             for groups in self.out.trained
         ]
+
+
+class BadPrompts(EmptyPrompts):
+    """Prompts of which some methods fail for group 0."""
+
+    def __init__(self, *methods: str) -> None:
+        super().__init__()
+        for name in methods:
+            setattr(self, name, partial(self.fail, getattr(self, name)))
+
+    def fail(self, method: Callable[..., Any], asked: int | Trajectory) -> Any:
+        ordinal = asked.sample.ordinal if isinstance(asked, Trajectory) else asked
+        if ordinal == 0:
+            raise PromptError("a bad row " * 100)
+        return method(asked)
+
+
+@pytest.mark.parametrize("method", ["prompt_tokens", "has_workflow", "prompt", "completion"])
+def test_a_prompt_that_fails_costs_its_group_and_no_other(method: str):
+    """Whether at its dispatch or at its score: the event is recorded next, and nothing else is lost."""
+    run = object.__new__(Started)
+    run.config, run.journal, run.out = CONFIG, MemoryJournal(), Recorder()
+    run.core = DriverCore(CONFIG, ControlPlane(CONFIG), run.journal, BadPrompts(method), run.out, run.out)
+    entries = run.core.record([(e.RunStarted("d0", 2), None), (e.HostJoined("a", 8), None)])
+    incoming = run.core.act(action for entry in entries for action in entry.actions)
+    sent = [action.samples[0].ordinal for action in run.out.dispatched]
+    if method in ("prompt_tokens", "has_workflow"):
+        assert sent == [1]
+    else:
+        assert (sent, incoming) == ([0, 1], [])
+        entries = run.core.record([finished(0, 10), finished(1, 11)])
+        incoming = run.core.act(action for entry in entries for action in entry.actions)
+        assert run.out.scored == []
+    assert incoming == [(e.PromptFailed(0, 0, ("a bad row " * 100)[:500]), None)]
+    entries = run.core.record(incoming)
+    assert run.core.act(action for entry in entries for action in entry.actions) == []
+    assert [action.samples[0].ordinal for action in run.out.dispatched] == [*sent, 2]
+    assert run.core.control.state.dropped == {"failed_prompt": 1}
+
+
+def test_too_many_unusable_prompts_end_the_run_with_how_many_of_how_many_and_the_last_message():
+    run = Started()
+    abort = e.Abort((("failed_prompt", 26),), 256)
+    run.core._problem = "tasks.own could not read its prompt at index 7: KeyError: 'text'"
+    count = "26 of the newest 256 prompts cannot be used, more than control.max_failed_prompts"
+    with pytest.raises(ArealError, match=count) as caught:
+        run.core.act([abort])
+    assert run.core._problem in str(caught.value) and "raise generation.length" in str(caught.value)
+
+
+def test_a_prompt_that_fails_while_its_group_is_trained_ends_the_run():
+    """Then its samples are complete, and part of a batch: another process could read it."""
+    run = Started()
+    run.core._prompts = BadPrompts("prompt")
+    with pytest.raises(PromptError, match="a bad row"):
+        run.core.act([e.Train(0, (0,), (0,))])
 
 
 SCORED = (e.RewardScored(0, 0, (1.0, 0.5)), None)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
@@ -11,17 +13,19 @@ from areal_jax.assembly import parts
 from areal_jax.assembly.parts import assemble
 from areal_jax.config.tree import Config
 from areal_jax.control import drops
-from areal_jax.control.events import SampleFinished, VersionCommitted
+from areal_jax.control.events import BatchTrained, SampleFinished, VersionCommitted
 from areal_jax.generation import engine
 from areal_jax.generation.rollout import rollout
 from areal_jax.observe.metrics import REQUIRED
 from areal_jax.runtime.jobs import read_config, resume, run
-from areal_jax.runtime.reading import audit_run, groups_trained, open_journal
+from areal_jax.runtime.reading import audit_run, groups_trained, open_journal, view_sample
+from areal_jax.runtime.replay import replay
 from areal_jax.tasks.datasets.countdown import Countdown
+from areal_jax.tasks.source import PromptStream, WeightedTask
 from areal_jax.trajectories.packing import pack
-from areal_jax.types import ArealError
+from areal_jax.types import ArealError, Prompt
 from areal_jax.weights.digest import digest
-from tests.small_run import small
+from tests.small_run import killed_at, small
 
 SYNC = ("control.strategy=sync", "control.max_staleness=0")
 
@@ -216,6 +220,50 @@ def test_a_run_that_only_drops_stops_and_says_why(tmp_path, monkeypatch):
     ):
         start(small(tmp_path / "run", "run.steps=3"), tasks=[AlwaysFails()])
     assert audit_run(tmp_path / "run").ok
+
+
+class LateBadRows(Countdown):
+    """Some rows raise an error, are too long or have an unknown letter."""
+
+    bad: ClassVar[Mapping[int, Any]] = {}
+
+    def __getitem__(self, i: int) -> Prompt:
+        match self.bad.get(i):
+            case None:
+                return super().__getitem__(i)
+            case BaseException() as error:
+                raise error
+            case text:
+                return Prompt(text)
+
+
+@pytest.mark.slow
+def test_rows_that_cannot_be_used_are_dropped_counted_and_shown(tmp_path, monkeypatch):
+    """Also over a kill and a resume; a replay drops the same ones, and every bit of the others is equal."""
+    monkeypatch.setattr(parts, "CHECKED_PROMPTS", 2)
+    folder, place = tmp_path / "run", PromptStream({"own": WeightedTask(LateBadRows())}, 0).place
+    rows: list[Any] = [KeyError("text"), SystemExit(2), "a" * 24, "?"]
+    bad = {place(ordinal)[1]: row for ordinal, row in zip((5, 6, 9, 14), rows, strict=True)}
+    monkeypatch.setattr(LateBadRows, "bad", bad)
+    words = "run.steps=4", "observe.report=true", f"tasks={__name__}:LateBadRows"
+    config = small(folder, *words)
+    is_second = lambda event: isinstance(event, BatchTrained) and event.step == 2  # noqa: E731
+    with killed_at(monkeypatch, is_second):
+        start(config)
+    metrics = resume(folder, stream=io.StringIO()).metrics
+    result = audit_run(folder)
+    assert (result.ok, result.trained, result.dropped["failed_prompt"]) == (True, 16, 4)
+    assert sum(row["dropped_by_reason"].get("failed_prompt", 0) for row in metrics) == 4
+    page = (folder / "report.html").read_text()
+    for text in ("failed prompt", "KeyError: &#x27;text&#x27;", "has 24 tokens", "SystemExit: 2"):
+        assert text in page, text
+    with pytest.raises(ArealError, match=r"group 6 was dropped \(failed_prompt: .*SystemExit: 2"):
+        view_sample(folder, "6/0")
+    with open_journal(folder) as journal:
+        failed = {event.ordinal for event in journal.events("PromptFailed")}
+    assert failed == {5, 6, 9, 14}
+    replayed = replay(folder)
+    assert (replayed.difference, replayed.steps) == ("", 4)
 
 
 class Hangs(Countdown):

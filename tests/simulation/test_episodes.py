@@ -35,6 +35,7 @@ def test_random_schedules_with_episodes_are_clean_and_no_tool_is_called_twice(st
         "failed_episode",
         "rejected",
         "failed_sample",
+        "failed_prompt",
         "driver_crash",
         "host_death",
         "branches",

@@ -125,6 +125,8 @@ def test_a_run_that_drops_every_group_ends_with_what_to_change():
         simulate(config, Schedule(seed=9, equal_rewards=1.0))
     with pytest.raises(ArealError, match=r"\(501 failed_reward\).*correct the score"):
         simulate(config, Schedule(seed=9, failed_rewards=1.0))
+    with pytest.raises(ArealError, match=r"26 of the newest \d+ prompts cannot .*simulated: prompt \d+ is"):
+        simulate(config, Schedule(seed=9, failed_prompts=2.0))
 
 
 def test_interruptible_mixes_versions_in_a_sample_and_sync_does_not():
@@ -197,7 +199,8 @@ def test_random_schedules_of_each_strategy_are_clean(strategy, schedules):
             moved[type(event)] += isinstance(event, (e.SamplesMoved, e.MoveFailed))
     assert min(over[name] for name in ("restart", "hold", "mask")) > schedules / 10
     assert min(faults.values()) > schedules / 2 and len(faults) == 4
-    assert min(dropped[reason] for reason in ("no_signal", "failed_reward", "failed_sample")) > schedules / 40
+    reasons = ("no_signal", "failed_reward", "failed_sample", "failed_prompt")
+    assert min(dropped[reason] for reason in reasons) > schedules / 40
     assert min(reissued[reason] for reason in ("failed_reward", "failed_sample")) > schedules / 10
     assert reissued["over_age"] > schedules / 10 or strategy in BOUNDED  # there no token is so old
     assert repeated == faults["driver_crash"]
