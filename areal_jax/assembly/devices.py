@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import platform
 import statistics
 from collections.abc import Sequence
 from contextlib import suppress
@@ -186,6 +189,40 @@ def header(config: Config) -> dict[str, Any]:
         "weight_layout": config.generation.weight_layout,
         **({"gpu_environment": gpu_environment(config)} if visible_gpus() else {}),
     }
+
+
+def training_machine(config: Config) -> str:
+    """Returns a hash of what the bits of an update depend on beside the train state and the batch.
+
+    That is the header but for the layout of the hosts' weights, the kind of CPU, the versions of the packages
+    that compute, and the executors of reference and teacher. Each trained batch records it.
+    """
+    own = {name: value for name, value in header(config).items() if name != "weight_layout"}
+    packages = ("areal-jax", "jax", "flax", "optax")
+    own["packages"] = [version_of(name) for name in packages]
+    own["executors"] = [config.runtime.reference.model_dump(), config.runtime.teacher.model_dump()]
+    own["cpu"] = cpu_kind() if jax.devices()[0].platform == "cpu" else ""
+    return hashlib.blake2b(json.dumps(own, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def repeats_bits() -> bool:
+    """Returns whether this process's devices give equal bits when they run a program again.
+
+    GPUs do so only with deterministic kernels (`gpu_environment`).
+    """
+    is_gpu = jax.devices()[0].platform in ("gpu", "cuda", "rocm")
+    return not is_gpu or "--xla_gpu_deterministic_ops=true" in os.environ.get("XLA_FLAGS", "")
+
+
+def cpu_kind() -> str:
+    """Returns the CPU's model and instruction sets as Linux names them; elsewhere as Python does."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        return platform.processor()
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    named = ("vendor_id", "cpu family", "model", "model name", "CPU part", "cache size", "flags", "Features")
+    return " ".join(fields[name] for name in named if name in fields)
 
 
 def use_compilation_cache() -> None:

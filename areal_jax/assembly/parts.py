@@ -32,7 +32,7 @@ from areal_jax.tasks.source import PromptStream, WeightedTask, load_tasks
 from areal_jax.tasks.task import Task, Workflow
 from areal_jax.trainer.learner import Learner, Teacher
 from areal_jax.trainer.scorer import Executor
-from areal_jax.trainer.state import TrainState, make_optimizer
+from areal_jax.trainer.state import TrainState, depends_on_steps, make_optimizer
 from areal_jax.trainer.supervised import supervised_start
 from areal_jax.trajectories.leaf_order import Blocks
 from areal_jax.types import ArealError, Completion, Prompt, SampleId, Trajectory
@@ -229,6 +229,24 @@ def make_learner(config: Config, model: Model, devices: Devices, teacher: Source
         trainable=config.trainable,
         tree_blocks=Blocks(config.tree_block),
     )
+
+
+def with_steps(parts: Parts, steps: int) -> Parts:
+    """Returns the parts of a run of so many batches, on which its schedules depend; 0: of the config's.
+
+    The learner, and with it every compiled program, stays the same if no schedule depends on the number.
+    """
+    if steps in (0, parts.config.run.steps):
+        return parts
+    run = parts.config.run.model_copy(update={"steps": steps})
+    config = parts.config.model_copy(update={"run": run})
+    return with_config(parts, config) if depends_on_steps(config.trainer) else replace(parts, config=config)
+
+
+def with_config(parts: Parts, config: Config) -> Parts:
+    """Returns the parts with a learner by another config, which has the same model and devices."""
+    learner = make_learner(config, parts.model, parts.devices, parts.teacher)
+    return replace(parts, config=config, learner=learner)
 
 
 def with_layout(config: Config, devices: Devices) -> GenerationConfig:

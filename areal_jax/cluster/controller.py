@@ -429,7 +429,8 @@ class Controller:
         choice = recorded_choice(self._config, one.metrics)
         plan = plan_groups(self._config, self._again, self._shares_prompts, choice)
         self._held.put_back(self._again)
-        self._send_batch(trainers, one.train, plan, digest=one.digest, published=one.published)
+        journaled = [one.digest, one.published, one.metrics, one.steps, one.is_reissued]
+        self._send_batch(trainers, one.train, plan, journaled=journaled)
 
     def _trainer_ready(self, ready: m.Ready) -> None:
         """Starts or continues the run, once all trainer processes are ready; `ready`: trainer-0's message."""
@@ -539,9 +540,9 @@ class Controller:
             self._post(member.mailbox, m.Command(self._epoch, action))
 
     def _send_batch(
-        self, trainers: Iterable[Member], action: e.Train, plan: BatchPlan, **digests: str
+        self, trainers: Iterable[Member], action: e.Train, plan: BatchPlan, **journaled: list[Any]
     ) -> None:
-        command = m.Command(self._epoch, action, {"plan": plan.to_wire(), **digests})
+        command = m.Command(self._epoch, action, {"plan": plan.to_wire(), **journaled})
         for member in trainers:
             self._post(member.mailbox, command)
 

@@ -39,7 +39,8 @@ def read(words: Sequence[str], folder: Path | None = None) -> Launch:
     """Returns the config and folder of the run that command-line words describe, and whether it is resumed.
 
     `words`: CONFIG_FILE ... [section.key=value ...] or, to resume, RUN_FOLDER [section.key=value ...].
-    `folder`: replaces the run folder of the config; None keeps it. Raises ConfigError if the config is
+    `folder`: replaces the run folder of the config; None keeps it. Unless run.steps is given, and is another
+    number than at the run's start, it stays that of the last resume. Raises ConfigError if the config is
     invalid, and LaunchError if weights.backend=memory, if the run's folder has files but no run's config, or
     if a changed setting can only be set on a new run.
     """
@@ -56,7 +57,13 @@ def read(words: Sequence[str], folder: Path | None = None) -> Launch:
     folder = (folder or config.run.folder).absolute()
     is_resumed = (folder / CONFIG).is_file()
     if is_resumed:
-        _require_resumable(load_config(folder / CONFIG), config, folder)
+        before = load_config(folder / CONFIG)
+        _require_resumable(before, config, folder)
+        is_given = any(word.startswith("run.steps=") for word in words)
+        if config.run.steps == before.run.steps and not is_given:
+            from areal_jax.runtime.reading import with_steps_asked
+
+            config = with_steps_asked(config, folder)
     elif folder.is_dir() and {path.name for path in folder.iterdir()} - {"launch", "logs"}:
         raise LaunchError(
             f"the run folder {folder} contains files, but no {CONFIG}, so it is not the folder of a run; "

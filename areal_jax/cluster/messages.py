@@ -130,8 +130,8 @@ class Command:
     Score: [text, tokens, stop reason, the tokens' texts, the workflow's reward] of each completion; the
     tokens' texts are empty unless the task wants them, the reward is None without a workflow. For Train: a
     dict with the batch's `plan`, as `BatchPlan.to_wire` returns it; if a journaled batch is trained again,
-    the dict also has the batch's journaled digests `digest` and `published` (see `recovery.Journaled`). For
-    others: None. A Drop ends the workflows of its group.
+    the dict also has `journaled`: the batch's digest, published, metrics, steps and
+    is_reissued (see `recovery.Journaled`). For others: None. A Drop ends the workflows of its group.
     """
 
     epoch: str

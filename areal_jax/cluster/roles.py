@@ -58,7 +58,7 @@ from areal_jax.generation.moving.ticket import decode as decode_ticket
 from areal_jax.observe.threads import reporting_thread
 from areal_jax.observe.waits import Timeline, process_timeline
 from areal_jax.parallel.agreement import leads
-from areal_jax.runtime.recovery import require_one_run, retrain, start_state
+from areal_jax.runtime.recovery import Journaled, Repetition, require_one_run, start_state
 from areal_jax.runtime.talking import training_host
 from areal_jax.runtime.trainer_loop import TrainBatch, Trainer
 from areal_jax.trainer.checkpoint import Checkpointer
@@ -342,6 +342,7 @@ class _Training:
         clock = timeline.clock("trainer")
         own = (parts, state, self._store, checkpointer, link.report)
         self._trainer = Trainer(*own, clock=clock, note=link.note)
+        self._again = Repetition(parts, self._trainer, link.note)
         self._thread = reporting_thread("trainer", self._trainer.run, link.fail)
         self._newest: int | None = None
         """Step of the newest batch that is trained or queued; None until the trainer has caught up."""
@@ -400,9 +401,7 @@ class _Training:
                 self._newest = action.step
                 self._trainer.inbox.put(batch)
         elif action.step == int(self._trainer.state.version):
-            digest, published = payload["digest"], payload["published"]
-            dtype = self._parts.config.wire_dtype
-            reissued = retrain(self._trainer, batch, digest, published, dtype, self._link.note)
+            reissued = self._again.train(Journaled(action, *payload["journaled"]), batch)
             # All processes of the group trained the batch; one reports the new digest.
             if reissued is not None and leads():
                 self._link.report(reissued)

@@ -13,14 +13,14 @@ from pathlib import Path
 import jax
 
 from areal_jax.assembly.devices import header
-from areal_jax.assembly.parts import Parts
+from areal_jax.assembly.parts import Parts, with_config
 from areal_jax.assembly.run_folder import BRANCH, CHECKPOINTS, JOURNAL
 from areal_jax.config.loading import ConfigError, load_config, resolved
 from areal_jax.config.tree import Config
 from areal_jax.control.audit import audit
 from areal_jax.runtime.context import make_folder
 from areal_jax.runtime.jobs import RESUMABLE_KEYS, require_new
-from areal_jax.runtime.past_versions import with_config
+from areal_jax.runtime.reading import with_steps_asked
 from areal_jax.runtime.reopened import Reopened, branch_record, differences_text
 from areal_jax.runtime.replay import Note, Replay, Replayed
 from areal_jax.trainer.checkpoint import Checkpointer
@@ -72,7 +72,8 @@ def _changed(run: Reopened, folder: Path, name: str, settings: Sequence[str]) ->
                 f"{word}: a branch may change {', '.join(CHANGEABLE)}, but not {', '.join(FIXED)}; leave the "
                 "key out, or start a new run with model.source=RUN_FOLDER, which takes over the parameters"
             )
-    return load_config(resolved(run.config), *settings, f"run.name={name}", f"run.dir={folder}")
+    own = with_steps_asked(run.config, run.folder)
+    return load_config(resolved(own), *settings, f"run.name={name}", f"run.dir={folder}")
 
 
 def _require_one_state(parts: Parts, config: Config) -> None:

@@ -21,7 +21,7 @@ from pydantic import PositiveInt, TypeAdapter, ValidationError
 
 from areal_jax.assembly.devices import header, place, use_compilation_cache, use_virtual_cpus
 from areal_jax.assembly.gpus import use_gpu_environment
-from areal_jax.assembly.parts import Parts, assemble, make_learner, open_inputs
+from areal_jax.assembly.parts import Parts, assemble, make_learner, open_inputs, with_steps
 from areal_jax.assembly.sources import RANDOM, open_source
 from areal_jax.config.loading import load_config, make_config, resolved
 from areal_jax.config.tree import Config
@@ -43,7 +43,7 @@ from areal_jax.runtime.bundle_file import (
 )
 from areal_jax.runtime.compute_choice import recorded_choice
 from areal_jax.runtime.differences import Comparison, Difference, same
-from areal_jax.runtime.past_versions import OutOfReach, past_batch, past_versions, with_steps
+from areal_jax.runtime.past_versions import OutOfReach, past_batch, past_versions
 from areal_jax.runtime.recovery import Journaled, journaled_batches
 from areal_jax.runtime.reopened import Reopened, differences_text, reopened
 from areal_jax.runtime.replay import Note, Replay
@@ -128,9 +128,7 @@ def _bundle(run: Reopened, parts: Parts, one: Journaled, is_redacted: bool, note
     again = batch_again(parts.config, parts.learner, step, groups, choice)
     clock = Timeline(None).clock("replay")
     after, value, metrics = train_batch(parts.config, parts.learner, state, again, clock)
-    compared = Comparison(parts.config.wire_dtype)
-    compared.metrics(f"step {step}", one.metrics, metrics)
-    compared.digest(f"step {step}", "digest of the parameters", one.digest, value.digest)
+    one.compare(Comparison(parts.config.wire_dtype), metrics, value.digest)
     about = {
         "version": version_of("areal-jax"),
         "run": run.config.run.name,

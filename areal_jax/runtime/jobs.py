@@ -16,6 +16,7 @@ from areal_jax.config.tree import Config
 from areal_jax.observe.waits import Timeline
 from areal_jax.runtime.context import RunResult, make_folder, open_context, write_result
 from areal_jax.runtime.one_process import LocalRun
+from areal_jax.runtime.reading import with_steps_asked
 from areal_jax.runtime.recovery import start_state, train_again
 from areal_jax.tasks.source import BUILTIN
 from areal_jax.tasks.task import Task
@@ -94,6 +95,7 @@ def resume(
 def read_config(folder: Path, overrides: Sequence[str] = ()) -> Config:
     """Returns the config of the run in `folder`, changed by `overrides` of the form KEY=VALUE.
 
+    Its run.steps, unless overridden, is that of the last resume; other keys are as at the run's start.
     Raises ConfigError if the folder has no journal, or for an override of a key outside RESUMABLE_KEYS.
     """
     if not (folder / JOURNAL).exists():
@@ -111,7 +113,9 @@ def read_config(folder: Path, overrides: Sequence[str] = ()) -> Config:
                 f"{word} can only be set on a new run; a resumed run accepts {', '.join(RESUMABLE_KEYS)}: "
                 "leave the key out, or start a new run"
             )
-    return load_config(folder / "config.yaml", *overrides, f"run.dir={folder}")
+    config = load_config(folder / "config.yaml", *overrides, f"run.dir={folder}")
+    has_steps = any(word.startswith("run.steps=") for word in overrides)
+    return config if has_steps else with_steps_asked(config, folder)
 
 
 def dry_run(config: Config, tasks: Sequence[Task] = ()) -> dict[str, Any]:

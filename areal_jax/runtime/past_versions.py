@@ -7,12 +7,10 @@ The journaled batches after the checkpoint are trained on the journal's trajecto
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
-from areal_jax.assembly.parts import Parts, make_learner
+from areal_jax.assembly.parts import Parts, with_steps
 from areal_jax.assembly.run_folder import CHECKPOINTS
-from areal_jax.config.tree import Config
 from areal_jax.observe.waits import Timeline
 from areal_jax.runtime.compute_choice import recorded_choice
 from areal_jax.runtime.differences import Comparison
@@ -63,9 +61,7 @@ def past_versions(
         parts = with_steps(parts, one.steps)
         _, held = past_batch(run, parts, one)
         state, value, metrics = train_batch(parts.config, parts.learner, state, held, clock)
-        place = f"step {one.train.step}"
-        compared.metrics(place, one.metrics, metrics)
-        compared.digest(place, "digest of the parameters", one.digest, value.digest)
+        one.compare(compared, metrics, value.digest)
         if value.version >= first:
             yield Past(state, value, trained)
 
@@ -81,20 +77,6 @@ def past_batch(run: Reopened, parts: Parts, one: Journaled) -> tuple[tuple[Group
         raise OutOfReach(str(error)) from None
     choice = recorded_choice(parts.config, one.metrics)
     return groups, batch_again(parts.config, parts.learner, one.train.step, groups, choice)
-
-
-def with_steps(parts: Parts, steps: int) -> Parts:
-    """Returns the parts of a run of so many batches, on which its schedules depend; 0: of the config's."""
-    if not steps or steps == parts.config.run.steps:
-        return parts
-    run = parts.config.run.model_copy(update={"steps": steps})
-    return with_config(parts, parts.config.model_copy(update={"run": run}))
-
-
-def with_config(parts: Parts, config: Config) -> Parts:
-    """Returns the parts with a learner by another config, which has the same model and devices."""
-    learner = make_learner(config, parts.model, parts.devices, parts.teacher)
-    return replace(parts, config=config, learner=learner)
 
 
 def _start(run: Reopened, parts: Parts, version: int, note: Note) -> tuple[TrainState, int]:

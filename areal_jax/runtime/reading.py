@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from areal_jax.assembly.run_folder import JOURNAL
+from areal_jax.assembly.run_folder import BRANCH, JOURNAL
 from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
 from areal_jax.control.audit import AuditResult, audit
@@ -62,6 +62,30 @@ class Found:
 def open_journal(folder: Path) -> SqliteQueue:
     """Open a run's journal read-only; the run may still be running."""
     return SqliteQueue.open(folder / JOURNAL, readonly=True)
+
+
+def steps_asked(journal: SqliteQueue) -> int:
+    """Return the number of steps that the run's start or its last resume asked for; 0 if it has none.
+
+    A branch has its parent's events, but not its parent's number of steps.
+    """
+    branch = journal.header.get(BRANCH)
+    after = branch["seq"] if branch else 0
+    asked = [e.steps for kind in ("RunStarted", "RunResumed") for e in journal.events(kind, after)]
+    return asked[-1] if asked else 0
+
+
+def with_steps_asked(config: Config, folder: Path) -> Config:
+    """Return the config with the number of steps that the run in `folder` was last started or resumed with.
+
+    A resume records it in the journal, and not in config.yaml. The config stays as it is if the run has no
+    journal, or has not begun.
+    """
+    if not (folder / JOURNAL).exists():
+        return config
+    with open_journal(folder) as journal:
+        steps = steps_asked(journal) or config.run.steps
+    return config.model_copy(update={"run": config.run.model_copy(update={"steps": steps})})
 
 
 def audit_run(folder: Path) -> AuditResult:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from areal_jax.assembly.parts import Inputs, Parts
+from areal_jax.assembly.devices import header, repeats_bits
+from areal_jax.assembly.parts import Inputs, Parts, with_steps
 from areal_jax.assembly.run_folder import BRANCH, JOURNAL
 from areal_jax.control.events import (
     BatchTrained,
@@ -19,7 +20,8 @@ from areal_jax.control.events import (
 )
 from areal_jax.control.reward_gate import paid
 from areal_jax.runtime.compute_choice import recorded_choice
-from areal_jax.runtime.trainer_loop import TrainBatch, Trainer, batch_again
+from areal_jax.runtime.differences import Comparison, Difference
+from areal_jax.runtime.trainer_loop import MACHINE, TrainBatch, Trainer, batch_again
 from areal_jax.trainer.checkpoint import discard_newer, restore
 from areal_jax.trainer.state import TrainState
 from areal_jax.trajectories.sqlite import SqliteQueue
@@ -86,6 +88,18 @@ class Journaled:
     steps: int
     """The run's number of steps when the batch was trained, on which the learning rate may depend; 0: the
     config's."""
+    is_reissued: bool = False
+    """Whether `published` is the digest of parameters with other bits, to which another machine trained the
+    batch again (VersionReissued)."""
+    header: Mapping[str, Any] = field(default_factory=dict)
+    """What of the machine that trained the batch may change its bits (`assembly.devices.header`); empty if
+    that was a process of its own: then only `metrics` name its machine."""
+
+    def compare(self, compared: Comparison, metrics: Mapping[str, Any], digest: str) -> None:
+        """Raises Difference unless the batch, trained again, gave the journaled metrics and parameters."""
+        place = f"step {self.train.step}"
+        compared.metrics(place, self.metrics, metrics)
+        compared.digest(place, "digest of the parameters", self.digest, digest)
 
 
 def journaled_batches(journal: SqliteQueue, first: int, last: int) -> list[Journaled]:
@@ -93,15 +107,22 @@ def journaled_batches(journal: SqliteQueue, first: int, last: int) -> list[Journ
     trains: dict[int, Train] = {}
     trained: dict[int, BatchTrained] = {}
     published: dict[PolicyVersion, str] = {}
-    steps, steps_of = 0, {}
+    reissued: set[PolicyVersion] = set()
+    then: tuple[int, Mapping[str, Any]] = (0, {})
+    thens: dict[int, tuple[int, Mapping[str, Any]]] = {}
     for row in journal.rows():
         match row.event:
-            case RunStarted() | RunResumed():
-                steps = row.event.steps
-            case BatchTrained(step):
-                trained[step], steps_of[step] = row.event, steps
-            case VersionCommitted(version, digest) | VersionReissued(version, _, digest):
+            case RunStarted(_, steps):
+                then = steps, journal.header
+            case RunResumed(steps, stored):
+                then = steps, stored
+            case BatchTrained(step) if step not in trained:  # else a duplicate delivery
+                trained[step], thens[step] = row.event, then
+            case VersionCommitted(version, digest):
                 published[version] = digest
+            case VersionReissued(version, _, digest):
+                published[version] = digest
+                reissued.add(version)
         trains |= {action.step: action for action in row.actions if isinstance(action, Train)}
     return [
         Journaled(
@@ -109,7 +130,9 @@ def journaled_batches(journal: SqliteQueue, first: int, last: int) -> list[Journ
             trained[step].digest,
             published.get(step + 1, ""),
             trained[step].metrics,
-            steps_of[step],
+            thens[step][0],
+            step + 1 in reissued,
+            {} if journal.is_of_processes else thens[step][1],
         )
         for step in range(first, last)
     ]
@@ -139,25 +162,72 @@ def require_one_run(first: int, last: int) -> None:
         )
 
 
-def retrain(
-    trainer: Trainer, batch: TrainBatch, digest: str, published: str, wire_dtype: str, note: Note
-) -> VersionReissued | None:
-    """Train a journaled batch again, and compare the digest of the parameters with the journaled `digest`.
+class Repetition:
+    """Trains the journaled batches after a trainer's state again, with the run.steps of then.
 
-    If the digests differ, `note(text)` reports the difference. Returns the event that records the new digest
-    if the digests differ and this version was published; otherwise None. `published`: the journaled digest of
-    the version as published in the dtype `wire_dtype`; "" if the version was not published.
+    On the machine that trained them it compares the results with the journal, as a replay does.
     """
-    value, _ = trainer.train(batch)
-    if value.digest == digest:
-        return None
-    note(
-        f"version {value.version} was trained again with digest {value.digest} instead of {digest}, which "
-        "another device or jaxlib may cause; the run continues with the new parameters"
+
+    def __init__(self, parts: Parts, trainer: Trainer, note: Note) -> None:
+        self._parts, self._trainer, self._note = parts, trainer, note
+        self._has_diverged = False
+        """Whether a batch came out with other bits than the run had, on which all later ones build."""
+
+    def batch(self, one: Journaled, groups: Sequence[Group]) -> TrainBatch:
+        """Returns the command to train a journaled batch again; this process holds its `groups`."""
+        choice = recorded_choice(self._parts.config, one.metrics)
+        return batch_again(self._parts.config, self._parts.learner, one.train.step, groups, choice)
+
+    def train(self, one: Journaled, batch: TrainBatch) -> VersionReissued | None:
+        """Train a journaled batch again.
+
+        Raises ArealError if the machine is the one that trained it, and the result differs. On another
+        machine `note(text)` reports other parameters; returns the event that records their digest if this
+        version was published, otherwise None.
+        """
+        self._parts = with_steps(self._parts, one.steps)
+        value, metrics = self._trainer.train_again(self._parts, batch)
+        dtype = self._parts.config.wire_dtype
+        if self._is_same_machine(one) and not self._has_diverged:
+            try:
+                one.compare(Comparison(dtype), metrics, value.digest)
+            except Difference as difference:
+                raise ArealError(_changed(one, difference)) from None
+            return None
+        wire = wire_copy(value, dtype).digest
+        was, now = (one.published, wire) if one.is_reissued else (one.digest, value.digest)
+        if now == was:
+            return None
+        self._has_diverged = True
+        self._note(
+            f"version {value.version} was trained again with digest {now} instead of {was}, because the "
+            "device, the CPU or the packages are not those that trained it, or do not repeat bits; the run "
+            "continues with the new parameters"
+        )
+        return VersionReissued(value.version, one.published, wire) if one.published else None
+
+    def _is_same_machine(self, one: Journaled) -> bool:
+        """Whether this process must give the bits that the batch was trained to.
+
+        False if an older version of areal-jax trained the batch, which did not record its machine.
+        """
+        is_same = one.metrics.get(MACHINE) == self._trainer.machine and repeats_bits()
+        is_same &= not one.is_reissued  # as another machine trained it again
+        now = header(self._parts.config)
+        # The layout of the hosts' weights changes no update.
+        names = (one.header.keys() & now.keys()) - {"weight_layout"}
+        return is_same and all(one.header[name] == now[name] for name in names)
+
+
+def _changed(one: Journaled, difference: Difference) -> str:
+    return (
+        f"the run cannot go on, because a batch that is trained again from the journal gives other bits than "
+        f"the run had: {difference}. The machine is as it was (device, cores, CPU, packages and XLA flags "
+        "are equal), so the run's folder has changed since: its config.yaml, a checkpoint or the journal. "
+        "`areal-jax audit RUN_FOLDER` and `areal-jax replay RUN_FOLDER` show what; restore the folder from a "
+        f"backup, or go on before the batch with `areal-jax replay RUN_FOLDER --until {one.train.step} "
+        "--branch NAME`"
     )
-    if not published:
-        return None
-    return VersionReissued(value.version, published, wire_copy(value, wire_dtype).digest)
 
 
 def train_again(
@@ -165,19 +235,16 @@ def train_again(
 ) -> list[VersionReissued]:
     """Train the journaled batches after the trainer's version again, up to version `last`.
 
-    Returns an event for each published version that now has other parameters than the journal records;
-    `note(text)` reports each version that differs. Raises ArealError if the trainer's version is newer than
-    `last`.
+    Returns an event for each published version that now has other parameters than the journal records, as
+    another kind of machine may give them; `note(text)` reports each. Raises ArealError if the trainer's
+    version is newer than `last`, or if a batch gives other bits on the machine that trained it.
     """
     first = int(trainer.state.version)
     require_one_run(first, last)
     if first < last:
         note(f"training steps {first} to {last - 1} again from the journal")
-    found = []
+    again, found = Repetition(parts, trainer, note), []
     for one in journaled_batches(journal, first, last):
-        groups = journaled_groups(parts, journal, one.train)
-        choice = recorded_choice(parts.config, one.metrics)
-        batch = batch_again(parts.config, parts.learner, one.train.step, groups, choice)
-        dtype = parts.config.wire_dtype
-        found.append(retrain(trainer, batch, one.digest, one.published, dtype, note))
+        batch = again.batch(one, journaled_groups(parts, journal, one.train))
+        found.append(again.train(one, batch))
     return [reissued for reissued in found if reissued is not None]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from areal_jax.assembly.parts import Parts, assemble
+from areal_jax.assembly.parts import Parts, assemble, with_config, with_steps
 from areal_jax.config.tree import Config
 from areal_jax.control import events as e
 from areal_jax.control.machine import ControlPlane
@@ -27,7 +27,7 @@ from areal_jax.generation.regenerate import Finished, Regenerator
 from areal_jax.observe.waits import Timeline
 from areal_jax.runtime.compute_choice import recorded_choice
 from areal_jax.runtime.differences import Comparison, Difference, name_of, same
-from areal_jax.runtime.past_versions import with_config, with_steps
+from areal_jax.runtime.recovery import Journaled
 from areal_jax.runtime.reopened import Reopened, reopened
 from areal_jax.runtime.trainer_loop import batch_again, train_batch
 from areal_jax.trainer.state import TrainState
@@ -232,15 +232,14 @@ class Replay:
 
     def _train(self, event: e.BatchTrained, batch: e.Train, seq: int) -> None:
         self._generate()
-        parts, place = self.parts, f"step {event.step}"
+        parts = self.parts
         members = zip(batch.ordinals, batch.attempts, strict=True)
         groups = paid([self._group(ordinal, attempt) for ordinal, attempt in members], batch.gates)
         self._before(event.step, self.state, groups)
         choice = recorded_choice(self.parts.config, event.metrics)
         again = batch_again(parts.config, parts.learner, event.step, groups, choice)
         self.state, value, metrics = train_batch(parts.config, parts.learner, self.state, again, self._clock)
-        self._compared.metrics(place, event.metrics, metrics)
-        self._compared.digest(place, "digest of the parameters", event.digest, value.digest)
+        Journaled(batch, event.digest, "", event.metrics, 0).compare(self._compared, metrics, value.digest)
         self._publish(value, seq)
         self._forget()
         self.found.steps += 1

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from areal_jax.assembly.device_memory_remedies import TRAINER, explained
+from areal_jax.assembly.devices import training_machine
 from areal_jax.assembly.parts import Parts
 from areal_jax.config.tree import Config
 from areal_jax.control.events import BatchTrained, CheckpointCommitted, Event, Hold, VersionCommitted
@@ -38,6 +39,9 @@ from areal_jax.types import ArealError, Group, SampleId, Trajectory, VersionedPa
 from areal_jax.weights.store import ParamPublisher
 
 BATCH = "a batch from the control plane"
+
+MACHINE = "machine"
+"""Name of the metric that says on which kind of machine a batch was trained (`devices.training_machine`)."""
 
 Source = Callable[[Mapping[int, SampleId]], Mapping[int, Trajectory]]
 """`source(samples)` returns the scored trajectories of at least these samples. Keys of `samples` and of the
@@ -180,7 +184,7 @@ class Trainer:
         first step.
         """
         self.inbox: queue.Queue[TrainBatch | Hold | None] = queue.Queue()
-        self.state = state
+        self.state, self.machine = state, training_machine(parts.config)
         self._parts, self._store, self._checkpointer = parts, store, checkpointer
         self._tell, self._turns, self._clock = tell if leads() else _ignore, turns, clock
         self._deadline_s = parts.config.runtime.deadline_s
@@ -224,6 +228,7 @@ class Trainer:
         with turns.turn("trainer", clock) if turns else nullcontext():
             between = partial(turns.between, clock) if turns else None
             value, metrics = self.train(batch, between)
+            metrics |= {MACHINE: self.machine}
             self._tell(BatchTrained(batch.step, batch.ordinals, value.digest, metrics))
             with clock.doing("publish"):
                 self._store.publish(
@@ -239,15 +244,18 @@ class Trainer:
 
         The parameters are the arrays of `self.state`, not copies. `between`: as in `train_batch`.
         """
+        return self.train_again(self._parts, batch, between=between, memory=self._memory)
+
+    def train_again(
+        self, parts: Parts, batch: TrainBatch, **watched: Any
+    ) -> tuple[VersionedParams, dict[str, Any]]:
+        """Train one batch with other `parts`, as those with which the journal says that it was trained.
+
+        `watched`: further arguments of `train_batch`; returns what `train` does.
+        """
         with self._explained():
             self.state, value, metrics = train_batch(
-                self._parts.config,
-                self._parts.learner,
-                self.state,
-                batch,
-                self._clock,
-                between=between,
-                memory=self._memory,
+                parts.config, parts.learner, self.state, batch, self._clock, **watched
             )
         return value, metrics
 

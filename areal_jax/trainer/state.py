@@ -82,6 +82,11 @@ class TrainState(struct.PyTreeNode):
     """The KL's adaptive coefficient; None if the coefficient is fixed."""
 
 
+def depends_on_steps(c: TrainerConfig) -> bool:
+    """Returns whether the learning rate of a step depends on the run's number of steps."""
+    return c.lr_schedule == "cosine"
+
+
 def make_optimizer(c: TrainerConfig, optimizer_steps: int) -> optax.GradientTransformation:
     """Returns AdamW (Loshchilov & Hutter, arXiv:1711.05101) on gradients clipped by their global norm.
 

@@ -202,12 +202,9 @@ class SqliteQueue:
                 yield Row(seq, wall_s, self._known(kind, unpack(event), EVENTS), answers)
             after_seq = chunk[-1][0]
 
-    def events(self, kind: str) -> Iterator[Any]:
-        """Yields the events of the class with the name `kind`, in order, without reading other events."""
-        after_seq, statement = (
-            0,
-            "SELECT seq, event FROM events WHERE seq > ? AND kind = ? ORDER BY seq LIMIT ?",
-        )
+    def events(self, kind: str, after_seq: int = 0) -> Iterator[Any]:
+        """Yields the events of class `kind` after `after_seq`, in order, without reading other events."""
+        statement = "SELECT seq, event FROM events WHERE seq > ? AND kind = ? ORDER BY seq LIMIT ?"
         while chunk := self._all(statement, (after_seq, kind, _CHUNK_ROWS)):
             for _, event in chunk:
                 yield self._known(kind, unpack(event), EVENTS)
