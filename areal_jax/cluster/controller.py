@@ -325,7 +325,8 @@ class Controller:
         if message.name == TRAINER:
             return [(event, None)] if message.epoch in self._epochs else []
         member = self._membership.of(message.name, message.incarnation)
-        is_valid = member is not None and member.ready is not None and message.epoch == self._epoch
+        is_member = member is not None and member.ready is not None
+        is_valid = is_member and message.epoch == self._epoch
         if isinstance(event, e.HostAdopted) and is_valid:
             return self._in_time(event)
         if isinstance(event, WORKFLOW_EVENTS):

@@ -35,8 +35,8 @@ from areal_jax.types import ArealError, Completion, Group, Prompt, SampleId, Tra
 
 DRIVER, TRAINER, REWARD = "driver", "trainer", "reward"
 """The processes that can be paused, in addition to the hosts."""
-BACK_S = 1.0
-"""Seconds after which the driver notices that a process is back."""
+BACK_S = 0.2
+"""Seconds within which the driver notices that a process is back: about as long as a sample takes."""
 
 
 class SimulationError(ArealError):
@@ -595,6 +595,9 @@ class World:
         if go_on is not None:
             self.later(down_s, go_on, *arguments)
 
+    def _until_heard(self) -> float:
+        return BACK_S * float(self._noise.random())
+
     def _lose_host(self, host: Host) -> None:
         if self.is_paused(host.name) and self._hosts.get(host.name) is host:
             del self._hosts[host.name]
@@ -607,7 +610,7 @@ class World:
         if self._hosts.get(host.name) is host:
             host.go_on()
         else:
-            self.later(self.latency(BACK_S), self._with_driver, host.name, self._register, host)
+            self.later(self._until_heard(), self._with_driver, host.name, self._register, host)
 
     def _register(self, host: Host) -> None:
         """Let a host join again, which was lost although it lives, or has outlived the controller."""
@@ -627,7 +630,7 @@ class World:
         if trainer != self._trainer or self.is_paused(TRAINER):
             return
         if not self._is_trainer_up:
-            self.later(self.latency(BACK_S), self._with_driver, TRAINER, self._ask_again, trainer)
+            self.later(self._until_heard(), self._with_driver, TRAINER, self._ask_again, trainer)
         elif self._unread is not None:
             unread, self._unread = self._unread, None
             self.train(*unread)
@@ -639,7 +642,7 @@ class World:
 
     def _reward_goes_on(self) -> None:
         if not self._is_reward_up and not self.is_paused(REWARD):
-            self.later(self.latency(BACK_S), self._with_driver, REWARD, self._reward_again)
+            self.later(self._until_heard(), self._with_driver, REWARD, self._reward_again)
 
     def _reward_again(self) -> None:
         """Let the reward process come back: it gets the groups again, and runs its workflows again."""
