@@ -2,10 +2,11 @@
 
 Only the controller makes the run's decisions, in its control plane, and writes the journal. Processes may
 start and end at any time: a process registers, and the controller sends it the message Begin. A process
-without a heartbeat is declared lost, and the samples of a lost host go to other hosts. A restarted controller
-rebuilds its state from the journal and starts a new epoch: it sends Begin again to every process. The
-processes keep their weights and train state. Only the tokens of half-decoded samples are lost; the same
-random keys draw them again.
+without a heartbeat is declared lost, and the samples of a lost host go to other hosts. If it was only paused
+or slow, its next heartbeat brings it back: it is sent Begin again. A restarted controller rebuilds its state
+from the journal and starts a new epoch: it sends Begin again to every process. The processes keep their
+weights and train state, and hosts the samples that they decode: what no other host has been given since, a
+host goes on with.
 
 Everything in Redis can be restored. If Redis loses its data, the controller no longer finds its claim on the
 run there. It then claims the run again and starts a new epoch, in which every process sends all events again
@@ -169,9 +170,9 @@ class Controller:
         self._held.put_back(self._again)
         if self._is_finished:  # an Ended may be lost with the other messages
             self._unfinished = self._pending()
+        self._membership.wait_for_all(time.monotonic())  # heartbeats may be lost
         for member in self._membership.members.values():
             member.ready = None
-            member.since_s = time.monotonic()  # its heartbeat may be lost: it has LOST_S for a new one
             if member.hello.role == "trainer":
                 self._begin(member)
         self._send()
@@ -229,8 +230,8 @@ class Controller:
     def _watch(self, has_news: bool) -> None:
         """Reads the heartbeats; declares each process lost that has sent none for LOST_S seconds.
 
-        `has_news`: whether this iteration took a message. Raises WaitTimeout if no message arrived for
-        runtime.deadline_s seconds.
+        A process that was lost in this way comes back with its next heartbeat. `has_news`: whether this
+        iteration took a message. Raises WaitTimeout if no message arrived for runtime.deadline_s seconds.
         """
         now = time.monotonic()
         self._news_s = now if has_news else self._news_s
@@ -242,8 +243,11 @@ class Controller:
             )
         if now - self._heartbeat_s < HEARTBEAT_S:
             return
+        if now - self._heartbeat_s > LOST_S / 2:
+            # This process was paused, or Redis was away: heartbeats may have expired unread.
+            self._membership.wait_for_all(now)
         self._heartbeat_s = now
-        members = self._membership.members.values()
+        members = [*self._membership.members.values(), *self._membership.silent.values()]
         heartbeats = self._broker.heartbeats([member.mailbox for member in members])
         self._remote.take_in(heartbeats)
         steps = {mailbox: figures["steps"] for mailbox, figures in heartbeats.items() if "steps" in figures}
@@ -254,7 +258,9 @@ class Controller:
         # A Redis that was emptied just now holds no heartbeats: then no process is lost, and the next turn
         # claims the run again.
         for name in lost if lost and self._is_owner() else ():
-            self._lost(name, f"no heartbeat for {LOST_S:g} s")
+            self._lost(name, f"no heartbeat for {LOST_S:g} s", is_silent=True)
+        for hello in self._membership.heard_again(heartbeats.keys()):
+            self._register(hello)
 
     def _post_end(self, members: Iterable[Member], reason: str = "") -> None:
         for member in members:
@@ -304,11 +310,11 @@ class Controller:
     def _valid(self, message: m.Event, payloads: Mapping[Posted, bytes]) -> list[Incoming]:
         """Returns [(event, payload)]; [] if the event is refused or has to wait (`_in_time`).
 
-        `payloads`: posted payload -> the sample's encoded trajectory in Redis. A host's event is
-        refused if the host was declared lost, or if the event was sent before the host's last Begin, because
-        the host's samples may have gone to another host. Such an event of the trainer is valid, unless Redis
-        has lost its data since; the trainer then sends all its events again, in order. Scores are always
-        valid. Raises ArealError if Redis has no trajectory of a finished sample.
+        `payloads`: posted payload -> the sample's encoded trajectory in Redis. A host's event is refused if
+        the host was declared lost, or if the event was sent before the host's answer to its last Begin,
+        because the host's samples may have gone to another host. Such an event of the trainer is valid,
+        unless Redis has lost its data since; the trainer then sends all its events again, in order. Scores
+        are always valid. Raises ArealError if Redis has no trajectory of a finished sample.
         """
         event, mailbox = message.event, mailbox_of(message.name, message.incarnation)
         if isinstance(event, e.RewardScored | e.RewardFailed):
@@ -318,7 +324,8 @@ class Controller:
             return []  # duplicate delivery, within the life of this controller
         if message.name == TRAINER:
             return [(event, None)] if message.epoch in self._epochs else []
-        is_member = self._membership.of(message.name, message.incarnation) is not None
+        member = self._membership.of(message.name, message.incarnation)
+        is_member = member is not None and member.ready is not None
         is_valid = is_member and message.epoch == self._epoch
         if isinstance(event, e.HostAdopted) and is_valid:
             return self._in_time(event)
@@ -364,6 +371,7 @@ class Controller:
             case m.Note(name, text):
                 self._view.note(f"{name}: {text}")
             case m.Ended(name, incarnation):
+                self._membership.forget(name, incarnation)
                 if (member := self._membership.of(name, incarnation)) is not None:
                     self._left(member, message)
                 elif not message.error:  # an earlier controller sent it End
@@ -402,9 +410,12 @@ class Controller:
         member.ready = ready
         if member.hello.role == "generate":
             self._remote.join(ready.name)
-            self._handle(e.HostJoined(ready.name, ready.slots))
-            if ready.digest and self._control.state.digests.get(self._control.state.version) == ready.digest:
-                self._handle(e.HostAdopted(ready.name, self._control.state.version, ready.digest))
+            self._handle(e.HostJoined(ready.name, ready.slots, ready.samples))
+            state = self._control.state
+            # A host reports an adoption once, so the one before this message is not reported again.
+            if ready.version > state.version or state.digests.get(ready.version, "") == ready.digest != "":
+                for event, _ in self._in_time(e.HostAdopted(ready.name, ready.version, ready.digest)):
+                    self._handle(event)
         elif member.hello.role == "trainer":
             found = [each.ready for each in self._membership.of_role("trainer") if each.ready is not None]
             # The processes of the group go on together, once all of them are at the same step.
@@ -472,8 +483,10 @@ class Controller:
             )
         self._lost(ended.name, ended.error)
 
-    def _lost(self, name: str, reason: str) -> None:
-        member = self._membership.lose(name, time.monotonic())
+    def _lost(self, name: str, reason: str, is_silent: bool = False) -> None:
+        """Declares a process lost; `is_silent`: for want of a heartbeat, so its next one brings it back."""
+        lose = self._membership.silence if is_silent else self._membership.lose
+        member = lose(name, time.monotonic())
         if member is not None and member.hello.role == "trainer":
             after = (
                 "" if self._error else "; the trainer trains its current batch again once it has restarted"
@@ -484,6 +497,10 @@ class Controller:
         if member is not None:
             # A process that takes its place has a new incarnation, so a new mailbox.
             self._out.pop(member.mailbox, None)
+            self._early = [one for one in self._early if getattr(one[0], "host", "") != name]
+            # Should it come back: what it was sent is deleted, so it gets its work again.
+            self._scoring.lose(member.mailbox)
+            self._workflows.lose(member.mailbox)
             self._broker.clear(member.mailbox)
             self._held.delete_posted(member.mailbox)
             if member.hello.role == "generate":

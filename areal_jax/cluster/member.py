@@ -57,8 +57,11 @@ class ControllerLink:
         They are sent again after the controller has restarted or Redis has lost its data.
         """
         self._guard = threading.Lock()
-        self._controller = ("", time.monotonic())
-        """The controller's epoch, and the time (monotonic) at which Redis last showed a live controller."""
+        self._controller = ""
+        """The epoch of the live controller that Redis showed last."""
+        self._missing_s: float | None = time.monotonic()
+        """The time (monotonic) since which Redis has shown no live controller; None if it shows one. Not the
+        time since one was seen last: in a pause of this process that grows, too."""
         self._error: BaseException | None = None
         self._is_closed = threading.Event()
         self._threads = [
@@ -167,8 +170,8 @@ class ControllerLink:
         without a live controller.
         """
         now = time.monotonic()
-        epoch, seen_s = self._controller
-        if now - seen_s > self._deadline_s:
+        epoch, missing_s = self._controller, self._missing_s
+        if missing_s is not None and now - missing_s > self._deadline_s:
             raise WaitTimeout(
                 f"{self.name} ends, because it has seen no heartbeat of the controller for "
                 f"{self._deadline_s:g} s (runtime.deadline_s); see logs/controller.log in the run's "
@@ -203,8 +206,10 @@ class ControllerLink:
     def _keep_alive(self) -> None:
         while not self._is_closed.is_set():
             self._broker.heartbeat(self._mailbox, self.figures(), LOST_S)
-            if (controller := look(self._broker)) is not None:
-                self._controller = (controller.epoch, time.monotonic())
+            if (controller := look(self._broker)) is None:
+                self._missing_s = self._missing_s or time.monotonic()
+            else:
+                self._controller, self._missing_s = controller.epoch, None
                 newest = controller.confirmed.get(self._mailbox, -1)
                 # Events are in the order of their numbers, so the journaled ones are at the front.
                 with self._guard:

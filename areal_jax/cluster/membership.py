@@ -24,6 +24,7 @@ INTERCHANGEABLE = ("generate", "reward")
 class Member:
     hello: Hello
     since_s: float
+    """From this time on it has LOST_S for a heartbeat: when it registered, or could last have sent none."""
     ready: Ready | None = None
     """The process's answer to the controller's last message Begin; None before that answer."""
 
@@ -50,6 +51,8 @@ class Membership:
     """The run's live processes by name; a process that joins replaces an earlier one of the same name."""
 
     members: dict[str, Member] = field(default_factory=dict)
+    silent: dict[str, Member] = field(default_factory=dict)
+    """By name, the processes that were lost for want of a heartbeat: they may be paused or slow, not dead."""
     _losses: dict[str, deque[float]] = field(default_factory=lambda: defaultdict(deque))
 
     def join(self, hello: Hello, now_s: float) -> str | None:
@@ -63,6 +66,7 @@ class Membership:
             return None
         if known is not None:
             self.lose(hello.name, now_s)
+        self.silent.pop(hello.name, None)
         losses = self._losses[hello.name]
         while losses and losses[0] < now_s - WINDOW_S:
             losses.popleft()
@@ -91,6 +95,33 @@ class Membership:
         """
         self._losses[name].append(now_s)
         return self.members.pop(name, None)
+
+    def silence(self, name: str, now_s: float) -> Member | None:
+        """Removes a process without a heartbeat, as `lose` does, until `heard_again` returns it."""
+        if (member := self.lose(name, now_s)) is not None:
+            self.silent[name] = member
+        return member
+
+    def heard_again(self, heard: Collection[str]) -> list[Hello]:
+        """Returns what the processes without a heartbeat registered with that have one by now (`heard`).
+
+        They were not lost after all, so these losses no longer count.
+        """
+        back = [member.hello for member in self.silent.values() if member.mailbox in heard]
+        for hello in back:
+            del self.silent[hello.name]
+            self._losses[hello.name].pop()
+        return back
+
+    def forget(self, name: str, incarnation: str) -> None:
+        """Gives up a process without a heartbeat for good, because it has ended."""
+        if name in self.silent and self.silent[name].hello.incarnation == incarnation:
+            del self.silent[name]
+
+    def wait_for_all(self, now_s: float) -> None:
+        """Gives every process LOST_S from now on for its next heartbeat."""
+        for member in self.members.values():
+            member.since_s = now_s
 
     def leave(self, name: str) -> Member | None:
         """Removes a process that ended as requested; returns its record, or None if none has this name."""

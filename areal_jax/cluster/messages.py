@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any, get_args
 
 from areal_jax.control import events as e
-from areal_jax.types import ArealError
+from areal_jax.types import ArealError, SampleId
 
 CONTROL = "control"
 """The controller's mailbox."""
@@ -55,6 +55,8 @@ class Ready:
     """The address from which hosts pull weights; empty: hosts read weights from the run's folder."""
     shares_prompts: bool = True
     """Whether the trainer can process a prompt once for all samples of its group."""
+    samples: tuple[SampleId, ...] = ()
+    """The unfinished samples with which a host goes on, unless the controller cancels them."""
 
 
 @dataclass(frozen=True)
@@ -101,10 +103,11 @@ class Ended:
 class Begin:
     """Starts an epoch for a process, which forgets the commands of earlier epochs and answers Ready.
 
-    An epoch lasts until the controller restarts or Redis loses its data. `epoch`: a random string that names
-    the epoch. `version`: the newest weights version that the journal records as trained, up to which a
-    trainer must first train journaled batches again; -1 for other roles. `weights`: the address from which a
-    host pulls weights; "": hosts read weights from the run's folder.
+    Also sent within an epoch, to a process that was lost and sends heartbeats again. An epoch lasts until the
+    controller restarts or Redis loses its data. `epoch`: a random string that names the epoch. `version`: the
+    newest weights version that the journal records as trained, up to which a trainer must first train
+    journaled batches again; -1 for other roles. `weights`: the address from which a host pulls weights; "":
+    hosts read weights from the run's folder.
     """
 
     epoch: str
@@ -188,6 +191,8 @@ def from_plain(body: Any) -> Message:
             named["event"] = e.from_wire(*named["event"], kinds=e.EVENTS)
         elif kind is Command:
             named["action"] = e.from_wire(*named["action"], kinds=SENT)
+        elif kind is Ready:
+            named["samples"] = tuple(SampleId(*sample) for sample in named["samples"])
         return kind(**named)
     except (KeyError, TypeError, ValueError) as error:
         raise MessageError(

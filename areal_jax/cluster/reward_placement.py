@@ -41,6 +41,11 @@ class PlacedGroups:
     def scored(self, ordinal: int, attempt: int) -> None:
         self._placed.pop((ordinal, attempt), None)
 
+    def lose(self, mailbox: str) -> None:
+        """Takes the groups of a lost process from it."""
+        lost = {group: rest for group, (placed, *rest) in self._placed.items() if placed == mailbox}
+        self._placed |= {group: ("", action, payload) for group, (action, payload) in lost.items()}
+
     def clear(self) -> None:
         self._placed.clear()
 
@@ -109,6 +114,10 @@ class PlacedWorkflows:
         """Drops all workflows: in a new epoch, those of open samples begin again."""
         self._placed.clear()
         self._talks.clear()
+
+    def lose(self, mailbox: str) -> None:
+        """Takes the workflows of a lost process from it."""
+        self._placed |= {sample: "" for sample, placed in self._placed.items() if placed == mailbox}
 
     def conducts(self, mailbox: str, sample: SampleId) -> bool:
         return self._placed.get(sample) == mailbox

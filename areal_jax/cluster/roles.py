@@ -1,11 +1,13 @@
 """The generate and trainer roles. A process of either role starts to work when the controller sends Begin.
 
-The controller sends Begin again after its own restart, and after Redis lost its data. A process then forgets
-all commands from before this Begin, but keeps its weights, its compiled programs and its train state.
+The controller sends Begin again after its own restart, after Redis lost its data, and to a process that was
+lost and is back. A process then forgets all commands from before this Begin, but keeps its weights, its
+compiled programs, its train state and the samples that only it can have.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
@@ -39,6 +41,7 @@ from areal_jax.control.events import (
     Hold,
     HostAdopted,
     HostCommand,
+    Move,
     MoveFailed,
     SampleFailed,
     SampleFinished,
@@ -138,7 +141,13 @@ class _Hosting:
             self._moves = _Moves(c, folder, engine, link.name, blank) if c.places_versions else None
             del blank
         self._store = Prefetcher(self._reader, engine.param_shardings, engine.load_params)
-        self._unfinished: dict[SampleId, None] = {}
+        self._unfinished: dict[SampleId, bool] = {}
+        """The samples that the host has to decode, and whether it goes on with them after a Begin.
+
+        It does with those that only it can have: not with turns, and not with samples on the move.
+        """
+        self._guard = threading.Lock()
+        """Held so that a sample is either reported as ended before a Ready, or named in it."""
         self._adopted = HostAdopted(link.name, -1, "")
         self._spent = _Spent(link.name, timeline)
         own = (c, _index(link.name), engine, self._store, self._report)
@@ -149,13 +158,20 @@ class _Hosting:
         self._thread.start()
 
     def begin(self, weights: str) -> None:
-        # The controller dispatches these again in its new epoch, to this host or to another.
-        if self._moves is not None:
-            self._moves.release(self._unfinished)
-        self.stop(tuple(self._unfinished))
         self.find_weights(weights)
-        # The host reports a version once, when it adopts it; a new epoch has to hear of it again.
-        self._link.ready(slots=self._slots, version=self._adopted.version, digest=self._adopted.digest)
+        with self._guard:
+            # The controller sends these to a host again, to this one or to another.
+            left = tuple(sample for sample, is_kept in self._unfinished.items() if not is_kept)
+            if self._moves is not None:
+                self._moves.release(left)
+            self.stop(left)
+            self._link.ready(
+                slots=self._slots,
+                # The host reports a version once, when it adopts it.
+                version=self._adopted.version,
+                digest=self._adopted.digest,
+                samples=tuple(self._unfinished),
+            )
 
     def find_weights(self, address: str) -> None:
         if isinstance(self._reader, TransferReader) and address != self._reader.address:
@@ -177,9 +193,13 @@ class _Hosting:
             tokens, max_tokens, stop = payload
             sampling = replace(self._sampling, max_tokens=max_tokens, stop=tuple(stop))
             payload = TurnRequest(tuple(tokens), sampling)
-            self._unfinished[action.sample] = None
-        if isinstance(action, Dispatch | Fetch):
-            self._unfinished |= dict.fromkeys(action.samples)
+            self._unfinished[action.sample] = False
+        if isinstance(action, Dispatch):
+            self._unfinished |= dict.fromkeys(action.samples, True)
+        if isinstance(action, Fetch):
+            self._unfinished |= dict.fromkeys(action.samples, False)
+        if isinstance(action, Move):
+            self._unfinished |= dict.fromkeys(self._unfinished.keys() & set(action.samples), False)
         if isinstance(action, Cancel | TakeBack) and self._moves is not None:
             self._moves.release(action.samples)
         if isinstance(action, Cancel):
@@ -199,10 +219,11 @@ class _Hosting:
     def _answer(self, event: Event, works: list[Work] | None) -> None:
         """Reports the host's answer to a Move, with a ticket for the samples `works`, or to a Fetch."""
         if works is None:
-            if isinstance(event, MoveFailed):
-                for sample in event.samples:
-                    self._unfinished.pop(sample, None)
-            self._link.report(event)
+            with self._guard:
+                if isinstance(event, MoveFailed):
+                    for sample in event.samples:
+                        self._unfinished.pop(sample, None)
+                self._link.report(event)
             return
         try:
             ticket = self._moving.offer(works)
@@ -242,12 +263,13 @@ class _Hosting:
         }
 
     def _report(self, event: Event, trajectory: Trajectory | None) -> None:
-        # After a turn the host keeps the sample's KV, until a Cancel.
-        if isinstance(event, SampleFinished | SampleFailed):
-            self._unfinished.pop(event.sample, None)
-        if isinstance(event, HostAdopted):
-            self._adopted = event
-        self._link.report(event, trajectory)
+        with self._guard:
+            # After a turn the host keeps the sample's KV, until a Cancel.
+            if isinstance(event, SampleFinished | SampleFailed):
+                self._unfinished.pop(event.sample, None)
+            if isinstance(event, HostAdopted):
+                self._adopted = event
+            self._link.report(event, trajectory)
 
 
 class _Moves:

@@ -113,7 +113,9 @@ class Supervisor:
         self._logs, self._out, self._restarts = logs, out, restarts
         self._backoff_s, self._grace_s = backoff_s, grace_s
         self._meeting, self._tend, self._away_s = meeting, tend, away_s
-        self._generation, self._met_s, self._polled_s = 0, time.monotonic(), 0.0
+        self._generation, self._polled_s = 0, 0.0
+        self._away_since_s: float | None = None
+        """When Redis was found unreachable; None if it was reached since."""
         self._width = max(len(command.name) for unit in units for command in unit.commands)
         self._lock = threading.Lock()
         self._readers: list[threading.Thread] = []
@@ -231,14 +233,16 @@ class Supervisor:
             if self._meeting.rank not in found.agents:  # at the start, and after Redis was emptied
                 self._meeting.join()
         except AwayError as error:
-            if now - self._met_s < self._away_s:
+            # Not the time since it was reached last: in a pause of this process that grows, too.
+            self._away_since_s = self._away_since_s or now
+            if now - self._away_since_s < self._away_s:
                 return None
             self.note(
                 "this node agent ends all its processes, because Redis has been unreachable for "
                 f"{self._away_s:g} s (runtime.deadline_s); restore Redis and resume the run: {error}"
             )
             return 1
-        self._met_s = now
+        self._away_since_s = None
         # Never lower: an emptied Redis holds 0 until the next failure.
         self._generation = max(self._generation, found.generation)
         if found.token not in (None, self._meeting.token):

@@ -43,6 +43,8 @@ MARGIN_S = 30.0
 COMPILING_S = 1800.0
 """Additional seconds for the first run of each activity, because a first run compiles programs."""
 POLL_S = 0.1
+PAUSED_S = 5.0
+"""Longest time, in seconds, between two checks of a watcher that is not paused."""
 DUMP_S = 3.0
 """Maximum time, in seconds, to write the stacks of a stuck process."""
 GONE_S = 30.0
@@ -126,11 +128,17 @@ class _Watcher:
             self._kill_at = now
 
     def watch(self) -> None:
-        """Waits until the watched process has ended, or has exceeded a limit and the caller must kill it."""
+        """Waits until the watched process has ended, or has exceeded a limit and the caller must kill it.
+
+        A pause of the watcher itself does not count, because it may be one of the whole machine.
+        """
+        checked = time.monotonic()
         while self._process.is_alive():
             connection.wait([self._process.sentinel, *([self._reports] if self._reports else [])], POLL_S)
-            self._listen()
             now = time.monotonic()
+            self._since += max(0.0, now - checked - PAUSED_S)
+            checked = now
+            self._listen()
             if self._kill_at is not None and now >= self._kill_at:
                 self._note(f"killed: still running {self._deadlines.grace_s:g} s after SIGTERM")
                 return

@@ -16,6 +16,8 @@ class Account:
     host: str = ""
     target: str = ""
     """The host to which the group's unfinished samples are moving; "" if they are not moving."""
+    held: set[int] = field(default_factory=set)
+    """Indices of the samples that `host` held when it came back, until the others are dispatched to it."""
     asked: dict[str, int] = field(default_factory=dict)
     """Host -> lowest weights version that a Dispatch of this group to that host required, or to the host from
     which the group moved there."""

@@ -55,6 +55,7 @@ def audit(config: Config, rows: Iterable[Row]) -> AuditResult:
         books.enter(event)
         for action in actions:
             books.enter(action)
+        books.require_cancelled()
         # After a first difference the states differ too, and every later row would be reported again.
         if plane is not None and (difference := _difference(plane, event, actions)):
             books.wrong(difference)
@@ -111,6 +112,8 @@ class _Books:
         """Accuracy of the batch trained last; None before the first batch."""
         self.digests: dict[int, str] = {}
         self.hosts: dict[str, int] = {}
+        self.forbidden: set[tuple[str, SampleId]] = set()
+        """(host, sample) for each sample with which the host that joins in this row must not go on."""
         self.ready: set[int] = set()
         """Ordinals of the complete groups that are in no batch yet."""
         self.restart = 0
@@ -128,7 +131,7 @@ class _Books:
 
     def enter(self, record: Event | Action) -> None:
         """Checks and records one event or action; adds a message to `violations` for each broken rule."""
-        # Kinds without a reader (Cancel, Score, a failure, a checkpoint) promise nothing by themselves.
+        # Kinds without a reader (Score, a failure, a checkpoint) promise nothing by themselves.
         reader = _READERS.get(type(record))
         if reader is not None:
             reader(self, record)
@@ -180,6 +183,29 @@ class _Books:
     def _on_joined(self, event: e.HostJoined) -> None:
         self._lose(event.host)
         self.hosts[event.host] = -1
+        back: set[int] = set()
+        for sample in event.samples:
+            account = self._account(sample.ordinal)
+            is_free = sample.ordinal in back or not account.host
+            if is_free and account.is_open(sample) and account.asked and not account.turns:
+                account.asked.setdefault(event.host, min(account.asked.values()))
+                account.host = event.host
+                account.held.add(sample.member)
+                back.add(sample.ordinal)
+            else:
+                self.forbidden.add((event.host, sample))
+
+    def _on_cancel(self, action: e.Cancel) -> None:
+        self.forbidden -= {(action.host, sample) for sample in action.samples}
+
+    def require_cancelled(self) -> None:
+        """Checks, at a row's end, that a host goes on with no sample that is not its own any more."""
+        for host, sample in sorted(self.forbidden):
+            self.wrong(
+                f"host {host} came back with {sample}, which is not its own any more, and was not made to "
+                "cancel it"
+            )
+        self.forbidden.clear()
 
     def _on_lost(self, event: e.HostLost) -> None:
         self._lose(event.host)
@@ -196,6 +222,7 @@ class _Books:
             for account in self.accounts.values():
                 if account.host == host:
                     account.host, account.target, account.is_again = "", "", True
+                    account.held.clear()
                 elif account.target == host:
                     account.target = ""
 
@@ -221,13 +248,17 @@ class _Books:
         if ordinal not in self.accounts:
             self._admit(ordinal)
         account = self.accounts[ordinal]
-        missing = sorted(set(range(self.group_size)) - set(account.oldest) - set(account.turns))
+        begun = {*account.oldest, *account.turns, *account.held}
+        missing = sorted(set(range(self.group_size)) - begun)
+        # Apart from the rest of a group that came back with its host.
+        is_free = account.host == (action.host if account.held else "")
         self.require(
-            account.fate == "live" and account.attempt == attempt and not account.host and members == missing,
+            account.fate == "live" and account.attempt == attempt and is_free and members == missing,
             f"group {ordinal} ({account.fate}, attempt {account.attempt}, on {account.host or 'no host'}, "
             f"unfinished members {missing}) was dispatched as {action}, which contradicts that state",
         )
         account.host = action.host
+        account.held.clear()
         # Versions only grow, so the first requested one is the lowest.
         account.asked.setdefault(action.host, action.min_version)
 
@@ -571,6 +602,7 @@ _READERS: dict[type, Any] = {
     e.Dispatch: _Books._on_dispatch,
     e.Continue: _Books._on_continue,
     e.Call: _Books._on_call,
+    e.Cancel: _Books._on_cancel,
     e.Serve: _Books._on_serve,
     e.Move: _Books._on_move,
     e.Fetch: _Books._on_fetch,

@@ -43,8 +43,15 @@ class RunResumed:
 
 @dataclass(frozen=True)
 class HostJoined:
+    """A host joins the run, or comes back after it was lost.
+
+    `samples`: those that it still decodes from before. It goes on with each one that is unfinished and that
+    no other host has been given since; the others are cancelled on it.
+    """
+
     host: str
     slots: int
+    samples: tuple[SampleId, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -396,8 +403,9 @@ class Call:
 class Cancel:
     """Command to `host`: forget these samples, which it decodes, or of which it keeps tokens or KV.
 
-    Issued when their group is dropped or restarted, when another host has taken them over, and at the end of
-    an episode, of which the host kept the KV of earlier turns.
+    Issued when their group is dropped or restarted, when another host has taken them over, when a host comes
+    back with samples that are no longer its own, and at the end of an episode, of which the host kept the KV
+    of earlier turns.
     """
 
     samples: tuple[SampleId, ...]

@@ -104,11 +104,26 @@ class ControlPlane:
                 f"host {event.host} joined with {event.slots} slots for rollouts, but needs at least 1; "
                 "raise generation.slots"
             )
-        # A host that joins again has restarted: it holds nothing of what was dispatched to it.
+        # A host that joins again holds nothing of what was dispatched to it, except what it names.
         if event.host in self.state.hosts:
             yield from self._lose(event.host)
         self.state.hosts[event.host] = HostState(event.slots)
+        yield from self._go_on_there(event)
         yield from self.orchestrator.join(event.host)
+
+    def _go_on_there(self, event: e.HostJoined) -> Iterator[Action]:
+        """Gives groups of which a host still has samples back to it, unless another host has them by now."""
+        s = self.state
+        held = [sample for sample in event.samples if s.waits_half_decoded(sample)]
+        if gone := tuple(sample for sample in event.samples if sample not in held):
+            yield e.Cancel(gone, event.host)
+        for ordinal in sorted({sample.ordinal for sample in held}):
+            group = s.groups[ordinal]
+            s.unlist(ordinal)
+            # Its samples may be of several versions from here on, so no host serves the version of them all.
+            s.place(replace(group, may_move=False), event.host)
+            if missing := tuple(sample for sample in group.unfinished if sample not in held):
+                yield e.Dispatch(missing, event.host, s.version)
 
     def _host_lost(self, event: e.HostLost) -> Iterator[Action]:
         yield from self._lose(event.host)

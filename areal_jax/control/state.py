@@ -41,7 +41,8 @@ class GroupState:
     is_offered: bool = False
     """Whether `host` has stopped to decode the samples that move, and keeps them for `target`."""
     may_move: bool = True
-    """Whether the group has begun no turn, and no host has refused to take it over; else it stays."""
+    """Whether the group has begun no turn, no host has refused to take it over, and it has not come back with
+    a host that was lost; else it stays."""
     turns: tuple[int, ...] = ()
     """For each sample: number of turns that its workflow has asked for; empty before the first one, as it is
     for samples without a workflow."""
@@ -183,6 +184,16 @@ class State:
             and 0 <= sample.member < len(group.oldest)
             and group.oldest[sample.member] is None
         )
+
+    def waits_half_decoded(self, sample: SampleId) -> bool:
+        """Whether this sample was given to a host that was lost, and to no other host since.
+
+        False once its workflow has begun a turn: the next host decodes that turn again.
+        """
+        if not self.is_open(sample):
+            return False
+        group = self.groups[sample.ordinal]
+        return group.stage == "waiting" and group.min_version >= 0 and not group.turns
 
     def is_away(self, sample: SampleId) -> bool:
         """Whether this sample waits for its workflow between two turns."""

@@ -15,16 +15,25 @@ from areal_jax.config.tree import Config
 class Fault:
     """A fault that occurs once the journal has row `at_row`.
 
-    A driver_crash occurs before that row's actions are carried out, any other fault after them. `down_s`:
-    virtual seconds until the process is back.
+    A crash of the driver occurs before that row's actions are carried out, any other fault after them. A
+    driver_crash ends all processes, a controller_crash only that of the driver. A pause stops a process,
+    which the driver finds lost after Schedule.lost_s and which later goes on where it was. `down_s`: virtual
+    seconds until the process is back.
     """
 
     kind: str
-    """host_death | kv_short | driver_crash | trainer_crash"""
+    """host_death | host_pause | kv_short | driver_crash | driver_pause | controller_crash | trainer_crash |
+    trainer_pause | reward_pause"""
     at_row: int
     host: int = 0
-    """Index of the host that dies or is short of KV, among the hosts alive at that time."""
+    """Index of the host that dies, is paused or is short of KV, among the hosts of the run at that time."""
     down_s: float = 1.0
+
+
+PAUSES = ("host_pause", "driver_pause", "trainer_pause", "reward_pause")
+CRASHES = ("host_death", "driver_crash", "controller_crash", "trainer_crash", "kv_short")
+PAUSES_S = (5.0, 20.0, 60.0, 300.0)
+"""Seconds of the pauses that are drawn; a process is lost in all but the first."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +81,8 @@ class Schedule:
     """Seconds that a workflow takes between two turns, and that a tool call takes, on the average."""
     rejected: float = 0.0
     """Fraction of samples that their workflow rejects."""
+    lost_s: float = 15.0
+    """Seconds after which a process that is paused counts as lost."""
     faults: tuple[Fault, ...] = ()
     max_virtual_s: float = 1e6
     max_rows: int = 1_000_000
@@ -85,7 +96,7 @@ def random_schedule(
     `strategy`, `over_age`: value of the setting in control; None: drawn too. With `over_age`, every run has
     a bound on the age of tokens; else five of six.
 
-    The run has 2 to 4 hosts and 3 to 6 faults, and trains at least 50 groups in at least 7 batches.
+    The run has 2 to 4 hosts and 5 to 9 faults, and trains at least 50 groups in at least 7 batches.
     """
     rng = np.random.default_rng([seed, 1])
     size = int(rng.integers(4, 9))
@@ -133,10 +144,9 @@ def random_schedule(
 
 
 def _schedule(seed: int, hosts: int, rng: np.random.Generator) -> Schedule:
-    kinds = ["host_death", "driver_crash", "trainer_crash", "kv_short"]
     faults = [
-        Fault(str(rng.choice(kinds)), int(row), int(rng.integers(hosts)), float(rng.uniform(0.1, 5.0)))
-        for row in rng.choice(np.arange(1, 140), size=int(rng.integers(3, 7)), replace=False)
+        _fault(rng, int(row), int(rng.integers(hosts)))
+        for row in rng.choice(np.arange(1, 140), size=int(rng.integers(5, 10)), replace=False)
     ]
     return Schedule(
         seed=seed,
@@ -154,6 +164,12 @@ def _schedule(seed: int, hosts: int, rng: np.random.Generator) -> Schedule:
         duplicated=float(rng.choice([0.0, 0.2])),
         faults=tuple(sorted(faults, key=lambda fault: fault.at_row)),
     )
+
+
+def _fault(rng: np.random.Generator, row: int, host: int) -> Fault:
+    kind = str(rng.choice([*CRASHES, *PAUSES]))
+    down_s = rng.choice(PAUSES_S) if kind in PAUSES else rng.uniform(0.1, 5.0)
+    return Fault(kind, row, host, float(down_s))
 
 
 def with_episodes(seed: int, schedule: Schedule) -> Schedule:

@@ -49,8 +49,11 @@ class DrawnWorkflows:
         self.calls: Counter[tuple[SampleId, int]] = Counter()
         """(sample, number of its tool call) -> how often the tool was called."""
 
-    def crash(self) -> None:
+    def crash(self) -> set[SampleId]:
+        """Ends all workflows; returns their samples."""
+        ended = set(self._live)
         self._live.clear()
+        return ended
 
     def begin(self, sample: SampleId, prompt: Prompt, conversation: Conversation) -> None:
         if sample in self._live:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import msgpack
 import pytest
 
+from areal_jax.cluster import controller as controlling
 from areal_jax.cluster import messages as m
 from areal_jax.cluster.controller import TRAINER, Controller
 from areal_jax.cluster.membership import Member, Membership
@@ -43,7 +44,8 @@ def bare_controller() -> Controller:
     """With what decides on the events of its one host, "host-0", in the epochs "one" and, now, "two"."""
     controller = object.__new__(Controller)
     controller._control = SimpleNamespace(state=State(9, version=4, hosts={"host-0": HostState(4)}))
-    controller._membership = Membership({"host-0": Member(HELLO, 0.0)})
+    ready = m.Ready("host-0", "first", "two", 4)
+    controller._membership = Membership({"host-0": Member(HELLO, 0.0, ready)})
     controller._epochs, controller._confirmed = ["one", "two"], {}
     return controller
 
@@ -75,6 +77,93 @@ def test_an_event_is_handled_if_its_sender_and_its_epoch_are_in_force(
     event = e.CheckpointCommitted(4) if name == TRAINER else e.KVShort(name)
     found = bare_controller()._valid(m.Event(name, incarnation, epoch, 0, event), {})
     assert found == ([(event, None)] if is_handled else [])
+
+
+def test_an_event_of_a_host_that_has_not_said_what_it_goes_on_with_is_refused():
+    """Between its return and its Ready: the sample may have gone to another host, and is not in its Ready."""
+    controller = bare_controller()
+    controller._membership.members["host-0"].ready = None
+    assert controller._valid(m.Event("host-0", "first", "two", 5, e.KVShort("host-0")), {}) == []
+
+
+class Watched(Controller):
+    """Watches its one host under a clock of the test, `now_s`, and a Redis with `heartbeats`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        vars(self).update(vars(bare_controller()))
+        self.now_s, self.heartbeats, self.handled = 100.0, {}, []
+        monkeypatch.setattr(controlling, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+        self.posted: dict[str, list] = defaultdict(list)
+        self._broker = SimpleNamespace(
+            heartbeats=lambda names: {name: {} for name in names if name in self.heartbeats},
+            clear=lambda mailbox: self.posted.pop(mailbox, None),
+        )
+        nothing = lambda *_: None  # noqa: E731
+        self._remote = SimpleNamespace(take_in=nothing, join=nothing)
+        self._view, self._held = SimpleNamespace(note=nothing), SimpleNamespace(delete_posted=nothing)
+        self._workflows = self._scoring = SimpleNamespace(lose=nothing)
+        self._news_s, self._heartbeat_s, self._deadline_s, self._evaluated = 100.0, 98.0, 600.0, {}
+        self._out, self._early, self._unfinished, self._dismissed = self.posted, [], {}, set()
+        self._weights, self._has_begun, self._error = "", True, ""
+        self._membership.members["host-0"].since_s = 98.0
+
+    def _handle(self, *events: e.Event) -> None:
+        self.handled += events
+
+    def _is_owner(self) -> bool:
+        return True
+
+    def watch_for(self, seconds: float, step_s: float = 2.0) -> None:
+        end_s = self.now_s + seconds
+        while self.now_s < end_s:
+            self.now_s += step_s
+            self._watch(True)
+
+
+def test_a_host_that_was_lost_comes_back_with_its_next_heartbeat(monkeypatch: pytest.MonkeyPatch):
+    """The epoch is the same; the host names the samples that it goes on with."""
+    controller = Watched(monkeypatch)
+    controller.watch_for(20)
+    assert controller.handled == [e.HostLost("host-0", "no heartbeat for 15 s")]
+    assert controller._membership.members == {}
+    controller.watch_for(60)
+    controller.heartbeats = {"host-0.first"}
+    controller.watch_for(2)
+    assert controller.posted == {"host-0.first": [m.to_plain(m.Begin("two"))]}
+    samples = SampleId(3, 0), SampleId(3, 1)
+    controller._receive(m.Ready("host-0", "first", "two", 4, samples=samples))
+    assert controller.handled[1:] == [e.HostJoined("host-0", 4, samples)]
+    controller.watch_for(60)
+    assert len(controller.handled) == 2
+
+
+def test_one_that_ended_after_its_loss_does_not_come_back(monkeypatch: pytest.MonkeyPatch):
+    """Its last heartbeat counts for some seconds more."""
+    controller = Watched(monkeypatch)
+    controller.watch_for(20)
+    controller._receive(m.Ended("host-0", "first", "an error"))
+    controller.heartbeats = {"host-0.first"}
+    controller.watch_for(2)
+    assert controller.posted == {} and controller._membership.members == {}
+
+
+def test_after_its_own_pause_the_controller_waits_for_heartbeats(monkeypatch: pytest.MonkeyPatch):
+    """A pause of the whole machine, or of Redis, lets the heartbeats of all processes expire."""
+    controller = Watched(monkeypatch)
+    controller.watch_for(60, step_s=60)
+    controller.watch_for(14)
+    assert controller.handled == []
+    controller.watch_for(4)
+    assert controller.handled == [e.HostLost("host-0", "no heartbeat for 15 s")]
+
+
+def test_an_early_event_of_a_lost_host_is_not_handled_later(monkeypatch: pytest.MonkeyPatch):
+    """It would speak for the process that takes its place, or for the host after its return."""
+    controller = Watched(monkeypatch)
+    other = e.HostAdopted("host-1", 5, "d5")
+    controller._early = [(e.HostAdopted("host-0", 5, "d5"), None), (other, None)]
+    controller.watch_for(20)
+    assert controller._early == [(other, None)]
 
 
 @pytest.mark.parametrize("attempt", [0, 1])
@@ -116,9 +205,13 @@ def test_a_host_that_outlived_an_epoch_counts_as_holding_its_version(digest: str
     controller._handle = lambda *events: handled.extend(events)
     controller._remote = SimpleNamespace(join=lambda name: None)
     controller._control = SimpleNamespace(state=State(9, version=4, digests={4: "held"}))
+    controller._early = []
     controller._ready(Member(HELLO, 0.0), m.Ready("host-0", "first", "epoch", 4, version=4, digest=digest))
     adopted = [e.HostAdopted("host-0", 4, "held")] if digest == "held" else []
     assert handled == [e.HostJoined("host-0", 4), *adopted]
+    # It may hold a version of which the commit is not journaled yet.
+    controller._ready(Member(HELLO, 0.0), m.Ready("host-0", "first", "epoch", 4, version=5, digest="newer"))
+    assert controller._early == [(e.HostAdopted("host-0", 5, "newer"), None)]
 
 
 def test_a_group_goes_to_the_reward_process_with_the_fewest_and_to_another_when_that_is_lost():
@@ -136,6 +229,9 @@ def test_a_group_goes_to_the_reward_process_with_the_fewest_and_to_another_when_
     assert posted == {"reward-0.first": [0, 2], "reward-1.first": [1, 3, 4, 0]}
     placed.assign(["reward-0.second", "reward-1.first"])
     assert posted["reward-0.second"] == [2]
+    placed.lose("reward-0.second")  # it was only paused, but its mailbox was cleared
+    placed.assign(["reward-0.second", "reward-1.first"])
+    assert posted["reward-0.second"] == [2, 2]
 
 
 def test_a_workflow_runs_again_in_another_reward_process_when_its_own_is_lost():
@@ -166,3 +262,10 @@ def test_a_workflow_runs_again_in_another_reward_process_when_its_own_is_lost():
         ("reward-1.b", e.Drop(0, "")),
     ]
     assert not placed.conducts("reward-1.b", samples[0])
+    posted.clear()
+    placed.begin(samples[1], talk)
+    placed.assign(["reward-1.b"])
+    placed.lose("reward-1.b")
+    assert not placed.conducts("reward-1.b", samples[1])
+    placed.assign(["reward-1.b"])  # which was only paused, and has ended its workflows since
+    assert [action for _, action, _ in posted] == 2 * [e.Rerun(samples[1])]

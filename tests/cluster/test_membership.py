@@ -45,6 +45,25 @@ def test_a_process_has_time_for_its_first_heartbeat_from_its_hello_on():
     assert there.without_heartbeat(of_another_incarnation, LOST_S + 0.1) == ["host-0"]
 
 
+def test_a_process_that_is_heard_again_was_not_lost():
+    """It may be paused as often as it likes; and one that ended, or was replaced, does not come back."""
+    there, silent = Membership(), hello("host-0")
+    there.join(hello("host-1"), 0.0)
+    answer(there, "host-1")
+    for number in range(2 * MOST_LOSSES):
+        assert there.join(silent, float(number)) is None
+        assert there.silence("host-0", float(number)) is not None
+        assert "host-0" not in there.members and there.heard_again({"host-1.a", "host-0.b"}) == []
+        assert there.heard_again({"host-0.a"}) == [silent]
+    assert there.heard_again({"host-0.a"}) == []
+    for end in (lambda: there.forget("host-0", "a"), lambda: there.join(hello("host-0", "b"), 50.0)):
+        assert there.join(silent, 40.0) is None
+        there.silence("host-0", 40.0)
+        there.forget("host-0", "of another start")
+        end()
+        assert there.heard_again({"host-0.a"}) == []
+
+
 def test_a_process_lost_too_often_is_refused_for_the_window_while_another_does_its_work():
     there = Membership()
     there.join(hello("host-1"), 0.0)

@@ -46,6 +46,7 @@ MESSAGES: list[Message] = [
         weights="127.0.0.1:9",
         shares_prompts=False,
     ),
+    Ready("host-0", "ab", "e1", slots=8, version=4, digest="d", samples=(SAMPLE, SampleId(4, 0, 1))),
     Event("host-0", "ab", "e1", 7, SampleFinished(SAMPLE, "host-0", (VersionSpan(1, 2, 5),), "stop", 2)),
     Event("reward-0", "ab", "e1", 7, RewardScored(3, 0, (1.0, 0.5), ((("a", 1.0),), ()), ("x", ""))),
     Event("trainer-0", "ab", "e1", 7, BatchTrained(2, (3, 4), "digest", {"loss": 0.25})),

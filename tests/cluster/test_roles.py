@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +14,13 @@ from areal_jax.cluster import roles
 from areal_jax.cluster.messages import Ready
 from areal_jax.control.events import (
     Cancel,
+    Continue,
+    Dispatch,
     Fetch,
+    HostAdopted,
     Move,
     MoveFailed,
+    SampleFinished,
     SamplesMoved,
     SamplesOffered,
     Train,
@@ -23,7 +28,7 @@ from areal_jax.control.events import (
 from areal_jax.generation.commands import HandOver, Stop, TakeOver
 from areal_jax.generation.moving.ticket import MoveError
 from areal_jax.observe.waits import Timeline
-from areal_jax.types import SampleId, VersionedParams
+from areal_jax.types import SampleId, Sampling, VersionedParams
 from tests.hangs import HANG_S
 
 PLAN = SimpleNamespace(samples=())
@@ -99,7 +104,7 @@ def hosting() -> Any:
             raise seen.error
         return [payload]
 
-    work._unfinished = dict.fromkeys(SAMPLES)
+    work._unfinished, work._guard = dict.fromkeys(SAMPLES, True), threading.Lock()
     work._host = SimpleNamespace(inbox=seen.inbox)
     work._link = SimpleNamespace(
         report=lambda event, trajectory=None, ticket=b"": seen.reports.append((event, ticket)),
@@ -128,6 +133,28 @@ def test_a_host_offers_samples_with_a_ticket_or_keeps_them_if_it_cannot(hosting)
     hosting.work.command(Cancel(SAMPLES, "generate-0"), None)
     assert hosting.inbox.get(timeout=HANG_S) == Stop(SAMPLES)
     assert hosting.released == list(SAMPLES) and not hosting.work._unfinished
+
+
+def test_a_host_that_comes_back_goes_on_with_what_only_it_can_have(hosting):
+    """Not with what may have gone to another host, nor with turns, of which the next one may be due."""
+    work, moved, turn, ended, taken = hosting.work, *(SampleId(5 + number, 0, 0) for number in range(4))
+    work._unfinished, work._sampling, work._slots = {}, Sampling(), 4
+    work._reader, work._adopted = None, HostAdopted("generate-0", 2, "d2")
+    work._link.ready = lambda **fields: hosting.notes.append(fields)
+    for ordinal in (*SAMPLES, moved, ended):
+        work.command(Dispatch((ordinal,), "generate-0", 1), [1, 2])
+    work.command(Move((moved,), "generate-0", "generate-1"), None)
+    work.command(Continue(turn, 0, 0, "generate-0", 1), [[1], 4, ()])
+    work.command(Fetch((taken,), "generate-0", "generate-1"), b"ticket")
+    work._report(SampleFinished(ended, "generate-0", (), "stop"), None)
+    work._report(HostAdopted("generate-0", 3, "d3"), None)
+    while not hosting.inbox.empty():
+        hosting.inbox.get()
+    work.begin("")
+    left = {moved, turn, taken}
+    stop = hosting.inbox.get(timeout=HANG_S)
+    assert isinstance(stop, Stop) and set(stop.samples) == left == set(hosting.released)
+    assert hosting.notes == [dict(slots=4, version=3, digest="d3", samples=SAMPLES)]
 
 
 def test_a_host_fetches_samples_or_says_why_not(hosting):

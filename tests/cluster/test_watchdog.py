@@ -9,9 +9,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from areal_jax.cluster import watchdog
+from areal_jax.cluster.watchdog import PAUSED_S, Deadlines, _Watcher
 from tests.hangs import HANG_S, wait_for
 from tests.processes import assert_ends, has_ended
 
@@ -79,6 +82,21 @@ def test_a_process_stuck_in_a_known_activity_is_killed_and_its_stacks_are_writte
     assert "killed: no progress reported for 0.5 s; state: waiting; activity: update\n" in error
     assert "killed: no progress reported for 0.5 s; state: waiting; activity: update\n" in stacks
     assert "in wait_in_vain" in stacks
+
+
+def test_the_watchers_own_pause_does_not_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """A machine that stood still for an hour; then the watched process is stuck, and is killed after 10 s."""
+    now_s, steps = [0.0], [1.0, 3600.0, *[1.0] * 30]
+    process = SimpleNamespace(is_alive=lambda: bool(steps), sentinel=0, pid=1, exitcode=0)
+    watcher = _Watcher(process, None, "trainer-0", tmp_path / "stacks", Deadlines(10.0, 10.0))  # type: ignore
+    watcher._since, watcher._dump = 0.0, lambda: None
+    wait = lambda *_: now_s.append(now_s[-1] + steps.pop(0))  # noqa: E731
+    monkeypatch.setattr(watchdog, "connection", SimpleNamespace(wait=wait))
+    times = SimpleNamespace(monotonic=lambda: now_s[-1], strftime=time.strftime)
+    monkeypatch.setattr(watchdog, "time", times)
+    watcher.watch()
+    # Of the pause, PAUSED_S count: 1 s, 5 s, and the next whole second after 4 s more.
+    assert PAUSED_S == 5.0 and now_s[-1] == 3601.0 + 5.0 and steps
 
 
 def test_a_stopped_process_is_killed_and_the_note_says_stopped(start: Start, tmp_path: Path):

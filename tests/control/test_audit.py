@@ -12,7 +12,7 @@ import pytest
 from areal_jax.config.loading import make_config
 from areal_jax.control import events as e
 from areal_jax.control.audit import Row, audit
-from areal_jax.types import VersionSpan
+from areal_jax.types import SampleId, VersionSpan
 from tests.control.play import Player, config_of
 
 CONFIG = config_of(
@@ -176,6 +176,32 @@ def test_a_seeded_violation_is_named(name):
     result = audit(CONFIG, rows)
     assert not result.ok
     assert [said for said in result.violations if message in said], result.violations
+
+
+def after_a_return(*samples: SampleId) -> tuple[list[Row], int]:
+    """Rows of a run in which host0 is lost, and comes back with these samples; and the row of its return."""
+    player = Player(CONFIG, Random(4), slots=20, hosts=1).start()
+    player.tell(e.HostLost("host0", "silent"))
+    player.tell(e.HostJoined("host1", 1))  # takes group 0 of groups 0 to 3, and group 1
+    player.tell(e.HostJoined("host0", 20, samples))
+    return player.rows, len(player.rows) - 1
+
+
+def test_a_host_that_comes_back_is_audited():
+    """What it must not go on with is cancelled in the same row; what it goes on with is not dispatched."""
+    other, own = SampleId(0, 1), SampleId(3, 1)
+    rows, place = after_a_return(other, own)
+    assert audit(CONFIG, rows).violations == []
+    _, event, actions = rows[place]
+    assert actions[:2] == (e.Cancel((other,), "host0"), e.Dispatch((SampleId(3, 0),), "host0", 0))
+    for wrong, message in {
+        actions[1:]: f"row {place}: host host0 came back with {other}, which is not its own any more",
+        (e.Cancel((other,), "host1"), *actions[1:]): f"host host0 came back with {other}",
+        (actions[0], e.Dispatch((SampleId(3, 0), own), "host0", 0), *actions[2:]): "was dispatched as",
+        (actions[0], *actions): "",
+    }.items():
+        said = audit(CONFIG, [*rows[:place], (place, event, wrong)]).violations
+        assert [one for one in said if message in one], said
 
 
 def test_rows_out_of_order_are_named():

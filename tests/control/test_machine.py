@@ -271,6 +271,33 @@ def test_a_host_that_joins_again_was_lost():
     assert plane.state.hosts["a"].version == -1
 
 
+def test_a_host_that_comes_back_goes_on_with_what_no_other_host_has_been_given():
+    plane, _ = plane_of(a=20)
+    plane.handle(finished(0, 0))
+    plane.handle(e.SampleFailed(SampleId(1, 0), "a", "once"))  # its group begins its attempt 1
+    plane.handle(e.HostLost("a", "silent"))
+    plane.handle(e.HostJoined("b", 2))  # takes three groups of the four
+    assert [plane.state.groups[n].host for n in range(4)] == ["b", "b", "b", ""]
+    others, own = (SampleId(0, 1), SampleId(1, 1, 0), SampleId(2, 0)), SampleId(3, 1)
+    assert plane.handle(e.HostJoined("a", 20, (*others, own))) == (
+        e.Cancel(others, "a"),
+        e.Dispatch((SampleId(3, 0),), "a", 0),  # it had ended on the host, which was not heard
+    )
+    assert plane.state.hosts["a"].outstanding == 2
+    assert plane.handle(finished(3, 1)) == () == plane.handle(finished(0, 1))
+    assert plane.handle(finished(3, 0)) == (e.Score(3, 0),)
+
+
+def test_a_host_may_come_back_with_a_group_that_the_journal_never_gave_to_any():
+    """After a power failure, the end of the journal may be gone; the group begins under its own version."""
+    plane, _ = plane_of()
+    plane.handle(e.HostJoined("a", 1))
+    plane.handle(e.HostLost("a", "silent"))
+    plane.handle(e.SampleFailed(SampleId(0, 0), "a", "late"))
+    back = plane.handle(e.HostJoined("a", 1, (SampleId(7, 0), SampleId(0, 5))))
+    assert back[0] == e.Cancel((SampleId(7, 0), SampleId(0, 5)), "a")
+
+
 def test_a_slow_reward_does_not_hold_up_dispatching():
     """A12: with one group in scoring for ever, the others are generated, trained, and new ones admitted."""
     plane, _ = plane_of(changed(CONFIG, steps=20, max_staleness=2), a=40)
