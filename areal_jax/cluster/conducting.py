@@ -31,7 +31,8 @@ class ConductedWorkflows:
         self._tasks, self._prompts, self._link = tasks, prompts, link
         self._talks: dict[SampleId, Conversation] = {}
         workflows = workflows_of(config.episode.agent, tasks)
-        self._runner = make_runner(config, workflows, open_source(config, tasks).model.tokenizer, self._emit)
+        tokenizer = open_source(config, tasks).model.tokenizer
+        self._runner = make_runner(config, workflows, tokenizer, self._emit, link.fail, link.note)
 
     def begin(self) -> None:
         """Ends all workflows, because an epoch begins; what they emitted is queued before this returns."""

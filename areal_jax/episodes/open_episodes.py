@@ -84,7 +84,7 @@ class Conversations:
                 self.of(sample).finish(event, path)
                 payload = self.of(sample).so_far
             case e.ToolStarted(sample, call):
-                self.of(sample).calls[call] = event, None
+                self.of(sample).calls.setdefault(call, (event, None))
             case e.ToolReturned(sample, call):
                 self.of(sample).calls[call] = self.of(sample).calls[call][0], event
             case e.EpisodeEnded(sample, reward):

@@ -20,13 +20,18 @@ async def called(
     begun: ToolStarted, work: partial[Any], deadline_s: float, in_thread: InThread
 ) -> ToolReturned:
     """Calls the tool and returns how that ended; `in_thread(work)` calls what is no coroutine function."""
-    running = work() if inspect.iscoroutinefunction(work.func) else in_thread(work)
     of = begun.sample, begun.call
+    # A task of its own: its deadline holds even if it refuses to be cancelled.
+    task = asyncio.ensure_future(work() if inspect.iscoroutinefunction(work.func) else in_thread(work))
     try:
-        return ToolReturned(*of, json.dumps(await asyncio.wait_for(running, deadline_s)))
-    except TimeoutError:
+        await asyncio.wait({task}, timeout=deadline_s)
+    finally:
+        task.cancel()
+    if not task.done():
         return ToolReturned(*of, "null", f"it took longer than {deadline_s:g} s")
-    except Exception as error:  # noqa: BLE001 - the user's tool; the workflow gets the error as ToolError
+    try:
+        return ToolReturned(*of, json.dumps(task.result()))
+    except BaseException as error:  # noqa: BLE001 - the user's tool; the workflow gets the error as ToolError
         return ToolReturned(*of, "null", f"{type(error).__name__}: {error}")
 
 

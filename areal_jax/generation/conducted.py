@@ -21,6 +21,9 @@ from areal_jax.weights.memory import MemoryStore
 
 Incoming = tuple[e.Event, Trajectory | None]
 
+WAIT_S = 10.0
+"""Seconds beyond its deadline within which an episode ends."""
+
 
 def _raise(sample: SampleId, reason: str) -> None:
     raise TaskError(f"the episode of {sample} failed: {reason}")
@@ -46,20 +49,22 @@ def conducted(
     fails or rejects its sample, or if the engine cannot decode a turn; by default it raises TaskError. If it
     returns, the sample's prompt is left out of the result. `make_gateway`: as in `WorkflowRunner`.
     """
-    events: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
+    events: queue.SimpleQueue[Incoming | BaseException] = queue.SimpleQueue()
     deliver = lambda event, trajectory=None: events.put((event, trajectory))  # noqa: E731
     store = MemoryStore(engine.canary, engine.model.config.params_dtype)
     store.publish(params)
     host = Host("rollout", engine, store, deliver, seed=seed, sampling=sampling)
     asked = {SampleId(n, member): prompt for n, prompt in prompts.items() for member in range(group_size)}
     done: dict[SampleId, Trajectory | None] = {}
-    own: Any = dict(make_gateway=make_gateway)
+    own: Any = dict(make_gateway=make_gateway, fail=events.put)
     with closing(WorkflowRunner(workflows, engine.tokenizer, limits, deliver, seed, **own)) as runner:
         for sample, prompt in asked.items():
             runner.begin(sample, prompt, talks.of(sample))
         while len(done) < len(asked):
             while not events.empty() or not (host.has_work or len(done) == len(asked)):
                 event, payload = _next(events, limits)
+                if isinstance(event, e.TurnAdded) and event.turn < len(talks.of(event.sample).turns):
+                    continue  # asked for again by a workflow that runs again (`WorkflowRunner`)
                 event, _ = talks.record(event, payload)
                 match event:
                     case e.TurnAdded(sample, segment, turn):
@@ -92,13 +97,15 @@ def _reason(event: e.Event) -> str:
     return "its workflow rejected it"
 
 
-def _next(events: queue.SimpleQueue[Incoming], limits: Limits) -> Incoming:
-    # A workflow that takes longer fails by itself, unless it blocks the thread of the workflows.
-    wait_s = 2 * limits.timeout_s
+def _next(events: queue.SimpleQueue[Incoming | BaseException], limits: Limits) -> Incoming:
+    # A workflow that takes longer fails by itself, even if it blocks the thread of the workflows.
+    wait_s = 2 * limits.timeout_s + WAIT_S
     try:
-        return events.get(timeout=wait_s)
+        event = events.get(timeout=wait_s)
     except queue.Empty:
         raise TaskError(
-            f"no workflow did anything for {wait_s:g} s: one of them blocks the thread of all; call what "
-            "takes long by episode.tool"
+            f"no workflow did anything for {wait_s:g} s; raise episode.timeout_s, or make the workflow faster"
         ) from None
+    if isinstance(event, BaseException):
+        raise event
+    return event

@@ -79,7 +79,8 @@ class LocalRun:
         )
         self._runner = None
         if parts.workflows:
-            self._runner = make_runner(c, parts.workflows, parts.model.tokenizer, self._deliver)
+            own = c, parts.workflows, parts.model.tokenizer, self._deliver
+            self._runner = make_runner(*own, self._inbox.put, view.note)
         self._driver = Driver(parts, context, self, list(self._hosts.values()), timeline.take_totals)
         self._follower = None
         if c.observe.evaluate or c.observe.exports:

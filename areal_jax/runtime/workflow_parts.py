@@ -14,12 +14,17 @@ from areal_jax.tasks.tokenizers import Tokenizer
 
 
 def make_runner(
-    config: Config, workflows: Mapping[str, Workflow], tokenizer: Tokenizer, emit: Callable[[Event], None]
+    config: Config,
+    workflows: Mapping[str, Workflow],
+    tokenizer: Tokenizer,
+    emit: Callable[[Event], None],
+    fail: Callable[[BaseException], None],
+    note: Callable[[str], None],
 ) -> WorkflowRunner:
-    """Returns the runner of a run's workflows; `emit(event)` receives their events."""
+    """Returns the runner of a run's workflows; `emit`, `fail` and `note` as in `WorkflowRunner`."""
     limits = limits_of(config.episode, config.generation.length, config.generation.max_tokens)
     own = workflows, tokenizer, limits, emit, config.run.seed
-    return WorkflowRunner(*own, make_gateway=make_gateway)
+    return WorkflowRunner(*own, make_gateway=make_gateway, fail=fail, note=note)
 
 
 def make_gateway() -> Gateway:

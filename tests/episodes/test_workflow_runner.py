@@ -8,15 +8,18 @@ import string
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from areal_jax.control import events as e
+from areal_jax.episodes import workflow_runner
 from areal_jax.episodes.conversation import Conversation
-from areal_jax.episodes.errors import ToolError
+from areal_jax.episodes.errors import EpisodeError, ToolError
 from areal_jax.episodes.limits import Limits
 from areal_jax.episodes.sandboxed_tools import python
 from areal_jax.episodes.workflow_runner import WorkflowRunner
@@ -45,7 +48,10 @@ class Run:
         tokenizer: Tokenizer = TOKENIZER,
     ):
         self.events: queue.SimpleQueue[e.Event] = queue.SimpleQueue()
-        self.runner = WorkflowRunner({"own": workflow}, tokenizer, limits, self.events.put, 0)
+        self.failed: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+        self.notes: queue.SimpleQueue[str] = queue.SimpleQueue()
+        own: Any = dict(fail=self.failed.put, note=self.notes.put)
+        self.runner = WorkflowRunner({"own": workflow}, tokenizer, limits, self.events.put, 0, **own)
         self.prompt, self.say, self.seen, self.tokenizer = prompt, say, [], tokenizer
         self.talk = Conversation(tuple(tokenizer.render(prompt)))
 
@@ -423,3 +429,267 @@ def test_an_episode_ends_after_a_turn_that_its_workflow_did_not_wait_for():
         run.play(second)
         assert run.until(e.EpisodeEnded) == e.EpisodeEnded(SAMPLE, 1.0)
     assert left[0].exception() is None
+
+
+# --- users' code that shares a thread -----------------------------------------------------------------------
+
+OTHER = SampleId(4, 0)
+
+
+def requires_others_go_on(run: Run) -> None:
+    """Another episode begins in the same runner, has a turn, and ends."""
+    talk, run.talk = run.talk, Conversation(run.talk.prompt)
+    run.runner.begin(OTHER, replace(run.prompt, info={"other": True}), run.talk)
+    while True:
+        event = run.events.get(timeout=HANG_S)
+        if event.sample == OTHER and isinstance(event, e.EpisodeEnded):
+            break
+        if event.sample == OTHER:
+            run.play(event)
+    run.talk = talk
+
+
+def beside_others(workflow: Callable[..., Any]) -> Callable[..., Any]:
+    """`workflow`, or one turn if the prompt is the other one."""
+
+    async def either(prompt, episode):
+        if "other" in prompt.info:
+            await episode.generate()
+            return 1.0
+        return await workflow(prompt, episode)
+
+    return either
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, StopIteration, asyncio.CancelledError])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_whatever_a_tool_raises_is_an_error_for_its_workflow_alone(kind: type, is_async: bool):
+    def tool():
+        raise kind("enough")
+
+    async def async_tool():
+        raise kind("enough")
+
+    async def workflow(prompt, episode):
+        await episode.generate()
+        try:
+            await episode.tool(async_tool if is_async else tool)
+        except ToolError as error:
+            return Reward(0.5, note=str(error))
+
+    with running(beside_others(workflow)) as run:
+        ended = run.until(e.EpisodeEnded)
+        assert ended.reward == 0.5 and "tool failed: " in ended.note
+        requires_others_go_on(run)
+        assert run.failed.empty()
+
+
+def test_a_task_that_exits_fails_its_episode_alone():
+    async def exits():
+        raise SystemExit(3)
+
+    async def workflow(prompt, episode):
+        await episode.generate()
+        await asyncio.gather(exits(), asyncio.sleep(0))
+
+    with running(beside_others(workflow)) as run:
+        assert run.until(e.EpisodeFailed).message == "the workflow raised SystemExit: 3"
+        requires_others_go_on(run)
+
+
+def test_a_workflow_that_stops_the_event_loop_stops_nothing():
+    async def workflow(prompt, episode):
+        asyncio.get_running_loop().stop()
+        await episode.generate()
+        return 1.0
+
+    with running(beside_others(workflow)) as run:
+        assert run.until(e.EpisodeEnded).reward == 1.0
+        requires_others_go_on(run)
+
+
+def test_the_death_of_the_thread_is_reported():
+    async def workflow(prompt, episode):
+        asyncio.get_running_loop()._clock_resolution = None  # type: ignore[attr-defined]
+        await asyncio.sleep(HANG_S)
+
+    with running(workflow) as run:
+        assert isinstance(run.failed.get(timeout=HANG_S), TypeError)
+
+
+async def refuses(prompt, episode):
+    await episode.generate()
+    while True:
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(HANG_S)
+
+
+def test_a_deadline_ends_a_workflow_that_refuses_to_be_cancelled(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(workflow_runner, "_GRACE_S", 0.1)
+    with running(beside_others(refuses), limits=LIMITS._replace(timeout_s=0.5)) as run:
+        failed = run.until(e.EpisodeFailed)
+        assert "took longer than 0.5 s between two turns" in failed.message
+        assert (
+            "test_workflow_runner.py" in failed.message
+            and "in refuses: await asyncio.sleep" in failed.message
+        )
+        note = run.notes.get(timeout=HANG_S)
+        assert "the workflow of sample 3/1/0 (task own), at " in note and "1 of at most 64 workflows" in note
+        requires_others_go_on(run)
+        assert run.failed.empty()
+        monkeypatch.setattr(workflow_runner, "MOST_LEFT", 0)
+        error = run.failed.get(timeout=HANG_S)
+    assert isinstance(error, EpisodeError) and "in refuses: await asyncio.sleep(HANG_S); let them" in str(
+        error
+    )
+
+
+def test_a_tool_that_refuses_to_be_cancelled_exceeds_its_deadline():
+    async def tool():
+        await refuses(None, SimpleNamespace(generate=lambda: asyncio.sleep(0)))
+
+    async def workflow(prompt, episode):
+        await episode.generate()
+        await episode.tool(tool, timeout_s=0.1)
+
+    with running(beside_others(workflow)) as run:
+        assert "tool failed: it took longer than 0.1 s" in run.until(e.EpisodeFailed).message
+        requires_others_go_on(run)
+
+
+def test_a_tool_that_goes_on_after_its_deadline_is_named_and_does_not_keep_the_process():
+    release = threading.Event()
+
+    def hangs():
+        release.wait(HANG_S)
+
+    async def workflow(prompt, episode):
+        await episode.generate()
+        await episode.tool(hangs, timeout_s=0.1)
+
+    with running(beside_others(workflow), limits=LIMITS._replace(timeout_s=2.0)) as run:
+        run.until(e.EpisodeFailed)
+        assert "hangs, at " in (note := run.notes.get(timeout=HANG_S)), note
+        assert "in hangs: release.wait(HANG_S). 1 of at most 64" in note
+        (own,) = [one for one in threading.enumerate() if one.name.endswith("hangs")]
+        assert own.daemon
+        release.set()
+
+
+@pytest.mark.parametrize("way", ["in Python", "in C"])
+def test_a_workflow_that_blocks_fails_alone_and_the_others_run_again_in_a_new_thread(way: str):
+    """Its neighbour had a turn before it blocked, which is neither lost nor sampled again."""
+    release, is_blocked = threading.Event(), threading.Event()
+
+    async def workflow(prompt, episode):
+        if "other" in prompt.info:
+            first = await episode.generate(max_tokens=1)
+            episode.add("user", "x")
+            second = await episode.generate()
+            return Reward(1.0, note=first.text + second.text)
+        is_blocked.set()
+        while way == "in Python":
+            pass
+        release.wait(HANG_S)
+
+    with running(workflow, limits=LIMITS._replace(timeout_s=1.0)) as run:
+        assert is_blocked.wait(HANG_S)
+        blocked = run.runner._thread.thread
+        run.runner.begin(OTHER, replace(run.prompt, info={"other": True}), run.talk)
+        failed = run.until(e.EpisodeFailed)
+        line = "in workflow: " + ("" if way == "in Python" else "release.wait(HANG_S)")
+        assert failed.sample == SAMPLE and line in failed.message
+        first = run.until(e.TurnAdded)
+        assert (first.sample, first.turn) == (OTHER, 0)
+        run.play(first)
+        ended = run.until(e.EpisodeEnded)
+        assert (ended.sample, ended.note) == (OTHER, "ab")
+        note = run.notes.get(timeout=HANG_S)
+        assert "sample 3/1/0 (task own) has blocked" in note and "it is left there" in note
+        assert run.failed.empty()
+        if way == "in C":
+            assert "a blocked thread, at " in run.notes.get(timeout=HANG_S)
+        release.set()
+        blocked.join(HANG_S)
+        assert not blocked.is_alive()  # Python code met a SystemExit
+
+
+def test_turns_before_a_block_are_answered_from_the_conversation():
+    release, is_blocked = threading.Event(), threading.Event()
+
+    async def workflow(prompt, episode):
+        if "blocks" in prompt.info:
+            is_blocked.set()
+            release.wait(HANG_S)
+        first = await episode.generate(max_tokens=1)
+        episode.add("user", "x")
+        return Reward(1.0, note=first.text + (await episode.generate()).text)
+
+    with running(workflow, limits=LIMITS._replace(timeout_s=1.0)) as run:
+        run.play(run.until(e.TurnAdded))
+        second = run.until(e.TurnAdded)  # asked for, and not answered when the other one blocks
+        run.talk.add(second)
+        blocks = replace(run.prompt, info={"blocks": True})
+        run.runner.begin(OTHER, blocks, Conversation(run.talk.prompt))
+        assert is_blocked.wait(HANG_S)
+        assert run.until(e.EpisodeFailed).sample == OTHER
+        run.talk.finish(*run.sampled(1))
+        run.runner.answer(SAMPLE, 1, run.talk)
+        ended = run.until(e.EpisodeEnded)  # and no further TurnAdded
+        assert (ended.sample, ended.note) == (SAMPLE, "ab")
+        assert [type(event).__name__ for event in run.seen].count("TurnAdded") == 2
+        release.set()
+
+
+def test_a_workflow_that_blocks_within_its_time_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(workflow_runner, "NOTED_S", 0.1)
+    monkeypatch.setattr(workflow_runner, "TICK_S", 0.05)
+    release = threading.Event()
+
+    async def workflow(prompt, episode):
+        await episode.generate()
+        release.wait(HANG_S)
+        return 1.0
+
+    with running(workflow, limits=LIMITS._replace(timeout_s=HANG_S)) as run:
+        run.play(run.until(e.TurnAdded))
+        note = run.notes.get(timeout=HANG_S)
+        assert "the workflow of sample 3/1/0 (task own) has blocked the thread of all workflows for" in note
+        assert "in workflow: release.wait(HANG_S); let episode.tool" in note
+        release.set()
+        assert run.until(e.EpisodeEnded).reward == 1.0
+
+
+def test_all_workflows_end_at_once_although_one_blocks():
+    release, is_blocked = threading.Event(), threading.Event()
+
+    async def workflow(prompt, episode):
+        is_blocked.set()
+        release.wait(HANG_S)
+        return None
+
+    with running(workflow, limits=LIMITS._replace(timeout_s=HANG_S)) as run:
+        assert is_blocked.wait(HANG_S)
+        run.runner.end_all()
+        release.set()
+        run.runner.begin(OTHER, run.prompt, run.talk)
+        assert run.until(e.EpisodeEnded).sample == OTHER
+
+
+def test_a_pause_of_the_process_costs_no_episode_its_deadline(monkeypatch: pytest.MonkeyPatch):
+    """A stopped process, or a suspended machine: the watching thread is late by as much as the workflows."""
+    paused_s, now = [0.0], time.monotonic
+    monkeypatch.setattr(workflow_runner, "time", SimpleNamespace(monotonic=lambda: now() + paused_s[0]))
+
+    async def workflow(prompt, episode):
+        await episode.in_thread(release.wait, HANG_S)
+        return None
+
+    release = threading.Event()
+    with running(workflow, limits=LIMITS._replace(timeout_s=HANG_S)) as run:
+        time.sleep(0.05)
+        paused_s[0] = 10 * HANG_S
+        with pytest.raises(queue.Empty):
+            run.events.get(timeout=2.5)  # the thread looks once a second
+        release.set()
+        assert run.until(e.EpisodeEnded).reward is None
