@@ -12,6 +12,7 @@ from typing import Any
 
 from areal_jax.control.events import ToolReturned, ToolStarted
 from areal_jax.episodes.errors import EpisodeError, ToolError
+from areal_jax.tasks.plain_json import readable
 
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 
@@ -27,7 +28,7 @@ async def called(
     except TimeoutError:
         return ToolReturned(*of, "null", f"it took longer than {deadline_s:g} s")
     except Exception as error:  # noqa: BLE001 - the user's tool; the workflow gets the error as ToolError
-        return ToolReturned(*of, "null", f"{type(error).__name__}: {error}")
+        return ToolReturned(*of, "null", readable(f"{type(error).__name__}: {error}"))
 
 
 def result(returned: ToolReturned, name: str) -> Any:

@@ -13,6 +13,7 @@ from areal_jax.episodes.conversation import Conversation
 from areal_jax.episodes.episode import Episode
 from areal_jax.episodes.errors import EpisodeError
 from areal_jax.episodes.limits import Limits
+from areal_jax.tasks.plain_json import readable
 from areal_jax.tasks.scoring import checked
 from areal_jax.tasks.task import Workflow
 from areal_jax.tasks.tokenizers import Tokenizer
@@ -140,7 +141,7 @@ class WorkflowRunner:
         except EpisodeError as error:
             ended = EpisodeFailed(sample, error.reason, str(error))
         except BaseException as error:  # noqa: BLE001 - users' code, and it may exit: counted as failed
-            message = f"the workflow raised {type(error).__name__}: {error}"
+            message = readable(f"the workflow raised {type(error).__name__}: {error}")
             if live.timeout.expired():
                 message = (
                     f"the workflow took longer than {self._limits.timeout_s:g} s between two turns; raise "

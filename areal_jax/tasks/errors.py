@@ -1,4 +1,4 @@
-"""The error of tasks, tokenizers and data sets, and the import of their optional packages."""
+"""The errors of tasks, tokenizers and data sets, and the import of their optional packages."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from areal_jax.types import ArealError
 
 class TaskError(ArealError):
     """A task, tokenizer or data set cannot be made or read; the message names the file, line or setting."""
+
+
+class VerifierError(Exception):
+    """The process that compares answers gave no answer: the reward is unknown, and not 0."""
 
 
 def import_extra(module: str, what: str, extra: str) -> Any:

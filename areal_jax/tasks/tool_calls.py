@@ -11,6 +11,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from areal_jax.tasks.plain_json import is_plain
+
 Notation = Literal["hermes", "llama", "none"]
 
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
@@ -107,7 +109,8 @@ def _object(text: str) -> Any:
 
 
 def _call(value: Any, arguments: str) -> ToolCall | None:
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+    # A call that is no JSON to others would be an error of the client, or of the connection to it.
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not is_plain(value):
         return None
     given = value.get(arguments)
     return ToolCall(value["name"], given) if isinstance(given, dict) else None
