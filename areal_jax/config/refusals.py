@@ -108,11 +108,8 @@ def _of_ratios(a: AlgorithmConfig) -> Iterator[str]:
         )
     low, high = (a.loss_settings.get(name, 0.2) for name in ("low", "high"))
     # The function's own annotations refuse what is no number, with a better message.
-    if (
-        isinstance(low, float | int)
-        and isinstance(high, float | int)
-        and max(low, high) >= WIDEST_SEQUENCE_CLIP
-    ):
+    are_numbers = isinstance(low, float | int) and isinstance(high, float | int)
+    if are_numbers and max(low, high) >= WIDEST_SEQUENCE_CLIP:
         yield (
             f"algorithm.loss_settings.level={level} with low={low}, high={high}: the mean log-ratio of a "
             "sequence changes only by thousandths, so nothing would be clipped; set "

@@ -130,7 +130,9 @@ class RewardFailed:
 
     The first failure of a sample or of the scoring restarts the whole group (`Reissue`); the second failure
     drops the group. `outcome`: failed | timed_out. `member`: index of the sample that could not be scored; -1
-    if the failure concerns the whole group.
+    if the failure concerns the whole group. `cause`: policy, if its text made the task raise an error while
+    other samples of the prompt can be scored; task, if its own code did; or infrastructure, as where a worker
+    was killed.
     """
 
     ordinal: int
@@ -138,6 +140,7 @@ class RewardFailed:
     member: int
     outcome: str
     message: str
+    cause: str = "task"
 
 
 @dataclass(frozen=True)
@@ -341,6 +344,19 @@ Event = (
     | CheckpointCommitted | SamplesOffered | SamplesMoved | MoveFailed | KVShort | PlacementDue | TurnAdded
     | TurnFinished | ToolStarted | ToolReturned | EpisodeEnded | EpisodeFailed
 )  # fmt: skip
+
+
+def cause_of(event: Event) -> str | None:
+    """Returns what caused a failure, policy, task or infrastructure; None for an event that is no failure."""
+    match event:
+        case RewardFailed():
+            return event.cause
+        case EpisodeFailed(_, reason):
+            return "infrastructure" if reason in ("agent_lost", "tool_in_doubt") else "task"
+        case SampleFailed():
+            return "infrastructure"
+    return None
+
 
 # --- actions ------------------------------------------------------------------------------------------------
 

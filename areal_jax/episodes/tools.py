@@ -12,6 +12,7 @@ from typing import Any
 
 from areal_jax.control.events import ToolReturned, ToolStarted
 from areal_jax.episodes.errors import EpisodeError, ToolError
+from areal_jax.tasks.plain_json import readable
 
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 
@@ -32,7 +33,7 @@ async def called(
     try:
         return ToolReturned(*of, json.dumps(task.result()))
     except BaseException as error:  # noqa: BLE001 - the user's tool; the workflow gets the error as ToolError
-        return ToolReturned(*of, "null", f"{type(error).__name__}: {error}")
+        return ToolReturned(*of, "null", readable(f"{type(error).__name__}: {error}"))
 
 
 def result(returned: ToolReturned, name: str) -> Any:

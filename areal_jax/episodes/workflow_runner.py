@@ -23,6 +23,7 @@ from areal_jax.episodes.errors import EpisodeError
 from areal_jax.episodes.limits import Limits
 from areal_jax.episodes.workflow_threads import OWNER, ToolThreads, WorkflowThread
 from areal_jax.observe.threads import line_of, reporting_thread
+from areal_jax.tasks.plain_json import readable
 from areal_jax.tasks.scoring import checked
 from areal_jax.tasks.task import Workflow
 from areal_jax.tasks.tokenizers import Tokenizer
@@ -211,7 +212,7 @@ class WorkflowRunner:
         except EpisodeError as error:
             ended = EpisodeFailed(sample, error.reason, str(error))
         except BaseException as error:  # noqa: BLE001 - users' code, and it may exit: counted as failed
-            message = f"the workflow raised {type(error).__name__}: {error}"
+            message = readable(f"the workflow raised {type(error).__name__}: {error}")
             ended = EpisodeFailed(sample, "failed_episode", message)
         self._finish(live, ended)
 

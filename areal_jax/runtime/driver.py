@@ -128,8 +128,9 @@ class Driver:
             self._view.note(f"group {event.ordinal} is dropped (failed_prompt): {event.message}")
         elif isinstance(event, e.RewardFailed):
             self._view.note(
-                f"the scoring of group {event.ordinal} {event.outcome.replace('_', ' ')}, so the group "
-                f"starts again or, at its second failure, is dropped: {event.message}"
+                f"the scoring of group {event.ordinal} {event.outcome.replace('_', ' ')} (cause: "
+                f"{event.cause}), so the group starts again or, at its second failure, is dropped: "
+                f"{event.message}"
             )
 
     def _forget_trained(self) -> None:

@@ -22,6 +22,7 @@ from areal_jax.control.events import (
     SamplesMoved,
     ToolStarted,
     TurnFinished,
+    cause_of,
 )
 from areal_jax.control.reward_gate import Gates
 from areal_jax.generation.commands import Statistics
@@ -104,6 +105,8 @@ class RowMaker:
         self._failed: Counter[str] = Counter()
         self._dropped: Counter[str] = Counter()
         self._reissued: Counter[str] = Counter()
+        self._failures_by_cause: Counter[str] = Counter()
+        self._dropped_by_cause: Counter[str] = Counter()
 
     def see(self, event: Event, actions: Iterable[Action]) -> None:
         """Count an event and the actions that the control plane returned for it."""
@@ -115,9 +118,12 @@ class RowMaker:
             self._failed[self._task_of(event.ordinal)] += 1
         elif isinstance(event, TurnFinished | ToolStarted | EpisodeFailed):
             self._episodes[event.reason if isinstance(event, EpisodeFailed) else type(event).__name__] += 1
+        if (cause := cause_of(event)) is not None:
+            self._failures_by_cause[cause] += 1
         for action in actions:
             if isinstance(action, Drop):
                 self._dropped[action.reason] += 1
+                self._dropped_by_cause.update([] if cause is None else [cause])
             elif isinstance(action, Reissue):
                 self._reissued[action.reason] += 1
 
@@ -158,12 +164,20 @@ class RowMaker:
             "dropped": self._dropped.total(),
             "dropped_by_reason": dict(self._dropped),
             "reissued_by_reason": dict(self._reissued),
+            "failures_by_cause": dict(self._failures_by_cause),
+            "dropped_by_cause": dict(self._dropped_by_cause),
             "params_digest": digest,
             "clip_share": 0.0,
             **trained,
         }
         self._interruptions = self._moved = 0
-        for counter in (self._failed, self._dropped, self._reissued):
+        for counter in (
+            self._failed,
+            self._dropped,
+            self._reissued,
+            self._failures_by_cause,
+            self._dropped_by_cause,
+        ):
             counter.clear()
         return row
 

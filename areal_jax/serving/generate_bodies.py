@@ -5,7 +5,6 @@ A request gives all tokens before the answer; its answer has each sampled id and
 
 from __future__ import annotations
 
-import json
 import secrets
 from typing import Any, TypeVar
 
@@ -13,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from areal_jax.episodes.chats import TokenRequest
 from areal_jax.episodes.episode import Turn
-from areal_jax.serving.requests import invalid
+from areal_jax.serving.requests import invalid, json_of
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -40,14 +39,13 @@ class GenerateBody(BaseModel):
 
 def parsed(kind: type[Body], body: bytes) -> Body:
     """Returns the body as `kind`; raises RequestError if it is not JSON, or a field is wrong."""
+    data = json_of(body)
     try:
-        return kind.model_validate(json.loads(body))
+        return kind.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"])) or "the body"
         raise invalid(f"{name}: {first['msg']}, but is {first['input']!r:.80}") from None
-    except (ValueError, RecursionError) as error:
-        raise invalid(f"the body is not JSON ({error}); send a JSON object") from None
 
 
 def token_request(body: GenerateBody, vocab_size: int) -> TokenRequest:

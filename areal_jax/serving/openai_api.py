@@ -19,7 +19,7 @@ from areal_jax.serving.answers import AnswerStream
 from areal_jax.serving.http import Metrics
 from areal_jax.serving.openai_bodies import Asked, chat_asked, completion_asked
 from areal_jax.serving.outputs import Output, outputs
-from areal_jax.serving.requests import RequestError, Served, invalid
+from areal_jax.serving.requests import RequestError, Served, invalid, json_of
 from areal_jax.serving.streams import Streams
 from areal_jax.serving.text_parts import BeforeStop, MessageParts, Part
 from areal_jax.tasks.tool_calls import Answer, finish_reason, message_of
@@ -146,11 +146,7 @@ async def body_of(request: Request) -> bytes:
 
 
 def _checked(check: Check, body: bytes, served: Served) -> Asked:
-    try:
-        data = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise invalid(f"the body is not JSON ({error}); send a JSON object") from None
-    return check(data, served)
+    return check(json_of(body), served)
 
 
 async def _unless_gone(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:

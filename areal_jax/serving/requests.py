@@ -6,6 +6,7 @@ RequestError with a message that names the value and the remedy.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from google.protobuf.message import DecodeError, Message
 from areal_jax.generation.commands import Start
 from areal_jax.generation.slots import MAX_STOP_TOKENS, Penalties
 from areal_jax.tasks.errors import TaskError
+from areal_jax.tasks.plain_json import MOST_LEVELS, is_plain, readable
 from areal_jax.tasks.tokenizers import Tokenizer
 from areal_jax.types import ArealError, Prompt, Sampling
 
@@ -39,6 +41,24 @@ class RequestError(ArealError):
 
 def invalid(message: str) -> RequestError:
     return RequestError("INVALID_ARGUMENT", message)
+
+
+def json_of(body: bytes) -> Any:
+    """Returns a request's body; raises RequestError if it is no JSON.
+
+    Lone surrogates become U+FFFD: a client may send what a policy wrote, or a tool that the policy called.
+    """
+    try:
+        data = json.loads(body)
+        if b"\\ud" in body.lower():
+            data = json.loads(readable(json.dumps(data, ensure_ascii=False)))
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"the body is not JSON ({error}); send a JSON object") from None
+    if not is_plain(data):
+        raise invalid(
+            f"the body has a number beyond those of JSON, or more than {MOST_LEVELS} levels; send plain JSON"
+        )
+    return data
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal_jax.tasks.errors import TaskError
+from areal_jax.tasks.plain_json import loads
 
 Message = Mapping[str, Any]
 """A chat message: `role`, `content`, and for tool calls `tool_calls` or `tool_call_id`."""
@@ -71,8 +71,8 @@ def parsed_arguments(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return arguments
     try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
+        value = loads(arguments)
+    except ValueError:
         return arguments
     return value if isinstance(value, dict) else arguments
 

@@ -1,4 +1,4 @@
-"""The error of tasks, tokenizers and data sets, and the import of their optional packages."""
+"""The errors of tasks, tokenizers and data sets, and the import of their optional packages."""
 
 from __future__ import annotations
 
@@ -29,6 +29,10 @@ def raised(error: BaseException) -> str:
         trace = trace.tb_next
     code = f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})" if trace is not None else ""
     return f"{type(error).__name__}: {error}{code}"
+
+
+class VerifierError(Exception):
+    """The process that compares answers gave no answer: the reward is unknown, and not 0."""
 
 
 def import_extra(module: str, what: str, extra: str) -> Any:

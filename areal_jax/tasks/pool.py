@@ -167,11 +167,13 @@ class RewardPool:
             outcome = RewardFailed(job.ordinal, job.attempt, GROUP, "timed_out", message)
         except ProcessExpired as error:
             message = f"the reward worker died while it scored the group: {_describe_exit(error.exitcode)}"
-            outcome = failed(job.ordinal, job.attempt, GROUP, message)
+            cause = "infrastructure" if error.exitcode < 0 else "task"
+            outcome = failed(job.ordinal, job.attempt, GROUP, message, cause)
         except (BrokenProcessPool, CancelledError):
             return  # still pending: `_again` schedules it on the next pool
         except Exception as error:  # noqa: BLE001 - pebble could not send or receive; counted as failed
-            outcome = failed(job.ordinal, job.attempt, GROUP, f"no result from the reward worker: {error!r}")
+            message = f"no result from the reward worker: {error!r}"
+            outcome = failed(job.ordinal, job.attempt, GROUP, message, "infrastructure")
         self._report(job, outcome)
 
     def _report(self, job: _Job, outcome: Outcome) -> None:

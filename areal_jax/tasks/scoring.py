@@ -5,20 +5,26 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from areal_jax.control.events import RewardFailed, RewardScored
-from areal_jax.tasks.errors import raised
+from areal_jax.sandbox.errors import SandboxError
+from areal_jax.tasks.errors import VerifierError, raised
+from areal_jax.tasks.plain_json import readable
 from areal_jax.tasks.task import Task
 from areal_jax.types import Completion, Prompt, Reward
 
 Outcome = RewardScored | RewardFailed
+Cause = Literal["policy", "task", "infrastructure"]
 
 GROUP = -1
 """The value of `RewardFailed.member` if the failure concerns the whole group."""
 
 MESSAGE_CHARS = 500
 """Maximum length of a message about a reward or a prompt in the journal."""
+
+INFRASTRUCTURE = (OSError, MemoryError, SandboxError, VerifierError)
+"""Errors that neither a task nor a policy's text causes: files, network, memory, and what scores run in."""
 
 _FLOAT32_MAX = 3.4028234663852886e38  # rewards are float32 in a batch
 
@@ -32,9 +38,9 @@ def score_group(
 ) -> Outcome:
     """Scores a group in this process; returns RewardScored with the rewards in the order of `completions`.
 
-    Returns RewardFailed if the task raises an exception, returns too few or too many rewards, or returns a
-    reward that is not a finite float32. `ordinal`: the prompt's place in the run's order; `attempt`: how
-    often its group was sampled again. The result repeats these two numbers.
+    Returns RewardFailed, with its cause, if the task raises an exception, returns too few or too many
+    rewards, or returns a reward that is not a finite float32. `ordinal`: the prompt's place in the run's
+    order; `attempt`: how often its group was sampled again. The result repeats these two numbers.
     """
     rewards: list[Reward] | None = None
     try:
@@ -47,7 +53,8 @@ def score_group(
         raise
     except BaseException as error:  # noqa: BLE001 - users' code, and it may exit: counted as failed, never as 0
         member = GROUP if rewards is None else len(rewards)
-        return failed(ordinal, attempt, member, _describe(task, error))
+        cause = _cause(task, prompt, completions, member, error)
+        return failed(ordinal, attempt, member, _describe(task, error), cause)
     has_parts, has_notes = any(reward.parts for reward in rewards), any(reward.note for reward in rewards)
     return RewardScored(
         ordinal,
@@ -58,8 +65,34 @@ def score_group(
     )
 
 
-def failed(ordinal: int, attempt: int, member: int, message: str) -> RewardFailed:
-    return RewardFailed(ordinal, attempt, member, "failed", message[:MESSAGE_CHARS])
+def failed(ordinal: int, attempt: int, member: int, message: str, cause: Cause = "task") -> RewardFailed:
+    return RewardFailed(ordinal, attempt, member, "failed", readable(message)[:MESSAGE_CHARS], cause)
+
+
+def _cause(
+    task: Task, prompt: Prompt, completions: Sequence[Completion], member: int, error: BaseException
+) -> Cause:
+    """Returns what made the scoring of sample number `member` raise `error`.
+
+    The policy's text did if the task can score another sample of the prompt, or else the task's own code.
+    """
+    if isinstance(error, INFRASTRUCTURE):
+        return "infrastructure"
+    if member == GROUP or isinstance(error, _BadRewardError):
+        return "task"
+    # The samples before `member` have been scored.
+    can_score = member > 0 or any(_is_scored(task, prompt, one) for one in completions[1:])
+    return "policy" if can_score else "task"
+
+
+def _is_scored(task: Task, prompt: Prompt, completion: Completion) -> bool:
+    try:
+        checked(task.score(prompt, completion))
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # noqa: BLE001 - users' code, which may raise anything, and has done so before
+        return False
+    return True
 
 
 def _values(task: Task, prompt: Prompt, completions: Sequence[Completion]) -> Iterable[Any]:
@@ -90,8 +123,9 @@ def checked(value: Any) -> Reward:
     """
     if not isinstance(value, Reward):
         return Reward(_number(value, "the reward"))
-    parts = {str(name): _number(part, f"the part {name!r} of a reward") for name, part in value.parts.items()}
-    return Reward(_number(value.value, "the reward"), parts, str(value.note)[:MESSAGE_CHARS])
+    named = {readable(str(name)): part for name, part in value.parts.items()}
+    parts = {name: _number(part, f"the part {name!r} of a reward") for name, part in named.items()}
+    return Reward(_number(value.value, "the reward"), parts, readable(str(value.note))[:MESSAGE_CHARS])
 
 
 def _number(value: Any, what: str) -> float:

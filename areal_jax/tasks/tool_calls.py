@@ -7,10 +7,11 @@ writes JSON objects as the complete answer. Arguments are named `arguments` or `
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
+
+from areal_jax.tasks.plain_json import is_plain
 
 Notation = Literal["hermes", "llama", "none"]
 
@@ -114,17 +115,9 @@ def _decoded(text: str, at: int) -> tuple[Any, int]:
     """Returns the JSON value that begins at `at`, and where it ends; (None, at) if there is none."""
     try:
         value, after = _DECODER.raw_decode(text, at)
-        return _sendable(value), after
     except (ValueError, RecursionError):
         return None, at
-
-
-def _sendable(value: Any) -> Any:
-    """Returns a JSON value in which each half of a surrogate pair is U+FFFD: no UTF-8 has it."""
-    written = json.dumps(value, ensure_ascii=False)
-    if written.isascii() or not _SURROGATE.search(written):
-        return value
-    return json.loads(_SURROGATE.sub("\N{REPLACEMENT CHARACTER}", written))
+    return (value, after) if is_plain(value) else (None, at)
 
 
 def _past(pattern: re.Pattern[str], text: str, at: int) -> int:
@@ -153,22 +146,10 @@ def _call(value: Any, *, is_marked: bool) -> ToolCall | None:
     return ToolCall(value["name"], given) if isinstance(given, dict) else None
 
 
-def _finite(digits: str) -> float:
-    value = float(digits)
-    if not math.isfinite(value):
-        raise ValueError(f"{digits:.40} is beyond the largest number")
-    return value
-
-
-def _refused(constant: str) -> float:
-    raise ValueError(f"{constant} is not JSON")
-
-
-_DECODER = json.JSONDecoder(strict=False, parse_float=_finite, parse_constant=_refused)
-"""Reads line ends in strings, as models write them, and no NaN or Infinity, which clients cannot read."""
+_DECODER = json.JSONDecoder(strict=False)
+"""Reads line ends in strings, as models write them."""
 
 _SPACE, _BETWEEN = re.compile(r"\s*"), re.compile(r"[\s;]*")
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def finish_reason(stop_reason: str | None, has_calls: bool) -> str | None:

@@ -265,6 +265,22 @@ def test_a_part_counts_as_zero_for_a_sample_without_it():
     assert (row["reward_parts"], row["paid_share"]) == ({"fmt": 0.25, "right": 0.0}, {"fmt": 0.25})
 
 
+def test_failures_and_the_drops_that_follow_are_counted_by_cause():
+    rows, sample_id = make(), SampleId(1, 0)
+    rows.see(e.RewardFailed(1, 0, 0, "failed", "²", "policy"), [e.Reissue(1, 1, "failed_reward")])
+    rows.see(e.RewardFailed(1, 1, 0, "failed", "²", "policy"), [e.Drop(1, "failed_reward")])
+    rows.see(e.RewardFailed(2, 0, -1, "timed_out", "slow"), [e.Drop(2, "failed_reward")])
+    rows.see(e.SampleFailed(sample_id, "host-0", "lost"), [])
+    rows.see(e.EpisodeFailed(sample_id, "agent_lost", ""), [])
+    rows.see(e.EpisodeFailed(sample_id, "failed_episode", ""), [])
+    rows.see(e.RewardScored(3, 0, (1.0, 1.0)), [e.Drop(3, "no_signal")])
+    row = rows.make(5, BATCH, TRAINED, "")
+    assert row["failures_by_cause"] == {"policy": 2, "task": 2, "infrastructure": 2}
+    assert row["dropped_by_cause"] == {"policy": 1, "task": 1} and row["dropped"] == 3
+    again = rows.make(6, BATCH, TRAINED, "")
+    assert again["failures_by_cause"] == again["dropped_by_cause"] == {}
+
+
 def test_rewards_that_differ_by_rounding_are_no_signal():
     rewards = (0.1 + 0.2) + 0.3, 0.1 + (0.2 + 0.3)
     assert rewards[0] != rewards[1]

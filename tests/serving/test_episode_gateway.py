@@ -158,6 +158,45 @@ def test_an_agents_chats_are_the_turns_of_its_episode():
     assert {event.segment for event in policy.asked} == {0}
 
 
+class Hermes(CharTokenizer):
+    notation = "hermes"
+
+
+def test_a_call_with_a_lone_surrogate_is_answered_as_text(monkeypatch: pytest.MonkeyPatch):
+    """It was an error 500, with which the policy had failed its own episode."""
+    monkeypatch.setitem(globals(), "TOKENIZER", Hermes(string.printable))
+    call = '<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>'
+    seen: list[Any] = []
+
+    def agent(base_url, messages):
+        answer = client_of(base_url, max_retries=0).chat.completions.create(model="", messages=messages)
+        seen.append((answer.choices[0].message.content, answer.choices[0].message.tool_calls))
+        return "done"
+
+    with playing(agent, lambda _: call, limits=LIMITS._replace(max_tokens=99)) as policy:
+        policy.begin(0)
+        assert policy.wait()[0] == e.EpisodeEnded(SampleId(0, 0), 1.0)
+    assert seen == [(call, None)]
+
+
+def test_a_message_may_hold_what_no_encoding_can_write():
+    """As a tool returns it that was called with a policy's text: lone surrogates become U+FFFD."""
+    codes: list[int] = []
+
+    def agent(base_url, messages):
+        said = b'{"messages": [{"role": "user", "content": "hi", "name": "\\udc80"}], "stop": "\\uDFFF"}'
+        deep = b'{"messages": [{"role": "user", "content": "", "x": ' + b"[" * 300 + b"]" * 300 + b"}]}"
+        bodies = said, b'{"messages": ' + b"[" * 500, deep
+        codes.extend(status_of(f"{base_url}/chat/completions", body)[0] for body in bodies)
+        return "done"
+
+    with playing(agent) as policy:
+        policy.begin(0)
+        assert policy.wait()[0] == e.EpisodeEnded(SampleId(0, 0), 1.0)
+    assert codes == [200, 400, 400]
+    assert policy.asked[0].stop == ("\ufffd",)
+
+
 def test_an_edited_history_begins_a_branch_that_draws_with_another_key():
     def agent(base_url, messages):
         client = client_of(base_url)

@@ -8,12 +8,17 @@ from pathlib import Path
 
 import cloudpickle
 import pytest
+from hypothesis import HealthCheck, given, settings
 
+from areal_jax.control.events import RewardScored
+from areal_jax.tasks.datasets import verify
+from areal_jax.tasks.datasets.reasoning_gym import ReasoningGym
 from areal_jax.tasks.interleaved import Interleaved
 from areal_jax.tasks.scoring import score_group
 from areal_jax.tasks.source import load_tasks
 from areal_jax.tasks.task import Task
 from areal_jax.types import Completion, Prompt
+from tests.tasks.rubbish import NUMBERS, RUBBISH, drawn
 
 ROWS = {
     "jsonl": [{"prompt": "2+2", "answer": 4}, {"prompt": "π?", "answer": "3.14"}],
@@ -76,3 +81,49 @@ def test_a_task_keeps_its_promises(task: Task):
             else:
                 assert scored.rewards[0] == 1.0
             assert all(math.isfinite(reward) and reward < 1 for reward in scored.rewards[1:])
+
+
+FORM = {
+    "Gsm8k": "#### {}", "Math": "\\boxed{{{}}}", "ReasoningGym": "<answer>{}</answer>",
+    "Arithmetic": "the answer is {}",
+}  # fmt: skip
+"""Task -> how a completion marks its answer; for the others, as the last of its blocks."""
+
+
+def test_whatever_the_policy_writes_is_scored(task: Task, monkeypatch: pytest.MonkeyPatch):
+    """No text raises: one completion must not decide that its group is not trained."""
+    monkeypatch.setattr(verify, "LIMIT_CPU_S", 1)
+    prompt, form = task[0], FORM.get(type(task).__name__, "<think>a</think><answer>{}</answer>")
+    texts = [*RUBBISH, *(form.format(number) for number in NUMBERS)]
+    if type(task).__name__ in ("Gsm8k", "Math"):  # each text costs a process of its own
+        some = ("２２", "²", "1e400", "9^{9^{9^9}}", "\ud800", "\\frac{1}{", "1/0")
+        texts = [form.format(text) for text in some]
+    completions = [Completion(text, (1,), "stop", tuple(text[:99])) for text in texts]
+    scored = score_group(task, prompt, completions, 0)
+    assert isinstance(scored, RewardScored), scored
+    json.dumps(scored.notes, ensure_ascii=False).encode()
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=drawn)
+def test_drawn_text_is_scored(task: Task, text: str):
+    if type(task).__name__ not in ("Gsm8k", "Math"):  # test_verify.py draws for these
+        scored = score_group(task, task[0], [Completion(text, (1,), "stop", tuple(text))], 0)
+        assert isinstance(scored, RewardScored), scored
+
+
+@pytest.mark.parametrize(
+    ("dataset", "answer"), [("prime_factorization", "²"), ("coin_flip", "1e400"), ("boxnet", "NaN")]
+)
+def test_an_answer_at_which_a_data_set_raises_is_wrong(dataset: str, answer: str):
+    task = ReasoningGym(dataset=dataset, size=1)
+    reward = task.score(task[0], Completion(f"<answer>{answer}</answer>", (1,), "stop"))
+    assert reward.value == 0.0 and "which raises" in reward.note
+
+
+def test_a_data_set_that_raises_at_its_own_answer_is_at_fault(monkeypatch: pytest.MonkeyPatch):
+    task = ReasoningGym(dataset="chain_sum", size=1)
+    prompt = task[0]
+    monkeypatch.setattr(task._data, "score_answer", lambda answer, entry: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        task.score(prompt, Completion("<answer>1</answer>", (1,), "stop"))

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from areal_jax.control.events import RewardFailed, RewardScored
+from areal_jax.sandbox.errors import SandboxError
+from areal_jax.tasks.errors import VerifierError
 from areal_jax.tasks.scoring import GROUP, score_group
 from areal_jax.tasks.task import Task
 from areal_jax.types import Completion, Prompt, Reward
@@ -103,3 +105,35 @@ def test_an_interrupt_by_the_person_at_the_keyboard_goes_through():
 
 def test_a_long_message_is_cut():
     assert len(outcome(ValueError("x" * 10_000)).message) == 500
+
+
+@pytest.mark.parametrize(
+    ("values", "cause"),
+    [
+        ((1.0, ValueError("²")), "policy"),
+        ((ValueError("²"), ValueError("²"), 1.0), "policy"),
+        ((ValueError("²"), ValueError("²")), "task"),
+        ((1.0, float("nan")), "task"),
+        ((1.0, "0.5"), "task"),
+        ((1.0, ConnectionError("the judge is away")), "infrastructure"),
+        ((1.0, SandboxError("no bubblewrap")), "infrastructure"),
+        ((1.0, VerifierError("no memory")), "infrastructure"),
+        ((MemoryError(), 1.0), "infrastructure"),
+    ],
+)
+def test_a_failure_says_what_caused_it(values: tuple[object, ...], cause: str):
+    """The text did if the task can score another sample of the prompt."""
+    found = outcome(*values)
+    assert isinstance(found, RewardFailed) and found.cause == cause
+
+
+def test_a_failure_of_a_whole_group_is_the_tasks():
+    found = whole(ValueError("no"))
+    assert isinstance(found, RewardFailed) and found.cause == "task"
+
+
+def test_notes_and_messages_can_be_written():
+    """The journal and the report encode them; a policy's text may have lone surrogates."""
+    assert outcome(Reward(1.0, {"a\ud800": 1.0}, note="a\ud800"), 0.0).notes == ("a\ufffd", "")
+    found = outcome(ValueError("b\udfff"))
+    assert isinstance(found, RewardFailed) and "ValueError: b\ufffd" in found.message

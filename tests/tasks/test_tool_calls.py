@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.responses import JSONResponse
 
 from areal_jax.tasks.chat_messages import canonical, checked, same_answer
 from areal_jax.tasks.errors import TaskError
+from areal_jax.tasks.plain_json import MOST_LEVELS, is_plain, loads, readable
 from areal_jax.tasks.tool_calls import Answer, ToolCall, is_in_thought, message_of, parsed_answer
+from tests.tasks.rubbish import RUBBISH, drawn
 
 ADD = '{"name": "add", "arguments": {"a": 1, "b": [2.5, "x"]}}'
 CALL = ToolCall("add", {"a": 1, "b": [2.5, "x"]})
@@ -48,10 +52,6 @@ def in_tags(*texts: str) -> str:
         ('{"name": "f", "arguments": " {\\"a\\": 1} "}', {"a": 1}),
         ('{"name": "f", "parameters": {"a": 1}}', {"a": 1}),
         ('{"name": "f", "arguments": {"code": "a\nb\tc"}}', {"code": "a\nb\tc"}),
-        (
-            '{"name": "f", "arguments": {"x": "\\ud83d", "\\ude00": 1}}',
-            {"x": "\N{REPLACEMENT CHARACTER}"} | {"\N{REPLACEMENT CHARACTER}": 1},
-        ),
         ('{"name": "f", "arguments": {"x": "\\ud83d\\ude00"}}', {"x": "\N{GRINNING FACE}"}),
     ],
 )
@@ -74,6 +74,7 @@ def test_calls_as_models_write_them(text: str, arguments: dict):
         '{"name": "f", "arguments": {"x": 1e400}}',
         '{"name": "f", "arguments": {"x": 1' + "0" * 5000 + "}}",
         '{"name": "f", "arguments": {"x": ' + "[" * 100_000 + "}}",
+        '{"name": "f", "arguments": {"x": "\\ud83d", "\\ude00": 1}}',
         '{"name": "f", "arguments": "a"}',
         '{"name": "f", "arguments": [1]}',
         '{"name": "f", "arguments": {}}}',
@@ -193,3 +194,57 @@ def test_messages_of_other_meaning_are_not():
 def test_malformed_messages_are_named(message: dict):
     with pytest.raises(TaskError, match=r"the message \{.*; give "):
         checked([message])
+
+
+NOT_JSON = [
+    '{"a": "\\ud800"}', '{"\\udc00": 1}', '{"a": NaN}', '{"a": [1e400]}', '{"a": {"b": -Infinity}}',
+    '{"a": ' + "[" * 300 + "]" * 300 + "}", '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}",
+    '{"a": ' + "9" * 5000 + "}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("given", NOT_JSON, ids=range(len(NOT_JSON)))
+def test_a_call_that_is_no_json_to_others_is_text(given: str):
+    """A lone surrogate in a call was an error 500, and failed the episode."""
+    for text, notation in (
+        (f'<tool_call>{{"name": "f", "arguments": {given}}}</tool_call>', "hermes"),
+        (f'{{"name": "f", "parameters": {given}}}', "llama"),
+    ):
+        assert parsed_answer(text, notation) == Answer(text, "", (), 1)
+
+
+def readable_by_all(text: str) -> None:
+    for notation in ("hermes", "llama", "none"):
+        answer = parsed_answer(text, notation)
+        message = message_of(answer, [f"c{place}" for place in range(len(answer.calls))])
+        assert canonical(message) == canonical(message)
+        if text == readable(text):
+            JSONResponse(message)
+
+
+@pytest.mark.parametrize("text", RUBBISH, ids=range(len(RUBBISH)))
+def test_rubbish_is_an_answer(text: str):
+    for form in (
+        "{}",
+        "<think>{}",
+        "<tool_call>{}",
+        '<tool_call>{{"name": "f", "arguments": {{"a": {}}}}}',
+        '{{"name": {}',
+    ):
+        readable_by_all(form.format(text))
+
+
+@given(drawn, st.recursive(st.floats() | st.text(st.characters(codec=None)), st.lists, max_leaves=9))
+def test_drawn_text_is_an_answer(text: str, value: Any):
+    call = json.dumps({"name": text, "arguments": {"a": value}})
+    for each in (text, f"<tool_call>{text}", f"<tool_call>{call}</tool_call>", call):
+        readable_by_all(each)
+
+
+def test_plain_json():
+    deep = "[" * MOST_LEVELS + "]" * MOST_LEVELS
+    assert is_plain(loads(deep)) and loads('["\\ud83d\\ude00", 1.5, null]') == ["😀", 1.5, None]
+    for text in (f"[{deep}]", "NaN", '"\\ud800"', "{", "[" * 100_000):
+        with pytest.raises(ValueError):
+            loads(text)
+    assert readable("a\ud800b😀") == "a\ufffdb😀"

@@ -36,7 +36,7 @@ class Guess(Task):
         number = prompt.info["number"]
         for turn in range(self._turns):
             guess = (await episode.generate(max_tokens=1)).text
-            if not guess.isdigit():
+            if not guess.isdecimal():  # "²" is a digit, and no number
                 return Reward(0.0, {"correct": 0.0, "guesses": turn + 1.0}, f"{guess!r} is no digit")
             if int(guess) == number:
                 return Reward(1 - turn / self._turns, {"correct": 1.0, "guesses": turn + 1.0})

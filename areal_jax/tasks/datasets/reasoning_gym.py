@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -74,15 +75,21 @@ class ReasoningGym(Task):
     def score(self, prompt: Prompt, completion: Completion) -> Reward:
         """Returns the data set's score of the answer, 0 to 1; 0 if the completion has no answer.
 
-        An exception of the data set's `score_answer` is not caught: the group then gets no reward.
+        An answer at which the data set's `score_answer` raises an exception is wrong. If it also raises one
+        at the data set's own answer, the exception is the task's.
         """
         answer = find_answer(completion.text)
         if not answer:
             return Reward(0.0, note="found no answer")
-        value = self._dataset().score_answer(answer, dict(prompt.info))
-        wanted = prompt.info["answer"]
+        wanted, data = prompt.info["answer"], self._dataset()
+        try:
+            value = float(data.score_answer(answer, dict(prompt.info)))
+        except Exception as error:  # noqa: BLE001 - the data sets parse answers in many ways
+            if isinstance(wanted, str):
+                data.score_answer(wanted, dict(prompt.info))
+            return Reward(0.0, note=f"found {answer:.{_NOTE_CHARS}}, which raises {type(error).__name__}")
         says = "" if wanted is None else f", wanted {wanted!s:.{_NOTE_CHARS}}"
-        return Reward(float(value), note=f"found {answer:.{_NOTE_CHARS}}{says}")
+        return Reward(value if math.isfinite(value) else 0.0, note=f"found {answer:.{_NOTE_CHARS}}{says}")
 
     def reference(self, prompt: Prompt) -> str:
         answer = prompt.info["answer"]

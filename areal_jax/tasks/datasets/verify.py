@@ -14,16 +14,16 @@ of a completion are read; an answer longer than ANSWER_CHARS is wrong.
 from __future__ import annotations
 
 import re
-import threading
-from functools import lru_cache
-from typing import Any
+import sys
+from importlib.util import find_spec
 
+from areal_jax.tasks.datasets.math_process import compared
 from areal_jax.tasks.errors import TaskError, import_extra
 
 TAIL_CHARS = 4_000
 ANSWER_CHARS = 300
-TIMEOUT_S = 5
-"""Time limit, in seconds, for parsing one answer and for comparing two answers (see `verify_math`)."""
+LIMIT_CPU_S = 3
+"""Limit on the CPU time, in whole seconds, in which an answer is read and compared."""
 
 _NOTE_CHARS = 60
 _BOXED = re.compile(r"\\boxed\s*\{")
@@ -32,28 +32,32 @@ _ANSWER_IS = re.compile(r"\banswer\s*(?:is|:|=)[\s:*]*([^\n]+?)(?=\.(?:\s|$)|\n|
 _IN_MATH = re.compile(r"\$|\\\(|\\\[")
 
 
-class VerifierError(Exception):
-    """Reading or comparing answers took longer than TIMEOUT_S: the reward is unknown, and not 0."""
-
-
 def verify_math(text: str, gold: str) -> tuple[bool, str]:
     """Returns whether the answer in `text` equals `gold` (LaTeX or a number), and a note that quotes both.
 
-    Text without a readable answer is wrong. Raises VerifierError if parsing or comparing takes longer than
-    TIMEOUT_S; TaskError if the gold answer cannot be read or math-verify is not installed; and any exception
-    of math-verify's algebra. The time limit works by signals: it cannot interrupt code such as the
-    computation of 9^(9^(9^9)), which ends only with the process. So give the process a deadline, as reward
-    workers have.
+    Whatever the text, it is scored: without a readable answer, or with one that takes more than LIMIT_CPU_S
+    to compare, it is wrong. Raises TaskError if the gold answer cannot be read or math-verify is not
+    installed, and VerifierError if the process that compares answers (`math_process`) cannot work.
     """
     wanted = f"wanted {gold:.{_NOTE_CHARS}}"
     answer = find_answer(text)
     if answer is not None and len(answer) > ANSWER_CHARS:
         return False, f"found an answer of {len(answer)} characters, {wanted}"
-    found = _read(_tail(text) if answer is None else answer)
-    if not found:
+    _require_math_verify()
+    asked = _delimited(_tail(text) if answer is None else answer)
+    said = compared(gold, asked, LIMIT_CPU_S)
+    if "gold" in said:
+        raise TaskError(
+            f"the gold answer {gold!r:.80} is not a number or LaTeX that math-verify reads ({said['gold']}); "
+            "correct the data"
+        )
+    if "problem" in said:
+        what = "an answer" if answer is None else _inside(answer)
+        return False, f"found {what}, which cannot be compared ({said['problem']}), {wanted}"
+    if not said["found"]:
         return False, f"found {'no answer' if answer is None else _inside(answer)}, {wanted}"
-    is_right = _is_same(_read_gold(gold), found)
-    return is_right, f"found {_inside(answer or _written(found))}, {wanted}"
+    # A formula is not converted to text, because the conversion may never end.
+    return said["is_right"], f"found {_inside(answer or said['written'] or 'a formula')}, {wanted}"
 
 
 def find_answer(text: str) -> str | None:
@@ -94,60 +98,14 @@ def _inside(answer: str) -> str:
     return (answer if boxed is None else boxed)[:_NOTE_CHARS] or "nothing"
 
 
-def _written(found: list[Any]) -> str:
-    """Returns the text in `found`, a result of `_read`; "a formula" if `found` contains no text.
-
-    A formula is not converted to text, because the conversion may never end.
-    """
-    return next((part for part in found if isinstance(part, str)), "a formula")
-
-
-@lru_cache(maxsize=64)
-def _read_gold(gold: str) -> tuple[Any, ...]:
-    wanted = _read(f"\\boxed{{{gold}}}")
-    if not wanted:
-        raise TaskError(
-            f"the gold answer {gold!r:.80} is not a number or LaTeX that math-verify reads; correct the data"
-        )
-    return tuple(wanted)
-
-
-def _read(answer: str) -> list[Any]:
-    """Returns what math-verify parses from an answer, the value and its text; [] if it finds nothing.
-
-    Raises VerifierError if parsing takes longer than TIMEOUT_S.
-    """
-    # math-verify reads LaTeX only in a box or between math delimiters.
+def _delimited(answer: str) -> str:
+    """Returns an answer with the delimiters or the box in which alone math-verify reads LaTeX."""
     if "\\" in answer and not answer.startswith("\\boxed") and not _IN_MATH.search(answer):
-        answer = f"${answer}$"
-    library = _math_verify()
-    try:
-        return library.parse(answer, parsing_timeout=_timeout_s(), raise_on_error=True)
-    except library.errors.TimeoutException as error:
-        raise VerifierError(
-            f"parsing {answer[-_NOTE_CHARS:]!r} took longer than {TIMEOUT_S} s; the group gets no reward"
-        ) from error
+        return f"${answer}$"
+    return answer
 
 
-def _is_same(wanted: tuple[Any, ...], found: list[Any]) -> bool:
-    library = _math_verify()
-    try:
-        return library.verify(list(wanted), found, timeout_seconds=_timeout_s(), raise_on_error=True)
-    except library.errors.TimeoutException as error:
-        raise VerifierError(
-            f"comparing the answer with {_written(list(wanted))!r:.80} took longer than {TIMEOUT_S} s; "
-            "the group gets no reward"
-        ) from error
-
-
-def _timeout_s() -> int | None:
-    """Returns math-verify's time limit in seconds; None (no limit) outside the main thread.
-
-    The limit uses alarm signals, which only the main thread can set; a reward worker scores in its main
-    thread.
-    """
-    return TIMEOUT_S if threading.current_thread() is threading.main_thread() else None
-
-
-def _math_verify() -> Any:
-    return import_extra("math_verify", "math answers are compared by math-verify", "tasks")
+def _require_math_verify() -> None:
+    """Raises TaskError if math-verify is not installed; it is not loaded here, but in `math_process`."""
+    if sys.modules.get("math_verify", sys) is None or find_spec("math_verify") is None:
+        import_extra("math_verify", "math answers are compared by math-verify", "tasks")
