@@ -288,14 +288,18 @@ def test_a_host_that_comes_back_goes_on_with_what_no_other_host_has_been_given()
     assert plane.handle(finished(3, 0)) == (e.Score(3, 0),)
 
 
-def test_a_host_may_come_back_with_a_group_that_the_journal_never_gave_to_any():
-    """After a power failure, the end of the journal may be gone; the group begins under its own version."""
-    plane, _ = plane_of()
-    plane.handle(e.HostJoined("a", 1))
+def test_a_host_goes_on_with_no_sample_that_the_journal_gave_to_none():
+    """After a power failure, the end of the journal may be gone; the group begins under a newer version."""
+    plane, _ = plane_of(a=2)
+    for member in range(2):
+        plane.handle(finished(0, member))
     plane.handle(e.HostLost("a", "silent"))
-    plane.handle(e.SampleFailed(SampleId(0, 0), "a", "late"))
-    back = plane.handle(e.HostJoined("a", 1, (SampleId(7, 0), SampleId(0, 5))))
-    assert back[0] == e.Cancel((SampleId(7, 0), SampleId(0, 5)), "a")
+    plane.handle(e.RewardFailed(0, 0, 0, "failed", "once"))  # its attempt 1 has not begun
+    held = SampleId(0, 0, 1), SampleId(7, 0), SampleId(1, 5)
+    assert plane.handle(e.HostJoined("a", 2, held))[:2] == (
+        e.Cancel(held, "a"),
+        e.Dispatch(ids(0, 1), "a", 0),
+    )
 
 
 def test_a_slow_reward_does_not_hold_up_dispatching():
