@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
+
 CONFIG = "config.yaml"
 """The resolved config; a run with this file as its config repeats the run."""
 JOURNAL = "journal.sqlite"
 BRANCH = "branch"
 """Key of the journal's header under which a branch records the run that it comes from."""
+CONFIG_DIGEST = "config"
+"""Key of the journal's header under which a run records the digest of its config.yaml."""
 CHECKPOINTS, EXPORTS = "checkpoints", "exports"
 """Subfolders of the run's folder, each with one folder per version."""
 SECRET_FILE = "launch/secret"
 """The secret that the processes of a launched run share; file mode 0600."""
+
+
+def config_digest(folder: Path) -> str:
+    """Returns a hash of the bytes of a run's config.yaml."""
+    return hashlib.blake2b((folder / CONFIG).read_bytes(), digest_size=8).hexdigest()
