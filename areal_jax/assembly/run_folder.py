@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 from areal_jax.types import ArealError
@@ -11,6 +12,8 @@ CONFIG = "config.yaml"
 JOURNAL = "journal.sqlite"
 BRANCH = "branch"
 """Key of the journal's header under which a branch records the run that it comes from."""
+CONFIG_DIGEST = "config"
+"""Key of the journal's header under which a run records the digest of its config.yaml."""
 CHECKPOINTS, EXPORTS = "checkpoints", "exports"
 """Subfolders of the run's folder, each with one folder per version."""
 SECRET_FILE = "launch/secret"
@@ -27,3 +30,8 @@ def make_folders(folder: Path, *names: str) -> None:
                 f"the run's folder {folder} cannot be made ({error.strerror}: {error.filename}); give "
                 "run.dir=FOLDER, a folder that you may write to"
             ) from None
+
+
+def config_digest(folder: Path) -> str:
+    """Returns a hash of the bytes of a run's config.yaml."""
+    return hashlib.blake2b((folder / CONFIG).read_bytes(), digest_size=8).hexdigest()

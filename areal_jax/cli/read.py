@@ -17,21 +17,32 @@ if TYPE_CHECKING:
     from areal_jax.observe.selection import Selection
     from areal_jax.observe.staleness import Staleness
 
+UNCHAINED = (
+    "without digests: the journal has none of its events, as an older version of areal-jax began it, so a "
+    "change that contradicts nothing else is not found"
+)
+
 Folder = Annotated[Path, typer.Argument(help="The run's folder.")]
 
 
 def audit(folder: Folder, json: AsJson = False) -> None:
-    """Check a run's invariants: each prompt is trained once, dropped for a reason, or still in flight."""
-    from areal_jax.runtime.reading import audit_run
+    """Check a run's invariants: each prompt is trained once, dropped for a reason, or still in flight.
+
+    Also whether the journal is whole, and whether metrics, checkpoints, exports and evaluations agree.
+    """
+    from areal_jax.runtime.reading import audit_run, open_journal
 
     result = audit_run(folder)
+    with open_journal(folder) as journal:
+        is_chained = journal.is_chained
     dropped = ", ".join(f"{n} {reason}" for reason, n in result.dropped.items()) or "none"
     lines = [
         f"groups trained {result.trained}, dropped {dropped}, in flight {result.in_flight}",
         *(f"violation: {violation}" for violation in result.violations),
+        *([] if is_chained else [UNCHAINED]),
         "ok" if result.ok else "NOT ok",
     ]
-    show(vars(result), json, lines)
+    show(vars(result) | {"chained": is_chained}, json, lines)
     if not result.ok:
         raise typer.Exit(1)
 

@@ -7,7 +7,7 @@ from typing import TextIO
 
 from areal_jax.assembly.devices import header
 from areal_jax.assembly.parts import open_inputs
-from areal_jax.assembly.run_folder import JOURNAL
+from areal_jax.assembly.run_folder import CONFIG_DIGEST, JOURNAL, config_digest
 from areal_jax.cluster.controller import Controller
 from areal_jax.cluster.meeting import connect
 from areal_jax.cluster.owner import Owner
@@ -43,4 +43,5 @@ def control(config: Config, folder: Path, stream: TextIO | None = None) -> RunRe
 def _journal(config: Config, folder: Path, token: str) -> SqliteQueue:
     if (folder / JOURNAL).exists():
         return SqliteQueue.open(folder / JOURNAL, owner=token)
-    return SqliteQueue.create(folder / JOURNAL, header(config), owner=token)
+    own = header(config) | {CONFIG_DIGEST: config_digest(folder)}
+    return SqliteQueue.create(folder / JOURNAL, own, owner=token)

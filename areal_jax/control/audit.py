@@ -27,6 +27,9 @@ BOUNDED = ("sync", "one_step", "pinned")
 ONE_VERSION = ("pinned", "drain")
 """Values of generation.on_update with which all tokens of a trajectory are of one version."""
 
+MALFORMED = (LookupError, TypeError, ValueError, AttributeError, AssertionError)
+"""What a changed event or action may make its readers raise."""
+
 Row = tuple[int, Event, Sequence[Action]]
 """(sequence number in the journal, event, actions that the control plane returned for the event)."""
 
@@ -51,11 +54,17 @@ def audit(config: Config, rows: Iterable[Row]) -> AuditResult:
     for seq, event, actions in rows:
         books.row = seq
         books.require(last is None or seq > last, f"follows row {last} in the journal, but rows must ascend")
+        books.require(
+            last is None or seq <= last + 1,
+            f"follows row {last} in the journal; the rows between are missing",
+        )
         last = seq
-        books.enter(event)
-        for action in actions:
-            books.enter(action)
-        books.require_cancelled()
+        try:
+            for record in (event, *actions):
+                books.enter(record)
+            books.require_cancelled()
+        except MALFORMED as error:
+            books.wrong(f"{type(event).__name__} has values that contradict the rows before it: {error!r}")
         # After a first difference the states differ too, and every later row would be reported again.
         if plane is not None and (difference := _difference(plane, event, actions)):
             books.wrong(difference)
@@ -72,8 +81,8 @@ def _difference(plane: ControlPlane, event: Event, actions: Sequence[Action]) ->
     """
     try:
         answered = plane.handle(event)
-    except ControlError as error:
-        return f"the control plane rejects this event when the journal is replayed: {error}"
+    except (ControlError, *MALFORMED) as error:
+        return f"the control plane rejects this event when the journal is replayed: {error!r}"
     if answered != tuple(actions):
         return f"replaying the journal gives the actions {answered}, but the journal records {tuple(actions)}"
     return ""

@@ -56,7 +56,7 @@ class MetricsWriter:
                 f"the metrics row of step {row.get('step')} lacks {', '.join(missing)}; "
                 "add every field of observe.metrics.REQUIRED where the row is made (runtime/rows.py)"
             )
-        plain = _plain(row)
+        plain = as_json(row)
         self._file.write(json.dumps(plain, allow_nan=False) + "\n")
         self._file.flush()
         step, scalars = int(plain["step"]), dict(_scalars(plain))
@@ -94,7 +94,7 @@ def rewrite(folder: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     aside = path.with_suffix(".jsonl.new")
     with aside.open("w", encoding="utf-8") as file:
         for row in rows:
-            file.write(json.dumps(_plain(row), allow_nan=False) + "\n")
+            file.write(json.dumps(as_json(row), allow_nan=False) + "\n")
         file.flush()
         os.fsync(file.fileno())
     os.replace(aside, path)
@@ -122,12 +122,12 @@ def read_objects(path: Path, remedy: str) -> list[dict[str, Any]]:
     return found
 
 
-def _plain(value: Any) -> Any:
+def as_json(value: Any) -> Any:
     """Returns the value as JSON types: one-element arrays become numbers, non-finite numbers None."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): as_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [as_json(item) for item in value]
     if hasattr(value, "item"):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):

@@ -33,7 +33,12 @@ def batch_figures(
 
 
 def reward_figures(groups: Sequence[Group]) -> dict[str, float]:
-    rewards = np.array([[t.reward for t in group.trajectories] for group in groups], float)
+    return figures_of_rewards([[t.reward for t in group.trajectories] for group in groups])
+
+
+def figures_of_rewards(of_groups: Sequence[Sequence[float | None]]) -> dict[str, float]:
+    """Return the figures on the rewards of groups, for each group those of its samples."""
+    rewards = np.array(of_groups, float)
     return {
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),

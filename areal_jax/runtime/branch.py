@@ -14,13 +14,14 @@ import jax
 
 from areal_jax.assembly.devices import header
 from areal_jax.assembly.parts import Parts, with_config
-from areal_jax.assembly.run_folder import BRANCH, CHECKPOINTS, JOURNAL
+from areal_jax.assembly.run_folder import BRANCH, CHECKPOINTS, CONFIG_DIGEST, JOURNAL, config_digest
 from areal_jax.config.loading import ConfigError, load_config, resolved
 from areal_jax.config.tree import Config
 from areal_jax.control.audit import audit
+from areal_jax.observe.metrics import rewrite
 from areal_jax.runtime.context import make_folder
 from areal_jax.runtime.jobs import RESUMABLE_KEYS, require_new
-from areal_jax.runtime.reading import with_steps_asked
+from areal_jax.runtime.reading import open_journal, with_steps_asked
 from areal_jax.runtime.reopened import Reopened, branch_record, differences_text
 from areal_jax.runtime.replay import Note, Replay, Replayed
 from areal_jax.trainer.checkpoint import Checkpointer
@@ -110,5 +111,8 @@ def _write(run: Reopened, config: Config, one: Replay, folder: Path) -> None:
     checkpointer.save(one.state, lambda version: None, config.runtime.deadline_s)
     checkpointer.close(config.runtime.deadline_s)
     record = branch_record(run, one.found.steps, one.last_seq)
-    run.journal.copy_until(one.last_seq, new / JOURNAL, header(config) | {BRANCH: record})
+    own = header(config) | {CONFIG_DIGEST: config_digest(new), BRANCH: record}
+    run.journal.copy_until(one.last_seq, new / JOURNAL, own)
+    with open_journal(new) as journal:
+        rewrite(new, (batch.metrics for batch in journal.events("BatchTrained")))
     new.rename(folder)

@@ -10,7 +10,7 @@ from areal_jax.assembly.devices import header, use_compilation_cache
 from areal_jax.assembly.gpus import gpu_environment, use_gpu_environment
 from areal_jax.assembly.memory_table import memory_table
 from areal_jax.assembly.parts import Parts, assemble, with_measured_layout
-from areal_jax.assembly.run_folder import JOURNAL
+from areal_jax.assembly.run_folder import CONFIG_DIGEST, JOURNAL, config_digest
 from areal_jax.config.loading import ConfigError, load_config, resolved
 from areal_jax.config.tree import Config
 from areal_jax.observe.waits import Timeline
@@ -62,7 +62,8 @@ def run_parts(parts: Parts, named: Config, stream: TextIO | None = None) -> RunR
     folder = named.run.folder
     require_new(folder)
     make_folder(named, folder)
-    with SqliteQueue.create(folder / JOURNAL, header(named)) as journal:
+    own = header(named) | {CONFIG_DIGEST: config_digest(folder)}
+    with SqliteQueue.create(folder / JOURNAL, own) as journal:
         return _train(parts, journal, folder, stream)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from areal_jax.assembly.run_folder import BRANCH, JOURNAL
@@ -34,6 +34,7 @@ from areal_jax.observe.staleness import FEWEST_SAMPLES, Staleness, Trained, stud
 from areal_jax.observe.svg import Figure, standalone
 from areal_jax.observe.waits import read_timelines
 from areal_jax.runtime.attempts import Attempts
+from areal_jax.runtime.folder_audit import FolderAudit
 from areal_jax.runtime.viewer import Late, Viewer, gates_in
 from areal_jax.tasks.source import WeightedTask
 from areal_jax.trajectories.sqlite import JournalError, SqliteQueue
@@ -89,10 +90,17 @@ def with_steps_asked(config: Config, folder: Path) -> Config:
 
 
 def audit_run(folder: Path) -> AuditResult:
-    """Check from the journal that the run kept its invariants; see `areal_jax.control.audit`."""
+    """Check that the run kept its invariants, and that its files and the journal's tables agree with them.
+
+    See `areal_jax.control.audit` and `areal_jax.runtime.folder_audit`.
+    """
+    config = load_config(folder / "config.yaml")
     with open_journal(folder) as journal:
-        rows = ((row.seq, row.event, row.actions) for row in journal.rows())
-        return audit(load_config(folder / "config.yaml"), rows)
+        of_folder = FolderAudit(folder, config, journal)
+        rows = of_folder.seen(journal.rows())
+        found = audit(config, ((row.seq, row.event, row.actions) for row in rows))
+        violations = [*found.violations, *of_folder.violations()]
+    return replace(found, ok=not violations, violations=violations)
 
 
 def find(journal: SqliteQueue) -> Found:

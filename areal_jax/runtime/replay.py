@@ -16,27 +16,35 @@ from pathlib import Path
 from typing import Any
 
 from areal_jax.assembly.parts import Parts, assemble, with_config, with_steps
+from areal_jax.assembly.run_folder import CHECKPOINTS
 from areal_jax.config.tree import Config
 from areal_jax.control import events as e
+from areal_jax.control.audit import MALFORMED
+from areal_jax.control.errors import ControlError
 from areal_jax.control.machine import ControlPlane
-from areal_jax.control.reward_gate import paid
+from areal_jax.control.reward_gate import Gates, paid
 from areal_jax.episodes.conversation import Conversation
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.kept_turns import KeptTurns
 from areal_jax.generation.regenerate import Finished, Regenerator
+from areal_jax.observe.metrics import REQUIRED
 from areal_jax.observe.waits import Timeline
 from areal_jax.runtime.compute_choice import recorded_choice
 from areal_jax.runtime.differences import Comparison, Difference, name_of, same
+from areal_jax.runtime.reading import audit_run
 from areal_jax.runtime.recovery import Journaled
 from areal_jax.runtime.reopened import Reopened, reopened
-from areal_jax.runtime.trainer_loop import batch_again, train_batch
+from areal_jax.runtime.rows import RowMaker
+from areal_jax.runtime.trainer_loop import MACHINE, batch_again, train_batch
 from areal_jax.trainer.state import TrainState
 from areal_jax.trajectories.codec import digest_of
 from areal_jax.trajectories.journal import JournalError, Row, with_rewards
 from areal_jax.trajectories.paths import spans_of
 from areal_jax.trajectories.sqlite import SqliteQueue
 from areal_jax.types import Group, PolicyVersion, SampleId, Trajectory, VersionedParams
-from areal_jax.weights.store import wire_copy
+from areal_jax.weights.digest import leaf_digests
+from areal_jax.weights.staged import checked_manifest
+from areal_jax.weights.store import StagedError, wire_copy
 
 Sampled = e.SampleFinished | e.TurnFinished
 """The events that come with tokens, which a replay generates again."""
@@ -93,6 +101,9 @@ def replay_run(run: Reopened, until: int | None, note: Note) -> Replayed:
         one.run(until)
     except Difference as difference:
         one.found.difference = str(one.earliest(difference))
+    if until is None and not one.found.difference:
+        # What nothing is computed from: counts of events, other files of the folder, the journal's end.
+        one.found.difference = next(iter(audit_run(run.folder).violations), "")
     return one.found
 
 
@@ -106,7 +117,7 @@ class Replay:
         """What was compared, and the number of the last event that was replayed."""
         self.parts = assemble(first.config)
         self.state: TrainState = self.parts.first_state()
-        self._journal, self._note = run.journal, note
+        self._folder, self._journal, self._note = run.folder, run.journal, note
         self._control = ControlPlane(run.config)
         self._compared = Comparison(first.config.wire_dtype)
         self._stretch, self._later = first, list(run.stretches[1:])
@@ -124,12 +135,21 @@ class Replay:
         """The episodes of open groups, with the trajectories that were generated again."""
         self._members: dict[SampleId, Trajectory] = {}
         self._scored: dict[tuple[int, int], e.RewardScored] = {}
+        self._rows = self._make_rows()
+        self._is_counted = True
+        """Whether `_rows` has seen what the process counted that made the next row of metrics."""
+        self._has_reissued = any(True for _ in run.journal.events("VersionReissued"))
+        """Whether the run itself trained versions to other bits, so that checkpoints may have either."""
         self._last_needed = _last_needed(run.journal)
 
     def run(self, until: int | None) -> None:
         """Replays the first `until` batches, or all of them; raises Difference for the first difference."""
         self._compare_header(self._stretch.header)
         for row in self._journal.rows():
+            if row.seq != self.last_seq + 1:
+                raise Difference(
+                    f"event {row.seq} follows event {self.last_seq}; the events between are missing"
+                )
             if self._later and row.seq > self._later[0].after:
                 self._stretch = self._later.pop(0)
                 self._use(with_config(self.parts, self._stretch.config))
@@ -137,6 +157,7 @@ class Replay:
             self._compare_actions(row)
             if not is_stale:
                 self._follow(row, batch)
+            self._rows.see(row.event, row.actions)
             self.last_seq = row.seq
             if until is not None and self.found.steps >= until:
                 break
@@ -162,6 +183,7 @@ class Replay:
             case e.RunResumed(steps, stored):
                 self._use(with_steps(self.parts, steps))
                 self._compare_header(stored)
+                self._rows, self._is_counted = self._make_rows(), False
             case e.TurnAdded(sample):
                 prompt = self.parts.prompt_tokens(sample.ordinal)
                 self._conversations.setdefault(sample, Conversation(prompt)).add(row.event)
@@ -239,11 +261,47 @@ class Replay:
         choice = recorded_choice(self.parts.config, event.metrics)
         again = batch_again(parts.config, parts.learner, event.step, groups, choice)
         self.state, value, metrics = train_batch(parts.config, parts.learner, self.state, again, self._clock)
-        Journaled(batch, event.digest, "", event.metrics, 0).compare(self._compared, metrics, value.digest)
+        figures = self._figures(event, groups, batch.gates, metrics)
+        Journaled(batch, event.digest, "", event.metrics, 0).compare(self._compared, figures, value.digest)
+        self._compare_checkpoint(value.version)
         self._publish(value, seq)
         self._forget()
         self.found.steps += 1
         self._note(f"step {event.step}: {self.found.samples} samples, digest {value.digest}")
+
+    def _compare_checkpoint(self, version: PolicyVersion) -> None:
+        """Compares the train state, and not only its parameters, with the checkpoint of this version."""
+        path = self._folder / CHECKPOINTS / str(version)
+        if self._compared.is_bounded or self._has_reissued or not path.exists():
+            return
+        try:
+            stored = checked_manifest(path).leaves
+        except StagedError as error:
+            raise Difference(str(error)) from None
+        for name, digest in leaf_digests(self.state).items():
+            same(f"checkpoint {version}", name, stored.get(name), digest)
+
+    def _make_rows(self) -> RowMaker:
+        parts, tasks = self.parts, tuple(self.parts.tasks)
+        task_of = lambda ordinal: parts.prompts.place(ordinal)[0]  # noqa: E731
+        has_episodes = bool(parts.workflows)
+        return RowMaker(dict, (), 0.0, tasks, task_of, parts.config.control, has_episodes=has_episodes)
+
+    def _figures(
+        self, event: e.BatchTrained, groups: tuple[Group, ...], gates: Gates, trained: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Returns all figures of a step's row that can be computed again; `trained`: those of the update."""
+        own = self._rows.of_journal(event.step, groups, gates)
+        is_counted, self._is_counted = self._is_counted, True
+        if MACHINE not in event.metrics:  # an older version of areal-jax made the row, maybe in another way
+            return dict(trained)
+        if missing := [
+            name for name in REQUIRED if name in own.keys() | trained if name not in event.metrics
+        ]:
+            raise Difference(f"step {event.step}, {missing[0]}: the journal has no such metric")
+        counted = {name for name in own if not is_counted and name.partition("/")[0] in RowMaker.COUNTED}
+        rest = {name: value for name, value in own.items() if name not in counted}
+        return {"params_digest": event.digest, **rest, **trained}
 
     def _group(self, ordinal: int, attempt: int) -> Group:
         size = self.parts.config.algorithm.group_size
@@ -285,7 +343,12 @@ class Replay:
     # --- comparing ------------------------------------------------------------------------------------------
 
     def _compare_actions(self, row: Row) -> None:
-        actions = tuple(self._control.handle(row.event))
+        try:
+            actions = tuple(self._control.handle(row.event))
+        except (ControlError, *MALFORMED) as error:
+            raise Difference(
+                f"event {row.seq} ({type(row.event).__name__}): the control plane rejects it: {error!r}"
+            ) from None
         if actions != row.actions:
             raise Difference(
                 f"event {row.seq} ({type(row.event).__name__}): the journal has the actions {row.actions}, "

@@ -80,6 +80,12 @@ class RowMaker:
     row then has figures of episodes.
     """
 
+    COUNTED = (
+        "interruptions", "moved_samples", "failed_rewards", "dropped", "dropped_by_reason",
+        "reissued_by_reason", "tool_calls", "calls_in_doubt", "failed_episodes",
+    )  # fmt: skip
+    """Figures that a process counts from the events that it handled itself, also those with /TASK."""
+
     def __init__(
         self,
         take_totals: Totals,
@@ -137,16 +143,14 @@ class RowMaker:
         """
         now = time.monotonic()
         span, self._last_s = max(now - self._last_s, 1e-9), now
+        of_journal = self.of_journal(step, groups, gates)
         generated = sum(host.generated_tokens for host in self._hosts)
         new_tokens, self._generated = generated - self._generated, generated
         totals = self._take_totals()
         gaps = [gap for host in self._hosts for gap in _taken(host)]
-        row = {
-            "step": step,
-            "version": step + 1,
+        return {
+            **of_journal,
             "wall_s": now - self._zero_s,
-            **batch_figures(step, groups, gates, oldest_trained(self._control, step)),
-            **self._task_figures(groups),
             "generated_tokens": new_tokens,
             "generate_tokens_per_s": self._rate(new_tokens / span),
             "train_tokens_per_s": trained["trained_tokens"] / span,
@@ -156,19 +160,33 @@ class RowMaker:
             "move_share": self._share_of("move", totals),
             **_control_shares(totals),
             "decode_gap_p99_s": float(np.quantile(gaps, 0.99)) if gaps else 0.0,
+            **self._host_counts(),
+            "params_digest": digest,
+            "clip_share": 0.0,
+            **trained,
+        }
+
+    def of_journal(self, step: int, groups: Sequence[Group], gates: Gates = ()) -> dict[str, Any]:
+        """Return the figures of the row that follow from the journal's events and the batch's groups.
+
+        Resets the counts for the next row. `groups`: as in `make`; if empty, only counts are returned.
+        """
+        of_groups: dict[str, Any] = {}
+        if groups:
+            of_groups = batch_figures(step, groups, gates, oldest_trained(self._control, step))
+            of_groups |= self._task_figures(groups) | self._episode_figures(groups)
+        row = {
+            "step": step,
+            "version": step + 1,
+            **of_groups,
             "interruptions": self._interruptions,
             "moved_samples": self._moved,
-            **self._host_counts(),
-            **self._episode_figures(groups),
             "failed_rewards": self._failed.total(),
             "dropped": self._dropped.total(),
             "dropped_by_reason": dict(self._dropped),
             "reissued_by_reason": dict(self._reissued),
             "failures_by_cause": dict(self._failures_by_cause),
             "dropped_by_cause": dict(self._dropped_by_cause),
-            "params_digest": digest,
-            "clip_share": 0.0,
-            **trained,
         }
         self._interruptions = self._moved = 0
         for counter in (

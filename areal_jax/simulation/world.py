@@ -652,8 +652,10 @@ class World:
         self._is_reward_up = True
         state, (orphans, self._orphans) = self.control.state, (self._orphans, set())
         scoring = [group for group in state.groups.values() if group.stage == "scoring"]
-        self._core.act(e.Score(group.ordinal, group.attempt) for group in scoring)
-        self._core.act(e.Rerun(sample) for sample in sorted(orphans) if state.is_open(sample))
+        again: list[Action] = [e.Score(group.ordinal, group.attempt) for group in scoring]
+        again += [e.Rerun(sample) for sample in sorted(orphans) if state.is_open(sample)]
+        for event, payload in self._core.act(again):
+            self.deliver(event, payload)
 
     def _give_up(self, reason: str) -> NoReturn:
         waits, row = "; ".join(self.control.waits()), len(self._journal.rows)

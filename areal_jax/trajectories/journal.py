@@ -66,7 +66,14 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(blob: bytes) -> Any:
-    return msgpack.unpackb(blob, strict_map_key=False)
+    """Returns the values that `pack` turned into `blob`; raises JournalError for other bytes."""
+    try:
+        return msgpack.unpackb(blob, strict_map_key=False)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise JournalError(
+            f"the journal has {len(blob)} bytes that are no values ({error}); it was damaged or changed, so "
+            "restore it from a backup"
+        ) from error
 
 
 def _plain(value: Any) -> Any:

@@ -16,6 +16,8 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from hashlib import blake2b
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +56,12 @@ _TABLES = (
     "PRIMARY KEY (ordinal, attempt)) WITHOUT ROWID",
     "CREATE TABLE snapshots (seq INTEGER PRIMARY KEY, state BLOB NOT NULL)",
 )
+_CHAIN = "CREATE TABLE chain (seq INTEGER PRIMARY KEY, digest BLOB NOT NULL)"
+"""One row for each transaction: the number of its last event, and a digest of its events and of the row
+before; the first one is of event 0 and the header. Older versions of areal-jax made no such table.
+"""
 _OWNER = "CREATE TABLE IF NOT EXISTS owner (token TEXT NOT NULL)"
+_LINKED = "SELECT seq, wall_s, kind, event, actions FROM events WHERE seq > ? AND seq <= ? ORDER BY seq"
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +82,8 @@ class SqliteQueue:
         self._guard = threading.RLock()
         self.header: dict[str, Any] = unpack(self._one("SELECT value FROM header")[0])
         """Values on which the bits of the run's results depend, stored when the journal was created."""
+        self.is_chained = bool(self._all("SELECT 1 FROM sqlite_master WHERE name = 'chain'"))
+        """Whether digests of all events are stored beside them; not by older versions of areal-jax."""
 
     @classmethod
     def create(cls, path: str | Path, header: dict[str, Any], owner: str | None = None) -> SqliteQueue:
@@ -134,14 +143,13 @@ class SqliteQueue:
         Raises TypeError for a value that is not made of numbers, text, lists and dicts.
         """
         with self._guard, self._transaction(durable) as db:
-            wall_s, last = time.time(), self.last_seq
+            wall_s, last, linked = time.time(), self.last_seq, []
             for seq, entry in enumerate(entries, last + 1):
                 event, payload = entry.event, entry.trajectory
                 kind, values = to_wire(event)
                 actions = pack([to_wire(action) for action in entry.actions])
-                db.execute(
-                    "INSERT INTO events VALUES (?, ?, ?, ?, ?)", (seq, wall_s, kind, pack(values), actions)
-                )
+                linked.append((seq, wall_s, kind, pack(values), actions))
+                db.execute("INSERT INTO events VALUES (?, ?, ?, ?, ?)", linked[-1])
                 if payload is not None:
                     ordinal, member, attempt = payload.sample
                     row = (ordinal, attempt, member, encode(payload))
@@ -150,6 +158,8 @@ class SqliteQueue:
                 if isinstance(event, RewardScored):
                     row = (event.ordinal, event.attempt, pack([event.rewards, event.parts, event.notes]))
                     db.execute("INSERT OR IGNORE INTO rewards VALUES (?, ?, ?)", row)
+            if self.is_chained and linked:
+                _link(db, linked)
             return last + len(entries)
 
     def snapshot(self, seq: int, state: dict[str, Any]) -> None:
@@ -250,6 +260,45 @@ class SqliteQueue:
             return None
         return from_wire("RewardScored", [ordinal, attempt, *unpack(found[0][0])], EVENTS)
 
+    def rewards(self) -> dict[tuple[int, int], RewardScored]:
+        """Returns (ordinal, attempt) -> the stored rewards, for every group that was scored."""
+        found = self._all("SELECT ordinal, attempt, scored FROM rewards")
+        return {
+            (ordinal, attempt): self._known("RewardScored", [ordinal, attempt, *unpack(scored)], EVENTS)
+            for ordinal, attempt, scored in found
+        }
+
+    def payloads(self) -> Iterator[tuple[SampleId, bytes]]:
+        """Yields the sample and the encoded trajectory of every stored trajectory."""
+        statement = "SELECT ordinal, member, attempt FROM trajectories"
+        of_one = "SELECT payload FROM trajectories WHERE ordinal = ? AND member = ? AND attempt = ?"
+        for sample in self._all(statement):
+            for (payload,) in self._all(of_one, sample):  # none if it was deleted meanwhile
+                yield SampleId(*sample), payload
+
+    def snapshots(self) -> dict[int, dict[str, Any]]:
+        """Returns number of the last event -> state, for every stored snapshot."""
+        return {seq: unpack(state) for seq, state in self._all("SELECT seq, state FROM snapshots")}
+
+    def broken_link(self) -> str:
+        """Returns where the stored digests first contradict header or events; "" if nowhere, or without."""
+        if not self.is_chained:
+            return ""
+        ends = "SELECT (SELECT max(seq) FROM events), (SELECT max(seq) FROM chain)"
+        ((last, linked),) = self._all(ends)
+        chain = self._all("SELECT seq, digest FROM chain WHERE seq <= ? ORDER BY seq", (linked,))
+        ((header,),) = self._all("SELECT value FROM header")
+        if chain[:1] != [(0, _digest_of(b"", [(0, header)]))]:
+            return "the journal's header was changed after it was written: its digest differs"
+        for (before, digest), (seq, own) in pairwise(chain):
+            if own != _digest_of(digest, self._all(_LINKED, (before, seq))):
+                return (
+                    f"events {before + 1} to {seq} were changed after they were written: their digest differs"
+                )
+        if (last or 0) != linked:
+            return f"the journal ends with event {last or 0}, but digests were written up to event {linked}"
+        return ""
+
     def copy_until(self, seq: int, path: Path, header: dict[str, Any]) -> None:
         """Writes to `path` a journal with this header and the events up to number `seq`.
 
@@ -272,6 +321,7 @@ class SqliteQueue:
                 db.execute("ATTACH DATABASE ? AS source", (f"{self.path.absolute().as_uri()}?mode=ro",))
                 db.execute("BEGIN IMMEDIATE")
                 db.execute("INSERT INTO events SELECT * FROM source.events WHERE seq <= ?", (seq,))
+                _link(db, db.execute(_LINKED, (0, seq)).fetchall())
                 for table, keys, more in (
                     ("trajectories", samples, " AND member = ?"),
                     ("rewards", scored, ""),
@@ -351,10 +401,22 @@ def _make(path: Path, header: dict[str, Any]) -> None:
         for statement in _TABLES:
             db.execute(statement)
         db.execute("INSERT INTO header VALUES (?)", (pack(header),))
+        db.execute(_CHAIN)
+        db.execute("INSERT INTO chain VALUES (0, ?)", (_digest_of(b"", [(0, pack(header))]),))
         db.execute(f"PRAGMA application_id = {APPLICATION}")
         db.execute(f"PRAGMA user_version = {FORMAT}")
         db.execute("COMMIT")
     unfinished.rename(path)
+
+
+def _link(db: sqlite3.Connection, rows: Sequence[tuple[Any, ...]]) -> None:
+    """Stores the digest of the rows of `events` that a transaction has written."""
+    ((before,),) = db.execute("SELECT digest FROM chain ORDER BY seq DESC LIMIT 1")
+    db.execute("INSERT INTO chain VALUES (?, ?)", (rows[-1][0], _digest_of(before, rows)))
+
+
+def _digest_of(before: bytes, rows: Sequence[tuple[Any, ...]]) -> bytes:
+    return blake2b(before + pack(rows), digest_size=16).digest()
 
 
 def _connect(path: Path, mode: str) -> sqlite3.Connection:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -70,7 +70,7 @@ def to_plain(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in named}
 
 
-def combine(leaves: dict[str, str]) -> str:
+def combine(leaves: Mapping[str, str]) -> str:
     # Sorted, so that a tree and the flat map of its leaves in a manifest have the same digest.
     text = "\n".join(f"{name}={value}" for name, value in sorted(leaves.items()))
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

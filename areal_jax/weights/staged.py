@@ -229,6 +229,16 @@ def read_manifest(path: Path) -> Manifest:
     return Manifest(found["leaves"], found["files"], found["about"])
 
 
+def checked_manifest(path: Path) -> Manifest:
+    """Returns the manifest in a version's folder, which names the folder's files with their sizes and sums.
+
+    Raises StagedError if the manifest or a file is missing or damaged. A chunk of a leaf may have other data.
+    """
+    manifest = read_manifest(path)
+    _require_files(path, manifest)
+    return manifest
+
+
 def described(what: str, leaves: Mapping[str, str], shardings: Any) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns leaf path -> sharding, and shape and dtype, which are read from the digests `leaves`.
 
@@ -273,9 +283,8 @@ def fetch(path: Path, like: Any, is_part: bool = False) -> Callable[[], Any]:
     plain = to_plain(like)
     try:
         with together(f"{path}: read", DEADLINE_S):
-            manifest = read_manifest(path)
+            manifest = checked_manifest(path)
             _require_leaves(path, manifest, plain, is_part)
-            _require_files(path, manifest)
             found = _restore(path, plain)
     except DisagreementError as error:
         raise StagedError(
