@@ -16,6 +16,12 @@ import numpy as np
 PolicyVersion = int
 """0 for the initial weights, +1 per trained batch, even if the gradient was zero."""
 
+WALL_PER_CPU = 4
+"""Seconds of wall time that are allowed for each second of a limit on CPU time.
+
+A limit on CPU time means the same on a busy machine; the one on wall time ends what sleeps.
+"""
+
 EQUAL_WITHIN = 1e-6
 """Rewards that differ by at most this fraction of the largest one are equal: they differ by rounding, since
 the order of a sum, such as (0.1 + 0.2) + 0.3, changes its last bits.

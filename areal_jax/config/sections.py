@@ -556,8 +556,9 @@ class RuntimeConfig(Section):
     reward_workers: int = Field(default=1, ge=1)
     """Number of processes that score groups."""
     reward_timeout_s: float = Field(default=30.0, gt=0)
-    """Time limit for scoring a group, in seconds. When it passes, the worker process is killed, and the group
-    is generated again, or dropped at its second failure.
+    """Limit on the CPU time of a reward worker for scoring a group, in seconds, which is the same on a busy
+    machine; the limit on wall time is four times as long. Beyond either the worker process is killed, and the
+    group is generated again, or dropped at its second failure.
     """
     redis: str | None = None
     """Address of the Redis server that carries messages between a run's processes: redis://host:port/number.

@@ -12,10 +12,11 @@ def python(
 ) -> dict[str, Any]:
     """Runs the Python program `source`, with the input `stdin`, without network and without files of its own.
 
-    `seconds`: limit on its wall time; `memory_bytes`: maximum address space of each process. Returns outcome
-    (ok | error | timed_out | out_of_memory | too_much_output), exit_code, stdout and stderr: a program that
-    fails or exceeds a limit is a result. Nothing of a call stays, so `Episode.tool` may have
-    is_idempotent=True. Raises SandboxError if the sandbox does not work on this machine.
+    `seconds`: limit on its CPU time, of which wall time may be four times; `memory_bytes`: maximum address
+    space of each process. Returns outcome (ok | error | timed_out | out_of_memory | too_much_output),
+    exit_code, stdout and stderr: a program that fails or exceeds a limit is a result. Nothing of a call
+    stays, so `Episode.tool` may have is_idempotent=True. Raises SandboxError if the sandbox does not work on
+    this machine.
     """
     require_sandbox()
     ran = run_python(source, stdin=stdin, limits=Limits(seconds=seconds, memory_bytes=memory_bytes))

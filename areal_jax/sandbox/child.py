@@ -34,6 +34,8 @@ _LIFELINE = 3
 """File descriptor of the lifeline, a pipe that closes when the process that started the sandbox ends."""
 
 _PR_SET_DUMPABLE = 4
+_ENDS = signal.SIGALRM, signal.SIGXCPU
+"""Signals by which limits on time end process 1; the kernel discards those that it does not handle."""
 _LINE_BYTES = 1 << 24
 _MADE_OF_ITEMS = {"tuple": tuple, "set": set, "frozenset": frozenset, "bytes": bytes, "dict": dict}
 
@@ -106,7 +108,8 @@ def main() -> None:
         os._exit(code if code >= 0 else 128 - code)
     ask_read, ask_write = os.pipe()
     reply_read, reply_write = os.pipe()
-    if _fork() == 0:
+    child = _fork()
+    if child == 0:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the tests come on descriptor 0
         os.dup2(2, 1)  # and the results go out on descriptor 1
         os.close(ask_write)
@@ -116,7 +119,7 @@ def main() -> None:
     os.close(reply_write)
     verdicts = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # tests may print
-    run_tests(json.load(sys.stdin), Answer(ask_write, reply_read), verdicts)
+    run_tests(json.load(sys.stdin), Answer(ask_write, reply_read, child), verdicts)
     os._exit(0)
 
 
@@ -129,7 +132,8 @@ def _fork() -> int:
     child = os.fork()
     if child == 0:
         os.close(_LIFELINE)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        for number in _ENDS:
+            signal.signal(number, signal.SIG_DFL)
     else:
         _thread.start_new_thread(lambda: os._exit(len(os.read(_LIFELINE, 1))), ())
     return child
@@ -151,10 +155,13 @@ def _limit(job: dict[str, Any]) -> None:
             "prctl(PR_SET_DUMPABLE) failed, so no code is run; the container's seccomp profile must allow it"
         )
         raise OSError(ctypes.get_errno(), message)
-    signal.signal(signal.SIGALRM, lambda *_: os._exit(128 + signal.SIGALRM))
+    for number in _ENDS:
+        signal.signal(number, lambda number, _: os._exit(128 + number))
     signal.alarm(job["alarm"])  # ends the sandbox if its parent does not
     for name, value in job["limits"].items():
-        resource.setrlimit(getattr(resource, name), (value, value))
+        # At the hard limit on CPU time the kernel sends SIGKILL, which does not say why.
+        hard = value + 1 if name == "RLIMIT_CPU" else value
+        resource.setrlimit(getattr(resource, name), (value, hard))
 
 
 # --- the answer as a program ------------------------------------------------------------------------------
@@ -246,7 +253,9 @@ def _find(name: str, names: dict[str, Any]) -> Any:
 class Answer:
     """Sends requests to the answer's process and reads the replies, over two pipes."""
 
-    def __init__(self, questions: int, replies: int) -> None:
+    def __init__(self, questions: int, replies: int, process: int) -> None:
+        """`questions`, `replies`: the pipes' file descriptors; `process`: the id of the answer's process."""
+        self._process = process
         self._questions = os.fdopen(questions, "w", encoding="utf-8")
         self._replies = os.fdopen(replies, encoding="utf-8", errors="replace")
 
@@ -266,6 +275,7 @@ class Answer:
         except BrokenPipeError:
             reply = ""
         if not reply:
+            self._end_if_out_of_time()
             raise RuntimeError("the answer ended its process")
         reply = json.loads(reply)
         if "error" not in reply:
@@ -276,6 +286,12 @@ class Answer:
             with contextlib.suppress(TypeError):  # UnicodeError and the like take more than a message
                 error = kind(reply["message"])
         raise error
+
+    def _end_if_out_of_time(self) -> None:
+        """Ends the sandbox as the answer's process ended, if that had no CPU time left."""
+        process, self._process = self._process, 0
+        if process and os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGXCPU:
+            os._exit(128 + signal.SIGXCPU)
 
 
 class Remote:

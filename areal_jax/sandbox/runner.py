@@ -36,6 +36,7 @@ from typing import Any, Literal
 from areal_jax.sandbox import child as sandboxed
 from areal_jax.sandbox.errors import SandboxError
 from areal_jax.sandbox.seccomp import seccomp_filter
+from areal_jax.types import WALL_PER_CPU
 
 Outcome = Literal["ok", "error", "timed_out", "out_of_memory", "too_much_output"]
 
@@ -62,7 +63,7 @@ class Limits:
     """Limits of one run of a program in the sandbox."""
 
     seconds: float = 4.0
-    """Limit on wall time, with the sandbox's start; rounded up, also the limit on a process's CPU time."""
+    """Limit on the CPU time of a process, rounded up; WALL_PER_CPU times as much is that on wall time."""
     memory_bytes: int = 512 << 20
     """Maximum address space of each process."""
     processes: int = 16
@@ -149,7 +150,8 @@ def _run(source: str, stdin: str, limits: Limits, *, has_tests: bool) -> Ran:
             os.close(lifeline_read)
         with process:
             try:
-                verdict, out, err = _watch(process, start_s + limits.seconds, limits.output_bytes)
+                deadline_s = start_s + WALL_PER_CPU * limits.seconds
+                verdict, out, err = _watch(process, deadline_s, limits.output_bytes)
             finally:
                 _end(process, info_read)
     return _result(process.returncode, verdict, out, err, time.monotonic() - start_s)
@@ -219,7 +221,7 @@ def _job(limits: Limits, source_fd: int, lifeline_fd: int, has_tests: bool) -> d
         "lifeline_fd": lifeline_fd,
         "has_tests": has_tests,
         "uid": random.SystemRandom().choice(_TRANSIENT_UIDS),
-        "alarm": math.ceil(limits.seconds + _GRACE_S),
+        "alarm": math.ceil(WALL_PER_CPU * limits.seconds + _GRACE_S),
         "limits": {
             "RLIMIT_CPU": math.ceil(limits.seconds),
             "RLIMIT_AS": limits.memory_bytes,

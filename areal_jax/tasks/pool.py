@@ -20,7 +20,7 @@ from areal_jax.tasks.errors import TaskError
 from areal_jax.tasks.scoring import GROUP, Outcome, failed
 from areal_jax.tasks.task import Task
 from areal_jax.tasks.worker import EXIT_0, LOAD_DEADLINE_S, WorkerContext, portable, score_blob, start_worker
-from areal_jax.types import Completion, Prompt
+from areal_jax.types import WALL_PER_CPU, Completion, Prompt
 
 _LAUNCHES = 3
 """Number of process pools that are tried for a group; if each pool breaks, scoring the group fails."""
@@ -49,8 +49,9 @@ class RewardPool:
     def __init__(self, tasks: Mapping[str, Task], workers: int, timeout_s: float) -> None:
         """`tasks`: name -> task, where a prompt's field `task` is the name; `workers`: number of processes.
 
-        `timeout_s`: time limit in seconds for scoring one group; the time in the queue does not count. Raises
-        TaskError if a task cannot be pickled.
+        `timeout_s`: seconds of CPU time that a worker has for one group; on a busy machine they take longer,
+        so it has WALL_PER_CPU times as many seconds of wall time. Raises TaskError if a task cannot be
+        pickled.
         """
         self._blob = portable(tasks)
         self._workers = workers
@@ -149,7 +150,8 @@ class RewardPool:
             self._report(job, failed(job.ordinal, job.attempt, GROUP, message))
             return
         try:
-            future = pool.schedule(score_blob, (job.ordinal, job.attempt, blob), timeout=self._timeout_s)
+            given = job.ordinal, job.attempt, blob, self._timeout_s
+            future = pool.schedule(score_blob, given, timeout=WALL_PER_CPU * self._timeout_s)
         except RuntimeError:  # the pool has just broken: the next round of `_own` replaces it
             return
         future.add_done_callback(partial(self._done, job))
@@ -160,21 +162,29 @@ class RewardPool:
         try:
             outcome = future.result(timeout=0)
         except TimeoutError:
-            message = (
-                f"scoring the group took longer than {self._timeout_s:g} s; raise runtime.reward_timeout_s, "
-                "or make the task's score faster"
-            )
-            outcome = RewardFailed(job.ordinal, job.attempt, GROUP, "timed_out", message)
+            outcome = self._timed_out(job, f"{WALL_PER_CPU * self._timeout_s:g} s")
         except ProcessExpired as error:
-            message = f"the reward worker died while it scored the group: {_describe_exit(error.exitcode)}"
-            cause = "infrastructure" if error.exitcode < 0 else "task"
-            outcome = failed(job.ordinal, job.attempt, GROUP, message, cause)
+            outcome = self._died(job, error.exitcode)
         except (BrokenProcessPool, CancelledError):
             return  # still pending: `_again` schedules it on the next pool
         except Exception as error:  # noqa: BLE001 - pebble could not send or receive; counted as failed
             message = f"no result from the reward worker: {error!r}"
             outcome = failed(job.ordinal, job.attempt, GROUP, message, "infrastructure")
         self._report(job, outcome)
+
+    def _timed_out(self, job: _Job, limit: str) -> RewardFailed:
+        message = (
+            f"scoring the group took longer than {limit}; raise runtime.reward_timeout_s, or make the task's "
+            "score faster"
+        )
+        return RewardFailed(job.ordinal, job.attempt, GROUP, "timed_out", message)
+
+    def _died(self, job: _Job, code: int) -> RewardFailed:
+        """Returns the outcome of a group with a worker that ended: by an exit status, or a signal (< 0)."""
+        if code == -signal.SIGXCPU:
+            return self._timed_out(job, f"{self._timeout_s:g} s of CPU time")
+        message = f"the reward worker died while it scored the group: {_describe_exit(code)}"
+        return failed(job.ordinal, job.attempt, GROUP, message, "infrastructure" if code < 0 else "task")
 
     def _report(self, job: _Job, outcome: Outcome) -> None:
         if self._pending.pop(id(job), None) is not None and not self._closed.is_set():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.machinery
+import math
 import os
 import resource
 import signal
@@ -62,12 +63,17 @@ def start_worker(parent: int, blob: bytes) -> None:
     signal.alarm(0)
 
 
-def score_blob(ordinal: int, attempt: int, blob: bytes) -> Outcome:
+def score_blob(ordinal: int, attempt: int, blob: bytes, limit_cpu_s: float) -> Outcome:
     """Scores `blob`, a cloudpickled (prompt, completions), with this worker's tasks; returns the outcome.
 
-    The outcome repeats `ordinal`, the prompt's place in the run's order, and `attempt`, the number of times
-    that its group was sampled again.
+    SIGXCPU ends the worker if it takes more than `limit_cpu_s` seconds of CPU time. The outcome repeats
+    `ordinal`, the prompt's place in the run's order, and `attempt`, the number of times that its group was
+    sampled again.
     """
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    limit_s = math.ceil(used.ru_utime + used.ru_stime + limit_cpu_s)
+    resource.setrlimit(resource.RLIMIT_CPU, (limit_s if hard < 0 else min(limit_s, hard), hard))
     if "problem" in _WORKER:
         return failed(ordinal, attempt, GROUP, _WORKER["problem"])
     try:

@@ -14,7 +14,7 @@ import pytest
 
 from areal_jax.sandbox import runner
 from areal_jax.sandbox.errors import SandboxError
-from areal_jax.sandbox.runner import Limits, require_sandbox, run_python
+from areal_jax.sandbox.runner import Limits, require_sandbox, run_python, run_tests
 from areal_jax.tasks.pool import RewardPool
 from areal_jax.tasks.task import Task
 from areal_jax.types import Completion, Prompt
@@ -321,7 +321,20 @@ def test_a_daemon_does_not_survive_its_program():
 
 def test_processor_time_is_limited_where_the_clock_is_not_yet_over():
     source = "import resource; print(*resource.getrlimit(resource.RLIMIT_CPU))"
-    assert printed(source, seconds=PATIENT.seconds + 0.5) == "121 121\n"
+    assert printed(source, seconds=PATIENT.seconds + 0.5) == "121 122\n"
+
+
+def test_a_program_that_only_waits_has_more_time_than_one_that_computes():
+    """As on a busy machine, where a right answer takes longer; the limit is one on CPU time."""
+    ran = run_python("import time; time.sleep(1.5); print('done')", limits=Limits(seconds=1.0))
+    assert (ran.outcome, ran.stdout) == ("ok", "done\n")
+
+
+@pytest.mark.parametrize("where", ["answer", "test"])
+def test_computing_without_end_in_tests_is_timed_out_too(where: str):
+    source, code = ("def f():\n while True: pass", "f()") if where == "answer" else ("", "while True: pass")
+    ran = run_tests(source, [{"code": "1"}, {"code": code}], Limits(seconds=1.0))
+    assert (ran.outcome, ran.stdout) == ("timed_out", "{}\n")
 
 
 class Stuck(Task):

@@ -42,11 +42,20 @@ def _hang() -> None:
         pass
 
 
+def _compute_and_sleep() -> float:
+    end_s = time.process_time() + 0.6
+    while time.process_time() < end_s:
+        pass
+    time.sleep(0.6)
+    return 1.0
+
+
 DEEDS: dict[str, Callable[..., object]] = {
     "pid": lambda: float(os.getpid()),
     "has_jax": lambda: float("jax" in sys.modules),
     "raise": lambda: 1 / 0,
     "loop": _hang,
+    "busy": _compute_and_sleep,
     "sleep": lambda: time.sleep(1e9),
     "exit": lambda: os._exit(3),
     "exit_0": lambda: os._exit(0),
@@ -116,8 +125,18 @@ def test_a_group_past_its_deadline_is_timed_out_and_its_worker_is_dead(
     assert time.monotonic() - start_s >= TIMEOUT_S
     assert (late.outcome, late.member) == ("timed_out", GROUP)
     assert "reward_timeout_s" in late.message
+    if deed == "sleep":
+        assert "longer than 4 s;" in late.message
     assert_ends(before, "worker")
     assert scored(hasty, "one") == 1.0
+
+
+def test_each_group_has_the_whole_limit_on_cpu_time(hasty: RewardPool):
+    """A score that sleeps for longer than the limit is no reason to kill; nor are the groups before it."""
+    for _ in range(3):
+        (outcome,) = ask(hasty, "busy")
+        # Of three groups of 0.6 s each, a limit that counts them together would end the second.
+        assert isinstance(outcome, RewardScored) or "4 s; raise" in outcome.message, outcome
 
 
 def test_what_a_killed_score_had_started_dies_with_it(hasty: RewardPool, tmp_path: Path):

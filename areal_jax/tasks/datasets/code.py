@@ -16,7 +16,7 @@ from areal_jax.sandbox import child as sandboxed
 from areal_jax.sandbox.runner import Limits, Ran, require_sandbox, run_python, run_tests
 from areal_jax.tasks.datasets.jsonl import JsonLines
 from areal_jax.tasks.errors import TaskError
-from areal_jax.types import Completion, Prompt, Reward
+from areal_jax.types import WALL_PER_CPU, Completion, Prompt, Reward
 
 _BLOCK = re.compile(r"```(?:python3?|py)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _PASSED = ""
@@ -56,9 +56,10 @@ class Code(JsonLines):
     ) -> None:
         """Give either `path`, the JSONL file, or `data_dir`, a folder with exactly one `<split>*.jsonl`.
 
-        `test_timeout_s` limits one run of the answer, in seconds: one test with stdin, or all calls, or all
-        asserts. No run starts later than `timeout_s` seconds after the sample's first run, so scoring a group
-        of G samples takes at most G * (timeout_s + test_timeout_s): runtime.reward_timeout_s must be longer.
+        `test_timeout_s` limits the CPU time of one run of the answer, in seconds: one test with stdin, or all
+        calls, or all asserts. Its wall time may be four times as long. No run starts later than 4 timeout_s
+        seconds after the sample's first run, so scoring a group of G samples takes at most
+        4 G (timeout_s + test_timeout_s): the limit on wall time, 4 runtime.reward_timeout_s, must be longer.
         `memory_mib` limits the address space of each process, in MiB.
         """
         if test_timeout_s <= 0 or timeout_s <= 0 or memory_mib < 64:
@@ -97,11 +98,11 @@ class Code(JsonLines):
     def _judge_programs(self, source: str, inputs: Sequence[str], outputs: Sequence[str]) -> list[str]:
         """Runs the answer once per test, with stdin from `inputs`; returns each test's failure, "" if passed.
 
-        After a test that timed out, or after `timeout_s` seconds in all, the remaining tests do not run; they
-        fail for that reason.
+        After a test that timed out, or after WALL_PER_CPU * `timeout_s` seconds in all, the remaining tests
+        do not run; they fail for that reason.
         """
         problems = []
-        end_s = time.monotonic() + self._timeout_s
+        end_s = time.monotonic() + WALL_PER_CPU * self._timeout_s
         for given, wanted in zip(inputs, outputs, strict=True):
             if time.monotonic() > end_s:
                 problems.append(

@@ -328,3 +328,22 @@ def test_groups_are_scored_in_the_reward_pool(task: Code):
     assert isinstance(outcome, RewardScored)
     assert outcome.rewards == (1.0, 0.0, 0.0)
     assert outcome.notes[1] == "1 of 2 tests; test 2: expected 0, got 5"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "\0",
+        "\ud800",
+        "(" * 10_000,
+        "def add(a, b): return '\\ud800'",
+        "def add(a, b): return 10**5000",
+        "def add(a, b):\n    found = []\n    for _ in range(490): found = [found]\n    return found",
+        "def add(a, b): return {frozenset([1]): float('nan')}",
+        "def add(a, b): raise UnicodeDecodeError('x', b'', 0, 1, '')",
+        "import os\ndef add(a, b): os.write(1, b'\\xff'); os._exit(0)",
+    ],
+)
+def test_whatever_the_policy_writes_is_scored(task: Code, source: str):
+    reward = score(task, CALLS, fenced(source))
+    assert reward.value == 0.0 and reward.note.encode()
