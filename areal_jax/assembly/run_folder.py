@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from areal_jax.config.loading import load_config
+from areal_jax.config.tree import Config
 from areal_jax.types import ArealError
 
 CONFIG = "config.yaml"
@@ -35,3 +37,10 @@ def make_folders(folder: Path, *names: str) -> None:
 def config_digest(folder: Path) -> str:
     """Returns a hash of the bytes of a run's config.yaml."""
     return hashlib.blake2b((folder / CONFIG).read_bytes(), digest_size=8).hexdigest()
+
+
+def run_config(folder: Path) -> Config:
+    """Returns the config of the run in `folder`. Raises ArealError if it is not a run's folder."""
+    if not (folder / CONFIG).is_file():
+        raise ArealError(f"{folder} is not a run's folder: it has no {CONFIG}; give the folder of a run")
+    return load_config(folder / CONFIG)

@@ -187,7 +187,7 @@ def report(
     ] = None,
 ) -> None:
     """Write the run's report.html again; works while the run is in progress, too."""
-    from areal_jax.config.loading import load_config
+    from areal_jax.assembly.run_folder import run_config
     from areal_jax.observe.lanes import timeline_zoom
     from areal_jax.runtime.reading import write_report, write_timeline
 
@@ -195,4 +195,4 @@ def report(
         write_timeline(folder, timeline)
     if zoom is not None:
         write_timeline(folder, zoom, timeline_zoom)
-    typer.echo(f"report: {write_report(folder, load_config(folder / 'config.yaml'))}")
+    typer.echo(f"report: {write_report(folder, run_config(folder))}")

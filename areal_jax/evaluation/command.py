@@ -16,7 +16,7 @@ from typing import Any
 from areal_jax.assembly.committed import committed_params
 from areal_jax.assembly.devices import host_mesh, use_compilation_cache
 from areal_jax.assembly.gpus import use_gpu_environment
-from areal_jax.assembly.run_folder import JOURNAL
+from areal_jax.assembly.run_folder import JOURNAL, run_config
 from areal_jax.assembly.sources import RANDOM, open_source
 from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
@@ -85,7 +85,7 @@ def _eval_run(
 ) -> dict[str, Any]:
     if holder(folder / JOURNAL) is not None:
         os.nice(NICE)  # before jax makes its threads: they inherit it
-    trained = load_config(folder / "config.yaml")
+    trained = run_config(folder)
     config = load_config(_base_of(trained), *words)
     settings, asked = make_settings(config), held_out(config.tasks)
     use_gpu_environment(config)

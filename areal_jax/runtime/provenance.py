@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from areal_jax.config.loading import load_config
+from areal_jax.assembly.run_folder import run_config
 from areal_jax.config.tree import Config
 from areal_jax.control import events as e
 from areal_jax.generation.sampling import GENERATOR, sample_key
@@ -71,7 +71,7 @@ def provenance(folder: Path, name: str, token: int) -> Provenance:
     `token`: its index in the sample, prompt included. Raises ArealError if the journal does not have the
     sample, or if the token was not sampled.
     """
-    sample, config = sample_id(name), load_config(folder / "config.yaml")
+    sample, config = sample_id(name), run_config(folder)
     with open_journal(folder) as journal:
         one = journal.trajectory(sample)
         _require_sampled(one, token)

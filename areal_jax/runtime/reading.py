@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from areal_jax.assembly.run_folder import BRANCH, JOURNAL
-from areal_jax.config.loading import load_config
+from areal_jax.assembly.run_folder import BRANCH, JOURNAL, run_config
 from areal_jax.config.tree import Config
 from areal_jax.control.audit import AuditResult, audit
 from areal_jax.control.events import (
@@ -94,7 +93,7 @@ def audit_run(folder: Path) -> AuditResult:
 
     See `areal_jax.control.audit` and `areal_jax.runtime.folder_audit`.
     """
-    config = load_config(folder / "config.yaml")
+    config = run_config(folder)
     with open_journal(folder) as journal:
         of_folder = FolderAudit(folder, config, journal)
         rows = of_folder.seen(journal.rows())
@@ -239,7 +238,7 @@ def view_sample(folder: Path, name: str) -> SampleView:
     Raises ArealError if the journal does not have the sample; the message says if its group was dropped, and
     why.
     """
-    sample, config = sample_id(name), load_config(folder / "config.yaml")
+    sample, config = sample_id(name), run_config(folder)
     with open_journal(folder) as journal:
         try:
             return Viewer(journal, config).view(sample)

@@ -10,12 +10,11 @@ from typing import Any
 
 from areal_jax.assembly.devices import header, use_compilation_cache, use_virtual_cpus
 from areal_jax.assembly.gpus import use_gpu_environment
-from areal_jax.assembly.run_folder import BRANCH, CONFIG
+from areal_jax.assembly.run_folder import BRANCH, run_config
 from areal_jax.config.loading import load_config, make_config, resolved
 from areal_jax.config.tree import Config
 from areal_jax.runtime.reading import open_journal
 from areal_jax.trajectories.sqlite import SqliteQueue
-from areal_jax.types import ArealError
 
 IN_MEMORY = ("weights.backend=memory",)
 """The setting of each replay, which is one process."""
@@ -78,10 +77,7 @@ def reopened(folder: Path) -> Iterator[Reopened]:
 
     Raises ArealError if `folder` is not a run's folder.
     """
-    path = folder / CONFIG
-    if not path.exists():
-        raise ArealError(f"{folder} is not a run's folder: it has no {CONFIG}; give the folder of a run")
-    config = load_config(path)
+    config = run_config(folder)
     use_gpu_environment(config)
     use_compilation_cache()
     with open_journal(folder) as journal:

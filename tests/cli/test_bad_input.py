@@ -105,9 +105,9 @@ def test_a_yaml_that_is_none(tmp_path):
 
 def test_folders_that_are_no_runs(tmp_path):
     assert "is not a run's folder" in fails("resume", str(tmp_path))
-    for verb in (["audit"], ["report"]):
-        assert str(tmp_path) in fails(*verb, str(tmp_path))
-    assert str(tmp_path) in fails("inspect", str(tmp_path), "1/2")
+    assert str(tmp_path) in fails("audit", str(tmp_path))
+    for verb, *words in (["report"], ["inspect", "1/2"], ["replay"], ["bundle", "--step=1"]):
+        assert f"{tmp_path} is not a run's folder" in fails(verb, str(tmp_path), *words)
 
 
 def test_a_run_folder_that_cannot_be_made_is_named(tmp_path):
