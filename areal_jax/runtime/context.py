@@ -19,6 +19,7 @@ from areal_jax.config.loading import to_yaml
 from areal_jax.config.tree import Config
 from areal_jax.control.events import BatchTrained
 from areal_jax.control.machine import ControlPlane
+from areal_jax.observe.busy_watch import BusyWatch
 from areal_jax.observe.live import View, make_view
 from areal_jax.observe.metrics import MetricsWriter, read_rows, rewrite
 from areal_jax.observe.waits import Timeline
@@ -43,6 +44,8 @@ class RunContext:
     timeline: Timeline
     history: Sequence[BatchTrained]
     """The batches that the run trained before this process started, in order, each with its metrics row."""
+    watch: BusyWatch
+    """Names what the thread of the control plane is stuck in, such as a task's code."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ def open_context(
     with (
         closing(view),
         closing(MetricsWriter(folder, config.observe.tensorboard, wandb)) as metrics,
+        closing(BusyWatch("the control plane", view.note)) as watch,
     ):
         if control.state.version >= 0:
             for key, value in header(config).items():
@@ -96,7 +100,7 @@ def open_context(
                     f"all {config.run.steps} steps of this run (run.steps) are trained already; "
                     "to train more, resume the run with a larger run.steps"
                 )
-        yield RunContext(config, folder, journal, control, view, metrics, timeline, history)
+        yield RunContext(config, folder, journal, control, view, metrics, timeline, history, watch)
 
 
 def write_result(folder: Path, inputs: Inputs) -> RunResult:

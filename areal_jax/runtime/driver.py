@@ -50,6 +50,7 @@ class Driver:
         self.control = context.control
         self.choice = ComputeChoice(context.config, (batch.metrics for batch in context.history))
         """Plans the batches for the endpoint `train`."""
+        self._watch = context.watch
         self._core = DriverCore(context.config, context.control, context.journal, inputs, rows, endpoints)
         self._placed_s = time.monotonic()
         self._trained = deque((batch.step + 1, batch.ordinals) for batch in context.history)
@@ -57,8 +58,9 @@ class Driver:
     def handle(self, incoming: Sequence[Incoming]) -> None:
         """Decide on the events, record the decisions in the journal, then send out the actions."""
         while incoming:
-            entries = self.record(incoming)
-            incoming = self._core.act(action for entry in entries for action in entry.actions)
+            with self._watch.piece():
+                entries = self.record(incoming)
+                incoming = self._core.act(action for entry in entries for action in entry.actions)
 
     def start(self, version: PolicyVersion, digest: str) -> None:
         """Record that the run starts or, if its journal has events, resumes.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from areal_jax.config.loading import make_config
+from areal_jax.control import events as e
 from areal_jax.runtime.driver import Driver
 from areal_jax.weights.staged import MANIFEST
 
@@ -35,3 +37,27 @@ def test_trajectories_stay_while_a_resume_or_inspect_may_need_them(
     driver._trained = deque((version, (2 * version - 2, 2 * version - 1)) for version in (1, 2, 3))
     driver._forget_trained()
     assert found == forgotten
+
+
+def test_what_follows_from_events_is_recorded_in_turn_while_the_thread_is_watched():
+    """Prompts are read while actions are sent, so a row that blocks is named; then failures are recorded."""
+    driver, done = object.__new__(Driver), []
+    state = SimpleNamespace(is_watched=False)
+
+    @contextmanager
+    def piece():
+        state.is_watched = True
+        yield
+        state.is_watched = False
+
+    def act(actions):
+        done.append((list(actions), state.is_watched))
+        return [(e.PromptFailed(0, 0, "bad"), None)] if len(done) == 1 else []
+
+    driver._watch = SimpleNamespace(piece=piece)
+    driver._core = SimpleNamespace(act=act)
+    driver.record = lambda incoming: [
+        SimpleNamespace(actions=[type(event).__name__]) for event, _ in incoming
+    ]
+    driver.handle([(e.PlacementDue(), None)])
+    assert done == [(["PlacementDue"], True), (["PromptFailed"], True)]
