@@ -15,9 +15,11 @@ from areal_jax.cluster.controller import TRAINER, Controller
 from areal_jax.cluster.membership import Member, Membership
 from areal_jax.cluster.payloads import Posted
 from areal_jax.cluster.reward_placement import PlacedGroups, PlacedWorkflows
+from areal_jax.config.loading import make_config
 from areal_jax.control import events as e
 from areal_jax.control.state import GroupState, HostState, State
 from areal_jax.episodes.conversation import Conversation
+from areal_jax.runtime.recovery import Journaled
 from areal_jax.trajectories.codec import encode
 from areal_jax.types import SampleId, VersionSpan
 from tests.trajectories.journals import finished
@@ -212,6 +214,25 @@ def test_a_host_that_outlived_an_epoch_counts_as_holding_its_version(digest: str
     # It may hold a version of which the commit is not journaled yet.
     controller._ready(Member(HELLO, 0.0), m.Ready("host-0", "first", "epoch", 4, version=5, digest="newer"))
     assert controller._early == [(e.HostAdopted("host-0", 5, "newer"), None)]
+
+
+def test_a_restarted_trainer_is_sent_the_steps_with_which_a_batch_was_trained(monkeypatch):
+    """The learning rate may depend on the run's number of steps, which a resume has changed since."""
+    one = Journaled(e.Train(3, (6, 7), (0, 0)), "digest", "published", {"loss": 0.5}, 40, True)
+    trainer = Member(m.Hello("trainer", TRAINER, "first", "machine", 1), 0.0)
+    controller = bare_controller()
+    controller._membership = Membership({TRAINER: trainer})
+    controller._journaled, controller._shares_prompts = [one], True
+    controller._held = SimpleNamespace(put_back=lambda groups: None)
+    controller._out, controller._config = defaultdict(list), make_config({})
+    controller._inputs = controller._journal = None
+    monkeypatch.setattr(controlling, "journaled_groups", lambda *_: ())
+    monkeypatch.setattr(controlling, "plan_groups", lambda *_: SimpleNamespace(to_wire=lambda: "plan"))
+    controller._catch_up(3)
+    (sent,) = controller._out[trainer.mailbox]
+    command = m.from_plain(msgpack.unpackb(msgpack.packb(sent)))
+    assert command.payload["plan"] == "plan"
+    assert Journaled(command.action, *command.payload["journaled"]) == one
 
 
 def test_a_group_goes_to_the_reward_process_with_the_fewest_and_to_another_when_that_is_lost():

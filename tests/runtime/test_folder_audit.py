@@ -63,7 +63,7 @@ def changed(folder: Path, change: Change, is_chained: bool = False) -> list[str]
     with sqlite3.connect(folder / "journal.sqlite") as db:
         change(db)
         if not is_chained:
-            db.execute("DROP TABLE chain")
+            db.execute("DROP TABLE IF EXISTS chain")
     return audit_run(folder).violations
 
 
