@@ -109,7 +109,7 @@ def test_an_asynchronous_run_interrupts_mixes_ages_and_audits_clean(finished):
     assert sum(row["interruptions"] for row in rows) > 0
     for name in ("effective_token_share", "effective_sequence_share"):
         assert 1 / 200 < min(row[name] for row in rows) < 1 - 1e-9
-        assert max(row[name] for row in rows) <= 1 + 1e-6
+        assert max(row[name] for row in rows) <= 1 + 1e-5  # float32 sums over up to a thousand tokens
     selection = groups_trained(finished)
     assert [(each.fate, each.finished, each.unfinished) for each in selection.fates] == [("trained", 32, 0)]
     assert (selection.gaps, selection.alarms) == ((), ())
