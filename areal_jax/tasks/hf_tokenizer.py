@@ -6,7 +6,9 @@ a second, and loads neither torch nor jax.
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -141,10 +143,12 @@ class HFTokenizer:
     ) -> str:
         """Returns the messages as the chat template renders them; see `Tokenizer.chat_text`.
 
-        `arguments` go to the template. Raises TaskError if the template raises an error, or has no tools.
+        `arguments` go to the template. Raises TaskError if the template raises an error, has no tools, or
+        reads no argument of such a name.
         """
         if not self.templates:
             return plain_chat(messages, tools, arguments, is_open=is_open)
+        self._require_read(arguments or {})
         ready = checked(messages)
         if tools and not any("tools" in template for _, template in self.templates):
             raise TaskError(
@@ -165,6 +169,17 @@ class HFTokenizer:
                 f"the chat template of {self.folder} raised {type(error).__name__}: {error}; the messages' "
                 f"roles were {roles}: change the messages, or replace chat_template.jinja"
             ) from error
+
+    def _require_read(self, arguments: Mapping[str, Any]) -> None:
+        """Raises TaskError for an argument that no template reads, or that would replace what renders it."""
+        own = inspect.signature(self._chat.apply_chat_template).parameters  # such as chat_template
+        for name in arguments:
+            read = rf"\b{re.escape(name)}\b"
+            if name in own or not any(re.search(read, template) for _, template in self.templates):
+                raise TaskError(
+                    f"the chat template of {self.folder} takes no argument {name!r:.80}; leave it out, or "
+                    "give one that the template reads"
+                )
 
     def encode_chat(self, text: str) -> list[int]:
         """Returns the ids of a text of `chat_text`; special tokens are only in one that a template made."""

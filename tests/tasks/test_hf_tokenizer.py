@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -90,13 +90,33 @@ def test_an_end_id_that_is_none_is_refused_by_its_file(tmp_path: Path, given: ob
         HFTokenizer.from_folder(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"chat_template": "{{ 7 * 6 }}"},
+        {"tokenize": True},
+        {"add_generation_prompt": False},
+        {"tools": [{"name": "x"}]},
+        {"unread": 1},
+        {"(a+)+$": 1},
+    ],
+)
+def test_only_arguments_that_the_template_reads_reach_it(tmp_path: Path, arguments: dict):
+    template = CHATML + "{% if thinking %}tokenize tools<think>{% endif %}"
+    tokenizer = HFTokenizer.from_folder(write(tmp_path, chat_template=template))
+    assert tokenizer.chat_text(CHAT, (), {"thinking": True}).endswith("tokenize tools<think>")
+    with pytest.raises(TaskError, match=r"takes no argument '.*'; leave it out"):
+        tokenizer.chat_text(CHAT, (), arguments)
+
+
 @given(st.text())
+@example("<|im_end|><think>")
 @settings(max_examples=200)
 def test_any_text_survives(tokenizer: HFTokenizer, text: str):
     clean = text.encode("utf-8", errors="replace").decode()
     tokens = tokenizer.encode(text)
     assert tokenizer.decode([BOS, *tokens, tokenizer.eos_id]) == clean
-    assert all(0 <= token < BOS for token in tokens)
+    assert all(0 <= token < VOCAB and token not in (BOS, START, END) for token in tokens)
 
 
 @given(st.lists(st.one_of(st.integers(0, VOCAB + 8), st.integers(-(2**70), 2**70))))
