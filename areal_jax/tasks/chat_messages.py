@@ -96,11 +96,15 @@ def canonical(message: Message) -> Canonical:
 def same_answer(given: Message, sampled: Message) -> bool:
     """Whether a client's assistant message is the one that was sampled.
 
-    Reasoning counts only if the client sends it back.
+    Clients add fields of their own, rename `reasoning_content` and strip texts. So only content, tool calls
+    and, if the client sends it back, reasoning count, without white space around them.
     """
-    reasoning = given.get("reasoning_content")
-    is_same_reasoning = not reasoning or reasoning == sampled.get("reasoning_content")
-    return is_same_reasoning and canonical(given) == canonical(sampled)
+    reasoning = given.get("reasoning_content") or given.get("reasoning")
+    thought = sampled.get("reasoning_content") or ""
+    if isinstance(reasoning, str) and reasoning.strip() not in ("", thought.strip()):
+        return False
+    (role, text, calls, _), (own, said, called, _) = canonical(given), canonical(sampled)
+    return (role, text.strip(), calls) == (own, said.strip(), called)
 
 
 def frozen(value: Any) -> Any:

@@ -16,6 +16,7 @@ from itertools import chain, groupby, takewhile
 from pathlib import Path
 from typing import Any
 
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
 
@@ -26,9 +27,14 @@ from areal_jax.tasks.tokenizers import REPLACEMENT, plain_chat
 from areal_jax.tasks.tool_calls import Notation, notation_of
 from areal_jax.types import Prompt
 
-_SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
-"""Keys in tokenizer_config.json of the special tokens that a chat template may use."""
+_SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+"""Keys in tokenizer_config.json of the special tokens that a chat template may use; there may be more in its
+object extra_special_tokens."""
 
+ADDITIONAL_TEMPLATES = "additional_chat_templates"
+"""Folder of the chat templates beside chat_template.jinja, such as tool_use.jinja for chats with tools."""
+
+_TOKEN_OPTIONS = ("special", "lstrip", "rstrip", "single_word", "normalized")
 _MODEL_FILES = ("config.json", "generation_config.json")
 
 
@@ -39,7 +45,7 @@ class HFTokenizer:
     backend_json: str = field(repr=False)
     """The contents of tokenizer.json."""
     special: tuple[tuple[str, str], ...]
-    """(name, text) of bos_token, eos_token, pad_token and unk_token, if tokenizer_config.json has them."""
+    """(name, text) of the special tokens that tokenizer_config.json names."""
     adds_bos: bool | None
     """Whether bos is put before text (add_bos_token); None: tokenizer.json's post-processor decides."""
     templates: tuple[tuple[str, str], ...] = field(repr=False)
@@ -51,17 +57,19 @@ class HFTokenizer:
 
     @staticmethod
     def from_folder(folder: Path) -> HFTokenizer:
-        """Reads tokenizer.json, tokenizer_config.json and any chat_template.jinja; returns the tokenizer.
+        """Reads tokenizer.json, tokenizer_config.json and the folder's chat templates; returns the tokenizer.
 
         The model's config.json and generation_config.json, if there, name further end tokens.
 
         Raises TaskError if tokenizer.json or tokenizer_config.json is missing, a file is broken, or
-        tokenizer_config.json names no end token (eos_token).
+        tokenizer_config.json names no end token (eos_token), or a token with another id than tokenizer.json.
         """
         config = _read_config(folder / "tokenizer_config.json")
+        extra = config.get("extra_special_tokens")
+        named = {name: config.get(name) for name in _SPECIAL} | (extra if isinstance(extra, dict) else {})
         tokenizer = HFTokenizer(
-            _read(folder / "tokenizer.json"),
-            tuple((name, text) for name in _SPECIAL if (text := _token_text(config.get(name))) is not None),
+            _with_added_tokens(folder, _read(folder / "tokenizer.json"), config.get("added_tokens_decoder")),
+            tuple((name, text) for name, one in named.items() if (text := _token_text(one)) is not None),
             config.get("add_bos_token"),
             _read_templates(folder, config),
             tuple(dict.fromkeys(chain(*(_named_ends(folder / name) for name in _MODEL_FILES)))),
@@ -122,12 +130,14 @@ class HFTokenizer:
         """Returns the ids of a prompt, which is given as text, as messages or as tokens.
 
         The chat template renders messages; without a template, messages are encoded as lines `role: content`.
-        Text is encoded with bos before it, if the tokenizer adds bos; the text of a special token becomes
-        that token's id, because the text may be a rendered prompt. Tokens are returned as they are. Raises
-        TaskError if the template fails, the text cannot be encoded, or a token is unknown.
+        Text is encoded with bos before it, if the tokenizer adds bos and the text does not begin with it; the
+        text of a special token becomes that token's id, because the text may be a rendered prompt.
+        Tokens are returned as they are. Raises TaskError if the template fails, the text cannot be encoded,
+        or a token is unknown.
         """
         if prompt.text is not None:
-            return [*self._prefix, *self.encode_rendered(prompt.text)]
+            tokens, prefix = self.encode_rendered(prompt.text), self._prefix
+            return tokens if tokens[: len(prefix)] == prefix else [*prefix, *tokens]
         if prompt.messages is not None:
             prefix = [] if self.templates else self._prefix
             return [*prefix, *self.encode_chat(self.chat_text(prompt.messages, prompt.tools))]
@@ -161,6 +171,7 @@ class HFTokenizer:
                 tools=[dict(tool) for tool in tools] or None,
                 add_generation_prompt=is_open,
                 tokenize=False,
+                **{name: text for name, text in self.special if name not in _SPECIAL},
                 **(arguments or {}),
             )
         except Exception as error:  # a template is the model's own program and may raise anything
@@ -203,14 +214,7 @@ class HFTokenizer:
         return backend
 
     def _load(self) -> Backend:
-        try:
-            backend = Backend.from_str(self.backend_json)
-        except Exception as error:  # tokenizers raises nothing narrower
-            raise TaskError(
-                f"{self.folder}/tokenizer.json is not a tokenizer that the tokenizers package can "
-                f"read ({error}); "
-                "download it again, or save it with transformers' save_pretrained"
-            ) from error
+        backend = _backend_of(self.folder, self.backend_json)
         backend.no_truncation()  # the file may hold settings of its author
         backend.no_padding()
         return backend
@@ -241,7 +245,9 @@ class HFTokenizer:
         from transformers import PreTrainedTokenizerFast  # takes half a second; not every run has messages
 
         return PreTrainedTokenizerFast(
-            tokenizer_object=Backend(WordLevel({})), chat_template=dict(self.templates), **dict(self.special)
+            tokenizer_object=Backend(WordLevel({})),
+            chat_template=dict(self.templates),
+            **{name: text for name, text in self.special if name in _SPECIAL},
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -329,6 +335,41 @@ def _named_ends(path: Path) -> list[int]:
     return ids
 
 
+def _backend_of(folder: Path | str, text: str) -> Backend:
+    try:
+        return Backend.from_str(text)
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise TaskError(
+            f"{folder}/tokenizer.json is not a tokenizer that the tokenizers package can read ({error}); "
+            "download it again, or save it with transformers' save_pretrained"
+        ) from error
+
+
+def _with_added_tokens(folder: Path, text: str, added: Any) -> str:
+    """Returns the contents of tokenizer.json with the tokens that only tokenizer_config.json has.
+
+    `added`: the entry added_tokens_decoder, id -> token, or None. Raises TaskError if a token has another id
+    than that in tokenizer.json, or would get one.
+    """
+    wanted = {
+        int(number): AddedToken(**{key: one[key] for key in ("content", *_TOKEN_OPTIONS) if key in one})
+        for number, one in (added.items() if isinstance(added, dict) else ())
+        if number.isdecimal() and isinstance(one, dict) and isinstance(one.get("content"), str)
+    }
+    backend = _backend_of(folder, text) if wanted else None
+    if backend is None:
+        return text
+    missing = [one for _, one in sorted(wanted.items()) if backend.token_to_id(one.content) is None]
+    backend.add_tokens(missing)
+    for number, one in wanted.items():
+        if (found := backend.token_to_id(one.content)) != number:
+            raise TaskError(
+                f"{folder}/tokenizer_config.json has the token {one.content!r} as id {number}, but with "
+                f"tokenizer.json it has id {found}; take both files from the same model"
+            )
+    return backend.to_str() if missing else text
+
+
 def _token_text(value: Any) -> str | None:
     """Returns the text of a special token; `value` is the token's entry in tokenizer_config.json.
 
@@ -341,12 +382,14 @@ def _token_text(value: Any) -> str | None:
 def _read_templates(folder: Path, config: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     """Returns (name, template) of every chat template; an empty tuple if there is no template.
 
-    The templates are in chat_template.jinja or, without that file, in the entry chat_template of `config`
-    (tokenizer_config.json), which is one template, or a list of objects with name and template.
+    The templates are in chat_template.jinja and in additional_chat_templates/NAME.jinja or, without the first
+    file, in the entry chat_template of `config` (tokenizer_config.json), which is one template, or a list of
+    objects with name and template.
     """
     file = folder / "chat_template.jinja"
     if file.exists():
-        return (("default", _read(file)),)
+        others = sorted((folder / ADDITIONAL_TEMPLATES).glob("*.jinja"))
+        return (("default", _read(file)), *((other.stem, _read(other)) for other in others))
     given = config.get("chat_template")
     if given is None:
         return ()

@@ -90,6 +90,41 @@ def test_an_end_id_that_is_none_is_refused_by_its_file(tmp_path: Path, given: ob
         HFTokenizer.from_folder(tmp_path)
 
 
+def test_a_text_that_begins_with_bos_gets_no_second_one(tmp_path: Path):
+    tokenizer = HFTokenizer.from_folder(write(tmp_path, add_bos_token=True))
+    assert tokenizer.render(Prompt("<|bos|>he")) == tokenizer.render(Prompt("he")) == [BOS, 256]
+
+
+def added(number: int, text: str) -> dict:
+    return {str(number): {"content": text, "special": True, "normalized": False}}
+
+
+def test_tokens_that_only_the_config_has_are_tokens(tmp_path: Path):
+    more = added(END, "<|im_end|>") | added(VOCAB, "<new>") | added(VOCAB + 1, "<newer>")
+    tokenizer = HFTokenizer.from_folder(write(tmp_path, added_tokens_decoder=more))
+    assert tokenizer.render(Prompt("he<newer><new>")) == [256, VOCAB + 1, VOCAB]
+    assert tokenizer.vocab_size == VOCAB + 2 and VOCAB not in tokenizer.encode("<new>")  # there it is text
+
+
+@pytest.mark.parametrize(
+    "more", [added(END, "<|bos|>"), added(VOCAB + 1, "<new>"), added(VOCAB, "<a>") | added(VOCAB + 2, "<b>")]
+)
+def test_tokens_with_other_ids_than_those_of_the_tokenizer_are_refused(tmp_path: Path, more: dict):
+    with pytest.raises(TaskError, match=r"the token '<.*>' as id \d+, but with tokenizer.json it has id \d+"):
+        HFTokenizer.from_folder(write(tmp_path, added_tokens_decoder=more))
+
+
+def test_templates_beside_the_first_and_special_tokens_of_any_name_are_read(tmp_path: Path):
+    extra = {"image_token": "<think>"}
+    folder = write(tmp_path, sep_token="<|im_start|>", extra_special_tokens=extra, chat_template="unused")
+    (folder / "chat_template.jinja").write_text("{{ sep_token }}{{ image_token }}{{ messages[0].content }}")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools[0].name }}")
+    tokenizer = HFTokenizer.from_folder(folder)
+    assert tokenizer.chat_text([{"role": "user", "content": "hi"}]) == "<|im_start|><think>hi"
+    assert tokenizer.chat_text([{"role": "user", "content": "hi"}], [{"name": "add"}]) == "add"
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -162,6 +162,28 @@ def test_messages_of_equal_meaning_are_equal():
     )
 
 
+def test_what_clients_change_in_an_answer_leaves_it_the_same():
+    said = {"role": "assistant", "content": "Yes.\n", "reasoning_content": "why\n"}
+    for other in (
+        said
+        | {"provider_specific_fields": {"refusal": None}, "id": "msg_1", "type": "message", "name": "me"},
+        {"role": "assistant", "content": "Yes.", "reasoning": "why"},
+        {"role": "assistant", "content": "\nYes."},
+        said | {"function_call": None, "reasoning_content": None},
+    ):
+        assert same_answer(other, said)
+    for other in (
+        said | {"content": "Yes"},
+        said | {"content": "Y es."},
+        said | {"reasoning_content": "because"},
+        said | {"reasoning_content": None, "reasoning": "because"},
+        said | {"role": "user"},
+        calling("{}"),
+    ):
+        assert not same_answer(other, said)
+    assert not same_answer(calling("{}") | {"tool_calls": [{"function": {"name": "other"}}]}, calling("{}"))
+
+
 def test_messages_of_other_meaning_are_not():
     one = calling('{"a": 1}')
     others = [

@@ -55,7 +55,8 @@ def write_tokenizer(folder: Path, fields: Callable[..., Any]) -> None:
         for role, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown"))
         if (number := fields(f"tokenizer.ggml.{key}_token_id", None)) is not None
     }
-    if fields("tokenizer.ggml.add_bos_token", False) and "bos" in named:
+    # Files of Llama 3 from 2024 lack the field, and llama.cpp puts bos first there.
+    if fields("tokenizer.ggml.add_bos_token", kind == "llama-bpe") and "bos" in named:
         bos = named["bos"]
         tokenizer.post_processor = processors.TemplateProcessing(f"{bos} $A", None, [(bos, ids[bos])])
     tokenizer.save(str(folder / "tokenizer.json"))

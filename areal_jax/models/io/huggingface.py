@@ -37,6 +37,7 @@ COMPANIONS = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    "additional_chat_templates",
     "generation_config.json",
 )
 CARRIED = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
@@ -222,7 +223,7 @@ def _stored(tensor: Tensor, leaf: jax.Array, layer: int, sizes: Mapping[str, int
 
 
 def _companions(source: Path | None, stage: Path) -> dict[str, Any]:
-    """Copy the files that COMPANIONS names, such as the tokenizer's, from `source` to `stage`.
+    """Copy the files and folders that COMPANIONS names, such as the tokenizer's, from `source` to `stage`.
 
     Returns the items of the source's config.json that an export keeps (CARRIED); {} without a source.
     """
@@ -231,5 +232,7 @@ def _companions(source: Path | None, stage: Path) -> dict[str, Any]:
     for name in COMPANIONS:
         if (source / name).is_file():
             shutil.copyfile(source / name, stage / name)
+        elif (source / name).is_dir():
+            shutil.copytree(source / name, stage / name)
     raw = read_json(source / CONFIG) if (source / CONFIG).is_file() else {}
     return {key: raw[key] for key in CARRIED if key in raw}

@@ -70,10 +70,11 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_header(folder: Path) -> dict[str, Stored]:
     """Returns the header entry of every tensor in the folder, by name; reads no tensor data.
 
-    Raises ArealError if a file is missing or broken.
+    A single file is read, as transformers does, though an index of earlier shards may be there. Raises
+    ArealError if a file is missing or broken.
     """
     files = [folder / SINGLE]
-    if (folder / INDEX).is_file():
+    if (folder / INDEX).is_file() and not files[0].is_file():
         files = _indexed(folder)
     stored: dict[str, Stored] = {}
     for path in files:

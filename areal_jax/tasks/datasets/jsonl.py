@@ -91,6 +91,8 @@ def parse_object(line: bytes, where: str) -> dict[str, Any]:
             f"{where} is not JSON ({error.msg} at column {error.colno}): {line[:60]!r}; write one "
             f"JSON object per line"
         ) from error
+    except (RecursionError, ValueError) as error:  # thousands of levels or digits
+        raise TaskError(f"{where} cannot be read ({error}): {line[:60]!r}; leave the value out") from error
     if not isinstance(row, dict):
         raise TaskError(
             f"{where} is a {type(row).__name__}; each line must be a JSON object with named columns"

@@ -23,7 +23,7 @@ from areal_jax.models.io.huggingface import open_folder
 from areal_jax.models.model import Model
 from areal_jax.models.rope import Llama3Scaling
 from areal_jax.tasks.hf_tokenizer import HFTokenizer
-from areal_jax.types import ArealError
+from areal_jax.types import ArealError, Prompt
 from tests.models import tiny_gguf
 from tests.models.golden import GOLDEN, expected, greedy
 from tests.programs import unavailable
@@ -73,6 +73,15 @@ def test_the_ends_of_a_turn_and_of_a_tool_call_end_a_completion_too(tmp_path: Pa
     convert_gguf(tiny_gguf.write(tmp_path / "tiny.gguf", fields=ends), tmp_path / "tiny")
     assert json.loads((tmp_path / "tiny" / "config.json").read_text())["eos_token_id"] == [2, 5]
     assert HFTokenizer.from_folder(tmp_path / "tiny").end_ids == (2, 5)
+
+
+@pytest.mark.parametrize(("kind", "adds"), [("llama-bpe", True), ("smollm", False)])
+def test_without_the_field_llama_3_begins_with_bos(tmp_path: Path, kind: str, adds: bool):
+    convert_gguf(
+        tiny_gguf.write(tmp_path / "tiny.gguf", fields={"tokenizer.ggml.pre": kind}), tmp_path / "tiny"
+    )
+    tokenizer = HFTokenizer.from_folder(tmp_path / "tiny")
+    assert tokenizer.render(Prompt("hello")) == [1] * adds + tokenizer.encode("hello")
 
 
 def test_quantised_tensors_are_read_to_their_precision(tmp_path: Path):

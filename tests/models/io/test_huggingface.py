@@ -240,7 +240,16 @@ def cut(folder: Path, size: int) -> None:
 
 
 def index(folder: Path, value: Any) -> None:
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps(value))
+
+
+def test_a_single_file_is_read_though_an_old_index_names_shards(tmp_path: Path):
+    folder = copy_of("llama-tied", tmp_path)
+    index(folder, {"weight_map": {K_PROJ: "model-1.safetensors"}})
+    tensors = load_file(folder / "model-1.safetensors")
+    save_file(tensors | {"model.norm.weight": np.full(32, 7, np.float32)}, folder / "model.safetensors")
+    np.testing.assert_array_equal(open_folder(folder).stored["model.norm.weight"].read(), np.full(32, 7))
 
 
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
@@ -285,8 +294,8 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
         "index.json names model-2.safetensors, which is missing in .*; download it too",
     ),
     "index leaves the folder": (
-        lambda f: index(f, {"weight_map": {K_PROJ: "../llama-tied/model.safetensors"}}),
-        "names model.safetensors, which is missing in",
+        lambda f: index(f, {"weight_map": {K_PROJ: "../llama-tied/model-1.safetensors"}}),
+        "names model-1.safetensors, which is missing in",
     ),
     "index without a map": (
         lambda f: index(f, {"weight_map": [1]}),

@@ -46,6 +46,8 @@ def test_the_reward_is_exact_match_of_stripped_text(tmp_path: Path):
         ('{"prompt": "a", "answer": null}', "column 'answer' is None; an answer must be text or a number"),
         ('{"prompt": "a", "answer": true}', "column 'answer' is True"),
         (b'{"prompt": "\xff", "answer": "a"}', "is not UTF-8"),
+        ('{"prompt": "a", "answer": 1, "more": ' + "[" * 100_000 + "}", "cannot be read .*recursion"),
+        ('{"prompt": "a", "answer": 1' + "0" * 5000 + "}", "cannot be read .*digits"),
     ],
 )
 def test_a_bad_line_is_named_when_the_task_is_made(tmp_path: Path, line: str | bytes, problem: str):
