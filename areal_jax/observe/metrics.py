@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from areal_jax.plugin import needing
 from areal_jax.types import ArealError
 
 FILE = "metrics.jsonl"
+WANDB_ID = "wandb.id"
+"""File with the id under which Weights & Biases knows the run; resumes continue it."""
 
 REQUIRED = (
     "step", "version", "wall_s",
@@ -153,4 +156,8 @@ def _open_board(folder: Path, first_step: int) -> Any:
 def _start_wandb(folder: Path, settings: Mapping[str, Any]) -> Any:
     with needing("observe.wandb=true", "wandb", instead=", or set observe.wandb=false"):
         import wandb  # pyright: ignore[reportMissingImports]
-    return wandb.init(**{"dir": str(folder), **settings})
+    file = folder / WANDB_ID
+    if not file.exists():
+        file.write_text(secrets.token_hex(8))
+    own = {"dir": str(folder), "id": file.read_text(), "resume": "allow", "allow_val_change": True}
+    return wandb.init(**own, **settings)

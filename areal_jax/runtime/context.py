@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from areal_jax.assembly.devices import header
 from areal_jax.assembly.parts import Inputs
 from areal_jax.assembly.run_folder import make_folders
-from areal_jax.config.loading import to_yaml
+from areal_jax.config.loading import resolved, to_yaml
 from areal_jax.config.tree import Config
 from areal_jax.control.events import BatchTrained
 from areal_jax.control.machine import ControlPlane
@@ -81,7 +81,9 @@ def open_context(
     rows = [batch.metrics for batch in history]
     rewrite(folder, rows)
     view = make_view(stream or sys.stdout, config.observe.live, config.run.steps, rows)
-    wandb = {"project": "areal-jax", "name": config.run.name} if config.observe.wandb else None
+    wandb = None
+    if config.observe.wandb:
+        wandb = {"project": "areal-jax", "name": config.run.name, "config": resolved(config)}
     with (
         closing(view),
         closing(MetricsWriter(folder, config.observe.tensorboard, wandb)) as metrics,

@@ -122,8 +122,15 @@ def test_wandb_gets_the_numbers_of_a_step(tmp_path, monkeypatch):
     writer = MetricsWriter(tmp_path, tensorboard=False, wandb={"project": "p"})
     writer.write(row(3, reward_mean=0.5))
     writer.close()
-    started = ("init", {"dir": str(tmp_path), "project": "p"})
-    assert fake.calls == [started, ("log", 3, 0.5, False), "finish"]
+    (_, started), *rest = fake.calls
+    assert rest == [("log", 3, 0.5, False), "finish"]
+    own = {"dir": str(tmp_path), "resume": "allow", "allow_val_change": True}
+    assert started == {"project": "p", "id": started["id"]} | own and len(started["id"]) == 16
+    MetricsWriter(tmp_path, tensorboard=False, wandb={"project": "p"}).close()
+    (tmp_path / "other").mkdir()
+    MetricsWriter(tmp_path / "other", tensorboard=False, wandb={"project": "p"}).close()
+    ids = [call[1]["id"] for call in fake.calls if call[0] == "init"]
+    assert ids[0] == ids[1] != ids[2]  # a resume continues the run, another folder is another one
 
 
 def events(path):
