@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from areal_jax.observe.figures import Rows, column, last_tenth, median, plot_lines, smooth
-from areal_jax.observe.svg import INK, SERIES, Figure, draw_svg, legend_above
+from areal_jax.observe.svg import INK, LINE, SERIES, Figure, draw_svg, legend_above
 
 BY_TASK = {
     "reward_mean": "Reward by task",
@@ -18,6 +18,15 @@ BY_TASK = {
 }
 """Field of a metrics row -> title of its figure; rows contain the field once per task, as `<field>/<task>`.
 """
+
+
+OF_UPDATES = {
+    "loss": "Loss",
+    "entropy": "Entropy, nats per token",
+    "grad_norm": "Norm of the gradient before clipping",
+    "clip_share": "Share of tokens whose ratio was clipped",
+}
+"""Field of a metrics row -> title of its figure."""
 
 
 def task_names(rows: Rows) -> list[str]:
@@ -48,6 +57,24 @@ def task_curve(rows: Rows, field: str, title: str) -> Figure | None:
     last = ", ".join(f"{task} {last_tenth(values):.2f}" for task, values in columns.items())
     alt = f"{title}; over the last tenth: {last}."
     return Figure(title, draw_svg(f"task-{field}", draw, (5.2, 2.9), alt), alt)
+
+
+def update_curve(rows: Rows, field: str, title: str) -> Figure | None:
+    """Draws the field of the metrics rows over the training steps, smoothed and as it is.
+
+    `title`: the text above the figure. Returns None if no row has a finite value.
+    """
+    values = column(rows, field)
+    if not np.isfinite(values).any():
+        return None
+
+    def draw(figure: Any) -> None:
+        axes = plot_lines(figure, rows, {"each step": values, "smoothed": smooth(values)}, (LINE, SERIES[0]))
+        if field != "loss":
+            axes.set_ylim(bottom=0)
+
+    alt = f"{title} by step: {last_tenth(values):.3g} in the last tenth; median {median(values):.3g}."
+    return Figure(title, draw_svg(f"update-{field}", draw, (5.2, 2.9), alt), alt)
 
 
 def parts_curve(rows: Rows) -> Figure | None:

@@ -168,7 +168,8 @@ def _note(text: str) -> str:
 def _learning(data: ReportData) -> str:
     wide = [figures.reward_curve(data.rows), curves.parts_curve(data.rows), curves.eval_curve(data.evals)]
     by_task = [curves.task_curve(data.rows, field, title) for field, title in curves.BY_TASK.items()]
-    return "".join(figures_html([figure]) for figure in wide) + figures_html(by_task)
+    updates = [curves.update_curve(data.rows, field, title) for field, title in curves.OF_UPDATES.items()]
+    return "".join(figures_html([figure]) for figure in wide) + figures_html(by_task) + figures_html(updates)
 
 
 def _answers(data: ReportData) -> str:

@@ -132,7 +132,7 @@ def test_the_page_is_well_formed_and_holds_every_section(page):
         "Asynchrony",
         "Reproduce",
     ]
-    assert page.count("<svg ") == 9
+    assert page.count("<svg ") == 12
 
 
 def test_rows_of_older_versions_have_no_effective_sizes():
@@ -261,6 +261,15 @@ def test_tasks_are_drawn_apart_and_failures_are_counted_up():
         ("", "failed", "1", "x"),
     ]
     assert dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page))["failed rewards"] == "10"
+
+
+def test_the_updates_figures_are_drawn_where_rows_have_them():
+    rows = [row(step, loss=step / 10, entropy=None, grad_norm=2.0) for step in range(20)]
+    titles = re.findall("<figcaption>(.*?)</figcaption>", render(ReportData("t", "c", "y", rows=rows)))
+    shown = [title for title in titles if title in curves.OF_UPDATES.values()]
+    assert shown == [title for field, title in curves.OF_UPDATES.items() if field != "entropy"]
+    figure = curves.update_curve(rows, "loss", "Loss")
+    assert figure is not None and figure.alt == "Loss by step: 1.85 in the last tenth; median 0.95."
 
 
 def test_one_task_is_not_drawn_apart():
@@ -444,6 +453,10 @@ def test_every_figure_is_valid_xml_with_alt_text_and_the_pages_colours():
         curves.parts_curve(PARTS),
         curves.arm_curves(ARMS, "algorithm.preset"),
         *(curves.task_curve([of_tasks(0), of_tasks(1)], field, "t") for field in curves.BY_TASK),
+        *(
+            curves.update_curve([row(0, loss=-0.5), row(1, loss=0.5)], field, "t")
+            for field in curves.OF_UPDATES
+        ),
         lanes.timeline(INTERVALS),
         lanes.timeline_zoom(INTERVALS),
     ]
