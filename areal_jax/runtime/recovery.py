@@ -194,8 +194,11 @@ class Repetition:
             except Difference as difference:
                 raise ArealError(_changed(one, difference)) from None
             return None
-        wire = wire_copy(value, dtype).digest
-        was, now = (one.published, wire) if one.is_reissued else (one.digest, value.digest)
+
+        def wire() -> str:
+            return wire_copy(value, dtype).digest
+
+        was, now = (one.published, wire()) if one.is_reissued else (one.digest, value.digest)
         if now == was:
             return None
         self._has_diverged = True
@@ -204,7 +207,7 @@ class Repetition:
             "device, the CPU or the packages are not those that trained it, or do not repeat bits; the run "
             "continues with the new parameters"
         )
-        return VersionReissued(value.version, one.published, wire) if one.published else None
+        return VersionReissued(value.version, one.published, wire()) if one.published else None
 
     def _is_same_machine(self, one: Journaled) -> bool:
         """Whether this process must give the bits that the batch was trained to.

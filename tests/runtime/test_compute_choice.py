@@ -219,7 +219,8 @@ def test_recovery_computes_a_batch_as_it_was_computed():
         SimpleNamespace(event=BatchTrained(step, (0,), "digest", metrics), actions=[Train(step, (0,), (0,))])
         for step, metrics in enumerate(of_rows)
     ]
-    journal: Any = SimpleNamespace(rows=lambda: rows, group=lambda *_: groups[0].trajectories)
+    own: Any = dict(rows=lambda: rows, group=lambda *_: groups[0].trajectories, is_of_processes=False)
+    journal: Any = SimpleNamespace(**own)
     parts: Any = SimpleNamespace(
         config=c,
         prompts=SimpleNamespace(prompt=lambda ordinal: Prompt("?")),
@@ -227,11 +228,11 @@ def test_recovery_computes_a_batch_as_it_was_computed():
     )
     plans: list[BatchPlan] = []
 
-    def train(batch: Any) -> tuple[Any, dict]:
+    def train(_: Any, batch: Any) -> tuple[Any, dict]:
         plans.append(batch.plan)
         return SimpleNamespace(digest="digest"), {}
 
-    trainer: Any = SimpleNamespace(state=SimpleNamespace(version=0), train=train)
+    trainer: Any = SimpleNamespace(state=SimpleNamespace(version=0), train_again=train, machine="here")
     assert train_again(parts, trainer, journal, 3, print) == []
     assert [plan.layout for plan in plans] == ["shared", "apart", "apart"]
     assert [plan.choice for plan in plans] == [*of_rows[:2], {"compute": "tree"}]

@@ -30,9 +30,10 @@ from tests.programs import unavailable
 
 
 class Vocabulary(NamedTuple):
-    """As much of a tokenizer as logits need."""
+    """As much of a tokenizer as an engine needs."""
 
     vocab_size: int
+    end_ids: tuple[int, ...] = ()
 
 
 @pytest.fixture(scope="module")
