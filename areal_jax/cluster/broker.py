@@ -13,11 +13,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-import msgpack
-
 from areal_jax.cluster.redis_link import SOCKET_S, Link
 from areal_jax.serving.secret import VARIABLE
-from areal_jax.trajectories.journal import pack, unpack
+from areal_jax.trajectories.journal import JournalError, pack, unpack
 from areal_jax.types import ArealError
 
 LENGTH = 4096
@@ -182,9 +180,10 @@ class Broker:
     def _message(self, mailbox: str, at: bytes, fields: Any) -> Message:
         try:
             return Message(at.decode(), unpack(fields[b"body"]))
-        except (KeyError, TypeError, ValueError, msgpack.UnpackException) as error:
+        except (KeyError, JournalError) as error:
+            why = error.__cause__ or error
             raise BrokerError(
-                f"message {at.decode()} of the mailbox {mailbox!r} was not written by areal-jax ({error!r}): "
+                f"message {at.decode()} of the mailbox {mailbox!r} was not written by areal-jax ({why!r}): "
                 "another program writes into this Redis database. Give the run its own database: "
                 "runtime.redis=redis://HOST:PORT/1"
             ) from error

@@ -42,7 +42,7 @@ DEADLINE_S = 600
 TOGETHER, ALONE = "{fsdp: 2, tensor: 2}", "{data: 1}"
 PLANS: dict[str, Layout] = {"plan": "shared", "apart": "apart"}
 """Files of plans: for packed batches, and for updates over prefix trees."""
-OWN = ("digest", "compiled_programs", "memory_forecast_bytes", "update_s")
+OWN = ("digest", "machine", "compiled_programs", "memory_forecast_bytes", "update_s")
 """What is another mesh's own, and the time that was measured."""
 
 
