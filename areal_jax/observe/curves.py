@@ -24,7 +24,7 @@ OF_UPDATES = {
     "loss": "Loss",
     "entropy": "Entropy, nats per token",
     "grad_norm": "Norm of the gradient before clipping",
-    "clip_share": "Share of tokens whose ratio was clipped",
+    "clip_share": "Share of tokens with a clipped ratio",
 }
 """Field of a metrics row -> title of its figure."""
 
