@@ -43,7 +43,7 @@ LATE = 256
 """Number of newest trained samples from which the report selects the samples that it shows."""
 
 LISTED = 200
-"""Number of newest failed rewards and prompts whose messages the report lists."""
+"""Number of messages that the report lists, of the newest failed rewards and prompts."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""A reward process whose copy of the data has a bad row: the group fails there, and the process goes on."""
+"""A bad row in a reward process's copy of the data: the group fails there, and the process goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reference answers instead of samples: a task whose answer raises costs that sample, not the host."""
+"""Reference answers instead of samples: an answer that raises an error costs its sample, not the host."""
 
 from __future__ import annotations
 
