@@ -46,6 +46,7 @@ def test_what_the_user_set_stays_and_comes_last():
     assert gpu_environment(config, found) == found  # a process that inherits them adds nothing
 
 
+@pytest.mark.slow
 def test_xla_knows_every_flag():
     """An unknown flag ends the process; jaxlib for the CPU knows those of GPUs too."""
     config = load_config("configs/quickstart.yaml", "control.max_staleness=0")

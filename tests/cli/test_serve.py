@@ -43,6 +43,7 @@ def test_options_become_settings(monkeypatch):
     assert served == [("tiny", settings), ("tiny", server.ServeSettings())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("package", "says"),
     [

@@ -197,6 +197,7 @@ def test_a_shape_with_random_parameters_on_the_held_out_split():
     assert "sampled" not in given["overall"]
 
 
+@pytest.mark.slow
 def test_a_table_for_people():
     result = CliRunner().invoke(app, ["eval", "tiny", "tasks=countdown", *TINY, "--limit", "3"])
     assert result.exit_code == 0, result.output
@@ -242,6 +243,7 @@ def test_a_line_cut_short_is_left_out_and_overwritten(tmp_path: Path):
         read_evals(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_model_is_the_named_one_whatever_a_recipe_says(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("tasks: countdown\nmodel: {source: nowhere, shape: 5m}\n")

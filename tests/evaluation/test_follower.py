@@ -65,12 +65,14 @@ def test_the_newest_checkpoint_is_evaluated_once_as_eval_does(folder: Path):
     assert len(follow(folder, "observe.evaluate=5")) == 1  # other prompts: other figures
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_other_bits_under_that_version_does_not_count(folder: Path):
     append_eval(folder, {"version": 3, "digest": "0" * 16, "limit": 6})
     follow(folder, "observe.evaluate=6")
     assert read_evals(folder)[-1]["digest"] == read_rows(folder)[-1]["params_digest"]
 
 
+@pytest.mark.slow
 def test_an_export_is_the_checkpoint_and_says_so(folder: Path):
     notes = follow(folder, "observe.exports=2", is_evaluating=False)
     target = folder / EXPORTS / "3"

@@ -131,6 +131,7 @@ def figures(result: dict[str, TaskResult], task: str) -> dict[str, Any]:
     return task_figures(result[task])
 
 
+@pytest.mark.slow
 def test_the_first_prompts_are_asked_in_their_order(result: dict[str, TaskResult]):
     expected = [1.0 if i % 2 else 0.01 * i for i in range(10)]
     found = result["indexed"]
@@ -200,6 +201,7 @@ def test_greedy_answers_are_the_likeliest_tokens(
         assert prompt.truncated == (model.tokenizer.eos_id not in said,)
 
 
+@pytest.mark.slow
 def test_samples_of_a_prompt_differ_and_the_same_evaluation_gives_them_again(
     engine: Engine, params: VersionedParams, result: dict[str, TaskResult]
 ):

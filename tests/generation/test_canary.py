@@ -20,7 +20,7 @@ from areal_jax.weights.digest import digest
 from areal_jax.weights.memory import MemoryStore
 from areal_jax.weights.store import Probe, WeightsError
 
-PUBLISHERS = [{"fsdp": 4}, pytest.param({"fsdp": 1, "tensor": 2}, marks=pytest.mark.slow)]
+PUBLISHERS = [{"fsdp": 4}, {"fsdp": 1, "tensor": 2}]
 HOSTS = [{"tensor": 1}, {"tensor": 2}]
 
 Place = Callable[[dict[str, int]], Any]
@@ -46,6 +46,7 @@ def shardings(model: Model, mesh: dict[str, int]) -> Any:
     return param_shardings(model.logical_axes, model.abstract_params, over)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", HOSTS, ids=str)
 @pytest.mark.parametrize("publisher", PUBLISHERS, ids=str)
 def test_a_mesh_that_splits_products_is_accepted(

@@ -21,6 +21,7 @@ def test_on_a_cpu_an_engine_decodes_by_blocks(engine):
     assert set(engine.attention.rejected.values()) == {"needs CUDA; this device is cpu"}
 
 
+@pytest.mark.slow
 def test_a_host_samples_the_same_by_kernel_and_by_blocks(engine, with_kernel, versions):
     """Prompts shared by groups, a pool so small that samples are evicted, and a swap of versions."""
     tight, calls = with_kernel(kv_tokens=2 * LENGTH)
@@ -60,6 +61,7 @@ def test_heads_are_divided_among_a_mesh(engine, with_kernel, versions):
         np.testing.assert_allclose(done[slot].behavior_logp, want.behavior_logp, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_samples_of_spoilt_weights_leave_nothing_behind(engine, versions):
     """Pages whose keys and values are no numbers go to a sample of sound weights: not a bit of it moves."""
     asked = Asked(PROMPT, SampleId(3, 1))

@@ -60,6 +60,7 @@ def with_fixed_loops(engine: Engine) -> Engine:
     return engine
 
 
+@pytest.mark.slow
 def test_prefill_and_rebuild_of_a_gpu_have_only_loops_of_fixed_length(engine, versions):
     counts = {}
     for ends_early in (True, False):
@@ -103,6 +104,7 @@ def test_loops_of_fixed_length_change_no_bit(model, versions, monkeypatch):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("calls_ahead", [0, 1])
 def test_a_decode_call_is_read_back_once_and_the_next_one_may_be_made_before(
     model, versions, monkeypatch, calls_ahead
@@ -132,6 +134,7 @@ def test_a_decode_call_is_read_back_once_and_the_next_one_may_be_made_before(
     assert seen == ["call", read] * (4 + calls_ahead) + [read] * calls_ahead
 
 
+@pytest.mark.slow
 def test_a_call_runs_the_program_for_the_truncations_of_live_samples(engine, store, monkeypatch):
     ran, generate = [], engine._generate
 

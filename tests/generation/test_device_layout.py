@@ -41,6 +41,7 @@ def bfloat16_params():
     return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), MODEL.init(0))
 
 
+@pytest.mark.slow
 def test_each_layer_lies_apart_and_no_value_changes():
     """Against the definition of a matrix: outputs in front, flattened as `project` flattens them."""
     params = bfloat16_params()
@@ -143,9 +144,8 @@ def test_hidden_states_and_logits_are_those_of_the_stack(change, layout):
     np.testing.assert_allclose(logits(served), logits(params), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "layout", ["auto", *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("stacked", "split"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["auto", "stacked", "split"])
 def test_what_is_recorded_is_what_a_dense_forward_says(layout):
     """Bits read as numbers, or a bias taken for a matrix, would be far off; rounding to bfloat16 is not."""
     params = bfloat16_params()

@@ -45,6 +45,7 @@ def test_recorded_logp_is_that_of_a_dense_forward(model, engine, one_page_engine
         assert gap[trajectory.loss_mask].max() < 1e-5
 
 
+@pytest.mark.slow
 def test_recorded_logp_over_a_support_is_that_of_a_dense_forward(support_engine, versions, dense):
     cuts = [
         dict(top_k=SUPPORT, top_p=0.8, temperature=0.7),
@@ -132,6 +133,7 @@ def test_seed_member_and_attempt_draw_anew(engine, versions):
     assert len(texts) == 4
 
 
+@pytest.mark.slow
 def test_a_host_of_two_devices_samples_what_one_device_does(model, engine, versions, dense):
     """Heads, MLP and vocabulary over two devices; randomness is counted, so it does not see them."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[2:4]), ("tensor",))
@@ -293,6 +295,7 @@ def test_refilling_slots_and_other_requests_compile_nothing(one_page_engine, ver
     assert [program._cache_size() for program in programs] == [1, 1, 1, 1, 1]
 
 
+@pytest.mark.slow
 def test_once_warm_a_host_compiles_nothing(model):
     """Warm before any version was there. Prompts of every bucket, a swap, an eviction and a return."""
     engine = make_engine(model, kv_tokens=2 * LENGTH)

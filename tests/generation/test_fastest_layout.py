@@ -63,6 +63,7 @@ def test_a_result_holds_for_its_sizes_and_is_not_measured_again(monkeypatch, fol
             fastest_layout(model, slots, cores)
 
 
+@pytest.mark.slow
 def test_each_candidate_is_measured_in_its_layout(monkeypatch, folder):
     converted = []
 

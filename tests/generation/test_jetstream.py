@@ -62,6 +62,7 @@ def test_the_stock_driver_and_a_bare_loop_get_the_hosts_tokens_from_a_runs_own_e
         assert text == "".join(found["decoded"][token] for token in tokens)
 
 
+@pytest.mark.slow
 def test_the_engine_is_jetstreams_and_importing_it_brings_no_more_of_the_package():
     report = """
 import json, logging, sys

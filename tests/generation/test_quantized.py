@@ -41,6 +41,7 @@ def gaps(trajectory, dense: DenseLogp, under) -> list[float]:
     ]
 
 
+@pytest.mark.slow
 def test_a_host_quantises_every_version_anew_and_records_that_policys_log_probs(
     quantised, versions, dense: DenseLogp
 ):

@@ -82,6 +82,7 @@ of_logits_and_cuts = given(
 )
 
 
+@pytest.mark.slow
 @of_logits_and_cuts
 @settings(max_examples=150)
 def test_kept_sets_equal_those_found_by_sorting(z, top_k, top_p, min_p):
@@ -180,6 +181,7 @@ def test_a_small_support_is_the_front_of_what_sorting_keeps(z, top_k, top_p, min
             assert found == []
 
 
+@pytest.mark.slow
 @given(arrays(np.float32, (3, 300), elements=st.integers(-3, 3).map(np.float32)), st.booleans())
 def test_the_likeliest_is_the_first_of_equals(z, is_masked):
     if is_masked:

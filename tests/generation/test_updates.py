@@ -230,6 +230,7 @@ def test_recomputed_tokens_are_those_whose_kv_was_rebuilt(engine, store, version
 # --- reserved slots -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_reserved_slots_and_their_pages_are_for_requests_alone(model, store, versions):
     """More rollouts than slots and pages: requests start at once, and every sample is what it is alone."""
     engine = make_engine(model, reserved_slots=1, kv_tokens=3 * LENGTH)

@@ -192,9 +192,8 @@ def test_paged_attention_is_softmax_over_what_was_written(dtype: str, page_token
         np.testing.assert_allclose(out[slot, token, head], want, atol=KV_DTYPES[dtype])
 
 
-@pytest.mark.parametrize(
-    "page_tokens", [pytest.param(8, marks=pytest.mark.slow), 16, pytest.param(64, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("page_tokens", [8, 16, 64])
 def test_a_token_gets_the_same_bits_alone_and_in_a_chunk(page_tokens: int):
     """So that KV that is computed again, in one row or in many, is the KV that decoding wrote."""
     rng = np.random.default_rng(8)
@@ -233,6 +232,7 @@ def test_pages_hold_the_nearest_value_of_their_dtype(dtype: str, spacing: float)
         assert (np.abs(np.swapaxes(found, 0, 1) - want[0]) <= largest[0] * spacing * 0.501).all()
 
 
+@pytest.mark.slow
 def test_unwritten_tokens_touch_no_page_but_the_scratch_page():
     rng = np.random.default_rng(5)
     q, k, v = rng.normal(size=(3, 2, 4, 2, 6)).astype(np.float32)

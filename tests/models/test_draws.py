@@ -42,6 +42,7 @@ def test_each_path_and_mesh_draws_the_same_bits():
     assert_equal_on_all_paths(digests())
 
 
+@pytest.mark.slow
 @on_x86
 def test_the_bits_are_those_of_earlier_releases():
     cpu = Path("/proc/cpuinfo").read_text()

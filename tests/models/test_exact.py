@@ -143,7 +143,8 @@ def of_segment(hidden: Any, p: dict[str, np.ndarray], number: int) -> np.ndarray
     return np.asarray(hidden)[p["segment_ids"] == number]
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_segments_bits_do_not_depend_on_where_it_lies(model, params, dtype):
     """Another row, another column, other neighbours, another number of rows and of live tiles."""
     model = Model(dataclasses.replace(model.config, dtype=dtype), model.tokenizer)

@@ -84,6 +84,7 @@ def with_half_of_a(adapters: Any) -> Any:
 # --- what is computed ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_forward_and_decode_are_those_of_the_merged_matrices(model: Model, params: Any):
     """The trainer's packed rows, and prefill and decode through pages: the same x W + (alpha / r) (x a) b."""
     # `a` is halved, since a b is scaled by alpha / rank = 4: with entries of 0.3 in both, the adapters are
@@ -106,6 +107,7 @@ def test_forward_and_decode_are_those_of_the_merged_matrices(model: Model, param
     np.testing.assert_allclose(last[0, 0], want[1][6], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_new_adapters_change_nothing_and_move_no_bit_of_the_base(model: Model):
     base, params = model.base.init(3), model.init(3)
     same = jax.tree.map(

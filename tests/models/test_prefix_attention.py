@@ -74,7 +74,8 @@ def test_tokens_behind_a_path_get_the_hidden_states_of_the_whole_row(params: Any
         np.testing.assert_allclose(second[row, : LENGTH - cut], right[row, cut:], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("remat", ["none", pytest.param("layer", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "layer"])
 def test_gradients_through_the_path_are_those_of_the_whole_row(params: Any, remat: str):
     right = jax.jit(jax.grad(lambda params: (whole(params) * SLOPE).sum()))(params)
     _, stack = PART(params, np.zeros(2, int), KVStack.zeros(MODEL.config, WALKS, PLACES))

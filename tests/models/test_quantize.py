@@ -66,7 +66,8 @@ def test_each_tile_is_rounded_to_the_types_values(kind: str, shape: tuple[int, .
     assert leaf["scale"].size == w.size // tile
 
 
-@pytest.mark.parametrize("kind", ["int8", pytest.param("int4", marks=pytest.mark.slow), "nf4"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int8", "int4", "nf4"])
 def test_the_forward_pass_reads_codes_and_adapters(kind: str):
     """Against float64 numpy on the matrices that the codes stand for, with the adapters added to them."""
     plain = model_with("q|out|down")

@@ -84,6 +84,7 @@ def test_packed_segments_are_the_reference_each(model: Model, params: Any):
         np.testing.assert_allclose(got[where], want, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_parameters_are_read_as_they_are_published(model: Model, params: Any):
     """Every one of them: with norms in more bits the trainer would have another policy than its hosts."""
     sent = Model(dataclasses.replace(model.config, params_dtype="bfloat16"), model.tokenizer)
@@ -100,11 +101,8 @@ def slopes(model: Model, params: Any, tokens: Any, positions: Any, segments: Any
     return (packed(model, params, tokens, positions, segments, remat) ** 2).mean()
 
 
-@pytest.mark.parametrize(
-    "model",
-    ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "qwen3"))],
-    indirect=True,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["llama", "qwen2", "qwen3"], indirect=True)
 @pytest.mark.parametrize("remat", ["layer", "dots"])
 def test_rematerialising_changes_nothing(model: Model, params: Any, remat: Any):
     """Values and slopes; two segments, the second in a row of two blocks."""
@@ -115,14 +113,8 @@ def test_rematerialising_changes_nothing(model: Model, params: Any, remat: Any):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5 * np.abs(other).max())
 
 
-@pytest.mark.parametrize(
-    ("chunk", "page_tokens"),
-    [
-        (5, 3),
-        (12, 12),
-        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((5, 4), (5, 12), (12, 3), (12, 4))),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("chunk", "page_tokens"), [(5, 3), (12, 12), (5, 4), (5, 12), (12, 3), (12, 4)])
 def test_prefill_and_decode_through_pages(model: Model, params: Any, page_tokens: int, chunk: int):
     """Two slots, one of them out of step; 7 tokens prefilled in chunks, the rest decoded one by one."""
     pages = LENGTH // page_tokens
@@ -157,6 +149,7 @@ def test_ids_beyond_the_tokenizer_are_impossible():
     assert np.isfinite(got[:, :13]).all()
 
 
+@pytest.mark.slow
 def test_init_is_a_function_of_the_seed():
     model = Model(ModelConfig(**SIZES), CharTokenizer("abcdefghijk"))
     one, same, other = model.init(3), model.init(3), model.init(4)

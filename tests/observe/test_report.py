@@ -290,6 +290,7 @@ def test_lengths_over_time_say_how_they_end():
     )
 
 
+@pytest.mark.slow
 def test_the_bubble_of_lengths_is_a_curve_and_a_tile():
     rows = [
         row(s, completion_bubble_share=s / 25, completion_tokens_max=100 * s, completion_tokens_p50=s or None)
@@ -436,6 +437,7 @@ def test_an_ablations_arms_are_drawn_as_means_over_their_seeds(monkeypatch):
     assert [axes.get_ylabel() for axes in drawn.axes] == ["reward mean", "", "gates: intermediate", ""]
 
 
+@pytest.mark.slow
 def test_every_figure_is_valid_xml_with_alt_text_and_the_pages_colours():
     by_age = study([Trained(i, (i + k) % 3 / 2, i % 2, 9) for i in range(60) for k in range(4)])
     assert by_age is not None
@@ -531,6 +533,7 @@ def test_shares_are_weighted_by_the_steps_time_and_drops_by_reason():
     assert drops_by_reason(rows) == {"failed_reward": 1, "lost": 2, "dropped": 3}
 
 
+@pytest.mark.slow
 def test_tiles_say_what_the_bound_on_age_costs():
     def tiles(rows):
         page = render(ReportData("run", "", "", rows=rows))

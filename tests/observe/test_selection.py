@@ -81,6 +81,7 @@ def test_nothing_discarded_or_nothing_trained():
     assert study_selection([each._replace(fate="end") for each in attempts]) is None
 
 
+@pytest.mark.slow
 def test_runs_without_bias_raise_no_alarm():
     """1,000 runs of 30 to 150 groups, of which chance alone discards 2 to 60 % for up to three reasons."""
     rng, alarms = np.random.default_rng(1), 0

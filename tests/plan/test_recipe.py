@@ -74,7 +74,8 @@ def test_a_micro_batch_is_that_of_a_packed_batch_of_full_samples(words: tuple[st
 PPO = ("algorithm.preset=ppo", "algorithm.kl.coef=0.1")
 
 
-@pytest.mark.parametrize("words", [(), pytest.param(PPO, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [(), PPO])
 def test_the_programs_over_trees_are_those_that_a_step_calls(
     words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ):

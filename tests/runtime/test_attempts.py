@@ -37,6 +37,7 @@ def discarded(result: SimResult) -> Counter[str]:
     return +found
 
 
+@pytest.mark.slow
 def test_every_attempt_has_one_fate_under_all_faults():
     """Trained groups and tokens are those that the audit and the ages count; each discard counts."""
     reasons: Counter[str] = Counter()

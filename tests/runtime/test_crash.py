@@ -83,7 +83,8 @@ def test_weights_in_files_change_no_bit_and_are_told_after_their_batch(tmp_path,
     assert all(batch < version for batch, version in zip(trained, told, strict=True))
 
 
-@pytest.mark.parametrize("version", [pytest.param(4, marks=pytest.mark.slow), STEPS])
+@pytest.mark.slow
+@pytest.mark.parametrize("version", [4, STEPS])
 def test_a_checkpoint_that_the_journal_never_came_to_is_discarded(tmp_path, monkeypatch, untouched, version):
     """Only one is kept, and the one before is there all the same, with the trajectories to go on from it."""
     folder = tmp_path / "run"
@@ -99,6 +100,7 @@ def test_a_checkpoint_that_the_journal_never_came_to_is_discarded(tmp_path, monk
     check_whole(folder, untouched)
 
 
+@pytest.mark.slow
 def test_an_interrupt_loses_no_event_that_was_taken_from_the_inbox(tmp_path, monkeypatch, untouched):
     taken, first_message = [], one_process.LocalRun._first_message
 
@@ -212,6 +214,7 @@ def test_generation_and_training_go_on_while_a_checkpoint_is_written(tmp_path, m
     assert meanwhile.count(SampleFinished) >= 4 and meanwhile.count(BatchTrained) >= 1
 
 
+@pytest.mark.slow
 def test_a_version_that_cannot_be_written_ends_the_run_at_once_and_says_why(tmp_path, monkeypatch):
     """At staleness 0 hosts and trainer wait for it: nobody may wait for the deadline."""
     write = staged.write

@@ -78,6 +78,7 @@ def check(folder: Path, oracle: tuple[list[str], list[bool]]) -> None:
     assert audit_run(folder).ok
 
 
+@pytest.mark.slow
 def test_eta_0_is_the_plain_loop_with_gates_that_opened_and_closed(tmp_path, oracle):
     run(small(tmp_path / "run", *WORDS), tasks=[Gated()], stream=io.StringIO())
     assert set(oracle[1][1:]) == {True, False}, "the test needs an open and a closed gate"
@@ -123,12 +124,9 @@ def trained(step: int):
     return lambda event, actions: isinstance(event, BatchTrained) and event.step == step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "last",
-    [
-        pytest.param(asked(3), id="asked for a batch", marks=pytest.mark.slow),
-        pytest.param(trained(3), id="trained a batch"),
-    ],
+    "last", [pytest.param(asked(3), id="asked for a batch"), pytest.param(trained(3), id="trained a batch")]
 )
 def test_after_a_crash_the_gates_come_from_the_journal_and_the_bits_stay(tmp_path, monkeypatch, oracle, last):
     folder = tmp_path / "run"

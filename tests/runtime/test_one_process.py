@@ -161,6 +161,7 @@ def test_a_finished_run_that_is_resumed_says_that_nothing_is_left_to_train(finis
     assert len(result.metrics) == 8
 
 
+@pytest.mark.slow
 def test_a_finished_run_goes_on_when_asked_for_more_steps(finished):
     out = io.StringIO()
     result = resume(finished, ["run.steps=10"], stream=out)
@@ -212,6 +213,7 @@ class AlwaysFails(Countdown):
         return float("nan")
 
 
+@pytest.mark.slow
 def test_a_run_that_only_drops_stops_and_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr(drops, "MOST", 8)
     monkeypatch.setattr(drops, "MOST_BATCHES", 2)

@@ -13,14 +13,13 @@ from tests.small_run import small
 
 pytestmark = pytest.mark.all_optimizations  # the programs of other files' small runs
 
-SLOW = {("sync", "recompute"), ("interruptible", "drain"), ("pinned", "drain")}
-"""Second ways of a strategy."""
+FAST = {("interruptible", "recompute"), ("pinned", "pinned")}
 
 
 @pytest.mark.parametrize(
     ("strategy", "on_update"),
     [
-        pytest.param(*pair, id="-".join(pair), marks=[pytest.mark.slow] if pair in SLOW else [])
+        pytest.param(*pair, id="-".join(pair), marks=[] if pair in FAST else [pytest.mark.slow])
         for pair in PAIRS
     ],
 )

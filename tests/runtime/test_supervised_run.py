@@ -53,6 +53,7 @@ def plain_loop(config: Config) -> list[str]:
     return digests
 
 
+@pytest.mark.slow
 def test_a_supervised_run_is_the_plain_loop_over_reference_answers(tmp_path):
     config = supervised(tmp_path / "run")
     rows = run(config, stream=io.StringIO()).metrics

@@ -63,6 +63,7 @@ def scored():
     return done, gaps
 
 
+@pytest.mark.slow
 def test_on_fresh_weights_every_ratio_is_1(scored):
     done, gaps = scored
     ratios = gaps(True)
@@ -72,6 +73,7 @@ def test_on_fresh_weights_every_ratio_is_1(scored):
     assert max(sizes) == SUPPORT and min(sizes) < SUPPORT / 2  # both full and truncated supports took part
 
 
+@pytest.mark.slow
 def test_without_the_support_half_of_all_tokens_are_off(scored):
     """The control: the trainer's log-prob over all ids is that of another distribution."""
     _, gaps = scored

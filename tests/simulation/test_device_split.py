@@ -117,6 +117,7 @@ def random_steps():
     return [(synchronous(model), asynchronous(model)) for model in models]
 
 
+@pytest.mark.slow
 def test_split_devices_are_never_slower(random_steps):
     assert len(random_steps) == MODELS
     assert [
@@ -143,6 +144,7 @@ def test_the_documented_speedups_of_random_models(random_steps):
     assert (len(bound), np.median(bound)) == (444, pytest.approx(1.325, rel=1e-3))
 
 
+@pytest.mark.slow
 def test_both_designs_take_equally_long_where_memory_is_free():
     """Where neither memory nor the batch limits a micro-batch, degree 1 is best for both roles."""
     for seed in range(MODELS):
@@ -153,6 +155,7 @@ def test_both_designs_take_equally_long_where_memory_is_free():
         assert speedup(free) == pytest.approx(1.0, rel=ROUNDING)
 
 
+@pytest.mark.slow
 def test_the_speedup_grows_with_the_models_size_where_memory_binds():
     """At one degree, with a batch large enough that memory alone limits every micro-batch."""
     grown = 0

@@ -40,6 +40,7 @@ def test_three_quarters_of_the_devices_generate_twice_as_fast_as_all_of_them_in_
     assert of_split(seed) >= 2.0
 
 
+@pytest.mark.slow
 def test_asynchronous_runs_scale_to_eight_times_the_machines_and_synchronous_ones_do_not():
     """A11: the longest completion does not get shorter with more hosts. Short ones cost less."""
     long, short = ({eta: efficiency(0, eta, most) for eta in (0, 4)} for most in (CUT, 2 * MEDIAN))

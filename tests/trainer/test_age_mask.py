@@ -73,6 +73,7 @@ def edited(groups: list[Group], oldest: int) -> list[Group]:
     ]
 
 
+@pytest.mark.slow
 def test_reduction_weights_count_only_what_is_left(learner: MakeLearner, params: Any):
     """float64 references: token_mean over a minibatch, sequence_mean over sequences with tokens."""
     groups = old_groups()
@@ -91,6 +92,7 @@ def test_reduction_weights_count_only_what_is_left(learner: MakeLearner, params:
             np.testing.assert_allclose(own, np.full(count, each, np.float64), rtol=1e-6)
 
 
+@pytest.mark.slow
 @each_setting
 def test_old_tokens_change_no_bit_of_an_update(learner: MakeLearner, params: Any, settings: dict[str, Any]):
     groups = old_groups()
@@ -115,12 +117,12 @@ def test_old_tokens_change_no_bit_of_an_update(learner: MakeLearner, params: Any
     assert max(jax.tree.leaves(moved)) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "settings"),
     [
-        pytest.param("shared", PPO, marks=pytest.mark.slow, id="shared-ppo"),
-        *(pytest.param(layout, AREAL, id=f"{layout}-areal") for layout in ("repeated", "shared")),
-        pytest.param("apart", AREAL, marks=pytest.mark.slow, id="apart-areal"),
+        pytest.param("shared", PPO, id="shared-ppo"),
+        *(pytest.param(layout, AREAL, id=f"{layout}-areal") for layout in ("repeated", "shared", "apart")),
     ],
 )
 def test_each_way_of_computing_gives_the_update_of_old_tokens_as_prompts(

@@ -120,6 +120,7 @@ def assert_falls_back(folder: Path, like: TrainState, want: TrainState) -> str:
 # --- whole --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_bit_comes_back(saved: Path, adamw: Learner, state_of: Callable[[int], TrainState]):
     """Parameters, moments, reference, counters; on their shardings, and the newest of two."""
     restored = restore(saved, adamw.abstract_state())
@@ -131,6 +132,7 @@ def test_every_bit_comes_back(saved: Path, adamw: Learner, state_of: Callable[[i
     assert jax.tree.all(jax.tree.map(lambda a, b: a == b, shardings, adamw.state_shardings))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_moves_to_another_mesh(
     saved: Path, model: Model, state_of: Callable[[int], TrainState], tmp_path: Path
 ):
@@ -191,6 +193,7 @@ def lone(state_of: Callable[[int], TrainState], tmp_path_factory: pytest.TempPat
     return folder
 
 
+@pytest.mark.slow
 @given(
     which=st.integers(0, 10**6),
     at=st.floats(0, 1, exclude_max=True),

@@ -146,6 +146,7 @@ def test_the_forecast_holds_the_state_and_the_largest_program(params: Any, learn
     assert forecast.peak == forecast.resident + max(forecast.needs.values())
 
 
+@pytest.mark.slow
 def test_a_single_micro_batch_begins_with_the_bits_that_adding_to_nothing_gives(
     params: Any, learner: MakeLearner
 ):
@@ -163,7 +164,8 @@ def test_a_single_micro_batch_begins_with_the_bits_that_adding_to_nothing_gives(
 MINIBATCHES: dict[str, Any] = {"preset": "decoupled_ppo", "minibatches": 2, "entropy_coef": 0.1}
 
 
-@pytest.mark.parametrize("settings", [{}, pytest.param(MINIBATCHES, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, MINIBATCHES])
 def test_one_program_a_minibatch_has_the_bits_of_a_program_a_micro_batch(
     params: Any, learner: MakeLearner, settings: dict[str, Any]
 ):
@@ -181,6 +183,7 @@ def test_one_program_a_minibatch_has_the_bits_of_a_program_a_micro_batch(
     chex.assert_trees_all_equal(*states)
 
 
+@pytest.mark.slow
 def test_batches_of_one_shape_trace_the_gradient_once(
     params: Any, learner: MakeLearner, monkeypatch: pytest.MonkeyPatch
 ):

@@ -173,6 +173,7 @@ def test_a_critic_learns_the_returns(params: Any, full: Learner, batch: Batch):
     assert metrics["critic_grad_norm"] > 0
 
 
+@pytest.mark.slow
 def test_a_shared_critic_is_a_head_whose_gradient_reaches_the_trunk(model: Model, params: Any, batch: Batch):
     """d/dw of sum weights coef (V - R)^2 / 2 at arrival is sum weights coef (V - R) h; so does the trunk."""
     of = make(model, "shared", minibatches=1)

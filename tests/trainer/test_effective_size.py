@@ -86,13 +86,14 @@ def wanted(params: Any, learner: MakeLearner) -> dict[str, float]:
     return reference(prepared, np.asarray(prepared.proximal_logp))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
         {},
-        pytest.param({"rows": 1, "proximal": "reuse"}, marks=pytest.mark.slow),
-        pytest.param({"minibatches": 2, "off_policy_settings": {"cap": 1.01}}, marks=pytest.mark.slow),
-        pytest.param({"mesh": {"data": 2}, "proximal": "none", "off_policy": "none"}, marks=pytest.mark.slow),
+        {"rows": 1, "proximal": "reuse"},
+        {"minibatches": 2, "off_policy_settings": {"cap": 1.01}},
+        {"mesh": {"data": 2}, "proximal": "none", "off_policy": "none"},
     ],
     ids=str,
 )

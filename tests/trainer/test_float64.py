@@ -101,6 +101,7 @@ def norm(tree: Any) -> float:
     return float(np.sqrt(sum((leaf**2).sum() for leaf in jax.tree.leaves(tree))))
 
 
+@pytest.mark.slow
 def test_state_batch_and_gradient_are_float64(case: Case):
     with jax.enable_x64(True):
         gradient = jax.eval_shape(case.gradient, case.state, case.micro)

@@ -30,7 +30,6 @@ pytestmark = pytest.mark.few_optimizations
 
 BOTH = {"fsdp": 2, "tensor": 2}
 MESHES = [{"data": 2}, {"fsdp": 2}, {"tensor": 2}, BOTH]
-SLOW = [pytest.param(mesh, marks=pytest.mark.slow) for mesh in MESHES[:3]]
 PLAIN = {"preset": "grpo", "kl": {"coef": 0.0}, "proximal": "recompute"}
 EVERYTHING = {
     "preset": "ppo",
@@ -119,7 +118,8 @@ def assert_lies_as_parameters(of: Learner, state: TrainState) -> None:
     assert gate.sharding.shard_shape(gate.shape) == (2, 16 // mesh["fsdp"], 24 // mesh["tensor"])
 
 
-@pytest.mark.parametrize("mesh", [*SLOW, BOTH], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_the_mesh_does_not_matter(params: Any, trained: MakeTrained, mesh: dict[str, int]):
     one, other = trained(PLAIN), trained(PLAIN, mesh)
     assert_as_one_device(one, other, params)

@@ -35,6 +35,7 @@ def batch() -> Batch:
     return pack(make_groups(), 2, LENGTH)
 
 
+@pytest.mark.slow
 def test_proximal_and_reference_log_probs(model: Model, params: Any, learner: MakeLearner, batch: Batch):
     with_kl = learner(kl={"coef": 0.1})
     state = with_kl.init(params)
@@ -81,7 +82,8 @@ def test_truncation_mask_keeps_the_reward_in_its_group(params: Any, learner: Mak
     np.testing.assert_allclose(got.weights, want, rtol=1e-6)
 
 
-@pytest.mark.parametrize("estimator", [pytest.param("k2", marks=pytest.mark.slow), "k3"])
+@pytest.mark.slow
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_the_objective_is_its_formula(
     model: Model, params: Any, learner: MakeLearner, batch: Batch, estimator: str
 ):

@@ -52,6 +52,7 @@ def answer_logp(model: Model, params: Any) -> float:
     return float(sum(logp[t - 1, tokens[t]] for t in range(len(asked), len(tokens))))
 
 
+@pytest.mark.slow
 def test_it_raises_the_likelihood_of_reference_answers(small: Model):
     params = small.init(0)
     before = answer_logp(small, params)
@@ -59,6 +60,7 @@ def test_it_raises_the_likelihood_of_reference_answers(small: Model):
     assert answer_logp(small, start(small, params)) > before + 2
 
 
+@pytest.mark.slow
 def test_it_is_a_function_of_its_seed_and_no_step_is_no_change(small: Model):
     params = small.init(0)
     assert start(small, params, supervised_steps=0) is params

@@ -66,6 +66,7 @@ def count(tree: Any) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(tree))
 
 
+@pytest.mark.slow
 def test_an_adapters_gradient_is_the_chain_rule_on_its_matrix(
     with_lora: Model, lora_params: Any, batch: Batch, learner: MakeLearner
 ):

@@ -91,11 +91,13 @@ def assert_equal_updates(learner: Learner, params: Any, batches: list[list[Group
             np.testing.assert_allclose(found[name], right[name], rtol=1e-3, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_an_update_over_trees_is_the_packed_one(learner: MakeLearner, params: Any):
     assert_equal_updates(learner(**PLAIN), params)
     assert_equal_updates(learner(**PLAIN), params, [branched_groups()])
 
 
+@pytest.mark.slow
 def test_a_tree_mask_of_many_levels_gives_the_update_over_trees(
     learner: MakeLearner, params: Any, monkeypatch: pytest.MonkeyPatch
 ):

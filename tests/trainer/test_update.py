@@ -43,6 +43,7 @@ def oracle(params: Any, learner: MakeLearner, batch: Batch) -> TrainState:
     return state
 
 
+@pytest.mark.slow
 def test_update_is_its_twin_bit_for_bit(params: Any, learner: MakeLearner):
     """`update` against the loop that a driver writes itself, over two minibatches."""
     of = learner(minibatches=2)
@@ -180,6 +181,7 @@ def test_metrics_are_means_over_loss_tokens(params: Any, learner: MakeLearner, b
     assert want.keys() | own == metrics.keys()
 
 
+@pytest.mark.slow
 def test_kl_starts_at_zero_and_holds_the_policy_to_its_reference(
     params: Any, learner: MakeLearner, oracle: TrainState, batch: Batch
 ):

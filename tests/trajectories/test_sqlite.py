@@ -84,6 +84,7 @@ def test_a_damaged_file_is_an_error_with_a_remedy(queue: SqliteQueue):
         list(SqliteQueue.open(queue.path).rows())
 
 
+@pytest.mark.slow
 def test_a_creation_killed_at_any_statement_leaves_a_whole_journal_or_none(tmp_path: Path):
     script = textwrap.dedent(
         """

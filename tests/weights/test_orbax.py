@@ -209,6 +209,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @given(
     which=st.integers(0, 10**6),
     at=st.floats(0, 1, exclude_max=True),

@@ -66,6 +66,7 @@ def test_ceilings_and_decoding_are_measured(tmp_path: Path):
     assert [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()] == found["cells"]
 
 
+@pytest.mark.slow
 def test_a_measurement_that_fails_costs_itself_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     first = Stage("first", 300, (cell("raises"), cell("crashes"), cell("succeeds", settings={"value": 7})))
     found = run(monkeypatch, tmp_path, first, Stage("second", 300, (cell("succeeds"),)))
@@ -97,6 +98,7 @@ def test_a_stage_ends_at_its_limit_and_the_next_begins(monkeypatch: pytest.Monke
     assert_ends(int(child.read_text()), "child of a killed measurement")
 
 
+@pytest.mark.slow
 def test_the_budget_ends_everything(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """A measurement that hangs sleeps much longer."""
     given = [Stage(name, 300, (cell("hangs"),)) for name in ("first", "second")]
@@ -108,6 +110,7 @@ def test_the_budget_ends_everything(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert not_run == "second: hangs: not run: no time was left"
 
 
+@pytest.mark.slow
 def test_a_wrong_kernel_ends_its_process_and_a_refused_one_does_not(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
@@ -139,6 +142,7 @@ def test_what_does_not_fit_is_halved_once():
     assert "note" not in found and "8 slots" in found["failed"]
 
 
+@pytest.mark.slow
 def test_an_older_result_and_a_torn_line_are_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     older = {"stage": "first", "cell": "old", "figures": {}}
     (tmp_path / "gpu.jsonl").write_text(json.dumps(older) + "\n")

@@ -73,13 +73,8 @@ def test_packed_forward_is_that_of_transformers(name: str):
     np.testing.assert_allclose(got_logits, want["logits"], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(each, marks=[pytest.mark.slow] if each in ("llama-tied", "qwen2-sharded") else [])
-        for each in NAMES
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
 def test_greedy_decoding_is_that_of_transformers(name: str):
     """Prefill in chunks, then decode through pages."""
     model, params = loaded(name)

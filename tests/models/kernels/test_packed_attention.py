@@ -134,6 +134,7 @@ def test_the_comparison_is_with_products_in_float32(monkeypatch: pytest.MonkeyPa
     assert set(read["kernel"]) == {None} and set(read["reference"]) == {"highest"}
 
 
+@pytest.mark.slow
 def test_the_choice_names_what_was_rejected(monkeypatch: pytest.MonkeyPatch):
     choose.cache_clear()
     on_cpu = choose("cpu", 4, 2, 16, "bfloat16")
@@ -161,6 +162,7 @@ def test_segment_spans():
     )
 
 
+@pytest.mark.slow
 def test_cudnn_gets_every_segments_place_and_as_many_kv_heads_as_query_heads(monkeypatch: pytest.MonkeyPatch):
     """The arguments go through jax's own conversion to offsets in memory, which is where a mistake shows."""
     (rows, length), heads, head_dim = IDS.shape, 4, 8

@@ -34,9 +34,8 @@ def by_blocks(q: Any, cache: KVPages, layer: Any, table: Any, lengths: Any) -> A
     return PagedAttention(table, at, lengths > 0)(layer, q, k, v, cache)[0]
 
 
-@pytest.mark.parametrize(
-    "kv_dtype", [*(pytest.param(dtype, marks=pytest.mark.slow) for dtype in ("float32", "bfloat16")), "int8"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
 def test_blocks_pass(kv_dtype: str):
     assert self_test(by_blocks, *SHAPE, kv_dtype=kv_dtype, page_tokens=16, length=96).problem is None
 
@@ -275,6 +274,7 @@ def test_no_offset_in_a_pool_overflows(kv_dtype: str, itemsize: int):
     assert max(count for count, _ in large) == 2**31
 
 
+@pytest.mark.slow
 def test_a_token_that_is_no_number_is_seen_by_those_who_look_alone():
     """Its page goes to another slot, or lies in the scratch page: not a bit of anybody else moves."""
     rng = np.random.default_rng(0)

@@ -256,6 +256,7 @@ def test_a_prepared_task_travels_closed(folder: Path):
     assert cloudpickle.loads(blob)[3] == before
 
 
+@pytest.mark.slow
 def test_neither_tensorflow_nor_jax_is_loaded_and_scoring_opens_nothing(folder: Path, cache: Path):
     code = f"""
 import pickle, sys
