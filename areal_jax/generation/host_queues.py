@@ -69,7 +69,7 @@ class Queues:
         self.forget(samples)
 
     def forget(self, samples: Sequence[SampleId]) -> None:
-        """Drops what is kept of these samples' earlier turns; no first turn of theirs is expected any more."""
+        """Drops what is kept of these samples' earlier turns; their first turns are not expected any more."""
         self._kept.forget(samples)
         for sample in samples:
             self.expected.pop(sample, None)
