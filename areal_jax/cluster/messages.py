@@ -127,14 +127,15 @@ class Weights:
 class Command:
     """An action of the control plane, with the data that the receiver needs to carry it out.
 
-    `payload` for Dispatch: the prompt's tokens. For Continue: [all tokens before the turn, max_tokens, stop].
-    For Fetch: the ticket of the samples to take over. For Rerun: the sample's conversation
-    (`Conversation.to_wire`). For Answer: [the turn's TurnFinished, the encoded trajectory up to its end]. For
-    Score: [text, tokens, stop reason, the tokens' texts, the workflow's reward] of each completion; the
-    tokens' texts are empty unless the task wants them, the reward is None without a workflow. For Train: a
-    dict with the batch's `plan`, as `BatchPlan.to_wire` returns it; if a journaled batch is trained again,
-    the dict also has `journaled`: the batch's digest, published, metrics, steps and
-    is_reissued (see `recovery.Journaled`). For others: None. A Drop ends the workflows of its group.
+    `payload` for Dispatch: the prompt's tokens; None if the samples have a workflow. For Continue: [all
+    tokens before the turn, max_tokens, stop]. For Fetch: the ticket of the samples to take over. For Rerun:
+    the sample's conversation (`Conversation.to_wire`). For Answer: [the turn's TurnFinished, the encoded
+    trajectory up to its end]. For Score: [text, tokens, stop reason, the tokens' texts, the workflow's
+    reward] of each completion; the tokens' texts are empty unless the task wants them, the reward is None
+    without a workflow. For Train: a dict with the batch's `plan`, as `BatchPlan.to_wire` returns it; if a
+    journaled batch is trained again, the dict also has `journaled`: the batch's digest, published, metrics,
+    steps and is_reissued (see `recovery.Journaled`). For others: None. A Drop ends the workflows of its
+    group.
     """
 
     epoch: str

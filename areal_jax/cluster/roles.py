@@ -144,7 +144,7 @@ class _Hosting:
         self._unfinished: dict[SampleId, bool] = {}
         """The samples that the host has to decode, and whether it goes on with them after a Begin.
 
-        It does with those that only it can have: not with turns, and not with samples on the move.
+        It does with those that only it can have: not with episodes, and not with samples on the move.
         """
         self._guard = threading.Lock()
         """Held so that a sample is either reported as ended before a Ready, or named in it."""
@@ -195,7 +195,7 @@ class _Hosting:
             payload = TurnRequest(tuple(tokens), sampling)
             self._unfinished[action.sample] = False
         if isinstance(action, Dispatch):
-            self._unfinished |= dict.fromkeys(action.samples, True)
+            self._unfinished |= dict.fromkeys(action.samples, payload is not None)
         if isinstance(action, Fetch):
             self._unfinished |= dict.fromkeys(action.samples, False)
         if isinstance(action, Move):

@@ -19,6 +19,7 @@ from areal_jax.control.account import Account
 from areal_jax.control.errors import ControlError
 from areal_jax.control.events import Action, Event
 from areal_jax.control.machine import ControlPlane
+from areal_jax.control.reward_gate import DECIMALS
 from areal_jax.types import SampleId
 
 BOUNDED = ("sync", "one_step", "pinned")
@@ -496,7 +497,9 @@ class _Books:
         expected: tuple[tuple[str, bool], ...] = ()
         if gate.part is not None and accuracy is not None:
             before = self.accuracy
-            is_paid = gate.first == "open" if before is None else accuracy > before - gate.tolerance
+            is_paid = gate.first == "open"
+            if before is not None:  # rounded as the gate itself is: 0.6 - 0.05 is not 0.55
+                is_paid = round(accuracy - before + gate.tolerance, DECIMALS) > 0
             expected = ((gate.part, is_paid),)
         self.require(
             action.gates == expected,
@@ -532,14 +535,17 @@ class _Books:
             f"ordinal {ordinal} has tokens of version {newest}, but the newest trained version is "
             f"{self.trained_version}",
         )
+        if account.is_again:
+            return
+        versions = {*account.oldest.values(), *account.newest.values()}
+        self.require(
+            len(versions) <= 1 or self.config.on_update != "drain",
+            f"ordinal {ordinal} has tokens of versions {sorted(versions)}; with generation.on_update=drain "
+            "all samples of a group have one",
+        )
         # Groups are admitted in order, so the ordinal says the batch; a drop moves later ones forward.
         own = ordinal // self.batch_size
-        if (
-            self.config.control.strategy == "one_step"
-            and own > self.restart
-            and not (account.is_again or self.dropped)
-        ):
-            versions = {*account.oldest.values(), *account.newest.values()}
+        if self.config.control.strategy == "one_step" and own > self.restart and not self.dropped:
             self.require(
                 versions == {own - 1},
                 f"ordinal {ordinal} of batch {own} has tokens of versions {sorted(versions)}, but "

@@ -365,8 +365,9 @@ def cause_of(event: Event) -> str | None:
 class Dispatch:
     """Command to `host`: decode these samples, which belong to one group.
 
-    Samples of episodes only begin: their workflows ask for the first turn (`TurnAdded`). Before it decodes
-    their first token, the host must adopt weights version `min_version` or a newer version.
+    Before it decodes their first token, the host must adopt weights version `min_version` or a newer version.
+    Samples of episodes only begin: their workflows ask for the first turn (`TurnAdded`). A host that drains
+    (on_update=drain) counts them from here on among those that it finishes before it adopts a version.
     """
 
     samples: tuple[SampleId, ...]

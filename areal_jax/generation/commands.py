@@ -56,6 +56,18 @@ class Start:
 
 
 @dataclass(frozen=True)
+class Expect:
+    """Command: `samples` are episodes, the first turns of which follow as Starts for `min_version`.
+
+    A host that drains (on_update=drain) counts them among those that it ends under the version that it has,
+    if that is not older than `min_version`, until a Start or a Stop of each comes.
+    """
+
+    samples: tuple[SampleId, ...]
+    min_version: int
+
+
+@dataclass(frozen=True)
 class Stop:
     """Command: drop `samples` without a result, waiting or in a slot; if empty, end the host's loop."""
 
@@ -115,7 +127,7 @@ class TakeBack:
     samples: tuple[SampleId, ...]
 
 
-Command = Start | Stop | Pause | Unpause | Wake | Serve | HandOver | TakeOver | TakeBack
+Command = Start | Expect | Stop | Pause | Unpause | Wake | Serve | HandOver | TakeOver | TakeBack
 
 
 class Tokens(NamedTuple):
@@ -238,12 +250,14 @@ def command_of(
 ) -> Command:
     """Returns the host's command for an action of the control plane.
 
-    `payload`: for a Dispatch the prompt's tokens, for a Continue a TurnRequest, for a Fetch the samples to
-    take over. `emit(event, works)` reports the answer to a Move, with the samples to take over, or to a
-    Fetch, with None.
+    `payload`: for a Dispatch the prompt's tokens, or None if the samples have a workflow; for a Continue a
+    TurnRequest; for a Fetch the samples to take over. `emit(event, works)` reports the answer to a Move, with
+    the samples to take over, or to a Fetch, with None.
     """
     match action:
         case events.Dispatch(samples, _, min_version):
+            if payload is None:
+                return Expect(samples, min_version)
             return Start(samples, tuple(payload), min_version)
         case events.Continue(sample, segment, turn, _, min_version):
             own: Any = dict(sampling=payload.sampling, turn=turn, segment=segment)

@@ -155,6 +155,8 @@ class Host:
         match command:
             case c.Start():
                 self._accept(command)
+            case c.Expect(samples, min_version):
+                self._queues.expected |= dict.fromkeys(samples, min_version)
             case c.Stop(samples):
                 self._queues.cancel(samples)
                 self._moves.forget(samples)
@@ -269,7 +271,7 @@ class Host:
         """Queue the samples of `start`; if they cannot be decoded, emit SampleFailed for each."""
         if reason := reason_against(self._engine, start):
             for sample in start.samples:
-                self._emit(e.SampleFailed(sample, self.name, reason), None)
+                self._fail(sample, reason)
             return
         for work in start.works(self._sampling, self._seed, self._stops):
             self._queues.add(work)
@@ -287,7 +289,13 @@ class Host:
         ]
         self._totals.recomputed_tokens += self._slots.rebuild(self._held)
         for work, reason in failed:
-            self._emit(e.SampleFailed(work.sample, self.name, reason), None)
+            self._fail(work.sample, reason)
+
+    def _fail(self, sample: SampleId, reason: str) -> None:
+        # The sample's group starts again or is dropped, so no turn follows. The Cancel says so, too, but is
+        # lost if the controller ends now.
+        self._queues.forget((sample,))
+        self._emit(e.SampleFailed(sample, self.name, reason), None)
 
     def _collect(self, ahead: int = 0) -> None:
         """Record and report the results of all decode calls but the newest `ahead`; of all if none is live.

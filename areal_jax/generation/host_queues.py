@@ -35,6 +35,8 @@ class Queues:
         self.rollouts = Admission(live, range(reserved, slots), clock, settle, **own)
         self.requests = Admission(live, range(reserved or slots), clock, settle, **own)
         self.both = self.rollouts, self.requests
+        self.expected: dict[SampleId, PolicyVersion] = {}
+        """Each episode that begins here and has not asked for its first turn -> the turn's oldest version."""
 
     def of(self, work: Work) -> Admission:
         return self.requests if work.start.is_request else self.rollouts
@@ -54,23 +56,39 @@ class Queues:
         """Whether samples must still end under `version` before on_update=drain adopts a newer one.
 
         True while a sample is live or evicted, while an episode that had a turn here is open, or if the first
-        waiting rollout may start under `version`.
+        waiting rollout, or an episode's first turn that is still to come, may start under `version`.
         """
-        waiting = self.rollouts.waiting
-        is_owed = bool(waiting) and waiting[0].start.min_version <= version
+        next_ones = [work.start.min_version for work in list(self.rollouts.waiting)[:1]]
+        is_owed = min([*next_ones, *self.expected.values()], default=version + 1) <= version
         return is_owed or bool(self._live.works or self.evicted or self._kept.episodes)
 
     def cancel(self, samples: Sequence[SampleId]) -> None:
         """Drops these samples, waiting or live, and what is kept of their earlier turns."""
         for queue in self.both:
             queue.cancel(set(samples))
+        self.forget(samples)
+
+    def forget(self, samples: Sequence[SampleId]) -> None:
+        """Drops what is kept of these samples' earlier turns; their first turns are not expected any more."""
         self._kept.forget(samples)
+        for sample in samples:
+            self.expected.pop(sample, None)
 
     def add(self, work: Work) -> None:
-        """Puts a sample behind the others of its queue; a later turn of an episode before all new samples."""
-        waiting, turn = self.of(work).waiting, work.start.turn
-        begun = (n for n, other in enumerate(waiting) if other.so_far is None and not other.start.turn)
-        waiting.insert(next(begun, len(waiting)) if turn else len(waiting), work)
+        """Puts a sample behind the others of its queue; a later turn of an episode before all new samples.
+
+        First turns come in any order, and go before new samples that need a newer version than they do.
+        """
+        waiting, start = self.of(work).waiting, work.start
+        self.expected.pop(work.sample, None)
+        later = (
+            place
+            for place, other in enumerate(waiting)
+            if other.so_far is None
+            and not other.start.turn
+            and (start.turn or other.start.min_version > start.min_version)
+        )
+        waiting.insert(next(later, len(waiting)), work)
 
     def put_first(self, works: Sequence[Work]) -> None:
         """Puts samples before all others in their queues."""

@@ -63,7 +63,8 @@ class Endpoints(Workflows, Protocol):
     def command(self, action: e.HostCommand, payload: Any = None) -> None:
         """Send `action` to its host.
 
-        `payload`: the prompt's tokens for a Dispatch, a TurnRequest for a Continue, an Offer for a Fetch.
+        `payload`: the prompt's tokens for a Dispatch, or None if the samples have a workflow; a TurnRequest
+        for a Continue; an Offer for a Fetch.
         """
         ...
 
@@ -189,6 +190,7 @@ class DriverCore:
     def _send(self, action: Action) -> None:
         match action:
             case e.Dispatch(samples) if self._prompts.has_workflow(samples[0].ordinal):
+                self._endpoints.command(action)
                 for sample in samples:
                     self._begin(sample)
             case e.Dispatch(samples):

@@ -46,7 +46,9 @@ class Call:
 
 
 class Decoder(Protocol):
-    def take(self, dispatch: e.Dispatch, prompt: tuple[int, ...]) -> None: ...
+    def take(self, dispatch: e.Dispatch, prompt: tuple[int, ...] | None) -> None:
+        """Queue new samples; without a prompt they are episodes, which ask for their turns later."""
+        ...
 
     def go_on(self, action: e.Continue, request: TurnRequest) -> None: ...
 
@@ -164,8 +166,13 @@ class DrawnDecoder:
         """Samples that are offered to another host."""
         self._episodes: dict[SampleId, PolicyVersion] = {}
         """The open samples that have had a turn here, and its version."""
+        self._expected: dict[SampleId, PolicyVersion] = {}
+        """The open samples that have not asked for their first turn here, and its oldest version."""
 
-    def take(self, dispatch: e.Dispatch, prompt: tuple[int, ...]) -> None:
+    def take(self, dispatch: e.Dispatch, prompt: tuple[int, ...] | None) -> None:
+        if prompt is None:
+            self._expected |= dict.fromkeys(dispatch.samples, dispatch.min_version)
+            return
         for sample in dispatch.samples:
             self._queue.append(work := self._work(sample, None))
             work.min_version = dispatch.min_version
@@ -173,9 +180,14 @@ class DrawnDecoder:
     def go_on(self, action: e.Continue, request: TurnRequest) -> None:
         work = self._work(action.sample, action.turn)
         work.min_version, work.before = action.min_version, len(request.tokens)
-        # Before new samples, and behind those that came before it.
-        place = next((n for n, other in enumerate(self._queue) if not other.turn), len(self._queue))
-        self._queue.insert(place, work)
+        self._expected.pop(action.sample, None)
+        # A later turn goes before new samples, a first one before those that need a newer version.
+        later = (
+            place
+            for place, other in enumerate(self._queue)
+            if not other.turn and (action.turn or other.min_version > work.min_version)
+        )
+        self._queue.insert(next(later, len(self._queue)), work)
 
     def cancel(self, samples: Iterable[SampleId]) -> None:
         gone = set(samples)
@@ -183,6 +195,7 @@ class DrawnDecoder:
         self._live = [work for work in self._live if work.sample not in gone]
         self._kept = {sample: work for sample, work in self._kept.items() if sample not in gone}
         self._episodes = {one: version for one, version in self._episodes.items() if one not in gone}
+        self._expected = {one: version for one, version in self._expected.items() if one not in gone}
 
     def serve(self, version: PolicyVersion) -> None:
         if self._serves is not None:
@@ -231,7 +244,7 @@ class DrawnDecoder:
         samples to decode under its current version.
         """
         version, digest = self._latest()
-        is_busy = self._live or self._is_due() or self._episodes
+        is_busy = self._live or self._is_due() or self._is_expecting() or self._episodes
         if version <= self._version or (self._on_update == "drain" and is_busy):
             return None, 0
         if self._serves is not None and self._serves <= self._version:
@@ -250,6 +263,10 @@ class DrawnDecoder:
         """Whether samples wait for a slot, and the first of them may start under the current version."""
         return bool(self._queue) and self._queue[0].min_version <= self._version
 
+    def _is_expecting(self) -> bool:
+        """Whether first turns of episodes are still to come that may start under the current version."""
+        return min(self._expected.values(), default=self._version + 1) <= self._version
+
     def _refill(self) -> int:
         started = 0
         while self._is_due() and len(self._live) < self._slots:
@@ -262,6 +279,7 @@ class DrawnDecoder:
 
     def _end(self, work: Work) -> Incoming:
         if work.fails:
+            self._episodes.pop(work.sample, None)
             return e.SampleFailed(work.sample, self.name, "simulated"), None
         reason = "length" if work.length == self._limit else "stop"
         of = self.name, work.placed, reason, work.interruptions

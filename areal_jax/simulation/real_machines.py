@@ -12,7 +12,7 @@ from typing import Any
 from areal_jax.assembly.parts import Parts
 from areal_jax.control import events as e
 from areal_jax.episodes.conversation import TurnRequest
-from areal_jax.generation.commands import HandOver, Serve, Start, Stop, TakeBack, TakeOver, Work, command_of
+from areal_jax.generation.commands import HandOver, Serve, Stop, TakeBack, TakeOver, Work, command_of
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host
 from areal_jax.observe.waits import Timeline
@@ -61,8 +61,8 @@ class EngineDecoder:
         self._incoming: list[Incoming] = []
         self._decoded_under: set[PolicyVersion] = set()
 
-    def take(self, dispatch: e.Dispatch, prompt: tuple[int, ...]) -> None:
-        self._host.inbox.put(Start(dispatch.samples, prompt, dispatch.min_version))
+    def take(self, dispatch: e.Dispatch, prompt: tuple[int, ...] | None) -> None:
+        self._host.inbox.put(command_of(dispatch, prompt, lambda *_: None))
 
     def go_on(self, action: e.Continue, request: TurnRequest) -> None:
         self._host.inbox.put(command_of(action, request, lambda *_: None))

@@ -158,7 +158,7 @@ class Host:
         decoder = self.decoder
         match action:
             case e.Dispatch(samples):
-                self._open |= dict.fromkeys(samples, True)
+                self._open |= dict.fromkeys(samples, payload is not None)
                 decoder.take(action, payload)
             case e.Continue(sample):
                 self._open[sample] = False

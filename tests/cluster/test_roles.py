@@ -136,14 +136,18 @@ def test_a_host_offers_samples_with_a_ticket_or_keeps_them_if_it_cannot(hosting)
 
 
 def test_a_host_that_comes_back_goes_on_with_what_only_it_can_have(hosting):
-    """Not with what may have gone to another host, nor with turns, of which the next one may be due."""
-    work, moved, turn, ended, taken = hosting.work, *(SampleId(5 + number, 0, 0) for number in range(4))
+    """Not with what may have gone to another host, nor with episodes, of which the next turn may be due."""
+    work, moved, turn, ended, taken, episode = (
+        hosting.work,
+        *(SampleId(5 + number, 0, 0) for number in range(5)),
+    )
     work._unfinished, work._sampling, work._slots = {}, Sampling(), 4
     work._reader, work._adopted = None, HostAdopted("generate-0", 2, "d2")
     work._link.ready = lambda **fields: hosting.notes.append(fields)
     for ordinal in (*SAMPLES, moved, ended):
         work.command(Dispatch((ordinal,), "generate-0", 1), [1, 2])
     work.command(Move((moved,), "generate-0", "generate-1"), None)
+    work.command(Dispatch((episode,), "generate-0", 1), None)
     work.command(Continue(turn, 0, 0, "generate-0", 1), [[1], 4, ()])
     work.command(Fetch((taken,), "generate-0", "generate-1"), b"ticket")
     work._report(SampleFinished(ended, "generate-0", (), "stop"), None)
@@ -151,7 +155,7 @@ def test_a_host_that_comes_back_goes_on_with_what_only_it_can_have(hosting):
     while not hosting.inbox.empty():
         hosting.inbox.get()
     work.begin("")
-    left = {moved, turn, taken}
+    left = {moved, turn, taken, episode}
     stop = hosting.inbox.get_nowait()
     assert isinstance(stop, Stop) and set(stop.samples) == left == set(hosting.released)
     assert hosting.notes == [dict(slots=4, version=3, digest="d3", samples=SAMPLES)]

@@ -193,6 +193,16 @@ def test_under_any_interleaving_every_gate_follows_from_the_trained_batches_in_o
         assert train.gates == (("intermediate", count > before - 6 * tolerance),), (count, before)
 
 
+def test_the_audit_rounds_as_the_gate_does():
+    run = Run(config_of(steps=2, batch_size=1, group_size=2, max_staleness=1, gate=GATE))
+    run.score(0, 0.6, 0.6), run.score(1, 0.55, 0.55)
+    run.train()
+    batch = run.plane.state.training
+    # Not above 0.6 - 0.05, which is 0.5499999999999999 in floating point.
+    assert batch is not None and batch.gates == (("intermediate", False),)
+    assert audit(run.plane._config, run.rows).violations == []
+
+
 def test_the_audit_decides_every_gate_again():
     config = config_of(steps=6, batch_size=2, group_size=2, max_staleness=1, gate=GATE)
     rows = Player(config, Random(3)).start().play().rows

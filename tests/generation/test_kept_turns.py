@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from areal_jax.control.events import TurnFinished
-from areal_jax.generation.commands import Start, Stop
+from areal_jax.control.events import SampleFailed, TurnFinished
+from areal_jax.generation.commands import Command, Expect, Start, Stop
 from areal_jax.types import ArealError, SampleId, Sampling, Trajectory
 from areal_jax.weights.memory import MemoryStore
 from tests.generation.conftest import LENGTH
@@ -151,6 +151,45 @@ def test_a_host_that_drains_adopts_a_version_once_its_episodes_have_ended(engine
     turns.host.inbox.put(Stop((SAMPLE,)))
     other = turns.turn(0, PROMPT, SampleId(0, 1), first=1)
     assert set(other.versions[other.loss_mask]) == {1}
+
+
+def test_a_host_that_drains_waits_for_the_first_turns_of_its_episodes(engine, store, versions):
+    """Also if the first turn of an episode that begins under the next version comes before them."""
+    turns = Turns(engine, store, on_update="drain")
+    done, (first, second, newer) = turns.heard.done, (SampleId(0, 0), SampleId(0, 1), SampleId(1, 0))
+
+    def after(*commands: Command) -> dict[SampleId, int]:
+        """The first version of each turn that has ended after these commands and some steps."""
+        for command in commands:
+            turns.host.inbox.put(command)
+        turns.host.take_commands()
+        for _ in range(20):
+            turns.host.step()
+        return {sample: trajectory.first_version for sample, trajectory in done.items()}
+
+    def begin(sample: SampleId, version: int) -> Start:
+        return Start((sample,), PROMPT, version, Sampling(max_tokens=4), turn=0)
+
+    assert after(Expect((first, second), 0)) == {}
+    store.publish(versions(1))
+    assert after(Expect((newer,), 1), begin(newer, 1)) == {}
+    assert after(begin(first, 0)) == {first: 0}
+    assert after(Stop((first,)), begin(second, 0)) == {first: 0, second: 0}
+    assert after(Stop((second,))) == {first: 0, second: 0, newer: 1}
+
+
+def test_a_failed_episode_does_not_keep_a_host_from_draining(engine, store, versions):
+    """Its Cancel may be lost with the controller."""
+    turns = Turns(engine, store, on_update="drain")
+    turns.turn(0, PROMPT)
+    turns.host.inbox.put(Expect((SampleId(0, 1),), 0))
+    for sample, turn in ((SAMPLE, 1), (SampleId(0, 1), 0)):
+        turns.host.inbox.put(Start((sample,), (7,) * LENGTH, 0, Sampling(max_tokens=4), turn=turn))
+    turns.host.take_commands()
+    assert [event.sample for event in turns.heard.of(SampleFailed)] == [SAMPLE, SampleId(0, 1)]
+    store.publish(versions(1))
+    turns.host.step()
+    assert turns.host.statistics().version == 1
 
 
 def test_a_pinned_episode_goes_on_under_its_version_beside_newer_ones(engine, store, versions, dense):

@@ -17,6 +17,7 @@ from areal_jax.control.reward_gate import Gates
 from areal_jax.runtime.core import DriverCore, Incoming
 from areal_jax.simulation.machines import EmptyPrompts
 from areal_jax.simulation.memory_journal import MemoryJournal
+from areal_jax.simulation.schedule import Schedule
 from areal_jax.tasks.errors import PromptError
 from areal_jax.types import ArealError, Completion, Group, Prompt, SampleId, Sampling, Trajectory, VersionSpan
 
@@ -147,6 +148,20 @@ def test_a_prompt_that_fails_costs_its_group_and_no_other(method: str):
     assert run.core.act(action for entry in entries for action in entry.actions) == []
     assert [action.samples[0].ordinal for action in run.out.dispatched] == [*sent, 2]
     assert run.core.control.state.dropped == {"failed_prompt": 1}
+
+
+def test_the_host_of_an_episode_knows_of_it_before_its_workflow_does():
+    """So a host that drains waits for the first turn, however late the workflow asks for it."""
+    calls: list[object] = []
+    out = Recorder()
+    out.command = lambda action, payload=None: calls.append((action, payload))
+    out.begin = lambda sample, prompt, conversation: calls.append(sample)
+    prompts = EmptyPrompts(Schedule(turns=1.0))
+    core = DriverCore(CONFIG, ControlPlane(CONFIG), MemoryJournal(), prompts, out, out)
+    entries = core.record([(e.RunStarted("d0", 2), None), (e.HostJoined("a", 2), None)])
+    core.act(action for entry in entries for action in entry.actions)
+    members = SampleId(0, 0), SampleId(0, 1)
+    assert calls[:3] == [(e.Dispatch(members, "a", 0), None), *members]
 
 
 def test_too_many_unusable_prompts_end_the_run_with_how_many_of_how_many_and_the_last_message():

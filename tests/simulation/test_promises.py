@@ -41,6 +41,17 @@ def test_a_strategy_keeps_its_promise_with_scarce_slots(strategy, on_update, see
     assert (result.interruptions > 0) == (on_update in ("recompute", "keep") and strategy != "sync")
 
 
+@each_promise
+@pytest.mark.parametrize("seed", range(2))
+def test_a_strategy_keeps_its_promise_with_episodes(strategy, on_update, seed):
+    """Workflows ask for their first turns late, and some episodes of a group end before others begin."""
+    schedule = Schedule(seed=seed, median_tokens=6, train_s=0.05, turns=2.0, workflow_s=1.0)
+    config = load_config(*scarce(strategy, on_update, hosts=2))
+    result = simulate(config, schedule)
+    check(config, (event for _, event, _ in result.rows))
+    assert (result.audit.violations, result.audit.trained) == ([], STEPS * GROUPS)
+
+
 @pytest.mark.parametrize(("strategy", "on_update"), [pair for pair in PAIRS if "drain" in pair])
 def test_the_table_tells_a_drained_run_from_an_interrupted_one(strategy, on_update):
     """Rows of an interruptible run break the promise of every strategy whose hosts drain."""

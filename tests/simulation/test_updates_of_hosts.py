@@ -10,6 +10,7 @@ import pytest
 from areal_jax.config.loading import make_config
 from areal_jax.config.tree import Config
 from areal_jax.control import events as e
+from areal_jax.control.audit import audit
 from areal_jax.simulation.decoders import Call, DrawnDecoder, Work
 from areal_jax.simulation.schedule import Schedule
 from areal_jax.simulation.world import SimResult, simulate
@@ -135,6 +136,17 @@ def test_drain_starts_who_waits_for_the_version_held_also_where_nobody_is_live()
     assert [figures(call)[:4] for call in calls] == [(-1, 1, 1, 3), (0, 1, 1, 4)]
 
 
+def test_drain_waits_for_first_turns_that_are_still_to_come():
+    host = Stepped("drain")
+    episodes = SampleId(4, 0), SampleId(4, 1)
+    host.host.take(e.Dispatch(episodes, "a", 0), None)
+    calls = [host.step() for _ in range(4)]
+    assert [call.adopted for call in calls] == [None] * 4 and calls[-1].live == 0
+    host.host.cancel(episodes)
+    adopted = host.step().adopted
+    assert adopted is not None and adopted.version == 1
+
+
 def test_a_hosts_time_is_that_of_its_calls_its_swaps_and_every_recomputed_token():
     config = config_of("interruptible", "recompute", 1)
     schedule = replace(LONG_TAIL, jitter=0.0, prefill_s=0.0, crowd_slots=inf, swap_s=0.25)
@@ -178,6 +190,21 @@ def test_the_trainer_waits_for_stragglers_only_where_it_is_bounded():
     assert max(bounded.token_ages) == 1 < max(free.token_ages)
     assert max(bounded.held) == max(free.held) == 1
     assert bounded.virtual_s > free.virtual_s
+
+
+def test_the_audit_finds_a_group_of_two_versions_on_hosts_that_drain():
+    config = config_of("interruptible", "drain", 1)
+    rows = simulate(config, LONG_TAIL).rows
+    committed = next(seq for seq, event, _ in rows if e.VersionCommitted(1, "digest-1") == event)
+    place, event = next(
+        (place, event)
+        for place, (seq, event, _) in enumerate(rows)
+        if seq > committed and isinstance(event, e.SampleFinished) and event.spans[0].version == 0
+    )
+    newer = replace(event, spans=(event.spans[0]._replace(version=1),))
+    changed = [*rows[:place], (place, newer, rows[place][2]), *rows[place + 1 :]]
+    (violation,) = audit(config, changed).violations
+    assert f"ordinal {event.sample.ordinal} has tokens of versions [0, 1]" in violation
 
 
 def test_one_step_generates_a_batch_while_the_one_before_is_trained():
