@@ -108,7 +108,7 @@ class Inputs:
         """
         prompt = self.prompts.prompt(ordinal)
         try:
-            tokens = tuple(self.model.tokenizer.render(prompt))
+            tokens = tuple(self.model.tokenizer.render(prompt, self.config.generation.length - 1))
         except USERS as error:
             raise PromptError(
                 f"the prompt at ordinal {ordinal} (task {prompt.task}) cannot be encoded: {raised(error)}; "
