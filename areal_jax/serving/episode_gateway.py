@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import uvicorn
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -26,6 +25,7 @@ from starlette.routing import Route
 from areal_jax.episodes.apart import apart
 from areal_jax.episodes.chats import ChatRequest, Chats, ChatTurn, NoRoomError, OverError, TokenRequest
 from areal_jax.episodes.episode import Episode
+from areal_jax.serving.connections import http_server
 from areal_jax.serving.generate_bodies import GenerateBody, generated, parsed, token_request
 from areal_jax.serving.listening import listening
 from areal_jax.serving.openai_api import body_of, error_response
@@ -74,8 +74,7 @@ class EpisodeGateway:
             Route(f"{path}/inference/v1/generate", self._generate, methods=["POST"]),
         ]
         app = Starlette(routes=routes)
-        config = uvicorn.Config(app, log_config=None, lifespan="off", access_log=False, timeout_keep_alive=60)
-        self._server = uvicorn.Server(config)
+        self._server = http_server(app)
         self._task = asyncio.get_running_loop().create_task(self._server.serve(sockets=[opened]))
 
     def open(self, episode: Episode) -> tuple[str, Callable[[], None]]:
