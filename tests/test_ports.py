@@ -34,3 +34,13 @@ def test_a_reserved_port_is_free_afterwards():
         pass
     with socket.socket() as other:
         other.bind(("127.0.0.1", port))
+
+
+def test_the_kernel_ends_connections_of_clients_that_are_gone():
+    with listening("127.0.0.1", 0) as server, socket.create_connection(server.getsockname()):
+        accepted, _ = server.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            names = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
+            numbers = [accepted.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names]
+    assert numbers == [60, 10, 6, 120_000]

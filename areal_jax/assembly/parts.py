@@ -25,7 +25,7 @@ from areal_jax.generation.rollout import completion_of
 from areal_jax.generation.sampling import require_support_fits
 from areal_jax.models.model import Model, Params
 from areal_jax.parallel.mesh import param_shardings, platform_of
-from areal_jax.tasks.errors import USERS, PromptError, raised
+from areal_jax.tasks.errors import USERS, PromptError, TooLongError, raised
 from areal_jax.tasks.held_out import held_out, without_splits
 from areal_jax.tasks.reference_answers import reference_trajectory
 from areal_jax.tasks.source import PromptStream, WeightedTask, load_tasks
@@ -106,25 +106,26 @@ class Inputs:
         Raises PromptError if the prompt cannot be read or encoded, if it has no tokens, or so many that
         generation.length leaves no token for the completion.
         """
-        prompt = self.prompts.prompt(ordinal)
+        prompt, length = self.prompts.prompt(ordinal), self.config.generation.length
+        what, count, tokens = f"the prompt at ordinal {ordinal} (task {prompt.task})", "", ()
         try:
-            tokens = tuple(self.model.tokenizer.render(prompt))
+            tokens = tuple(self.model.tokenizer.render(prompt, length - 1))
+            count = str(len(tokens)) if len(tokens) >= length else ""
+        except TooLongError as error:
+            count = f"at least {error.fewest}"
         except USERS as error:
             raise PromptError(
-                f"the prompt at ordinal {ordinal} (task {prompt.task}) cannot be encoded: {raised(error)}; "
-                "leave such prompts out of the task"
+                f"{what} cannot be encoded: {raised(error)}; leave such prompts out of the task"
             ) from error
-        length = self.config.generation.length
+        if count:
+            raise PromptError(
+                f"{what} has {count} tokens, but prompt and completion together must fit "
+                f"generation.length={length}; raise generation.length, or leave such prompts out of the task"
+            )
         if not tokens:
             raise PromptError(
-                f"the prompt at ordinal {ordinal} (task {prompt.task}) has no tokens, and a completion needs "
-                "at least one before it; leave such prompts out of the task"
-            )
-        if len(tokens) >= length:
-            raise PromptError(
-                f"the prompt at ordinal {ordinal} (task {prompt.task}) has {len(tokens)} tokens, but prompt "
-                f"and completion together must fit generation.length={length}; raise generation.length, or "
-                "leave such prompts out of the task"
+                f"{what} has no tokens, and a completion needs at least one before it; leave such prompts "
+                "out of the task"
             )
         return tokens
 

@@ -196,7 +196,7 @@ def _pretrained(config: Config, tasks: Mapping[str, WeightedTask], folder: Path)
                 "another one; use another task, or model.source=random"
             )
     pretrained = open_folder(folder)
-    tokenizer = HFTokenizer.from_folder(folder)
+    tokenizer = HFTokenizer.from_folder(folder, m.special_text)
     require_fits(tokenizer, pretrained.config.vocab_size)
     model = Model(_held(pretrained.config, config), tokenizer)
     return Source(model, lambda shardings: pretrained.load(model.base.abstract_params, shardings), folder)
@@ -208,7 +208,7 @@ def _of_run(config: Config, folder: Path) -> Source:
     `config`: the new run's config. The parameters are those of the other run's newest committed version, with
     the other run's adapters merged into the matrices.
     """
-    theirs, source = run_source(folder, config.model.dtype)
+    theirs, source = run_source(folder, config.model.dtype, config.model.special_text)
     model = Model(_held(source.model.base.config, config), source.model.tokenizer)
 
     def load(shardings: Any) -> Params:
@@ -221,10 +221,16 @@ def _of_run(config: Config, folder: Path) -> Source:
     return Source(model, load_plain if is_plain else load, source.folder)
 
 
-def run_source(folder: Path, dtype: str = "float32") -> tuple[Config, Source]:
-    """Returns the config of the run in `folder`, with model.dtype=`dtype`, and the run's model source."""
+def run_source(
+    folder: Path, dtype: str = "float32", special_text: str | None = None
+) -> tuple[Config, Source]:
+    """Returns the config of the run in `folder`, with model.dtype=`dtype`, and the run's model source.
+
+    `special_text`: value of model.special_text; None: the run's own.
+    """
     theirs = load_config(folder / RUN_CONFIG)
-    settings = theirs.model.model_copy(update={"dtype": dtype})
+    own = {"dtype": dtype, "special_text": special_text or theirs.model.special_text}
+    settings = theirs.model.model_copy(update=own)
     theirs = theirs.model_copy(update={"model": settings})
     plain = theirs.model_copy(update={"weights": WeightsConfig()})  # this run does not publish them again
     return theirs, open_source(plain, load_tasks(theirs.tasks))

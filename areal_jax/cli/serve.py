@@ -41,6 +41,12 @@ def serve(
     deadline: Annotated[
         float, typer.Option(min=1, help="Seconds after which a request over HTTP ends with an error.")
     ] = 600,
+    idle: Annotated[
+        float, typer.Option(min=1, help="Seconds after which a connection without a request is closed.")
+    ] = 60,
+    connections: Annotated[
+        int, typer.Option(min=1, help="Maximum number of open HTTP connections, and of gRPC calls.")
+    ] = 2048,
     sample: Annotated[
         bool,
         typer.Option(help="Sample with the settings generation.*; without this option decoding is greedy."),
@@ -67,6 +73,8 @@ def serve(
         queue,
         unread,
         deadline,
+        idle,
+        connections,
         is_sampled=sample,
         is_answers_only=answers_only,
         weights=tuple(weights or ()),

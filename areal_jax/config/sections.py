@@ -73,6 +73,11 @@ class ModelSettings(Section):
     """Read with source=random: sizes that differ from model.shape, such as {layers: 4}."""
     tokenizer: Literal["auto", "byte"] = "auto"
     """byte: one token per UTF-8 byte. auto: the pretrained model's tokenizer, else the task's, else byte."""
+    special_text: Literal["text", "token"] = "text"
+    """What the text of a special token, such as <|im_end|>, becomes in a message or a tool's result. text:
+    ordinary text; only the chat template writes special tokens. token: that token. Text prompts are not
+    messages: special tokens always count there.
+    """
     dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype of the inputs of matrix products. Accumulation, norms and log-probs are always float32."""
     lora: LoraConfig = LoraConfig()

@@ -125,7 +125,9 @@ class Chats:
 
     async def _sampled(self, request: ChatRequest) -> ChatTurn:
         async with self._lock:
-            asked = self._session.ask(request.messages, request.tools, request.arguments)
+            asked = await self._episode.asked(self._session, *request[:3])
+            if asked is None:
+                raise NoRoomError
             number = self._episode.turns
             turn = await self._episode.chat(self._session, asked, self._limit(request), request.stop)
             if turn is None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from areal_jax.control.events import Event, ToolReturned, ToolStarted, TurnAdded
 from areal_jax.episodes import tools
+from areal_jax.episodes.apart import apart, size_of
 from areal_jax.episodes.conversation import Conversation
 from areal_jax.episodes.errors import EpisodeError
 from areal_jax.episodes.follow_up import follow_ups_of
@@ -24,7 +25,8 @@ from areal_jax.episodes.limits import Limits
 from areal_jax.episodes.session import Sampled, Session
 from areal_jax.episodes.session import Turn as Asked
 from areal_jax.episodes.token_paths import TokenPaths
-from areal_jax.tasks.tokenizers import Tokenizer
+from areal_jax.tasks.errors import TooLongError
+from areal_jax.tasks.tokenizers import Tokenizer, require_may_fit
 from areal_jax.types import Prompt, SampleId, Trajectory
 
 
@@ -181,8 +183,9 @@ class Episode:
             raise EpisodeError(f"max_tokens={max_tokens} leaves no token for the turn; give at least 1")
         if self._session is not None:
             return await self._rendered(self._session, limit, stop)
-        added = self._added()
-        if self.turns >= self.limits.max_turns or not self._has_room(added):
+        added = await self._added()
+        self._require_idle()  # another turn may have begun meanwhile
+        if added is None or self.turns >= self.limits.max_turns or not self._has_room(added):
             return self._cut()
         after = None if self._at == self.turns - 1 else self._at
         if after == -1:  # other branches have had turns since the prompt
@@ -205,6 +208,21 @@ class Episode:
             common.open_turn = None
         self._at, self.last = turn, self._turn_of(self._conversation.paths[turn])
         return self.last
+
+    async def asked(
+        self,
+        session: Session,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        arguments: Mapping[str, Any] | None = None,
+    ) -> Asked | None:
+        """Returns the session's turn for a request; None if there is surely no room for the messages."""
+        work = partial(session.ask, messages, tools, arguments, self.limits.length - 1)
+        try:
+            return await apart(work, size_of(messages))
+        except TooLongError:
+            self._common.is_cut = True
+            return None
 
     async def chat(
         self, session: Session | TokenPaths, asked: Asked, limit: int, stop: Sequence[str]
@@ -297,9 +315,9 @@ class Episode:
     async def _rendered(self, session: Session, limit: int, stop: Sequence[str]) -> Turn:
         """The next turn with history=template, which renders the complete conversation."""
         self._said += self._taken()
-        asked = session.ask(self._said, self.prompt.tools)
-        turn = await self.chat(session, asked, limit, stop)
-        if turn is None:
+        asked = await self.asked(session, self._said, self.prompt.tools)
+        turn = None if asked is None else await self.chat(session, asked, limit, stop)
+        if asked is None or turn is None:
             return self._cut()
         assert asked.answer is not None
         self._said.append(asked.answer)
@@ -317,17 +335,32 @@ class Episode:
             raise EpisodeError("nothing was added since the last turn; call episode.add before generate")
         return messages
 
-    def _added(self) -> tuple[int, ...]:
-        """The tokens that follow the last turn, or the prompt, by the messages that were added since."""
+    async def _added(self) -> tuple[int, ...] | None:
+        """The tokens that follow the last turn, or the prompt, by the messages that were added since.
+
+        None if there is surely no room for them.
+        """
         texts, self._texts = self._texts, []
         if self.prompt.messages is None:
-            return tuple(self._tokenizer.encode("".join(texts)))
-        messages = self._taken()
-        if self._at < 0:
-            return ()
-        path = self._conversation.paths[self._at]
-        answer = path.tokens[path.turn_ids == self._at].tolist()
-        return tuple(follow_ups_of(self._tokenizer, self.prompt.tools).tokens(messages, answer))
+            text = "".join(texts)
+            work, size = partial(self._encoded, text), len(text)
+        else:
+            messages = self._taken()
+            if self._at < 0:
+                return ()
+            path = self._conversation.paths[self._at]
+            answer = path.tokens[path.turn_ids == self._at].tolist()
+            follow_ups = follow_ups_of(self._tokenizer, self.prompt.tools)
+            work = partial(follow_ups.tokens, messages, answer, self.limits.length - 1)
+            size = size_of(messages)
+        try:
+            return tuple(await apart(work, size))
+        except TooLongError:
+            return None
+
+    def _encoded(self, text: str) -> list[int]:
+        require_may_fit(self._tokenizer.fewest, text, self.limits.length - 1)
+        return self._tokenizer.encode(text)
 
     def _has_room(self, added: tuple[int, ...]) -> bool:
         past = len(self._conversation.prompt)

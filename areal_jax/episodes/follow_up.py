@@ -16,7 +16,7 @@ from typing import Any
 
 from areal_jax.tasks.chat_messages import Message
 from areal_jax.tasks.errors import TaskError
-from areal_jax.tasks.tokenizers import Tokenizer
+from areal_jax.tasks.tokenizers import Tokenizer, require_may_fit
 
 REMEDY = "set episode.history=template, which renders the complete conversation for each turn"
 
@@ -85,15 +85,20 @@ class FollowUps:
         self._check = cache(self._checked)
         self._check("user")
 
-    def tokens(self, messages: Sequence[Message], answer: Sequence[int]) -> list[int]:
+    def tokens(
+        self, messages: Sequence[Message], answer: Sequence[int], most: int | None = None
+    ) -> list[int]:
         """Returns the tokens from the end of `answer` to the beginning of the next one.
 
         `messages` are what was said in between, at least one; `answer` are the sampled tokens. Tokens of the
         answer's end that were sampled are not repeated. Raises TaskError if the template cannot render the
-        messages, or depends on what was said before.
+        messages, or depends on what was said before; TooLongError, before encoding, if there are surely more
+        than `most` tokens.
         """
         self._check("tool" if messages[0].get("role") == "tool" else "user")
-        tokens = self._tokenizer.encode_chat(self._after(STUBS[0], *messages))
+        text = self._after(STUBS[0], *messages)
+        require_may_fit(self._tokenizer.fewest, text, None if most is None else most + len(self.closing))
+        tokens = self._tokenizer.encode_chat(text)
         return tokens[self._sampled_end(answer, tokens) :]
 
     def _sampled_end(self, answer: Sequence[int], tokens: Sequence[int]) -> int:

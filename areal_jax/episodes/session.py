@@ -109,11 +109,13 @@ class Session:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] = (),
         arguments: Mapping[str, Any] | None = None,
+        most: int | None = None,
     ) -> Turn:
         """Adds a turn for a request and returns it; its `prompt` is to be continued.
 
         `tools`, `arguments`: schemas of tools, and arguments of the chat template. Raises TaskError if there
-        is no message, the last one is an assistant's, or the messages cannot be rendered.
+        is no message, the last one is an assistant's, or the messages cannot be rendered; TooLongError,
+        before encoding, if the prompt surely has more than `most` tokens.
         """
         if not messages or messages[-1].get("role") == "assistant":
             raise TaskError(
@@ -122,7 +124,8 @@ class Session:
             )
         root = self._root(tools, arguments or {})
         said = tuple(map(canonical, messages))
-        parent, used, added = self._placed(root, messages, *_longest_path(root.turns, messages, said))
+        place = _longest_path(root.turns, messages, said)
+        parent, used, added = self._placed(root, messages, *place, most)
         turn = Turn(len(self.turns), parent, said[used:], tuple(added))
         (root.turns if parent is None else parent.children).append(turn)
         self.turns.append(turn)
@@ -151,15 +154,15 @@ class Session:
         return self._roots[key]
 
     def _placed(
-        self, root: _Root, messages: Sequence[Message], parent: Turn | None, used: int
+        self, root: _Root, messages: Sequence[Message], parent: Turn | None, used: int, most: int | None
     ) -> tuple[Turn | None, int, Sequence[int]]:
         """Returns the turn to continue, its number of messages, and the tokens after its answer.
 
         `parent`, `used`: the last turn of the path that the messages continue, and its number of messages.
         """
         if parent is not None and root.follow_ups is not None:
-            return parent, used, root.follow_ups.tokens(messages[used:], parent.sampled_ids)
-        rendered = chat_tokens(self._tokenizer, messages, root.tools, root.arguments)
+            return parent, used, root.follow_ups.tokens(messages[used:], parent.sampled_ids, most)
+        rendered = chat_tokens(self._tokenizer, messages, root.tools, root.arguments, most)
         while parent is not None:
             before = [*parent.prompt, *parent.sampled_ids]
             if rendered[: len(before)] == before:

@@ -14,6 +14,9 @@ from areal_jax.control.events import ToolReturned, ToolStarted
 from areal_jax.episodes.errors import EpisodeError, ToolError
 from areal_jax.tasks.plain_json import readable
 
+LONGEST_RESULT = 2**24
+"""Maximum number of characters of a result, as JSON: it goes through the journal, and into a conversation."""
+
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
@@ -31,7 +34,10 @@ async def called(
     if not task.done():
         return ToolReturned(*of, "null", f"it took longer than {deadline_s:g} s")
     try:
-        return ToolReturned(*of, json.dumps(task.result()))
+        text = json.dumps(task.result())
+        if len(text) > LONGEST_RESULT:
+            raise ValueError(f"it returned {len(text)} characters of JSON; return at most {LONGEST_RESULT}")
+        return ToolReturned(*of, text)
     except BaseException as error:  # noqa: BLE001 - the user's tool; the workflow gets the error as ToolError
         return ToolReturned(*of, "null", readable(f"{type(error).__name__}: {error}"))
 

@@ -27,7 +27,7 @@ from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host
 from areal_jax.generation.rollout import completion_of
 from areal_jax.observe.waits import get
-from areal_jax.tasks.errors import USERS, PromptError, raised
+from areal_jax.tasks.errors import USERS, PromptError, TooLongError, raised
 from areal_jax.tasks.pool import RewardPool
 from areal_jax.tasks.scoring import Outcome
 from areal_jax.tasks.source import WeightedTask, prompt_at
@@ -127,7 +127,10 @@ def _fitting(name: str, task: Task, count: int, engine: Engine) -> _Prompts:
     for index in range(count):
         prompt = prompt_at(task, name, index)
         try:
-            tokens = tuple(engine.tokenizer.render(prompt))
+            tokens = tuple(engine.tokenizer.render(prompt, engine.length - 1))
+        except TooLongError:
+            too_long.append(f"{name}/{index}")
+            continue
         except USERS as error:
             raise PromptError(
                 f"prompt {index} of task {name} cannot be encoded: {raised(error)}; leave it out of the task"

@@ -18,6 +18,7 @@ import uvicorn
 from areal_jax.config.tree import Config
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host
+from areal_jax.serving.connections import CONNECTIONS, IDLE_S, allow_connections, http_server
 from areal_jax.serving.http import Metrics, http_app
 from areal_jax.serving.listening import listening
 from areal_jax.serving.openai_api import OpenAIApi
@@ -67,6 +68,7 @@ class Endpoint:
     number of samples that wait for a slot; `unread`: maximum number of a request's tokens that the client has
     not read yet. `publish`: called by the RPC Swap to load weights; None: Swap, Pause and Resume are refused,
     because a training run controls the host. `deadline_s`: the longest that a request over HTTP may take.
+    `idle_s`, `connections`: as the options --idle and --connections of `areal-jax serve`.
     """
 
     def __init__(
@@ -77,9 +79,12 @@ class Endpoint:
         *,
         unread: int = UNREAD,
         deadline_s: float = DEADLINE_S,
+        idle_s: float = IDLE_S,
+        connections: int = CONNECTIONS,
         publish: Publish | None = None,
     ) -> None:
         self.served, self._publish, self._deadline_s = served, publish, deadline_s
+        self._idle_s, self._connections = idle_s, connections
         self._loop = asyncio.new_event_loop()
         self.streams = Streams(self._loop, slots=slots, queue=queue, room_tokens=unread)
         self._thread = threading.Thread(target=self._loop.run_forever, name="answer", daemon=True)
@@ -92,6 +97,7 @@ class Endpoint:
 
     def start(self, address: Address) -> None:
         """Starts the servers. Raises ArealError if a port cannot be opened."""
+        allow_connections(self._connections)
         self._thread.start()
         try:
             self.in_loop(self._open(address), START_S)
@@ -127,7 +133,13 @@ class Endpoint:
         services = Services(self.streams, self.served, self.metrics, self._publish)
         self._grpc = grpc.aio.server(
             interceptors=[RequireSecret(secret)] if secret else [],
-            options=[("grpc.so_reuseport", 0)],  # else a second server could share the port and its requests
+            options=[
+                ("grpc.so_reuseport", 0),  # else a second server could share the port and its requests
+                ("grpc.server_handshake_timeout_ms", int(self._idle_s * 1000)),
+                ("grpc.max_connection_idle_ms", int(self._idle_s * 1000)),
+                ("grpc.keepalive_time_ms", int(self._idle_s * 1000)),
+            ],
+            maximum_concurrent_rpcs=self._connections,
         )
         self._grpc.add_generic_rpc_handlers(handlers(services, self.metrics))
         try:
@@ -138,11 +150,8 @@ class Endpoint:
     async def _serve_http(self, opened: socket.socket, secret: Secret | None) -> None:
         routes = OpenAIApi(self.streams, self.served, self.metrics, self._deadline_s).routes()
         app = http_app(self.served.name, self.streams, self.metrics, secret, routes)
-        grace_s = int(GRACE_S)
-        config = uvicorn.Config(
-            app, log_config=None, lifespan="off", access_log=False, timeout_graceful_shutdown=grace_s
-        )
-        server = uvicorn.Server(config)
+        own = {"idle_s": self._idle_s, "connections": self._connections}
+        server = http_server(app, **own, timeout_graceful_shutdown=int(GRACE_S))
         task = asyncio.create_task(server.serve(sockets=[opened]))
         self._http, self.http_port = (server, task), opened.getsockname()[1]
         while not server.started and not task.done():

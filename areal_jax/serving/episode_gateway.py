@@ -13,17 +13,19 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-import uvicorn
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from areal_jax.episodes.chats import ChatRequest, Chats, ChatTurn, NoRoomError, OverError
+from areal_jax.episodes.apart import apart
+from areal_jax.episodes.chats import ChatRequest, Chats, ChatTurn, NoRoomError, OverError, TokenRequest
 from areal_jax.episodes.episode import Episode
+from areal_jax.serving.connections import http_server
 from areal_jax.serving.generate_bodies import GenerateBody, generated, parsed, token_request
 from areal_jax.serving.listening import listening
 from areal_jax.serving.openai_api import body_of, error_response
@@ -72,8 +74,7 @@ class EpisodeGateway:
             Route(f"{path}/inference/v1/generate", self._generate, methods=["POST"]),
         ]
         app = Starlette(routes=routes)
-        config = uvicorn.Config(app, log_config=None, lifespan="off", access_log=False, timeout_keep_alive=60)
-        self._server = uvicorn.Server(config)
+        self._server = http_server(app)
         self._task = asyncio.get_running_loop().create_task(self._server.serve(sockets=[opened]))
 
     def open(self, episode: Episode) -> tuple[str, Callable[[], None]]:
@@ -109,7 +110,8 @@ class EpisodeGateway:
     async def _chat(self, request: Request) -> Response:
         try:
             chats = self._of(request)
-            asked = _asked(await body_of(request))
+            body = await body_of(request)
+            asked = await apart(partial(_asked, body), len(body))
             found = await _answered(chats, asked, _is_retry(request))
         except RequestError as error:
             return error_response(error)
@@ -123,7 +125,8 @@ class EpisodeGateway:
     async def _generate(self, request: Request) -> Response:
         try:
             chats = self._of(request)
-            asked = token_request(parsed(GenerateBody, await body_of(request)), chats.vocab_size)
+            body = await body_of(request)
+            asked = await apart(partial(_tokens_asked, body, chats.vocab_size), len(body))
             with _refusals():
                 turn = await chats.extend(asked, _is_retry(request))
         except RequestError as error:
@@ -161,6 +164,10 @@ def _asked(body: bytes) -> Asked:
     if asked.tool_choice not in (None, "auto", "none"):
         raise invalid(f"tool_choice={asked.tool_choice!r:.80}: a policy cannot be made to call a tool")
     return asked
+
+
+def _tokens_asked(body: bytes, vocab_size: int) -> TokenRequest:
+    return token_request(parsed(GenerateBody, body), vocab_size)
 
 
 async def _answered(chats: Chats, asked: Asked, is_retry: bool) -> ChatTurn:

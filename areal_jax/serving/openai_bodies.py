@@ -14,8 +14,16 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from areal_jax.serving.proto import rollout_pb2 as messages
-from areal_jax.serving.requests import Ask, RequestError, Served, checked_ids, generate_ask, invalid, rendered
-from areal_jax.tasks.errors import TaskError
+from areal_jax.serving.requests import (
+    Ask,
+    RequestError,
+    Served,
+    checked_ids,
+    generate_ask,
+    invalid,
+    refusals,
+    rendered,
+)
 from areal_jax.tasks.tokenizers import chat_tokens
 from areal_jax.tasks.tool_calls import Notation, is_in_thought
 from areal_jax.types import Prompt
@@ -154,10 +162,8 @@ def _chat(
     served: Served,
 ) -> tuple[int, ...]:
     """Returns the conversation as tokens."""
-    try:
-        return tuple(chat_tokens(served.tokenizer, said, tools, arguments))
-    except TaskError as error:
-        raise invalid(str(error)) from None
+    with refusals(served):
+        return tuple(chat_tokens(served.tokenizer, said, tools, arguments, served.length - 1))
 
 
 def _body(kind: type[Any], data: Any) -> Any:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ from google.protobuf.message import DecodeError, Message
 
 from areal_jax.generation.commands import Start
 from areal_jax.generation.slots import MAX_STOP_TOKENS, Penalties
-from areal_jax.tasks.errors import TaskError
+from areal_jax.tasks.errors import TaskError, TooLongError
 from areal_jax.tasks.plain_json import MOST_LEVELS, is_plain, readable
 from areal_jax.tasks.tokenizers import Tokenizer
 from areal_jax.types import ArealError, Prompt, Sampling
@@ -171,10 +172,19 @@ def generate_ask(request: Any, served: Served) -> Ask:
 def rendered(prompt: Prompt, served: Served) -> tuple[int, ...]:
     """Returns the tokens of a text or chat prompt exactly as `served.tokenizer.render` makes them.
 
-    Raises RequestError if the tokenizer cannot encode the prompt.
+    Raises RequestError if the tokenizer cannot encode the prompt, or the prompt is too long.
     """
+    with refusals(served):
+        return tuple(served.tokenizer.render(prompt, served.length - 1))
+
+
+@contextmanager
+def refusals(served: Served) -> Iterator[None]:
+    """Context manager for encoding a prompt: a TaskError becomes a RequestError."""
     try:
-        return tuple(served.tokenizer.render(prompt))
+        yield
+    except TooLongError as error:
+        raise _too_long(f"at least {error.fewest}", served) from None
     except TaskError as error:
         raise invalid(str(error)) from None
 
@@ -194,11 +204,15 @@ def _that_fits(prompt: tuple[int, ...], served: Served) -> tuple[int, ...]:
     if not prompt:
         raise invalid("the prompt is empty; give at least one token")
     if len(prompt) >= served.length:
-        raise invalid(
-            f"the prompt has {len(prompt)} tokens, but prompt and completion together may have "
-            f"{served.length}; shorten it, or serve with a larger generation.length"
-        )
+        raise _too_long(f"{len(prompt)}", served)
     return prompt
+
+
+def _too_long(tokens: str, served: Served) -> RequestError:
+    return invalid(
+        f"the prompt has {tokens} tokens, but prompt and completion together may have {served.length}; "
+        "shorten it, or serve with a larger generation.length"
+    )
 
 
 def _sampling(request: Any, default: Sampling) -> Sampling:

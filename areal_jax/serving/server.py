@@ -30,6 +30,7 @@ from areal_jax.models.io.huggingface import open_folder
 from areal_jax.models.model import Model
 from areal_jax.observe.threads import reporting_thread
 from areal_jax.serving.answers import require_tags
+from areal_jax.serving.connections import CONNECTIONS, IDLE_S
 from areal_jax.serving.endpoint import DEADLINE_S, STOP_S, UNREAD, Address, Endpoint, require_free
 from areal_jax.serving.requests import RequestError, Served, invalid
 from areal_jax.serving.secret import Secret, require_secret
@@ -55,6 +56,10 @@ class ServeSettings:
     """Maximum number of a request's tokens that the client has not read yet; with more, the request fails."""
     deadline_s: float = DEADLINE_S
     """The longest that a request over HTTP may take, in seconds."""
+    idle_s: float = IDLE_S
+    """Seconds that a connection may stay without a request, or with one of which no more arrives."""
+    connections: int = CONNECTIONS
+    """Maximum number of open HTTP connections, and of gRPC calls under way."""
     is_sampled: bool = False
     """True: JetStream's Decode requests are sampled by the config's generation.*; False: decoded greedily."""
     is_answers_only: bool = False
@@ -108,6 +113,8 @@ class Server:
             settings.queue,
             unread=settings.unread,
             deadline_s=settings.deadline_s,
+            idle_s=settings.idle_s,
+            connections=settings.connections,
             publish=self._publish,
         )
         self.served, self.streams = served, self._endpoint.streams

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer as Backend
 def byte_table(backend: Backend) -> dict[int, bytes]:
     """Returns id -> bytes for every id of a byte-level tokenizer; b"" for special tokens."""
     added = backend.get_added_tokens_decoder()
-    letters = _byte_letters()
+    letters = byte_letters()
     table = {}
     for text, token in backend.get_vocab(with_added_tokens=True).items():
         if token in added:
@@ -20,7 +20,7 @@ def byte_table(backend: Backend) -> dict[int, bytes]:
     return table
 
 
-def _byte_letters() -> dict[str, int]:
+def byte_letters() -> dict[str, int]:
     """Returns the letters by which byte-level vocabularies write the 256 bytes, letter -> byte.
 
     A byte that is a printable character of Latin-1 is written as this character; the other 68 bytes, in

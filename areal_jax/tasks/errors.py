@@ -16,6 +16,14 @@ class PromptError(TaskError):
     """A prompt cannot be read, encoded or scored, or is too long; other prompts may be usable."""
 
 
+class TooLongError(PromptError):
+    """A text has more ids than there is room for; it has at least `fewest`, and was not encoded."""
+
+    def __init__(self, message: str, fewest: int) -> None:
+        super().__init__(message)
+        self.fewest = fewest
+
+
 USERS = (Exception, SystemExit)
 """What users' code may raise without ending the process that calls it."""
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, groupby, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
@@ -23,7 +24,8 @@ from tokenizers.models import WordLevel
 from areal_jax.tasks.byte_level import byte_table
 from areal_jax.tasks.chat_messages import Message, checked
 from areal_jax.tasks.errors import TaskError
-from areal_jax.tasks.tokenizers import REPLACEMENT, plain_chat
+from areal_jax.tasks.fewest_ids import Measure, measure_of
+from areal_jax.tasks.tokenizers import REPLACEMENT, plain_chat, require_may_fit
 from areal_jax.tasks.tool_calls import Notation, notation_of
 from areal_jax.types import Prompt
 
@@ -34,7 +36,17 @@ object extra_special_tokens."""
 ADDITIONAL_TEMPLATES = "additional_chat_templates"
 """Folder of the chat templates beside chat_template.jinja, such as tool_use.jinja for chats with tools."""
 
-_TOKEN_OPTIONS = ("special", "lstrip", "rstrip", "single_word", "normalized")
+_SPACING = ("lstrip", "rstrip", "single_word")
+_TOKEN_OPTIONS = ("special", "normalized", *_SPACING)
+
+SpecialText = Literal["text", "token"]
+
+MARK = "\udc00"
+"""Stands before the text of a special token that a message contains.
+
+As a lone surrogate it is in no other text: `_encodable` replaces those.
+"""
+
 _MODEL_FILES = ("config.json", "generation_config.json")
 
 
@@ -54,9 +66,11 @@ class HFTokenizer:
     """Ids that end a completion as eos_token does: eos_token_id of config.json and generation_config.json."""
     folder: str = field(compare=False)
     """The folder of the files, for error messages."""
+    special_text: SpecialText = "text"
+    """What the text of a special token in a message becomes, as model.special_text."""
 
     @staticmethod
-    def from_folder(folder: Path) -> HFTokenizer:
+    def from_folder(folder: Path, special_text: SpecialText = "text") -> HFTokenizer:
         """Reads tokenizer.json, tokenizer_config.json and the folder's chat templates; returns the tokenizer.
 
         The model's config.json and generation_config.json, if there, name further end tokens.
@@ -74,6 +88,7 @@ class HFTokenizer:
             _read_templates(folder, config),
             tuple(dict.fromkeys(chain(*(_named_ends(folder / name) for name in _MODEL_FILES)))),
             str(folder),
+            special_text,
         )
         _ = tokenizer.eos_id, tokenizer.pad_id  # a broken folder fails now, not at the first sample
         return tokenizer
@@ -126,21 +141,27 @@ class HFTokenizer:
             return None
         return self._bytes.get(int(token), REPLACEMENT.encode())
 
-    def render(self, prompt: Prompt) -> list[int]:
+    def fewest(self, text: str) -> int:
+        return 0 if self._measure is None else self._measure.fewest(text.replace(MARK, ""))
+
+    def render(self, prompt: Prompt, most: int | None = None) -> list[int]:
         """Returns the ids of a prompt, which is given as text, as messages or as tokens.
 
         The chat template renders messages; without a template, messages are encoded as lines `role: content`.
-        Text is encoded with bos before it, if the tokenizer adds bos and the text does not begin with it; the
-        text of a special token becomes that token's id, because the text may be a rendered prompt.
-        Tokens are returned as they are. Raises TaskError if the template fails, the text cannot be encoded,
-        or a token is unknown.
+        In messages the text of a special token is ordinary text, unless `special_text` is "token". Text is
+        encoded with bos before it, if the tokenizer adds bos and the text does not begin with it; the text of
+        a special token becomes that token's id, because the text may be a rendered prompt. Tokens are
+        returned as they are. Raises TaskError if the template fails, the text cannot be encoded, or a token
+        is unknown; TooLongError for a text that surely has more than `most` ids.
         """
         if prompt.text is not None:
+            require_may_fit(self.fewest, prompt.text, most)
             tokens, prefix = self.encode_rendered(prompt.text), self._prefix
             return tokens if tokens[: len(prefix)] == prefix else [*prefix, *tokens]
         if prompt.messages is not None:
-            prefix = [] if self.templates else self._prefix
-            return [*prefix, *self.encode_chat(self.chat_text(prompt.messages, prompt.tools))]
+            text = self.chat_text(prompt.messages, prompt.tools)
+            require_may_fit(self.fewest, text, most)
+            return [*([] if self.templates else self._prefix), *self.encode_chat(text)]
         return self._checked(prompt.tokens or ())
 
     def chat_text(
@@ -153,13 +174,14 @@ class HFTokenizer:
     ) -> str:
         """Returns the messages as the chat template renders them; see `Tokenizer.chat_text`.
 
-        `arguments` go to the template. Raises TaskError if the template raises an error, has no tools, or
-        reads no argument of such a name.
+        MARK stands before the text of each special token that the messages, tools or arguments contain, if
+        that is to be ordinary text. `arguments` go to the template. Raises TaskError if the template raises
+        an error, has no tools, or reads no argument of such a name.
         """
         if not self.templates:
             return plain_chat(messages, tools, arguments, is_open=is_open)
         self._require_read(arguments or {})
-        ready = checked(messages)
+        ready, tools = self._marked(checked(messages)), self._marked(tools)
         if tools and not any("tools" in template for _, template in self.templates):
             raise TaskError(
                 f"the chat template of {self.folder} leaves tools out, so the model would not know of them; "
@@ -167,19 +189,20 @@ class HFTokenizer:
             )
         try:
             return self._chat.apply_chat_template(
-                list(ready),
-                tools=[dict(tool) for tool in tools] or None,
+                ready,
+                tools=tools or None,
                 add_generation_prompt=is_open,
                 tokenize=False,
                 **{name: text for name, text in self.special if name not in _SPECIAL},
-                **(arguments or {}),
+                **self._marked(arguments or {}),
             )
         except Exception as error:  # a template is the model's own program and may raise anything
             roles = ", ".join(message["role"] for message in ready) or "none"
-            raise TaskError(
+            text = (
                 f"the chat template of {self.folder} raised {type(error).__name__}: {error}; the messages' "
                 f"roles were {roles}: change the messages, or replace chat_template.jinja"
-            ) from error
+            )
+            raise TaskError(text.replace(MARK, "")) from error
 
     def _require_read(self, arguments: Mapping[str, Any]) -> None:
         """Raises TaskError for an argument that no template reads, or that would replace what renders it."""
@@ -194,7 +217,12 @@ class HFTokenizer:
 
     def encode_chat(self, text: str) -> list[int]:
         """Returns the ids of a text of `chat_text`; special tokens are only in one that a template made."""
-        return self.encode_rendered(text) if self.templates else self.encode(text)
+        if not self.templates:
+            return self.encode(text)
+        if MARK not in text:
+            return self.encode_rendered(text)
+        text = self._unmarked_special.sub(lambda found: self._names[found[0]], text)
+        return [self._named.get(token, token) for token in self._encode(self._plain, text.replace(MARK, ""))]
 
     # --- how ------------------------------------------------------------------------------------------
 
@@ -207,11 +235,66 @@ class HFTokenizer:
         """A second backend (tokenizers.Tokenizer), which encodes the text of special tokens as ordinary text.
 
         One backend cannot encode both ways, because the choice is a setting of the backend, and threads that
-        share a backend must not change its settings.
+        share a backend must not change its settings. This one knows the special tokens by other names
+        (`_names`), as further tokens.
         """
         backend = self._load()
         backend.encode_special_tokens = True
+        further = [
+            AddedToken(
+                self._names[one.content],
+                special=False,
+                normalized=False,
+                **{name: getattr(one, name) for name in _SPACING},
+            )
+            for one in self._special_tokens.values()
+        ]
+        backend.add_tokens(further)
         return backend
+
+    @cached_property
+    def _special_tokens(self) -> dict[int, AddedToken]:
+        every = self._backend.get_added_tokens_decoder()
+        return {token: one for token, one in every.items() if one.special}
+
+    @cached_property
+    def _names(self) -> dict[str, str]:
+        """Text of a special token -> its name in `_plain`, which is random so that no text contains it."""
+        key = secrets.token_hex(16)
+        return {one.content: f"<{key}:{token}>" for token, one in self._special_tokens.items()}
+
+    @cached_property
+    def _named(self) -> dict[int, int]:
+        """Id of a name in `_plain` -> id of the special token."""
+        named = self._plain.get_vocab(with_added_tokens=True)
+        return {named[self._names[one.content]]: token for token, one in self._special_tokens.items()}
+
+    @cached_property
+    def _special(self) -> str:
+        """A regular expression for the text of a special token, the longest first."""
+        return "|".join(map(re.escape, sorted(self._names, key=len, reverse=True))) or "(?!)"
+
+    @cached_property
+    def _unmarked_special(self) -> re.Pattern[str]:
+        return re.compile(f"(?<!{MARK})(?:{self._special})")
+
+    def _marked(self, value: Any) -> Any:
+        """Returns a value of JSON with MARK before the text of each special token, unless it is to be one."""
+        if isinstance(value, str):
+            clean = _encodable(value)
+            if self.special_text == "token" or not re.search(self._special, clean):
+                return clean
+            # Also where one such text begins inside another.
+            return re.sub(f"(?={self._special})", MARK, clean)
+        if isinstance(value, Mapping):
+            return {self._marked(name): self._marked(item) for name, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._marked(item) for item in value]
+        return value
+
+    @cached_property
+    def _measure(self) -> Measure | None:
+        return measure_of(self._backend, self.backend_json)
 
     def _load(self) -> Backend:
         backend = _backend_of(self.folder, self.backend_json)
@@ -268,9 +351,9 @@ class HFTokenizer:
         return token
 
     def _encode(self, backend: Backend, text: str) -> list[int]:
-        clean = text.encode("utf-8", errors="replace").decode()  # tokenizers reject lone surrogates
         try:
-            return backend.encode(clean, add_special_tokens=False).ids
+            # `encode` would stop all threads for seconds where a text has megabytes: it holds Python's lock.
+            return backend.encode_batch([_encodable(text)], add_special_tokens=False)[0].ids
         except Exception as error:  # tokenizers raises nothing narrower
             raise TaskError(
                 f"the tokenizer of {self.folder} cannot encode {text[:40]!r}: {error}; its vocabulary "
@@ -287,6 +370,11 @@ class HFTokenizer:
                     "tokenizer"
                 )
         return checked
+
+
+def _encodable(text: str) -> str:
+    """Returns the text with `?` in place of lone surrogates, which tokenizers reject."""
+    return text if text.isascii() else text.encode("utf-8", errors="replace").decode()
 
 
 def require_fits(tokenizer: HFTokenizer, vocab_size: int) -> None:

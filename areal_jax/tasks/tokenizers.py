@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from areal_jax.tasks.chat_messages import Message, checked
-from areal_jax.tasks.errors import TaskError
+from areal_jax.tasks.errors import TaskError, TooLongError
 from areal_jax.tasks.tool_calls import Notation
 from areal_jax.types import Prompt
 
@@ -45,6 +45,13 @@ class Tokenizer(Protocol):
         """Returns the ids of text; adds no special tokens. Raises TaskError if part of the text has no id."""
         ...
 
+    def fewest(self, text: str) -> int:
+        """Returns a number that the ids of a text are at least, without encoding it; 0 if none is known.
+
+        Takes also what `chat_text` returned.
+        """
+        ...
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Returns the text of ids, without special tokens. Never raises, as a policy may sample any id."""
         ...
@@ -56,8 +63,12 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def render(self, prompt: Prompt) -> list[int]:
-        """Returns a prompt's ids with special tokens. Raises TaskError if the prompt cannot be encoded."""
+    def render(self, prompt: Prompt, most: int | None = None) -> list[int]:
+        """Returns a prompt's ids with special tokens. Raises TaskError if the prompt cannot be encoded.
+
+        `most`: how many ids there is room for. Raises TooLongError, before encoding, if a text surely has
+        more; one that it does not refuse may have more, too.
+        """
         ...
 
     def chat_text(
@@ -130,9 +141,14 @@ class CharTokenizer:
         longest_first = sorted(symbols, key=len, reverse=True)
         self._parts = re.compile("|".join([*map(re.escape, longest_first), "."]), re.DOTALL)
 
+        self._longest = max(map(len, self._texts))
+
     @property
     def vocab_size(self) -> int:
         return len(self._texts) + 2
+
+    def fewest(self, text: str) -> int:
+        return -(-len(text) // self._longest)
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of text; where several symbols begin, the longest is taken.
@@ -158,8 +174,8 @@ class CharTokenizer:
     def token_bytes(self, token: int) -> bytes:
         return self.decode([token]).encode()
 
-    def render(self, prompt: Prompt) -> list[int]:
-        return _render(self, prompt)
+    def render(self, prompt: Prompt, most: int | None = None) -> list[int]:
+        return _render(self, prompt, most)
 
     chat_text = staticmethod(plain_chat)
     encode_chat = encode
@@ -178,6 +194,9 @@ class ByteTokenizer:
     pad_id = 257
     notation: Notation = "none"
 
+    def fewest(self, text: str) -> int:
+        return len(text)
+
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8", errors="replace"))
 
@@ -190,12 +209,22 @@ class ByteTokenizer:
         # UTF-8 never contains 0xff: an id beyond the bytes becomes one replacement character.
         return bytes([token if 0 <= token < 256 else 0xFF])
 
-    def render(self, prompt: Prompt) -> list[int]:
-        tokens = _render(self, prompt)
+    def render(self, prompt: Prompt, most: int | None = None) -> list[int]:
+        tokens = _render(self, prompt, most)
         return tokens if prompt.tokens is not None else [self.bos_id, *tokens]
 
     chat_text = staticmethod(plain_chat)
     encode_chat = encode
+
+
+def require_may_fit(fewest: Callable[[str], int], text: str, most: int | None) -> None:
+    """Raises TooLongError if the text surely has more than `most` ids; `fewest`: the tokenizer's method."""
+    if most is not None and (least := fewest(text)) > most:
+        raise TooLongError(
+            f"the text has {len(text)} characters, which are at least {least} tokens, but there is room for "
+            f"{most}; shorten it, or raise generation.length",
+            least,
+        )
 
 
 def chat_tokens(
@@ -203,18 +232,24 @@ def chat_tokens(
     messages: Sequence[Message],
     tools: Sequence[Mapping[str, Any]],
     arguments: Mapping[str, Any] | None,
+    most: int | None = None,
 ) -> list[int]:
     """Returns the ids of a chat as `render` does, with further arguments of the chat template."""
     if not arguments:
-        return tokenizer.render(Prompt(messages=messages, tools=tools))
-    return tokenizer.encode_chat(tokenizer.chat_text(messages, tools, arguments))
+        return tokenizer.render(Prompt(messages=messages, tools=tools), most)
+    text = tokenizer.chat_text(messages, tools, arguments)
+    require_may_fit(tokenizer.fewest, text, most)
+    return tokenizer.encode_chat(text)
 
 
-def _render(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
+def _render(tokenizer: Tokenizer, prompt: Prompt, most: int | None) -> list[int]:
     if prompt.text is not None:
+        require_may_fit(tokenizer.fewest, prompt.text, most)
         return tokenizer.encode(prompt.text)
     if prompt.messages is not None:
-        return tokenizer.encode_chat(tokenizer.chat_text(prompt.messages, prompt.tools))
+        text = tokenizer.chat_text(prompt.messages, prompt.tools)
+        require_may_fit(tokenizer.fewest, text, most)
+        return tokenizer.encode_chat(text)
     tokens = [int(token) for token in prompt.tokens or ()]
     for token in tokens:
         if not 0 <= token < tokenizer.vocab_size:

@@ -18,6 +18,7 @@ import pytest
 
 from areal_jax.control import events as e
 from areal_jax.episodes import workflow_runner
+from areal_jax.episodes.apart import LARGE
 from areal_jax.episodes.conversation import Conversation
 from areal_jax.episodes.errors import EpisodeError, ToolError
 from areal_jax.episodes.limits import Limits
@@ -168,7 +169,70 @@ def test_without_room_or_turns_a_turn_has_no_tokens_and_the_sample_is_truncated(
     assert ended == e.EpisodeEnded(SAMPLE, 1.0, stop_reason="length")
 
 
+CHAT = Prompt(messages=[{"role": "user", "content": "hi"}], task="own")
+
+
+@pytest.mark.parametrize("prompt", [Prompt("q:", task="own"), CHAT])
+@pytest.mark.parametrize("history", ["exact", "template"])
+def test_what_cannot_have_room_is_refused_before_it_is_encoded(prompt, history, monkeypatch):
+    encoded: list[int] = []
+    encode = CharTokenizer.encode
+    for name in ("encode", "encode_chat"):
+        own = lambda self, text: (encoded.append(len(text)), encode(self, text))[1]  # noqa: E731
+        monkeypatch.setattr(CharTokenizer, name, own)
+
+    async def workflow(prompt, episode):
+        await episode.generate()
+        episode.add("user", "x" * 10**6)
+        said = await episode.generate()
+        return float(said.stop_reason == "length" and len(said.tokens) == 0)
+
+    ended = outcome(workflow, prompt=prompt, limits=LIMITS._replace(length=99, history=history))
+    assert ended == e.EpisodeEnded(SAMPLE, 1.0, stop_reason="length")
+    assert encoded and max(encoded) < 100
+
+
+@pytest.mark.parametrize("prompt", [Prompt("q:", task="own"), CHAT])
+@pytest.mark.parametrize("history", ["exact", "template"])
+def test_a_long_text_that_may_have_room_is_encoded_beside_the_event_loop(prompt, history, monkeypatch):
+    threads: dict[bool, set[threading.Thread]] = {False: set(), True: set()}
+    encode = CharTokenizer.encode
+
+    def own(self, text):
+        threads[len(text) > LARGE].add(threading.current_thread())
+        return encode(self, text)
+
+    for name in ("encode", "encode_chat"):
+        monkeypatch.setattr(CharTokenizer, name, own)
+    loops = set()
+
+    async def workflow(prompt, episode):
+        loops.add(threading.current_thread())
+        await episode.generate()
+        episode.add("user", "x" * (LARGE + 1))
+        await episode.generate()
+        episode.add("user", "y")
+        return float(len((await episode.generate()).tokens))
+
+    ended = outcome(workflow, prompt=prompt, limits=LIMITS._replace(length=3 * LARGE, history=history))
+    assert ended == e.EpisodeEnded(SAMPLE, 1.0)
+    assert threads[True] and not threads[True] & loops
+
+
 # --- tools --------------------------------------------------------------------------------------------------
+
+
+def test_a_result_that_is_too_long_for_the_journal_fails_the_call(monkeypatch):
+    monkeypatch.setattr("areal_jax.episodes.tools.LONGEST_RESULT", 12)
+
+    async def workflow(prompt, episode):
+        await episode.generate()
+        assert await episode.tool(str.upper, "a" * 10) == "A" * 10
+        with pytest.raises(ToolError, match="it returned 13 characters of JSON; return at most 12"):
+            await episode.tool(str.upper, "a" * 11)
+        return 1.0
+
+    assert outcome(workflow) == e.EpisodeEnded(SAMPLE, 1.0)
 
 
 def double(number: int, by: int = 2) -> int:

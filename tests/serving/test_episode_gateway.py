@@ -286,6 +286,26 @@ def test_a_chat_without_room_is_refused_and_the_sample_counts_as_truncated():
     assert len(policy.asked) == 3
 
 
+def test_a_chat_that_cannot_have_room_is_refused_before_it_is_encoded(monkeypatch):
+    encoded: list[int] = []
+    encode = CharTokenizer.encode_chat
+    own = lambda self, text: (encoded.append(len(text)), encode(self, text))[1]  # noqa: E731
+    monkeypatch.setattr(CharTokenizer, "encode_chat", own)
+
+    def agent(base_url, messages):
+        client = client_of(base_url, max_retries=0)
+        with pytest.raises(openai.BadRequestError, match=r"generation\.length"):
+            said = [{"role": "user", "content": "x" * 10**6}]
+            client.chat.completions.create(model="", messages=said)
+        client.chat.completions.create(model="", messages=messages)
+        return "done"
+
+    with playing(agent) as policy:
+        policy.begin(0)
+        assert policy.wait()[0] == e.EpisodeEnded(SampleId(0, 0), 1.0, stop_reason="length")
+    assert encoded and max(encoded) < 400
+
+
 # --- failures -----------------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_jax.generation.slots import MAX_STOP_TOKENS, Penalties
+from areal_jax.serving.openai_bodies import chat_asked, completion_asked
 from areal_jax.serving.proto import rollout_pb2 as messages
 from areal_jax.serving.requests import (
     RequestError,
@@ -71,7 +72,25 @@ def test_a_prompt_is_never_cut():
     assert "the prompt has 64 tokens, but prompt and completion together may have 64" in refused(
         by_tokens(*range(64))
     )
-    assert "the prompt has 5001 tokens" in refused(by_text("a" * 5000))
+    assert "the prompt has at least 5000 tokens" in refused(by_text("a" * 5000))
+    assert "the prompt has 64 tokens" in refused(by_text("a" * 63)), "with bos, which no bound counts"
+
+
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_encoded(monkeypatch):
+    def encoded(self, text):
+        raise AssertionError(f"{len(text)} characters were encoded")
+
+    monkeypatch.setattr(ByteTokenizer, "encode", encoded)
+    monkeypatch.setattr(ByteTokenizer, "encode_chat", encoded)
+    long = "a" * 10**6
+    said = [{"role": "user", "content": long}]
+    chat = messages.Chat(messages=[messages.Message(**said[0])])
+    assert "at least 1000000 tokens" in refused(by_text(long))
+    assert "at least 1000000 tokens" in refused(messages.GenerateRequest(text=long))
+    assert "at least 1000018 tokens" in refused(messages.GenerateRequest(chat=chat))
+    for check, body in ((chat_asked, {"messages": said}), (completion_asked, {"prompt": long})):
+        with pytest.raises(RequestError, match=r"at least 10000\d\d tokens"):
+            check(body, SERVED)
 
 
 @pytest.mark.parametrize(
