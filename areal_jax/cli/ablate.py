@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from areal_jax.cli.shell import AsJson, print_json, show
+from areal_jax.file_errors import writing
 from areal_jax.types import ArealError
 
 COLUMN = 13
@@ -164,7 +165,8 @@ def _write(figures: Mapping[str, Any], curves: Path | None, page: Path | None) -
         from areal_jax.observe.curves import arm_curves
 
         figure = arm_curves(figures["runs"], figures["key"])
-        curves.write_text(standalone(figure, page_css()), encoding="utf-8")
+        with writing(curves):
+            curves.write_text(standalone(figure, page_css()), encoding="utf-8")
     if page is not None:
         from areal_jax.observe.comparison import page as render
 
@@ -172,7 +174,10 @@ def _write(figures: Mapping[str, Any], curves: Path | None, page: Path | None) -
         for title, key in (("Sleeping over simulated", "compared"), ("Published figures", "published")):
             if key in figures:
                 tables[title] = figures[key]
-        page.write_text(render(tables, figures, shlex.join(["areal-jax", *sys.argv[1:]])), encoding="utf-8")
+        with writing(page):
+            page.write_text(
+                render(tables, figures, shlex.join(["areal-jax", *sys.argv[1:]])), encoding="utf-8"
+            )
 
 
 def _print_tables(figures: Mapping[str, Any]) -> None:

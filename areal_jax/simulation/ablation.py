@@ -28,6 +28,7 @@ from areal_jax.control.events import BatchTrained
 from areal_jax.evaluation.evaluator import as_served
 from areal_jax.evaluation.result import overall, task_figures
 from areal_jax.evaluation.run import EvalSettings, evaluate
+from areal_jax.file_errors import writing
 from areal_jax.generation.engine import Engine
 from areal_jax.models.model import Params
 from areal_jax.observe.estimates import paired_estimate
@@ -259,7 +260,7 @@ def _digest(config: Config, evaluations: Mapping[str, Config], runner: Runner | 
 
 def _keep(kept: Path | None, result: Mapping[str, Any]) -> None:
     if kept is not None:
-        with kept.open("a", encoding="utf-8") as file:
+        with writing(kept), kept.open("a", encoding="utf-8") as file:
             file.write(json.dumps(result) + "\n")
 
 
