@@ -175,7 +175,7 @@ def ablate(
     names = [_digest(config, evaluations, runner) for config, evaluations in zip(configs, asked, strict=True)]
     left = sum(name_of_run not in known for name_of_run in names)
     taken_s = [known[name_of_run]["seconds"] for name_of_run in names if name_of_run in known]
-    expected = _expected(left, taken_s or [run_s] * (run_s is not None))
+    expected = _expected(left, taken_s or ([] if run_s is None else [run_s]))
     say(f"{left} of {len(places)} runs to do, {configs[0].run.steps} steps each{expected}")
     results, started = [], time.perf_counter()
     for place, config, evaluations, name_of_run in zip(places, configs, asked, names, strict=True):
