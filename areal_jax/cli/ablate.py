@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from areal_jax.cli.shell import AsJson, print_json, show
+from areal_jax.file_errors import writing
 from areal_jax.types import ArealError
 
 COLUMN = 13
@@ -108,6 +109,7 @@ def _under_costs(
 ) -> dict[str, Any]:
     """Returns the simulated table, and beside it the published figures or what sleeping executors reached."""
     from functools import partial
+    from statistics import fmean
 
     from areal_jax.simulation.ablation import Runner, ablate
     from areal_jax.simulation.cost_model import fitted
@@ -119,16 +121,16 @@ def _under_costs(
     measured = _costs(costs, words, ablation.recipe, say)
     model = fitted(measured)
 
-    def table(name: str, run: Any) -> dict[str, Any]:
-        return ablate(
-            "strategies", ablation, words, say, runs, Runner(name, partial(run, costs=model), str(model))
-        )
+    def table(name: str, run: Any, run_s: float | None = None) -> dict[str, Any]:
+        runner = Runner(name, partial(run, costs=model), str(model))
+        return ablate("strategies", ablation, words, say, runs, runner, run_s)
 
     predicted = table("simulated", simulated)
     if not is_slept:
         lines = [line.shown() for line in published_table()]
         return predicted | {"costs": measured, "published": lines}
-    found = table("sleeping", slept)
+    step_s = fmean(one["step_s"] for one in predicted["runs"])
+    found = table("sleeping", slept, predicted["steps"] * step_s)
     return found | {
         "costs": measured,
         "predicted": predicted["table"],
@@ -164,7 +166,8 @@ def _write(figures: Mapping[str, Any], curves: Path | None, page: Path | None) -
         from areal_jax.observe.curves import arm_curves
 
         figure = arm_curves(figures["runs"], figures["key"])
-        curves.write_text(standalone(figure, page_css()), encoding="utf-8")
+        with writing(curves):
+            curves.write_text(standalone(figure, page_css()), encoding="utf-8")
     if page is not None:
         from areal_jax.observe.comparison import page as render
 
@@ -172,7 +175,10 @@ def _write(figures: Mapping[str, Any], curves: Path | None, page: Path | None) -
         for title, key in (("Sleeping over simulated", "compared"), ("Published figures", "published")):
             if key in figures:
                 tables[title] = figures[key]
-        page.write_text(render(tables, figures, shlex.join(["areal-jax", *sys.argv[1:]])), encoding="utf-8")
+        with writing(page):
+            page.write_text(
+                render(tables, figures, shlex.join(["areal-jax", *sys.argv[1:]])), encoding="utf-8"
+            )
 
 
 def _print_tables(figures: Mapping[str, Any]) -> None:

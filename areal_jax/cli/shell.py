@@ -14,6 +14,7 @@ import typer
 from typer import Context
 from typer.core import TyperGroup
 
+from areal_jax.file_errors import explained
 from areal_jax.plugin import without_code
 from areal_jax.types import ArealError
 
@@ -43,13 +44,15 @@ POINTER = (
 
 
 class Verbs(TyperGroup):
-    """A group of commands that prints an ArealError without a traceback, and then exits with code 1."""
+    """Prints an error that a user can mend without a traceback, and then exits with code 1."""
 
     def invoke(self, ctx: Context) -> Any:
         try:
             return super().invoke(ctx)
-        except ArealError as error:
-            typer.echo(f"error: {error}", err=True)
+        except (ArealError, OSError) as error:
+            if (shown := explained(error)) is None:
+                raise
+            typer.echo(f"error: {shown}", err=True)
             raise typer.Exit(1) from None
 
 

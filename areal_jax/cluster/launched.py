@@ -17,6 +17,7 @@ from areal_jax.assembly.run_folder import CONFIG, SECRET_FILE, make_folders
 from areal_jax.cluster.placement import LaunchError
 from areal_jax.config.loading import load_config, resolved, to_yaml
 from areal_jax.config.tree import Config
+from areal_jax.file_errors import writing
 from areal_jax.serving.secret import VARIABLE
 
 EFFECTIVE = "launch/config.yaml"
@@ -80,10 +81,10 @@ def write(launch: Launch) -> str:
     """
     make_folders(launch.folder, "launch", "logs")
     text = to_yaml(launch.config)
-    if not launch.is_resumed:
-        (launch.folder / CONFIG).write_text(text)
-    # Processes on every machine read this file, so the head writes it before it publishes its address.
-    launch.effective.write_text(text)
+    # Processes on every machine read the second file, so the head writes it before it publishes its address.
+    for path in (launch.effective,) if launch.is_resumed else (launch.folder / CONFIG, launch.effective):
+        with writing(path):
+            path.write_text(text)
     # The variable holds the password of a Redis that the config names; without one it may be another run's.
     password = os.environ.get(VARIABLE) if launch.config.runtime.redis else None
     return make_secret(launch.folder / SECRET_FILE, password)
@@ -97,7 +98,7 @@ def make_secret(path: Path, given: str | None = None) -> str:
     if not path.exists():
         # With this mode from the start: until a later chmod, other users could read the secret.
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
+        with writing(path), os.fdopen(descriptor, "w") as file:
             file.write(given or secrets.token_hex(32))
     return path.read_text().strip()
 

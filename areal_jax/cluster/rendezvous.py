@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from areal_jax.assembly.run_folder import SECRET_FILE
 from areal_jax.cluster.placement import LaunchError
 from areal_jax.cluster.redis_link import Link
+from areal_jax.file_errors import writing
 from areal_jax.types import ArealError
 
 T = TypeVar("T")
@@ -155,8 +156,9 @@ def lead(folder: Path, url: str, run: str, coordinator: str, secret: str) -> Mee
     meeting.open()
     path = folder / HEAD_FILE
     new = path.with_suffix(".new")
-    new.write_text(json.dumps({"url": url, "token": meeting.token, "coordinator": coordinator}))
-    new.replace(path)  # atomic: no reader sees a partial file
+    with writing(path):
+        new.write_text(json.dumps({"url": url, "token": meeting.token, "coordinator": coordinator}))
+        new.replace(path)  # atomic: no reader sees a partial file
     return meeting
 
 

@@ -24,6 +24,7 @@ from typing import IO, TextIO
 from areal_jax.cluster.rendezvous import POLL_S as MEETING_POLL_S
 from areal_jax.cluster.rendezvous import AwayError, Meeting
 from areal_jax.cluster.tied import tied
+from areal_jax.file_errors import unless_full
 
 HEALTHY_S = 600.0
 """If a unit ran for this many seconds before it failed, its earlier failures no longer count."""
@@ -38,6 +39,8 @@ GROUP_GRACE_S = 2.0
 collective and cannot end by themselves.
 """
 POLL_S = 0.05
+ERROR = "error: "
+"""Beginning of the line with which a process that ends with an error names it."""
 MOVED = -1
 """Returned by `run` if another agent of rank 0 has started, so that the addresses have changed."""
 
@@ -119,6 +122,8 @@ class Supervisor:
         self._width = max(len(command.name) for unit in units for command in unit.commands)
         self._lock = threading.Lock()
         self._readers: list[threading.Thread] = []
+        self._errors: dict[str, str] = {}
+        """Process -> the error that it printed last."""
         self._signal, self._is_hurried = 0, False
 
     def run(self) -> int:
@@ -204,7 +209,7 @@ class Supervisor:
             self.note(
                 f"{why}; {kept.unit.name} is not restarted after failure {kept.failures} "
                 f"(launch.restarts={self._restarts}), and the run "
-                f"{'ends' if kept.unit.is_needed else 'continues without it'}"
+                f"{'ends' if kept.unit.is_needed else 'continues without it'}{self._error_of(kept.unit)}"
             )
             return 1 if kept.unit.is_needed else None
         wait_s = min(self._backoff_s * 2 ** (kept.failures - 1), LONGEST_BACKOFF_S)
@@ -215,6 +220,13 @@ class Supervisor:
             f"launch.restarts={self._restarts})"
         )
         return None
+
+    def _error_of(self, unit: Unit) -> str:
+        names = [command.name for command in unit.commands]
+        for reader in self._readers:
+            if reader.name in names:
+                reader.join(timeout=1)  # the process has ended, and its last line may be under way
+        return "".join(f". Error of {name}: {self._errors[name]}" for name in names if name in self._errors)
 
     # --- the other agents -------------------------------------------------------------------------------
 
@@ -289,20 +301,28 @@ class Supervisor:
             )
             kept.processes[command.name] = process
             assert process.stdout is not None
-            reader = threading.Thread(target=self._copy, args=(command.name, process.stdout), daemon=True)
+            self._errors.pop(command.name, None)
+            own = command.name, process.stdout
+            reader = threading.Thread(target=self._copy, args=own, name=command.name, daemon=True)
             reader.start()
             self._readers = [*(each for each in self._readers if each.is_alive()), reader]
 
     def _copy(self, name: str, pipe: IO[bytes]) -> None:
         """Copies each output line of process `name` to its log and, after the name, to the agent's output."""
-        with pipe, (self._logs / f"{name}.log").open("ab") as log:
+        # Unbuffered, so that a line which a full disk refuses is not tried again. The process's pipe must be
+        # read in any case: a full pipe would stop the process.
+        with pipe, (self._logs / f"{name}.log").open("ab", buffering=0) as log:
             for line in pipe:
-                log.write(line)
-                log.flush()
-                self._print(name, line.decode("utf-8", "replace").rstrip("\n"))
+                with unless_full():
+                    log.write(line)
+                text = line.decode("utf-8", "replace").rstrip("\n")
+                if text.startswith(ERROR):
+                    self._errors[name] = text.removeprefix(ERROR)
+                self._print(name, text)
 
     def _print(self, name: str, line: str) -> None:
-        with self._lock, suppress(BrokenPipeError):  # the output was closed; the logs remain
+        # The output was closed, or is a file on a full disk; the logs remain.
+        with self._lock, suppress(BrokenPipeError), unless_full():
             self._out.write(f"{name:<{self._width}} | {line}\n")
             self._out.flush()
 

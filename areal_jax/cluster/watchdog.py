@@ -32,6 +32,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from areal_jax.file_errors import explained, unless_full
 from areal_jax.types import ArealError
 
 Beat = Callable[[str], None]
@@ -184,7 +185,7 @@ class _Watcher:
         line = f"{self._name} (process {self._process.pid}) {what}; activity: {self._activity}\n"
         sys.stderr.write(line)
         sys.stderr.flush()
-        with self._stacks.open("a") as file:
+        with unless_full(), self._stacks.open("a") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}")
 
     def _state(self) -> str:
@@ -236,12 +237,11 @@ def _run(body: Callable[[Beat], Any], parent: int, reporter: Connection, stacks:
     faulthandler.register(signal.SIGUSR1, file)
     try:
         body(beat)
-    except ArealError as error:
-        _end(f"error: {error}\n")
     except KeyboardInterrupt:
         _end("", INTERRUPTED)
-    except BaseException:  # noqa: BLE001 - this process writes the error and ends
-        _end(traceback.format_exc())
+    except BaseException as error:  # noqa: BLE001 - this process writes the error and ends
+        shown = explained(error)
+        _end(traceback.format_exc() if shown is None else f"error: {shown}\n")
 
 
 def _end(why: str, status: int = 1) -> None:

@@ -126,7 +126,9 @@ def _from_file(path: Path) -> Mapping[str, Any]:
         remedy = did_you_mean(str(path), recipes, "give a YAML file, or section.key=value")
         raise ConfigError(f"there is no config file {path}; {remedy}")
     try:
-        tree = parsed(path.read_text()) or {}
+        tree = parsed(path.read_text(encoding="utf-8")) or {}
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not text in UTF-8 ({error}); save it as UTF-8") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML; correct this line: {error}") from None
     if not isinstance(tree, Mapping):

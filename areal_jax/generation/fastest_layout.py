@@ -18,6 +18,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from areal_jax.file_errors import writing
 from areal_jax.generation.device_layout import Layout, laid_out
 from areal_jax.models.attention import PackedAttention
 from areal_jax.models.model import Model
@@ -51,10 +52,11 @@ def fastest_layout(model: Model, slots: int, cores: int) -> Layout | Literal["au
     default, rival = CANDIDATES
     layout = rival if seconds[rival] < CLEARLY * seconds[default] else default
     if kept is not None:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        new = kept.with_suffix(f".{os.getpid()}")
-        new.write_text(json.dumps({"layout": layout, "seconds": seconds}))
-        new.replace(kept)
+        with writing(kept):
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            new = kept.with_suffix(f".{os.getpid()}")
+            new.write_text(json.dumps({"layout": layout, "seconds": seconds}))
+            new.replace(kept)
     return layout
 
 

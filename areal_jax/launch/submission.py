@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 
 from areal_jax.cluster.launched import Launch, write
 from areal_jax.cluster.placement import LaunchError, Plan
+from areal_jax.file_errors import writing
 
 SUBMIT_DEADLINE_S = {"sbatch": 120, "kubectl": 300, "gcloud": 3600}
 """Program -> time limit of each of its commands, in seconds; gcloud's includes the creation of machines."""
@@ -78,7 +79,9 @@ def submit(launch: Launch, submission: Submission) -> str:
         )
     write(launch)
     for name, text in submission.files.items():
-        (launch.folder / "launch" / name).write_text(text)
+        path = launch.folder / "launch" / name
+        with writing(path):
+            path.write_text(text)
     return "".join(_run(words, submission) for words in submission.commands)
 
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from areal_jax.file_errors import writing
 from areal_jax.observe.metrics import read_objects
 
 FILE = "evals.jsonl"
@@ -24,7 +25,7 @@ def append_eval(folder: Path, figures: Mapping[str, Any]) -> None:
     First removes an incomplete last line, which a crash may have left.
     """
     line = json.dumps(figures, ensure_ascii=False, allow_nan=False) + "\n"
-    with (folder / FILE).open("ab+") as file:
+    with writing(folder / FILE), (folder / FILE).open("ab+") as file:
         file.seek(0)
         whole = file.read()
         file.truncate(whole.rfind(b"\n") + 1)

@@ -55,10 +55,10 @@ class Tally:
         self.dropped.update(row.get("dropped_by_reason") or {"dropped": row["dropped"]})
         self._seen_s = self._now_s()
 
-    def mean(self, name: str) -> float:
-        """Returns the mean of the field `name` over the last RECENT rows without nulls; 0 if all are null."""
+    def mean(self, name: str, form: str) -> str:
+        """Returns the mean of the field `name` over the last RECENT rows without nulls; - if all are null."""
         values = [row[name] for row in self.recent if row.get(name) is not None]
-        return statistics.fmean(values) if values else 0.0
+        return format(statistics.fmean(values), form) if values else "-"
 
     def last(self, name: str) -> Any:
         return self.recent[-1].get(name) if self.recent else None
@@ -80,8 +80,8 @@ class Tally:
     @property
     def ages(self) -> str:
         """The last batch's token ages in versions, as text: min / median / max."""
-        ages = (_number(self.last(f"token_age_{name}")) for name in ("min", "median", "max"))
-        return " / ".join(f"{age:.0f}" for age in ages)
+        ages = (self.last(f"token_age_{name}") for name in ("min", "median", "max"))
+        return " / ".join("-" if age is None else f"{age:.0f}" for age in ages)
 
     @property
     def drops(self) -> str:
@@ -185,19 +185,19 @@ def panel(tally: Tally) -> Any:
         body.add_column(style="dim" if column % 2 == 0 else "")
     reward = f"{tally.rewards[-1]:.3f}" if tally.rewards else "-"
     body.add_row(
-        "reward", f"{reward}  {sparkline(tally.rewards)}", "signal share", f"{tally.mean('signal_share'):.0%}"
+        "reward", f"{reward}  {sparkline(tally.rewards)}", "signal share", tally.mean("signal_share", ".0%")
     )
     body.add_row(
         "generator",
-        f"{tally.mean('generate_tokens_per_s'):,.0f} tokens/s",
+        f"{tally.mean('generate_tokens_per_s', ',.0f')} tokens/s",
         "generator idle",
-        f"{tally.mean('generator_idle_share'):.0%}",
+        tally.mean("generator_idle_share", ".0%"),
     )
     body.add_row(
         "trainer",
-        f"{tally.mean('train_tokens_per_s'):,.0f} tokens/s",
+        f"{tally.mean('train_tokens_per_s', ',.0f')} tokens/s",
         "trainer waits",
-        f"{tally.mean('trainer_wait_share'):.0%}",
+        tally.mean("trainer_wait_share", ".0%"),
     )
     body.add_row("token age", f"{tally.ages} (min / median / max)", "interrupted", f"{tally.interruptions:,}")
     body.add_row("dropped", tally.drops, "version", f"{tally.last('version') or 0}")

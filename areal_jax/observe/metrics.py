@@ -6,10 +6,13 @@ import json
 import math
 import os
 import secrets
+import time
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from areal_jax.file_errors import writing
 from areal_jax.plugin import needing
 from areal_jax.types import ArealError
 
@@ -45,9 +48,10 @@ class MetricsWriter:
         self, folder: Path, tensorboard: bool = True, wandb: Mapping[str, Any] | None = None
     ) -> None:
         first_step = max((int(row["step"]) for row in read_rows(folder)), default=-1) + 1
+        self._path = folder / FILE
         self._wandb = None if wandb is None else _start_wandb(folder, wandb)
-        self._board = _open_board(folder, first_step) if tensorboard else None
-        self._file = (folder / FILE).open("a", encoding="utf-8")
+        self._board = _Board(folder / "tensorboard", first_step) if tensorboard else None
+        self._file = self._path.open("a", encoding="utf-8")
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Write one row to the file and, if enabled, to TensorBoard and Weights & Biases.
@@ -60,21 +64,23 @@ class MetricsWriter:
                 "add every field of observe.metrics.REQUIRED where the row is made (runtime/rows.py)"
             )
         plain = as_json(row)
-        self._file.write(json.dumps(plain, allow_nan=False) + "\n")
-        self._file.flush()
+        with writing(self._path):
+            self._file.write(json.dumps(plain, allow_nan=False) + "\n")
+            self._file.flush()
         step, scalars = int(plain["step"]), dict(_scalars(plain))
         if self._board is not None:
-            for name, value in scalars.items():
-                self._board.add_scalar(name, value, step)
+            self._board.write(scalars, step)
         if self._wandb is not None:
             self._wandb.log(scalars, step=step)
 
     def close(self) -> None:
-        self._file.close()
-        if self._board is not None:
-            self._board.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        with ExitStack() as rest:
+            if self._wandb is not None:
+                rest.callback(self._wandb.finish)
+            if self._board is not None:
+                rest.callback(self._board.close)
+            with writing(self._path):
+                self._file.close()
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
@@ -95,7 +101,7 @@ def rewrite(folder: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """
     path = folder / FILE
     aside = path.with_suffix(".jsonl.new")
-    with aside.open("w", encoding="utf-8") as file:
+    with writing(path), aside.open("w", encoding="utf-8") as file:
         for row in rows:
             file.write(json.dumps(as_json(row), allow_nan=False) + "\n")
         file.flush()
@@ -146,11 +152,36 @@ def _scalars(row: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, fl
             yield f"{prefix}{name}", float(value)
 
 
-def _open_board(folder: Path, first_step: int) -> Any:
-    from tensorboardX import SummaryWriter
+class _Board:
+    """A file of TensorBoard, written in this thread: one that fails in tensorboardX's own blocks the run."""
 
-    # The suffix keeps a resume within the same second from overwriting the file before it.
-    return SummaryWriter(str(folder / "tensorboard"), purge_step=first_step, filename_suffix=f".{first_step}")
+    def __init__(self, folder: Path, first_step: int) -> None:
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+
+        self._folder = folder
+        with writing(folder):
+            folder.mkdir(exist_ok=True)
+            # The suffix keeps a resume within the same second from overwriting the file before it.
+            self._writer = EventsWriter(str(folder / "events"), f".{first_step}")
+            self._add(first_step, session_log=SessionLog(status=SessionLog.START))
+
+    def write(self, scalars: Mapping[str, float], step: int) -> None:
+        from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+        self._add(step, summary=Summary(value=values))
+
+    def _add(self, step: int, **content: Any) -> None:
+        from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+
+        with writing(self._folder):
+            self._writer.write_event(Event(step=step, wall_time=time.time(), **content))
+            self._writer.flush()
+
+    def close(self) -> None:
+        with writing(self._folder):
+            self._writer.close()
 
 
 def _start_wandb(folder: Path, settings: Mapping[str, Any]) -> Any:
@@ -158,6 +189,7 @@ def _start_wandb(folder: Path, settings: Mapping[str, Any]) -> Any:
         import wandb  # pyright: ignore[reportMissingImports]
     file = folder / WANDB_ID
     if not file.exists():
-        file.write_text(secrets.token_hex(8))
+        with writing(file):
+            file.write_text(secrets.token_hex(8))
     own = {"dir": str(folder), "id": file.read_text(), "resume": "allow", "allow_val_change": True}
     return wandb.init(**own, **settings)

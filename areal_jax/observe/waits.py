@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from areal_jax.file_errors import writing
 from areal_jax.types import ArealError
 
 T = TypeVar("T")
@@ -271,7 +272,7 @@ class Timeline:
         ]
         if lines:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as file:
+            with writing(self._path), self._path.open("a", encoding="utf-8") as file:
                 file.write("\n".join(lines) + "\n")
 
     def _seconds(self, instant: int) -> float:

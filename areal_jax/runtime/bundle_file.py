@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from typing_extensions import TypedDict
 
+from areal_jax.file_errors import space_left
 from areal_jax.trajectories.codec import ARRAYS
 from areal_jax.trajectories.paths import paths_of
 from areal_jax.types import ArealError, Group, Prompt, SampleId, Sampling, Trajectory
@@ -134,7 +135,7 @@ class Bundle:
     def write(self, path: Path) -> None:
         """Writes the file under a hidden name, and renames it when it is complete.
 
-        Raises BundleError if `path` exists.
+        Raises BundleError if `path` exists or cannot be written.
         """
         require_unused(path)
         about = self.about | {
@@ -145,9 +146,14 @@ class Bundle:
         new = path.with_name(f".{path.name}.new")
         tensors = {name: _contiguous(tensor) for name, tensor in self.tensors.items()}
         text = json.dumps(about)
-        save_file(tensors, new, {ABOUT: text, DIGEST: _text_digest(text)})
-        new.chmod(0o644)  # it is made to be sent to others
-        new.rename(path)
+        try:
+            save_file(tensors, new, {ABOUT: text, DIGEST: _text_digest(text)})
+            new.chmod(0o644)  # it is made to be sent to others
+            new.rename(path)
+        except SafetensorError as error:
+            raise BundleError(f"{path} could not be written ({error}): {space_left(path)}") from None
+        finally:
+            new.unlink(missing_ok=True)
 
 
 def require_unused(path: Path) -> None:

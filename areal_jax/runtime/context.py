@@ -19,6 +19,7 @@ from areal_jax.config.loading import resolved, to_yaml
 from areal_jax.config.tree import Config
 from areal_jax.control.events import BatchTrained
 from areal_jax.control.machine import ControlPlane
+from areal_jax.file_errors import writing
 from areal_jax.observe.busy_watch import BusyWatch
 from areal_jax.observe.live import View, make_view
 from areal_jax.observe.metrics import MetricsWriter, read_rows, rewrite
@@ -61,8 +62,9 @@ class RunResult:
 def make_folder(config: Config, folder: Path) -> None:
     """Create the run's folder with logs/ and config.yaml; an existing config.yaml is kept."""
     make_folders(folder, "logs")
-    if not (folder / "config.yaml").exists():
-        (folder / "config.yaml").write_text(to_yaml(config))
+    if not (path := folder / "config.yaml").exists():
+        with writing(path):
+            path.write_text(to_yaml(config))
 
 
 @contextmanager

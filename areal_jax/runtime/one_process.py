@@ -167,9 +167,9 @@ class LocalRun:
         crashed = [message for message in rest if isinstance(message, BaseException)]
         try:
             self._driver.record([message for message in rest if not isinstance(message, BaseException)])
+            self._timeline.close()
         except ArealError as error:
             crashed.append(error)
-        self._timeline.close()
         try:
             if self._follower is not None and is_complete and not crashed:
                 self._follower.finish(self._deadline_s)

@@ -22,6 +22,7 @@ from areal_jax.control.events import (
     SampleFinished,
 )
 from areal_jax.control.reward_gate import Gates, rewards_of
+from areal_jax.file_errors import writing
 from areal_jax.observe.evals import read_evals
 from areal_jax.observe.lanes import ZOOM_S, timeline
 from areal_jax.observe.metrics import read_rows
@@ -162,7 +163,8 @@ def write_timeline(folder: Path, target: Path, draw: Callable[..., Figure | None
             f"last seconds, within {2 * ZOOM_S:g} s; continue the run with `areal-jax resume {folder} "
             "run.steps=STEPS`"
         )
-    target.write_text(standalone(figure, page_css()), encoding="utf-8")
+    with writing(target):
+        target.write_text(standalone(figure, page_css()), encoding="utf-8")
 
 
 def write_report(folder: Path, config: Config, tasks: Mapping[str, WeightedTask] | None = None) -> Path:
@@ -195,7 +197,8 @@ def write_report(folder: Path, config: Config, tasks: Mapping[str, WeightedTask]
         ],
     )
     path = folder / "report.html"
-    path.write_text(render(data), encoding="utf-8")
+    with writing(path):
+        path.write_text(render(data), encoding="utf-8")
     return path
 
 

@@ -8,6 +8,8 @@ import re
 import socket
 from pathlib import Path
 
+from areal_jax.file_errors import writing
+
 _HOLDER = r"process (\d+) on (.+)"
 
 
@@ -34,8 +36,9 @@ class WriterLock:
             os.close(file)
             return holder or "another process"
         # The holder's name is for messages only: the kernel's lock decides.
-        os.ftruncate(file, 0)
-        os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        with writing(self._path):
+            os.ftruncate(file, 0)
+            os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         self._file = file
         return None
 

@@ -11,6 +11,7 @@ controller that started last, and every transaction first checks that its writer
 from __future__ import annotations
 
 import logging
+import shutil
 import sqlite3
 import threading
 import time
@@ -31,6 +32,7 @@ from areal_jax.control.events import (
     from_wire,
     to_wire,
 )
+from areal_jax.file_errors import disk_full
 from areal_jax.trajectories.codec import decode, encode
 from areal_jax.trajectories.file_systems import is_local
 from areal_jax.trajectories.journal import FORMAT, Entry, JournalError, Row, pack, unpack, with_rewards
@@ -44,6 +46,8 @@ EPISODE = (TurnFinished, EpisodeEnded)
 """The events with which the trajectory of a sample with a workflow comes again, longer than before."""
 
 _BUSY_S = 30.0
+_FULL_BYTES = 1_000_000
+"""Free space below which an I/O error is that of a full disk."""
 _CHUNK_ROWS = 512
 
 _TABLES = (
@@ -490,7 +494,6 @@ def _explained(path: Path) -> Iterator[None]:
     remedies = {
         "not a database": "give the journal.sqlite of a run's folder",
         "malformed": "the file is damaged: restore it from a backup, or start a new run",
-        "disk is full": "free some space, then resume the run: what was committed is safe",
         "locked": "another program has locked the file: end that program first",
         "unable to open": "check the folder and its permissions",
         "readonly": "check the permissions of the file and its folder",
@@ -498,6 +501,10 @@ def _explained(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
+        # SQLite has another error for a full disk where it maps a file into memory.
+        is_full = "disk I/O error" in str(error) and shutil.disk_usage(path.parent).free < _FULL_BYTES
+        if is_full or "disk is full" in str(error):
+            raise disk_full(path, str(error)) from error
         known = (remedy for word, remedy in remedies.items() if word in str(error))
         hint = next(known, "check the file and its disk")
         raise JournalError(f"{path}: {error}; {hint}") from error

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -36,6 +37,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding
 
+from areal_jax.file_errors import is_full, require_space, space_left
 from areal_jax.parallel.agreement import DisagreementError, leads, together
 from areal_jax.weights.digest import by_devices, leaf_digests, leaf_sums, name_sums, to_plain
 from areal_jax.weights.store import StagedError, VersionDamagedError, copy_with_sums
@@ -46,6 +48,9 @@ DEADLINE_S = 600.0
 """Seconds that the processes of a jax.distributed world wait for each other, if the caller gives no
 deadline.
 """
+
+LEAF_FILES_BYTES = 16_384
+"""Space that a leaf takes beside its data: descriptions, and the rest of blocks of the file system."""
 
 FORMAT = 1
 """Number of the manifest's format; increased with each change that older programs cannot read."""
@@ -140,6 +145,9 @@ def write(
         with together(f"{folder}: a version is begun", deadline_s):
             if leads():
                 clear(folder)
+                # Asked first, because Orbax fails on a full disk with tracebacks of several threads.
+                leaves = jax.tree.leaves(tree.tree)
+                require_space(final, sum(leaf.nbytes + LEAF_FILES_BYTES for leaf in leaves))
                 (staged / STATE).mkdir(parents=True)
         leaves = name_sums(tree.tree, tree.sums)
         with together(f"{folder}: all shards of a version are written", deadline_s):
@@ -151,8 +159,8 @@ def write(
                 _commit(staged, final, contents, before_commit)
     except OSError as error:
         raise StagedError(
-            f"{final} could not be written: {error}; check the disk, then resume the run: earlier versions "
-            "are intact"
+            f"{final} could not be written: {error}; {space_left(final)}. Free some space or check the disk, "
+            "then resume the run: earlier versions are intact"
         ) from error
     except DisagreementError as error:
         raise StagedError(
@@ -347,7 +355,15 @@ def _handler() -> Any:
     """Returns an Orbax handler that writes one uncompressed chunk per leaf and shard, and commits nothing."""
     import orbax.checkpoint as ocp
 
+    # Errors that Orbax logs, or leaves in futures for asyncio to log, with tracebacks, are also raised.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    logging.getLogger("asyncio").addFilter(_is_news)
     return ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else None
+    return error is None or not is_full(error)
 
 
 def _save(folder: Path, plain: Mapping[str, jax.Array]) -> None:

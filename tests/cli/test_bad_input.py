@@ -103,6 +103,19 @@ def test_a_yaml_that_is_none(tmp_path):
     assert "is not YAML" in fails("run", str(path))
 
 
+def test_a_yaml_of_another_encoding(tmp_path):
+    (tmp_path / "config.yaml").write_bytes("run: {name: Prüfung}".encode("latin-1"))
+    assert "config.yaml is not text in UTF-8" in fails("run", str(tmp_path / "config.yaml"))
+
+
+def test_a_path_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    below = str(tmp_path / "file" / "run")
+    for words in (["run"], ["launch", "local"]):
+        assert f"{below}/" in (said := fails(*words, str(RECIPE), *WORDS, f"run.dir={below}"))
+        assert "Not a directory" in said
+
+
 def test_folders_that_are_no_runs(tmp_path):
     assert "is not a run's folder" in fails("resume", str(tmp_path))
     assert str(tmp_path) in fails("audit", str(tmp_path))

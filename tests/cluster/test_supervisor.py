@@ -91,7 +91,7 @@ def test_a_failed_process_restarts_a_bounded_number_of_times_with_growing_waits(
             "while [ $(cat starts | wc -l) -lt 3 ]; do sleep 0.02; done; sleep 0.3",
             ends_run=True,
         ),
-        unit("generate-0", "echo x >>starts; exit 3"),
+        unit("generate-0", "echo x >>starts; echo error: no disk; echo x; exit 3"),
     )
     assert status == 0  # a run goes on without a host
     assert (tmp_path / "starts").read_text() == "x\n" * 3
@@ -100,8 +100,17 @@ def test_a_failed_process_restarts_a_bounded_number_of_times_with_growing_waits(
         "generate-0 ended with status 3; generate-0 starts again in 0.02 s (failure 1, launch.restarts=2)",
         "generate-0 ended with status 3; generate-0 starts again in 0.04 s (failure 2, launch.restarts=2)",
         "generate-0 ended with status 3; generate-0 is not restarted after failure 3 (launch.restarts=2), "
-        "and the run continues without it",
+        "and the run continues without it. Error of generate-0: no disk",
     ]
+
+
+def test_a_process_whose_log_is_on_a_full_disk_goes_on_and_its_output_is_printed(tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "controller.log").symlink_to("/dev/full")
+    status, printed = supervise(
+        tmp_path, unit("controller", "for n in $(seq 20000); do echo line $n; done", ends_run=True)
+    )
+    assert status == 0 and printed.splitlines()[-1] == "controller | line 20000"
 
 
 def test_the_run_fails_with_a_unit_that_it_needs(tmp_path):

@@ -70,7 +70,7 @@ def test_a_row_with_null_reward_no_median_and_a_plain_drop_count_still_shows():
     del bare["token_age_median"]
     line = plain([bare])[0]
     assert "reward nan" in line
-    assert "age 0 / nan / 2" in line
+    assert "age 0 / - / 2" in line
     assert "dropped dropped 3" in line
 
 
@@ -123,8 +123,10 @@ def test_the_panel_shows_every_figure():
         assert figure in shown, figure
 
 
-def test_a_panel_before_the_first_step_draws():
-    assert "step 0/10" in drawn(live.Tally(10))
+def test_a_panel_before_the_first_step_has_dashes_for_what_is_not_known():
+    shown = drawn(live.Tally(10))
+    assert "step 0/10" in shown and "- / - / - (min / median / max)" in shown and "- tokens/s" in shown
+    assert "nan" not in shown and "0%" not in shown
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import sqlite3
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from areal_jax.control.events import RunStarted
+from areal_jax.file_errors import DiskFullError
 from areal_jax.trajectories import sqlite
 from areal_jax.trajectories.journal import FORMAT, Entry, JournalError
 from areal_jax.trajectories.sqlite import SqliteQueue
@@ -36,6 +39,28 @@ def test_a_transaction_that_fails_half_way_leaves_nothing(queue: SqliteQueue):
     assert (queue.last_seq, list(queue.rows())) == (0, [])
     with pytest.raises(JournalError, match="no trajectory"):
         queue.trajectory(SampleId(0, 0))
+
+
+def test_a_full_disk_is_named_with_the_space_left_and_the_remedy(queue: SqliteQueue):
+    queue._db.execute("PRAGMA max_page_count = 30")
+    with pytest.raises(
+        DiskFullError, match=r"journal\.sqlite could not be written .* MB are free in .*Free some"
+    ):
+        for ordinal in range(1000):
+            queue.append([finished(SampleId(ordinal, 0))])
+    last = queue.last_seq
+    queue._db.execute("PRAGMA max_page_count = 3000")
+    queue.append([finished(SampleId(last, 0))])
+    assert queue.last_seq == last + 1 > 1  # what was there is, and space makes it go on
+
+
+def test_an_error_of_the_disk_is_that_of_a_full_one_only_where_it_is_full(
+    queue: SqliteQueue, monkeypatch: pytest.MonkeyPatch
+):
+    for free, kind in ((0, DiskFullError), (2_000_000, JournalError)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        with pytest.raises(kind), sqlite._explained(queue.path):
+            raise sqlite3.OperationalError("disk I/O error")
 
 
 # --- bad input ---------------------------------------------------------------------------

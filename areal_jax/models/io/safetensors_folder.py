@@ -19,6 +19,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from areal_jax.file_errors import space_left
 from areal_jax.types import ArealError
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -145,7 +146,9 @@ def save_tensors(path: Path, entries: Iterable[Entry], dtype: str) -> None:
     try:
         save_file(values, path, metadata={"format": "pt"})  # transformers asks for a format
     except SafetensorError as error:
-        raise ArealError(f"cannot write {path} ({error}); check free disk space") from None
+        raise ArealError(
+            f"cannot write {path} ({error}): {space_left(path)}; check free disk space"
+        ) from None
     path.chmod(mode)
 
 
@@ -192,8 +195,9 @@ def staged(folder: Path) -> Iterator[Path]:
     except OSError as error:
         if folder.exists():
             raise there from error
+        space = space_left(folder)
         raise ArealError(
-            f"cannot write {folder} ({error.strerror}); check free disk space and write permission"
+            f"cannot write {folder} ({error.strerror}); check free disk space ({space}) and write permission"
         ) from error
     finally:
         shutil.rmtree(stage, ignore_errors=True)
