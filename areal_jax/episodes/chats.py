@@ -13,6 +13,8 @@ from areal_jax.episodes.episode import Episode, Turn
 from areal_jax.episodes.session import Session
 from areal_jax.episodes.token_paths import TokenPaths
 from areal_jax.tasks.chat_messages import Message, frozen
+from areal_jax.tasks.errors import TooLongError
+from areal_jax.tasks.tokenizers import Tokenizer
 
 
 class ChatRequest(NamedTuple):
@@ -47,7 +49,22 @@ class TokenRequest(NamedTuple):
 
 
 class NoRoomError(Exception):
-    """The episode has no room for another turn."""
+    """A conversation of `tokens` tokens has no room for a turn within the episode's `length`.
+
+    `tokens`: a number, or "at least" and a number.
+    """
+
+    def __init__(self, tokens: int | str, length: int) -> None:
+        super().__init__(tokens, length)
+        self.tokens, self.length = tokens, length
+
+
+class NoTurnsError(Exception):
+    """The episode has had all `turns` turns that it may have."""
+
+    def __init__(self, turns: int) -> None:
+        super().__init__(turns)
+        self.turns = turns
 
 
 class OverError(Exception):
@@ -65,12 +82,9 @@ class Chats:
         """A request -> the answer to the last one that was equal, which a retry joins."""
         self._open: set[asyncio.Task[Any]] = set()
 
-    def text_of(self, token: int) -> str:
-        return self._episode.tokenizer.decode([token])
-
     @property
-    def vocab_size(self) -> int:
-        return self._episode.tokenizer.vocab_size
+    def tokenizer(self) -> Tokenizer:
+        return self._episode.tokenizer
 
     @property
     def most_tokens(self) -> int:
@@ -85,8 +99,8 @@ class Chats:
     async def answer(self, request: ChatRequest, is_retry: bool) -> ChatTurn:
         """Returns the answer to a request; a retry of an equal request gets the answer of that one.
 
-        Raises TaskError if the messages cannot be rendered, NoRoomError if the episode has no room for the
-        turn.
+        Raises TaskError if the messages cannot be rendered, NoRoomError or NoTurnsError if the episode has no
+        room for the turn.
         """
         key = frozen([list(value) if isinstance(value, tuple) else value for value in request])
         return await self._joined(key, is_retry, lambda: self._sampled(request))
@@ -95,7 +109,8 @@ class Chats:
         """Returns the turn that follows the request's tokens; a retry gets the turn of the first request.
 
         The turn continues the longest path, of turns that this method returned, with which the tokens begin;
-        if there is none, it begins a branch. Raises NoRoomError if the episode has no room for the turn.
+        if there is none, it begins a branch. Raises NoRoomError or NoTurnsError if the episode has no room
+        for the turn.
         """
         return await self._joined(request, is_retry, lambda: self._extended(request))
 
@@ -125,13 +140,14 @@ class Chats:
 
     async def _sampled(self, request: ChatRequest) -> ChatTurn:
         async with self._lock:
-            asked = await self._episode.asked(self._session, *request[:3])
-            if asked is None:
-                raise NoRoomError
+            try:
+                asked = await self._episode.asked(self._session, *request[:3])
+            except TooLongError as error:
+                raise NoRoomError(f"at least {error.fewest}", self._episode.limits.length) from None
             number = self._episode.turns
             turn = await self._episode.chat(self._session, asked, self._limit(request), request.stop)
             if turn is None:
-                raise NoRoomError
+                raise self._refusal(len(asked.prompt))
             assert asked.answer is not None
             return ChatTurn(number, asked.prompt, asked.answer, turn, bool(asked.answer.get("tool_calls")))
 
@@ -140,8 +156,15 @@ class Chats:
             asked = self._paths.ask(request.tokens)
             turn = await self._episode.chat(self._paths, asked, self._limit(request), request.stop)
             if turn is None:
-                raise NoRoomError
+                raise self._refusal(len(request.tokens))
             return turn
+
+    def _refusal(self, tokens: int) -> Exception:
+        """Returns why there is no turn after so many tokens."""
+        limits = self._episode.limits
+        if tokens >= limits.length:
+            return NoRoomError(tokens, limits.length)
+        return NoTurnsError(limits.max_turns)
 
     def _limit(self, request: ChatRequest | TokenRequest) -> int:
         most = self._episode.limits.max_tokens

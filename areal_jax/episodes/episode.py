@@ -215,14 +215,17 @@ class Episode:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
         arguments: Mapping[str, Any] | None = None,
-    ) -> Asked | None:
-        """Returns the session's turn for a request; None if there is surely no room for the messages."""
+    ) -> Asked:
+        """Returns the session's turn for a request.
+
+        Raises TooLongError, and the episode is cut, if there is surely no room for the messages.
+        """
         work = partial(session.ask, messages, tools, arguments, self.limits.length - 1)
         try:
             return await apart(work, size_of(messages))
         except TooLongError:
             self._common.is_cut = True
-            return None
+            raise
 
     async def chat(
         self, session: Session | TokenPaths, asked: Asked, limit: int, stop: Sequence[str]
@@ -315,9 +318,12 @@ class Episode:
     async def _rendered(self, session: Session, limit: int, stop: Sequence[str]) -> Turn:
         """The next turn with history=template, which renders the complete conversation."""
         self._said += self._taken()
-        asked = await self.asked(session, self._said, self.prompt.tools)
-        turn = None if asked is None else await self.chat(session, asked, limit, stop)
-        if asked is None or turn is None:
+        try:
+            asked = await self.asked(session, self._said, self.prompt.tools)
+        except TooLongError:
+            return self._cut()
+        turn = await self.chat(session, asked, limit, stop)
+        if turn is None:
             return self._cut()
         assert asked.answer is not None
         self._said.append(asked.answer)

@@ -57,6 +57,9 @@ from areal_jax.parallel.program_errors import Running
 from areal_jax.types import ArealError, SampleId, Sampling, VersionedParams
 from areal_jax.weights.store import dtype_in
 
+LOW = 2**32 - 1
+"""Mask of the lower 32 bits of a seed."""
+
 
 class Prefilling(NamedTuple):
     """A prompt in chunked prefill: the cache of `prefix` has the KV of the first `done` tokens."""
@@ -339,7 +342,8 @@ class Engine(jetstream.Engine):
     ) -> Request:
         """Returns one sample's settings as arrays, for `insert`; its prompt has `prompt_tokens` tokens.
 
-        `sample`, `seed` and `segment` (number of an episode's branch) determine its random draws.
+        `sample`, `seed` (any integer of 64 bits) and `segment` (number of an episode's branch) determine its
+        random draws.
         `keeps_pages`: whether the sample, once ended, has its pages until `free_resource`, so that `extract`
         can take out its KV. Raises ArealError for more than MAX_STOP_TOKENS stop tokens, and for penalties if
         the engine was made without `has_penalties`.
@@ -349,7 +353,8 @@ class Engine(jetstream.Engine):
         stops = np.full(MAX_STOP_TOKENS, -1, np.int32)
         stops[: len(stop_tokens)] = stop_tokens
         return Request(
-            np.array([seed, *sample, segment], np.int32),
+            # Through int64, because a half of a seed may exceed int32: its bits count.
+            np.array([seed & LOW, *sample, segment, seed >> 32 & LOW], np.int64).astype(np.int32),
             np.asarray(prompt_tokens, np.int32),
             np.asarray(sampling.temperature, np.float32),
             np.asarray(sampling.top_k, np.int32),

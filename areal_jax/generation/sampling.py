@@ -65,14 +65,17 @@ def sample_key(
     member: Int[Array, ""],
     attempt: Int[Array, ""],
     segment: Int[Array, ""] | int = 0,
+    seed_high: Int[Array, ""] | int = 0,
 ) -> UInt32[Array, "2"]:
-    """Returns the random key of one sample, as raw key data; it depends on these five numbers only.
+    """Returns the random key of one sample, as raw key data; it depends on these six numbers only.
 
     `ordinal` numbers the prompts, `member` the samples of a prompt; `attempt` counts reissues of the group,
-    `segment` the branches of an episode, of which 0 is the first.
+    `segment` the branches of an episode, of which 0 is the first. `seed` and `seed_high` are the lower and
+    the upper 32 bits of the seed.
     """
     # Counted, never split: the draws depend neither on earlier draws nor on their order.
-    key = jax.random.key(seed, impl=GENERATOR)
+    whole = jnp.stack([jnp.asarray(half).astype(jnp.uint32) for half in (seed_high, seed)])
+    key = jax.random.wrap_key_data(whole, impl=GENERATOR)
     for number in (ordinal, member, attempt):
         key = jax.random.fold_in(key, number)
     own = jax.random.key_data(key)

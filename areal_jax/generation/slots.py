@@ -112,7 +112,7 @@ class Request(struct.PyTreeNode):
     In a decode state, one Request holds the settings of all slots: every array has a row for each of N slots.
     """
 
-    numbers: Int[HostArray, "*N 5"]  # seed, ordinal, member, attempt, segment
+    numbers: Int[HostArray, "*N 6"]  # the arguments of `sampling.sample_key`
     prompt_tokens: Int[HostArray, "*N"]
     temperature: Float[HostArray, "*N"]
     top_k: Int[HostArray, "*N"]

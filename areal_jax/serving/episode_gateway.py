@@ -23,14 +23,25 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from areal_jax.episodes.apart import apart
-from areal_jax.episodes.chats import ChatRequest, Chats, ChatTurn, NoRoomError, OverError, TokenRequest
+from areal_jax.episodes.chats import (
+    ChatRequest,
+    Chats,
+    ChatTurn,
+    NoRoomError,
+    NoTurnsError,
+    OverError,
+    TokenRequest,
+)
 from areal_jax.episodes.episode import Episode
+from areal_jax.serving.bodies import Stop, Tool, validated
 from areal_jax.serving.connections import http_server
-from areal_jax.serving.generate_bodies import GenerateBody, generated, parsed, token_request
+from areal_jax.serving.generate_bodies import GenerateBody, generated, token_request
+from areal_jax.serving.http import ERRORS, error_response
 from areal_jax.serving.listening import listening
-from areal_jax.serving.openai_api import body_of, error_response
+from areal_jax.serving.logprobs import LogProbs
+from areal_jax.serving.openai_api import body_of
 from areal_jax.serving.openai_bodies import StreamOptions
-from areal_jax.serving.requests import RequestError, invalid
+from areal_jax.serving.requests import RequestError, context_exceeded, invalid, json_of
 from areal_jax.tasks.errors import TaskError
 from areal_jax.tasks.tool_calls import finish_reason
 
@@ -46,12 +57,12 @@ class Asked(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
     messages: list[dict[str, Any]] = Field(min_length=1)
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = None
     tool_choice: Any = None
     n: int | None = Field(None, ge=1, le=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    stop: str | list[str] | None = None
+    stop: Stop = ()
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     logprobs: bool | None = None
@@ -73,7 +84,7 @@ class EpisodeGateway:
             Route(f"{path}/v1/chat/completions", self._chat, methods=["POST"]),
             Route(f"{path}/inference/v1/generate", self._generate, methods=["POST"]),
         ]
-        app = Starlette(routes=routes)
+        app = Starlette(routes=routes, exception_handlers=ERRORS)
         self._server = http_server(app)
         self._task = asyncio.get_running_loop().create_task(self._server.serve(sockets=[opened]))
 
@@ -126,7 +137,7 @@ class EpisodeGateway:
         try:
             chats = self._of(request)
             body = await body_of(request)
-            asked = await apart(partial(_tokens_asked, body, chats.vocab_size), len(body))
+            asked = await apart(partial(_tokens_asked, body, chats.tokenizer.vocab_size), len(body))
             with _refusals():
                 turn = await chats.extend(asked, _is_retry(request))
         except RequestError as error:
@@ -151,33 +162,33 @@ def _refusals() -> Iterator[None]:
         yield
     except OverError:
         raise _over() from None
-    except NoRoomError:
-        raise RequestError(
-            "INVALID_ARGUMENT",
-            "the conversation exceeds generation.length, or the episode has had episode.max_turns turns; end "
-            "the conversation",
+    except NoRoomError as error:
+        raise context_exceeded("the conversation", error.tokens, error.length) from None
+    except NoTurnsError as error:
+        raise invalid(
+            f"the episode has had {error.turns} turns, as many as episode.max_turns; end the conversation"
         ) from None
 
 
 def _asked(body: bytes) -> Asked:
-    asked = parsed(Asked, body)
+    asked = validated(Asked, json_of(body, is_mended=True))
     if asked.tool_choice not in (None, "auto", "none"):
-        raise invalid(f"tool_choice={asked.tool_choice!r:.80}: a policy cannot be made to call a tool")
+        said = f"tool_choice={asked.tool_choice!r:.80}: a policy cannot be made to call a tool"
+        raise invalid(f"{said}; give auto or none", "tool_choice")
     return asked
 
 
 def _tokens_asked(body: bytes, vocab_size: int) -> TokenRequest:
-    return token_request(parsed(GenerateBody, body), vocab_size)
+    return token_request(validated(GenerateBody, json_of(body, is_mended=True)), vocab_size)
 
 
 async def _answered(chats: Chats, asked: Asked, is_retry: bool) -> ChatTurn:
     tools = asked.tools or [] if asked.tool_choice != "none" else []
-    stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
     limits = [n for n in (asked.max_tokens, asked.max_completion_tokens) if n is not None]
     own = tuple(asked.messages), tuple(tools), asked.chat_template_kwargs
     try:
         with _refusals():
-            return await chats.answer(ChatRequest(*own, min(limits, default=None), tuple(stop)), is_retry)
+            return await chats.answer(ChatRequest(*own, min(limits, default=None), asked.stop), is_retry)
     except TaskError as error:
         raise invalid(str(error)) from None
 
@@ -219,15 +230,11 @@ class _Answer:
     def _exact(self) -> dict[str, Any]:
         turn, fields = self._found.turn, {}
         if self._asked.logprobs:
-            pairs = zip(turn.tokens.tolist(), turn.logp.tolist(), strict=True)
-            fields["logprobs"] = {"content": [self._logprob(*pair) for pair in pairs], "refusal": None}
+            own = turn.tokens.tolist(), turn.logp.tolist()
+            fields["logprobs"] = LogProbs(self._chats.tokenizer).chat(*own)
         if self._asked.return_token_ids:
             fields |= {"token_ids": turn.tokens.tolist(), "versions": turn.versions.tolist()}
         return fields
-
-    def _logprob(self, token: int, value: float) -> dict[str, Any]:
-        text = self._chats.text_of(token)
-        return {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
 
     def _prompt(self) -> dict[str, Any]:
         return {"prompt_token_ids": self._found.prompt} if self._asked.return_token_ids else {}

@@ -6,15 +6,14 @@ A request gives all tokens before the answer; its answer has each sampled id and
 from __future__ import annotations
 
 import secrets
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from areal_jax.episodes.chats import TokenRequest
 from areal_jax.episodes.episode import Turn
-from areal_jax.serving.requests import invalid, json_of
-
-Body = TypeVar("Body", bound=BaseModel)
+from areal_jax.serving.bodies import Stop
+from areal_jax.serving.requests import invalid
 
 
 class GenerateSampling(BaseModel):
@@ -22,7 +21,7 @@ class GenerateSampling(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
     max_tokens: int | None = Field(default=None, ge=1)
-    stop: str | list[str] | None = None
+    stop: Stop | None = None
     n: int | None = Field(default=None, ge=1, le=1)
 
 
@@ -37,17 +36,6 @@ class GenerateBody(BaseModel):
     content_parts: Any = None
 
 
-def parsed(kind: type[Body], body: bytes) -> Body:
-    """Returns the body as `kind`; raises RequestError if it is not JSON, or a field is wrong."""
-    data = json_of(body)
-    try:
-        return kind.model_validate(data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(map(str, first["loc"])) or "the body"
-        raise invalid(f"{name}: {first['msg']}, but is {first['input']!r:.80}") from None
-
-
 def token_request(body: GenerateBody, vocab_size: int) -> TokenRequest:
     """Returns the request; raises RequestError for an unknown id, for images, and for a stream."""
     for token in body.token_ids:
@@ -60,12 +48,8 @@ def token_request(body: GenerateBody, vocab_size: int) -> TokenRequest:
         raise invalid("the policy reads text alone; send no images, videos or sounds")
     if body.stream:
         raise invalid("stream=true: a turn is sent once it is complete; leave stream out")
-    stop = body.sampling_params.stop or ()
-    return TokenRequest(
-        tuple(body.token_ids),
-        body.sampling_params.max_tokens,
-        (stop,) if isinstance(stop, str) else tuple(stop),
-    )
+    sampling = body.sampling_params
+    return TokenRequest(tuple(body.token_ids), sampling.max_tokens, sampling.stop or ())
 
 
 def generated(turn: Turn, prompt_tokens: int) -> dict[str, Any]:

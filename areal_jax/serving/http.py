@@ -1,14 +1,20 @@
-"""The HTTP application of a server: /metrics for Prometheus; /health (JSON) for health checks and users."""
+"""The HTTP application of a server: /metrics for Prometheus; /health (JSON) for health checks and users.
+
+All errors have OpenAI's form, also those of unknown paths.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -16,6 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from areal_jax.generation.commands import Statistics
+from areal_jax.serving.requests import RequestError
 from areal_jax.serving.secret import Secret
 from areal_jax.serving.streams import Streams
 
@@ -38,6 +45,55 @@ COUNTERS = {
     "prefills": "Prompts computed",
 }
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
+
+STATUS = {
+    "INVALID_ARGUMENT": (400, "invalid_request_error"),
+    "UNAUTHENTICATED": (401, "authentication_error"),
+    "NOT_FOUND": (404, "not_found_error"),
+    "FAILED_PRECONDITION": (409, "conflict_error"),
+    "OUT_OF_RANGE": (413, "invalid_request_error"),
+    "RESOURCE_EXHAUSTED": (429, "rate_limit_error"),
+    "UNAVAILABLE": (503, "unavailable_error"),
+    "DEADLINE_EXCEEDED": (504, "timeout_error"),
+}
+"""Code of a RequestError -> HTTP status, and the type in the error's body."""
+
+
+def error_response(error: RequestError) -> JSONResponse:
+    """Returns the error in OpenAI's form; one that a later call may not get has the header retry-after."""
+    status, _ = STATUS.get(error.code, (500, ""))
+    headers = {"retry-after": "1"} if status in (429, 503) else None
+    return JSONResponse(error_body(error), status, headers)
+
+
+def error_body(error: RequestError) -> dict[str, Any]:
+    _, kind = STATUS.get(error.code, (500, "server_error"))
+    return _body(str(error), kind, error.reason or error.code.lower(), error.param)
+
+
+def _body(message: str, kind: str, code: str, param: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    """Returns the answer to an unknown path or method."""
+    assert isinstance(error, HTTPException)
+    of = f"{request.method} {request.url.path!r:.80}"
+    remedy = {404: "; see docs/serving.md for the paths", 405: "; use another method"}
+    message = f"{of}: {error.detail}{remedy.get(error.status_code, '')}"
+    kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+    code = HTTPStatus(error.status_code).name.lower()
+    return JSONResponse(_body(message, kind, code), error.status_code, error.headers)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """Returns the answer to a request that raised an error, which the server's log has, too."""
+    message = f"the server failed ({type(error).__name__}); its log has the reason"
+    return JSONResponse(_body(message, "server_error", "internal"), 500)
+
+
+ERRORS: Mapping[Any, Any] = {HTTPException: _refused, Exception: _failed}
+"""Starlette's handlers of errors that no handler of a path has caught."""
 
 
 class Metrics:
@@ -89,13 +145,7 @@ class RequireBearer:
         if scope["type"] != "http" or self._secret.is_in(given):
             await self._app(scope, receive, send)
             return
-        error = {
-            "message": Secret.REFUSAL,
-            "type": "authentication_error",
-            "param": None,
-            "code": "unauthenticated",
-        }
-        await JSONResponse({"error": error}, 401)(scope, receive, send)
+        await error_response(RequestError("UNAUTHENTICATED", Secret.REFUSAL))(scope, receive, send)
 
 
 def http_app(
@@ -119,4 +169,4 @@ def http_app(
 
     own = [Route("/health", health), Route("/metrics", exposition)]
     guards = [Middleware(RequireBearer, secret=secret)] if secret else []
-    return Starlette(routes=[*own, *routes], middleware=guards)
+    return Starlette(routes=[*own, *routes], middleware=guards, exception_handlers=ERRORS)

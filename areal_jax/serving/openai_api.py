@@ -16,12 +16,14 @@ from starlette.routing import Route
 
 from areal_jax.generation.commands import Tokens
 from areal_jax.serving.answers import AnswerStream
-from areal_jax.serving.http import Metrics
+from areal_jax.serving.http import Metrics, error_body, error_response
+from areal_jax.serving.logprobs import LogProbs
 from areal_jax.serving.openai_bodies import Asked, chat_asked, completion_asked
 from areal_jax.serving.outputs import Output, outputs
-from areal_jax.serving.requests import RequestError, Served, invalid, json_of
+from areal_jax.serving.requests import RequestError, Served, json_of
 from areal_jax.serving.streams import Streams
 from areal_jax.serving.text_parts import BeforeStop, MessageParts, Part
+from areal_jax.tasks.tokenizers import Tokenizer
 from areal_jax.tasks.tool_calls import Answer, finish_reason, message_of
 from areal_jax.types import Trajectory
 
@@ -31,29 +33,7 @@ POLL_S = 0.05
 LARGEST_BODY = 16 * 2**20
 """Maximum number of bytes of a request's body."""
 
-STATUS = {
-    "INVALID_ARGUMENT": (400, "invalid_request_error"),
-    "UNAUTHENTICATED": (401, "authentication_error"),
-    "NOT_FOUND": (404, "not_found_error"),
-    "FAILED_PRECONDITION": (409, "conflict_error"),
-    "RESOURCE_EXHAUSTED": (429, "rate_limit_error"),
-    "UNAVAILABLE": (503, "unavailable_error"),
-    "DEADLINE_EXCEEDED": (504, "timeout_error"),
-}
-"""Code of a RequestError -> HTTP status, and the type in the error's body."""
-
 Check = Callable[[Any, Served], Asked]
-
-
-def error_response(error: RequestError) -> JSONResponse:
-    """Returns the error in OpenAI's form; one that a later call may not get has the header retry-after."""
-    status, kind = STATUS.get(error.code, (500, "server_error"))
-    headers = {"retry-after": "1"} if status in (429, 503) else None
-    return JSONResponse({"error": _error(error, kind)}, status, headers)
-
-
-def _error(error: RequestError, kind: str) -> dict[str, Any]:
-    return {"message": str(error), "type": kind, "param": None, "code": error.code.lower()}
 
 
 class OpenAIApi:
@@ -78,9 +58,8 @@ class OpenAIApi:
         name = request.path_params["name"]
         if name != self._served.name:
             served = self._served.name
-            return error_response(
-                RequestError("NOT_FOUND", f"model={name!r:.80} is not served; give {served!r}")
-            )
+            said = f"model={name!r:.80} is not served; give {served!r}"
+            return error_response(RequestError("NOT_FOUND", said, "model_not_found", "model"))
         return JSONResponse(self._described())
 
     def _described(self) -> dict[str, Any]:
@@ -93,11 +72,13 @@ class OpenAIApi:
 
     def _handler(self, name: str, check: Check) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
-            status, started_s = "OK", time.monotonic()
+            status, started_s = "UNKNOWN", time.monotonic()
             try:
                 asked = await asyncio.to_thread(_checked, check, await body_of(request), self._served)
                 call = Call(self, name, asked, started_s)
-                return await _unless_gone(request, call.streamed() if asked.is_stream else call.whole())
+                found = await _unless_gone(request, call.streamed() if asked.is_stream else call.whole())
+                status = "OK"
+                return found
             except RequestError as error:
                 status = error.code
                 return error_response(error)
@@ -141,7 +122,8 @@ async def body_of(request: Request) -> bytes:
         parts.append(part)
         size += len(part)
         if size > LARGEST_BODY:
-            raise invalid(f"the body has more than {LARGEST_BODY} bytes; send a shorter one")
+            said = f"the body has more than {LARGEST_BODY} bytes; send a shorter one"
+            raise RequestError("OUT_OF_RANGE", said, "request_too_large")
     return b"".join(parts)
 
 
@@ -172,34 +154,53 @@ async def _disconnected(request: Request) -> None:
 class Choice:
     """One completion of a request, as far as it has arrived."""
 
-    def __init__(self, index: int, asked: Asked, is_chat: bool) -> None:
+    def __init__(self, index: int, asked: Asked, is_chat: bool, tokenizer: Tokenizer) -> None:
         self.index, self._asked, self._is_chat = index, asked, is_chat
+        self._logprobs = LogProbs(tokenizer)
         self._before_stop = BeforeStop(asked.stops)
         self._parts = MessageParts(asked.notation, asked.is_in_thought) if is_chat else None
-        self.text, self.tokens, self.logp, self.versions = "", [], [], []
+        self.text, self._tokens, self._logp, self._versions = "", [], [], []
+        self._sent = 0
+        """Number of tokens that `exact` has returned."""
         self.stop_reason: str | None = None
         self.answer: Answer | None = None
 
-    def take(self, output: Output) -> tuple[Part, Tokens | None]:
+    def take(self, output: Output) -> Part:
         """Adds an output; returns what the client gets of it."""
         found = output.output
         is_last = isinstance(found, Trajectory)
         text = self._before_stop.push(output.text, is_last)
         self.text += text
         if isinstance(found, Tokens):
-            self.tokens += found.tokens
-            self.logp += found.logp
-            self.versions += [found.version] * len(found.tokens)
+            self._tokens += found.tokens
+            self._logp += found.logp
+            self._versions += [found.version] * len(found.tokens)
         else:
             self.stop_reason = found.stop_reason
-        tokens = found if isinstance(found, Tokens) else None
         if self._parts is None:
-            return Part(text, ""), tokens
+            return Part(text, "")
         part = self._parts.push(text)
         if is_last:
             rest, self.answer = self._parts.finish()
             part = Part(part.content + rest.content, part.reasoning + rest.reasoning)
-        return part, tokens
+        return part
+
+    def exact(self) -> dict[str, Any]:
+        """Log-probs of the tokens since the last call, and with return_token_ids their ids and versions."""
+        new, self._sent = slice(self._sent, None), len(self._tokens)
+        tokens, logp = self._tokens[new], self._logp[new]
+        fields: dict[str, Any] = {"logprobs": None}
+        if self._asked.has_logprobs:
+            form = self._logprobs.chat if self._is_chat else self._logprobs.completion
+            fields["logprobs"] = form(tokens, logp)
+        if self._asked.has_ids:
+            fields |= {"token_ids": tokens, "versions": self._versions[new]}
+        return fields
+
+    @property
+    def count(self) -> int:
+        """Number of tokens."""
+        return len(self._tokens)
 
     @property
     def finish_reason(self) -> str | None:
@@ -225,7 +226,8 @@ class Call:
             "created": int(time.time()),
             "model": api.served.name,
         }
-        self._choices = [Choice(index, asked, self._is_chat) for index in range(asked.ask.n)]
+        own = asked, self._is_chat, api.served.tokenizer
+        self._choices = [Choice(index, *own) for index in range(asked.ask.n)]
 
     async def whole(self) -> Response:
         """Returns the answer once it is complete."""
@@ -245,14 +247,13 @@ class Call:
         async with aclosing(found):
             if self._is_chat:
                 for choice in self._choices:
-                    yield self._event(choice, {"role": "assistant", "content": ""}, None, self._prompt())
+                    yield self._event(choice, {"role": "assistant", "content": ""}, self._prompt())
             try:
                 yield self._taken(first)
                 async for output in found:
                     yield self._taken(output)
             except RequestError as error:  # the status is sent already
-                _, kind = STATUS.get(error.code, (500, "server_error"))
-                yield _sent({"error": _error(error, kind)})
+                yield _sent(error_body(error))
                 return
         if self._asked.has_usage:
             yield _sent(self._chunk() | {"choices": [], "usage": self._usage()})
@@ -260,7 +261,7 @@ class Call:
 
     def _taken(self, output: Output) -> str:
         choice = self._choices[output.member]
-        part, tokens = choice.take(output)
+        part = choice.take(output)
         delta: dict[str, Any] = {}
         if part.content or not self._is_chat:
             delta["content"] = part.content
@@ -269,14 +270,11 @@ class Call:
         if choice.answer is not None and choice.answer.calls:
             calls = choice.message()["tool_calls"]
             delta["tool_calls"] = [{"index": place} | call for place, call in enumerate(calls)]
-        return self._event(choice, delta, tokens, {} if self._is_chat else self._prompt())
+        return self._event(choice, delta, {} if self._is_chat else self._prompt())
 
-    def _event(
-        self, choice: Choice, delta: dict[str, Any], tokens: Tokens | None, more: dict[str, Any]
-    ) -> str:
+    def _event(self, choice: Choice, delta: dict[str, Any], more: dict[str, Any]) -> str:
         said = {"delta": delta} if self._is_chat else {"text": delta.get("content", "")}
-        exact = tokens or Tokens((), (), 0)
-        one = {"index": choice.index, **said, **self._exact(exact.tokens, exact.logp, exact.version)}
+        one = {"index": choice.index, **said, **choice.exact()}
         one["finish_reason"] = choice.finish_reason if choice.stop_reason is not None else None
         usage = {"usage": None} if self._asked.has_usage else {}
         return _sent(self._chunk() | more | {"choices": [one]} | usage)
@@ -286,34 +284,13 @@ class Call:
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
         said = {"message": choice.message()} if self._is_chat else {"text": choice.text}
-        exact = self._exact(choice.tokens, choice.logp, choice.versions)
-        return {"index": choice.index, **said, **exact, "finish_reason": choice.finish_reason}
-
-    def _exact(self, tokens: Any, logp: Any, versions: Any) -> dict[str, Any]:
-        """Log-probs, and with return_token_ids the ids and the versions of the weights that sampled them."""
-        fields: dict[str, Any] = {"logprobs": self._logprobs(tokens, logp)}
-        if self._asked.has_ids:
-            each = versions if isinstance(versions, list) else [versions] * len(tokens)
-            fields |= {"token_ids": list(tokens), "versions": each}
-        return fields
-
-    def _logprobs(self, tokens: Any, logp: Any) -> dict[str, Any] | None:
-        if not self._asked.has_logprobs:
-            return None
-        texts = [self._api.served.tokenizer.decode([token]) for token in tokens]
-        if not self._is_chat:
-            return {"tokens": texts, "token_logprobs": list(logp), "top_logprobs": None, "text_offset": []}
-        content = [
-            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, value in zip(texts, logp, strict=True)
-        ]
-        return {"content": content, "refusal": None}
+        return {"index": choice.index, **said, **choice.exact(), "finish_reason": choice.finish_reason}
 
     def _prompt(self) -> dict[str, Any]:
         return {"prompt_token_ids": list(self._asked.ask.start.prompt)} if self._asked.has_ids else {}
 
     def _usage(self) -> dict[str, Any]:
-        prompt, sampled = len(self._asked.ask.start.prompt), sum(len(c.tokens) for c in self._choices)
+        prompt, sampled = len(self._asked.ask.start.prompt), sum(choice.count for choice in self._choices)
         return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 

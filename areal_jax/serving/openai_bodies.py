@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
+from areal_jax.serving.bodies import Integer, Stop, Tool, validated
 from areal_jax.serving.proto import rollout_pb2 as messages
 from areal_jax.serving.requests import (
     Ask,
@@ -38,8 +39,17 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "functions": ([],),
     "function_call": ("none",),
+    "parallel_tool_calls": (True,),
+    "ignore_eos": (False,),
+    "min_tokens": (0,),
+    "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "length_penalty": (1,),
+    "use_beam_search": (False,),
 }
-"""Fields of OpenAI that cannot be honoured -> the values, beside null, that ask for nothing."""
+"""Fields of OpenAI and vLLM that cannot be honoured -> the values, beside null, that ask for nothing."""
 
 UNUSED = frozenset(
     {
@@ -49,7 +59,8 @@ UNUSED = frozenset(
         "service_tier",
         "safety_identifier",
         "prompt_cache_key",
-        "parallel_tool_calls",
+        "prompt_cache_retention",
+        "prediction",
     }
 )
 """Fields of OpenAI that do not change an answer."""
@@ -67,34 +78,34 @@ class Body(BaseModel):
     model: str = ""
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Integer | None = None
     min_p: float | None = None
-    n: int | None = None
-    seed: int | None = None
-    max_tokens: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] = []
+    n: Integer | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    max_tokens: Integer | None = None
+    stop: Stop = ()
+    stop_token_ids: list[Integer] = []
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: dict[Integer, float] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
-    min_version: int | None = None
+    min_version: Integer | None = None
 
 
 class CompletionBody(Body):
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: Any
     logprobs: int | None = Field(None, ge=0, le=0)
     """0: the log-prob of each token; those of other tokens are not kept."""
 
 
 class ChatBody(Body):
     messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = None
     tool_choice: Any = None
     logprobs: bool | None = None
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Integer | None = None
     chat_template_kwargs: dict[str, Any] = {}
 
 
@@ -121,14 +132,16 @@ def completion_asked(data: Any, served: Served) -> Asked:
     """Checks the body of a completions request. Raises RequestError if it is not valid."""
     body = _body(CompletionBody, data)
     prompt = body.prompt
-    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         if len(prompt) > 1:
-            raise invalid(f"prompt has {len(prompt)} prompts; send one request for each")
+            raise invalid(f"prompt has {len(prompt)} prompts; send one request for each", "prompt")
         (prompt,) = prompt
     if isinstance(prompt, str):
         tokens = rendered(Prompt(text=prompt), served)
+    elif isinstance(prompt, list) and all(type(token) is int for token in prompt):
+        tokens = checked_ids(prompt, served, "prompt")
     else:
-        tokens = checked_ids(prompt, served, "prompt")  # type: ignore[arg-type]
+        raise invalid(f"prompt={prompt!r:.80}: give a text, or a list of token ids", "prompt")
     return _asked(body, tokens, served, has_logprobs=body.logprobs is not None)
 
 
@@ -137,10 +150,11 @@ def chat_asked(data: Any, served: Served) -> Asked:
     body = _body(ChatBody, data)
     if body.tool_choice not in (None, "auto", "none"):
         raise invalid(
-            f"tool_choice={body.tool_choice!r:.80}: a model cannot be made to call a tool; give auto or none"
+            f"tool_choice={body.tool_choice!r:.80}: a model cannot be made to call a tool; give auto or none",
+            "tool_choice",
         )
     if not body.messages:
-        raise invalid("messages is empty; give at least one message")
+        raise invalid("messages is empty; give at least one message", "messages")
     tools = body.tools or [] if body.tool_choice != "none" else []
     if body.max_completion_tokens is not None:
         body.max_tokens = body.max_completion_tokens
@@ -167,22 +181,12 @@ def _chat(
 
 
 def _body(kind: type[Any], data: Any) -> Any:
-    if not isinstance(data, dict):
-        raise invalid(f"the body is {data!r:.40}, but must be a JSON object")
-    for name, values in NEUTRAL.items():
-        if data.get(name) is not None and data[name] not in values:
-            raise invalid(f"{name}={data[name]!r:.80} is not supported; leave it out")
-    kept = {
-        n: value for n, value in data.items() if n not in NEUTRAL and n not in UNUSED and value is not None
-    }
-    try:
-        return kind.model_validate(kept)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(map(str, first["loc"][:1])) or "the body"
-        raise invalid(
-            f"{name}: {first['msg']}, but is {first['input']!r:.80}; see docs/serving.md for the fields"
-        ) from None
+    if isinstance(data, dict):
+        for name, values in NEUTRAL.items():
+            if data.get(name) is not None and data[name] not in values:
+                raise invalid(f"{name}={data[name]!r:.80} is not supported; leave it out", name)
+        data = {name: value for name, value in data.items() if name not in NEUTRAL and name not in UNUSED}
+    return validated(kind, data)
 
 
 def _asked(
@@ -194,31 +198,30 @@ def _asked(
     notation: Notation = "none",
     is_in_thought: bool = False,
 ) -> Asked:
-    stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    names = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "n", "seed", "presence_penalty")
+    names = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "n", "presence_penalty")
     others = ("repetition_penalty", "min_version")
     given = {name: value for name in (*names, *others) if (value := getattr(body, name)) is not None}
+    if body.seed is not None:
+        given["seed"] = body.seed - 2**64 if body.seed >= 2**63 else body.seed  # the same 64 bits
     if served.is_answers_only and (has_logprobs or body.return_token_ids):
         raise invalid(
             "logprobs and return_token_ids are not available, because this server sends answers alone (serve "
             "--answers-only); leave them out"
         )
-    try:
-        request = messages.GenerateRequest(
-            model=body.model,
-            tokens=messages.TokenIds(ids=tokens),
-            stop=stops,
-            stop_tokens=body.stop_token_ids,
-            logit_bias=body.logit_bias or {},
-            **given,
-        )
-    except (ValueError, TypeError) as error:  # an integer beyond 32 bits
-        raise invalid(f"a number is out of range: {error}") from None
+    request = messages.GenerateRequest(
+        model=body.model,
+        tokens=messages.TokenIds(ids=tokens),
+        stop=body.stop,
+        stop_tokens=body.stop_token_ids,
+        logit_bias=body.logit_bias or {},
+        **given,
+    )
     if body.model and body.model != served.name:
-        raise RequestError("NOT_FOUND", f"model={body.model!r:.80} is not served here; give {served.name!r}")
+        said = f"model={body.model!r:.80} is not served here; give {served.name!r}"
+        raise RequestError("NOT_FOUND", said, "model_not_found", "model")
     return Asked(
         generate_ask(request, served),
-        stops,
+        body.stop,
         bool(body.stream),
         body.stream_options is not None and body.stream_options.include_usage,
         has_logprobs,

@@ -7,7 +7,7 @@ RequestError with a message that names the value and the remedy.
 from __future__ import annotations
 
 import json
-import math
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,7 +25,13 @@ from areal_jax.types import ArealError, Prompt, Sampling
 M = TypeVar("M", bound=Message)
 
 COLDEST, HOTTEST = 0.001, 100.0
-"""Bounds of a temperature other than 0; outside them, float32 log-probs could be infinite or NaN."""
+"""Bounds of a temperature other than 0; outside them, float32 log-probs could be infinite or NaN.
+
+A lower one counts as 0 (greedy), as clients mean it and other servers take it.
+"""
+
+LARGEST_REPETITION = 1000.0
+"""Bound of repetition_penalty, and its reciprocal the other one, for the same reason."""
 
 MAX_STOPS, LONGEST_STOP = 16, 256
 MAX_BIASES, LARGEST_BIAS = 1024, 100.0
@@ -33,26 +39,50 @@ LONGEST_ID = 256
 
 
 class RequestError(ArealError):
-    """The request cannot be served; `code` is the name of the gRPC status that the client gets."""
+    """The request cannot be served; `code` is the name of the gRPC status that the client gets.
 
-    def __init__(self, code: str, message: str) -> None:
+    Over HTTP, the client also gets `reason`, a code of OpenAI, and the name of the wrong field as `param`.
+    """
+
+    def __init__(self, code: str, message: str, reason: str = "", param: str | None = None) -> None:
         super().__init__(message)
-        self.code = code
+        self.code, self.reason, self.param = code, reason, param
 
 
-def invalid(message: str) -> RequestError:
-    return RequestError("INVALID_ARGUMENT", message)
+def invalid(message: str, param: str | None = None) -> RequestError:
+    return RequestError("INVALID_ARGUMENT", message, param=param)
 
 
-def json_of(body: bytes) -> Any:
+def context_exceeded(what: str, count: int | str, length: int) -> RequestError:
+    """Returns the error of `what`, such as a prompt, that has `count` tokens; clients know its words.
+
+    `count`: a number, or "at least" and a number.
+    """
+    return RequestError(
+        "INVALID_ARGUMENT",
+        f"the model's maximum context length is {length} tokens (generation.length), prompt and completion "
+        f"together, but {what} has {count} tokens; shorten it, or serve with a larger generation.length",
+        "context_length_exceeded",
+    )
+
+
+def json_of(body: bytes, *, is_mended: bool = False) -> Any:
     """Returns a request's body; raises RequestError if it is no JSON.
 
-    Lone surrogates become U+FFFD: a client may send what a policy wrote, or a tool that the policy called.
+    `is_mended`: whether lone surrogates become U+FFFD, as the client may send what a policy wrote, or a tool
+    that the policy called; else they are an error.
     """
     try:
         data = json.loads(body)
         if b"\\ud" in body.lower():
-            data = json.loads(readable(json.dumps(data, ensure_ascii=False)))
+            text = json.dumps(data, ensure_ascii=False)
+            if not is_mended and (lone := _SURROGATE.search(text)):
+                before = text[max(0, lone.start() - 40) : lone.start()]
+                raise invalid(
+                    f"the body has the lone surrogate {lone[0]!r}, half of a character, after {before!r}; "
+                    "send complete characters"
+                )
+            data = json.loads(readable(text))
     except (ValueError, RecursionError) as error:
         raise invalid(f"the body is not JSON ({error}); send a JSON object") from None
     if not is_plain(data):
@@ -60,6 +90,9 @@ def json_of(body: bytes) -> Any:
             f"the body has a number beyond those of JSON, or more than {MOST_LEVELS} levels; send plain JSON"
         )
     return data
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -154,7 +187,7 @@ def generate_ask(request: Any, served: Served) -> Ask:
         prompt = checked_ids(request.tokens.ids, served, "tokens")
     else:
         raise invalid("the request has no prompt; give text, tokens or chat")
-    seed = _at_least(request.seed, 0, "seed") if request.HasField("seed") else None
+    seed = request.seed if request.HasField("seed") else None
     start = Start(
         (),
         _that_fits(prompt, served),
@@ -184,7 +217,7 @@ def refusals(served: Served) -> Iterator[None]:
     try:
         yield
     except TooLongError as error:
-        raise _too_long(f"at least {error.fewest}", served) from None
+        raise context_exceeded("the prompt", f"at least {error.fewest}", served.length) from None
     except TaskError as error:
         raise invalid(str(error)) from None
 
@@ -204,15 +237,8 @@ def _that_fits(prompt: tuple[int, ...], served: Served) -> tuple[int, ...]:
     if not prompt:
         raise invalid("the prompt is empty; give at least one token")
     if len(prompt) >= served.length:
-        raise _too_long(f"{len(prompt)}", served)
+        raise context_exceeded("the prompt", len(prompt), served.length)
     return prompt
-
-
-def _too_long(tokens: str, served: Served) -> RequestError:
-    return invalid(
-        f"the prompt has {tokens} tokens, but prompt and completion together may have {served.length}; "
-        "shorten it, or serve with a larger generation.length"
-    )
 
 
 def _sampling(request: Any, default: Sampling) -> Sampling:
@@ -221,12 +247,13 @@ def _sampling(request: Any, default: Sampling) -> Sampling:
         for name in ("temperature", "top_k", "top_p", "min_p", "max_tokens")
         if request.HasField(name)
     }
+    if given.get("top_k") == -1:  # as other servers write it
+        given["top_k"] = 0
+    if 0 < given.get("temperature", 0) < COLDEST:
+        given["temperature"] = 0.0
     sampling = replace(default, **given, stop=tuple(request.stop))
-    if sampling.temperature != 0 and not COLDEST <= sampling.temperature <= HOTTEST:
-        raise invalid(
-            f"temperature={sampling.temperature:g} is out of range; give 0 (greedy), or {COLDEST:g} to "
-            f"{HOTTEST:g}"
-        )
+    if not 0 <= sampling.temperature <= HOTTEST:
+        raise invalid(f"temperature={sampling.temperature:g} is out of range; give 0 (greedy) to {HOTTEST:g}")
     _at_least(sampling.top_k, 0, "top_k")
     _at_least(sampling.max_tokens, 1, "max_tokens")
     if not 0 < sampling.top_p <= 1:
@@ -243,8 +270,11 @@ def _sampling(request: Any, default: Sampling) -> Sampling:
 
 def _penalties(request: Any, served: Served) -> Penalties | None:
     repetition = request.repetition_penalty if request.HasField("repetition_penalty") else 1.0
-    if not (math.isfinite(repetition) and repetition > 0):
-        raise invalid(f"repetition_penalty={repetition:g} is out of range; give more than 0 (1: no penalty)")
+    if not 1 / LARGEST_REPETITION <= repetition <= LARGEST_REPETITION:
+        raise invalid(
+            f"repetition_penalty={repetition:g} is out of range; give {1 / LARGEST_REPETITION:g} to "
+            f"{LARGEST_REPETITION:g} (1: no penalty)"
+        )
     presence = request.presence_penalty
     if not abs(presence) <= LARGEST_BIAS:
         raise invalid(

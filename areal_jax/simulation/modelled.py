@@ -154,8 +154,9 @@ class _WatchedDecoder:
         self._decoder, self._clock, self._world = decoder, clock, world
         self._waiting: deque[SampleId] = deque()
 
-    def take(self, dispatch: e.Dispatch, prompt: tuple[int, ...]) -> None:
-        self._waiting.extend(dispatch.samples)
+    def take(self, dispatch: e.Dispatch, prompt: tuple[int, ...] | None) -> None:
+        if prompt is not None:  # an episode waits from its first turn on
+            self._waiting.extend(dispatch.samples)
         self._decoder.take(dispatch, prompt)
 
     def go_on(self, action: e.Continue, request: TurnRequest) -> None:

@@ -1,4 +1,4 @@
-"""The bytes that each id of a byte-level tokenizer adds to a text."""
+"""The bytes that each id of a tokenizer adds to a text, if it is byte-level or has ids for single bytes."""
 
 from __future__ import annotations
 
@@ -18,6 +18,12 @@ def byte_table(backend: Backend) -> dict[int, bytes]:
         else:
             table[token] = text.encode()
     return table
+
+
+def byte_ids(backend: Backend) -> dict[int, bytes]:
+    """Returns id -> byte for the ids of single bytes, <0x00> to <0xFF>, of SentencePiece's models."""
+    ids = ((backend.token_to_id(f"<0x{byte:02X}>"), byte) for byte in range(256))
+    return {token: bytes([byte]) for token, byte in ids if token is not None}
 
 
 def byte_letters() -> dict[str, int]:

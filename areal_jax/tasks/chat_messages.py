@@ -14,6 +14,12 @@ Message = Mapping[str, Any]
 _IGNORED = frozenset({"role", "content", "tool_calls", "reasoning_content"})
 """Fields that `canonical` treats by rules of their own."""
 
+_TEXTS = ("name", "tool_call_id", "reasoning_content")
+"""Fields that are texts where they are given."""
+
+_LOST = ("function_call", "audio")
+"""Fields of OpenAI's messages that no chat template reads."""
+
 Canonical = tuple[Any, ...]
 """A hashable value; equal for two messages of equal meaning."""
 
@@ -23,7 +29,8 @@ def checked(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:
 
     Chat templates get this form: `content` is a string, "" where a message has tool calls alone, and each
     call's `arguments` are an object if they can be parsed. Raises TaskError for a message without a role,
-    without both content and tool calls, with content other than text, or with a malformed tool call.
+    without both content and tool calls, with content other than text, with a malformed tool call, or with
+    another field that is malformed or would be lost.
     """
     return tuple(_checked(message) for message in messages)
 
@@ -31,6 +38,17 @@ def checked(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:
 def _checked(message: Message) -> dict[str, Any]:
     shown = f"{dict(message)!r:.120}"
     calls = message.get("tool_calls") or ()
+    if not isinstance(calls, list | tuple):
+        raise TaskError(f"the message {shown} has tool_calls={calls!r:.80}; give a list of tool calls")
+    for name in _TEXTS:
+        if not isinstance(message.get(name, ""), str | None):
+            raise TaskError(f"the message {shown} has {name}={message[name]!r:.80}; give a text")
+    for name in _LOST:
+        if message.get(name) is not None:
+            raise TaskError(
+                f"the message {shown} has {name}={message[name]!r:.80}, which the model cannot read; leave "
+                "it out, and give tool calls as tool_calls"
+            )
     if not isinstance(message.get("role"), str) or (message.get("content") is None and not calls):
         raise TaskError(
             f"the message {shown} lacks role or content; give both, or tool_calls in place of content"
@@ -46,6 +64,12 @@ def _text(content: Any, shown: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     parts = content if isinstance(content, list | tuple) else [content]
+    for part in parts:
+        if isinstance(part, Mapping) and part.get("type", "text") != "text":
+            raise TaskError(
+                f"the message {shown} has a part of type {part['type']!r:.80}, which the model cannot read; "
+                "give parts of type text alone"
+            )
     if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
         raise TaskError(
             f"the message {shown} has content that is not text; give a text, or parts of type text"
@@ -60,7 +84,17 @@ def _call(call: Any, shown: str) -> dict[str, Any]:
             f"the message {shown} has the tool call {call!r:.80}; give an object with type=function and "
             "function={name, arguments}"
         )
+    if not isinstance(call.get("id"), str | None) or call.get("type", "function") != "function":
+        raise TaskError(
+            f"the message {shown} has a tool call with id={call.get('id')!r:.80} and "
+            f"type={call.get('type', 'function')!r:.80}; give a text as id, and type=function"
+        )
     arguments = function.get("arguments", {})
+    if not isinstance(arguments, str | Mapping | None):
+        raise TaskError(
+            f"the message {shown} has a tool call with arguments={arguments!r:.80}; give an object, or its "
+            "JSON as a text"
+        )
     parsed = parsed_arguments(arguments)
     kept = {"type": "function", "function": {"name": function["name"], "arguments": parsed}}
     return ({"id": call["id"]} if call.get("id") is not None else {}) | kept

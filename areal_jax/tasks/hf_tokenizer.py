@@ -21,7 +21,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
 
-from areal_jax.tasks.byte_level import byte_table
+from areal_jax.tasks.byte_level import byte_ids, byte_table
 from areal_jax.tasks.chat_messages import Message, checked
 from areal_jax.tasks.errors import TaskError
 from areal_jax.tasks.fewest_ids import Measure, measure_of
@@ -136,9 +136,12 @@ class HFTokenizer:
         )
 
     def token_bytes(self, token: int) -> bytes | None:
-        """Returns the bytes that an id adds to a text, if the tokenizer is byte-level; otherwise None."""
-        if self._bytes is None:
-            return None
+        """Returns the bytes that an id adds to a text; None if they depend on the ids around it.
+
+        They do unless the tokenizer is byte-level, or the id is that of one byte (such as <0xF0>).
+        """
+        if not self._is_byte_level:
+            return self._bytes.get(int(token))
         return self._bytes.get(int(token), REPLACEMENT.encode())
 
     def fewest(self, text: str) -> int:
@@ -307,10 +310,21 @@ class HFTokenizer:
         return frozenset(self._backend.get_vocab(with_added_tokens=True).values())
 
     @cached_property
-    def _bytes(self) -> dict[int, bytes] | None:
-        """Id -> the bytes that it adds to a text; None unless the decoder is ByteLevel alone."""
-        is_byte_level = (json.loads(self.backend_json).get("decoder") or {}).get("type") == "ByteLevel"
-        return byte_table(self._backend) if is_byte_level else None
+    def _decoders(self) -> tuple[str, ...]:
+        """The types of the decoders, in the order in which the tokenizer applies them."""
+        one = json.loads(self.backend_json).get("decoder") or {}
+        return tuple(each.get("type") for each in one.get("decoders", [one]))
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        return self._decoders == ("ByteLevel",)
+
+    @cached_property
+    def _bytes(self) -> dict[int, bytes]:
+        """Id -> the bytes that it adds to a text whatever ids are around it."""
+        if self._is_byte_level:
+            return byte_table(self._backend)
+        return byte_ids(self._backend) if "ByteFallback" in self._decoders else {}
 
     @cached_property
     def _prefix(self) -> list[int]:

@@ -54,6 +54,25 @@ class TextStream:
         return text
 
 
+class TokenBytes:
+    """The bytes that each token of a sample adds: `push(token)` returns those of the sample's next token.
+
+    Joined, they are the sample's text in UTF-8; a token may have some bytes of a character.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._context: list[int] = []
+
+    def push(self, token: int) -> bytes:
+        own, before = self._tokenizer.token_bytes(token), self._context
+        with_it = [*before, token]
+        self._context = with_it[-CONTEXT_TOKENS:]
+        if own is not None:
+            return own
+        return self._tokenizer.decode(with_it)[len(self._tokenizer.decode(before)) :].encode()
+
+
 def token_pieces(tokens: Sequence[int], tokenizer: Tokenizer) -> list[str]:
     """Returns for each token the text that it adds; joined, these are the text of all tokens.
 

@@ -103,12 +103,13 @@ def plain_chat(
     With `is_open` the text ends with `assistant: `, which the completion continues. Raises TaskError for a
     message without role or content, and for tools, which only a chat template can describe.
     """
-    if tools or arguments or any(message.get("tool_calls") for message in messages):
+    ready = checked(messages)
+    if tools or arguments or any(message.get("tool_calls") for message in ready):
         raise TaskError(
             f"tools={list(tools)!r:.80}, template arguments {arguments!r:.80} and tool calls need a chat "
             "template; use a model with one, or describe the tools in a message"
         )
-    lines = (f"{message['role']}: {message['content']}\n" for message in checked(messages))
+    lines = (f"{message['role']}: {message['content']}\n" for message in ready)
     return "".join(lines) + "assistant: " * is_open
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from areal_jax.generation.canary import TOKENS as CANARY_TOKENS
 from areal_jax.generation.engine import Engine
+from areal_jax.generation.sampling import GENERATOR, sample_key
 from areal_jax.generation.slots import MAX_STOP_TOKENS, ExistingPrefix
 from areal_jax.types import ArealError, SampleId, Sampling, VersionedParams
 from areal_jax.weights.memory import MemoryStore
@@ -272,6 +273,22 @@ def test_load_params_places_the_value_on_the_engines_mesh(model, engine, version
 
 
 # --- programs -----------------------------------------------------------------------------------------------
+
+
+def test_a_seed_of_64_bits_counts_to_its_last_bit_and_one_of_31_draws_as_jaxs_own_key(one_page_engine):
+    def key_of(seed: int) -> tuple[int, ...]:
+        numbers = one_page_engine.request(SampleId(3, 2, 1), seed, Sampling(), 4).numbers
+        return tuple(np.asarray(sample_key(*numbers)).tolist())
+
+    largest = (2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**32 + 5, 2**63 - 1, 2**63, 2**64 - 1)
+    seeds = (0, 5, *largest, -2, -(2**32), -(2**63) + 1)
+    assert len({key_of(seed) for seed in seeds}) == len(seeds)
+    for seed in (0, 5, 2**31 - 1):
+        key = jax.random.key(seed, impl=GENERATOR)
+        for number in (3, 2, 1):
+            key = jax.random.fold_in(key, number)
+        assert key_of(seed) == tuple(np.asarray(jax.random.key_data(key)).tolist())
+    assert key_of(-1) == key_of(2**64 - 1), "the same 64 bits"
 
 
 def test_refilling_slots_and_other_requests_compile_nothing(one_page_engine, versions):

@@ -274,7 +274,7 @@ def test_a_retry_joins_the_first_call_and_equal_calls_without_it_branch():
 def test_a_chat_without_room_is_refused_and_the_sample_counts_as_truncated():
     def agent(base_url, messages):
         client, said = client_of(base_url, max_retries=0), list(messages)
-        with pytest.raises(openai.BadRequestError, match=r"exceeds generation.length, or .*max_turns"):
+        with pytest.raises(openai.BadRequestError, match="has had 3 turns, as many as episode"):
             while True:
                 answer = client.chat.completions.create(model="", messages=said).choices[0].message
                 said += [answer, {"role": "user", "content": "more"}]
@@ -306,6 +306,26 @@ def test_a_chat_that_cannot_have_room_is_refused_before_it_is_encoded(monkeypatc
     assert encoded and max(encoded) < 400
 
 
+def test_a_conversation_beyond_the_context_has_the_code_and_words_that_clients_know():
+    def agent(base_url, messages):
+        said = [{"role": "user", "content": "x" * 400}]
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError) as refused:
+                client_of(base_url, max_retries=0).chat.completions.create(
+                    model="", messages=said, stream=stream
+                )
+            assert refused.value.code == "context_length_exceeded"
+            assert "maximum context length is 400 tokens" in str(refused.value)
+            count = len("user: " + "x" * 400 + "_assistant: ")
+            assert f"the conversation has {count} tokens" in str(refused.value)
+        client_of(base_url).chat.completions.create(model="", messages=messages)
+        return "done"
+
+    with playing(agent) as policy:
+        policy.begin(0)
+        assert policy.wait()[0] == e.EpisodeEnded(SampleId(0, 0), 1.0, stop_reason="length")
+
+
 # --- failures -----------------------------------------------------------------------------------------------
 
 
@@ -323,11 +343,19 @@ def test_wrong_requests_are_refused_with_what_to_change():
         url = f"{base_url}/chat/completions"
         for body, code, said in (
             (b"rubbish", 400, "not JSON"),
-            (b"[1]", 400, "Input should be"),
+            (b"[1]", 400, "the body is [1], but must be a JSON object"),
             (b'{"messages": []}', 400, "messages"),
             (b'{"messages": [{"role": "user"}]}', 400, "content"),
             (b'{"messages": [{"role": "user", "content": "x"}], "n": 2}', 400, "n: "),
             (b'{"messages": [{"role": "assistant", "content": "x"}]}', 400, "nothing to answer"),
+            (b'{"messages": [{"role": "user", "content": "x", "tool_calls": 5}]}', 400, "tool_calls=5"),
+            (
+                b'{"messages": [{"role": "user", "content": [{"type": "image_url", "text": ""}]}]}',
+                400,
+                "a part of type 'image_url'",
+            ),
+            (b'{"messages": [{"role": "user", "content": "x"}], "stop": ""}', 400, "stop.0: "),
+            (b'{"messages": [{"role": "user", "content": "x"}], "tools": [5]}', 400, "tools.0: "),
             (
                 b'{"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}',
                 400,
@@ -338,6 +366,8 @@ def test_wrong_requests_are_refused_with_what_to_change():
             assert found[0] == code and said in found[1], (body, found)
         other = url.replace(url.split("/")[4], "another-secret")
         assert status_of(other, b"{}") == (404, "there is no such episode, or it has ended; end the agent")
+        for path in ("embeddings", "chat"):
+            assert status_of(f"{base_url}/{path}", b"{}")[0] == 404
         client_of(base_url).chat.completions.create(model="", messages=messages)
         return "done"
 

@@ -132,7 +132,9 @@ def test_the_longest_of_several_paths_is_continued_and_of_equal_ones_the_newest(
         ({"token_ids": [1], "stream": True}, "stream=true: a turn is sent once it is complete"),
         ({"token_ids": [1], "sampling_params": {"n": 2}}, "sampling_params.n: .* 2"),
         ({"token_ids": "abc"}, "token_ids: .* 'abc'"),
-        ({"token_ids": [1] * 400}, "exceeds generation.length"),
+        ({"token_ids": [1] * 400}, "maximum context length is 400 tokens .* the conversation has 400 tokens"),
+        ({"token_ids": [1], "sampling_params": {"stop": ["a", ""]}}, r"sampling_params.stop.1: .* ''"),
+        ({"token_ids": [1], "sampling_params": 5}, "sampling_params: .* 5"),
     ],
 )
 def test_a_bad_request_is_refused_and_the_episode_goes_on(body: dict[str, Any], message: str):

@@ -91,6 +91,103 @@ def test_a_stop_text_ends_a_completion_and_is_left_out(client):
         assert chunks[-1].choices[0].finish_reason == "stop"
 
 
+def test_log_probs_have_raw_bytes_and_offsets_also_in_a_stream(client):
+    tokens, _ = alone(PROMPT)
+    text = bytes(tokens).decode(errors="replace")
+    assert "\N{REPLACEMENT CHARACTER}" in text, "the model writes bytes that are no characters"
+    given: dict[str, Any] = dict(prompt=list(PROMPT), logprobs=0, **GREEDY)
+    whole = client.completions.create(**given).choices[0]
+    placed = zip(tokens, whole.logprobs.text_offset, strict=True)
+    letters = [(chr(token), text[offset]) for token, offset in placed if token < 128]
+    assert len(letters) > 3 and all(letter == found for letter, found in letters)
+    pieces = [chunk.choices[0].logprobs for chunk in client.completions.create(**given, stream=True)]
+    for name in ("text_offset", "tokens", "token_logprobs"):
+        assert [one for piece in pieces for one in getattr(piece, name)] == getattr(whole.logprobs, name)
+    prompt = tuple(tiny_engine().tokenizer.render(Prompt(messages=CHAT)))
+    tokens, _ = alone(prompt)
+    for stream in (False, True):
+        found = client.chat.completions.create(messages=CHAT, logprobs=True, stream=stream, **GREEDY)
+        choices = [one.choices[0] for one in (found if stream else [found])]
+        own = [one.bytes for choice in choices for one in choice.logprobs.content]
+        assert own == [[token] for token in tokens]
+
+
+def test_a_stream_of_several_completions_has_each_of_them(client):
+    asked: dict[str, Any] = dict(model="tiny", messages=CHAT, n=3, seed=2**40, max_tokens=5, **IDS)
+    whole = client.chat.completions.create(**asked).choices
+    assert len({tuple(choice.token_ids) for choice in whole}) == 3
+    for choice in whole:
+        found: dict[str, Any] = {"ids": [], "text": "", "ends": []}
+        for chunk in client.chat.completions.create(**asked, stream=True):
+            (one,) = chunk.choices
+            if one.index == choice.index:
+                found["ids"] += one.token_ids
+                found["text"] += one.delta.content or ""
+                found["ends"] += [one.finish_reason] if one.finish_reason else []
+        assert found == {"ids": choice.token_ids, "text": choice.message.content, "ends": ["length"]}
+
+
+def test_every_seed_of_64_bits_is_a_stream_of_its_own(client):
+    def drawn(seed: int) -> tuple[int, ...]:
+        found = client.completions.create(
+            model="tiny", prompt=list(PROMPT), seed=seed, max_tokens=9, temperature=5, **IDS
+        )
+        return tuple(found.choices[0].token_ids)
+
+    seeds = (5, 2**31, 2**32 + 5, 2**63, 2**64 - 2, -(2**63) + 1)
+    assert len({drawn(seed) for seed in seeds}) == len(seeds)
+    assert drawn(2**32 + 5) == drawn(2**32 + 5)
+    assert drawn(5) == alone(PROMPT, sampling=Sampling(temperature=5, max_tokens=9), seed=5)[0]
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-40])
+def test_a_temperature_near_0_gives_the_likeliest_tokens_with_their_log_probs(client, temperature):
+    tokens, logp = alone(PROMPT)
+    found = client.completions.create(
+        model="tiny", prompt=list(PROMPT), temperature=temperature, logprobs=0, **IDS
+    )
+    assert found.choices[0].token_ids == list(tokens)
+    assert found.choices[0].logprobs.token_logprobs == pytest.approx(list(logp), abs=1e-6)
+
+
+def test_fields_that_ask_for_nothing_are_accepted(client):
+    """As other servers' clients send them; -1 is off for vLLM and SGLang."""
+    tokens, _ = alone(PROMPT)
+    nothing = {
+        "top_k": -1, "ignore_eos": False, "min_tokens": 0, "skip_special_tokens": True, "echo": False,
+        "best_of": 1, "suffix": None, "user": "x", "seed": None, "stop": [], "logit_bias": {},
+        "include_stop_str_in_output": False, "frequency_penalty": 0,
+    }  # fmt: skip
+    found = client.completions.create(
+        model="tiny", prompt=list(PROMPT), temperature=0, extra_body={"return_token_ids": True, **nothing}
+    )
+    assert found.choices[0].token_ids == list(tokens)
+    chat = {
+        "tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "response_format": {"type": "text"},
+        "max_tokens": None, "max_completion_tokens": 3, "top_logprobs": 0, "store": True,
+        "stream_options": None, "reasoning_effort": None,
+    }  # fmt: skip
+    whole = client.chat.completions.create(messages=CHAT, **GREEDY, extra_body=chat)
+    assert whole.usage.completion_tokens == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_beyond_the_context_has_the_code_and_words_that_clients_know(client, stream):
+    said = [{"role": "user", "content": "x" * 100}]
+    count = len(tiny_engine().tokenizer.render(Prompt(messages=said)))
+    asks = (
+        (count, lambda: client.chat.completions.create(messages=said, stream=stream, **GREEDY)),
+        (101, lambda: client.completions.create(prompt="x" * 100, stream=stream, **GREEDY)),
+        (64, lambda: client.completions.create(prompt=[5] * 64, stream=stream, **GREEDY)),
+    )
+    for tokens, ask in asks:
+        with pytest.raises(openai.BadRequestError) as refused:
+            ask()
+        assert refused.value.code == "context_length_exceeded"
+        assert "maximum context length is 64 tokens" in str(refused.value)
+        assert f"has {tokens} tokens" in str(refused.value)
+
+
 def test_a_stream_is_the_answer_in_pieces(client):
     whole = client.completions.create(prompt=list(PROMPT), logprobs=0, **GREEDY, **IDS).choices[0]
     options = {"include_usage": True}
@@ -184,7 +281,8 @@ def test_an_answer_that_is_cut_after_a_call_says_so(tmp_path: Path):
         ({"temperature": 1e9}, "temperature=1e\\+09 is out of range"),
         ({"n": 0}, "n=0 completions are out of range"),
         ({"n": 10**6}, "n=1000000 completions are out of range"),
-        ({"seed": 2**80}, "a number is out of range"),
+        ({"seed": 2**64}, "seed: .* less than 18446744073709551616, but is 18446744073709551616"),
+        ({"seed": -(2**63) - 1}, "seed: .* -9223372036854775808, but is -9223372036854775809"),
         ({"frequency_penalty": 0.5}, "frequency_penalty=0.5 is not supported; leave it out"),
         ({"response_format": {"type": "json_object"}}, "response_format=.* is not supported"),
         ({"top_logprobs": 3, "logprobs": True}, "top_logprobs=3 is not supported"),
@@ -214,11 +312,11 @@ def test_another_model_and_several_prompts_are_refused(client):
         client.completions.create(model="tiny", prompt="x", logprobs=2)
 
 
-def raw(server: Server, body: bytes, path: str = "/v1/chat/completions") -> bytes:
+def raw(server: Server, body: bytes, line: str = "POST /v1/chat/completions") -> bytes:
     """Sends a request and returns the answer."""
     with socket.create_connection(("127.0.0.1", server.http_port), timeout=HANG_S) as sock:
         length = f"Content-Length: {len(body)}\r\nConnection: close"
-        sock.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\n{length}\r\n\r\n".encode() + body)
+        sock.sendall(f"{line} HTTP/1.1\r\nHost: x\r\n{length}\r\n\r\n".encode() + body)
         return sock.makefile("rb").read()
 
 
@@ -230,8 +328,48 @@ def test_no_body_breaks_the_server(server, body):
     assert answer.startswith(b"HTTP/1.1 400") and b"invalid_request_error" in answer
 
 
+def error_of(answer: bytes) -> tuple[int, dict[str, Any]]:
+    """The status and the error of an answer, which has OpenAI's form."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"content-type: application/json" in head.lower()
+    (error,) = json.loads(body).values()
+    assert error.keys() == {"message", "type", "param", "code"}
+    return int(head.split()[1]), error
+
+
 def test_a_body_that_is_too_large_is_refused(server):
-    assert raw(server, b" " * (16 * 2**20 + 1)).startswith(b"HTTP/1.1 400")
+    status, error = error_of(raw(server, b" " * (16 * 2**20 + 1)))
+    assert (status, error["type"], error["code"]) == (413, "invalid_request_error", "request_too_large")
+    assert "more than 16777216 bytes" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "said"),
+    [
+        ("POST /v1/embeddings", 404, "POST '/v1/embeddings': Not Found"),
+        ("POST /", 404, "POST '/': Not Found"),
+        ("GET /v1/responses/%ff%00", 404, "Not Found"),
+        ("GET /v1/chat/completions", 405, "GET '/v1/chat/completions': Method Not Allowed"),
+        ("DELETE /v1/models", 405, "DELETE '/v1/models': Method Not Allowed"),
+        ("POST /health", 405, "POST '/health': Method Not Allowed"),
+        ("GET /v1/models/other", 404, "model='other' is not served; give 'tiny'"),
+    ],
+)
+def test_unknown_paths_and_methods_are_errors_in_json(server, line, status, said):
+    found, error = error_of(raw(server, b"{}", line=line))
+    assert (found, status) == (status, found) and said in error["message"]
+    assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
+
+
+def test_an_error_of_the_server_is_an_error_in_json_and_counted(server, monkeypatch):
+    def broken(*_: Any) -> None:
+        raise RuntimeError("a secret of the server")
+
+    monkeypatch.setattr("areal_jax.serving.openai_api.json_of", broken)
+    status, error = error_of(raw(server, b"{}"))
+    assert (status, error["type"], error["code"]) == (500, "server_error", "internal")
+    assert "RuntimeError" in error["message"] and "secret" not in error["message"]
+    assert 'areal_jax_requests_total{method="openai chat",status="UNKNOWN"} 1.0' in get(server, "/metrics")[1]
 
 
 def test_a_full_queue_is_a_429_that_the_client_may_retry():

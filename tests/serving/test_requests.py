@@ -69,9 +69,8 @@ def test_max_tokens_is_honoured_and_the_servers_own_without_one():
 def test_a_prompt_is_never_cut():
     """The stock Driver drops the left of it and leaves `true_length` as it was."""
     assert len(decode_ask(by_tokens(*range(63)), SERVED).start.prompt) == 63
-    assert "the prompt has 64 tokens, but prompt and completion together may have 64" in refused(
-        by_tokens(*range(64))
-    )
+    said = refused(by_tokens(*range(64)))
+    assert "maximum context length is 64 tokens" in said and "the prompt has 64 tokens" in said
     assert "the prompt has at least 5000 tokens" in refused(by_text("a" * 5000))
     assert "the prompt has 64 tokens" in refused(by_text("a" * 63)), "with bos, which no bound counts"
 
@@ -149,6 +148,18 @@ def test_what_is_given_is_taken():
     )
 
 
+@pytest.mark.parametrize(
+    ("fields", "taken"),
+    [
+        ({"temperature": 1e-6}, Sampling(0.0, 0, 0.9, 0.0, 20)),
+        ({"temperature": 1e-45}, Sampling(0.0, 0, 0.9, 0.0, 20)),
+        ({"temperature": 0.5, "top_k": -1}, Sampling(0.5, 0, 0.9, 0.0, 20)),
+    ],
+)
+def test_what_other_servers_take_as_greedy_or_off_is_so_here(fields, taken):
+    assert generate_ask(messages.GenerateRequest(tokens=TOKENS, **fields), SERVED).start.sampling == taken
+
+
 def test_penalties_that_change_nothing_are_none():
     request = messages.GenerateRequest(tokens=TOKENS, repetition_penalty=1, presence_penalty=0)
     assert generate_ask(request, SERVED).start.penalties is None
@@ -162,8 +173,8 @@ def test_penalties_that_change_nothing_are_none():
         ({"temperature": math.nan}, "temperature=nan"),
         ({"temperature": -0.5}, "temperature=-0.5"),
         ({"temperature": math.inf}, "temperature=inf"),
-        ({"temperature": 1e-30}, "temperature=1e-30 is out of range; give 0 (greedy), or"),
-        ({"top_k": -1}, "top_k=-1 is below 0"),
+        ({"temperature": 100.5}, "temperature=100.5 is out of range; give 0 (greedy) to 100"),
+        ({"top_k": -2}, "top_k=-2 is below 0"),
         ({"top_p": 0}, "top_p=0 is out of range; give more than 0"),
         ({"top_p": 1.5}, "top_p=1.5"),
         ({"top_p": math.nan}, "top_p=nan"),
@@ -182,8 +193,9 @@ def test_penalties_that_change_nothing_are_none():
         ({"stop_tokens": [-1]}, "stop_tokens has the id -1"),
         ({"n": 0}, "n=0 completions are out of range; give 1 to 6"),
         ({"n": 7}, "n=7"),
-        ({"seed": -1}, "seed=-1 is below 0"),
-        ({"repetition_penalty": 0}, "repetition_penalty=0 is out of range; give more than 0"),
+        ({"repetition_penalty": 0}, "repetition_penalty=0 is out of range; give 0.001 to 1000"),
+        ({"repetition_penalty": 1e-38}, "repetition_penalty=1e-38"),
+        ({"repetition_penalty": 1e38}, "repetition_penalty=1e+38"),
         ({"repetition_penalty": math.nan}, "repetition_penalty=nan"),
         ({"presence_penalty": math.inf}, "presence_penalty=inf"),
         ({"logit_bias": {258: 1.0}}, "logit_bias has the id 258"),
@@ -248,7 +260,7 @@ def test_any_bytes_are_a_request_the_host_can_serve_or_an_error_of_the_request(d
     assert sampling is not None and sampling.max_tokens >= 1
     assert sampling.temperature == 0 or 0.001 <= sampling.temperature <= 100
     assert 0 < sampling.top_p <= 1 and 0 <= sampling.min_p < 1 and sampling.top_k >= 0
-    assert ask.start.seed is None or 0 <= ask.start.seed < 2**31
+    assert ask.start.seed is None or -(2**63) <= ask.start.seed < 2**63
 
 
 def test_bytes_that_are_no_message_are_named():

@@ -211,11 +211,30 @@ def test_messages_of_other_meaning_are_not():
         {"role": "user", "content": [{"type": "image_url", "image_url": "x"}]},
         {"role": "assistant", "tool_calls": ["add"]},
         {"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]},
+        {"role": "assistant", "content": "x", "tool_calls": 5},
+        {"role": "assistant", "content": "x", "tool_calls": {"a": 1}},
+        {"role": "assistant", "tool_calls": [{"id": 5, "function": {"name": "f"}}]},
+        {"role": "assistant", "tool_calls": [{"type": "custom", "function": {"name": "f"}}]},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]},
+        {"role": "assistant", "content": "x", "function_call": {"name": "f", "arguments": "{}"}},
+        {"role": "assistant", "content": "x", "audio": {"id": "a"}},
+        {"role": "tool", "content": "x", "tool_call_id": 5},
+        {"role": "user", "content": "x", "name": ["a"]},
+        {"role": "assistant", "content": "x", "reasoning_content": {"a": 1}},
     ],
 )
 def test_malformed_messages_are_named(message: dict):
-    with pytest.raises(TaskError, match=r"the message \{.*; give "):
+    with pytest.raises(TaskError, match=r"the message \{.*give "):
         checked([message])
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "video_url", "refusal", 5, None])
+def test_a_part_that_is_no_text_is_named_and_never_dropped(kind: Any):
+    for part in ({"type": kind, "text": ""}, {"type": kind, "text": "x"}, {"type": kind}):
+        with pytest.raises(TaskError, match=rf"has a part of type {kind!r}, .*; give parts of type text"):
+            checked([{"role": "user", "content": [{"type": "text", "text": "see"}, part]}])
+    both = checked([{"role": "user", "content": [{"type": "text", "text": "a"}, {"text": "b"}]}])
+    assert both[0]["content"] == "ab"
 
 
 NOT_JSON = [
