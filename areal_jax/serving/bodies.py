@@ -39,7 +39,7 @@ def validated(kind: type[B], data: Any) -> B:
 Integer = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
 Stop = Annotated[
-    tuple[Annotated[str, StringConstraints(min_length=1)], ...],
+    list[Annotated[str, StringConstraints(min_length=1)]],
     BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
 ]
 """Texts that end a completion, given as one text or a list."""

@@ -38,10 +38,10 @@ from areal_jax.serving.connections import http_server
 from areal_jax.serving.generate_bodies import GenerateBody, generated, token_request
 from areal_jax.serving.http import ERRORS, error_response
 from areal_jax.serving.listening import listening
-from areal_jax.serving.logprobs import LogProbs
 from areal_jax.serving.openai_api import body_of
 from areal_jax.serving.openai_bodies import StreamOptions
 from areal_jax.serving.requests import RequestError, context_exceeded, invalid, json_of
+from areal_jax.serving.token_logprobs import LogProbs
 from areal_jax.tasks.errors import TaskError
 from areal_jax.tasks.tool_calls import finish_reason
 
@@ -62,7 +62,7 @@ class Asked(BaseModel):
     n: int | None = Field(None, ge=1, le=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    stop: Stop = ()
+    stop: Stop = []
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     logprobs: bool | None = None
@@ -188,7 +188,9 @@ async def _answered(chats: Chats, asked: Asked, is_retry: bool) -> ChatTurn:
     own = tuple(asked.messages), tuple(tools), asked.chat_template_kwargs
     try:
         with _refusals():
-            return await chats.answer(ChatRequest(*own, min(limits, default=None), asked.stop), is_retry)
+            return await chats.answer(
+                ChatRequest(*own, min(limits, default=None), tuple(asked.stop)), is_retry
+            )
     except TaskError as error:
         raise invalid(str(error)) from None
 

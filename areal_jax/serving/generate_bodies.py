@@ -49,7 +49,7 @@ def token_request(body: GenerateBody, vocab_size: int) -> TokenRequest:
     if body.stream:
         raise invalid("stream=true: a turn is sent once it is complete; leave stream out")
     sampling = body.sampling_params
-    return TokenRequest(tuple(body.token_ids), sampling.max_tokens, sampling.stop or ())
+    return TokenRequest(tuple(body.token_ids), sampling.max_tokens, tuple(sampling.stop or ()))
 
 
 def generated(turn: Turn, prompt_tokens: int) -> dict[str, Any]:

@@ -17,12 +17,12 @@ from starlette.routing import Route
 from areal_jax.generation.commands import Tokens
 from areal_jax.serving.answers import AnswerStream
 from areal_jax.serving.http import Metrics, error_body, error_response
-from areal_jax.serving.logprobs import LogProbs
 from areal_jax.serving.openai_bodies import Asked, chat_asked, completion_asked
 from areal_jax.serving.outputs import Output, outputs
 from areal_jax.serving.requests import RequestError, Served, json_of
 from areal_jax.serving.streams import Streams
 from areal_jax.serving.text_parts import BeforeStop, MessageParts, Part
+from areal_jax.serving.token_logprobs import LogProbs
 from areal_jax.tasks.tokenizers import Tokenizer
 from areal_jax.tasks.tool_calls import Answer, finish_reason, message_of
 from areal_jax.types import Trajectory

@@ -83,7 +83,7 @@ class Body(BaseModel):
     n: Integer | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     max_tokens: Integer | None = None
-    stop: Stop = ()
+    stop: Stop = []
     stop_token_ids: list[Integer] = []
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -96,7 +96,7 @@ class Body(BaseModel):
 
 class CompletionBody(Body):
     prompt: Any
-    logprobs: int | None = Field(None, ge=0, le=0)
+    logprobs: Integer | None = None
     """0: the log-prob of each token; those of other tokens are not kept."""
 
 
@@ -131,6 +131,9 @@ class Asked:
 def completion_asked(data: Any, served: Served) -> Asked:
     """Checks the body of a completions request. Raises RequestError if it is not valid."""
     body = _body(CompletionBody, data)
+    if body.logprobs:
+        said = f"logprobs={body.logprobs} is not supported, because log-probs of other tokens are not kept"
+        raise invalid(f"{said}; give 0", "logprobs")
     prompt = body.prompt
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         if len(prompt) > 1:
@@ -221,7 +224,7 @@ def _asked(
         raise RequestError("NOT_FOUND", said, "model_not_found", "model")
     return Asked(
         generate_ask(request, served),
-        body.stop,
+        tuple(body.stop),
         bool(body.stream),
         body.stream_options is not None and body.stream_options.include_usage,
         has_logprobs,

@@ -73,8 +73,9 @@ def json_of(body: bytes, *, is_mended: bool = False) -> Any:
     that the policy called; else they are an error.
     """
     try:
-        data = json.loads(body)
-        if b"\\ud" in body.lower():
+        written = body.decode("utf-8-sig", "surrogatepass")
+        data = json.loads(written)
+        if "\\ud" in written.lower() or _SURROGATE.search(written):
             text = json.dumps(data, ensure_ascii=False)
             if not is_mended and (lone := _SURROGATE.search(text)):
                 before = text[max(0, lone.start() - 40) : lone.start()]
@@ -253,13 +254,14 @@ def _sampling(request: Any, default: Sampling) -> Sampling:
         given["temperature"] = 0.0
     sampling = replace(default, **given, stop=tuple(request.stop))
     if not 0 <= sampling.temperature <= HOTTEST:
-        raise invalid(f"temperature={sampling.temperature:g} is out of range; give 0 (greedy) to {HOTTEST:g}")
+        said = f"temperature={sampling.temperature:g} is out of range; give 0 (greedy) to {HOTTEST:g}"
+        raise invalid(said, "temperature")
     _at_least(sampling.top_k, 0, "top_k")
     _at_least(sampling.max_tokens, 1, "max_tokens")
     if not 0 < sampling.top_p <= 1:
-        raise invalid(f"top_p={sampling.top_p:g} is out of range; give more than 0 and at most 1")
+        raise invalid(f"top_p={sampling.top_p:g} is out of range; give more than 0 and at most 1", "top_p")
     if not 0 <= sampling.min_p < 1:
-        raise invalid(f"min_p={sampling.min_p:g} is out of range; give at least 0 and less than 1")
+        raise invalid(f"min_p={sampling.min_p:g} is out of range; give at least 0 and less than 1", "min_p")
     if len(sampling.stop) > MAX_STOPS:
         raise invalid(f"{len(sampling.stop)} stop texts are too many; give at most {MAX_STOPS}")
     for text in sampling.stop:
@@ -309,11 +311,11 @@ def _stop_tokens(request: Any, served: Served) -> tuple[int, ...]:
 def _n(request: Any, served: Served) -> int:
     n = request.n if request.HasField("n") else 1
     if not 1 <= n <= served.max_samples:
-        raise invalid(f"n={n} completions are out of range; give 1 to {served.max_samples}")
+        raise invalid(f"n={n} completions are out of range; give 1 to {served.max_samples}", "n")
     return n
 
 
 def _at_least(value: int, least: int, name: str) -> int:
     if value < least:
-        raise invalid(f"{name}={value} is below {least}; give {least} or more")
+        raise invalid(f"{name}={value} is below {least}; give {least} or more", name)
     return value

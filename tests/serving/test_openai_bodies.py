@@ -53,7 +53,7 @@ def refusal(body: Any, of: Served = BYTES) -> RequestError:
 @pytest.mark.parametrize(
     ("fields", "param", "said"),
     [
-        ({"stop": 5}, "stop", "but is 5"),
+        ({"stop": 5}, "stop", "valid list, but is 5"),
         ({"stop": ["a", 5]}, "stop.1", "but is 5"),
         ({"stop": {"a": 1}}, "stop", "but is {'a': 1}"),
         ({"stop": ""}, "stop.0", "at least 1 character"),
@@ -116,7 +116,8 @@ def test_wrong_fields_of_a_chat_are_named(fields, param, said):
         ({"prompt": [2**70]}, "prompt has the id 1180591620717411303424"),
         ({"prompt": []}, "the prompt is empty"),
         ({"prompt": [[]]}, "the prompt is empty"),
-        ({"prompt": "x", "logprobs": 1}, "logprobs: "),
+        ({"prompt": "x", "logprobs": 1}, "logprobs=1 is not supported, "),
+        ({"prompt": "x", "logprobs": -1}, "logprobs=-1 is not supported, "),
         ({"prompt": "x", "echo": True}, "echo=True is not supported"),
         ({"prompt": "x", "suffix": "b"}, "suffix='b' is not supported"),
         ({"prompt": "x", "best_of": 2}, "best_of=2 is not supported"),
@@ -169,6 +170,7 @@ def test_another_seed_is_refused_with_its_value(seed):
         b'{"messages": [{"role": "user", "content": "a \\uDC00"}]}',
         b'{"messages": [{"role": "user", "content": "hi"}], "stop": "\\udfff\\ud83d"}',
         b'{"\\ud800": 1, "messages": []}',
+        b'{"model": "\xed\xa0\xbd"}',
     ],
 )
 def test_a_lone_surrogate_is_named(body):
