@@ -122,8 +122,8 @@ def _under_costs(
     model = fitted(measured)
 
     def table(name: str, run: Any, run_s: float | None = None) -> dict[str, Any]:
-        runner = Runner(name, partial(run, costs=model), str(model))
-        return ablate("strategies", ablation, words, say, runs, runner, run_s)
+        runner = Runner(name, partial(run, costs=model), str(model), run_s)
+        return ablate("strategies", ablation, words, say, runs, runner)
 
     predicted = table("simulated", simulated)
     if not is_slept:

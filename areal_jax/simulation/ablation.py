@@ -85,6 +85,8 @@ class Runner:
     run: Callable[[Config], Measured]
     depends_on: str = ""
     """What determines a run's result besides its config, as text."""
+    run_s: float | None = None
+    """Seconds that a run takes on average, if known."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,6 @@ def ablate(
     say: Callable[[str], None],
     kept: Path | None = None,
     runner: Runner | None = None,
-    run_s: float | None = None,
 ) -> dict[str, Any]:
     """Run an ablation and return its table.
 
@@ -160,8 +161,8 @@ def ablate(
     `ablation.takes_config`, a config file. `say(text)` reports, in one line each, how long the ablation will
     take, and each finished run. `kept`: a file to which each finished run is appended as a JSON line; a run
     that it has already, of an equal config, is not repeated. `runner`: how to run each config; None: with the
-    real engine and learner. `run_s`: seconds that a run takes on average, if known. Raises ArealError for an
-    unknown key, and for a config key that the ablation itself varies.
+    real engine and learner. Raises ArealError for an unknown key, and for a config key that the ablation
+    itself varies.
     """
     if ablation.takes_config and words and "=" not in words[0]:
         ablation, words = replace(ablation, recipe=words[0]), words[1:]
@@ -175,7 +176,7 @@ def ablate(
     names = [_digest(config, evaluations, runner) for config, evaluations in zip(configs, asked, strict=True)]
     left = sum(name_of_run not in known for name_of_run in names)
     taken_s = [known[name_of_run]["seconds"] for name_of_run in names if name_of_run in known]
-    expected = _expected(left, taken_s or ([] if run_s is None else [run_s]))
+    expected = _expected(left, taken_s or ([] if runner is None or runner.run_s is None else [runner.run_s]))
     say(f"{left} of {len(places)} runs to do, {configs[0].run.steps} steps each{expected}")
     results, started = [], time.perf_counter()
     for place, config, evaluations, name_of_run in zip(places, configs, asked, names, strict=True):
