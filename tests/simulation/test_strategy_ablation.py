@@ -241,8 +241,8 @@ def test_the_time_left_is_said_before_the_first_run_and_after_each(tmp_path: Pat
 def test_the_time_of_runs_that_sleep_is_known_before_the_first_one():
     lines: list[str] = []
     words = ["values=[sync]", "seeds=3"]
-    own = under_a_cost_model(STRATEGIES), words, lines.append, None, Runner("x", by_strategy), 40.0
-    ablate("strategies", *own)
+    runner = Runner("x", by_strategy, run_s=40.0)
+    ablate("strategies", under_a_cost_model(STRATEGIES), words, lines.append, None, runner)
     assert lines[0].startswith("3 of 3 runs to do") and lines[0].endswith("; about 2:00 left")
 
 
