@@ -225,7 +225,7 @@ class GenerationConfig(Section):
     """Maximum length of a sample, prompt and completion together, in tokens."""
     max_tokens: int = Field(default_factory=lambda given: given.get("length", 64) // 2, ge=1)
     """Maximum length of a completion, in tokens. Default: half of generation.length."""
-    temperature: float = Field(default=1.0, ge=0.001, le=100)
+    temperature: float = Field(default=1.0, ge=0.001)
     """Sampling temperature of training samples. Below 0.001, log-probs in float32 could be wrong."""
     top_k: int = Field(default=0, ge=0)
     """Sample only from the k likeliest ids. 0 keeps all."""

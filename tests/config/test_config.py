@@ -105,3 +105,10 @@ def test_the_longest_completion_follows_from_the_length_unless_it_is_given():
     defaults = {"generation": {"length": 1024}}
     assert load_config(defaults, "trainer.length=1024").generation.max_tokens == 512
     assert load_config(defaults, "generation.length=256", "trainer.length=256").generation.max_tokens == 128
+
+
+@pytest.mark.parametrize("temperature", [1e-9, 0.0009])
+def test_a_temperature_at_which_float32_has_wrong_log_probs_is_refused(temperature: float):
+    with pytest.raises(ConfigError, match=rf"generation\.temperature.*{temperature}"):
+        load_config({"generation": {"temperature": temperature}})
+    assert load_config({"generation": {"temperature": 0.001}}).generation.temperature == 0.001
