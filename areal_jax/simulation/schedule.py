@@ -94,9 +94,9 @@ def random_schedule(
     """Return the config and schedule, drawn from `seed`, of a small run for finding bugs.
 
     `strategy`, `over_age`: value of the setting in control; None: drawn too. With `over_age`, every run has
-    a bound on the age of tokens; else five of six.
+    a bound on the age of tokens; else six of seven.
 
-    The run has 2 to 4 hosts and 5 to 9 faults, and trains at least 50 groups in at least 7 batches.
+    The run has 2 to 4 hosts and 6 to 10 faults, and trains at least 50 groups in at least 7 batches.
     """
     rng = np.random.default_rng([seed, 1])
     size = int(rng.integers(4, 9))
@@ -108,7 +108,9 @@ def random_schedule(
         for on_update in allowed
     ]
     strategy, on_update = pairs[int(rng.integers(len(pairs)))]
-    staleness = FIXED_STALENESS.get(strategy, int(rng.choice([0, 1, 2, 4, 8])))
+    staleness = FIXED_STALENESS.get(strategy, int(rng.choice([0, 1, 1, 2, 4, 8])))
+    drawn = str(rng.choice(["restart", "restart", "hold", "hold", "mask", "mask", "none"]))
+    age = drawn if over_age is None else over_age
     config = make_config(
         {
             "run": {"seed": seed, "steps": -(-int(rng.integers(50, 65)) // size)},
@@ -125,7 +127,8 @@ def random_schedule(
             "control": {
                 "strategy": strategy,
                 "max_staleness": staleness,
-                "max_token_age": staleness + int(rng.integers(0, 2)) if rng.random() < 0.5 else None,
+                "max_token_age": None if age == "none" else staleness + int(rng.random() < 0.3),
+                "over_age": "restart" if age == "none" else age,
                 "max_concurrent": int(rng.integers(2, 20)) if rng.random() < 0.5 else None,
                 "placement_every_s": float(rng.uniform(0.1, 2.0)),
             },
@@ -136,20 +139,20 @@ def random_schedule(
     schedule = _schedule(seed, hosts, rng)
     if rng.random() < 0.5:
         config = _with_gate(config)
-    # Half of the runs have a bound, and restart; a third of the others have none.
-    drawn, more = str(rng.choice(["none", "hold", "mask"])), int(rng.integers(0, 2))
-    if over_age is not None or (config.control.max_token_age is None and drawn != "none"):
-        config = _with_over_age(config, over_age or drawn, more)
     return config, schedule
 
 
 def _schedule(seed: int, hosts: int, rng: np.random.Generator) -> Schedule:
+    rows = rng.choice(np.arange(1, 200), size=int(rng.integers(6, 11)), replace=False)
+    # Most kinds occur in most schedules, and some twice.
+    kinds = [*rng.permutation([*CRASHES, *PAUSES])[: len(rows) - 2], *rng.choice([*CRASHES, *PAUSES], size=2)]
     faults = [
-        _fault(rng, int(row), int(rng.integers(hosts)))
-        for row in rng.choice(np.arange(1, 140), size=int(rng.integers(5, 10)), replace=False)
+        _fault(rng, str(kind), int(row), int(rng.integers(hosts)))
+        for kind, row in zip(kinds, rows, strict=True)
     ]
     return Schedule(
         seed=seed,
+        token_s=float(10 ** rng.uniform(-2.0, -0.5)),
         train_s=float(rng.uniform(0.02, 1.0)),
         publish_s=float(rng.uniform(0.01, 1.0)),
         move_s=float(rng.uniform(0.001, 0.5)),
@@ -166,8 +169,7 @@ def _schedule(seed: int, hosts: int, rng: np.random.Generator) -> Schedule:
     )
 
 
-def _fault(rng: np.random.Generator, row: int, host: int) -> Fault:
-    kind = str(rng.choice([*CRASHES, *PAUSES]))
+def _fault(rng: np.random.Generator, kind: str, row: int, host: int) -> Fault:
     down_s = rng.choice(PAUSES_S) if kind in PAUSES else rng.uniform(0.1, 5.0)
     return Fault(kind, row, host, float(down_s))
 
@@ -183,17 +185,6 @@ def with_episodes(seed: int, schedule: Schedule) -> Schedule:
         rejected=float(rng.choice([0.0, 0.03])),
         median_tokens=schedule.median_tokens / 2,
     )
-
-
-def _with_over_age(config: Config, over_age: str, more: int) -> Config:
-    """Returns the config with this value of control.over_age.
-
-    If it has no bound on the age of tokens, the bound is `more` versions above the least possible one.
-    """
-    bound = config.control.max_token_age
-    bound = (config.max_staleness or 0) + more if bound is None else bound
-    control = config.control.model_copy(update={"over_age": over_age, "max_token_age": bound})
-    return config.model_copy(update={"control": control})
 
 
 def _with_gate(config: Config) -> Config:

@@ -45,6 +45,7 @@ class DrawnWorkflows:
         """`later(seconds, call, *arguments)` schedules a call; `deliver(event)` records an event."""
         self._config, self._schedule, self._later, self._deliver = config, schedule, later, deliver
         self._live: dict[SampleId, Conversation] = {}
+        self._scripts: dict[SampleId, Script] = {}
         self._noise = np.random.default_rng([schedule.seed, 6])
         self.calls: Counter[tuple[SampleId, int]] = Counter()
         """(sample, number of its tool call) -> how often the tool was called."""
@@ -78,6 +79,11 @@ class DrawnWorkflows:
         self._live = {sample: one for sample, one in self._live.items() if sample.ordinal != ordinal}
 
     def script(self, sample: SampleId) -> Script:
+        if sample not in self._scripts:
+            self._scripts[sample] = self._drawn(sample)
+        return self._scripts[sample]
+
+    def _drawn(self, sample: SampleId) -> Script:
         schedule = self._schedule
         rng = np.random.default_rng([schedule.seed, 5, *sample])
         turns = 1 + int(rng.poisson(schedule.turns - 1))

@@ -10,8 +10,8 @@ import pytest
 from areal_jax.config.loading import make_config
 from areal_jax.config.refusals import ON_UPDATE
 from areal_jax.control import events as e
-from areal_jax.control.audit import audit
-from areal_jax.simulation.schedule import Schedule, random_schedule, with_episodes
+from areal_jax.control.audit import BOUNDED, audit
+from areal_jax.simulation.schedule import CRASHES, PAUSES, Schedule, random_schedule, with_episodes
 from areal_jax.simulation.world import simulate
 from areal_jax.types import SampleId
 
@@ -26,6 +26,9 @@ def test_random_schedules_with_episodes_are_clean_and_no_tool_is_called_twice(st
         assert result.audit.violations == [], f"seed {seed}"
         assert set(result.tool_calls.values()) <= {1}, f"seed {seed}"
         assert config.on_update in ON_UPDATE[strategy]
+        if strategy in BOUNDED:
+            assert max(result.token_ages) <= (config.max_staleness or 0), f"seed {seed}"
+            assert max(result.held) <= config.parameter_sets, f"seed {seed}"
         found.update(type(event).__name__ for _, event, _ in result.rows)
         found.update(result.faults + Counter(result.audit.dropped))
         found.update(a.reason for _, _, actions in result.rows for a in actions if isinstance(a, e.Reissue))
@@ -36,9 +39,9 @@ def test_random_schedules_with_episodes_are_clean_and_no_tool_is_called_twice(st
         "rejected",
         "failed_sample",
         "failed_prompt",
-        "driver_crash",
-        "host_death",
         "branches",
+        *CRASHES,
+        *PAUSES,
     ):
         assert found[kind] > 0, kind
     assert found["TurnFinished"] > 2 * found["EpisodeEnded"]

@@ -265,14 +265,13 @@ def test_random_schedules_of_each_strategy_are_clean(strategy, schedules):
                 gone = sum(len(a.samples) for a in actions if isinstance(a, e.Cancel))
                 kept.update({"kept": len(event.samples) - gone, "cancelled": gone})
             moved[type(event)] += isinstance(event, (e.SamplesMoved, e.MoveFailed))
-    assert min(over[name] for name in ("restart", "hold", "mask")) >= schedules / 20
-    assert min(faults.values()) > schedules / 4 and set(faults) == {*CRASHES, *PAUSES}
-    assert sum(kept.values()) > schedules / 20
+    assert min(over[name] for name in ("restart", "hold", "mask")) > schedules / 10
+    assert min(faults.values()) > schedules / 2 and set(faults) == {*CRASHES, *PAUSES}
+    assert min(kept["kept"], kept["cancelled"]) > schedules / 2
     reasons = ("no_signal", "failed_reward", "failed_sample", "failed_prompt")
     assert min(dropped[reason] for reason in reasons) > schedules / 40
     assert min(reissued[reason] for reason in ("failed_reward", "failed_sample")) > schedules / 10
-    # No token is so old with the bounded ones, and few are with 20 schedules of one of the others.
-    assert reissued["over_age"] > schedules / 40 or strategy in BOUNDED or schedules < 100
+    assert reissued["over_age"] > schedules / 10 or strategy in BOUNDED  # there no token is so old
     assert repeated == faults["driver_crash"] + faults["controller_crash"]
     assert set(seen) == set(ON_UPDATE[strategy]) and min(seen.values()) > schedules / 20
     assert (moved[e.SamplesMoved] > schedules) == (strategy == "pinned")
