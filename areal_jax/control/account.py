@@ -1,4 +1,4 @@
-"""What the audit knows of one group."""
+"""What the audit knows of each group."""
 
 from __future__ import annotations
 
@@ -54,3 +54,11 @@ class Account:
     def is_decoding(self, member: int, turn: int) -> bool:
         """Whether a sample has asked for this turn, and has not got it."""
         return self.turns.get(member) == turn + 1 and member not in self.away
+
+
+class Accounts(dict[int, Account]):
+    """By ordinal: what the audit knows of each admitted group."""
+
+    def of(self, ordinal: int) -> Account:
+        """Returns what is known of group `ordinal`; with fate "unknown" if the group was never admitted."""
+        return self.get(ordinal, Account(fate="unknown"))

@@ -15,9 +15,11 @@ from typing import Any
 
 from areal_jax.config.tree import Config
 from areal_jax.control import events as e
-from areal_jax.control.account import Account
+from areal_jax.control.account import Account, Accounts
 from areal_jax.control.errors import ControlError
 from areal_jax.control.events import Action, Event
+from areal_jax.control.findings import Findings
+from areal_jax.control.host_books import HostBooks
 from areal_jax.control.machine import ControlPlane
 from areal_jax.control.reward_gate import DECIMALS
 from areal_jax.types import SampleId
@@ -53,7 +55,7 @@ def audit(config: Config, rows: Iterable[Row]) -> AuditResult:
     plane: ControlPlane | None = ControlPlane(config)
     last = None
     for seq, event, actions in rows:
-        books.row = seq
+        books.findings.row = seq
         books.require(last is None or seq > last, f"follows row {last} in the journal, but rows must ascend")
         books.require(
             last is None or seq <= last + 1,
@@ -63,7 +65,7 @@ def audit(config: Config, rows: Iterable[Row]) -> AuditResult:
         try:
             for record in (event, *actions):
                 books.enter(record)
-            books.require_cancelled()
+            books.hosts.require_cancelled()
         except MALFORMED as error:
             books.wrong(f"{type(event).__name__} has values that contradict the rows before it: {error!r}")
         # After a first difference the states differ too, and every later row would be reported again.
@@ -72,7 +74,8 @@ def audit(config: Config, rows: Iterable[Row]) -> AuditResult:
             plane = None
     live = [account for account in books.accounts.values() if account.fate == "live"]
     trained = sum(account.fate == "trained" for account in books.accounts.values())
-    return AuditResult(not books.violations, trained, books.dropped, len(live), books.violations)
+    violations = books.findings.violations
+    return AuditResult(not violations, trained, books.dropped, len(live), violations)
 
 
 def _difference(plane: ControlPlane, event: Event, actions: Sequence[Action]) -> str:
@@ -110,9 +113,10 @@ class _Books:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.batch_size, self.group_size = config.trainer.batch_size, config.algorithm.group_size
-        self.row = 0
-        self.violations: list[str] = []
-        self.accounts: dict[int, Account] = {}
+        self.findings = Findings()
+        self.wrong, self.require = self.findings.wrong, self.findings.require
+        self.accounts = Accounts()
+        self.hosts = HostBooks(self.findings, self.accounts, self.group_size)
         self.dropped: dict[str, int] = {}
         self.steps = config.run.steps
         self.committed = -1
@@ -121,9 +125,6 @@ class _Books:
         self.accuracy: float | None = None
         """Accuracy of the batch trained last; None before the first batch."""
         self.digests: dict[int, str] = {}
-        self.hosts: dict[str, int] = {}
-        self.forbidden: set[tuple[str, SampleId]] = set()
-        """(host, sample) for each sample with which the host that joins in this row must not go on."""
         self.ready: set[int] = set()
         """Ordinals of the complete groups that are in no batch yet."""
         self.restart = 0
@@ -131,13 +132,6 @@ class _Books:
         changes run.steps sets the number, because groups of the batch with this number may have begun while
         no batch was in training.
         """
-
-    def wrong(self, what: str) -> None:
-        self.violations.append(f"row {self.row}: {what}")
-
-    def require(self, is_right: bool, what: str) -> None:
-        if not is_right:
-            self.wrong(what)
 
     def enter(self, record: Event | Action) -> None:
         """Checks and records one event or action; adds a message to `violations` for each broken rule."""
@@ -173,13 +167,8 @@ class _Books:
     def _on_adopted(self, event: e.HostAdopted) -> None:
         if event.host not in self.hosts:  # a late message of a lost host
             return
-        self.require(
-            event.version >= self.hosts[event.host],
-            f"host {event.host} adopted version {event.version} after the newer version "
-            f"{self.hosts[event.host]}",
-        )
+        self.hosts.adopted(event)
         self._check_digest(f"adopted by {event.host}", event.version, event.digest)
-        self.hosts[event.host] = event.version
 
     def _check_digest(self, how: str, version: int, digest: str) -> None:
         known = self.digests.get(version)
@@ -188,53 +177,12 @@ class _Books:
             f"version {version} was {how} with digest {digest}, but it was committed with digest {known}",
         )
 
-    # --- hosts ----------------------------------------------------------------------------------------------
-
-    def _on_joined(self, event: e.HostJoined) -> None:
-        self._lose(event.host)
-        self.hosts[event.host] = -1
-        back: set[int] = set()
-        for sample in event.samples:
-            account = self._account(sample.ordinal)
-            is_free = sample.ordinal in back or not account.host
-            if is_free and account.is_open(sample) and account.asked and not account.turns:
-                account.asked.setdefault(event.host, min(account.asked.values()))
-                account.host = event.host
-                account.held.add(sample.member)
-                back.add(sample.ordinal)
-            else:
-                self.forbidden.add((event.host, sample))
-
-    def _on_cancel(self, action: e.Cancel) -> None:
-        self.forbidden -= {(action.host, sample) for sample in action.samples}
-
-    def require_cancelled(self) -> None:
-        """Checks, at a row's end, that a host goes on with no sample that is not its own any more."""
-        for host, sample in sorted(self.forbidden):
-            self.wrong(
-                f"host {host} came back with {sample}, which is not its own any more, and was not made to "
-                "cancel it"
-            )
-        self.forbidden.clear()
-
-    def _on_lost(self, event: e.HostLost) -> None:
-        self._lose(event.host)
-
     def _on_resumed(self, event: e.RunResumed) -> None:
         steps, self.steps = self.steps, event.steps or self.config.run.steps
         if self.steps != steps:
             self.restart = self.trained_version + 1
-        for host in list(self.hosts):
-            self._lose(host)
-
-    def _lose(self, host: str) -> None:
-        if self.hosts.pop(host, None) is not None:
-            for account in self.accounts.values():
-                if account.host == host:
-                    account.host, account.target, account.is_again = "", "", True
-                    account.held.clear()
-                elif account.target == host:
-                    account.target = ""
+        for host in list(self.hosts.versions):
+            self.hosts.lose(host)
 
     # --- samples and groups ---------------------------------------------------------------------------------
 
@@ -273,7 +221,7 @@ class _Books:
         account.asked.setdefault(action.host, action.min_version)
 
     def _on_continue(self, action: e.Continue) -> None:
-        account, sample = self._account(action.sample.ordinal), action.sample
+        account, sample = self.accounts.of(action.sample.ordinal), action.sample
         # Where a sample has one version, a later turn asks for that of the group's dispatch.
         first = self.committed
         if self.config.is_one_version:
@@ -296,53 +244,6 @@ class _Books:
             action.host in self.hosts and action.version == self.committed,
             f"{action}: the host is not part of the run, or the newest committed version is {self.committed}",
         )
-
-    def _on_move(self, action: e.Move) -> None:
-        account = self._account(action.samples[0].ordinal)
-        self._check_move(action, account, account.host == action.host and not account.target)
-        account.target = action.target
-
-    def _on_fetch(self, action: e.Fetch) -> None:
-        account = self._account(action.samples[0].ordinal)
-        self._check_move(action, account, (account.host, account.target) == (action.source, action.host))
-
-    def _check_move(self, action: e.Move | e.Fetch, account: Account, is_there: bool) -> None:
-        attempts = {sample.attempt for sample in action.samples}
-        members = {sample.member for sample in action.samples}
-        missing = set(range(self.group_size)) - set(account.oldest)
-        self.require(
-            is_there and (account.fate, {account.attempt}, missing) == ("live", attempts, members),
-            f"{action} contradicts the state of its group: {account.fate}, attempt {account.attempt}, on "
-            f"{account.host or 'no host'}, moving to {account.target or 'no host'}, unfinished members "
-            f"{sorted(missing)}",
-        )
-        target = action.target if isinstance(action, e.Move) else action.host
-        self.require(target in self.hosts, f"{action}: the target is not part of the run")
-
-    def _on_moved(self, event: e.SamplesMoved) -> None:
-        if (account := self._moving(event)) is not None:
-            asked = account.asked[event.source]
-            account.asked[event.host] = min(asked, account.asked.get(event.host, asked))
-            account.host, account.target = event.host, ""
-
-    def _on_unmoved(self, event: e.MoveFailed) -> None:
-        if (account := self._moving(event)) is not None:
-            account.target = ""
-
-    def _on_take_back(self, action: e.TakeBack) -> None:
-        account = self._account(action.samples[0].ordinal)
-        if account.host == action.host:
-            account.target = ""
-
-    def _moving(self, event: e.SamplesMoved | e.MoveFailed) -> Account | None:
-        """Returns what is known of the group of these samples; None if it is not moving to this host."""
-        account = self._account(event.samples[0].ordinal)
-        is_moving = (account.host, account.target) == (event.source, event.host)
-        return account if is_moving and account.attempt == event.samples[0].attempt else None
-
-    def _account(self, ordinal: int) -> Account:
-        """Returns what is known of group `ordinal`; with fate "unknown" if the group was never admitted."""
-        return self.accounts.get(ordinal, Account(fate="unknown"))
 
     def _admit(self, ordinal: int) -> None:
         admitted, refunds = len(self.accounts) + 1, sum(self.dropped.values())
@@ -403,7 +304,7 @@ class _Books:
     # --- turns ----------------------------------------------------------------------------------------------
 
     def _on_turn_added(self, event: e.TurnAdded) -> None:
-        account, member = self._account(event.sample.ordinal), event.sample.member
+        account, member = self.accounts.of(event.sample.ordinal), event.sample.member
         if account.is_open(event.sample) and account.is_next_turn(member, event.turn):
             account.turns[member] = event.turn + 1
             account.away.discard(member)
@@ -415,7 +316,7 @@ class _Books:
             account.away.add(member)
 
     def _on_call(self, action: e.Call) -> None:
-        account, call = self._account(action.sample.ordinal), (action.sample.member, action.call)
+        account, call = self.accounts.of(action.sample.ordinal), (action.sample.member, action.call)
         self.require(
             account.is_open(action.sample) and call not in account.calls,
             f"{action} contradicts the state of its group: {account.fate}, attempt {account.attempt}; the "
@@ -428,13 +329,13 @@ class _Books:
 
         Such a sample arrives after `host` was lost, after the group was restarted, or by a second delivery.
         """
-        account = self._account(sample.ordinal)
+        account = self.accounts.of(sample.ordinal)
         is_there = account.host == host or sample.member in account.away
         is_member = 0 <= sample.member < self.group_size
         return account if is_there and is_member and account.is_open(sample) else None
 
     def _on_scored(self, event: e.RewardScored) -> None:
-        account = self._account(event.ordinal)
+        account = self.accounts.of(event.ordinal)
         if (account.fate, account.attempt, account.is_scored) != ("live", event.attempt, False):
             return
         if len(account.oldest) == self.group_size:
@@ -445,7 +346,7 @@ class _Books:
             self.ready.add(event.ordinal)
 
     def _on_reissue(self, action: e.Reissue) -> None:
-        account = self._account(action.ordinal)
+        account = self.accounts.of(action.ordinal)
         if (account.fate, account.attempt) != ("live", action.attempt - 1):
             self.wrong(
                 f"{action} contradicts the state of its group: {account.fate}, attempt {account.attempt}"
@@ -455,7 +356,7 @@ class _Books:
         self.accounts[action.ordinal] = Account(attempt=action.attempt, is_again=True)
 
     def _on_drop(self, action: e.Drop) -> None:
-        account = self._account(action.ordinal)
+        account = self.accounts.of(action.ordinal)
         self.dropped[action.reason] = self.dropped.get(action.reason, 0) + 1
         if account.fate != "live":
             self.wrong(
@@ -509,11 +410,11 @@ class _Books:
 
     def _accuracy_of(self, ordinals: Sequence[int]) -> float | None:
         """Returns the mean of the part `correct` over a batch; None if a group's rewards lack it."""
-        means = [mean for n in ordinals if (mean := self._account(n).correct) is not None]
+        means = [mean for n in ordinals if (mean := self.accounts.of(n).correct) is not None]
         return fmean(means) if len(means) == len(ordinals) else None
 
     def _check_trainable(self, step: int, ordinal: int, attempt: int) -> None:
-        account = self._account(ordinal)
+        account = self.accounts.of(ordinal)
         self.require(
             account.fate == "live", f"ordinal {ordinal} is in batch {step}, but its state is {account.fate}"
         )
@@ -564,7 +465,7 @@ class _Books:
         self.accuracy = self._accuracy_of(event.ordinals)
         self._check_mask(event)
         for ordinal in event.ordinals:
-            account = self._account(ordinal)
+            account = self.accounts.of(ordinal)
             self.require(
                 account.fate == "live",
                 f"ordinal {ordinal} was trained in batch {event.step}, but its state was {account.fate}",
@@ -580,7 +481,7 @@ class _Books:
         if control.over_age != "mask" or count is None or self.config.algorithm.samples == "reference":
             return
         oldest = event.step - (control.max_token_age or 0)
-        tokens = sum((self._account(ordinal).tokens for ordinal in event.ordinals), Counter())
+        tokens = sum((self.accounts.of(ordinal).tokens for ordinal in event.ordinals), Counter())
         young = sum(number for version, number in tokens.items() if version >= oldest)
         # The trainer counts in float32, which is exact up to 2^24 tokens.
         self.require(
@@ -602,8 +503,8 @@ class _Books:
 _READERS: dict[type, Any] = {
     e.RunStarted: _Books._on_started,
     e.RunResumed: _Books._on_resumed,
-    e.HostJoined: _Books._on_joined,
-    e.HostLost: _Books._on_lost,
+    e.HostJoined: lambda books, event: books.hosts.joined(event),
+    e.HostLost: lambda books, event: books.hosts.lose(event.host),
     e.HostAdopted: _Books._on_adopted,
     e.SampleFinished: _Books._on_sample,
     e.TurnAdded: _Books._on_turn_added,
@@ -612,16 +513,16 @@ _READERS: dict[type, Any] = {
     e.BatchTrained: _Books._on_trained,
     e.VersionCommitted: _Books._on_committed,
     e.VersionReissued: _Books._on_reissued_version,
-    e.SamplesMoved: _Books._on_moved,
-    e.MoveFailed: _Books._on_unmoved,
+    e.SamplesMoved: lambda books, event: books.hosts.moved(event),
+    e.MoveFailed: lambda books, event: books.hosts.unmoved(event),
     e.Dispatch: _Books._on_dispatch,
     e.Continue: _Books._on_continue,
     e.Call: _Books._on_call,
-    e.Cancel: _Books._on_cancel,
+    e.Cancel: lambda books, action: books.hosts.cancelled(action),
     e.Serve: _Books._on_serve,
-    e.Move: _Books._on_move,
-    e.Fetch: _Books._on_fetch,
-    e.TakeBack: _Books._on_take_back,
+    e.Move: lambda books, action: books.hosts.move(action),
+    e.Fetch: lambda books, action: books.hosts.fetch(action),
+    e.TakeBack: lambda books, action: books.hosts.took_back(action),
     e.Train: _Books._on_train,
     e.Drop: _Books._on_drop,
     e.Reissue: _Books._on_reissue,

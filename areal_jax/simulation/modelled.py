@@ -109,7 +109,7 @@ class TimedWorld(World):
         return {
             "step": step,
             "version": step + 1,
-            "wall_s": self.now_s,
+            "wall_s": self.clock.now_s,
             "generated_tokens": new,
             "trainer_wait_share": idle_share(totals["trainer"]),
             "generator_idle_share": sum(idle) / len(idle),
@@ -119,7 +119,7 @@ class TimedWorld(World):
 
     def _clock(self, name: str, activity: str) -> Clock:
         if name not in self._clocks:
-            self._clocks[name] = Clock(activity, lambda: round(self.now_s * NS), has_record=True)
+            self._clocks[name] = Clock(activity, lambda: round(self.clock.now_s * NS), has_record=True)
         return self._clocks[name]
 
     def _watched(self, name: str, decoder: Decoder) -> Decoder:
@@ -155,7 +155,7 @@ class _WatchedDecoder:
         self._waiting: deque[SampleId] = deque()
 
     def take(self, dispatch: e.Dispatch, prompt: tuple[int, ...] | None) -> None:
-        if prompt is not None:  # an episode waits from its first turn on
+        if prompt is not None:
             self._waiting.extend(dispatch.samples)
         self._decoder.take(dispatch, prompt)
 
@@ -188,7 +188,7 @@ class _WatchedDecoder:
             self._clock.switch("swap")
             if call.live:
                 swap_s = costs.swap_s + call.recomputed * costs.recompute_token_s
-                self._world.later(swap_s, self._decode)
+                self._world.clock.later(swap_s, self._decode)
         elif call.live:
             self._clock.switch("decode")
         else:

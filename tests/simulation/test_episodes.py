@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from areal_jax.config.loading import make_config
 from areal_jax.config.refusals import ON_UPDATE
 from areal_jax.control import events as e
 from areal_jax.control.audit import BOUNDED, audit
-from areal_jax.simulation.schedule import CRASHES, PAUSES, Schedule, random_schedule, with_episodes
+from areal_jax.simulation.schedule import CRASHES, PAUSES, Fault, Schedule, random_schedule, with_episodes
 from areal_jax.simulation.world import simulate
 from areal_jax.types import SampleId
 
@@ -64,7 +65,7 @@ def require_each_token_once(events: list[e.Event]) -> int:
     )
 
 
-def crowd(turns: float, **schedule: float):
+def crowd(turns: float, **schedule: Any):
     config = make_config(
         {
             "run": {"steps": 4},
@@ -84,6 +85,15 @@ def test_a_sample_that_waits_for_its_environment_gives_up_its_slot():
     blocked_s = 256 * 4 * 1.0 / 8  # what the tools would add if each kept a slot busy
     assert slow.virtual_s - quick.virtual_s < 0.25 * blocked_s
     assert slow.host_busy_s / slow.virtual_s > 0.75
+
+
+@pytest.mark.parametrize(("down_s", "is_in_doubt"), [(5.0, False), (20.0, True)])
+def test_a_call_in_a_pause_counts_unless_its_process_was_given_up(down_s, is_in_doubt):
+    fault = Fault("reward_pause", 40, down_s=down_s)
+    result = crowd(2.0, tool_calls=1.0, workflow_s=2.0, faults=(fault,))
+    assert result.audit.violations == [] and set(result.tool_calls.values()) == {1}
+    failed = {event.reason for _, event, _ in result.rows if isinstance(event, e.EpisodeFailed)}
+    assert failed == ({"tool_in_doubt"} if is_in_doubt else set())
 
 
 def test_the_audit_finds_a_call_that_began_twice():

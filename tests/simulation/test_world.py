@@ -14,7 +14,8 @@ from areal_jax.config.tree import Config
 from areal_jax.control import events as e
 from areal_jax.control.audit import BOUNDED, audit
 from areal_jax.simulation.schedule import CRASHES, PAUSES, PAUSES_S, Fault, Schedule, random_schedule
-from areal_jax.simulation.world import BACK_S, SimulationError, simulate
+from areal_jax.simulation.surroundings import BACK_S
+from areal_jax.simulation.world import SimulationError, simulate
 from areal_jax.types import ArealError
 
 LONG_TAIL = Schedule(seed=5, median_tokens=24, sigma_tokens=1.0, train_s=0.8, publish_s=0.05)
