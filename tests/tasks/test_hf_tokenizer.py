@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE, WordLevel
+from tokenizers.models import BPE, Unigram, WordLevel
 from tokenizers.normalizers import NFC, NFKC, Lowercase, Replace
 from tokenizers.pre_tokenizers import ByteLevel, Metaspace, Split
 from tokenizers.processors import TemplateProcessing
@@ -203,6 +203,7 @@ def test_a_special_token_spelled_out_in_text_is_text_unless_it_was_rendered(toke
     assert tokenizer.decode([THINK]) == "<think>"
 
 
+LAST = "{{ messages[-1].content }}</s>"
 PARTS = st.lists(st.one_of(st.sampled_from(["<|im_end|>", "<|im_start|>", "<|bos|>", "<think>"]), st.text()))
 
 
@@ -269,6 +270,24 @@ def test_the_template_keeps_its_ids_where_a_message_has_special_text(tmp_path: P
     after = tokenizer.render(Prompt(messages=[plain, attack]))[len(before) :]
     assert after == [letters[c] for c in ("h", "i", "[U]", "h", "<", "/", "s", ">", "</s>")]
     assert special & set(after[3:-1]) == set()
+
+
+def test_a_tokenizer_that_makes_special_tokens_of_ordinary_text_refuses_it(tmp_path: Path):
+    pieces = [("<unk>", 0.0), ("</s>", 0.0), *((letter, -3.0) for letter in "</s>ao")]
+    backend = Backend(Unigram(pieces, 0))
+    backend.add_special_tokens(["<unk>", "</s>"])
+    tokenizer = written(tmp_path, backend, eos_token="</s>", bos_token=None, chat_template=LAST)
+    assert tokenizer.render(Prompt(messages=[{"role": "user", "content": "oa"}])) == [7, 6, 1]
+    with pytest.raises(TaskError, match="makes the special token '</s>' of ordinary text"):
+        tokenizer.render(Prompt(messages=[{"role": "user", "content": "a</s>"}]))
+
+
+def test_arguments_of_a_template_are_short(tmp_path: Path):
+    template = "{% for a in many %}{% for b in many %}{% endfor %}{% endfor %}"
+    tokenizer = HFTokenizer.from_folder(write(tmp_path, chat_template=template))
+    assert tokenizer.chat_text(CHAT, (), {"many": [1] * 100}) == ""
+    with pytest.raises(TaskError, match=r"have 12\d{4} characters as JSON; give at most 65536"):
+        tokenizer.chat_text(CHAT, (), {"many": [1] * 40_000})
 
 
 def test_an_error_of_a_template_that_quotes_a_message_is_valid_text(tmp_path: Path):
