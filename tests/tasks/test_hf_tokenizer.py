@@ -82,10 +82,14 @@ def kinds(tmp_path_factory: pytest.TempPathFactory, tokenizer: HFTokenizer) -> d
     characters = Backend(BPE(vocab=vocab, merges=[("h", "e")], byte_fallback=True))
     characters.normalizer = Replace(" ", "▁")
     characters.add_special_tokens(["<|bos|>", "<|im_start|>", "<|im_end|>"])
+    parts = json.loads(tokenizer.backend_json)
+    for letter in LOST:
+        del parts["model"]["vocab"][letter]
     make = tmp_path_factory.mktemp
     return {
         "bytes": tokenizer,
         "composed": written(make("composed"), composed),
+        "lossy": written(make("lossy"), Backend.from_str(json.dumps(parts))),
         "characters": written(make("characters"), characters),
     }
 
@@ -202,6 +206,9 @@ def test_a_special_token_spelled_out_in_text_is_text_unless_it_was_rendered(toke
     assert tokenizer.encode("<think>") == [THINK], "an added token that is not special is text"
     assert tokenizer.decode([THINK]) == "<think>"
 
+
+LOST = ("z", "\u0104")
+"""Letters that stand for the bytes of z and of the control character 4."""
 
 LAST = "{{ messages[-1].content }}</s>"
 PARTS = st.lists(st.one_of(st.sampled_from(["<|im_end|>", "<|im_start|>", "<|bos|>", "<think>"]), st.text()))
@@ -325,15 +332,16 @@ def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: HFTokenizer):
     )
 )
 @example("hello" * 99)
+@example("z\x04" * 99)
 @example("<|im_start|>" * 9)
 @example("u\u0308\u030c" * 40)
 @settings(max_examples=300)
-@pytest.mark.parametrize("kind", ["bytes", "composed", "characters"])
+@pytest.mark.parametrize("kind", ["bytes", "composed", "lossy", "characters"])
 def test_a_text_never_has_fewer_ids_than_the_bound(kinds: dict[str, HFTokenizer], kind: str, text: str):
     tokenizer = kinds[kind]
     fewest = tokenizer.fewest(text)
     assert fewest <= len(tokenizer.encode_rendered(text)) and fewest <= len(tokenizer.encode(text))
-    assert fewest > 0 or not text
+    assert fewest > 0 or not text or kind == "lossy"
     said = [{"role": "user", "content": text}]
     assert tokenizer.fewest(tokenizer.chat_text(said)) <= len(tokenizer.render(Prompt(messages=said)))
 
@@ -341,6 +349,7 @@ def test_a_text_never_has_fewer_ids_than_the_bound(kinds: dict[str, HFTokenizer]
 def test_the_bound_counts_the_longest_tokens(kinds: dict[str, HFTokenizer]):
     longest = len("<|im_start|>")
     assert kinds["bytes"].fewest("☃" * 4 * longest) == 12
+    assert kinds["lossy"].fewest("\x04a" * longest) == 1, "without the bytes that have no id"
     assert kinds["composed"].fewest("ü" * longest) == 2, "composed, 12 characters of 2 bytes"
     assert kinds["characters"].fewest("☃" * 4 * longest) == 4
 
@@ -540,4 +549,5 @@ def test_a_real_models_prompts_are_those_of_transformers():
     )
     wanted = [token for part in parts for token in part["input_ids"]]
     assert ours.render(Prompt(messages=(CHAT[0], {"role": "user", "content": attack}))) == wanted
+    assert 1000 < ours.fewest("a" * 10**6) <= len(ours.encode("a" * 10**6))
     assert (ours.vocab_size, ours.eos_id, ours.pad_id) == (49152, 2, 2)
