@@ -23,6 +23,7 @@ from tokenizers.processors import TemplateProcessing
 
 from areal_jax.tasks.errors import TaskError, TooLongError
 from areal_jax.tasks.hf_tokenizer import HFTokenizer, require_fits
+from areal_jax.tasks.tokenizers import LARGE
 from areal_jax.types import ArealError, Prompt
 from tests.hangs import HANG_S
 from tests.programs import unavailable
@@ -357,13 +358,18 @@ def test_the_bound_counts_the_longest_tokens(kinds: dict[str, HFTokenizer]):
 def test_a_text_that_is_too_long_for_certain_is_not_encoded(tokenizer: HFTokenizer, monkeypatch):
     encoded: list[str] = []
     monkeypatch.setattr(HFTokenizer, "_encode", lambda _, __, text: encoded.append(text) or [])
-    for prompt in (Prompt("a" * 121), Prompt(messages=[{"role": "user", "content": "a" * 121}])):
-        with pytest.raises(TooLongError, match=r"at least 1\d tokens, but there is room for 10") as caught:
-            tokenizer.render(prompt, 10)
-        assert 11 <= caught.value.fewest <= 15
+    most = LARGE // 12 + 9
+    long = "a" * (12 * most + 1)
+    for prompt in (Prompt(long), Prompt(messages=[{"role": "user", "content": long}])):
+        with pytest.raises(
+            TooLongError, match=rf"at least \d+ tokens, but there is room for {most};"
+        ) as caught:
+            tokenizer.render(prompt, most)
+        assert most < caught.value.fewest < most + 9
     assert encoded == []
-    tokenizer.render(Prompt("a" * 120), 10)
-    assert encoded == ["a" * 120], "it may be ten tokens"
+    for text in (long[1:], "a" * LARGE):
+        tokenizer.render(Prompt(text), len(text) // 12)
+    assert encoded == [long[1:], "a" * LARGE], "the one may be as many tokens as fit, the other is not large"
 
 
 @pytest.mark.parametrize(
