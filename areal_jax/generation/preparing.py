@@ -22,7 +22,7 @@ class Preparing:
     def __init__(self, engine: Engine, wake: Callable[[], None]) -> None:
         self._engine, self._wake = engine, wake
         self.waiting: list[Work] = []
-        self._thread: threading.Thread | None = None
+        self._is_compiling = False
         self._failure: Exception | None = None
 
     def is_needed(self, work: Work) -> bool:
@@ -38,7 +38,7 @@ class Preparing:
         Begins to compile what the others need, unless a compilation is under way. `params`, `state`: those of
         the next decode call.
         """
-        if not self.waiting or (self._thread is not None and self._thread.is_alive()):
+        if not self.waiting or self._is_compiling:
             return [], []
         failure, self._failure = self._failure, None
         ready = [work for work in self.waiting if not self.is_needed(work)]
@@ -51,9 +51,9 @@ class Preparing:
             needed = [work.truncation for work in self.waiting]
             program = Truncation.joined([*self._engine.programs, *needed])
             compile_ = self._engine.compiler(program, params, state)
+            self._is_compiling = True
             # Not a daemon: the interpreter must not end while XLA compiles.
-            self._thread = threading.Thread(target=self._run, args=(compile_,), name="compile")
-            self._thread.start()
+            threading.Thread(target=self._run, args=(compile_,), name="compile").start()
         return ready, []
 
     def _run(self, compile_: Callable[[], None]) -> None:
@@ -61,4 +61,5 @@ class Preparing:
             compile_()
         except Exception as error:  # noqa: BLE001 - the requests that need the program get it as their reason
             self._failure = error
+        self._is_compiling = False  # before the host, which looks once, is woken
         self._wake()

@@ -12,6 +12,7 @@ from areal_jax.control import events as e
 from areal_jax.generation.commands import Start, Stop, Wake
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host
+from areal_jax.generation.preparing import Preparing
 from areal_jax.generation.sampling import EVERY, Truncation
 from areal_jax.types import SampleId, Sampling
 from areal_jax.weights.memory import MemoryStore
@@ -148,6 +149,23 @@ def test_a_request_that_is_cancelled_meanwhile_is_not_decoded(made):
     made.compiled()
     made.decode()
     assert made.heard.events[1:] == [] and not made.heard.done
+
+
+def test_the_host_is_woken_once_it_can_go_on(made):
+    """It looks once, perhaps before the thread that wakes it has ended."""
+    ready: list[SampleId] = []
+    woken = threading.Event()
+
+    def wake() -> None:
+        ready.extend(work.sample for work in preparing.step(made.host._current, made.host._slots.state)[0])
+        woken.set()
+
+    preparing = Preparing(made.engine, wake)
+    start = Start((SampleId(-1, 0),), PROMPT, 0, sampling=TOP_P, is_request=True)
+    preparing.waiting += start.works(TOP_P, 0, ())
+    preparing.step(made.host._current, made.host._slots.state)
+    made.let.set()
+    assert woken.wait(HANG_S) and ready == [SampleId(-1, 0)]
 
 
 def test_a_runs_own_samples_do_not_wait(made):
