@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-T = TypeVar("T")
+from areal_jax.tasks.tokenizers import LARGE
 
-LARGE = 2**16
-"""Number of characters from which a text is worked on in a thread; a smaller one is done in milliseconds."""
+T = TypeVar("T")
 
 
 async def apart(work: Callable[[], T], size: int) -> T:

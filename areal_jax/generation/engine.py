@@ -14,6 +14,7 @@ are accepted and ignored, except `sampler`, which is refused.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -164,6 +165,8 @@ class Engine(jetstream.Engine):
             self._served, decode_steps, chunk, support_size, reserved_slots, kernel, ends_early
         )
         self._truncation = Truncation.of(self._sampling)
+        self._compiled: dict[Truncation, Any] = {}
+        """Truncations of a compiled decode program -> the program; None: the one in the cache of jit."""
         self._compile(self._programs)
         self._every_slot = np.ones(slots, bool)
         self._freed: set[int] = set()
@@ -314,7 +317,8 @@ class Engine(jetstream.Engine):
         `only`: mask of the slots to step (None: all); the others do not change. A slot for which the pool has
         too few free pages does not change either, and is marked `is_starved` in the results. These also
         contain the version of `params`. `truncation`: what the live slots' requests need; None: what all
-        requests so far needed. Another value compiles another program, at its first call.
+        requests so far needed. Another value compiles another program, at its first call; an engine that
+        serves clients uses a compiled one with further truncations instead, if there is one.
         """
         self._refuse(sampler)
         # Later versions of the API free slots without a decode state: the pages are released here instead.
@@ -322,11 +326,46 @@ class Engine(jetstream.Engine):
             decode_state = self._release(decode_state, self._freed.pop())
         only = self._every_slot if only is None else only
         truncation = self._truncation if truncation is None else truncation
+        if self.has_penalties or self.reserved_slots:
+            truncation = self.program_for(truncation) or truncation
+        compiled = self._compiled.setdefault(truncation)
+        arguments = params.params, params.version, decode_state, only
         with Running("decode"):
-            state, data = self._generate(params.params, params.version, decode_state, only, truncation)
+            state, data = compiled(*arguments) if compiled else self._generate(*arguments, truncation)
         return state, ResultTokens.of(data, self.decode_steps, self.support_size)
 
     # --- extensions ----------------------------------------------------------------------------------------
+
+    @property
+    def programs(self) -> list[Truncation]:
+        """The truncations of each decode program that is compiled."""
+        return list(self._compiled)
+
+    def program_for(self, truncation: Truncation) -> Truncation | None:
+        """Returns the compiled decode program with the fewest truncations beyond these; None if none has all.
+
+        More truncations change no bit of a sample (`sampling.draw`).
+        """
+        return min((one for one in self.programs if truncation.is_within(one)), key=sum, default=None)
+
+    def compiler(
+        self, truncation: Truncation, params: VersionedParams, decode_state: DecodeState
+    ) -> Callable[[], None]:
+        """Returns a function that compiles a decode program for calls like the one with these arguments.
+
+        It may run in a thread, while this engine decodes with other programs; `generate` has the program once
+        it is compiled.
+        """
+        # Only shapes: the next call donates the state itself.
+        like = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), decode_state
+        )
+        arguments = params.params, params.version, like, self._every_slot
+
+        def compile_() -> None:
+            self._compiled[truncation] = self._generate.lower(*arguments, truncation).compile()
+
+        return compile_
 
     def request(
         self,
@@ -467,8 +506,8 @@ class Engine(jetstream.Engine):
         """Compile every program that a host calls, or load it from the compilation cache.
 
         Samples with truncations that this engine's `sampling` lacks need another decode program; that one
-        compiles when the first such sample is decoded. The method runs each program once, with as little work
-        as possible.
+        compiles when the first such sample is decoded (a client's: `Preparing`). The method runs each program
+        once, with as little work as possible.
         """
         state = self.init_decode_state()
         for count in {self._bucket(count): count for count in range(self.length - 1, 0, -1)}.values():

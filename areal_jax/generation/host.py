@@ -25,6 +25,7 @@ from areal_jax.generation.host_queues import Queues
 from areal_jax.generation.kept_turns import KeptTurns
 from areal_jax.generation.live_slots import LiveSlots, Progress
 from areal_jax.generation.moves import Moves
+from areal_jax.generation.preparing import Preparing
 from areal_jax.observe.waits import REMEDY, Clock, Timeline, WaitTimeout, get
 from areal_jax.parallel.mesh import platform_of
 from areal_jax.types import PolicyVersion, SampleId, Sampling, Trajectory, VersionedParams
@@ -87,6 +88,7 @@ class Host:
         self._kept = KeptTurns(kept_tokens)
         self._totals, self._statistics = Statistics(slots=engine.slots, pages=engine.pages), Statistics()
         self._queues = Queues(self._slots, self._clock, self._collect, kept=self._kept, totals=self._totals)
+        self._preparing = Preparing(engine, lambda: self.inbox.put(c.Wake()))
         self._moves = Moves(self._slots, self._queues, self._clock)
         self._held: dict[PolicyVersion, VersionedParams] = {}
         self._to_serve: PolicyVersion | None = -1 if adopts_on_command else None
@@ -159,6 +161,7 @@ class Host:
                 self._queues.expected |= dict.fromkeys(samples, min_version)
             case c.Stop(samples):
                 self._queues.cancel(samples)
+                self._preparing.cancel(samples)
                 self._moves.forget(samples)
                 if not self._slots.works:
                     self._last_call_s = None
@@ -274,16 +277,24 @@ class Host:
                 self._fail(sample, reason)
             return
         for work in start.works(self._sampling, self._seed, self._stops):
-            self._queues.add(work)
+            # Before the first version nothing is decoded that a compilation could stop.
+            if self._current is not None and self._preparing.is_needed(work):
+                self._preparing.waiting.append(work)
+            else:
+                self._queues.add(work)
 
     def _refill(self) -> None:
         current = self._current
         if current is None or self._is_paused:
             return
+        ready, unprepared = self._preparing.step(current, self._slots.state)
+        for work in ready:
+            self._queues.add(work)
         # While a host drains, new requests wait: they would keep slots live, and the drain would not end.
         is_draining = self._on_update == "drain" and self._store.latest() != current.version
         held = self._held if self._on_update == "pinned" else {}
         failed = [
+            *unprepared,
             *self._queues.rollouts.refill(current, held),
             *self._queues.requests.refill(current, {}, is_held=is_draining),
         ]
@@ -341,7 +352,7 @@ class Host:
             version=current.version if current else -1,
             digest=current.digest if current else "",
             live=len(self._slots.works),
-            waiting=sum(len(queue.waiting) for queue in self._queues.both),
+            waiting=sum(len(queue.waiting) for queue in (*self._queues.both, self._preparing)),
             is_paused=self._is_paused,
             free_pages=self._slots.free_pages if self._slots.works else self._engine.shared_pages,
             held_versions=tuple(sorted(self._held)),

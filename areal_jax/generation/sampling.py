@@ -55,6 +55,10 @@ class Truncation(NamedTuple):
         """Returns what all of these together need."""
         return cls(*(any(one) for one in zip(*each, strict=True)))
 
+    def is_within(self, other: Truncation) -> bool:
+        """Whether a program with the truncations `other` has all of these."""
+        return Truncation.joined([self, other]) == other
+
 
 EVERY = Truncation(True, True, True)
 

@@ -22,8 +22,8 @@ class Measure(NamedTuple):
     """How much of a text one id stands for, at most."""
 
     longest: int
-    is_bytes: bool
-    """Whether `longest` counts UTF-8 bytes; else characters."""
+    lost: bytes | None
+    """Bytes that have no id and are left out, if `longest` counts UTF-8 bytes; None: it counts characters."""
     is_composed: bool
     """Whether the tokenizer composes characters (NFC), which makes a text shorter."""
 
@@ -31,12 +31,14 @@ class Measure(NamedTuple):
         """Returns a number that the text's ids are at least."""
         if self.is_composed and not text.isascii():
             text = unicodedata.normalize("NFC", text)
-        size = len(text.encode("utf-8", errors="replace")) if self.is_bytes else len(text)
-        return -(-size // self.longest)
+        counted = text
+        if self.lost is not None:
+            counted = text.encode("utf-8", errors="replace").translate(None, self.lost)
+        return -(-len(counted) // self.longest)
 
 
 def measure_of(backend: Backend, backend_json: str) -> Measure | None:
-    """Returns the measure of a BPE tokenizer that leaves out nothing of a text; None for any other."""
+    """Returns the measure of a BPE tokenizer that leaves out nothing but bytes without an id; else None."""
     parts = json.loads(backend_json)
     model, vocab = parts["model"], backend.get_vocab(with_added_tokens=False)
     added = [one.content for one in backend.get_added_tokens_decoder().values()]
@@ -52,12 +54,13 @@ def measure_of(backend: Backend, backend_json: str) -> Measure | None:
     if leaves_out:
         return None
     is_composed = any(one["type"] == "NFC" for one in normalizers)
-    if any(one["type"] == "ByteLevel" for one in dividers) and byte_letters().keys() <= vocab.keys():
-        # Each letter of such a vocabulary is one byte.
+    if any(one["type"] == "ByteLevel" for one in dividers):
+        # Each letter of such a vocabulary is one byte; SmolLM2, for example, lacks some.
         lengths = [*map(len, vocab), *(len(text.encode()) for text in added)]
-        return Measure(max(lengths), is_bytes=True, is_composed=is_composed)
+        lost = bytes(byte for letter, byte in byte_letters().items() if letter not in vocab)
+        return Measure(max(lengths), lost, is_composed)
     if model.get("byte_fallback") and all(f"<0x{byte:02X}>" in vocab for byte in range(256)):
-        return Measure(max(map(len, [*vocab, *added])), is_bytes=False, is_composed=is_composed)
+        return Measure(max(map(len, [*vocab, *added])), None, is_composed)
     return None
 
 

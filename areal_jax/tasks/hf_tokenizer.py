@@ -47,6 +47,9 @@ MARK = "\udc00"
 As a lone surrogate it is in no other text: `_encodable` replaces those.
 """
 
+LONGEST_ARGUMENTS = 2**16
+"""Maximum number of characters of a template's further arguments, as JSON: a template may loop over them."""
+
 _MODEL_FILES = ("config.json", "generation_config.json")
 
 
@@ -208,7 +211,15 @@ class HFTokenizer:
             raise TaskError(text.replace(MARK, "")) from error
 
     def _require_read(self, arguments: Mapping[str, Any]) -> None:
-        """Raises TaskError for an argument that no template reads, or that would replace what renders it."""
+        """Raises TaskError for an argument that no template reads, or that would replace what renders it.
+
+        Also if the arguments are too long.
+        """
+        if arguments and (length := len(json.dumps(arguments))) > LONGEST_ARGUMENTS:
+            raise TaskError(
+                f"the arguments of the chat template have {length} characters as JSON; give at most "
+                f"{LONGEST_ARGUMENTS}"
+            )
         own = inspect.signature(self._chat.apply_chat_template).parameters  # such as chat_template
         for name in arguments:
             read = rf"\b{re.escape(name)}\b"
@@ -224,8 +235,15 @@ class HFTokenizer:
             return self.encode(text)
         if MARK not in text:
             return self.encode_rendered(text)
-        text = self._unmarked_special.sub(lambda found: self._names[found[0]], text)
-        return [self._named.get(token, token) for token in self._encode(self._plain, text.replace(MARK, ""))]
+        text = self._unmarked_special.sub(lambda found: self._names[found[0]], text).replace(MARK, "")
+        tokens = self._encode(self._plain, text)
+        if leaked := self._special_tokens.keys() & tokens:
+            special = self._special_tokens[min(leaked)].content
+            raise TaskError(
+                f"the tokenizer of {self.folder} makes the special token {special!r} of ordinary text, so a "
+                "message must not contain it; leave it out, or set model.special_text=token"
+            )
+        return [self._named.get(token, token) for token in tokens]
 
     # --- how ------------------------------------------------------------------------------------------
 

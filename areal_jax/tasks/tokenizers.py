@@ -11,6 +11,9 @@ from areal_jax.tasks.errors import TaskError, TooLongError
 from areal_jax.tasks.tool_calls import Notation
 from areal_jax.types import Prompt
 
+LARGE = 2**16
+"""Number of characters from which a text takes more than some milliseconds to encode."""
+
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -66,8 +69,8 @@ class Tokenizer(Protocol):
     def render(self, prompt: Prompt, most: int | None = None) -> list[int]:
         """Returns a prompt's ids with special tokens. Raises TaskError if the prompt cannot be encoded.
 
-        `most`: how many ids there is room for. Raises TooLongError, before encoding, if a text surely has
-        more; one that it does not refuse may have more, too.
+        `most`: how many ids there is room for. Raises TooLongError, before encoding, if a large text surely
+        has more; one that it does not refuse may have more, too.
         """
         ...
 
@@ -219,8 +222,11 @@ class ByteTokenizer:
 
 
 def require_may_fit(fewest: Callable[[str], int], text: str, most: int | None) -> None:
-    """Raises TooLongError if the text surely has more than `most` ids; `fewest`: the tokenizer's method."""
-    if most is not None and (least := fewest(text)) > most:
+    """Raises TooLongError if a large text surely has more than `most` ids; `fewest`: the tokenizer's method.
+
+    A text that is not large has to be encoded for that, so that an error can give the exact number.
+    """
+    if most is not None and len(text) > LARGE and (least := fewest(text)) > most:
         raise TooLongError(
             f"the text has {len(text)} characters, which are at least {least} tokens, but there is room for "
             f"{most}; shorten it, or raise generation.length",

@@ -42,10 +42,12 @@ def test_a_prompt_without_tokens_is_refused_for_that_reason(tmp_path):
 
 
 def test_a_prompt_must_leave_room_for_a_completion(tmp_path):
-    with pytest.raises(
-        ArealError, match=r"has at least 24 tokens, but .* must fit generation.length=24; raise"
-    ):
+    with pytest.raises(ArealError, match=r"has 24 tokens, but .* must fit generation.length=24; raise"):
         open_inputs(small(tmp_path), [OneText("a" * 24)])
+    with pytest.raises(
+        ArealError, match=r"has at least 1000000 tokens, but .* must fit generation.length=24"
+    ):
+        open_inputs(small(tmp_path), [OneText("a" * 10**6)])
     inputs = open_inputs(small(tmp_path), [OneText("a" * 23)])
     assert inputs.prompt_tokens(0) == tuple(CharTokenizer("ab").encode("a")) * 23
 

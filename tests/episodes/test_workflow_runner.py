@@ -18,13 +18,12 @@ import pytest
 
 from areal_jax.control import events as e
 from areal_jax.episodes import workflow_runner
-from areal_jax.episodes.apart import LARGE
 from areal_jax.episodes.conversation import Conversation
 from areal_jax.episodes.errors import EpisodeError, ToolError
 from areal_jax.episodes.limits import Limits
 from areal_jax.episodes.sandboxed_tools import python
 from areal_jax.episodes.workflow_runner import WorkflowRunner
-from areal_jax.tasks.tokenizers import CharTokenizer, Tokenizer
+from areal_jax.tasks.tokenizers import LARGE, CharTokenizer, Tokenizer
 from areal_jax.types import NOT_SAMPLED, Prompt, Reward, SampleId, Sampling, Trajectory
 from tests.hangs import HANG_S
 

@@ -317,7 +317,7 @@ def test_a_conversation_beyond_the_context_has_the_code_and_words_that_clients_k
             assert refused.value.code == "context_length_exceeded"
             assert "maximum context length is 400 tokens" in str(refused.value)
             count = len("user: " + "x" * 400 + "_assistant: ")
-            assert f"the conversation has at least {count} tokens" in str(refused.value)
+            assert f"the conversation has {count} tokens" in str(refused.value)
         client_of(base_url).chat.completions.create(model="", messages=messages)
         return "done"
 

@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE, WordLevel
+from tokenizers.models import BPE, Unigram, WordLevel
 from tokenizers.normalizers import NFC, NFKC, Lowercase, Replace
 from tokenizers.pre_tokenizers import ByteLevel, Metaspace, Split
 from tokenizers.processors import TemplateProcessing
 
 from areal_jax.tasks.errors import TaskError, TooLongError
 from areal_jax.tasks.hf_tokenizer import HFTokenizer, require_fits
+from areal_jax.tasks.tokenizers import LARGE
 from areal_jax.types import ArealError, Prompt
 from tests.hangs import HANG_S
 from tests.programs import unavailable
@@ -82,10 +83,14 @@ def kinds(tmp_path_factory: pytest.TempPathFactory, tokenizer: HFTokenizer) -> d
     characters = Backend(BPE(vocab=vocab, merges=[("h", "e")], byte_fallback=True))
     characters.normalizer = Replace(" ", "▁")
     characters.add_special_tokens(["<|bos|>", "<|im_start|>", "<|im_end|>"])
+    parts = json.loads(tokenizer.backend_json)
+    for letter in LOST:
+        del parts["model"]["vocab"][letter]
     make = tmp_path_factory.mktemp
     return {
         "bytes": tokenizer,
         "composed": written(make("composed"), composed),
+        "lossy": written(make("lossy"), Backend.from_str(json.dumps(parts))),
         "characters": written(make("characters"), characters),
     }
 
@@ -203,6 +208,10 @@ def test_a_special_token_spelled_out_in_text_is_text_unless_it_was_rendered(toke
     assert tokenizer.decode([THINK]) == "<think>"
 
 
+LOST = ("z", "\u0104")
+"""Letters that stand for the bytes of z and of the control character 4."""
+
+LAST = "{{ messages[-1].content }}</s>"
 PARTS = st.lists(st.one_of(st.sampled_from(["<|im_end|>", "<|im_start|>", "<|bos|>", "<think>"]), st.text()))
 
 
@@ -271,6 +280,24 @@ def test_the_template_keeps_its_ids_where_a_message_has_special_text(tmp_path: P
     assert special & set(after[3:-1]) == set()
 
 
+def test_a_tokenizer_that_makes_special_tokens_of_ordinary_text_refuses_it(tmp_path: Path):
+    pieces = [("<unk>", 0.0), ("</s>", 0.0), *((letter, -3.0) for letter in "</s>ao")]
+    backend = Backend(Unigram(pieces, 0))
+    backend.add_special_tokens(["<unk>", "</s>"])
+    tokenizer = written(tmp_path, backend, eos_token="</s>", bos_token=None, chat_template=LAST)
+    assert tokenizer.render(Prompt(messages=[{"role": "user", "content": "oa"}])) == [7, 6, 1]
+    with pytest.raises(TaskError, match="makes the special token '</s>' of ordinary text"):
+        tokenizer.render(Prompt(messages=[{"role": "user", "content": "a</s>"}]))
+
+
+def test_arguments_of_a_template_are_short(tmp_path: Path):
+    template = "{% for a in many %}{% for b in many %}{% endfor %}{% endfor %}"
+    tokenizer = HFTokenizer.from_folder(write(tmp_path, chat_template=template))
+    assert tokenizer.chat_text(CHAT, (), {"many": [1] * 100}) == ""
+    with pytest.raises(TaskError, match=r"have 12\d{4} characters as JSON; give at most 65536"):
+        tokenizer.chat_text(CHAT, (), {"many": [1] * 40_000})
+
+
 def test_an_error_of_a_template_that_quotes_a_message_is_valid_text(tmp_path: Path):
     template = "{{ raise_exception(messages[0].content) }}"
     tokenizer = HFTokenizer.from_folder(write(tmp_path, chat_template=template))
@@ -306,15 +333,16 @@ def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: HFTokenizer):
     )
 )
 @example("hello" * 99)
+@example("z\x04" * 99)
 @example("<|im_start|>" * 9)
 @example("u\u0308\u030c" * 40)
 @settings(max_examples=300)
-@pytest.mark.parametrize("kind", ["bytes", "composed", "characters"])
+@pytest.mark.parametrize("kind", ["bytes", "composed", "lossy", "characters"])
 def test_a_text_never_has_fewer_ids_than_the_bound(kinds: dict[str, HFTokenizer], kind: str, text: str):
     tokenizer = kinds[kind]
     fewest = tokenizer.fewest(text)
     assert fewest <= len(tokenizer.encode_rendered(text)) and fewest <= len(tokenizer.encode(text))
-    assert fewest > 0 or not text
+    assert fewest > 0 or not text or kind == "lossy"
     said = [{"role": "user", "content": text}]
     assert tokenizer.fewest(tokenizer.chat_text(said)) <= len(tokenizer.render(Prompt(messages=said)))
 
@@ -322,6 +350,7 @@ def test_a_text_never_has_fewer_ids_than_the_bound(kinds: dict[str, HFTokenizer]
 def test_the_bound_counts_the_longest_tokens(kinds: dict[str, HFTokenizer]):
     longest = len("<|im_start|>")
     assert kinds["bytes"].fewest("☃" * 4 * longest) == 12
+    assert kinds["lossy"].fewest("\x04a" * longest) == 1, "without the bytes that have no id"
     assert kinds["composed"].fewest("ü" * longest) == 2, "composed, 12 characters of 2 bytes"
     assert kinds["characters"].fewest("☃" * 4 * longest) == 4
 
@@ -329,13 +358,18 @@ def test_the_bound_counts_the_longest_tokens(kinds: dict[str, HFTokenizer]):
 def test_a_text_that_is_too_long_for_certain_is_not_encoded(tokenizer: HFTokenizer, monkeypatch):
     encoded: list[str] = []
     monkeypatch.setattr(HFTokenizer, "_encode", lambda _, __, text: encoded.append(text) or [])
-    for prompt in (Prompt("a" * 121), Prompt(messages=[{"role": "user", "content": "a" * 121}])):
-        with pytest.raises(TooLongError, match=r"at least 1\d tokens, but there is room for 10") as caught:
-            tokenizer.render(prompt, 10)
-        assert 11 <= caught.value.fewest <= 15
+    most = LARGE // 12 + 9
+    long = "a" * (12 * most + 1)
+    for prompt in (Prompt(long), Prompt(messages=[{"role": "user", "content": long}])):
+        with pytest.raises(
+            TooLongError, match=rf"at least \d+ tokens, but there is room for {most};"
+        ) as caught:
+            tokenizer.render(prompt, most)
+        assert most < caught.value.fewest < most + 9
     assert encoded == []
-    tokenizer.render(Prompt("a" * 120), 10)
-    assert encoded == ["a" * 120], "it may be ten tokens"
+    for text in (long[1:], "a" * LARGE):
+        tokenizer.render(Prompt(text), len(text) // 12)
+    assert encoded == [long[1:], "a" * LARGE], "the one may be as many tokens as fit, the other is not large"
 
 
 @pytest.mark.parametrize(
@@ -521,4 +555,5 @@ def test_a_real_models_prompts_are_those_of_transformers():
     )
     wanted = [token for part in parts for token in part["input_ids"]]
     assert ours.render(Prompt(messages=(CHAT[0], {"role": "user", "content": attack}))) == wanted
+    assert 1000 < ours.fewest("a" * 10**6) <= len(ours.encode("a" * 10**6))
     assert (ours.vocab_size, ours.eos_id, ours.pad_id) == (49152, 2, 2)
