@@ -17,9 +17,8 @@
 # export NCCL_IB_HCA=mlx5
 # export NCCL_IB_GID_INDEX=3
 
-# --- AWS with EFA (p4d, p5): needs EFA's libfabric and the plugin aws-ofi-nccl on LD_LIBRARY_PATH
+# --- AWS with EFA (p4d, p5): needs the libraries of EFA and of its plugin aws-ofi-nccl on LD_LIBRARY_PATH
 # https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/efa-start-nccl.html
-# export LD_LIBRARY_PATH=/opt/amazon/ofi-nccl/lib:/opt/amazon/efa/lib:${LD_LIBRARY_PATH:-}
 # export FI_PROVIDER=efa
 
 # --- Google Cloud a3-highgpu with GPUDirect-TCPX: needs four more network interfaces, and the receive manager with its
