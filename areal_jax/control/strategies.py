@@ -70,9 +70,10 @@ class OneStep(Bounded):
     one version old when they are trained.
 
     Three rules ensure this. A host drains: it adopts a version only after it has finished its queue of
-    samples. Groups of batch n + 1 that find no free slot are queued on hosts as soon as batch n is complete.
-    The trainer starts batch n only when the hosts of these groups have adopted version n; otherwise a host
-    could adopt version n + 1 before it begins its queued groups.
+    samples, and the episodes that were dispatched to it, those before their first turn too. Groups of batch
+    n + 1 that find no free slot are queued on hosts as soon as batch n is complete. The trainer
+    starts batch n only when the hosts of these groups have adopted version n; otherwise a host could adopt
+    version n + 1 before it begins its queued groups.
 
     Groups that restart (after a lost host, a failed sample or reward, or by `control.max_token_age`) and
     groups that replace dropped groups begin under the newest version. The batch that trains them then has
