@@ -8,14 +8,17 @@ import socket
 from contextlib import suppress
 from typing import Any
 
+import grpc
 import pytest
 import uvicorn
 
 from areal_jax.generation.commands import Pause, Unpause
 from areal_jax.serving.connections import REFUSED_S, SPARE, Connection
+from areal_jax.serving.proto import rollout_pb2 as messages
+from areal_jax.serving.proto.rollout_pb2_grpc import RolloutStub
 from tests.hangs import HANG_S
 from tests.serving.served import PROMPT, alone, wait_until
-from tests.serving.test_server import is_idle, running
+from tests.serving.test_server import channel, is_idle, refused, running
 
 IDLE_S = 10.0
 HEAD = b"POST /v1/x HTTP/1.1\r\nhost: x\r\ncontent-length: 6\r\n\r\n"
@@ -190,6 +193,27 @@ def test_silent_clients_are_closed_while_an_answer_takes_its_time():
         assert answer["choices"][0]["token_ids"] == list(alone(PROMPT)[0])
         waiting.close()
         wait_until(lambda: is_idle(server), "slots free")
+
+
+def test_idle_grpc_connections_are_closed_and_opened_again_by_the_client():
+    states: list[grpc.ChannelConnectivity] = []
+    with running(idle_s=0.5) as server, channel(server) as opened:
+        ask = lambda: RolloutStub(opened).Statistics(messages.StatisticsRequest(), timeout=HANG_S)  # noqa: E731
+        assert ask().model == "tiny"
+        opened.subscribe(states.append)
+        wait_until(lambda: states[-1:] == [grpc.ChannelConnectivity.IDLE], "the connection is closed")
+        assert ask().model == "tiny"
+
+
+def test_more_grpc_calls_than_the_limit_are_refused():
+    with running(connections=1) as server, channel(server) as opened:
+        server.streams.tell(Pause())
+        first = RolloutStub(opened).Generate(messages.GenerateRequest(text="a"), timeout=HANG_S)
+        wait_until(lambda: server.streams.open_samples == 1, "the call is there")
+        with refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "limit"):
+            RolloutStub(opened).Statistics(messages.StatisticsRequest(), timeout=HANG_S)
+        server.streams.tell(Unpause())
+        assert list(first)[-1].finished.stop_reason == "length"
 
 
 def test_more_connections_than_the_limit_are_refused_but_for_health():
