@@ -109,6 +109,7 @@ def _under_costs(
 ) -> dict[str, Any]:
     """Returns the simulated table, and beside it the published figures or what sleeping executors reached."""
     from functools import partial
+    from statistics import fmean
 
     from areal_jax.simulation.ablation import Runner, ablate
     from areal_jax.simulation.cost_model import fitted
@@ -120,16 +121,16 @@ def _under_costs(
     measured = _costs(costs, words, ablation.recipe, say)
     model = fitted(measured)
 
-    def table(name: str, run: Any) -> dict[str, Any]:
-        return ablate(
-            "strategies", ablation, words, say, runs, Runner(name, partial(run, costs=model), str(model))
-        )
+    def table(name: str, run: Any, run_s: float | None = None) -> dict[str, Any]:
+        runner = Runner(name, partial(run, costs=model), str(model))
+        return ablate("strategies", ablation, words, say, runs, runner, run_s)
 
     predicted = table("simulated", simulated)
     if not is_slept:
         lines = [line.shown() for line in published_table()]
         return predicted | {"costs": measured, "published": lines}
-    found = table("sleeping", slept)
+    step_s = fmean(one["step_s"] for one in predicted["runs"])
+    found = table("sleeping", slept, predicted["steps"] * step_s)
     return found | {
         "costs": measured,
         "predicted": predicted["table"],

@@ -32,6 +32,7 @@ from areal_jax.file_errors import writing
 from areal_jax.generation.engine import Engine
 from areal_jax.models.model import Params
 from areal_jax.observe.estimates import paired_estimate
+from areal_jax.observe.live import clock
 from areal_jax.observe.metrics import read_objects
 from areal_jax.observe.waits import Interval, read_timelines
 from areal_jax.plugin import check_settings, did_you_mean
@@ -151,14 +152,16 @@ def ablate(
     say: Callable[[str], None],
     kept: Path | None = None,
     runner: Runner | None = None,
+    run_s: float | None = None,
 ) -> dict[str, Any]:
     """Run an ablation and return its table.
 
     `words` are key=value arguments: settings (values, arms, seeds, speed) or config keys; before them, if
-    `ablation.takes_config`, a config file. `say(text)` reports each finished run in one line. `kept`: a file
-    to which each finished run is appended as a JSON line; a run that it has already, of an equal config, is
-    not repeated. `runner`: how to run each config; None: with the real engine and learner. Raises ArealError
-    for an unknown key, and for a config key that the ablation itself varies.
+    `ablation.takes_config`, a config file. `say(text)` reports, in one line each, how long the ablation will
+    take, and each finished run. `kept`: a file to which each finished run is appended as a JSON line; a run
+    that it has already, of an equal config, is not repeated. `runner`: how to run each config; None: with the
+    real engine and learner. `run_s`: seconds that a run takes on average, if known. Raises ArealError for an
+    unknown key, and for a config key that the ablation itself varies.
     """
     if ablation.takes_config and words and "=" not in words[0]:
         ablation, words = replace(ablation, recipe=words[0]), words[1:]
@@ -169,9 +172,13 @@ def ablate(
     asked = [_evaluation_configs(ablation, overrides, *place) for place in places]
     runs = _runs(ablation, settings["speed"], runner)
     known = {} if kept is None else {one["config"]: one for one in read_objects(kept, "delete the line")}
+    names = [_digest(config, evaluations, runner) for config, evaluations in zip(configs, asked, strict=True)]
+    left = sum(name_of_run not in known for name_of_run in names)
+    taken_s = [known[name_of_run]["seconds"] for name_of_run in names if name_of_run in known]
+    expected = _expected(left, taken_s or ([] if run_s is None else [run_s]))
+    say(f"{left} of {len(places)} runs to do, {configs[0].run.steps} steps each{expected}")
     results, started = [], time.perf_counter()
-    for place, config, evaluations in zip(places, configs, asked, strict=True):
-        name_of_run = _digest(config, evaluations, runner)
+    for place, config, evaluations, name_of_run in zip(places, configs, asked, names, strict=True):
         result = known.get(name_of_run)
         if result is None:
             began = time.perf_counter()
@@ -179,18 +186,29 @@ def ablate(
             result = _result(ablation, place, measured) | {"seconds": time.perf_counter() - began}
             result["config"] = name_of_run
             _keep(kept, result)
+            taken_s.append(result["seconds"])
+            left -= 1
         results.append(result)
         first = _first_figure(ablation)
         seed, value, arm = place
         say(
             f"{len(results)}/{len(places)}: {ablation.key}={value}, {arm}, seed {seed}: "
-            f"{first} {result[first]:.5g}, {result['seconds']:.0f} s"
+            f"{first} {result[first]:.5g}, {result['seconds']:.0f} s{_expected(left, taken_s)}"
         )
     return _answer(name, ablation, settings, overrides, results) | {
         "steps": configs[0].run.steps,
         "total_seconds": time.perf_counter() - started,
         **machine(configs[0].model.shape, configs[0].model.dtype, [one["seconds"] for one in results]),
     }
+
+
+def _expected(left: int, taken_s: Sequence[float]) -> str:
+    """Returns how long the runs that are left take, at the mean of `taken_s`, as the end of a sentence."""
+    if not left:
+        return ""
+    if not taken_s:
+        return "; the first one will show how long the others take"
+    return f"; about {clock(left * statistics.fmean(taken_s))} left"
 
 
 def _places(settings: Mapping[str, Any]) -> list[tuple[int, Any, str]]:

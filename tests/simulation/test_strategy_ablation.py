@@ -17,6 +17,7 @@ from areal_jax.config.tree import Config
 from areal_jax.observe.lanes import shares
 from areal_jax.observe.waits import Interval
 from areal_jax.parallel.mesh import make_mesh
+from areal_jax.simulation import ablation as ablation_module
 from areal_jax.simulation import published
 from areal_jax.simulation.ablation import Measured, Runner, ablate
 from areal_jax.simulation.machines import drawn_work
@@ -212,6 +213,37 @@ def test_the_first_word_may_be_a_config_and_other_ablations_take_none(tmp_path: 
         ("sync", 0, 2),
         ("pinned", 2, 2),
     ]
+
+
+def test_the_time_left_is_said_before_the_first_run_and_after_each(tmp_path: Path, monkeypatch):
+    now_s = [0.0]
+    monkeypatch.setattr(ablation_module.time, "perf_counter", lambda: now_s[0])
+
+    def run(config: Config) -> Measured:
+        now_s[0] += {"sync": 100.0, "pinned": 40.0, "keep": 10.0, "one_step": 1.0}[config.control.strategy]
+        return by_strategy(config)
+
+    def said(*values: str, run_s: float | None = None) -> list[str]:
+        lines: list[str] = []
+        words, kept = [f"values=[{','.join(values)}]", "seeds=1"], tmp_path / "runs.jsonl"
+        own = under_a_cost_model(STRATEGIES), words, lines.append, kept, Runner("x", run), run_s
+        ablate("strategies", *own)
+        return [line.rpartition("; ")[2] for line in lines]
+
+    unknown, first, second, last = said("sync", "pinned", "keep")
+    assert unknown == "the first one will show how long the others take"
+    assert (first, second) == ("about 3:20 left", "about 1:10 left")  # 2 of 100 s; 1 of 70 s
+    assert "left" not in last
+    before, *_ = said("sync", "pinned", "keep", "one_step")
+    assert before == "about 0:50 left"  # one run, at the mean of the three that the file has
+
+
+def test_the_time_of_runs_that_sleep_is_known_before_the_first_one():
+    lines: list[str] = []
+    words = ["values=[sync]", "seeds=3"]
+    own = under_a_cost_model(STRATEGIES), words, lines.append, None, Runner("x", by_strategy), 40.0
+    ablate("strategies", *own)
+    assert lines[0].startswith("3 of 3 runs to do") and lines[0].endswith("; about 2:00 left")
 
 
 def test_speeds_are_compared_strategy_by_strategy():
