@@ -1,5 +1,21 @@
-# Sourced by gcloud_gpu.sh and gcloud_tpu.sh, which define `on COMMAND MACHINE...` and the variables in capitals.
+# Sourced by gcloud_gpu.sh and gcloud_tpu.sh, which define `create NAME OPTION...`, `on COMMAND MACHINE...`, `removal`
+# (the command that deletes all machines) and the variables in capitals.
 # shellcheck shell=bash
+names=() making=()
+make() { # make NAME OPTION...: begins to create a machine; `made` waits for all
+    create "$@" </dev/null &
+    names+=("$1") making+=("$!")
+}
+made() {
+    local number failed=()
+    for number in "${!making[@]}"; do
+        wait "${making[number]}" || failed+=("${names[number]}")
+    done
+    [ ${#failed[@]} -eq 0 ] && return
+    echo "these machines could not be created, for the reasons above: ${failed[*]}. The others cost money already:" >&2
+    echo "run this script again to create what is missing, or delete all that exist: $(removal)" >&2
+    exit 1
+}
 begin() { # begin CONFIG RANK MACHINES HEAD MACHINE...: waits for the machine, copies what it needs, starts its agent
     local config=$1 own=areal-jax/$NAME end=$((SECONDS + 900)) launchers words
     launchers=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

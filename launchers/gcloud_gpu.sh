@@ -15,21 +15,21 @@ create() { # create NAME OPTION...: creates the machine unless it exists
     gcloud compute instances describe "$1" --zone="$ZONE" >/dev/null 2>&1 ||
         gcloud compute instances create "$@" --zone="$ZONE"
 }
+removal() { echo "gcloud compute instances delete ${names[*]} --zone=$ZONE"; }
 on() { # on COMMAND NAME: runs the command on that machine, with this script's stdin
     gcloud compute ssh "$2" --zone="$ZONE" --quiet --command="$1"
 }
 # shellcheck source=launchers/gcloud_begin.sh
 . "$(dirname "$0")/gcloud_begin.sh"
 
-names=()
 for ((rank = 0; rank < MACHINES; rank++)); do
-    names+=("$NAME-$rank")
-    create "$NAME-$rank" --machine-type="$MACHINE" --image-project="${IMAGE%%/*}" --image-family="${IMAGE#*/}" \
+    make "$NAME-$rank" --machine-type="$MACHINE" --image-project="${IMAGE%%/*}" --image-family="${IMAGE#*/}" \
         --maintenance-policy=TERMINATE --boot-disk-size=200GB \
         --max-run-duration="${MINUTES}m" --instance-termination-action=DELETE "$@"
 done
+made
 head=$(gcloud compute instances describe "$NAME-0" --zone="$ZONE" --format='value(networkInterfaces[0].networkIP)')
 for ((rank = 0; rank < MACHINES; rank++)); do
     begin "$config" "$rank" "$MACHINES" "$head" "$NAME-$rank"
 done
-echo "when the run has ended: gcloud compute instances delete ${names[*]} --zone=$ZONE"
+echo "when the run has ended: $(removal)"

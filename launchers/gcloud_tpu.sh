@@ -17,6 +17,7 @@ create() { # create NAME OPTION...: creates the slice unless it exists
     gcloud compute tpus tpu-vm describe "$1" --zone="$ZONE" >/dev/null 2>&1 ||
         gcloud compute tpus tpu-vm create "$@" --zone="$ZONE"
 }
+removal() { echo "for name in ${names[*]}; do gcloud compute tpus tpu-vm delete \$name --zone=$ZONE --quiet; done"; }
 on() { # on COMMAND NAME OPTION: runs the command on that machine, with this script's stdin
     local command=$1
     shift
@@ -25,12 +26,11 @@ on() { # on COMMAND NAME OPTION: runs the command on that machine, with this scr
 # shellcheck source=launchers/gcloud_begin.sh
 . "$(dirname "$0")/gcloud_begin.sh"
 
-names=("$NAME-trainer")
-create "$NAME-trainer" --accelerator-type="$TRAINER_TYPE" --version="$IMAGE" "$@"
+make "$NAME-trainer" --accelerator-type="$TRAINER_TYPE" --version="$IMAGE" "$@"
 for ((host = 0; host < HOSTS; host++)); do
-    names+=("$NAME-hosts-$host")
-    create "$NAME-hosts-$host" --accelerator-type="$HOST_TYPE" --version="$IMAGE" "$@"
+    make "$NAME-hosts-$host" --accelerator-type="$HOST_TYPE" --version="$IMAGE" "$@"
 done
+made
 head=$(gcloud compute tpus tpu-vm describe "$NAME-trainer" --zone="$ZONE" \
     --format='value(networkEndpoints[0].ipAddress)')
 machines=$((TRAINER_WORKERS + HOSTS))
@@ -40,4 +40,4 @@ done
 for ((host = 0; host < HOSTS; host++)); do
     begin "$config" "$((TRAINER_WORKERS + host))" "$machines" "$head" "$NAME-hosts-$host" --worker=0
 done
-echo "when the run has ended, delete each of: ${names[*]} (gcloud compute tpus tpu-vm delete NAME --zone=$ZONE)"
+echo "when the run has ended: $(removal)"

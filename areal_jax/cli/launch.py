@@ -9,6 +9,9 @@ import typer
 
 from areal_jax.cli.shell import POINTER, print_json
 
+SIGNALLED = 128
+"""Statuses above it: the number of the signal that ended the run, added to it."""
+
 
 def launch(
     launcher: Literal["local", "slurm", "gcloud", "gke"],
@@ -40,11 +43,9 @@ def launch(
             return
         status = run_node(asked, ONLY, sys.stdout)
         if status:
-            typer.echo(
-                f"the run ended with status {status}; read {asked.folder}/logs for the cause; "
-                f"`areal-jax launch local {asked.folder}` resumes the run",
-                err=True,
-            )
+            why = f"the run ended with status {status}; read {asked.folder}/logs for the cause"
+            said = "stopped" if status > SIGNALLED else why
+            typer.echo(f"{said}; `areal-jax launch local {asked.folder}` continues the run", err=True)
             raise typer.Exit(status)
         return
     submission = prepare(launcher, asked)

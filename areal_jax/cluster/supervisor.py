@@ -279,10 +279,13 @@ class Supervisor:
             try:
                 self._meeting.end(status)
             except AwayError as error:
-                self.note(
-                    "the node agents of the other machines do not know that the run has ended; stop them "
-                    f"with Ctrl-C or the scheduler: {error}"
+                how = (
+                    "the scheduler that sent the signal ends them too, or they end without Redis after "
+                    f"{self._away_s:g} s"
+                    if self._signal
+                    else f"stop them with Ctrl-C or the scheduler: {error}"
                 )
+                self.note(f"the node agents of the other machines do not know that the run has ended; {how}")
         return status
 
     # --- processes --------------------------------------------------------------------------------------

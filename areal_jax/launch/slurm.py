@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from math import ceil
+from pathlib import Path
 
 from areal_jax.cluster.launched import Launch
 from areal_jax.cluster.placement import LaunchError, Plan
 from areal_jax.launch.submission import Submission, launcher_file
+
+MOUNTS = "AREAL_JAX_MOUNTS"
+"""Environment variable: what the container of launch.image mounts, in pyxis's syntax."""
 
 BETWEEN = ":"
 """Separator in launch.options, as for sbatch: options after the separator apply to the hosts' machines."""
@@ -41,6 +46,10 @@ def submission(plan: Plan, launch: Launch) -> Submission:
         words += [*([BETWEEN] if number else []), *_resources(plan, machines), *own[number]]
     script = launcher_file("slurm.sbatch" if len(parts) == 1 else "slurm_split.sbatch")
     env = {"AREAL_JAX_SETUP": c.setup, "AREAL_JAX_IMAGE": c.image or ""}
+    if c.image and not launch.folder.absolute().is_relative_to(Path.cwd()):
+        # The script mounts the folder from which it is submitted.
+        own, others = f"{launch.folder.absolute()}:{launch.folder.absolute()}", os.environ.get(MOUNTS)
+        env[MOUNTS] = f"{own},{others}" if others else own
     return Submission(
         "sbatch",
         [[*words, str(script), str(launch.effective), f"run.dir={launch.folder}"]],

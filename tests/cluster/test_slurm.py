@@ -119,6 +119,9 @@ def test_a_script_submitted_by_hand_is_cancelled_and_goes_on_when_it_is_submitte
     wait_until(lambda: pids_of(folder) == {}, [], folder)
     rows = len(read_rows(folder))
     assert rows < steps and committed(folder / "checkpoints")[-1] >= rows, log(folder)
+    said = f"job {job} was cancelled; submit the same command again to continue the run"
+    wait_until(lambda: said in log(folder), [], folder)
+    assert "scancel: error" not in log(folder)
     job = sbatch(slurm, folder, *again)
     assert slurm.wait_for(job, *OVER) == "COMPLETED", log(folder)
     check_complete(folder, steps)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from areal_jax.cluster.launched import Launch, read
+from areal_jax.cluster.placement import LaunchError
 from areal_jax.launch.prepare import prepare
 from areal_jax.launch.submission import submit
 from tests.hangs import HANG_S
@@ -22,6 +23,14 @@ PROGRAMS = {
 case "$*" in
 *describe*format=*) echo 10.0.0.5 ;;
 *describe*) exit 1 ;;
+*" create "*)
+    # Machines are made side by side: one alone would wait in vain for the other.
+    case "$*" in *"${FAILING:-no machine}"*) echo "no capacity" >&2; exit 1 ;; esac
+    touch "$MACHINE_FOLDERS/making-$$"
+    for try in $(seq 600); do
+        [ "$(ls "$MACHINE_FOLDERS" | grep -c making-)" -ge 2 ] && break; sleep 0.1
+        [ "$try" -lt 600 ] || exit 1
+    done ;;
 *" ssh "*)
     for word in "$@"; do case $word in --command=*) command=${word#--command=} ;; esac; done
     shift; while [ "$1" != ssh ]; do shift; done
@@ -72,7 +81,7 @@ def services(tmp_path: Path) -> list[list[str]]:
 def test_gcloud_makes_machines_and_starts_an_agent_on_each(stage, tmp_path):
     launch, called = stage("gcloud-gpu", "run.name=qwen", "launch.options=[--tags=a b]")
     created = [line for line in called.splitlines() if line.startswith("gcloud compute instances create")]
-    assert [line.split()[4] for line in created] == ["qwen-0", "qwen-1"]
+    assert sorted(line.split()[4] for line in created) == ["qwen-0", "qwen-1"]
     assert all(
         "--max-run-duration=720m" in line and line.endswith("--tags=a b --zone=us-central1-a")
         for line in created
@@ -86,6 +95,18 @@ def test_gcloud_makes_machines_and_starts_an_agent_on_each(stage, tmp_path):
         assert f"--config={config}" in words
         assert config.read_text() == launch.effective.read_text()
     assert "--address=10.0.0.5" in started[0] and "--address=10.0.0.5" not in started[1]
+
+
+def test_machines_that_cannot_be_created_are_named_with_what_to_do(stage, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("FAILING", "create qwen-1")
+    with pytest.raises(LaunchError, match="failed with status 1"):
+        stage("gcloud-gpu", "run.name=qwen", "trainer.mesh.data=4", "runtime.trainer_processes=4")
+    said = capfd.readouterr().err
+    assert "could not be created, for the reasons above: qwen-1. The others" in said
+    names = [line.split()[4] for line in (tmp_path / "calls").read_text().splitlines() if " create " in line]
+    assert sorted(names) == [f"qwen-{rank}" for rank in range(len(names))] and len(names) > 2
+    assert f"delete all that exist: gcloud compute instances delete {' '.join(sorted(names))} --zone=" in said
+    assert not (tmp_path / "services").exists()
 
 
 def test_the_agents_command_runs_after_the_setup_with_its_words_as_they_were(stage, tmp_path, monkeypatch):
@@ -111,10 +132,10 @@ def test_the_password_of_an_own_redis_reaches_the_head_by_file_alone(stage, tmp_
 def test_tpu_slices_are_one_that_trains_and_one_for_each_host(stage, tmp_path):
     _, called = stage("gcloud-tpu", "run.name=qwen")
     created = [line.split()[5:7] for line in called.splitlines() if "tpu-vm create" in line]
-    assert created == [
-        ["qwen-trainer", "--accelerator-type=v5litepod-8"],
+    assert sorted(created) == [
         ["qwen-hosts-0", "--accelerator-type=v5litepod-4"],
         ["qwen-hosts-1", "--accelerator-type=v5litepod-4"],
+        ["qwen-trainer", "--accelerator-type=v5litepod-8"],
     ]
     started = services(tmp_path)
     places = {Path(words[0]).name: [word for word in words if word.startswith("--rank")] for words in started}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -26,7 +28,7 @@ LAUNCHERS = Path(__file__).parents[2] / "launchers"
 def test_shellcheck_finds_nothing_in_any_script_and_slurms_are_short():
     require("shellcheck")
     scripts = sorted(map(str, [*LAUNCHERS.glob("*.sh"), *LAUNCHERS.glob("*.sbatch")]))
-    assert len(scripts) == 6
+    assert len(scripts) == 7
     done = subprocess.run(
         ["shellcheck", "--external-sources", *scripts],
         cwd=LAUNCHERS.parent,
@@ -82,11 +84,74 @@ def test_options_are_passed_on_and_a_colon_parts_those_of_the_hosts():
     (all_,), script, _ = sbatch_of("slurm-plain")
     assert script == "slurm.sbatch" and all_[-2:] == ["--partition=gpu", "--account=my lab"]
     assert "--nodes=2" in all_ and "--gpus-per-node=8" in all_  # the trainer's; the hosts need 2
-    assert submission_of("slurm-plain").env == {"AREAL_JAX_IMAGE": "/shared/areal-jax.sqsh"}
+    assert submission_of("slurm-plain").env["AREAL_JAX_IMAGE"] == "/shared/areal-jax.sqsh"
     parted = "launch.options=[--partition=h100, ':', --partition=l40]"
     (trainer, hosts), script, _ = sbatch_of("slurm-two-machines", parted)
     assert script == "slurm_split.sbatch"
     assert (trainer[-1], hosts[-1]) == ("--partition=h100", "--partition=l40")
+
+
+def test_a_container_mounts_the_runs_folder_wherever_it_is(monkeypatch):
+    monkeypatch.delenv("AREAL_JAX_MOUNTS", raising=False)
+    own = "/shared/runs/qwen:/shared/runs/qwen"
+    assert submission_of("slurm-plain").env["AREAL_JAX_MOUNTS"] == own
+    monkeypatch.setenv("AREAL_JAX_MOUNTS", "/data:/data:ro")
+    assert submission_of("slurm-plain").env["AREAL_JAX_MOUNTS"] == f"{own},/data:/data:ro"
+    # What is below the folder from which the script is submitted is mounted with it.
+    assert "AREAL_JAX_MOUNTS" not in submission_of("slurm-plain", "run.dir=runs/qwen").env
+
+
+@pytest.mark.parametrize(
+    ("more", "mounts"), [({}, "{0}:{0}"), ({"AREAL_JAX_MOUNTS": "/a:/b,/c:/c:ro"}, "{0}:{0},/a:/b,/c:/c:ro")]
+)
+@pytest.mark.parametrize("script", ["slurm.sbatch", "slurm_split.sbatch"])
+def test_a_script_starts_its_agents_in_a_container_with_these_mounts(script, more, mounts, tmp_path):
+    (tmp_path / "srun").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "srun").chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(
+        ["bash", str(LAUNCHERS / script), "my.yaml", "run.steps=3"],
+        cwd=tmp_path,
+        env=env | {"AREAL_JAX_IMAGE": "/shared/image.sqsh"} | more,
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=True,
+    )
+    words = done.stdout.splitlines()
+    assert {"--container-image=/shared/image.sqsh", f"--container-mounts={mounts.format(tmp_path)}"} <= set(
+        words
+    )
+    assert words[-5:] == ["areal-jax", "role", "node", "--config=my.yaml", "run.steps=3"]
+
+
+@pytest.mark.parametrize("script", ["slurm.sbatch", "slurm_split.sbatch"])
+def test_a_job_that_is_cancelled_says_how_it_goes_on_and_nothing_else(script, tmp_path):
+    """scancel ends the job's id at once, so that the script's own call of it fails."""
+    programs = {
+        "srun": 'trap "exit 143" TERM; touch started; while :; do sleep 0.05; done',
+        "scancel": 'echo "Invalid job id specified" >&2; kill -TERM "$(cat srun.pid)"; exit 1',
+    }
+    for name, body in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\necho $$ >{name}.pid\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    job = subprocess.Popen(
+        ["bash", str(LAUNCHERS / script), "my.yaml"],
+        cwd=tmp_path,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    end_s = time.monotonic() + HANG_S
+    while not (tmp_path / "started").exists():
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
+    job.terminate()
+    said, _ = job.communicate(timeout=HANG_S)
+    assert said == "job 7 was cancelled; submit the same command again to continue the run\n"
+    assert job.returncode == 143
 
 
 def test_a_script_and_its_launch_agree_on_the_number_of_machines(monkeypatch):
