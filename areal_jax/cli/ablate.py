@@ -123,7 +123,7 @@ def _under_costs(
 
     def table(name: str, run: Any, run_s: float | None = None) -> dict[str, Any]:
         runner = Runner(name, partial(run, costs=model), str(model))
-        return ablate("strategies", ablation, words, say, runs, runner, run_s)
+        return ablate("strategies", ablation, words, say, runs, runner, run_s=run_s)
 
     predicted = table("simulated", simulated)
     if not is_slept:

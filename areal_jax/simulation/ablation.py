@@ -152,6 +152,7 @@ def ablate(
     say: Callable[[str], None],
     kept: Path | None = None,
     runner: Runner | None = None,
+    *,
     run_s: float | None = None,
 ) -> dict[str, Any]:
     """Run an ablation and return its table.

@@ -223,10 +223,10 @@ def test_the_time_left_is_said_before_the_first_run_and_after_each(tmp_path: Pat
         now_s[0] += {"sync": 100.0, "pinned": 40.0, "keep": 10.0, "one_step": 1.0}[config.control.strategy]
         return by_strategy(config)
 
-    def said(*values: str, run_s: float | None = None) -> list[str]:
+    def said(*values: str) -> list[str]:
         lines: list[str] = []
         words, kept = [f"values=[{','.join(values)}]", "seeds=1"], tmp_path / "runs.jsonl"
-        own = under_a_cost_model(STRATEGIES), words, lines.append, kept, Runner("x", run), run_s
+        own = under_a_cost_model(STRATEGIES), words, lines.append, kept, Runner("x", run)
         ablate("strategies", *own)
         return [line.rpartition("; ")[2] for line in lines]
 
@@ -241,8 +241,8 @@ def test_the_time_left_is_said_before_the_first_run_and_after_each(tmp_path: Pat
 def test_the_time_of_runs_that_sleep_is_known_before_the_first_one():
     lines: list[str] = []
     words = ["values=[sync]", "seeds=3"]
-    own = under_a_cost_model(STRATEGIES), words, lines.append, None, Runner("x", by_strategy), 40.0
-    ablate("strategies", *own)
+    own = under_a_cost_model(STRATEGIES), words, lines.append, None, Runner("x", by_strategy)
+    ablate("strategies", *own, run_s=40.0)
     assert lines[0].startswith("3 of 3 runs to do") and lines[0].endswith("; about 2:00 left")
 
 
