@@ -51,6 +51,8 @@ def _unless_stored(compiles: Compiles, reads: Reads) -> Compiles:
         with locked(Path(folder) / f"{given['cache_key']}-lock", WAIT_S):
             stored, _ = reads(**{name: given[name] for name in read_names})
             if stored is None:
+                # A file that cannot be read was cut short by a full disk, and jax replaces no file.
+                (Path(folder) / f"{given['cache_key']}-cache").unlink(missing_ok=True)
                 return compiles(*args, **kwargs)
         jax.monitoring.record_event("/jax/compilation_cache/cache_hits")
         return stored

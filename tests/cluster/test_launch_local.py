@@ -62,6 +62,8 @@ def test_ctrl_c_ends_every_process_and_the_run_goes_on_when_it_is_launched_again
         assert bool(list(place.glob("run-*/*/manifest.json"))) == (backend == "orbax")
         run.send_signal(signal.SIGINT)
         assert run.wait(DEADLINE_S) == 130
+        printed = folder.with_suffix(".out").read_text()
+        assert f"\nstopped; `areal-jax launch local {folder}` continues the run\n" in printed
         assert pids_of(folder) == {} and list(place.iterdir()) == []
         for steps in (10, 12):  # after an interruption, and after its end
             run = launch(folder, str(folder), f"run.steps={steps}")

@@ -89,6 +89,17 @@ def begin(process: subprocess.Popen[str]) -> None:
     process.stdin.flush()
 
 
+def test_a_program_that_a_full_disk_cut_short_is_stored_again(folder: Path):
+    """jax never replaces a file that is there, so each later start would compile, and warn."""
+    assert squares() == 30.0
+    (stored,) = folder.glob("*-cache")
+    size = stored.stat().st_size
+    stored.write_bytes(b"")
+    with pytest.warns(UserWarning, match="Error reading persistent compilation cache"):
+        assert squares() == 30.0
+    assert stored.stat().st_size == size > 0
+
+
 @pytest.mark.slow
 def test_two_processes_that_start_together_compile_a_program_once(tmp_path: Path):
     with ExitStack() as running:
