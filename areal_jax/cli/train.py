@@ -23,7 +23,7 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Print config, meshes an
 
 
 def quickstart(words: Words = None, json: AsJson = False, dry_run: DryRun = False) -> None:
-    """Train a small model on a procedural task, within a minute."""
+    """Train a small model on a procedural task, in about a minute."""
     from importlib.resources import as_file, files
 
     with as_file(files("areal_jax") / "configs" / "quickstart.yaml") as recipe:

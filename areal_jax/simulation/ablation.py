@@ -175,8 +175,9 @@ def ablate(
     known = {} if kept is None else {one["config"]: one for one in read_objects(kept, "delete the line")}
     names = [_digest(config, evaluations, runner) for config, evaluations in zip(configs, asked, strict=True)]
     left = sum(name_of_run not in known for name_of_run in names)
-    taken_s = [known[name_of_run]["seconds"] for name_of_run in names if name_of_run in known]
-    expected = _expected(left, taken_s or ([] if run_s is None else [run_s]))
+    known_s = [known[name_of_run]["seconds"] for name_of_run in names if name_of_run in known]
+    known_s, taken_s = known_s or ([] if run_s is None else [run_s]), []
+    expected = _expected(left, known_s, taken_s)
     say(f"{left} of {len(places)} runs to do, {configs[0].run.steps} steps each{expected}")
     results, started = [], time.perf_counter()
     for place, config, evaluations, name_of_run in zip(places, configs, asked, names, strict=True):
@@ -194,7 +195,7 @@ def ablate(
         seed, value, arm = place
         say(
             f"{len(results)}/{len(places)}: {ablation.key}={value}, {arm}, seed {seed}: "
-            f"{first} {result[first]:.5g}, {result['seconds']:.0f} s{_expected(left, taken_s)}"
+            f"{first} {result[first]:.5g}, {result['seconds']:.0f} s{_expected(left, known_s, taken_s)}"
         )
     return _answer(name, ablation, settings, overrides, results) | {
         "steps": configs[0].run.steps,
@@ -203,13 +204,18 @@ def ablate(
     }
 
 
-def _expected(left: int, taken_s: Sequence[float]) -> str:
-    """Returns how long the runs that are left take, at the mean of `taken_s`, as the end of a sentence."""
+def _expected(left: int, known_s: Sequence[float], taken_s: Sequence[float]) -> str:
+    """Returns how long the runs that are left will take, as the end of a sentence.
+
+    `known_s`: seconds of runs like these; `taken_s`: of the finished ones, of which the first also compiled.
+    """
     if not left:
         return ""
-    if not taken_s:
-        return "; the first one will show how long the others take"
-    return f"; about {clock(left * statistics.fmean(taken_s))} left"
+    if usual_s := [*known_s, *taken_s[1:]]:
+        return f"; about {clock(left * statistics.fmean(usual_s))} left"
+    if taken_s:
+        return f"; at most {clock(left * taken_s[0])} left, since this one also compiled"
+    return "; the first one will show how long the others take"
 
 
 def _places(settings: Mapping[str, Any]) -> list[tuple[int, Any, str]]:
