@@ -14,7 +14,7 @@ _HOLDER = r"process (\d+) on (.+)"
 
 
 class WriterLock:
-    """The exclusive right of one process to write `path`.
+    """The right to write `path`: of one process alone, or shared by those that agree in another way.
 
     The lock file stays on disk after `release`; its existence means nothing, only the OS lock on it counts.
     """
@@ -23,14 +23,15 @@ class WriterLock:
         self._path = path.with_name(path.name + ".lock")
         self._file: int | None = None
 
-    def acquire(self) -> str | None:
+    def acquire(self, is_shared: bool = False) -> str | None:
         """Takes the lock and returns None; if another process holds the lock, returns that process.
 
-        The process is returned as "process P on HOST", or as "another process" if its id is not known.
+        A shared lock can be held by several processes, and by none beside an exclusive one. The process is
+        returned as "process P on HOST", or as "another process" if its id is not known.
         """
         file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.read(file, 200).decode(errors="replace").strip()
             os.close(file)

@@ -4,8 +4,9 @@ An event, the actions that answered it and the trajectory that came with it are 
 a crash keeps all of them or none. One process writes; any number of others read at the same time.
 
 In a run of one process an OS lock keeps a second writer out. On a cluster the controller is the only writer;
-it may hang and be replaced while it holds that lock. Therefore a cluster's file also names its owner, the
-controller that started last, and every transaction first checks that its writer is the owner.
+it may hang and be replaced while it holds that lock. Therefore controllers share the lock, and a cluster's
+file also names its owner, the controller that started last: every transaction first checks that its writer is
+the owner.
 """
 
 from __future__ import annotations
@@ -511,15 +512,14 @@ def _explained(path: Path) -> Iterator[None]:
 
 
 def _take(path: Path, owner: str | None) -> WriterLock:
-    """Returns the writer's lock, held by this process if possible.
+    """Returns the writer's lock, held by this process. Raises JournalError if another process holds it.
 
-    Raises JournalError if another process holds the lock and `owner` is None. If `owner` is the token of a
-    cluster's controller, the other process may be a former controller that hangs: the lock is then returned
-    without being held, and the token in the journal keeps the former controller from writing.
+    Controllers share it, because a former one may hang and hold it: the token `owner` in the journal keeps
+    that one from writing. A run of one process holds it alone.
     """
     lock = WriterLock(path)
-    holder = lock.acquire()
-    if holder is not None and owner is None:
+    holder = lock.acquire(is_shared=owner is not None)
+    if holder is not None:
         raise JournalError(
             f"{path} is being written by {holder}; wait for that run or stop it. To only read the journal, "
             "use `areal-jax audit`, `inspect` or `report`"

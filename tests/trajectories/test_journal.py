@@ -258,6 +258,24 @@ def test_closing_lets_the_next_writer_in_within_one_process(store: Store, queue:
     store.open().close()
 
 
+def test_a_controller_takes_over_from_another_and_not_from_a_run_of_one_process(tmp_path: Path):
+    """A run of one process checks no token, so both would write."""
+    path = tmp_path / "journal.sqlite"
+    held = pytest.raises(JournalError, match=f"is being written by process {os.getpid()} ")
+    with SqliteQueue.create(path, {}), held:
+        SqliteQueue.open(path, owner="a controller")
+    with SqliteQueue.open(path, owner="a controller") as former:
+        with SqliteQueue.open(path, owner="the next one") as now:
+            with pytest.raises(JournalError, match="was taken over by another controller"):
+                former.append([finished(SampleId(0, 0))])
+            assert now.append([finished(SampleId(0, 0))]) == 1
+        with pytest.raises(JournalError, match="is being written"):
+            SqliteQueue.open(path)
+    held = pytest.raises(JournalError, match="is being written")
+    with SqliteQueue.open(path), held:  # after a launched run, one of one process
+        SqliteQueue.open(path, owner="a third one")
+
+
 # --- whatever happens in whatever order -------------------------------------------------------------------
 
 SAMPLE = st.builds(SampleId, st.integers(0, 2), st.integers(0, 1), st.integers(0, 1))
