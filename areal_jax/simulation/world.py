@@ -93,6 +93,8 @@ class World:
         self._trainer, self._rewards = Trainer(self), Rewards(self, self.workflows)
         self._faults = list(schedule.faults)
         self._finished_s = 0.0
+        self._is_down = False
+        """Whether a crash of the driver has ended all processes, and the run is not resumed yet."""
         self._is_watching = False
         """Whether the next check of the placement is scheduled."""
 
@@ -230,8 +232,9 @@ class World:
     # --- faults ---------------------------------------------------------------------------------------------
 
     def _strike(self, fault: Fault) -> None:
-        # Without a host, the fault occurs after a later row.
-        if fault.kind in ("host_death", "host_pause", "kv_short") and not self.hosts:
+        # Without a host, or while every process is down, the fault occurs after a later row.
+        is_of_host = fault.kind in ("host_death", "host_pause", "kv_short")
+        if self._is_down or (is_of_host and not self.hosts):
             self._faults.append(replace(fault, at_row=len(self._journal.rows)))
             return
         self.meters.faults[fault.kind] += 1
@@ -274,7 +277,7 @@ class World:
         rebuilt from the journal, differs from the state before the crash.
         """
         self.clock.clear()
-        self._is_watching = False
+        self._is_watching, self._is_down = False, True
         for host in self.hosts.values():
             host.is_alive = False
         self.hosts.clear()
@@ -310,6 +313,7 @@ class World:
             self._give_up("the state folded from the journal differs from the live one")
 
     def _resume(self) -> None:
+        self._is_down = False
         self._join_all()
         self._trainer.start()
         self.deliver(e.RunResumed(self.config.run.steps))

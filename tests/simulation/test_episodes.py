@@ -96,6 +96,19 @@ def test_a_call_in_a_pause_counts_unless_its_process_was_given_up(down_s, is_in_
     assert failed == ({"tool_in_doubt"} if is_in_doubt else set())
 
 
+@pytest.mark.parametrize("kind", ["controller_crash", "driver_crash", "trainer_crash", "reward_pause"])
+def test_a_fault_due_with_a_crash_of_the_driver_strikes_after_the_resume(kind):
+    for row in (40, 80, 120):
+        faults = Fault("driver_crash", row, down_s=4.0), Fault(kind, row, down_s=1.0)
+        result = crowd(3.0, workflow_s=1.0, faults=faults)
+        resumed = next(seq for seq, event, _ in result.rows if isinstance(event, e.RunResumed))
+        assert result.audit.violations == [] and result.faults == Counter(fault.kind for fault in faults)
+        crashes = ("driver_crash", "controller_crash")
+        assert sum(isinstance(event, e.RunResumed) for _, event, _ in result.rows[resumed - 1 :]) == sum(
+            fault.kind in crashes for fault in faults
+        )
+
+
 def test_the_audit_finds_a_call_that_began_twice():
     config, schedule = random_schedule(4, "interruptible")
     schedule = replace(with_episodes(4, schedule), tool_calls=1.0, faults=())
