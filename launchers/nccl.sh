@@ -10,7 +10,7 @@
 # --- machines with several interfaces: the one by which they reach each other (for NCCL's own TCP connections)
 # export NCCL_SOCKET_IFNAME=eth0
 
-# --- InfiniBand: all adapters whose names begin with mlx5, without Ethernet ports that have the same names
+# --- InfiniBand: all adapters with names that begin with mlx5, without Ethernet ports of such names
 # export NCCL_IB_HCA=mlx5
 
 # --- RoCE: as InfiniBand, with RoCE v2 over IPv4; which index that is: show_gids (3 on most ConnectX machines)

@@ -72,7 +72,7 @@ class Compiling:
             self.host.step()
 
     def compiled(self) -> None:
-        """Waits until a compilation has ended, of which the host is told."""
+        """Waits until a compilation has ended and the host knows it."""
         self.let.set()
         command = self.host.inbox.get(timeout=HANG_S)
         assert isinstance(command, Wake)
