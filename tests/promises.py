@@ -4,7 +4,7 @@ have a quarter of the slots that a batch has samples. The tests of every driver 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from statistics import mean
 
@@ -53,9 +53,12 @@ def check(config: Config, events: Iterable[Event]) -> None:
     """Assert that a finished run kept the promise of its strategy and of its `generation.on_update`."""
     spans: dict[SampleId, tuple[VersionSpan, ...]] = {}
     batches: dict[int, tuple[int, ...]] = {}
+    turns: Counter[SampleId] = Counter()
     for event in events:
         if isinstance(event, e.SampleFinished):
             spans.setdefault(event.sample, event.spans)
+        elif isinstance(event, e.TurnFinished):
+            turns[event.sample] += 1
         elif isinstance(event, e.BatchTrained):
             batches[event.step] = event.ordinals
     members, groups = config.algorithm.group_size, config.trainer.batch_size
@@ -72,6 +75,7 @@ def check(config: Config, events: Iterable[Event]) -> None:
             assert versions == sorted(versions), (sample, versions)
             if config.on_update in ("drain", "pinned"):
                 assert len(set(versions)) == 1, (sample, versions)
+                assert len(versions) <= max(1, turns[sample]), "a turn, or a plain sample, has one span"
             head_ages.append(step - versions[0])
             of_group[sample.ordinal].update(versions)
     assert mean(head_ages) <= eta  # the gate's promise, whatever the order in which groups end
