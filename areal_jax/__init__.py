@@ -14,11 +14,12 @@ with epy.lazy_api_imports(globals()):
     from areal_jax.config.tree import Config
     from areal_jax.generation.engine import Engine
     from areal_jax.generation.rollout import rollout
-    from areal_jax.runtime.context import RunResult
-    from areal_jax.runtime.jobs import resume, run
+    from areal_jax.jobs.local import resume, run
+    from areal_jax.runtime.run_result import RunResult
     from areal_jax.tasks.task import Task
     from areal_jax.trainer.learner import Learner
     from areal_jax.trajectories.packing import pack
+    from areal_jax.trees.tree_learner import TreeLearner
     from areal_jax.types import (
         Batch,
         Completion,

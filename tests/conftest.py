@@ -188,7 +188,7 @@ def _priority() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory, few_optimizations: bool) -> Path:
     """A run of three steps; checkpoints of versions 2 and 3. Not to be written into."""
-    from areal_jax.runtime.jobs import run
+    from areal_jax.jobs.local import run
     from tests.small_run import small
 
     folder = tmp_path_factory.mktemp("trained") / "run"

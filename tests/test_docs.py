@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_jax.runtime.jobs import resume
+from areal_jax.jobs.local import resume
 from areal_jax.types import ArealError
 
 pytestmark = pytest.mark.slow  # whole processes, a minute of them

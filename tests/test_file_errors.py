@@ -18,12 +18,12 @@ from areal_jax import file_errors
 from areal_jax.cluster.launched import make_secret
 from areal_jax.config.loading import load_config
 from areal_jax.file_errors import DiskFullError, explained, require_space, writing
+from areal_jax.jobs.local import resume
 from areal_jax.observe import metrics
 from areal_jax.observe.evals import append_eval
 from areal_jax.observe.waits import Timeline
 from areal_jax.runtime.context import make_folder
-from areal_jax.runtime.jobs import resume
-from areal_jax.runtime.reading import audit_run
+from areal_jax.runtime.folder_audit import audit_run
 from areal_jax.types import ArealError
 from areal_jax.weights import staged
 from tests.hangs import HANG_S

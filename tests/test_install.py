@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from areal_jax.config.loading import load_config
+from areal_jax.jobs.local import run
 from areal_jax.runtime.bundle import make_bundle
-from areal_jax.runtime.jobs import run
 
 pytestmark = pytest.mark.slow  # packages are downloaded and installed
 

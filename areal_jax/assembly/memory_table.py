@@ -115,7 +115,7 @@ def _kv_pages(config: Config, model: Model) -> tuple[str, int]:
 
 
 def _path_bytes(config: Config, c: ModelConfig) -> int:
-    """Returns the bytes of a walk's path and of the gradient with respect to it (`trainer.tree_arrays`).
+    """Returns the bytes of a walk's path and of the gradient with respect to it (`trees.tree_arrays`).
 
     These are KV, of policy and separate critic, and hidden states. The path has room for the longest sample
     and for the tokens that are computed at once.

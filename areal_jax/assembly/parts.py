@@ -35,6 +35,7 @@ from areal_jax.trainer.scorer import Executor
 from areal_jax.trainer.state import TrainState, depends_on_steps, make_optimizer
 from areal_jax.trainer.supervised import supervised_start
 from areal_jax.trajectories.leaf_order import Blocks
+from areal_jax.trees.tree_learner import TreeLearner
 from areal_jax.types import ArealError, Completion, Prompt, SampleId, Trajectory
 from areal_jax.weights.memory import MemoryStore
 from areal_jax.weights.orbax import OrbaxStore
@@ -214,7 +215,9 @@ def make_learner(config: Config, model: Model, devices: Devices, teacher: Source
     r, mesh = config.runtime, devices.trainer
     reference = Executor(devices.reference or mesh, r.reference.dtype) if r.reference.is_apart else None
     apart = Executor(devices.teacher or mesh, r.teacher.dtype) if r.teacher.is_apart else None
-    return Learner(
+    over_trees = {"tree_blocks": Blocks(config.tree_block)} if config.trainer.compute != "packed" else {}
+    make = TreeLearner if over_trees else Learner
+    return make(
         model,
         config.algorithm,
         make_optimizer(config.trainer, config.run.steps * config.algorithm.minibatches),
@@ -228,7 +231,7 @@ def make_learner(config: Config, model: Model, devices: Devices, teacher: Source
         teacher=Teacher(teacher.model, teacher.load, apart) if teacher else None,
         reference=reference,
         trainable=config.trainable,
-        tree_blocks=Blocks(config.tree_block),
+        **over_trees,
     )
 
 

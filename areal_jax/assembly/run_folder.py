@@ -1,13 +1,15 @@
-"""The names of files and folders in a run's folder."""
+"""The names of files and folders in a run's folder, and how its config, journal and samples are found."""
 
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 
 from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
-from areal_jax.types import ArealError
+from areal_jax.trajectories.sqlite import SqliteQueue
+from areal_jax.types import ArealError, SampleId
 
 CONFIG = "config.yaml"
 """The resolved config; a run with this file as its config repeats the run."""
@@ -44,3 +46,21 @@ def run_config(folder: Path) -> Config:
     if not (folder / CONFIG).is_file():
         raise ArealError(f"{folder} is not a run's folder: it has no {CONFIG}; give the folder of a run")
     return load_config(folder / CONFIG)
+
+
+def open_journal(folder: Path) -> SqliteQueue:
+    """Open a run's journal read-only; the run may still be running."""
+    return SqliteQueue.open(folder / JOURNAL, readonly=True)
+
+
+def sample_id(name: str) -> SampleId:
+    """Return the sample named ORDINAL/MEMBER[/ATTEMPT]; ATTEMPT is 0 by default.
+
+    Raises ArealError for a name of another form.
+    """
+    match = re.fullmatch(r"(\d+)[/.](\d+)(?:[/.](\d+))?", name)
+    if not match:
+        raise ArealError(
+            f"{name!r} does not name a sample; write ORDINAL/MEMBER or ORDINAL/MEMBER/ATTEMPT, such as 12/3"
+        )
+    return SampleId(*(int(part or 0) for part in match.groups()))

@@ -26,6 +26,7 @@ from areal_jax.trainer.learner import Learner
 from areal_jax.trainer.state import TrainState, make_optimizer
 from areal_jax.trajectories.leaf_order import Blocks
 from areal_jax.trajectories.packing import pack
+from areal_jax.trees.tree_learner import TreeLearner
 from areal_jax.types import Batch, Group, SampleId, Sampling, Trajectory
 
 T = TypeVar("T")
@@ -54,7 +55,7 @@ def random_params(model: Model, dtype: str) -> Params:
 
 def bench_learner(
     shape: str, rows: int, length: int, dtype: str, remat: Remat = "none", tree_block: int | None = None
-) -> tuple[Learner, TrainState]:
+) -> tuple[TreeLearner, TrainState]:
     """Returns a learner with micro-batches of `rows` x `length` tokens, and its state with random weights.
 
     It trains by GRPO without KL penalty, with AdamW, and recomputes the log-probs of a batch before the
@@ -62,7 +63,7 @@ def bench_learner(
     trainer.tree_block.
     """
     model = random_model(shape, dtype)
-    learner = Learner(
+    learner = TreeLearner(
         model,
         preset("grpo", group_size=rows, kl={"coef": 0}, proximal="recompute"),
         make_optimizer(load_config("trainer.learning_rate=1e-5").trainer, 1000),

@@ -16,15 +16,15 @@ from areal_jax.bench.measure import bench_learner, in_turn, random_trajectory, t
 from areal_jax.models.model import Params
 from areal_jax.models.transformer import Remat
 from areal_jax.trainer.compiled import Forecast, bytes_on_one_device
-from areal_jax.trainer.learner import Learner
 from areal_jax.trainer.state import TrainState
-from areal_jax.trainer.tree_update import TreeBatch, TreeUpdate
 from areal_jax.trajectories.leaf_order import Blocks, depth_first
 from areal_jax.trajectories.leaf_ranges import TOKENS
 from areal_jax.trajectories.packing import pack, plan_batch
 from areal_jax.trajectories.prefix_tree import Sampled, tree_of
 from areal_jax.trajectories.train_cost import default_costs, packed_work, tree_work
 from areal_jax.trajectories.walk import POP, PUSH, plan_walk
+from areal_jax.trees.tree_learner import TreeLearner
+from areal_jax.trees.tree_update import TreeBatch, TreeUpdate
 from areal_jax.types import ArealError, Batch, Group, Prompt, SampleId, Trajectory
 
 
@@ -128,7 +128,7 @@ class _Arm(NamedTuple):
 
 
 def _arms(
-    learner: Learner, groups: list[Group], rows: int, length: int, plans: Mapping[str, Blocks]
+    learner: TreeLearner, groups: list[Group], rows: int, length: int, plans: Mapping[str, Blocks]
 ) -> dict[str, _Arm]:
     """Returns the packed ways to train the groups, and the walks over their tree that `plans` names."""
     arms = {}
@@ -152,7 +152,7 @@ def _arms(
     return arms
 
 
-def _chosen(learner: Learner, groups: list[Group], rows: int, length: int) -> str:
+def _chosen(learner: TreeLearner, groups: list[Group], rows: int, length: int) -> str:
     """Returns the arm, shared or tree, that the default costs forecast to be faster."""
     blocks, sequences = learner.tree_blocks, [Sampled.of(one) for each in groups for one in each.trajectories]
     work = {

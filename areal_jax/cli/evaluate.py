@@ -27,7 +27,7 @@ def evaluate(
     """Measure greedy accuracy and pass@k on a held-out split, with 95 % confidence intervals."""
     from areal_jax.evaluation.command import eval_model_or_run
     from areal_jax.observe.evals import eval_progress, print_eval
-    from areal_jax.runtime.workflow_parts import make_gateway
+    from areal_jax.serving.run_services import make_gateway
 
     with eval_progress(sys.stderr) as progress:
         own = model, words or [], limit, samples, progress

@@ -30,7 +30,8 @@ def audit(folder: Folder, json: AsJson = False) -> None:
 
     Also whether the journal is whole, and whether metrics, checkpoints, exports and evaluations agree.
     """
-    from areal_jax.runtime.reading import audit_run, open_journal
+    from areal_jax.assembly.run_folder import open_journal
+    from areal_jax.runtime.folder_audit import audit_run
 
     result = audit_run(folder)
     with open_journal(folder) as journal:

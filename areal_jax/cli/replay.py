@@ -63,7 +63,7 @@ def _progress(said: str) -> None:
 def _branch(folder: Path, until: int | None, name: str, words: list[str], json: bool) -> None:
     stop_on_sigterm()
     from areal_jax.cli.train import finish
-    from areal_jax.runtime import jobs
+    from areal_jax.jobs import local as jobs
     from areal_jax.runtime.branch import make_branch
     from areal_jax.runtime.reopened import reopened
 

@@ -14,7 +14,7 @@ import typer
 from areal_jax.cli.shell import POINTER, AsJson, print_json, print_memory, stop_on_sigterm
 
 if TYPE_CHECKING:
-    from areal_jax.runtime.context import RunResult
+    from areal_jax.runtime.run_result import RunResult
 
 Words = Annotated[
     list[str] | None, typer.Argument(help="YAML files and section.key=value, composed left to right.")
@@ -42,7 +42,7 @@ def run(words: Words = None, json: AsJson = False, dry_run: DryRun = False) -> N
 def resume(folder: Path, words: Words = None, json: AsJson = False) -> None:
     """Continue a run that ended for any reason: RUN [section.key=value ...]."""
     stop_on_sigterm()
-    from areal_jax.runtime import jobs
+    from areal_jax.jobs import local as jobs
 
     finish(lambda stream: jobs.resume(folder, words or [], stream=stream), folder, json)
 
@@ -50,7 +50,7 @@ def resume(folder: Path, words: Words = None, json: AsJson = False) -> None:
 def _run(words: list[str], json: bool, is_dry: bool) -> None:
     stop_on_sigterm()
     from areal_jax.config.loading import load_config
-    from areal_jax.runtime import jobs
+    from areal_jax.jobs import local as jobs
 
     config = load_config(*words)
     if is_dry:

@@ -10,6 +10,7 @@ from areal_jax.control import events as e
 from areal_jax.episodes.agent import workflows_of
 from areal_jax.episodes.conversation import Conversation
 from areal_jax.runtime.workflow_parts import make_runner
+from areal_jax.serving.run_services import make_gateway
 from areal_jax.tasks.errors import PromptError
 from areal_jax.tasks.source import PromptStream, WeightedTask
 from areal_jax.trajectories.codec import decode
@@ -32,7 +33,9 @@ class ConductedWorkflows:
         self._talks: dict[SampleId, Conversation] = {}
         workflows = workflows_of(config.episode.agent, tasks)
         tokenizer = open_source(config, tasks).model.tokenizer
-        self._runner = make_runner(config, workflows, tokenizer, self._emit, link.fail, link.note)
+        self._runner = make_runner(
+            config, workflows, tokenizer, self._emit, link.fail, link.note, make_gateway=make_gateway
+        )
 
     def begin(self) -> None:
         """Ends all workflows, because an epoch begins; what they emitted is queued before this returns."""

@@ -11,7 +11,7 @@ from areal_jax.cluster.member import ControllerLink
 from areal_jax.cluster.messages import Begin
 from areal_jax.config.tree import Config
 from areal_jax.evaluation.follower import Follower
-from areal_jax.runtime.workflow_parts import make_gateway
+from areal_jax.serving.run_services import make_gateway
 
 
 def evaluate(config: Config, folder: Path, name: str) -> None:

@@ -62,7 +62,7 @@ def read(words: Sequence[str], folder: Path | None = None) -> Launch:
         _require_resumable(before, config, folder)
         is_given = any(word.startswith("run.steps=") for word in words)
         if config.run.steps == before.run.steps and not is_given:
-            from areal_jax.runtime.reading import with_steps_asked
+            from areal_jax.runtime.resuming import with_steps_asked
 
             config = with_steps_asked(config, folder)
     elif folder.is_dir() and {path.name for path in folder.iterdir()} - {"launch", "logs"}:
@@ -105,7 +105,7 @@ def make_secret(path: Path, given: str | None = None) -> str:
 
 # Resolved values are compared, not words: the same config may be given by other words or in another file.
 def _require_resumable(before: Config, now: Config, folder: Path) -> None:
-    from areal_jax.runtime.jobs import RESUMABLE_KEYS
+    from areal_jax.runtime.resuming import RESUMABLE_KEYS
 
     then = dict(_leaves(resolved(before)))
     changed = [

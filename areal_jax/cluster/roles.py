@@ -64,6 +64,7 @@ from areal_jax.parallel.agreement import leads
 from areal_jax.runtime.recovery import Journaled, Repetition, require_one_run, start_state
 from areal_jax.runtime.talking import training_host
 from areal_jax.runtime.trainer_loop import TrainBatch, Trainer
+from areal_jax.serving.run_services import make_endpoint
 from areal_jax.trainer.checkpoint import Checkpointer
 from areal_jax.trajectories.codec import decode
 from areal_jax.trajectories.plan import BatchPlan
@@ -152,7 +153,10 @@ class _Hosting:
         self._spent = _Spent(link.name, timeline)
         own = (c, _index(link.name), engine, self._store, self._report)
         clock = timeline.clock(link.name)
-        self._host, run = training_host(*own, name=link.name, clock=clock, is_idle_bounded=False)
+        endpoint = make_endpoint(c, own[1], engine)
+        self._host, run = training_host(
+            *own, name=link.name, clock=clock, endpoint=endpoint, is_idle_bounded=False
+        )
         self._deadline_s = c.runtime.deadline_s
         self._thread = reporting_thread(link.name, run, link.fail)
         self._thread.start()

@@ -31,6 +31,7 @@ from areal_jax.tasks.source import load_tasks
 from areal_jax.trainer.compiled import bytes_on_one_device
 from areal_jax.trainer.learner import Learner
 from areal_jax.trajectories.train_cost import Work, default_costs
+from areal_jax.trees.tree_learner import TreeLearner
 from areal_jax.types import Batch
 from areal_jax.weights.digest import leaf_sums
 from areal_jax.weights.store import copy_with_sums, dtype_in
@@ -142,9 +143,10 @@ def _trainer(config: Config, learner: Learner, devices: Devices, teacher: Source
     if compute != "tree":
         found += _packed_programs(config, learner, batches["packed"], state)
     if compute != "packed":
+        assert isinstance(learner, TreeLearner)
         for one in tree_programs(config, learner, batches["tree"], state):
             found.append(RecipeProgram(role=TRAINER, **one))
-    if compute == "auto":
+    if compute == "auto" and isinstance(learner, TreeLearner):
         found = _of_one_way(config, learner, batches["packed"], found)
     sums, flag = learner.programs.abstract_sums(), np.bool_(True)
     add = partial(RecipeProgram, role=TRAINER, assumed=_assumed_training(config, learner))
@@ -200,7 +202,7 @@ def _packed_programs(config: Config, learner: Learner, batch: Batch, state: Any)
 
 
 def _of_one_way(
-    config: Config, learner: Learner, packed: Batch, found: Sequence[RecipeProgram]
+    config: Config, learner: TreeLearner, packed: Batch, found: Sequence[RecipeProgram]
 ) -> list[RecipeProgram]:
     """Returns the programs of compute=auto; those of the way that costs more by default are never called."""
     a, shards = config.algorithm, learner.mesh.shape["data"] * learner.mesh.shape["fsdp"]

@@ -14,18 +14,18 @@ import numpy as np
 from areal_jax.config.tree import Config
 from areal_jax.models.attention import BLOCK
 from areal_jax.plan.costs import Assumed
-from areal_jax.trainer.learner import Learner
 from areal_jax.trajectories.leaf_order import depth_first
 from areal_jax.trajectories.prefix_tree import prefix_tree
 from areal_jax.trajectories.train_cost import Work, work_of_calls
 from areal_jax.trajectories.walk import POP, PUSH, Call, calls_of
+from areal_jax.trees.tree_learner import TreeLearner
 from areal_jax.types import Batch
 
 TREE_PROGRAMS = ("push", "pop", "push with scores", "tree score")
 """Names of the programs that `tree_programs` returns."""
 
 
-def full_length_calls(config: Config, learner: Learner, *, with_gradients: bool) -> list[Call]:
+def full_length_calls(config: Config, learner: TreeLearner, *, with_gradients: bool) -> list[Call]:
     """Returns the steps over the prefix tree of a minibatch of samples of full length."""
     a, g = config.algorithm, config.generation
     prompt = g.length - g.max_tokens
@@ -40,7 +40,7 @@ def full_length_calls(config: Config, learner: Learner, *, with_gradients: bool)
     return calls_of(tree, shape["data"] * shape["fsdp"], blocks, with_gradients=with_gradients)
 
 
-def tree_programs(config: Config, learner: Learner, batch: Batch, state: Any) -> list[dict[str, Any]]:
+def tree_programs(config: Config, learner: TreeLearner, batch: Batch, state: Any) -> list[dict[str, Any]]:
     """Returns the programs over prefix trees; their calls count each step as one of a full block.
 
     `batch`, `state`: abstract, as `TreeUpdate.abstract_calls` needs them.
@@ -83,7 +83,7 @@ def _blocks(calls: Sequence[Call], kind: int, most: int) -> float:
     return sum(call.bucket for call in calls if call.kind == kind) / most
 
 
-def full_length_work(config: Config, learner: Learner, passes: int) -> Work:
+def full_length_work(config: Config, learner: TreeLearner, passes: int) -> Work:
     """Returns the work of a batch of samples of full length over its prefix trees, scored `passes` times."""
     parts = [
         (passes, full_length_calls(config, learner, with_gradients=False)),

@@ -14,16 +14,22 @@ import jax
 
 from areal_jax.assembly.devices import header
 from areal_jax.assembly.parts import Parts, with_config
-from areal_jax.assembly.run_folder import BRANCH, CHECKPOINTS, CONFIG_DIGEST, JOURNAL, config_digest
+from areal_jax.assembly.run_folder import (
+    BRANCH,
+    CHECKPOINTS,
+    CONFIG_DIGEST,
+    JOURNAL,
+    config_digest,
+    open_journal,
+)
 from areal_jax.config.loading import ConfigError, load_config, resolved
 from areal_jax.config.tree import Config
 from areal_jax.control.audit import audit
 from areal_jax.observe.metrics import rewrite
 from areal_jax.runtime.context import make_folder
-from areal_jax.runtime.jobs import RESUMABLE_KEYS, require_new
-from areal_jax.runtime.reading import open_journal, with_steps_asked
 from areal_jax.runtime.reopened import Reopened, branch_record, differences_text
 from areal_jax.runtime.replay import Note, Replay, Replayed
+from areal_jax.runtime.resuming import RESUMABLE_KEYS, require_new, with_steps_asked
 from areal_jax.trainer.checkpoint import Checkpointer
 from areal_jax.types import ArealError
 

@@ -1,4 +1,4 @@
-"""Opens a run's files and state before it starts, and returns its result at its end.
+"""Opens a run's files and state before it starts.
 
 These functions serve new and resumed runs, in one process and on a cluster.
 """
@@ -10,10 +10,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from areal_jax.assembly.devices import header
-from areal_jax.assembly.parts import Inputs
 from areal_jax.assembly.run_folder import make_folders
 from areal_jax.config.loading import resolved, to_yaml
 from areal_jax.config.tree import Config
@@ -22,9 +21,8 @@ from areal_jax.control.machine import ControlPlane
 from areal_jax.file_errors import writing
 from areal_jax.observe.busy_watch import BusyWatch
 from areal_jax.observe.live import View, make_view
-from areal_jax.observe.metrics import MetricsWriter, read_rows, rewrite
+from areal_jax.observe.metrics import MetricsWriter, rewrite
 from areal_jax.observe.waits import Timeline
-from areal_jax.runtime.reading import read_selection, write_report
 from areal_jax.trajectories.sqlite import SqliteQueue
 
 
@@ -47,16 +45,6 @@ class RunContext:
     """The batches that the run trained before this process started, in order, each with its metrics row."""
     watch: BusyWatch
     """Names what the thread of the control plane is stuck in, such as a task's code."""
-
-
-@dataclass(frozen=True)
-class RunResult:
-    folder: Path
-    metrics: list[dict[str, Any]]
-    """One row for each training step, as in metrics.jsonl."""
-    report: Path | None
-    warnings: tuple[str, ...] = ()
-    """What to look at: by how much the trained groups differ from the generated ones, and why."""
 
 
 def make_folder(config: Config, folder: Path) -> None:
@@ -105,13 +93,3 @@ def open_context(
                     "to train more, resume the run with a larger run.steps"
                 )
         yield RunContext(config, folder, journal, control, view, metrics, timeline, history, watch)
-
-
-def write_result(folder: Path, inputs: Inputs) -> RunResult:
-    """Write the report of the run in `folder` if observe.report is set; return the run's result.
-
-    `inputs`: the run's config and tasks.
-    """
-    report = write_report(folder, inputs.config, inputs.tasks) if inputs.config.observe.report else None
-    selection = read_selection(folder)
-    return RunResult(folder, read_rows(folder), report, () if selection is None else selection.alarms)

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from areal_jax.trainer.learner import Learner, PreparedBatch
+from areal_jax.trainer.learner import Learner, TrainsBatches
 from areal_jax.trainer.state import TrainState
-from areal_jax.trainer.tree_update import TreeBatch
 from areal_jax.types import ArealError
 
 GIB = 2**30
@@ -31,18 +30,17 @@ class MemoryWatch:
         self._forecasts: dict[Any, int] = {}
         self._steps = 0
 
-    def before(self, state: TrainState, batch: PreparedBatch, is_alone: bool) -> None:
-        """Forecast the memory that training this batch takes, once for each batch shape.
+    def before(self, learns: TrainsBatches, state: TrainState, batch: Any, is_alone: bool) -> None:
+        """Forecast the memory that `learns.update` takes for this prepared batch, once for each batch shape.
 
         `is_alone`: False if hosts decode on the device between the programs of the update. Raises ArealError
         if the forecast exceeds the device's memory.
         """
-        is_tree = isinstance(batch, TreeBatch)
-        shape = (batch.batch if is_tree else batch).tokens.shape
-        if (is_tree, shape) in self._forecasts:
+        shape = batch.tokens.shape
+        if (key := (type(batch), shape)) in self._forecasts:
             return
-        forecast = self._learner.forecast(state, batch, is_alone)
-        self._forecasts[is_tree, shape] = forecast.peak
+        forecast = learns.forecast(state, batch, is_alone)
+        self._forecasts[key] = forecast.peak
         largest = forecast.largest
         parts = f"{_gib(forecast.resident)} resident, {_gib(forecast.needs[largest])} in {largest}"
         rows, length = shape

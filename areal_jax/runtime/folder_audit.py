@@ -10,10 +10,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from areal_jax.assembly.run_folder import BRANCH, CHECKPOINTS, CONFIG_DIGEST, EXPORTS, config_digest
+from areal_jax.assembly.run_folder import (
+    BRANCH,
+    CHECKPOINTS,
+    CONFIG_DIGEST,
+    EXPORTS,
+    config_digest,
+    open_journal,
+    run_config,
+)
 from areal_jax.config.tree import Config
 from areal_jax.control import audit
 from areal_jax.control import events as e
@@ -451,3 +460,17 @@ def _is_near(recorded: Any, again: Any) -> bool:
     if isinstance(recorded, int | float) and isinstance(again, int | float):
         return recorded == again or math.isclose(recorded, again, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
     return recorded == again
+
+
+def audit_run(folder: Path) -> audit.AuditResult:
+    """Check that the run kept its invariants, and that its files and the journal's tables agree with them.
+
+    See `areal_jax.control.audit` and `FolderAudit`.
+    """
+    config = run_config(folder)
+    with open_journal(folder) as journal:
+        of_folder = FolderAudit(folder, config, journal)
+        rows = of_folder.seen(journal.rows())
+        found = audit.audit(config, ((row.seq, row.event, row.actions) for row in rows))
+        violations = [*found.violations, *of_folder.violations()]
+    return replace(found, ok=not violations, violations=violations)

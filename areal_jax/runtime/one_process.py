@@ -10,13 +10,14 @@ import queue
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from areal_jax.assembly.parts import Parts
+from areal_jax.config.tree import Config
 from areal_jax.control import events as e
 from areal_jax.control.events import Event
 from areal_jax.episodes.conversation import Conversation
-from areal_jax.evaluation.follower import Follower
+from areal_jax.episodes.workflow_runner import Gateway
 from areal_jax.generation.commands import Stop, command_of
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host
@@ -27,10 +28,10 @@ from areal_jax.runtime.context import RunContext
 from areal_jax.runtime.core import Incoming, Offer
 from areal_jax.runtime.driver import Driver
 from areal_jax.runtime.interrupts import interrupts_sent
-from areal_jax.runtime.talking import training_host
+from areal_jax.runtime.talking import Endpoint, training_host
 from areal_jax.runtime.trainer_loop import Trainer, held_batch
 from areal_jax.runtime.turns import OneDevice
-from areal_jax.runtime.workflow_parts import make_gateway, make_runner
+from areal_jax.runtime.workflow_parts import make_runner
 from areal_jax.tasks.pool import RewardPool
 from areal_jax.trainer.checkpoint import Checkpointer
 from areal_jax.trainer.state import TrainState
@@ -45,6 +46,27 @@ Message = Incoming | BaseException
 """An event with its payload; or an exception that the main thread raises: a failed thread's, or Ctrl-C's."""
 
 
+class Follows(Protocol):
+    """Evaluates and exports the run's checkpoints beside it (`evaluation.follower.Follower`)."""
+
+    def start(self) -> None: ...
+
+    def finish(self, deadline_s: float) -> None: ...
+
+    def stop(self, deadline_s: float) -> None: ...
+
+
+class Services(NamedTuple):
+    """What a run uses that its core does not contain; `areal_jax.jobs` composes them."""
+
+    make_endpoint: Callable[[Config, int, Engine], Endpoint | None]
+    """Called with the index of a host; None: clients cannot reach it."""
+    make_gateway: Callable[[], Gateway]
+    """Called in the event loop of workflows that agents with an address of their own belong to."""
+    make_follower: Callable[[Callable[[str], None], Callable[[BaseException], None]], Follows | None]
+    """Called with `note(text)` and `fail(error)`; None: the run neither evaluates nor exports checkpoints."""
+
+
 class LocalRun:
     """One run in this process, new or resumed; training starts from `state`.
 
@@ -53,11 +75,16 @@ class LocalRun:
     """
 
     def __init__(
-        self, parts: Parts, state: TrainState, context: RunContext, restored: PolicyVersion | None = None
+        self,
+        parts: Parts,
+        state: TrainState,
+        context: RunContext,
+        services: Services,
+        restored: PolicyVersion | None = None,
     ) -> None:
         """`restored`: version of the checkpoint from which `state` was loaded; None without a checkpoint."""
         c, folder, view, timeline = parts.config, context.folder, context.view, context.timeline
-        self._parts, self._view, self._timeline = parts, view, timeline
+        self._parts, self._view, self._timeline, self._services = parts, view, timeline, services
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._deadline_s = c.runtime.deadline_s
         turns = None
@@ -80,14 +107,9 @@ class LocalRun:
         self._runner = None
         if parts.workflows:
             own = c, parts.workflows, parts.model.tokenizer, self._deliver
-            self._runner = make_runner(*own, self._inbox.put, view.note)
+            self._runner = make_runner(*own, self._inbox.put, view.note, make_gateway=services.make_gateway)
         self._driver = Driver(parts, context, self, list(self._hosts.values()), timeline.take_totals)
-        self._follower = None
-        if c.observe.evaluate or c.observe.exports:
-            on = parts.devices.evaluation
-            self._follower = Follower(
-                parts, folder, on, view.note, self._inbox.put, make_gateway=make_gateway
-            )
+        self._follower = services.make_follower(view.note, self._inbox.put)
         bodies = {"trainer": self.trainer.run} | {host.name: body for host, body in hosts}
         self._threads = [reporting_thread(name, body, self._inbox.put) for name, body in bodies.items()]
 
@@ -113,7 +135,8 @@ class LocalRun:
             )
             return host, host.run
         own = (c, index, engine, self._store, self._deliver)
-        return training_host(*own, name=name, clock=clock, turns=turns)
+        endpoint = self._services.make_endpoint(c, index, engine)
+        return training_host(*own, name=name, clock=clock, turns=turns, endpoint=endpoint)
 
     # --- from start to end ----------------------------------------------------------------------------------
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from areal_jax.assembly.run_folder import BRANCH, JOURNAL, run_config
+from areal_jax.assembly.run_folder import open_journal, run_config, sample_id
 from areal_jax.config.tree import Config
-from areal_jax.control.audit import AuditResult, audit
 from areal_jax.control.events import (
     BatchTrained,
     Drop,
@@ -34,7 +32,6 @@ from areal_jax.observe.staleness import FEWEST_SAMPLES, Staleness, Trained, stud
 from areal_jax.observe.svg import Figure, standalone
 from areal_jax.observe.waits import read_timelines
 from areal_jax.runtime.attempts import Attempts
-from areal_jax.runtime.folder_audit import FolderAudit
 from areal_jax.runtime.viewer import Late, Viewer, gates_in
 from areal_jax.tasks.source import WeightedTask
 from areal_jax.trajectories.sqlite import JournalError, SqliteQueue
@@ -58,49 +55,6 @@ class Found:
     late: deque[Late] = field(default_factory=lambda: deque(maxlen=LATE))
     attempts: Attempts = field(default_factory=Attempts)
     failures: deque[RewardFailed | PromptFailed] = field(default_factory=lambda: deque(maxlen=LISTED))
-
-
-def open_journal(folder: Path) -> SqliteQueue:
-    """Open a run's journal read-only; the run may still be running."""
-    return SqliteQueue.open(folder / JOURNAL, readonly=True)
-
-
-def steps_asked(journal: SqliteQueue) -> int:
-    """Return the number of steps that the run's start or its last resume asked for; 0 if it has none.
-
-    A branch has its parent's events, but not its parent's number of steps.
-    """
-    branch = journal.header.get(BRANCH)
-    after = branch["seq"] if branch else 0
-    asked = [e.steps for kind in ("RunStarted", "RunResumed") for e in journal.events(kind, after)]
-    return asked[-1] if asked else 0
-
-
-def with_steps_asked(config: Config, folder: Path) -> Config:
-    """Return the config with the number of steps that the run in `folder` was last started or resumed with.
-
-    A resume records it in the journal, and not in config.yaml. The config stays as it is if the run has no
-    journal, or has not begun.
-    """
-    if not (folder / JOURNAL).exists():
-        return config
-    with open_journal(folder) as journal:
-        steps = steps_asked(journal) or config.run.steps
-    return config.model_copy(update={"run": config.run.model_copy(update={"steps": steps})})
-
-
-def audit_run(folder: Path) -> AuditResult:
-    """Check that the run kept its invariants, and that its files and the journal's tables agree with them.
-
-    See `areal_jax.control.audit` and `areal_jax.runtime.folder_audit`.
-    """
-    config = run_config(folder)
-    with open_journal(folder) as journal:
-        of_folder = FolderAudit(folder, config, journal)
-        rows = of_folder.seen(journal.rows())
-        found = audit(config, ((row.seq, row.event, row.actions) for row in rows))
-        violations = [*found.violations, *of_folder.violations()]
-    return replace(found, ok=not violations, violations=violations)
 
 
 def find(journal: SqliteQueue) -> Found:
@@ -220,19 +174,6 @@ def _samples(
         return [], str(error), lambda _: ""
     failed = {event.ordinal: viewer.task_of(event.ordinal) for event in found.failures}
     return viewer.chosen(list(found.late)), "", failed.__getitem__
-
-
-def sample_id(name: str) -> SampleId:
-    """Return the sample named ORDINAL/MEMBER[/ATTEMPT]; ATTEMPT is 0 by default.
-
-    Raises ArealError for a name of another form.
-    """
-    match = re.fullmatch(r"(\d+)[/.](\d+)(?:[/.](\d+))?", name)
-    if not match:
-        raise ArealError(
-            f"{name!r} does not name a sample; write ORDINAL/MEMBER or ORDINAL/MEMBER/ATTEMPT, such as 12/3"
-        )
-    return SampleId(*(int(part or 0) for part in match.groups()))
 
 
 def view_sample(folder: Path, name: str) -> SampleView:

@@ -10,10 +10,9 @@ from typing import Any
 
 from areal_jax.assembly.devices import header, use_compilation_cache, use_virtual_cpus
 from areal_jax.assembly.gpus import use_gpu_environment
-from areal_jax.assembly.run_folder import BRANCH, run_config
+from areal_jax.assembly.run_folder import BRANCH, open_journal, run_config
 from areal_jax.config.loading import load_config, make_config, resolved
 from areal_jax.config.tree import Config
-from areal_jax.runtime.reading import open_journal
 from areal_jax.trajectories.sqlite import SqliteQueue
 
 IN_MEMORY = ("weights.backend=memory",)

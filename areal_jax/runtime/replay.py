@@ -31,7 +31,7 @@ from areal_jax.observe.metrics import REQUIRED
 from areal_jax.observe.waits import Timeline
 from areal_jax.runtime.compute_choice import recorded_choice
 from areal_jax.runtime.differences import Comparison, Difference, name_of, same
-from areal_jax.runtime.reading import audit_run
+from areal_jax.runtime.folder_audit import audit_run
 from areal_jax.runtime.recovery import Journaled
 from areal_jax.runtime.reopened import Reopened, reopened
 from areal_jax.runtime.rows import RowMaker

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from typing import Any, Protocol
 
 from areal_jax.assembly.device_memory_remedies import HOST, explained
 from areal_jax.config.tree import Config
@@ -13,6 +14,19 @@ from areal_jax.generation.host import Emit, Host
 from areal_jax.observe.waits import Clock
 from areal_jax.runtime.turns import OneDevice
 from areal_jax.weights.store import ParamReader
+
+
+class Endpoint(Protocol):
+    """Lets clients send a host requests while it decodes the samples of a run."""
+
+    streams: Any
+    """Its `hear` receives each token, and its `beside(emit)` each event, of clients' requests."""
+
+    def attach(self, host: Host) -> None: ...
+
+    def around(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Returns a function that opens the ports, calls `run` (the host's loop) and closes them."""
+        ...
 
 
 def training_host(
@@ -25,22 +39,15 @@ def training_host(
     name: str,
     clock: Clock,
     turns: OneDevice | None = None,
+    endpoint: Endpoint | None = None,
     is_idle_bounded: bool = True,
 ) -> tuple[Host, Callable[[], None]]:
     """Returns generation host number `index` of a run, and the function to run in its thread.
 
     `emit(event, trajectory)` receives the host's events. `turns` decides when the host may use the device
-    that it shares with the trainer; None: it shares no device. `is_idle_bounded`: as in `Host.run`. If
-    generation.serve_port is set, the function also serves clients; otherwise no server is imported.
-    Raises ArealError if other machines can reach the endpoint but AREAL_JAX_SECRET is unset, except with
-    generation.serve_is_open.
+    that it shares with the trainer; None: it shares no device. `endpoint`: through which clients send the
+    host requests; None: no client can. `is_idle_bounded`: as in `Host.run`.
     """
-    endpoint = None
-    if config.generation.serve_port is not None:
-        from areal_jax.serving.endpoint import TrainingEndpoint
-        from areal_jax.serving.secret import read_secret
-
-        endpoint = TrainingEndpoint(config, index, engine, read_secret(None))
     host = Host(
         name,
         engine,

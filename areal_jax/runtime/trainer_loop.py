@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from areal_jax.assembly.device_memory_remedies import TRAINER, explained
 from areal_jax.assembly.devices import training_machine
 from areal_jax.assembly.parts import Parts
@@ -32,7 +30,6 @@ from areal_jax.trainer.checkpoint import Checkpointer
 from areal_jax.trainer.learner import Learner
 from areal_jax.trainer.state import TrainState
 from areal_jax.trajectories.age_mask import oldest_trained, trained_mask
-from areal_jax.trajectories.leaf_ranges import TOKENS, LeafCosts
 from areal_jax.trajectories.packing import by_place
 from areal_jax.trajectories.plan import BatchPlan, fill
 from areal_jax.types import ArealError, Group, SampleId, Trajectory, VersionedParams
@@ -94,8 +91,8 @@ def train_batch(
     """
     plan = batch.plan
     with clock.doing("pack"):
-        is_tree = plan.layout == "apart"
-        rows = np.arange(plan.rows) if is_tree else learner.own_rows(plan.rows)
+        learns = learner.trains(plan)
+        rows = learns.own_rows(plan.rows)
         packed = fill(plan, rows, batch.source(plan.sources(rows)))
         # Here, because every batch passes here: of a run, of its repetition after a crash, of a replay.
         oldest = oldest_trained(config.control, batch.step)
@@ -104,15 +101,11 @@ def train_batch(
     with clock.doing("update"):
         spent = _Stopwatch()
         between = spent.without(between)
-        if is_tree:
-            costs = LeafCosts(*plan.choice.get("tree_costs", TOKENS))
-            prepared = learner.prepare_tree(state, packed, between, costs)
-        else:
-            prepared = learner.prepare(state, packed, between)
+        prepared = learns.prepare(state, packed, between)
         if memory is not None:
             with spent.stopped():
-                memory.before(state, prepared, between is None)
-        state, metrics = learner.update(state, prepared, between)
+                memory.before(learns, state, prepared, between is None)
+        state, metrics = learns.update(state, prepared, between)
         metrics |= plan.choice
         if memory is not None:
             metrics |= memory.after() | {"update_s": spent.seconds}

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from areal_jax.assembly.devices import machine
 from areal_jax.assembly.parts import Parts, assemble, first_params, with_measured_layout
+from areal_jax.assembly.run_folder import open_journal
 from areal_jax.config.loading import load_config, parsed
 from areal_jax.config.tree import Config
 from areal_jax.control.events import BatchTrained
@@ -30,15 +31,15 @@ from areal_jax.evaluation.result import overall, task_figures
 from areal_jax.evaluation.run import EvalSettings, evaluate
 from areal_jax.file_errors import writing
 from areal_jax.generation.engine import Engine
+from areal_jax.jobs.local import run_parts
 from areal_jax.models.model import Params
 from areal_jax.observe.estimates import paired_estimate
 from areal_jax.observe.live import clock
 from areal_jax.observe.metrics import read_objects
 from areal_jax.observe.waits import Interval, read_timelines
 from areal_jax.plugin import check_settings, did_you_mean
-from areal_jax.runtime.context import RunResult
-from areal_jax.runtime.jobs import run_parts
-from areal_jax.runtime.reading import find, open_journal
+from areal_jax.runtime.reading import find
+from areal_jax.runtime.run_result import RunResult
 from areal_jax.simulation.real_machines import RealMachines
 from areal_jax.simulation.schedule import Schedule
 from areal_jax.simulation.world import simulate

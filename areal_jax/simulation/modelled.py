@@ -16,9 +16,9 @@ from typing import Any
 from areal_jax.config.tree import Config
 from areal_jax.control import events as e
 from areal_jax.episodes.conversation import TurnRequest
+from areal_jax.jobs.local import run_parts
 from areal_jax.observe.waits import HELD, NS, Clock, Interval, idle_share
 from areal_jax.runtime.core import Offer
-from areal_jax.runtime.jobs import run_parts
 from areal_jax.simulation.ablation import Measured, recorded
 from areal_jax.simulation.decoders import Call, Decoder
 from areal_jax.simulation.machines import DrawnMachines, Machines

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -35,11 +35,9 @@ from areal_jax.trainer.optimization import Optimization
 from areal_jax.trainer.scorer import Executor, Scorer
 from areal_jax.trainer.state import TrainState
 from areal_jax.trainer.trainable import Trainable
-from areal_jax.trainer.tree_update import Pushes, TreeBatch, TreeUpdate
 from areal_jax.trainer.update import Objective
 from areal_jax.trainer.update_metrics import to_floats
-from areal_jax.trajectories.leaf_order import Blocks
-from areal_jax.trajectories.leaf_ranges import TOKENS, LeafCosts
+from areal_jax.trajectories.plan import BatchPlan
 from areal_jax.types import ArealError, Batch, VersionedParams
 from areal_jax.weights.digest import digest
 from areal_jax.weights.store import dtype_in, wire_copy
@@ -55,8 +53,21 @@ class Teacher(NamedTuple):
     """Where it computes; None: as the trainer, on its mesh."""
 
 
-PreparedBatch = Batch | TreeBatch
-"""A batch with all that `Learner.update` needs: packed, or with the walks over its prefix trees."""
+class TrainsBatches(Protocol):
+    """Trains batches of one layout: a learner itself, or its update over prefix trees (`areal_jax.trees`).
+
+    `prepare` returns a batch with all that `update` needs; its `tokens` are those of all processes' rows.
+    """
+
+    def own_rows(self, rows: int) -> np.ndarray: ...
+
+    def prepare(self, state: TrainState, batch: Batch, between: Callable | None = None) -> Any: ...
+
+    def update(
+        self, state: TrainState, batch: Any, between: Callable | None = None
+    ) -> tuple[TrainState, dict[str, float]]: ...
+
+    def forecast(self, state: TrainState, batch: Any, is_alone: bool = True) -> Forecast: ...
 
 
 class Learner:
@@ -67,9 +78,8 @@ class Learner:
     device. `logp_chunk`: number of tokens for which logits are in memory at once. `remat`: what the backward
     pass recomputes. `teacher`: required if `algorithm.teacher` is set, else forbidden. `optimizer_memory`:
     where the optimiser's moments are stored between two steps. `trainable`: a leaf is trained if this regular
-    expression matches the leaf's full path (None: all leaves are trained). `tree_blocks`: the blocks of
-    tokens that each device computes at once over prefix trees (None: those of a micro-batch). `reference`:
-    where the reference policy computes, if the algorithm has one (None: as the trainer, on its mesh).
+    expression matches the leaf's full path (None: all leaves are trained). `reference`: where the reference
+    policy computes, if the algorithm has one (None: as the trainer, on its mesh).
     """
 
     def __init__(
@@ -87,7 +97,6 @@ class Learner:
         teacher: Teacher | None = None,
         optimizer_memory: Literal["device", "host"] = "device",
         trainable: str | None = None,
-        tree_blocks: Blocks | None = None,
         reference: Executor | None = None,
     ) -> None:
         self.model, self.algorithm, self.optimizer = model, algorithm, optimizer
@@ -125,7 +134,6 @@ class Learner:
         self.state_shardings = self.programs.state_shardings
         if self._reference is not None:
             self.state_shardings = self.state_shardings.replace(reference=self._reference.shardings)
-        self.tree_blocks = tree_blocks or Blocks(rows * length // self._shards)
 
     def _scorer(self, name: str, model: Model, executor: Executor) -> Scorer:
         return Scorer(model, executor, self.mesh, self._forward, name, self.compiled.append)
@@ -155,19 +163,24 @@ class Learner:
         """
         return self.objective.forward.kernel is None
 
-    @cached_property
-    def tree(self) -> TreeUpdate:
-        """The update over prefix trees, whose programs the first access makes."""
-        return TreeUpdate(self.objective, self.programs, self.mesh, self.length, self.tree_blocks)
+    def trains(self, plan: BatchPlan) -> TrainsBatches:
+        """Returns what prepares and trains a batch of this plan.
 
-    def forecast(self, state: TrainState, batch: PreparedBatch, is_alone: bool = True) -> Forecast:
+        Raises ArealError for layout "apart", which a `trees.tree_learner.TreeLearner` trains.
+        """
+        if plan.layout == "apart":
+            raise ArealError(
+                "this learner trains packed rows, and the batch is planned with layout=apart; make a "
+                "TreeLearner instead, or plan the batch with another layout"
+            )
+        return self
+
+    def forecast(self, state: TrainState, batch: Batch, is_alone: bool = True) -> Forecast:
         """Returns the device memory that `update` needs for this prepared batch; compiles the programs.
 
         The result's `resident` counts state, batch and micro-batches. `is_alone` is False if `update` will be
         called with a function `between`, since `update` then runs other programs.
         """
-        if isinstance(batch, TreeBatch):
-            return self.tree.forecast(state, batch)
         state = self.on_mesh(state)
         programs, sums = self.programs, self.programs.abstract_sums()
         size = bytes_on_one_device(sums)
@@ -255,34 +268,6 @@ class Learner:
             scores["teacher_logp"] = self._scores(self._score_teacher, zero, batch, between)
         return self.programs.finish(batch, state.version, state.kl_control, scores)
 
-    def prepare_tree(
-        self,
-        state: TrainState,
-        batch: Batch,
-        between: Callable[[Array], None] | None = None,
-        costs: LeafCosts = TOKENS,
-    ) -> TreeBatch:
-        """Returns the batch as `prepare` does, with the walks over its prefix trees.
-
-        Here and in `update`, prefixes that sequences share are computed once. The batch has the layout
-        "apart" (`trajectories.plan.Layout`); each process passes all rows. `costs`: by which the leaves are
-        cut over the mesh's data and fsdp axes; all processes need the same.
-        """
-        minibatches = self.algorithm.minibatches
-        rows, length = batch.tokens.shape
-        if length != self.length or rows % minibatches:
-            raise ArealError(
-                f"a batch of {rows} rows of {length} tokens does not fit this learner, which was built for "
-                f"rows of {self.length} tokens and {minibatches} minibatches; plan it with layout=apart"
-            )
-        others = {}
-        if self.algorithm.has_reference:
-            reference = self.trainable.whole(state.reference, state.params)
-            others["ref_logp"] = self.tree.alone, reference
-        if self.teacher is not None:
-            others["teacher_logp"] = self._tree_teacher
-        return self.tree.prepare(state, batch, minibatches, others, between, costs=costs)
-
     def logp(self, params: Params, batch: Batch) -> Float[Array, "B T"]:
         """Returns the log-probs of the loss tokens under `params`, computed as in `prepare`; 0 elsewhere."""
         under = partial(self.programs.score, params)
@@ -298,11 +283,6 @@ class Learner:
             return partial(scorer.logp, scorer.take(load(scorer.shardings)))
         forward, params = self._loaded_teacher
         return partial(self.programs.program("score_teacher", forward.logp), params)
-
-    @cached_property
-    def _tree_teacher(self) -> tuple[Pushes, Params]:
-        forward, params = self._loaded_teacher
-        return self.tree.pushes_of("score_teacher", forward), params
 
     @cached_property
     def _loaded_teacher(self) -> tuple[Forward, Params]:
@@ -366,7 +346,7 @@ class Learner:
     # --- update ---------------------------------------------------------------------------------------------
 
     def update(
-        self, state: TrainState, batch: PreparedBatch, between: Callable[[Array], None] | None = None
+        self, state: TrainState, batch: Batch, between: Callable[[Array], None] | None = None
     ) -> tuple[TrainState, dict[str, float]]:
         """Train on a prepared batch: returns the next state and the metrics; donates `state`.
 
@@ -375,9 +355,6 @@ class Learner:
         generation host use the device. If `between` is None, a mesh of one CPU device runs all micro-batches
         of a minibatch and the optimiser step as one program, which returns the same bits.
         """
-        if isinstance(batch, TreeBatch):
-            state, of_tree = self.tree.update(state, batch, between)
-            return state, to_floats(jax.device_get(of_tree))
         metrics, reference, state = [], state.reference, self.on_mesh(state)
         minibatches = self.micro_batches(batch)
         is_joined = between is None and self._joins_micro_batches

@@ -15,11 +15,12 @@ from areal_jax.assembly.conversion import convert
 from areal_jax.assembly.sources import _other_ids, open_source, open_teacher
 from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
+from areal_jax.jobs.local import run
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.io.huggingface import export_folder
 from areal_jax.models.model import Model
-from areal_jax.runtime.jobs import run
-from areal_jax.runtime.reading import audit_run, view_sample
+from areal_jax.runtime.folder_audit import audit_run
+from areal_jax.runtime.reading import view_sample
 from areal_jax.tasks.errors import TaskError
 from areal_jax.tasks.hf_tokenizer import HFTokenizer
 from areal_jax.tasks.source import load_tasks

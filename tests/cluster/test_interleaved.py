@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from areal_jax.jobs.local import run
 from areal_jax.observe.metrics import read_rows
-from areal_jax.runtime.jobs import run
-from areal_jax.runtime.reading import audit_run
+from areal_jax.runtime.folder_audit import audit_run
 from tests.cluster.agents import QUIET, pids_of, said, wait_until
 from tests.programs import require
 from tests.promises import GROUPS

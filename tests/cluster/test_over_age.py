@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from areal_jax.assembly.run_folder import open_journal
 from areal_jax.observe.metrics import read_rows
 from areal_jax.observe.waits import HELD, read_timelines
-from areal_jax.runtime.reading import audit_run, find, open_journal
+from areal_jax.runtime.folder_audit import audit_run
+from areal_jax.runtime.reading import find
 from tests.launched import launched
 
 pytestmark = pytest.mark.soak

@@ -18,13 +18,13 @@ from areal_jax.config.loading import load_config
 from areal_jax.evaluation import follower as module
 from areal_jax.evaluation.command import eval_model_or_run
 from areal_jax.evaluation.follower import EXPORTS, Follower
+from areal_jax.jobs.local import run
 from areal_jax.models.io.huggingface import open_folder
 from areal_jax.models.io.safetensors_folder import staged
 from areal_jax.observe.evals import append_eval, read_evals
 from areal_jax.observe.metrics import read_rows
 from areal_jax.observe.waits import WaitTimeout
 from areal_jax.parallel.mesh import make_mesh
-from areal_jax.runtime.jobs import run
 from areal_jax.types import ArealError
 from areal_jax.weights.digest import digest
 from areal_jax.weights.staged import committed

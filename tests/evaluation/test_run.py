@@ -31,7 +31,7 @@ from areal_jax.generation.engine import Engine
 from areal_jax.models.attention import PackedAttention
 from areal_jax.models.config import model_config
 from areal_jax.models.model import Model
-from areal_jax.runtime.workflow_parts import make_gateway
+from areal_jax.serving.run_services import make_gateway
 from areal_jax.tasks.source import WeightedTask
 from areal_jax.tasks.task import Task
 from areal_jax.tasks.tokenizers import CharTokenizer

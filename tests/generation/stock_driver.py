@@ -27,7 +27,7 @@ import numpy as np
 from areal_jax.generation import jetstream
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host
-from areal_jax.runtime.jobs import run
+from areal_jax.jobs.local import run
 from areal_jax.types import SampleId, Sampling, VersionedParams
 from areal_jax.weights.memory import MemoryStore
 from tests.generation.decoding import Heard, make_host, start

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from areal_jax.assembly.run_folder import open_journal
 from areal_jax.control.events import VersionCommitted
 from areal_jax.generation import jetstream
 from areal_jax.generation.engine import Engine
-from areal_jax.runtime.reading import open_journal
 from areal_jax.tasks.tokenizers import ByteTokenizer
 from areal_jax.types import ArealError, SampleId, Sampling
 from tests.generation.conftest import LENGTH, SLOTS, STEPS, make_engine

@@ -13,9 +13,9 @@ import pytest
 from areal_jax.models.attention import PackedAttention
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.model import Model
-from areal_jax.models.prefix_attention import KVStack, PrefixAttention
 from areal_jax.models.transformer import Execution
 from areal_jax.tasks.tokenizers import CharTokenizer
+from areal_jax.trees.prefix_attention import KVStack, PrefixAttention
 
 SIZES = dict(vocab_size=12, layers=2, width=16, heads=4, kv_heads=2, head_dim=4, mlp_width=24)
 MODEL = Model(ModelConfig(**SIZES), CharTokenizer("abcdefghij"))

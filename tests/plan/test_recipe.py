@@ -20,6 +20,7 @@ from areal_jax.plan.recipe import Recipe, open_recipe, recipe_source
 from areal_jax.plan.tree_programs import TREE_PROGRAMS
 from areal_jax.trainer.compiled import Program
 from areal_jax.trajectories.packing import pack
+from areal_jax.trees.tree_learner import TreeLearner
 from areal_jax.types import Group, Prompt, SampleId
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -106,7 +107,9 @@ def test_the_programs_over_trees_are_those_that_a_step_calls(
         )
 
     monkeypatch.setattr(Program, "__call__", zeros)
-    learner.update(state, learner.prepare_tree(state, batch))
+    assert isinstance(learner, TreeLearner)
+    trees = learner.over_trees()
+    trees.update(state, trees.prepare(state, batch))
     planned = {one.name: one for one in recipe.sides[0].programs if one.name in TREE_PROGRAMS}
     assert len(planned) == (4 if words else 3)
     columns = ("[5].sequence", "[5].position", "[5].piece")  # as many as the bucket of the step has

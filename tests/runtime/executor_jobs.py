@@ -15,9 +15,9 @@ from unittest import mock
 import jax
 
 from areal_jax.assembly.parts import assemble
+from areal_jax.jobs.local import run
 from areal_jax.runtime import trainer_loop
-from areal_jax.runtime.jobs import run
-from areal_jax.runtime.reading import audit_run
+from areal_jax.runtime.folder_audit import audit_run
 from tests.small_run import small
 
 SHARED = (

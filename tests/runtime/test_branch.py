@@ -18,18 +18,19 @@ import pytest
 from typer.testing import CliRunner
 
 from areal_jax.assembly.parts import assemble
+from areal_jax.assembly.run_folder import open_journal
 from areal_jax.cli.main import app
 from areal_jax.config.loading import ConfigError
 from areal_jax.control.events import BatchTrained, RunResumed, SampleFinished
 from areal_jax.generation.sampling import Settings, draw
+from areal_jax.jobs.local import resume, run
 from areal_jax.models.attention import PackedAttention
 from areal_jax.observe.metrics import read_rows
 from areal_jax.runtime.branch import make_branch
 from areal_jax.runtime.bundle import make_bundle
-from areal_jax.runtime.jobs import resume, run
+from areal_jax.runtime.folder_audit import audit_run
 from areal_jax.runtime.one_sample import replay_sample
 from areal_jax.runtime.provenance import provenance
-from areal_jax.runtime.reading import audit_run, open_journal
 from areal_jax.runtime.reopened import reopened
 from areal_jax.runtime.replay import replay
 from areal_jax.trajectories.codec import decode, encode

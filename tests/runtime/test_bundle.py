@@ -23,12 +23,12 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
+from areal_jax.assembly.run_folder import open_journal
 from areal_jax.cli.main import app
 from areal_jax.control.events import BatchTrained
+from areal_jax.jobs.local import run
 from areal_jax.runtime.bundle import make_bundle, verify_bundle
 from areal_jax.runtime.bundle_file import ABOUT, DIGEST, BundleError, read_bundle
-from areal_jax.runtime.jobs import run
-from areal_jax.runtime.reading import open_journal
 from areal_jax.types import ArealError
 from tests.small_run import small
 

@@ -13,16 +13,17 @@ import pytest
 from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
 from areal_jax.control.events import BatchTrained, Train
+from areal_jax.jobs.local import resume, run
 from areal_jax.observe.metrics import read_rows
 from areal_jax.observe.waits import Timeline
 from areal_jax.runtime import compute_choice, trainer_loop
 from areal_jax.runtime.compute_choice import ComputeChoice, plan_groups
-from areal_jax.runtime.jobs import resume, run
 from areal_jax.runtime.recovery import train_again
 from areal_jax.runtime.trainer_loop import held_batch, train_batch
 from areal_jax.trajectories.leaf_ranges import LeafCosts
 from areal_jax.trajectories.plan import BatchPlan
 from areal_jax.trajectories.sqlite import JournalError, SqliteQueue
+from areal_jax.trees.tree_learner import TreeLearner
 from areal_jax.types import Batch, Group, Prompt, SampleId, Sampling
 from tests.small_run import small
 from tests.trajectories.samples import trajectory
@@ -179,8 +180,7 @@ def test_the_trainer_cuts_by_the_plans_costs_and_reports_the_choice_and_its_own_
     batch = held_batch(0, groups, plan_groups(c, groups, True, choice))
     costs: list[Any] = []
 
-    def prepare_tree(state: Any, packed: Batch, between: Any, given: Any) -> Batch:
-        costs.append(given)
+    def prepare(state: Any, packed: Batch, between: Any) -> Batch:
         takes(1.0)
         between(result)
         takes(2.0)
@@ -191,10 +191,14 @@ def test_the_trainer_cuts_by_the_plans_costs_and_reports_the_choice_and_its_own_
         between(result)
         return state, {"grad_norm": 1.0}
 
+    def trains(plan: BatchPlan) -> Any:
+        over = TreeLearner.trains(SimpleNamespace(over_trees=costs.append), plan)  # type: ignore[arg-type]
+        assert over is None
+        return SimpleNamespace(own_rows=np.arange, prepare=prepare, update=update)
+
     result: Any = SimpleNamespace(block_until_ready=lambda: takes(8.0))
     learner: Any = SimpleNamespace(
-        prepare_tree=prepare_tree,
-        update=update,
+        trains=trains,
         versioned=lambda state: "value",
     )
     memory: Any = SimpleNamespace(before=lambda *_: takes(0.25), after=lambda: {"compiled_programs": 0.0})

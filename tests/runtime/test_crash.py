@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from areal_jax.assembly.run_folder import open_journal
 from areal_jax.control.events import (
     BatchTrained,
     CheckpointCommitted,
@@ -20,10 +21,10 @@ from areal_jax.control.events import (
     SampleFinished,
     VersionCommitted,
 )
+from areal_jax.jobs.local import resume, run
 from areal_jax.observe.metrics import read_rows
 from areal_jax.runtime import one_process
-from areal_jax.runtime.jobs import resume, run
-from areal_jax.runtime.reading import audit_run, open_journal
+from areal_jax.runtime.folder_audit import audit_run
 from areal_jax.trajectories.sqlite import JournalError, SqliteQueue
 from areal_jax.weights import staged
 from areal_jax.weights.staged import committed

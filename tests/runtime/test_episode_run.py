@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from areal_jax.assembly.parts import assemble
+from areal_jax.assembly.run_folder import open_journal
 from areal_jax.config.tree import Config
 from areal_jax.control import events as e
 from areal_jax.generation.rollout import rollout
+from areal_jax.jobs.local import resume, run
 from areal_jax.observe.metrics import read_rows
-from areal_jax.runtime.jobs import resume, run
-from areal_jax.runtime.reading import audit_run, open_journal
+from areal_jax.runtime.folder_audit import audit_run
 from areal_jax.runtime.replay import replay
 from areal_jax.tasks.datasets.guess import Guess
 from areal_jax.tasks.task import Task

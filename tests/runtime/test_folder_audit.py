@@ -20,10 +20,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from areal_jax.assembly.run_folder import open_journal
 from areal_jax.cli.main import app
 from areal_jax.control import events as e
-from areal_jax.runtime.jobs import run
-from areal_jax.runtime.reading import audit_run, open_journal
+from areal_jax.jobs.local import run
+from areal_jax.runtime.folder_audit import audit_run
 from areal_jax.runtime.replay import replay
 from areal_jax.trajectories.codec import decode, digest_of, encode
 from areal_jax.trajectories.journal import Entry, JournalError, pack, unpack

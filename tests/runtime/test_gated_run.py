@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 
 from areal_jax.assembly.parts import assemble
+from areal_jax.assembly.run_folder import open_journal
 from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
 from areal_jax.control.events import BatchTrained, Event, RewardScored, Train
 from areal_jax.control.reward_gate import gates_of, paid
 from areal_jax.generation.rollout import rollout
+from areal_jax.jobs.local import resume, run
 from areal_jax.observe.metrics import read_rows
-from areal_jax.runtime.jobs import resume, run
-from areal_jax.runtime.reading import audit_run, find, open_journal
+from areal_jax.runtime.folder_audit import audit_run
+from areal_jax.runtime.reading import find
 from areal_jax.runtime.viewer import Viewer
 from areal_jax.tasks.datasets.countdown import Countdown
 from areal_jax.tasks.source import WeightedTask

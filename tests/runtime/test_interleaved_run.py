@@ -20,14 +20,15 @@ import numpy as np
 import pytest
 
 from areal_jax.assembly.parts import assemble, first_params
+from areal_jax.assembly.run_folder import open_journal
 from areal_jax.assembly.sources import run_params, run_source
 from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
 from areal_jax.control.events import Train
+from areal_jax.jobs.local import run
 from areal_jax.models.lora import adapters_of, base_of
 from areal_jax.observe.metrics import read_rows
-from areal_jax.runtime.jobs import run
-from areal_jax.runtime.reading import audit_run, open_journal
+from areal_jax.runtime.folder_audit import audit_run
 from areal_jax.simulation.ablation import Workbench
 from areal_jax.tasks.interleaved import PARTS
 from areal_jax.tasks.source import PromptStream, load_tasks

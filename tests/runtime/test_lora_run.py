@@ -18,11 +18,11 @@ from areal_jax.assembly.parts import assemble, first_params
 from areal_jax.assembly.sources import run_params, run_source
 from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
+from areal_jax.jobs.local import run
 from areal_jax.models.attention import PackedAttention
 from areal_jax.models.lora import adapters_of, base_of
 from areal_jax.models.model import Model
-from areal_jax.runtime.jobs import run
-from areal_jax.runtime.reading import audit_run
+from areal_jax.runtime.folder_audit import audit_run
 from areal_jax.types import ArealError
 from areal_jax.weights.digest import digest
 from tests.small_run import RECIPE, small

@@ -11,15 +11,18 @@ import pytest
 
 from areal_jax.assembly import parts
 from areal_jax.assembly.parts import assemble
+from areal_jax.assembly.run_folder import open_journal
 from areal_jax.config.tree import Config
 from areal_jax.control import drops
 from areal_jax.control.events import BatchTrained, SampleFinished, VersionCommitted
 from areal_jax.generation import engine
 from areal_jax.generation.rollout import rollout
+from areal_jax.jobs.local import resume, run
 from areal_jax.observe.metrics import REQUIRED
-from areal_jax.runtime.jobs import read_config, resume, run
-from areal_jax.runtime.reading import audit_run, groups_trained, open_journal, view_sample
+from areal_jax.runtime.folder_audit import audit_run
+from areal_jax.runtime.reading import groups_trained, view_sample
 from areal_jax.runtime.replay import replay
+from areal_jax.runtime.resuming import read_config
 from areal_jax.tasks.datasets.countdown import Countdown
 from areal_jax.tasks.source import PromptStream, WeightedTask
 from areal_jax.trajectories.packing import pack

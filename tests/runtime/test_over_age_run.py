@@ -10,15 +10,17 @@ from typing import Any
 
 import pytest
 
+from areal_jax.assembly.run_folder import open_journal
 from areal_jax.config.tree import Config
 from areal_jax.control import drops
 from areal_jax.control.events import BatchTrained, Hold, Reissue, RunResumed
 from areal_jax.generation.host import Host
+from areal_jax.jobs.local import resume, run
 from areal_jax.observe.waits import HELD, read_timelines
 from areal_jax.runtime.bundle import make_bundle, verify_bundle
 from areal_jax.runtime.compute_choice import ComputeChoice
-from areal_jax.runtime.jobs import resume, run
-from areal_jax.runtime.reading import audit_run, find, open_journal
+from areal_jax.runtime.folder_audit import audit_run
+from areal_jax.runtime.reading import find
 from areal_jax.runtime.replay import replay
 from areal_jax.tasks.datasets.countdown import Countdown
 from areal_jax.types import ArealError

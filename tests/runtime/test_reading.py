@@ -23,8 +23,8 @@ from areal_jax.observe.sample import SampleView
 from areal_jax.observe.staleness import Trained
 from areal_jax.observe.waits import Interval
 from areal_jax.runtime import reading, viewer
-from areal_jax.runtime.context import write_result
 from areal_jax.runtime.reading import find, view_sample, write_report
+from areal_jax.runtime.run_result import write_result
 from areal_jax.runtime.viewer import Late, Viewer, token_blocks, token_texts
 from areal_jax.tasks.interleaved import Interleaved
 from areal_jax.tasks.source import PromptStream, WeightedTask, load_tasks

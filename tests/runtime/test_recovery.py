@@ -14,16 +14,18 @@ import pytest
 
 from areal_jax.assembly import devices
 from areal_jax.assembly.devices import header, training_machine
+from areal_jax.assembly.run_folder import open_journal
 from areal_jax.cluster import launched
 from areal_jax.control import events as e
 from areal_jax.control.events import BatchTrained, VersionReissued
+from areal_jax.jobs.local import resume, run
 from areal_jax.observe.metrics import read_rows
 from areal_jax.runtime import recovery, trainer_loop
 from areal_jax.runtime.context import make_folder
-from areal_jax.runtime.jobs import read_config, resume, run
-from areal_jax.runtime.reading import audit_run, open_journal, steps_asked
+from areal_jax.runtime.folder_audit import audit_run
 from areal_jax.runtime.recovery import Journaled, Repetition, journaled_batches
 from areal_jax.runtime.replay import replay
+from areal_jax.runtime.resuming import read_config, steps_asked
 from areal_jax.trajectories.journal import Entry, pack, unpack
 from areal_jax.trajectories.sqlite import SqliteQueue
 from areal_jax.types import ArealError, VersionedParams

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from areal_jax.assembly.run_folder import open_journal
 from areal_jax.cli.main import app
 from areal_jax.control.events import BatchTrained, SampleFinished
-from areal_jax.runtime.jobs import run
-from areal_jax.runtime.reading import open_journal
+from areal_jax.jobs.local import run
 from areal_jax.runtime.replay import replay
 from areal_jax.trajectories.codec import decode, encode
 from areal_jax.trajectories.journal import pack, unpack

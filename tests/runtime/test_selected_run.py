@@ -10,9 +10,10 @@ import pytest
 from scipy import stats
 from typer.testing import CliRunner
 
+from areal_jax.assembly.run_folder import open_journal
 from areal_jax.cli.main import app
 from areal_jax.control.events import Drop, RewardScored
-from areal_jax.runtime.reading import audit_run, open_journal
+from areal_jax.runtime.folder_audit import audit_run
 from tests.small_run import RECIPE, WORDS
 
 pytestmark = pytest.mark.all_optimizations  # the programs of other files' small runs

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from areal_jax.assembly.parts import assemble
+from areal_jax.assembly.run_folder import open_journal
 from areal_jax.config.loading import ConfigError, load_config
 from areal_jax.config.tree import Config
 from areal_jax.control.events import BatchTrained, Drop, SampleFailed
-from areal_jax.runtime.jobs import resume, run
-from areal_jax.runtime.reading import audit_run, open_journal
+from areal_jax.jobs.local import resume, run
+from areal_jax.runtime.folder_audit import audit_run
 from areal_jax.trajectories.packing import pack
 from areal_jax.types import Group, SampleId
 from areal_jax.weights.digest import digest

@@ -16,22 +16,24 @@ import numpy as np
 import pytest
 
 from areal_jax.assembly.parts import Parts, assemble
+from areal_jax.assembly.run_folder import open_journal
 from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
 from areal_jax.control.events import BatchTrained
 from areal_jax.generation.rollout import rollout
+from areal_jax.jobs.local import resume, run
 from areal_jax.observe.metrics import read_rows
 from areal_jax.runtime.batch_figures import batch_figures
-from areal_jax.runtime.jobs import resume, run
-from areal_jax.runtime.reading import audit_run, open_journal
+from areal_jax.runtime.folder_audit import audit_run
 from areal_jax.runtime.recovery import journaled_batches, journaled_groups
 from areal_jax.tasks.datasets.tool_game import ToolGame
 from areal_jax.trainer.checkpoint import discard_newer, restore
 from areal_jax.trainer.gaps import PER_DECADE
-from areal_jax.trainer.tree_update import TreeBatch, TreeUpdate
 from areal_jax.trajectories.journal import Entry
 from areal_jax.trajectories.packing import pack
 from areal_jax.trajectories.sqlite import JournalError, SqliteQueue
+from areal_jax.trees.tree_learner import TreeLearner
+from areal_jax.trees.tree_update import TreeBatch, TreeUpdate
 from areal_jax.types import Completion, Group, Prompt, Reward
 from areal_jax.weights.digest import digest
 
@@ -82,13 +84,14 @@ def plain_loop(config: Config) -> list[str]:
     """The synchronous loop of the extension page, over prefix trees."""
     parts = assemble(config, [Capitals()])
     engine, learner, state = parts.engine(0), parts.learner, parts.first_state()
-    size, digests = config.trainer.batch_size, []
+    assert isinstance(learner, TreeLearner)
+    size, digests, trees = config.trainer.batch_size, [], learner.over_trees()
     for step in range(config.run.steps):
         ordinals = range(step * size, (step + 1) * size)
         own = (engine, learner.publish(state), parts.tasks, ordinals, config.algorithm.group_size)
         groups = rollout(*own, config.run.seed, sampling=config.generation.sampling)
         batch = pack(groups, config.trainer.rows, config.row_length, config.algorithm.minibatches, "apart")
-        state, _ = learner.update(state, learner.prepare_tree(state, batch))
+        state, _ = trees.update(state, trees.prepare(state, batch))
         digests.append(digest(state.params))
     return digests
 

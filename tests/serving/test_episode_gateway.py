@@ -26,9 +26,9 @@ from areal_jax.episodes.conversation import Conversation
 from areal_jax.episodes.limits import Limits
 from areal_jax.episodes.workflow_runner import WorkflowRunner
 from areal_jax.generation.host import Host
+from areal_jax.jobs.local import run
 from areal_jax.plugin import load_object
-from areal_jax.runtime.jobs import run
-from areal_jax.runtime.reading import audit_run
+from areal_jax.runtime.folder_audit import audit_run
 from areal_jax.serving.episode_gateway import EpisodeGateway
 from areal_jax.tasks.source import WeightedTask
 from areal_jax.tasks.task import Task

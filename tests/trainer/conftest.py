@@ -16,13 +16,13 @@ from areal_jax.models.config import ModelConfig
 from areal_jax.models.model import Model
 from areal_jax.parallel.mesh import make_mesh
 from areal_jax.tasks.tokenizers import CharTokenizer
-from areal_jax.trainer.learner import Learner
 from areal_jax.trajectories.leaf_order import Blocks
+from areal_jax.trees.tree_learner import TreeLearner
 from areal_jax.types import Batch, Group, Prompt, SampleId, Sampling, Trajectory
 
 VOCAB, LENGTH = 37, 16
 
-MakeLearner = Callable[..., Learner]
+MakeLearner = Callable[..., TreeLearner]
 
 
 @pytest.fixture(scope="session")
@@ -48,9 +48,9 @@ def random_params(model: Model, seed: int) -> Any:
 @pytest.fixture(scope="session")
 def learner(model: Model) -> MakeLearner:
     """`learner(rows=2, mesh={...}, **algorithm)`; plain SGD, whose step is linear in the gradient."""
-    made: dict[str, Learner] = {}
+    made: dict[str, TreeLearner] = {}
 
-    def make(rows: int = 2, mesh: dict[str, int] | None = None, **algorithm: Any) -> Learner:
+    def make(rows: int = 2, mesh: dict[str, int] | None = None, **algorithm: Any) -> TreeLearner:
         key = repr((rows, sorted((mesh or {}).items()), sorted(algorithm.items())))
         if key not in made:
             settings = {
@@ -61,7 +61,7 @@ def learner(model: Model) -> MakeLearner:
                 **algorithm,
             }
             shape = {"data": 1, "fsdp": 1, "tensor": 1, **(mesh or {})}
-            made[key] = Learner(
+            made[key] = TreeLearner(
                 model,
                 AlgorithmConfig.model_validate(preset_settings(settings)),
                 optax.sgd(0.5, momentum=0.9),

@@ -10,10 +10,10 @@ import jax
 import numpy as np
 import pytest
 
-from areal_jax.trainer.learner import Learner
 from areal_jax.trajectories.age_mask import trained_mask, trained_tokens
 from areal_jax.trajectories.packing import pack
 from areal_jax.trajectories.plan import Layout
+from areal_jax.trees.tree_learner import TreeLearner
 from areal_jax.types import Group
 from tests.trainer.conftest import LENGTH, MakeLearner, make_groups
 
@@ -49,19 +49,27 @@ def old_groups() -> list[Group]:
     return [aged(group) for group in make_groups()]
 
 
-def prepared(learner: Learner, params: Any, groups: list[Group], layout: Layout, oldest: int | None) -> Any:
+def prepared(
+    learner: TreeLearner, params: Any, groups: list[Group], layout: Layout, oldest: int | None
+) -> Any:
     """(first state, prepared batch) for an update on what is left of the groups' tokens."""
     state = learner.init(params)
     batch = pack(groups, learner.rows, LENGTH, learner.algorithm.minibatches, layout)
     batch = batch._replace(loss_mask=trained_mask(batch, oldest))
-    return state, (learner.prepare_tree if layout == "apart" else learner.prepare)(state, batch)
+    return state, way(learner, layout).prepare(state, batch)
 
 
-def updated(learner: Learner, params: Any, groups: list[Group], layout: Layout, oldest: int | None) -> Any:
+def way(learner: TreeLearner, layout: Layout) -> Any:
+    return learner.over_trees() if layout == "apart" else learner
+
+
+def updated(
+    learner: TreeLearner, params: Any, groups: list[Group], layout: Layout, oldest: int | None
+) -> Any:
     """(state, metrics, prepared batch) of that update."""
     state, ready = prepared(learner, params, groups, layout, oldest)
     of_batch = jax.device_get(ready.batch if layout == "apart" else ready)
-    state, metrics = learner.update(state, ready)
+    state, metrics = way(learner, layout).update(state, ready)
     return jax.device_get(state), metrics, of_batch
 
 

@@ -93,6 +93,7 @@ def test_loss_and_gradient_are_those_of_the_formulas(
     params: Any, learner: MakeLearner, reference: Reference, name: str, layout: Any
 ):
     of, is_tree = learner(group_size=3, **CASES[name]), layout == "apart"
+    learns: Any = of.over_trees() if is_tree else of
     level, clip = ("sequence", (3e-4, 4e-4)) if name == "gspo" else ("token", (0.2, 0.2))
     reduction = "token_mean" if name == "token_mean" else "sequence_mean"
     of_policies = reference.logp, reference.proximal
@@ -101,14 +102,14 @@ def test_loss_and_gradient_are_those_of_the_formulas(
     batch, state = pack(GROUPS, 2, LENGTH, layout=layout), of.init(params)
     # Ten paths of six samples; the number of sequences is filled up to a power of two.
     assert batch.sample_ids.tolist() == [0, 0, 0, 1, 2, 2, 3, 4, 5, 5, *[5] * 6]
-    prepared: Any = (of.prepare_tree if is_tree else of.prepare)(state, batch)
+    prepared: Any = learns.prepare(state, batch)
     changed = with_proximal(batch, reference.proximal, level)
     prepared = (
         prepared._replace(batch=prepared.batch._replace(**changed))
         if is_tree
         else prepared._replace(**changed)
     )
-    new, metrics = of.update(state, prepared)
+    new, metrics = learns.update(state, prepared)
     moved = jax.tree.map(lambda before, after: (before - np.asarray(after)) / RATE, params, new.params)
     assert metrics["trained_tokens"] == sum(int(path.loss_mask.sum()) for path in PATHS.values())
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-4, atol=1e-6)

@@ -118,9 +118,10 @@ def test_shared_prefixes_and_trees_weigh_each_sequence_once(params: Any, learner
     assert 0.05 < wanted[SEQUENCES] < 0.9
     shared = of.prepare(state, pack(groups, 2, LENGTH, layout="shared"))
     assert (np.asarray(shared.segment_ids) > len(shared.group_ids)).any()
-    tree = of.prepare_tree(state, pack(groups, 2, LENGTH, layout="apart"))
-    for prepared in (shared, tree):
-        _, metrics = of.update(of.init(params), prepared)
+    over = of.over_trees()
+    tree = over.prepare(state, pack(groups, 2, LENGTH, layout="apart"))
+    for learns, prepared in ((of, shared), (over, tree)):
+        _, metrics = learns.update(of.init(params), prepared)
         assert shares(metrics) == pytest.approx(wanted, rel=1e-4)
 
 

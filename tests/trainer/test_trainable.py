@@ -18,9 +18,9 @@ from areal_jax.models.lora import adapters_of, base_of
 from areal_jax.models.model import Model
 from areal_jax.parallel.mesh import make_mesh
 from areal_jax.trainer.checkpoint import Checkpointer, restore
-from areal_jax.trainer.learner import Learner
 from areal_jax.trainer.trainable import Trainable
 from areal_jax.trajectories.packing import pack
+from areal_jax.trees.tree_learner import TreeLearner
 from areal_jax.types import ArealError, Batch
 from tests.trainer.conftest import LENGTH, MakeLearner, distance, make_groups, random_params, same_bits
 from tests.trainer.prefix_trees import tree_groups
@@ -31,9 +31,9 @@ RANK, ALPHA, DECAY = 2, 8.0, 0.75
 SOME = r"norm|blocks\.mlp\.(up|gate)"
 
 
-def make(model: Model, trainable: str | None, optimizer: Any, **algorithm: Any) -> Learner:
+def make(model: Model, trainable: str | None, optimizer: Any, **algorithm: Any) -> TreeLearner:
     settings = {"preset": "grpo", "kl": {"coef": 0.0}, "group_size": 4, "proximal": "recompute", **algorithm}
-    return Learner(
+    return TreeLearner(
         model,
         AlgorithmConfig.model_validate(preset_settings(settings)),
         optimizer,
@@ -117,9 +117,10 @@ def test_a_subset_takes_the_steps_that_it_takes_in_the_whole(
 def test_adapters_train_the_same_over_prefix_trees(with_lora: Model, lora_params: Any):
     tuned, groups = make(with_lora, ADAPTERS, optax.sgd(0.5)), tree_groups(0, LENGTH)
     states = []
-    for layout, prepare in (("apart", tuned.prepare_tree), ("shared", tuned.prepare)):
+    for layout, learns in (("apart", tuned.over_trees()), ("shared", tuned)):
         state = tuned.init(lora_params)
-        states.append(tuned.update(state, prepare(state, pack(groups, 2, LENGTH, layout=layout)))[0].params)
+        batch = learns.prepare(state, pack(groups, 2, LENGTH, layout=layout))
+        states.append(learns.update(state, batch)[0].params)
     over_tree, packed = states
     assert distance(over_tree, packed) < 1e-5 < 1e-3 < distance(packed, lora_params)
     assert same_bits(base_of(over_tree), base_of(lora_params))

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from areal_jax.trainer.learner import Learner
-from areal_jax.trainer.tree_arrays import Gradients, Sequences, Step
-from areal_jax.trainer.tree_passes import TreePasses
 from areal_jax.trajectories.leaf_order import Blocks
+from areal_jax.trees.tree_arrays import Gradients, Sequences, Step
+from areal_jax.trees.tree_passes import TreePasses
 from tests.trainer.conftest import MakeLearner
 from tests.trainer.prefix_trees import prepared, rows_of, trie
 

@@ -19,13 +19,13 @@ from areal_jax.models.model import Model
 from areal_jax.parallel.mesh import make_mesh
 from areal_jax.tasks.tokenizers import CharTokenizer
 from areal_jax.trainer.learner import Learner
-from areal_jax.trainer.tree_arrays import Gradients, Sequences, Step
-from areal_jax.trainer.tree_passes import TreePasses
-from areal_jax.trainer.tree_update import TreeBatch, TreeUpdate
 from areal_jax.trajectories.leaf_order import Blocks, depth_first
 from areal_jax.trajectories.leaf_ranges import TOKENS
 from areal_jax.trajectories.prefix_tree import PrefixTree, Sampled, trained_on_paths, tree_of
 from areal_jax.trajectories.walk import POP, PUSH, Walk, plan_walk
+from areal_jax.trees.tree_arrays import Gradients, Sequences, Step
+from areal_jax.trees.tree_passes import TreePasses
+from areal_jax.trees.tree_update import TreeBatch, TreeUpdate
 from areal_jax.types import Trajectory
 from tests.trainer.conftest import LENGTH, VOCAB, random_params
 from tests.trainer.prefix_trees import prepared, rows_of, trie

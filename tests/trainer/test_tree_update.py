@@ -10,16 +10,16 @@ import jax
 import numpy as np
 import pytest
 
-from areal_jax.trainer import tree_update
-from areal_jax.trainer.learner import Learner
-from areal_jax.trainer.tree_passes import TreePasses
-from areal_jax.trainer.tree_update import TreeUpdate
 from areal_jax.trajectories import shared_prefixes
 from areal_jax.trajectories.leaf_order import Blocks
 from areal_jax.trajectories.leaf_ranges import LeafCosts
 from areal_jax.trajectories.packing import pack
 from areal_jax.trajectories.prefix_tree import Sampled, tree_of
 from areal_jax.trajectories.walk import plan_walk
+from areal_jax.trees import tree_update
+from areal_jax.trees.tree_learner import TreeLearner
+from areal_jax.trees.tree_passes import TreePasses
+from areal_jax.trees.tree_update import TreeUpdate
 from areal_jax.types import ArealError, Group
 from tests.trainer.branches import branched_groups
 from tests.trainer.conftest import LENGTH, VOCAB, MakeLearner, make_groups
@@ -65,19 +65,19 @@ def conversations() -> list[Group]:
     return groups
 
 
-def trained(learner: Learner, params: Any, batches: list[list[Group]], is_tree: bool) -> tuple[Any, Any]:
+def trained(learner: TreeLearner, params: Any, batches: list[list[Group]], is_tree: bool) -> tuple[Any, Any]:
     """The state and the metrics after updates on these groups."""
     state, metrics = learner.init(params), []
     layout = "apart" if is_tree else "shared"
     for groups in batches:
         batch = pack(groups, learner.rows, LENGTH, learner.algorithm.minibatches, layout)
-        prepare = learner.prepare_tree if is_tree else learner.prepare
-        state, of_step = learner.update(state, prepare(state, batch))
+        learns: Any = learner.over_trees() if is_tree else learner
+        state, of_step = learns.update(state, learns.prepare(state, batch))
         metrics.append(of_step)
     return jax.device_get(state), metrics
 
 
-def assert_equal_updates(learner: Learner, params: Any, batches: list[list[Group]] | None = None) -> None:
+def assert_equal_updates(learner: TreeLearner, params: Any, batches: list[list[Group]] | None = None) -> None:
     batches = batches or [tree_groups(seed, LENGTH) for seed in range(2)]
     one, of_one = trained(learner, params, batches, is_tree=True)
     two, of_two = trained(learner, params, batches, is_tree=False)
@@ -144,7 +144,7 @@ def test_the_leaves_are_cut_by_the_given_costs(
 
     monkeypatch.setattr(tree_update, "plan_walk", planned)
     batch = pack(tree_groups(0, LENGTH), of.rows, LENGTH, 2, "apart")
-    of.prepare_tree(of.init(params), batch, costs=costs)
+    of.over_trees(costs).prepare(of.init(params), batch)
     assert seen == [costs] * 4  # two minibatches, each scored and trained
 
 
@@ -152,7 +152,7 @@ def test_a_batch_of_another_layout_is_refused(learner: MakeLearner, params: Any)
     of = learner(**PLAIN)
     batch = pack(tree_groups(0, LENGTH), of.rows, LENGTH, 1, "apart")
     with pytest.raises(ArealError, match=r"rows of 15 tokens.*layout=apart"):
-        of.prepare_tree(of.init(params), batch._replace(tokens=batch.tokens[:, :15]))
+        of.over_trees().prepare(of.init(params), batch._replace(tokens=batch.tokens[:, :15]))
 
 
 @pytest.mark.slow

@@ -25,14 +25,14 @@ from areal_jax.algorithms.logprobs import PackedTokens, TokenStats
 from areal_jax.algorithms.shapes import map_batch
 from areal_jax.models.attention import BLOCK, CPU_BLOCK
 from areal_jax.models.model import Model, Params
-from areal_jax.models.prefix_attention import KVStack, PrefixAttention, taken, written
 from areal_jax.parallel.mesh import platform_of
 from areal_jax.trainer.forward import Forward
 from areal_jax.trainer.state import KLControl, TrainState
-from areal_jax.trainer.tree_arrays import Ending, Gradients, Outputs, Path, Read, Sequences, Slopes, Step
 from areal_jax.trainer.update import Objective
 from areal_jax.trainer.update_metrics import add_metrics
 from areal_jax.trajectories.leaf_order import Blocks
+from areal_jax.trees.prefix_attention import KVStack, PrefixAttention, taken, written
+from areal_jax.trees.tree_arrays import Ending, Gradients, Outputs, Path, Read, Sequences, Slopes, Step
 from areal_jax.types import Batch
 
 

@@ -1,8 +1,11 @@
-"""Starts and resumes local runs, and describes a run without starting it."""
+"""Starts and resumes runs in one process, and describes a run without starting it.
+
+Here the core (`areal_jax.runtime`) meets what may stand beside it: evaluation, servers and the report.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -11,34 +14,21 @@ from areal_jax.assembly.gpus import gpu_environment, use_gpu_environment
 from areal_jax.assembly.memory_table import memory_table
 from areal_jax.assembly.parts import Parts, assemble, with_measured_layout
 from areal_jax.assembly.run_folder import CONFIG_DIGEST, JOURNAL, config_digest
-from areal_jax.config.loading import ConfigError, load_config, resolved
+from areal_jax.config.loading import resolved
 from areal_jax.config.tree import Config
+from areal_jax.evaluation.follower import Follower
 from areal_jax.observe.waits import Timeline
-from areal_jax.runtime.context import RunResult, make_folder, open_context, write_result
-from areal_jax.runtime.one_process import LocalRun
-from areal_jax.runtime.reading import with_steps_asked
+from areal_jax.runtime.context import RunContext, make_folder, open_context
+from areal_jax.runtime.one_process import LocalRun, Services
 from areal_jax.runtime.recovery import start_state, train_again
+from areal_jax.runtime.resuming import read_config, require_new
+from areal_jax.runtime.run_result import RunResult, write_result
+from areal_jax.serving.run_services import make_endpoint, make_gateway
 from areal_jax.tasks.source import BUILTIN
 from areal_jax.tasks.task import Task
 from areal_jax.trajectories.sqlite import Entry, SqliteQueue
 from areal_jax.types import ArealError
 from areal_jax.weights.folder import cleaned_weights
-
-RESUMABLE_KEYS = (
-    "run.steps",
-    "observe.",
-    "runtime.",
-    "generation.weight_layout",
-    "trainer.checkpoint_every",
-    "trainer.keep_checkpoints",
-    "weights.backend",
-    "weights.dir",
-    "weights.keep_versions",
-    "launch.",
-)
-"""Config keys that a resumed run may change, since they do not affect the steps already trained. A key with a
-dot at its end stands for all keys of that section.
-"""
 
 
 def run(config: Config, tasks: Sequence[Task] = (), stream: TextIO | None = None) -> RunResult:
@@ -93,32 +83,6 @@ def resume(
         return _train(assemble(config, tasks), journal, folder, stream)
 
 
-def read_config(folder: Path, overrides: Sequence[str] = ()) -> Config:
-    """Returns the config of the run in `folder`, changed by `overrides` of the form KEY=VALUE.
-
-    Its run.steps, unless overridden, is that of the last resume; other keys are as at the run's start.
-    Raises ConfigError if the folder has no journal, or for an override of a key outside RESUMABLE_KEYS.
-    """
-    if not (folder / JOURNAL).exists():
-        if (folder / "config.yaml").exists():
-            raise ConfigError(
-                f"the run in {folder} ended before its journal was made, so there is nothing to resume; "
-                "remove the folder and start the run again"
-            )
-        raise ConfigError(
-            f"{folder} is not a run's folder: it has no {JOURNAL}; start a run with `areal-jax run`"
-        )
-    for word in overrides:
-        if not word.split("=")[0].startswith(RESUMABLE_KEYS):
-            raise ConfigError(
-                f"{word} can only be set on a new run; a resumed run accepts {', '.join(RESUMABLE_KEYS)}: "
-                "leave the key out, or start a new run"
-            )
-    config = load_config(folder / "config.yaml", *overrides, f"run.dir={folder}")
-    has_steps = any(word.startswith("run.steps=") for word in overrides)
-    return config if has_steps else with_steps_asked(config, folder)
-
-
 def dry_run(config: Config, tasks: Sequence[Task] = ()) -> dict[str, Any]:
     """Describe a run without starting it; `tasks`, if given, replace the config's tasks.
 
@@ -147,15 +111,6 @@ def dry_run(config: Config, tasks: Sequence[Task] = ()) -> dict[str, Any]:
     }
 
 
-def require_new(folder: Path) -> None:
-    """Raise ArealError if the folder of a new run exists."""
-    if folder.exists():
-        raise ArealError(
-            f"the run folder {folder} exists; choose another run.name or run.dir, or continue that run with "
-            f"`areal-jax resume {folder}`"
-        )
-
-
 # --- inside -------------------------------------------------------------------------------------------------
 
 
@@ -182,9 +137,21 @@ def _train(parts: Parts, journal: SqliteQueue, folder: Path, stream: TextIO | No
         control, note = context.control, context.view.note
         last = control.state.trained_version
         state, restored = start_state(parts, folder, last, note)
-        driver = LocalRun(parts, state, context, restored)
+        driver = LocalRun(parts, state, context, _services(parts, context), restored)
         for reissued in train_again(parts, driver.trainer, journal, last, note):
             journal.append([Entry(reissued, control.handle(reissued))])
         note(f"{folder}: {parts.config.run.steps} steps, {parts.devices.placement} placement")
         driver.run()
     return write_result(folder, parts)
+
+
+def _services(parts: Parts, context: RunContext) -> Services:
+    observed = parts.config.observe
+
+    def make_follower(note: Callable[[str], None], fail: Callable[[BaseException], None]) -> Follower | None:
+        if not (observed.evaluate or observed.exports):
+            return None
+        own = (parts, context.folder, parts.devices.evaluation, note, fail)
+        return Follower(*own, make_gateway=make_gateway)
+
+    return Services(make_endpoint, make_gateway, make_follower)

@@ -26,13 +26,13 @@ from areal_jax.trainer.compiled import Forecast, Program, bytes_on_one_device
 from areal_jax.trainer.forward import Forward
 from areal_jax.trainer.learner_programs import LearnerPrograms
 from areal_jax.trainer.state import TrainState
-from areal_jax.trainer.tree_arrays import Gradients, Sequences, Step
-from areal_jax.trainer.tree_passes import TreePasses
 from areal_jax.trainer.update import Objective
 from areal_jax.trajectories.leaf_order import Blocks, depth_first
 from areal_jax.trajectories.leaf_ranges import TOKENS, LeafCosts
 from areal_jax.trajectories.prefix_tree import Sampled, trained_on_paths, tree_of
 from areal_jax.trajectories.walk import POP, PUSH, Walk, plan_walk
+from areal_jax.trees.tree_arrays import Gradients, Sequences, Step
+from areal_jax.trees.tree_passes import TreePasses
 from areal_jax.types import Batch
 
 Between = Callable[[Array], None] | None
@@ -57,6 +57,11 @@ class TreeBatch(NamedTuple):
     batch: Batch
     sequences: Sequences
     walks: tuple[Walks, ...]
+
+    @property
+    def tokens(self) -> Array:
+        """The batch's tokens, (B, T)."""
+        return self.batch.tokens
 
 
 class Pushes(NamedTuple):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from areal_jax.algorithms.logprobs import TokenStats
-from areal_jax.models.prefix_attention import KVStack
+from areal_jax.trees.prefix_attention import KVStack
 
 
 class Sequences(NamedTuple):
