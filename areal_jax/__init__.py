@@ -15,7 +15,7 @@ with epy.lazy_api_imports(globals()):
     from areal_jax.generation.engine import Engine
     from areal_jax.generation.rollout import rollout
     from areal_jax.jobs.local import resume, run
-    from areal_jax.runtime.run_result import RunResult
+    from areal_jax.report.run_result import RunResult
     from areal_jax.tasks.task import Task
     from areal_jax.trainer.learner import Learner
     from areal_jax.trajectories.packing import pack

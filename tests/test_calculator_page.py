@@ -11,7 +11,7 @@ from statistics import fmean
 import pytest
 
 from areal_jax.models.io.gguf import smollm2_gguf
-from areal_jax.runtime.folder_audit import audit_run
+from areal_jax.replay.folder_audit import audit_run
 from areal_jax.types import ArealError
 from tests.programs import unavailable
 from tests.test_docs import DOCS, blocks, rows_of, run_as_printed

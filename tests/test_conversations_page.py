@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_jax.runtime.folder_audit import audit_run
+from areal_jax.replay.folder_audit import audit_run
 from tests.test_docs import DOCS, blocks, rows_of, run_as_printed
 
 pytestmark = pytest.mark.soak

@@ -110,7 +110,7 @@ def test_rooms_of_reward_workers_and_inspectors_load_no_jax(room: str):
 
 
 def test_the_simulator_and_the_core_of_every_driver_load_no_jax():
-    code = "import areal_jax.simulation.simtest, areal_jax.simulation.world, areal_jax.runtime.core"
+    code = "import areal_jax.lab.simulation.simtest, areal_jax.lab.simulation.world, areal_jax.runtime.core"
     assert not modules_after(code) & {"jax", "jaxlib", "flax", "optax", "orbax"}
 
 

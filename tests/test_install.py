@@ -18,7 +18,7 @@ import pytest
 
 from areal_jax.config.loading import load_config
 from areal_jax.jobs.local import run
-from areal_jax.runtime.bundle import make_bundle
+from areal_jax.replay.bundle import make_bundle
 
 pytestmark = pytest.mark.slow  # packages are downloaded and installed
 

@@ -70,13 +70,13 @@ def ablate(
     costs: Costs = None,
 ) -> None:
     """Run an ablation (runs that differ in one key) over several seeds, and show a table of its results."""
-    from areal_jax.simulation.ablations import ABLATIONS, find
+    from areal_jax.lab.ablations.ablations import ABLATIONS, find
 
     if not name:
         show({name: ablation.doc for name, ablation in ABLATIONS.items()}, json)
         return
     from areal_jax.assembly.devices import use_compilation_cache
-    from areal_jax.simulation.ablation import ablate as run_all
+    from areal_jax.lab.ablations.ablation import ablate as run_all
 
     for path in (runs, curves, page):
         if path is not None and not path.parent.is_dir():
@@ -111,11 +111,11 @@ def _under_costs(
     from functools import partial
     from statistics import fmean
 
-    from areal_jax.simulation.ablation import Runner, ablate
-    from areal_jax.simulation.cost_model import fitted
-    from areal_jax.simulation.modelled import simulated, slept
-    from areal_jax.simulation.published import published_table
-    from areal_jax.simulation.strategy_ablation import compared, under_a_cost_model
+    from areal_jax.lab.ablations.ablation import Runner, ablate
+    from areal_jax.lab.published.cost_model import fitted
+    from areal_jax.lab.published.modelled import simulated, slept
+    from areal_jax.lab.published.published import published_table
+    from areal_jax.lab.ablations.strategy_ablation import compared, under_a_cost_model
 
     ablation = under_a_cost_model(ablation)
     measured = _costs(costs, words, ablation.recipe, say)
@@ -150,7 +150,7 @@ def _costs(path: Path | None, words: Sequence[str], recipe: str, say: Any) -> di
         if not isinstance(found, dict):
             raise ArealError(f"--costs {path} has no figures by name; see `areal-jax bench costs --json`")
         return found
-    from areal_jax.bench.registry import bench
+    from areal_jax.lab.bench.registry import bench
 
     config = words[0] if words and "=" not in words[0] else recipe
     own = [word for word in words if "." in word.partition("=")[0]]
@@ -159,17 +159,17 @@ def _costs(path: Path | None, words: Sequence[str], recipe: str, say: Any) -> di
 
 
 def _write(figures: Mapping[str, Any], curves: Path | None, page: Path | None) -> None:
-    from areal_jax.observe.report import page_css
-    from areal_jax.observe.svg import standalone
+    from areal_jax.report.report import page_css
+    from areal_jax.report.svg import standalone
 
     if curves is not None:
-        from areal_jax.observe.curves import arm_curves
+        from areal_jax.report.curves import arm_curves
 
         figure = arm_curves(figures["runs"], figures["key"])
         with writing(curves):
             curves.write_text(standalone(figure, page_css()), encoding="utf-8")
     if page is not None:
-        from areal_jax.observe.comparison import page as render
+        from areal_jax.report.comparison import page as render
 
         tables = {"Results": figures["table"]}
         for title, key in (("Sleeping over simulated", "compared"), ("Published figures", "published")):

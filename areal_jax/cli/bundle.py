@@ -43,7 +43,7 @@ def bundle(
             f"{file or 'no --step'}: give a run and a step, as in `areal-jax bundle {folder} --step 12`, or "
             "`areal-jax bundle verify FILE`"
         )
-    from areal_jax.runtime.bundle import make_bundle
+    from areal_jax.replay.bundle import make_bundle
 
     target = out or Path(f"{folder.absolute().name}-step-{step}.bundle")
     made = make_bundle(folder, step, target, redact, _progress)
@@ -55,7 +55,7 @@ def bundle(
 
 
 def _verify(file: Path, json: bool) -> None:
-    from areal_jax.runtime.bundle import verify_bundle
+    from areal_jax.replay.bundle import verify_bundle
 
     found = verify_bundle(file, _progress)
     lines = [f"{name}: {found.metrics[name]!r}" for name in SHOWN if name in found.metrics]

@@ -27,8 +27,8 @@ def bench(
     """Run a benchmark on this machine, and compare its speed with the machine's limits."""
     _with_huge_pages()
     from areal_jax.assembly.devices import use_compilation_cache
-    from areal_jax.bench.gpu.table import lines as table
-    from areal_jax.bench.registry import bench as measure
+    from areal_jax.lab.bench.gpu.table import lines as table
+    from areal_jax.lab.bench.registry import bench as measure
     from areal_jax.config.loading import parsed
 
     use_compilation_cache()
@@ -53,7 +53,7 @@ def simtest(
 ) -> None:
     """Test the control plane in simulated runs with random delays, crashes and restarts, without a model."""
     from areal_jax.config.refusals import ON_UPDATE
-    from areal_jax.simulation.simtest import simtest as simulate_all
+    from areal_jax.lab.simulation.simtest import simtest as simulate_all
 
     if strategy and strategy not in ON_UPDATE:
         raise ArealError(f"--strategy={strategy} is unknown; use one of {', '.join(ON_UPDATE)}")

@@ -21,7 +21,7 @@ def parity(
     json: AsJson = False,
 ) -> None:
     """Measure how far generator and trainer log-probs differ, in nats and bit by bit."""
-    from areal_jax.bench.parity import parity as compare
+    from areal_jax.lab.bench.parity import parity as compare
 
     figures = compare(
         model,

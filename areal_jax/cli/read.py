@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from areal_jax.cli.shell import AsJson, print_json, show
-from areal_jax.observe.sharing import Sharing
+from areal_jax.report.sharing import Sharing
 from areal_jax.types import ArealError
 
 if TYPE_CHECKING:
-    from areal_jax.observe.selection import Selection
-    from areal_jax.observe.staleness import Staleness
+    from areal_jax.report.selection import Selection
+    from areal_jax.report.staleness import Staleness
 
 UNCHAINED = (
     "without digests: the journal has none of its events, as an older version of areal-jax began it, so a "
@@ -31,7 +31,7 @@ def audit(folder: Folder, json: AsJson = False) -> None:
     Also whether the journal is whole, and whether metrics, checkpoints, exports and evaluations agree.
     """
     from areal_jax.assembly.run_folder import open_journal
-    from areal_jax.runtime.folder_audit import audit_run
+    from areal_jax.replay.folder_audit import audit_run
 
     result = audit_run(folder)
     with open_journal(folder) as journal:
@@ -88,8 +88,8 @@ def inspect(
     With --staleness, show the rewards of the trained samples by age.
     With --selection, show whether lengths and difficulty of the trained groups are those of all generated.
     """
-    from areal_jax.observe.sample import print_sample
-    from areal_jax.runtime.reading import groups_trained, prefix_sharing, rewards_by_age, view_sample
+    from areal_jax.report.sample import print_sample
+    from areal_jax.report.reading import groups_trained, prefix_sharing, rewards_by_age, view_sample
 
     if (verify and token is None) or (token is not None and sample is None):
         raise ArealError(
@@ -131,13 +131,13 @@ def _require_one(sample: str | None, options: Mapping[str, bool]) -> None:
 
 
 def _inspect_token(folder: Path, sample: str, token: int, is_verified: bool, json: bool) -> None:
-    from areal_jax.runtime.provenance import provenance
+    from areal_jax.replay.provenance import provenance
 
     one = provenance(folder, sample, token)
     if not is_verified:
         show(one.to_json(), json, one.lines())
         return
-    from areal_jax.runtime.one_sample import replay_sample
+    from areal_jax.replay.one_sample import replay_sample
 
     found = replay_sample(folder, sample, lambda said: typer.echo(said, err=True))
     equal = f"generated again: {found.tokens} tokens of the sample, every bit is equal"
@@ -150,13 +150,13 @@ def _inspect_token(folder: Path, sample: str, token: int, is_verified: bool, jso
 
 
 def _staleness_lines(found: Staleness) -> list[str]:
-    from areal_jax.observe.report_staleness import COLUMNS, cells, explained
+    from areal_jax.report.report_staleness import COLUMNS, cells, explained
 
     return [*_aligned([COLUMNS, *map(cells, found.ages)]), explained(found)]
 
 
 def _selection_lines(found: Selection) -> list[str]:
-    from areal_jax.observe.report_selection import FATES, GAPS, explained, fate_cells, gap_cells
+    from areal_jax.report.report_selection import FATES, GAPS, explained, fate_cells, gap_cells
 
     lines = _aligned([FATES, *map(fate_cells, found.fates)])
     if found.gaps:
@@ -189,8 +189,8 @@ def report(
 ) -> None:
     """Write the run's report.html again; works while the run is in progress, too."""
     from areal_jax.assembly.run_folder import run_config
-    from areal_jax.observe.lanes import timeline_zoom
-    from areal_jax.runtime.reading import write_report, write_timeline
+    from areal_jax.report.lanes import timeline_zoom
+    from areal_jax.report.reading import write_report, write_timeline
 
     if timeline is not None:
         write_timeline(folder, timeline)

@@ -11,7 +11,7 @@ from areal_jax.cli.shell import AsJson, show, stop_on_sigterm
 from areal_jax.types import ArealError
 
 if TYPE_CHECKING:
-    from areal_jax.runtime.replay import Replayed
+    from areal_jax.replay.replay import Replayed
 
 
 def replay(
@@ -49,8 +49,8 @@ def replay(
     if branch:
         _branch(folder, until, branch, words or [], json)
         return
-    from areal_jax.runtime.one_sample import replay_sample
-    from areal_jax.runtime.replay import replay as run
+    from areal_jax.replay.one_sample import replay_sample
+    from areal_jax.replay.replay import replay as run
 
     found = replay_sample(folder, sample, _progress) if sample else run(folder, until, _progress)
     _show(found, json)
@@ -64,8 +64,8 @@ def _branch(folder: Path, until: int | None, name: str, words: list[str], json: 
     stop_on_sigterm()
     from areal_jax.cli.train import finish
     from areal_jax.jobs import local as jobs
-    from areal_jax.runtime.branch import make_branch
-    from areal_jax.runtime.reopened import reopened
+    from areal_jax.replay.branch import make_branch
+    from areal_jax.replay.reopened import reopened
 
     with reopened(folder) as run:
         made, found = make_branch(run, until, name, words, _progress)

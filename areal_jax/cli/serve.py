@@ -63,7 +63,7 @@ def serve(
     """Serve a model by gRPC (JetStream's service and areal-jax's own) and by HTTP (OpenAI's interface)."""
     stop_on_sigterm()
     with needing("serve", "serve", PACKAGES):
-        from areal_jax.serving.secret import read_secret
+        from areal_jax.secret import read_secret
         from areal_jax.serving.server import ServeSettings
         from areal_jax.serving.server import serve as run
     settings = ServeSettings(

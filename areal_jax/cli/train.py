@@ -14,7 +14,7 @@ import typer
 from areal_jax.cli.shell import POINTER, AsJson, print_json, print_memory, stop_on_sigterm
 
 if TYPE_CHECKING:
-    from areal_jax.runtime.run_result import RunResult
+    from areal_jax.report.run_result import RunResult
 
 Words = Annotated[
     list[str] | None, typer.Argument(help="YAML files and section.key=value, composed left to right.")

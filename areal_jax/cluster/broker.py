@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from areal_jax.cluster.redis_link import SOCKET_S, Link
-from areal_jax.serving.secret import VARIABLE
+from areal_jax.secret import VARIABLE
 from areal_jax.trajectories.journal import JournalError, pack, unpack
 from areal_jax.types import ArealError
 

@@ -18,7 +18,7 @@ from areal_jax.cluster.placement import LaunchError
 from areal_jax.config.loading import load_config, resolved, to_yaml
 from areal_jax.config.tree import Config
 from areal_jax.file_errors import writing
-from areal_jax.serving.secret import VARIABLE
+from areal_jax.secret import VARIABLE
 
 EFFECTIVE = "launch/config.yaml"
 """The config file that the run's processes read: the run's config with the changes of the last launch."""

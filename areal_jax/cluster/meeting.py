@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from areal_jax.cluster.broker import Broker
 from areal_jax.config.tree import Config
-from areal_jax.serving.secret import VARIABLE
+from areal_jax.secret import VARIABLE
 from areal_jax.types import ArealError
 
 

@@ -21,7 +21,7 @@ from areal_jax.cluster.redis_server import free_port, redis_server
 from areal_jax.cluster.rendezvous import POLL_S, AwayError, Meeting, Place, find, lead
 from areal_jax.cluster.supervisor import GRACE_S, MOVED, Command, Supervisor, Unit
 from areal_jax.config.tree import Config
-from areal_jax.serving.secret import VARIABLE
+from areal_jax.secret import VARIABLE
 from areal_jax.trajectories.lock import WriterLock
 from areal_jax.weights.folder import cleaned_weights
 

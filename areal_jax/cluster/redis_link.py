@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 from urllib.parse import SplitResult, parse_qsl, unquote, urlencode, urlsplit
 
 from areal_jax.plugin import needing
-from areal_jax.serving.secret import is_loopback
+from areal_jax.secret import is_loopback
 from areal_jax.types import ArealError
 
 with needing("a run over several machines", "cluster"):

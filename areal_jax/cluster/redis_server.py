@@ -20,7 +20,7 @@ from pathlib import Path
 
 from areal_jax.cluster.redis_link import Link, RedisError
 from areal_jax.cluster.tied import tied
-from areal_jax.serving.secret import Secret
+from areal_jax.secret import Secret
 from areal_jax.types import ArealError
 
 PROGRAM = "redis-server"

@@ -23,7 +23,7 @@ from areal_jax.serving.http import Metrics, http_app
 from areal_jax.serving.listening import listening
 from areal_jax.serving.openai_api import OpenAIApi
 from areal_jax.serving.requests import Served
-from areal_jax.serving.secret import VARIABLE, Secret, is_loopback
+from areal_jax.secret import VARIABLE, Secret, is_loopback
 from areal_jax.serving.services import Publish, RequireSecret, Services, handlers
 from areal_jax.serving.streams import Streams
 from areal_jax.types import ArealError, Sampling

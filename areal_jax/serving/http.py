@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from areal_jax.generation.commands import Statistics
 from areal_jax.serving.requests import RequestError
-from areal_jax.serving.secret import Secret
+from areal_jax.secret import Secret
 from areal_jax.serving.streams import Streams
 
 GAUGES = {

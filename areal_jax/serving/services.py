@@ -28,7 +28,7 @@ from areal_jax.serving.requests import (
     invalid,
     parsed,
 )
-from areal_jax.serving.secret import Secret
+from areal_jax.secret import Secret
 from areal_jax.serving.streams import Stream, Streams
 from areal_jax.types import ArealError, Trajectory, VersionedParams
 

@@ -19,8 +19,8 @@ from areal_jax.jobs.local import run
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.io.huggingface import export_folder
 from areal_jax.models.model import Model
-from areal_jax.runtime.folder_audit import audit_run
-from areal_jax.runtime.reading import view_sample
+from areal_jax.replay.folder_audit import audit_run
+from areal_jax.report.reading import view_sample
 from areal_jax.tasks.errors import TaskError
 from areal_jax.tasks.hf_tokenizer import HFTokenizer
 from areal_jax.tasks.source import load_tasks

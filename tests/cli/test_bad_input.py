@@ -163,7 +163,7 @@ def test_explaining_a_key_that_is_none():
 
 
 def test_a_bench_or_setting_that_is_none():
-    from areal_jax.bench.registry import bench
+    from areal_jax.lab.bench.registry import bench
     from areal_jax.types import ArealError
 
     with pytest.raises(ArealError, match="choose one of: decode, prefill, sample, logprob, update"):

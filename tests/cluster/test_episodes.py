@@ -13,8 +13,8 @@ import pytest
 from areal_jax.assembly.run_folder import open_journal
 from areal_jax.control import events as e
 from areal_jax.observe.metrics import read_rows
-from areal_jax.runtime.folder_audit import audit_run
-from areal_jax.runtime.replay import replay
+from areal_jax.replay.folder_audit import audit_run
+from areal_jax.replay.replay import replay
 from tests.cluster.agents import pids_of, said, wait_until
 from tests.cluster.test_launch_local import QUIET, launch
 from tests.programs import require

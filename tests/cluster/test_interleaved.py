@@ -13,7 +13,7 @@ import pytest
 
 from areal_jax.jobs.local import run
 from areal_jax.observe.metrics import read_rows
-from areal_jax.runtime.folder_audit import audit_run
+from areal_jax.replay.folder_audit import audit_run
 from tests.cluster.agents import QUIET, pids_of, said, wait_until
 from tests.programs import require
 from tests.promises import GROUPS

@@ -17,7 +17,7 @@ from areal_jax.assembly.parts import assemble
 from areal_jax.config.loading import load_config
 from areal_jax.observe.evals import read_evals
 from areal_jax.observe.metrics import read_rows
-from areal_jax.runtime.folder_audit import audit_run
+from areal_jax.replay.folder_audit import audit_run
 from tests.cluster.agents import DEADLINE_S, pids_of, said, wait_until
 from tests.programs import require
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from areal_jax.observe.metrics import read_rows
-from areal_jax.runtime.folder_audit import audit_run
+from areal_jax.replay.folder_audit import audit_run
 from tests.cluster.agents import DEADLINE_S, QUIET, start_agent, wait_until
 from tests.cluster.namespaces import hosts
 from tests.programs import require

@@ -14,7 +14,7 @@ from areal_jax.cluster.node_agent import ONLY, plan_of, units_of
 from areal_jax.cluster.placement import LaunchError
 from areal_jax.cluster.rendezvous import AwayError, Meeting, Place, find, lead, place
 from areal_jax.observe.metrics import read_rows
-from areal_jax.runtime.folder_audit import audit_run
+from areal_jax.replay.folder_audit import audit_run
 from tests.cluster.agents import QUIET, agents, pids_of, said, wait_until
 from tests.ports import reserved_ports
 from tests.programs import require

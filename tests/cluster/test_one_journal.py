@@ -22,8 +22,8 @@ from areal_jax.cluster.messages import Event, from_plain
 from areal_jax.config.loading import load_config
 from areal_jax.control.events import BatchTrained, SampleFinished, Train
 from areal_jax.observe.metrics import read_rows
-from areal_jax.runtime.folder_audit import audit_run
-from areal_jax.runtime.reading import write_report
+from areal_jax.replay.folder_audit import audit_run
+from areal_jax.report.reading import write_report
 from areal_jax.trajectories.journal import unpack
 from tests.cluster.test_kill import launching, processes
 from tests.processes import stop

@@ -7,8 +7,8 @@ import pytest
 from areal_jax.assembly.run_folder import open_journal
 from areal_jax.observe.metrics import read_rows
 from areal_jax.observe.waits import HELD, read_timelines
-from areal_jax.runtime.folder_audit import audit_run
-from areal_jax.runtime.reading import find
+from areal_jax.replay.folder_audit import audit_run
+from areal_jax.report.reading import find
 from tests.launched import launched
 
 pytestmark = pytest.mark.soak

@@ -6,7 +6,7 @@ import pytest
 
 from areal_jax.assembly.run_folder import open_journal
 from areal_jax.config.loading import load_config
-from areal_jax.runtime.folder_audit import audit_run
+from areal_jax.replay.folder_audit import audit_run
 from tests.launched import launched
 from tests.promises import GROUPS, STEPS, check, each_promise, scarce
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from areal_jax.observe.metrics import read_rows
-from areal_jax.runtime.folder_audit import audit_run
+from areal_jax.replay.folder_audit import audit_run
 from tests.cluster.test_launch_local import QUIET, ROOT
 from tests.programs import require
 

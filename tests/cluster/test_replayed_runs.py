@@ -27,8 +27,8 @@ from areal_jax.config.loading import load_config
 from areal_jax.control.events import Dispatch, RunResumed, SampleFinished, SamplesMoved, VersionCommitted
 from areal_jax.jobs.local import run
 from areal_jax.observe.metrics import read_rows
-from areal_jax.runtime.folder_audit import audit_run
-from areal_jax.runtime.replay import Replayed, replay
+from areal_jax.replay.folder_audit import audit_run
+from areal_jax.replay.replay import Replayed, replay
 from tests.cluster.agents import pids_of, wait_until
 from tests.processes import assert_ends
 from tests.programs import require

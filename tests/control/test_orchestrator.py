@@ -17,8 +17,8 @@ from areal_jax.control import events as e
 from areal_jax.control.audit import audit
 from areal_jax.control.machine import ControlPlane
 from areal_jax.control.orchestrator import partition
-from areal_jax.simulation.schedule import Fault, Schedule
-from areal_jax.simulation.world import SimResult, simulate
+from areal_jax.lab.simulation.schedule import Fault, Schedule
+from areal_jax.lab.simulation.world import SimResult, simulate
 from areal_jax.types import SampleId, VersionSpan
 from tests.control.play import Player, changed, config_of
 

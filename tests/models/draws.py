@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from areal_jax.bench.measure import random_params
+from areal_jax.lab.bench.measure import random_params
 from areal_jax.models.config import Lora, model_config
 from areal_jax.models.lora import adapters_of
 from areal_jax.models.model import Model

@@ -6,9 +6,9 @@ import sys
 
 from timing import report_seconds
 
-from areal_jax.bench.decode import decode
-from areal_jax.bench.hosting import drain, published, started, starts_of
-from areal_jax.bench.measure import random_model, random_params, timed_s
+from areal_jax.lab.bench.decode import decode
+from areal_jax.lab.bench.hosting import drain, published, started, starts_of
+from areal_jax.lab.bench.measure import random_model, random_params, timed_s
 from areal_jax.generation.engine import Engine
 
 

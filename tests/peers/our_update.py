@@ -13,8 +13,8 @@ import jax
 from shapes import LENGTH, MICRO_ROWS, SEQUENCES, SHAPES
 from timing import report
 
-from areal_jax.bench.measure import bench_learner
-from areal_jax.bench.packed import skewed_groups
+from areal_jax.lab.bench.measure import bench_learner
+from areal_jax.lab.bench.packed import skewed_groups
 from areal_jax.trajectories.packing import pack
 
 SHORTEST = {"update": LENGTH, "logprob": LENGTH, "skewed": 16}

@@ -17,8 +17,8 @@ from areal_jax.control import events as e
 from areal_jax.generation.rollout import rollout
 from areal_jax.jobs.local import resume, run
 from areal_jax.observe.metrics import read_rows
-from areal_jax.runtime.folder_audit import audit_run
-from areal_jax.runtime.replay import replay
+from areal_jax.replay.folder_audit import audit_run
+from areal_jax.replay.replay import replay
 from areal_jax.tasks.datasets.guess import Guess
 from areal_jax.tasks.task import Task
 from areal_jax.trajectories.packing import pack

@@ -16,9 +16,9 @@ from areal_jax.control.reward_gate import gates_of, paid
 from areal_jax.generation.rollout import rollout
 from areal_jax.jobs.local import resume, run
 from areal_jax.observe.metrics import read_rows
-from areal_jax.runtime.folder_audit import audit_run
-from areal_jax.runtime.reading import find
-from areal_jax.runtime.viewer import Viewer
+from areal_jax.replay.folder_audit import audit_run
+from areal_jax.report.reading import find
+from areal_jax.report.viewer import Viewer
 from areal_jax.tasks.datasets.countdown import Countdown
 from areal_jax.tasks.source import WeightedTask
 from areal_jax.trajectories.packing import pack

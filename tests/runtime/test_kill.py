@@ -17,7 +17,7 @@ import pytest
 from areal_jax.assembly.run_folder import open_journal
 from areal_jax.control.events import BatchTrained, RunResumed
 from areal_jax.observe.metrics import read_rows
-from areal_jax.runtime.folder_audit import audit_run
+from areal_jax.replay.folder_audit import audit_run
 from tests.hangs import HANG_S
 from tests.small_run import RECIPE, WORDS
 

@@ -22,7 +22,7 @@ from areal_jax.jobs.local import run
 from areal_jax.models.attention import PackedAttention
 from areal_jax.models.lora import adapters_of, base_of
 from areal_jax.models.model import Model
-from areal_jax.runtime.folder_audit import audit_run
+from areal_jax.replay.folder_audit import audit_run
 from areal_jax.types import ArealError
 from areal_jax.weights.digest import digest
 from tests.small_run import RECIPE, small

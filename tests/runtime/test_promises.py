@@ -8,7 +8,7 @@ import pytest
 
 from areal_jax.assembly.run_folder import open_journal
 from areal_jax.jobs.local import run
-from areal_jax.runtime.folder_audit import audit_run
+from areal_jax.replay.folder_audit import audit_run
 from tests.promises import GROUPS, PAIRS, STEPS, check, scarce
 from tests.small_run import small
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from areal_jax.assembly.run_folder import open_journal
 from areal_jax.cli.main import app
 from areal_jax.control.events import Drop, RewardScored
-from areal_jax.runtime.folder_audit import audit_run
+from areal_jax.replay.folder_audit import audit_run
 from tests.small_run import RECIPE, WORDS
 
 pytestmark = pytest.mark.all_optimizations  # the programs of other files' small runs

@@ -14,7 +14,7 @@ from areal_jax.config.loading import ConfigError, load_config
 from areal_jax.config.tree import Config
 from areal_jax.control.events import BatchTrained, Drop, SampleFailed
 from areal_jax.jobs.local import resume, run
-from areal_jax.runtime.folder_audit import audit_run
+from areal_jax.replay.folder_audit import audit_run
 from areal_jax.trajectories.packing import pack
 from areal_jax.types import Group, SampleId
 from areal_jax.weights.digest import digest

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from areal_jax.jobs.local import run
-from areal_jax.runtime.folder_audit import audit_run
+from areal_jax.replay.folder_audit import audit_run
 from tests.small_run import small
 
 pytestmark = pytest.mark.slow

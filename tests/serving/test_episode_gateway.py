@@ -28,7 +28,7 @@ from areal_jax.episodes.workflow_runner import WorkflowRunner
 from areal_jax.generation.host import Host
 from areal_jax.jobs.local import run
 from areal_jax.plugin import load_object
-from areal_jax.runtime.folder_audit import audit_run
+from areal_jax.replay.folder_audit import audit_run
 from areal_jax.serving.episode_gateway import EpisodeGateway
 from areal_jax.tasks.source import WeightedTask
 from areal_jax.tasks.task import Task

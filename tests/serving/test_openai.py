@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from areal_jax.generation.commands import Pause, Unpause
-from areal_jax.serving.secret import Secret
+from areal_jax.secret import Secret
 from areal_jax.serving.server import Server
 from areal_jax.types import Prompt, Sampling
 from tests.episodes.chat_templates import tokenizer_of

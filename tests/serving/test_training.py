@@ -15,7 +15,7 @@ from areal_jax.assembly.run_folder import open_journal
 from areal_jax.config.loading import ConfigError
 from areal_jax.control.events import SampleFinished, VersionCommitted
 from areal_jax.jobs.local import run
-from areal_jax.runtime.folder_audit import audit_run
+from areal_jax.replay.folder_audit import audit_run
 from areal_jax.serving.proto import rollout_pb2 as messages
 from areal_jax.serving.proto.rollout_pb2_grpc import RolloutStub
 from areal_jax.serving.services import protocol

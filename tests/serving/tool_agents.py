@@ -27,8 +27,8 @@ from areal_jax.models.config import model_config
 from areal_jax.models.model import Model
 from areal_jax.parallel.mesh import make_mesh
 from areal_jax.serving.episode_gateway import EpisodeGateway
-from areal_jax.simulation.schedule import Schedule
-from areal_jax.simulation.sleeping import SleepingEngine, Slots
+from areal_jax.lab.simulation.schedule import Schedule
+from areal_jax.lab.published.sleeping import SleepingEngine, Slots
 from areal_jax.tasks.hf_tokenizer import HFTokenizer
 from areal_jax.types import Prompt, SampleId, Sampling, Trajectory, VersionedParams
 from areal_jax.weights.digest import digest

@@ -15,7 +15,7 @@ from areal_jax.trainer.effective_size import WeightSums, weight_sums
 from areal_jax.trajectories.packing import pack
 from areal_jax.types import Batch, Group
 from tests.trainer.conftest import LENGTH, MakeLearner, make_groups
-from tests.trainer.test_tree_update import conversations
+from tests.trees.test_tree_update import conversations
 
 pytestmark = pytest.mark.few_optimizations
 

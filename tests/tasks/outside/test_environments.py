@@ -29,7 +29,7 @@ from tokenizers.pre_tokenizers import Split
 from areal_jax.assembly.run_folder import open_journal
 from areal_jax.control import events as e
 from areal_jax.episodes.conversation import Conversation
-from areal_jax.runtime.folder_audit import audit_run
+from areal_jax.replay.folder_audit import audit_run
 from areal_jax.tasks.outside.environments import TextArenaGame
 from areal_jax.tasks.outside.worker_process import INSTALL
 from areal_jax.types import SampleId, Trajectory

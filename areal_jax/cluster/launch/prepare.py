@@ -1,0 +1,27 @@
+"""Makes the commands and files that submit a run by the chosen launcher: slurm, gcloud or gke."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from areal_jax.cluster.launched import Launch
+from areal_jax.cluster.placement import Plan, make_plan
+from areal_jax.cluster.launch import gcloud, gke, slurm
+from areal_jax.cluster.launch.submission import Submission
+
+LAUNCHERS: dict[str, Callable[[Plan, Launch], Submission]] = {
+    "slurm": slurm.submission,
+    "gcloud": gcloud.submission,
+    "gke": gke.submission,
+}
+
+
+def prepare(launcher: str, launch: Launch) -> Submission:
+    """Returns the commands and files that submit a run by `launcher`: slurm, gcloud or gke; runs nothing.
+
+    `launch`: the run's config and folder. Raises LaunchError if a setting of the section `launch` is missing
+    or not valid for this launcher.
+    """
+    accelerator = launch.config.launch.accelerator
+    plan = make_plan(launch.config, "gpu" if accelerator == "auto" else accelerator)
+    return LAUNCHERS[launcher](plan, launch)

@@ -1,0 +1,98 @@
+"""Generates one sample of a run again, with the versions of the weights that sampled it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from areal_jax.assembly.parts import assemble
+from areal_jax.assembly.run_folder import sample_id
+from areal_jax.control.events import SampleFinished
+from areal_jax.generation.kept_turns import KeptTurns
+from areal_jax.generation.regenerate import Finished
+from areal_jax.runtime.differences import Comparison, Difference, name_of
+from areal_jax.replay.past_versions import Note, OutOfReach, past_versions
+from areal_jax.replay.reopened import Reopened, reopened
+from areal_jax.replay.replay import Replayed, compare_sample, make_regenerator, replay_run
+from areal_jax.types import ArealError, SampleId
+from areal_jax.weights.store import wire_copy
+
+
+def replay_sample(folder: Path, name: str, note: Note = lambda _: None) -> Replayed:
+    """Generates the sample named ORDINAL/MEMBER[/ATTEMPT] again; returns what was compared.
+
+    The versions that sampled it are trained again from the nearest checkpoint; if the journal has deleted
+    trajectories that this needs, the run is replayed up to the sample. `note(text)` reports what is done.
+    Raises ArealError if the sample has not finished, or was not sampled by a policy.
+    """
+    sample = sample_id(name)
+    with reopened(folder) as run:
+        event = _finished(run, sample)
+        one = _OneSample(run, event, note)
+        if any(asked.sample == event.sample for asked in run.journal.events("TurnAdded")):
+            note("replaying the run up to the sample, because it is an episode of several turns")
+            return _whole(run, event, note)
+        try:
+            one.compare()
+        except OutOfReach as reason:
+            note(f"replaying the run up to the sample, because of this: {reason}")
+            return _whole(run, event, note)
+        except Difference as difference:
+            one.found.difference = str(difference)
+        return one.found
+
+
+def _finished(run: Reopened, sample: SampleId) -> SampleFinished:
+    event = next((one for one in run.journal.events("SampleFinished") if one.sample == sample), None)
+    if event is None:
+        raise ArealError(
+            f"{run.folder} has no finished sample {name_of(sample)}; `areal-jax audit {run.folder}` counts "
+            "the groups that are still in flight"
+        )
+    if not event.spans:
+        raise ArealError(
+            f"sample {name_of(sample)} is a reference answer, which no policy sampled; give a sampled one"
+        )
+    return event
+
+
+class _OneSample:
+    """Trains the versions of one sample again, and generates it."""
+
+    def __init__(self, run: Reopened, event: SampleFinished, note: Note) -> None:
+        self.found = Replayed()
+        self._run, self._event, self._note = run, event, note
+        self._stretch = run.stretch_of(event.spans[-1].version)
+        self._compared = Comparison(self._stretch.config.wire_dtype)
+
+    def compare(self) -> None:
+        """Compares the sample; raises Difference, or OutOfReach as `past_versions` does."""
+        event, begun, found = self._event, self._stretch.first_step, self.found
+        wanted = {span.version for span in event.spans}
+        first, last = min(wanted), max(wanted)
+        if first < begun:
+            raise OutOfReach(f"the sample began before step {begun}, with which the branch begins")
+        found.header = self._stretch.differences(self._stretch.header)
+        if found.header:
+            self._compared.loosen()
+            found.bounded_from = first
+        parts, held = assemble(self._stretch.config), {}
+        engine = parts.engine(0)
+        for past in past_versions(self._run, parts, first, last, self._compared, self._note):
+            found.steps = past.trained
+            if past.value.version in wanted:
+                wire = wire_copy(past.value, parts.config.wire_dtype)
+                held[wire.version] = engine.load_params(wire)
+        prompt = parts.prompt_tokens(event.sample.ordinal)
+        made = make_regenerator(parts.config, engine, KeptTurns()).run(
+            [Finished(event.sample, prompt, event.spans, event.rebuilds)], held
+        )
+        compare_sample(found, self._compared, self._run.journal, event, made[event.sample])
+        found.largest, found.cut = self._compared.largest, self._compared.cut
+
+
+def _whole(run: Reopened, event: SampleFinished, note: Note) -> Replayed:
+    """Replays the run up to the step that trained the sample's group, or to its end if none did."""
+    ordinal = event.sample.ordinal
+    steps = (one.step for one in run.journal.events("BatchTrained") if ordinal in one.ordinals)
+    last = next(steps, None)
+    return replay_run(run, None if last is None else last + 1, note)

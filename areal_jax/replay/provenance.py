@@ -1,0 +1,148 @@
+"""Says where a token of a run comes from: weights, random key, sampler settings, log-prob and host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from areal_jax.assembly.run_folder import open_journal, run_config, sample_id
+from areal_jax.config.tree import Config
+from areal_jax.control import events as e
+from areal_jax.generation.sampling import GENERATOR, sample_key
+from areal_jax.runtime.differences import name_of
+from areal_jax.report.viewer import Viewer
+from areal_jax.trajectories.sqlite import SqliteQueue
+from areal_jax.types import ArealError, SampleId, Sampling, Trajectory
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where one sampled token comes from, as the journal records it."""
+
+    sample: str
+    token: int
+    """Index of the token in its sample, prompt included."""
+    id: int
+    text: str
+    version: int
+    """The policy version that sampled it."""
+    digest: str
+    """Digest of this version's weights as they were published to the hosts."""
+    key: tuple[int, int]
+    """The token's raw random key (threefry): it follows from run.seed, the sample's numbers and `token`."""
+    sampling: Sampling
+    support: tuple[int, ...] | None
+    """The token ids from which it was drawn; None: from all."""
+    logp: float
+    """Its log-prob when it was sampled."""
+    turn: int
+    hosts: tuple[str, ...]
+    """The hosts that decoded the sample, in order; several if the sample was moved."""
+    rebuilds: int
+    """How often the KV before the token had been computed again under a newer version."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the fields as values that JSON can represent."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """Returns the fields as text, a line each."""
+        s, kept = self.sampling, "all ids" if self.support is None else f"{len(self.support)} ids"
+        return [
+            f"sample {self.sample}, token {self.token}: id {self.id}, {self.text!r}",
+            f"weights: version {self.version}, digest as published {self.digest}",
+            f"random key: {self.key[0]:08x} {self.key[1]:08x}",
+            f"drawn from {kept} at temperature {s.temperature:g} (top_k {s.top_k}, top_p {s.top_p:g}, "
+            f"min_p {s.min_p:g})",
+            f"log-prob when sampled: {self.logp!r}",
+            f"turn {self.turn}, on {', then '.join(self.hosts)}; its KV rebuilt {self.rebuilds} times",
+        ]
+
+
+def provenance(folder: Path, name: str, token: int) -> Provenance:
+    """Returns where a token of the sample named ORDINAL/MEMBER[/ATTEMPT] comes from.
+
+    `token`: its index in the sample, prompt included. Raises ArealError if the journal does not have the
+    sample, or if the token was not sampled.
+    """
+    sample, config = sample_id(name), run_config(folder)
+    with open_journal(folder) as journal:
+        one = journal.trajectory(sample)
+        _require_sampled(one, token)
+        finished = next(event for event in journal.events("SampleFinished") if event.sample == sample)
+        support = None if one.support is None else tuple(int(i) for i in one.support[token] if i >= 0)
+        return Provenance(
+            sample=name_of(sample),
+            token=token,
+            id=int(one.tokens[token]),
+            text=Viewer(journal, config).text([int(one.tokens[token])]),
+            version=int(one.versions[token]),
+            digest=_published(journal, int(one.versions[token])),
+            key=_key(config, sample, token, _segment(journal, sample, int(one.turn_ids[token]))),
+            sampling=one.sampling,
+            support=support or None,
+            logp=float(one.behavior_logp[token]),
+            turn=int(one.turn_ids[token]),
+            hosts=_hosts(journal, sample),
+            rebuilds=sum(count <= token for count in finished.rebuilds),
+        )
+
+
+def _require_sampled(one: Trajectory, token: int) -> None:
+    sampled = np.flatnonzero(one.loss_mask)
+    if not sampled.size:
+        raise ArealError(f"sample {name_of(one.sample)} is a reference answer, which no policy sampled")
+    if not 0 <= token < len(one.tokens) or not one.loss_mask[token]:
+        kind = "part of the prompt" if 0 <= token < len(one.tokens) else "beyond the sample"
+        raise ArealError(
+            f"--token {token} is {kind}: of the {len(one.tokens)} tokens of sample {name_of(one.sample)}, "
+            f"those from {sampled[0]} to {sampled[-1]} were sampled; give one of them"
+        )
+
+
+def _key(config: Config, sample: SampleId, token: int, segment: int) -> tuple[int, int]:
+    key = sample_key(*np.asarray([config.run.seed, *sample, segment], np.int32))  # type: ignore[arg-type]
+    own = jax.random.fold_in(jax.random.wrap_key_data(key, impl=GENERATOR), token)
+    first, second = np.asarray(jax.random.key_data(own)).tolist()
+    return first, second
+
+
+def _segment(journal: SqliteQueue, sample: SampleId, turn: int) -> int:
+    """Returns the number of the episode's branch in which a turn was sampled; 0 without a workflow."""
+    asked = (
+        each.segment for each in journal.events("TurnAdded") if (each.sample, each.turn) == (sample, turn)
+    )
+    return next(asked, 0)
+
+
+def _published(journal: SqliteQueue, version: int) -> str:
+    """Returns the digest with which hosts got the version; "" if the journal has none."""
+    digest = next((event.digest for event in journal.events("RunStarted")), "") if version == 0 else ""
+    for event in journal.events("VersionCommitted"):
+        digest = event.digest if event.version == version else digest
+    return digest
+
+
+def _hosts(journal: SqliteQueue, sample: SampleId) -> tuple[str, ...]:
+    """Returns the hosts that decoded the sample, in order: the first one, and each that took it over."""
+    found: list[str] = []
+    for row in journal.rows():
+        for one in _carriers(row.event, row.actions, sample):
+            if not found or found[-1] != one:
+                found.append(one)
+        if isinstance(row.event, e.SampleFinished) and row.event.sample == sample:
+            break
+    return tuple(found)
+
+
+def _carriers(event: e.Event, actions: Iterable[e.Action], sample: SampleId) -> Iterable[str]:
+    if isinstance(event, e.SamplesMoved) and sample in event.samples:
+        yield event.host
+    for action in actions:
+        if isinstance(action, e.Dispatch) and sample in action.samples:
+            yield action.host
