@@ -23,6 +23,12 @@ from areal_jax.types import ArealError
 
 NOT_INSTALLED = "not installed"
 
+MOVED = {
+    "areal_jax.simulation.sleeping_task": "areal_jax.lab.published.sleeping_task",
+    "areal_jax.tasks.datasets.multihop": "areal_jax.lab.multihop",
+}
+"""Modules of this package that run folders may name as `module:name`, and their names since they moved."""
+
 _typed: tuple[str, ...] | None = None
 """In a block of `without_code`, the words of the command line; None: all code may be loaded."""
 
@@ -90,6 +96,7 @@ def load_object(spec: str, builtin: Mapping[str, Any], what: str) -> Any:
 
 def _imported(spec: str, what: str) -> Any:
     module_name, _, name = spec.partition(":")
+    module_name = MOVED.get(module_name, module_name)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

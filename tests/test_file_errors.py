@@ -22,8 +22,8 @@ from areal_jax.jobs.local import resume
 from areal_jax.observe import metrics
 from areal_jax.observe.evals import append_eval
 from areal_jax.observe.waits import Timeline
-from areal_jax.runtime.context import make_folder
 from areal_jax.replay.folder_audit import audit_run
+from areal_jax.runtime.context import make_folder
 from areal_jax.types import ArealError
 from areal_jax.weights import staged
 from tests.hangs import HANG_S

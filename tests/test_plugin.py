@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from areal_jax.plugin import check_settings, load_object, needing
+from areal_jax.plugin import MOVED, check_settings, load_object, needing
 from areal_jax.types import ArealError
 
 BUILTIN = {"ppo_clip": max, "by_name": "operator:add"}
@@ -41,6 +42,13 @@ def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 def test_builtins_by_name_and_by_reference():
     assert load_object("ppo_clip", BUILTIN, "loss") is max
     assert load_object("by_name", BUILTIN, "loss")(2, 3) == 5
+
+
+def test_a_name_in_a_run_folder_leads_to_where_its_module_moved():
+    for old, new in MOVED.items():
+        assert importlib.util.find_spec(new) and not importlib.util.find_spec(old)
+    found = load_object("areal_jax.tasks.datasets.multihop:MultiHop", BUILTIN, "task")
+    assert found.__module__ == "areal_jax.lab.multihop"
 
 
 def test_own_objects_of_the_working_folder():

@@ -18,14 +18,14 @@ from pathlib import Path
 
 ROOMS = {
     "core": (
-        "types plugin file_errors config control algorithms models parallel tasks sandbox trajectories "
-        "weights trainer generation episodes assembly observe runtime"
+        "types secret file_errors plugin config control observe parallel sandbox algorithms tasks "
+        "trajectories models episodes weights trainer trees generation assembly runtime"
     ),
-    "wings": "__init__ trees cluster launch serving evaluation replay report plan jobs cli",
+    "wings": "__init__ report evaluation replay serving plan cluster launch jobs cli",
     "lab": "lab bench simulation",
 }
 """Group -> its rooms, which are the folders and modules directly below the package. `__init__` is the module
-that offers names of many rooms; bench and simulation are the lab's rooms in checkouts that have no lab/.
+that offers names of many rooms; launch, bench and simulation are rooms of checkouts that have no lab/.
 """
 
 GENERATED = "*_pb2*.py"

@@ -112,10 +112,10 @@ def _under_costs(
     from statistics import fmean
 
     from areal_jax.lab.ablations.ablation import Runner, ablate
+    from areal_jax.lab.ablations.strategy_ablation import compared, under_a_cost_model
     from areal_jax.lab.published.cost_model import fitted
     from areal_jax.lab.published.modelled import simulated, slept
     from areal_jax.lab.published.published import published_table
-    from areal_jax.lab.ablations.strategy_ablation import compared, under_a_cost_model
 
     ablation = under_a_cost_model(ablation)
     measured = _costs(costs, words, ablation.recipe, say)

@@ -28,10 +28,10 @@ def launch(
     ] = False,
 ) -> None:
     """Start a run as several processes: on this machine, by Slurm, on Google Cloud's machines, or on GKE."""
-    from areal_jax.cluster.launched import read
-    from areal_jax.cluster.node_agent import ONLY, describe, plan_of, run_node
     from areal_jax.cluster.launch.prepare import prepare
     from areal_jax.cluster.launch.submission import submit
+    from areal_jax.cluster.launched import read
+    from areal_jax.cluster.node_agent import ONLY, describe, plan_of, run_node
 
     if dry_run and not json:
         typer.echo(POINTER, err=True)

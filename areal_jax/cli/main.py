@@ -75,6 +75,9 @@ def _common(
     ] = False,
 ) -> None:
     """Options beside the commands."""
+    from areal_jax.lab.demonstrations import register
+
+    register()
 
 
 for name, verb in VERBS.items():

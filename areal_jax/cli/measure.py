@@ -27,9 +27,9 @@ def bench(
     """Run a benchmark on this machine, and compare its speed with the machine's limits."""
     _with_huge_pages()
     from areal_jax.assembly.devices import use_compilation_cache
+    from areal_jax.config.loading import parsed
     from areal_jax.lab.bench.gpu.table import lines as table
     from areal_jax.lab.bench.registry import bench as measure
-    from areal_jax.config.loading import parsed
 
     use_compilation_cache()
     settings = {key: parsed(value) for key, _, value in (word.partition("=") for word in words or [])}

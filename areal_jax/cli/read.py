@@ -88,8 +88,8 @@ def inspect(
     With --staleness, show the rewards of the trained samples by age.
     With --selection, show whether lengths and difficulty of the trained groups are those of all generated.
     """
-    from areal_jax.report.sample import print_sample
     from areal_jax.report.reading import groups_trained, prefix_sharing, rewards_by_age, view_sample
+    from areal_jax.report.sample import print_sample
 
     if (verify and token is None) or (token is not None and sample is None):
         raise ArealError(

@@ -13,8 +13,8 @@ from areal_jax.cluster.meeting import connect
 from areal_jax.cluster.owner import Owner
 from areal_jax.config.tree import Config
 from areal_jax.observe.waits import process_timeline
-from areal_jax.runtime.context import make_folder, open_context
 from areal_jax.report.run_result import RunResult, write_result
+from areal_jax.runtime.context import make_folder, open_context
 from areal_jax.trajectories.sqlite import SqliteQueue
 
 

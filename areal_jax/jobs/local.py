@@ -18,11 +18,11 @@ from areal_jax.config.loading import resolved
 from areal_jax.config.tree import Config
 from areal_jax.evaluation.follower import Follower
 from areal_jax.observe.waits import Timeline
+from areal_jax.report.run_result import RunResult, write_result
 from areal_jax.runtime.context import RunContext, make_folder, open_context
 from areal_jax.runtime.one_process import LocalRun, Services
 from areal_jax.runtime.recovery import start_state, train_again
 from areal_jax.runtime.resuming import read_config, require_new
-from areal_jax.report.run_result import RunResult, write_result
 from areal_jax.serving.run_services import make_endpoint, make_gateway
 from areal_jax.tasks.source import BUILTIN
 from areal_jax.tasks.task import Task

@@ -31,13 +31,22 @@ from areal_jax.models.rope import RopeScaling
 from areal_jax.observe.waits import Timeline
 from areal_jax.parallel.mesh import param_shardings
 from areal_jax.plugin import version_of
-from areal_jax.replay.bundle_file import STATE, About, Bundle, BundleError, groups_from_plain, groups_to_plain, read_bundle, require_unused
-from areal_jax.runtime.compute_choice import recorded_choice
-from areal_jax.runtime.differences import Comparison, Difference, same
+from areal_jax.replay.bundle_file import (
+    STATE,
+    About,
+    Bundle,
+    BundleError,
+    groups_from_plain,
+    groups_to_plain,
+    read_bundle,
+    require_unused,
+)
 from areal_jax.replay.past_versions import OutOfReach, past_batch, past_versions
-from areal_jax.runtime.recovery import Journaled, journaled_batches
 from areal_jax.replay.reopened import Reopened, differences_text, reopened
 from areal_jax.replay.replay import Note, Replay
+from areal_jax.runtime.compute_choice import recorded_choice
+from areal_jax.runtime.differences import Comparison, Difference, same
+from areal_jax.runtime.recovery import Journaled, journaled_batches
 from areal_jax.runtime.trainer_loop import batch_again, train_batch
 from areal_jax.trainer.learner import Learner
 from areal_jax.trainer.state import TrainState

@@ -9,10 +9,10 @@ from areal_jax.assembly.run_folder import sample_id
 from areal_jax.control.events import SampleFinished
 from areal_jax.generation.kept_turns import KeptTurns
 from areal_jax.generation.regenerate import Finished
-from areal_jax.runtime.differences import Comparison, Difference, name_of
 from areal_jax.replay.past_versions import Note, OutOfReach, past_versions
 from areal_jax.replay.reopened import Reopened, reopened
 from areal_jax.replay.replay import Replayed, compare_sample, make_regenerator, replay_run
+from areal_jax.runtime.differences import Comparison, Difference, name_of
 from areal_jax.types import ArealError, SampleId
 from areal_jax.weights.store import wire_copy
 

@@ -12,10 +12,10 @@ from typing import NamedTuple
 from areal_jax.assembly.parts import Parts, with_steps
 from areal_jax.assembly.run_folder import CHECKPOINTS
 from areal_jax.observe.waits import Timeline
+from areal_jax.replay.reopened import Reopened
 from areal_jax.runtime.compute_choice import recorded_choice
 from areal_jax.runtime.differences import Comparison
 from areal_jax.runtime.recovery import Journaled, journaled_batches, journaled_groups
-from areal_jax.replay.reopened import Reopened
 from areal_jax.runtime.trainer_loop import TrainBatch, batch_again, train_batch
 from areal_jax.trainer.state import TrainState
 from areal_jax.trajectories.journal import JournalError

@@ -29,11 +29,11 @@ from areal_jax.generation.kept_turns import KeptTurns
 from areal_jax.generation.regenerate import Finished, Regenerator
 from areal_jax.observe.metrics import REQUIRED
 from areal_jax.observe.waits import Timeline
+from areal_jax.replay.folder_audit import audit_run
+from areal_jax.replay.reopened import Reopened, reopened
 from areal_jax.runtime.compute_choice import recorded_choice
 from areal_jax.runtime.differences import Comparison, Difference, name_of, same
-from areal_jax.replay.folder_audit import audit_run
 from areal_jax.runtime.recovery import Journaled
-from areal_jax.replay.reopened import Reopened, reopened
 from areal_jax.runtime.rows import RowMaker
 from areal_jax.runtime.trainer_loop import MACHINE, batch_again, train_batch
 from areal_jax.trainer.state import TrainState

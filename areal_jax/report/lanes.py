@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from areal_jax.report.svg import IDLE, INK, OTHER, SERIES, Figure, draw_svg, legend_above
 from areal_jax.observe.waits import CONTROL, NS, WINDOW_NS, Interval, idle_share, is_idle
+from areal_jax.report.svg import IDLE, INK, OTHER, SERIES, Figure, draw_svg, legend_above
 
 BINS = 240
 """Maximum number of columns in the whole run's timeline. A column covers at least WINDOW_NS, the resolution

@@ -22,16 +22,16 @@ from areal_jax.control.events import (
 from areal_jax.control.reward_gate import Gates, rewards_of
 from areal_jax.file_errors import writing
 from areal_jax.observe.evals import read_evals
-from areal_jax.report.lanes import ZOOM_S, timeline
 from areal_jax.observe.metrics import read_rows
+from areal_jax.observe.waits import read_timelines
+from areal_jax.report.attempts import Attempts
+from areal_jax.report.lanes import ZOOM_S, timeline
 from areal_jax.report.report import FailedReward, ReportData, page_css, render
 from areal_jax.report.sample import SampleView
 from areal_jax.report.selection import Selection, study_selection
 from areal_jax.report.sharing import Sharing, sharing, sharing_by_part
 from areal_jax.report.staleness import FEWEST_SAMPLES, Staleness, Trained, study
 from areal_jax.report.svg import Figure, standalone
-from areal_jax.observe.waits import read_timelines
-from areal_jax.report.attempts import Attempts
 from areal_jax.report.viewer import Late, Viewer, gates_in
 from areal_jax.tasks.source import WeightedTask
 from areal_jax.trajectories.sqlite import JournalError, SqliteQueue

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from areal_jax.report import curves, figures, lanes
 from areal_jax.observe.live import clock
+from areal_jax.observe.waits import Interval, is_idle
+from areal_jax.report import curves, figures, lanes
 from areal_jax.report.report_samples import sample_groups
 from areal_jax.report.report_selection import selection_section
 from areal_jax.report.report_staleness import staleness_section
@@ -21,7 +22,6 @@ from areal_jax.report.selection import Selection
 from areal_jax.report.sharing import sharing
 from areal_jax.report.staleness import Staleness
 from areal_jax.report.svg import figures_html
-from areal_jax.observe.waits import Interval, is_idle
 
 
 class FailedReward(NamedTuple):

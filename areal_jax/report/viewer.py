@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from areal_jax.assembly.sources import RANDOM, open_source
 from areal_jax.config.tree import Config
 from areal_jax.control.reward_gate import Gates, rewards_of
-from areal_jax.report.sample import Piece, SampleView
 from areal_jax.plugin import load_object
+from areal_jax.report.sample import Piece, SampleView
 from areal_jax.tasks.blocks import ANSWER, THINK, parse
 from areal_jax.tasks.interleaved import Interleaved
 from areal_jax.tasks.source import BUILTIN, PromptStream, WeightedTask, load_tasks

@@ -18,12 +18,12 @@ import uvicorn
 from areal_jax.config.tree import Config
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host
+from areal_jax.secret import VARIABLE, Secret, is_loopback
 from areal_jax.serving.connections import CONNECTIONS, IDLE_S, allow_connections, http_server
 from areal_jax.serving.http import Metrics, http_app
 from areal_jax.serving.listening import listening
 from areal_jax.serving.openai_api import OpenAIApi
 from areal_jax.serving.requests import Served
-from areal_jax.secret import VARIABLE, Secret, is_loopback
 from areal_jax.serving.services import Publish, RequireSecret, Services, handlers
 from areal_jax.serving.streams import Streams
 from areal_jax.types import ArealError, Sampling

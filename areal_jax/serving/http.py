@@ -22,8 +22,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from areal_jax.generation.commands import Statistics
-from areal_jax.serving.requests import RequestError
 from areal_jax.secret import Secret
+from areal_jax.serving.requests import RequestError
 from areal_jax.serving.streams import Streams
 
 GAUGES = {

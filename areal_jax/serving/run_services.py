@@ -24,8 +24,8 @@ def make_endpoint(config: Config, index: int, engine: Engine) -> TrainingEndpoin
     """
     if config.generation.serve_port is None:
         return None
-    from areal_jax.serving.endpoint import TrainingEndpoint
     from areal_jax.secret import read_secret
+    from areal_jax.serving.endpoint import TrainingEndpoint
 
     return TrainingEndpoint(config, index, engine, read_secret(None))
 

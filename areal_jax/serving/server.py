@@ -29,11 +29,11 @@ from areal_jax.generation.host import Host
 from areal_jax.models.io.huggingface import open_folder
 from areal_jax.models.model import Model
 from areal_jax.observe.threads import reporting_thread
+from areal_jax.secret import Secret, require_secret
 from areal_jax.serving.answers import require_tags
 from areal_jax.serving.connections import CONNECTIONS, IDLE_S
 from areal_jax.serving.endpoint import DEADLINE_S, STOP_S, UNREAD, Address, Endpoint, require_free
 from areal_jax.serving.requests import RequestError, Served, invalid
-from areal_jax.secret import Secret, require_secret
 from areal_jax.types import ArealError, Sampling, VersionedParams
 from areal_jax.weights.digest import digest
 from areal_jax.weights.memory import MemoryStore

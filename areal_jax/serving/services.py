@@ -16,6 +16,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from areal_jax.generation import jetstream
 from areal_jax.generation.commands import Pause, Statistics, Tokens, Unpause, Wake
+from areal_jax.secret import Secret
 from areal_jax.serving.answers import AnswerStream
 from areal_jax.serving.http import Metrics
 from areal_jax.serving.outputs import Output, outputs
@@ -28,7 +29,6 @@ from areal_jax.serving.requests import (
     invalid,
     parsed,
 )
-from areal_jax.secret import Secret
 from areal_jax.serving.streams import Stream, Streams
 from areal_jax.types import ArealError, Trajectory, VersionedParams
 

@@ -27,7 +27,6 @@ BUILTIN = {
     "jsonl": "areal_jax.tasks.datasets.jsonl:JsonLines",
     "knights": "areal_jax.tasks.datasets.knights:Knights",
     "math": "areal_jax.tasks.datasets.math_data:Math",
-    "multihop": "areal_jax.lab.multihop:MultiHop",
     "reasoning_gym": "areal_jax.tasks.datasets.reasoning_gym:ReasoningGym",
     "textarena": "areal_jax.tasks.outside.environments:TextArenaGame",
     "tool_game": "areal_jax.tasks.datasets.tool_game:ToolGame",

@@ -17,9 +17,9 @@ import optax
 import pytest
 
 from areal_jax.assembly.api import preset
-from areal_jax.lab.bench.parity import recomputed_logp
 from areal_jax.config.sections import ADAPTERS
 from areal_jax.generation.engine import Engine
+from areal_jax.lab.bench.parity import recomputed_logp
 from areal_jax.models.config import Lora
 from areal_jax.models.exact import KV_BLOCK, TILE
 from areal_jax.models.model import Model

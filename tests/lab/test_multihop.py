@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
-from areal_jax.tasks.blocks import parse
 from areal_jax.lab.multihop import MultiHop
+from areal_jax.tasks.blocks import parse
 from areal_jax.tasks.errors import TaskError
 from areal_jax.types import Prompt
 from tests.tasks.responses import judge, perfect

@@ -6,10 +6,10 @@ import sys
 
 from timing import report_seconds
 
+from areal_jax.generation.engine import Engine
 from areal_jax.lab.bench.decode import decode
 from areal_jax.lab.bench.hosting import drain, published, started, starts_of
 from areal_jax.lab.bench.measure import random_model, random_params, timed_s
-from areal_jax.generation.engine import Engine
 
 
 def batch_seconds(shape: str, slots: int, dtype: str, prompt: int, tokens: int, repeats: int) -> list[float]:

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from areal_jax.runtime.batch_figures import batch_figures
 from areal_jax.replay.bundle_file import Bundle, BundleError, groups_from_plain, groups_to_plain
+from areal_jax.runtime.batch_figures import batch_figures
 from areal_jax.trajectories.age_mask import trained_tokens
 from areal_jax.trajectories.paths import paths_of
 from tests.trainer.branches import branched_groups

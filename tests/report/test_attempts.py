@@ -7,10 +7,10 @@ from collections import Counter
 import pytest
 
 from areal_jax.control import events as e
-from areal_jax.report.selection import PENDING, TRAINED, Attempt, study_selection
-from areal_jax.report.attempts import Attempts
 from areal_jax.lab.simulation.schedule import Schedule, random_schedule
 from areal_jax.lab.simulation.world import SimResult, simulate
+from areal_jax.report.attempts import Attempts
+from areal_jax.report.selection import PENDING, TRAINED, Attempt, study_selection
 from areal_jax.trajectories.journal import Row
 from areal_jax.types import SampleId, VersionSpan
 from tests.lab.simulation.test_world import long_tail

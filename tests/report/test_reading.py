@@ -18,13 +18,13 @@ from areal_jax.cli.main import app
 from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
 from areal_jax.control import events as e
-from areal_jax.report.lanes import timeline, timeline_zoom
-from areal_jax.report.sample import SampleView
-from areal_jax.report.staleness import Trained
 from areal_jax.observe.waits import Interval
 from areal_jax.report import reading, viewer
+from areal_jax.report.lanes import timeline, timeline_zoom
 from areal_jax.report.reading import find, view_sample, write_report
 from areal_jax.report.run_result import write_result
+from areal_jax.report.sample import SampleView
+from areal_jax.report.staleness import Trained
 from areal_jax.report.viewer import Late, Viewer, token_blocks, token_texts
 from areal_jax.tasks.interleaved import Interleaved
 from areal_jax.tasks.source import PromptStream, WeightedTask, load_tasks

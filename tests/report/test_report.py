@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure as Canvas
 
-from areal_jax.report import curves, figures, lanes, svg
 from areal_jax.observe.metrics import REQUIRED
+from areal_jax.observe.waits import Interval
+from areal_jax.report import curves, figures, lanes, svg
 from areal_jax.report.report import FailedReward, ReportData, page_css, render
 from areal_jax.report.report_samples import FIRST, LAST, sample_groups
 from areal_jax.report.report_staleness import reward_by_age
@@ -23,7 +24,6 @@ from areal_jax.report.report_totals import drops_by_reason, mean_share
 from areal_jax.report.sample import Piece, SampleView
 from areal_jax.report.staleness import Trained, study
 from areal_jax.report.svg import PAGE_COLOURS
-from areal_jax.observe.waits import Interval
 from areal_jax.types import NOT_SAMPLED
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}

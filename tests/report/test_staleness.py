@@ -16,7 +16,16 @@ from hypothesis import strategies as st
 
 from areal_jax.observe.estimates import Estimate, Z
 from areal_jax.report.report import ReportData, render
-from areal_jax.report.staleness import Staleness, Trained, difficulties, first_ages, reliability_of, standardise, strata_of, study
+from areal_jax.report.staleness import (
+    Staleness,
+    Trained,
+    difficulties,
+    first_ages,
+    reliability_of,
+    standardise,
+    strata_of,
+    study,
+)
 
 GROUP = 16
 

@@ -16,8 +16,8 @@ import jax
 
 from areal_jax.assembly.parts import assemble
 from areal_jax.jobs.local import run
-from areal_jax.runtime import trainer_loop
 from areal_jax.replay.folder_audit import audit_run
+from areal_jax.runtime import trainer_loop
 from tests.small_run import small
 
 SHARED = (

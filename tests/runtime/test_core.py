@@ -14,10 +14,10 @@ from areal_jax.config.tree import Config
 from areal_jax.control import events as e
 from areal_jax.control.machine import ControlError, ControlPlane
 from areal_jax.control.reward_gate import Gates
-from areal_jax.runtime.core import DriverCore, Incoming
 from areal_jax.lab.simulation.machines import EmptyPrompts
 from areal_jax.lab.simulation.memory_journal import MemoryJournal
 from areal_jax.lab.simulation.schedule import Schedule
+from areal_jax.runtime.core import DriverCore, Incoming
 from areal_jax.tasks.errors import PromptError
 from areal_jax.types import ArealError, Completion, Group, Prompt, SampleId, Sampling, Trajectory, VersionSpan
 

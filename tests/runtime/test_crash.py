@@ -23,8 +23,8 @@ from areal_jax.control.events import (
 )
 from areal_jax.jobs.local import resume, run
 from areal_jax.observe.metrics import read_rows
-from areal_jax.runtime import one_process
 from areal_jax.replay.folder_audit import audit_run
+from areal_jax.runtime import one_process
 from areal_jax.trajectories.sqlite import JournalError, SqliteQueue
 from areal_jax.weights import staged
 from areal_jax.weights.staged import committed

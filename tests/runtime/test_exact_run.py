@@ -12,10 +12,10 @@ import pytest
 
 from areal_jax.assembly.parts import Parts, assemble
 from areal_jax.assembly.run_folder import open_journal
-from areal_jax.lab.bench.parity import recomputed_logp
 from areal_jax.config.loading import load_config
 from areal_jax.control.events import BatchTrained, Train
 from areal_jax.jobs.local import run
+from areal_jax.lab.bench.parity import recomputed_logp
 from areal_jax.parallel.mesh import param_shardings
 from areal_jax.replay.folder_audit import audit_run
 from areal_jax.types import Group, Trajectory

@@ -26,10 +26,10 @@ from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
 from areal_jax.control.events import Train
 from areal_jax.jobs.local import run
+from areal_jax.lab.ablations.ablation import Workbench
 from areal_jax.models.lora import adapters_of, base_of
 from areal_jax.observe.metrics import read_rows
 from areal_jax.replay.folder_audit import audit_run
-from areal_jax.lab.ablations.ablation import Workbench
 from areal_jax.tasks.interleaved import PARTS
 from areal_jax.tasks.source import PromptStream, load_tasks
 from areal_jax.tasks.task import Task

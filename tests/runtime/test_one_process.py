@@ -20,8 +20,8 @@ from areal_jax.generation.rollout import rollout
 from areal_jax.jobs.local import resume, run
 from areal_jax.observe.metrics import REQUIRED
 from areal_jax.replay.folder_audit import audit_run
-from areal_jax.report.reading import groups_trained, view_sample
 from areal_jax.replay.replay import replay
+from areal_jax.report.reading import groups_trained, view_sample
 from areal_jax.runtime.resuming import read_config
 from areal_jax.tasks.datasets.countdown import Countdown
 from areal_jax.tasks.source import PromptStream, WeightedTask

@@ -18,10 +18,10 @@ from areal_jax.generation.host import Host
 from areal_jax.jobs.local import resume, run
 from areal_jax.observe.waits import HELD, read_timelines
 from areal_jax.replay.bundle import make_bundle, verify_bundle
-from areal_jax.runtime.compute_choice import ComputeChoice
 from areal_jax.replay.folder_audit import audit_run
-from areal_jax.report.reading import find
 from areal_jax.replay.replay import replay
+from areal_jax.report.reading import find
+from areal_jax.runtime.compute_choice import ComputeChoice
 from areal_jax.tasks.datasets.countdown import Countdown
 from areal_jax.types import ArealError
 from tests.small_run import killed_at, small

@@ -20,11 +20,11 @@ from areal_jax.control import events as e
 from areal_jax.control.events import BatchTrained, VersionReissued
 from areal_jax.jobs.local import resume, run
 from areal_jax.observe.metrics import read_rows
+from areal_jax.replay.folder_audit import audit_run
+from areal_jax.replay.replay import replay
 from areal_jax.runtime import recovery, trainer_loop
 from areal_jax.runtime.context import make_folder
-from areal_jax.replay.folder_audit import audit_run
 from areal_jax.runtime.recovery import Journaled, Repetition, journaled_batches
-from areal_jax.replay.replay import replay
 from areal_jax.runtime.resuming import read_config, steps_asked
 from areal_jax.trajectories.journal import Entry, pack, unpack
 from areal_jax.trajectories.sqlite import SqliteQueue

@@ -23,8 +23,8 @@ from areal_jax.control.events import BatchTrained
 from areal_jax.generation.rollout import rollout
 from areal_jax.jobs.local import resume, run
 from areal_jax.observe.metrics import read_rows
-from areal_jax.runtime.batch_figures import batch_figures
 from areal_jax.replay.folder_audit import audit_run
+from areal_jax.runtime.batch_figures import batch_figures
 from areal_jax.runtime.recovery import journaled_batches, journaled_groups
 from areal_jax.tasks.datasets.tool_game import ToolGame
 from areal_jax.trainer.checkpoint import discard_newer, restore

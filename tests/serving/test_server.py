@@ -18,10 +18,10 @@ import pytest
 from google.protobuf.json_format import MessageToDict
 
 from areal_jax.generation.commands import Pause, Unpause
+from areal_jax.secret import Secret, read_secret, require_secret
 from areal_jax.serving import server as serve
 from areal_jax.serving.proto import rollout_pb2 as messages
 from areal_jax.serving.proto.rollout_pb2_grpc import RolloutStub
-from areal_jax.secret import Secret, read_secret, require_secret
 from areal_jax.serving.server import Server, ServeSettings
 from areal_jax.serving.services import protocol
 from areal_jax.types import ArealError, Sampling

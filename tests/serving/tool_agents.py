@@ -23,12 +23,12 @@ from areal_jax.episodes.workflow_runner import WorkflowRunner
 from areal_jax.generation.commands import Stop, command_of
 from areal_jax.generation.host import Host
 from areal_jax.generation.slots import Prefix, ResultTokens
+from areal_jax.lab.published.sleeping import SleepingEngine, Slots
+from areal_jax.lab.simulation.schedule import Schedule
 from areal_jax.models.config import model_config
 from areal_jax.models.model import Model
 from areal_jax.parallel.mesh import make_mesh
 from areal_jax.serving.episode_gateway import EpisodeGateway
-from areal_jax.lab.simulation.schedule import Schedule
-from areal_jax.lab.published.sleeping import SleepingEngine, Slots
 from areal_jax.tasks.hf_tokenizer import HFTokenizer
 from areal_jax.types import Prompt, SampleId, Sampling, Trajectory, VersionedParams
 from areal_jax.weights.digest import digest

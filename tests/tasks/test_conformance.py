@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from areal_jax.control.events import RewardScored
+from areal_jax.lab.demonstrations import TASKS
 from areal_jax.tasks.datasets import verify
 from areal_jax.tasks.datasets.reasoning_gym import ReasoningGym
 from areal_jax.tasks.interleaved import Interleaved
@@ -37,7 +38,7 @@ SETTINGS = {
     "jsonl": {"path": "train.jsonl"},
     "knights": {"people": 3, "compact": True, "split": "test"},
     "math": {"data_dir": "."},
-    "multihop": {"hops": 4, "size": 50},
+    TASKS["multihop"]: {"hops": 4, "size": 50},
     "reasoning_gym": {"dataset": "fraction_simplification", "size": 20},
     "tool_game": {"rooms": 6, "compact": True, "split": "test"},
 }

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areal_jax.lab.demonstrations import TASKS
 from areal_jax.plugin import load_object
 from areal_jax.tasks.datasets.countdown import Countdown
 from areal_jax.tasks.source import BLOCK, BUILTIN, PromptStream, WeightedTask, load_tasks
@@ -219,7 +220,7 @@ def test_an_object_that_is_no_task_is_named():
 
 
 def test_every_built_in_name_leads_to_a_task_and_has_one_line_of_doc():
-    for path in BUILTIN.values():
+    for path in (BUILTIN | TASKS).values():
         task = load_object(path, {}, "task")
         assert issubclass(task, Task)
         assert re.match(r".+\.(\n\n|$)", task.__doc__)

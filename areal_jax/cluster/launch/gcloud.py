@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from math import ceil
 
+from areal_jax.cluster.launch.submission import Submission, folder_on_volume, launcher_file
 from areal_jax.cluster.launched import Launch
 from areal_jax.cluster.placement import LaunchError, Plan
-from areal_jax.cluster.launch.submission import Submission, folder_on_volume, launcher_file
 
 NUMBER_PER_DEVICE = {"v5litepod": 1, "v6e": 1, "v5p": 2, "v4": 2}
 """TPU family -> by how much one jax device (chip) raises the number in the name of a TPU type, such as

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from string import Template
 
+from areal_jax.cluster.launch.submission import Submission, folder_on_volume, launcher_file
 from areal_jax.cluster.launched import Launch
 from areal_jax.cluster.placement import LaunchError, Plan
-from areal_jax.cluster.launch.submission import Submission, folder_on_volume, launcher_file
 
 JOBSET_LABEL = "jobset.sigs.k8s.io/jobset-name"
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from areal_jax.cluster.launched import Launch
-from areal_jax.cluster.placement import Plan, make_plan
 from areal_jax.cluster.launch import gcloud, gke, slurm
 from areal_jax.cluster.launch.submission import Submission
+from areal_jax.cluster.launched import Launch
+from areal_jax.cluster.placement import Plan, make_plan
 
 LAUNCHERS: dict[str, Callable[[Plan, Launch], Submission]] = {
     "slurm": slurm.submission,

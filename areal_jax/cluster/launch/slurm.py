@@ -7,9 +7,9 @@ import shlex
 from math import ceil
 from pathlib import Path
 
+from areal_jax.cluster.launch.submission import Submission, launcher_file
 from areal_jax.cluster.launched import Launch
 from areal_jax.cluster.placement import LaunchError, Plan
-from areal_jax.cluster.launch.submission import Submission, launcher_file
 
 MOUNTS = "AREAL_JAX_MOUNTS"
 """Environment variable: what the container of launch.image mounts, in pyxis's syntax."""

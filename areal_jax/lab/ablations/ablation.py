@@ -32,6 +32,9 @@ from areal_jax.evaluation.run import EvalSettings, evaluate
 from areal_jax.file_errors import writing
 from areal_jax.generation.engine import Engine
 from areal_jax.jobs.local import run_parts
+from areal_jax.lab.ablations.real_machines import RealMachines
+from areal_jax.lab.simulation.schedule import Schedule
+from areal_jax.lab.simulation.world import simulate
 from areal_jax.models.model import Params
 from areal_jax.observe.estimates import paired_estimate
 from areal_jax.observe.live import clock
@@ -40,9 +43,6 @@ from areal_jax.observe.waits import Interval, read_timelines
 from areal_jax.plugin import check_settings, did_you_mean
 from areal_jax.report.reading import find
 from areal_jax.report.run_result import RunResult
-from areal_jax.lab.ablations.real_machines import RealMachines
-from areal_jax.lab.simulation.schedule import Schedule
-from areal_jax.lab.simulation.world import simulate
 from areal_jax.tasks.held_out import held_out, without_splits
 from areal_jax.trainer.learner import Learner
 from areal_jax.trainer.state import TrainState

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import fmean, mean, median, variance
 
-from areal_jax.plugin import did_you_mean
 from areal_jax.lab.ablations.ablation import Ablation, Row, Table
 from areal_jax.lab.ablations.interleaved_ablation import INTERLEAVED
 from areal_jax.lab.ablations.run_figures import WARM_UP, last_mean, mean_of, per_s, warm_mean
 from areal_jax.lab.ablations.strategy_ablation import STRATEGIES, words_of
+from areal_jax.plugin import did_you_mean
 from areal_jax.types import ArealError
 
 UNBOUNDED = "unbounded"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, mean
 
-from areal_jax.observe.estimates import Estimate, paired_estimate
 from areal_jax.lab.ablations.ablation import Ablation, Contrast, Evaluations, Row, Table, paired
+from areal_jax.observe.estimates import Estimate, paired_estimate
 
 THINK_ANSWER, INTERLEAVE = "think_answer", "interleave"
 REWARDED, UNGATED = "interleave_ir", "interleave_direct"

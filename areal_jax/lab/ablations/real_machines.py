@@ -15,12 +15,12 @@ from areal_jax.episodes.conversation import TurnRequest
 from areal_jax.generation.commands import HandOver, Serve, Stop, TakeBack, TakeOver, Work, command_of
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host
+from areal_jax.lab.simulation.decoders import Call
 from areal_jax.observe.waits import Timeline
 from areal_jax.runtime.batch_figures import batch_figures
 from areal_jax.runtime.compute_choice import ComputeChoice
 from areal_jax.runtime.core import Incoming, Offer
 from areal_jax.runtime.trainer_loop import held_batch, train_batch
-from areal_jax.lab.simulation.decoders import Call
 from areal_jax.tasks.scoring import score_group
 from areal_jax.trainer.state import TrainState
 from areal_jax.trajectories.age_mask import oldest_trained

@@ -8,9 +8,9 @@ from statistics import median
 from typing import Any
 
 from areal_jax.config.refusals import FIXED_STALENESS, ON_UPDATE
-from areal_jax.report.lanes import shares
 from areal_jax.lab.ablations.ablation import Ablation, Measured, Table
 from areal_jax.lab.ablations.run_figures import last_mean, per_s, warm_mean, warm_step_s
+from areal_jax.report.lanes import shares
 
 ARM = "default"
 """The name of the only arm: each strategy runs with its default for generation.on_update."""

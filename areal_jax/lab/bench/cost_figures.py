@@ -15,17 +15,17 @@ import numpy as np
 
 from areal_jax.assembly.devices import machine
 from areal_jax.assembly.parts import Parts, assemble
-from areal_jax.lab.bench.decode import call_s, filled
-from areal_jax.lab.bench.hosting import started
-from areal_jax.lab.bench.measure import in_turn, random_trajectory, timed_s
 from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
 from areal_jax.generation.commands import Start
 from areal_jax.generation.engine import Engine
+from areal_jax.lab.ablations.strategy_ablation import STRATEGIES
+from areal_jax.lab.bench.decode import call_s, filled
+from areal_jax.lab.bench.hosting import started
+from areal_jax.lab.bench.measure import in_turn, random_trajectory, timed_s
 from areal_jax.observe.waits import Timeline
 from areal_jax.runtime.compute_choice import ComputeChoice
 from areal_jax.runtime.trainer_loop import held_batch, train_batch
-from areal_jax.lab.ablations.strategy_ablation import STRATEGIES
 from areal_jax.tasks.pool import RewardPool
 from areal_jax.trainer.state import TrainState
 from areal_jax.types import ArealError, Group, SampleId, Sampling

@@ -12,8 +12,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from areal_jax.assembly.devices import machine
-from areal_jax.lab.bench.hosting import published
-from areal_jax.lab.bench.measure import in_turn, random_model, random_params
 from areal_jax.control import events as e
 from areal_jax.episodes.episode import Episode
 from areal_jax.episodes.limits import Limits
@@ -23,6 +21,8 @@ from areal_jax.generation.commands import Stop, command_of
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host
 from areal_jax.generation.slots import DecodeState, Prefix
+from areal_jax.lab.bench.hosting import published
+from areal_jax.lab.bench.measure import in_turn, random_model, random_params
 from areal_jax.observe.threads import reporting_thread
 from areal_jax.types import ArealError, Prompt, SampleId, Sampling, Trajectory
 

@@ -14,15 +14,15 @@ import jax
 import numpy as np
 
 from areal_jax.assembly.devices import machine
-from areal_jax.lab.bench.measure import in_turn, random_params, timed_s
-from areal_jax.lab.bench.migration_source import SAMPLE, Source, bench_engine_of, source
-from areal_jax.lab.bench.spawned import DEADLINE_S
-from areal_jax.lab.bench.sync import TMPFS
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.moving.forecast import is_move_cheaper
 from areal_jax.generation.moving.page_runs import used_bytes
 from areal_jax.generation.moving.receiver import Receiver
 from areal_jax.generation.slots import Prefix
+from areal_jax.lab.bench.measure import in_turn, random_params, timed_s
+from areal_jax.lab.bench.migration_source import SAMPLE, Source, bench_engine_of, source
+from areal_jax.lab.bench.spawned import DEADLINE_S
+from areal_jax.lab.bench.sync import TMPFS
 from areal_jax.types import Sampling, VersionedParams
 
 Times = dict[str, float]

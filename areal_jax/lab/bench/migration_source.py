@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from areal_jax.lab.bench.measure import random_model
-from areal_jax.lab.bench.spawned import received, spawned
 from areal_jax.generation.commands import SoFar, Start, Work
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.live_slots import LiveSlots, record_dtype
 from areal_jax.generation.moving.sender import DirectSender, StagedSender
+from areal_jax.lab.bench.measure import random_model
+from areal_jax.lab.bench.spawned import received, spawned
 from areal_jax.observe.waits import Timeline
 from areal_jax.types import SampleId, Sampling
 

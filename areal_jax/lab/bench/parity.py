@@ -21,12 +21,12 @@ from areal_jax.assembly.api import preset
 from areal_jax.assembly.devices import use_compilation_cache
 from areal_jax.assembly.run_folder import JOURNAL
 from areal_jax.assembly.sources import open_source
-from areal_jax.lab.bench.measure import packed_for
 from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
 from areal_jax.evaluation.command import model_section
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.rollout import sampled
+from areal_jax.lab.bench.measure import packed_for
 from areal_jax.models.model import Model, Params
 from areal_jax.parallel.mesh import make_mesh, param_shardings
 from areal_jax.tasks.source import PromptStream, load_tasks

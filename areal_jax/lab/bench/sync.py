@@ -19,11 +19,11 @@ import jax
 import numpy as np
 
 from areal_jax.assembly.devices import machine, use_virtual_cpus
+from areal_jax.generation.engine import Engine
+from areal_jax.generation.host import POLL_S
 from areal_jax.lab.bench.measure import random_model, timed_s
 from areal_jax.lab.bench.spawned import DEADLINE_S
 from areal_jax.lab.bench.sync_publisher import adapted_model, publisher
-from areal_jax.generation.engine import Engine
-from areal_jax.generation.host import POLL_S
 from areal_jax.models.model import Model, Params
 from areal_jax.parallel.mesh import make_mesh, param_shardings
 from areal_jax.types import ArealError, VersionedParams

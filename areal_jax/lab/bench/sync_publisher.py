@@ -10,9 +10,9 @@ from multiprocessing.connection import Connection
 
 import jax
 
+from areal_jax.generation.engine import Engine
 from areal_jax.lab.bench.measure import random_model
 from areal_jax.lab.bench.spawned import DEADLINE_S, received, spawned
-from areal_jax.generation.engine import Engine
 from areal_jax.models.config import Lora
 from areal_jax.models.lora import adapters_of, base_of, with_adapters
 from areal_jax.models.model import Model

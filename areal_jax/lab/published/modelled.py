@@ -17,15 +17,15 @@ from areal_jax.config.tree import Config
 from areal_jax.control import events as e
 from areal_jax.episodes.conversation import TurnRequest
 from areal_jax.jobs.local import run_parts
-from areal_jax.observe.waits import HELD, NS, Clock, Interval, idle_share
-from areal_jax.runtime.core import Offer
 from areal_jax.lab.ablations.ablation import Measured, recorded
+from areal_jax.lab.ablations.strategy_ablation import FOR_BATCH, FOR_SAMPLES, FOR_VERSION
+from areal_jax.lab.published.sleeping import sleeping_parts
 from areal_jax.lab.simulation.decoders import Call, Decoder
 from areal_jax.lab.simulation.machines import DrawnMachines, Machines
 from areal_jax.lab.simulation.schedule import Schedule
-from areal_jax.lab.published.sleeping import sleeping_parts
-from areal_jax.lab.ablations.strategy_ablation import FOR_BATCH, FOR_SAMPLES, FOR_VERSION
 from areal_jax.lab.simulation.world import SimulationError, World
+from areal_jax.observe.waits import HELD, NS, Clock, Interval, idle_share
+from areal_jax.runtime.core import Offer
 from areal_jax.trajectories.age_mask import oldest_trained, trained_tokens
 from areal_jax.trajectories.paths import spans_of
 from areal_jax.types import Completion, Group, PolicyVersion, Prompt, SampleId, Trajectory

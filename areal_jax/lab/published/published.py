@@ -15,11 +15,11 @@ from typing import Any
 
 from areal_jax.config.loading import make_config
 from areal_jax.config.refusals import FIXED_STALENESS, ON_UPDATE
-from areal_jax.report.lanes import shares
+from areal_jax.lab.ablations.strategy_ablation import FOR_BATCH
 from areal_jax.lab.published.llama_split import split_table
 from areal_jax.lab.published.modelled import simulated
 from areal_jax.lab.simulation.schedule import Schedule
-from areal_jax.lab.ablations.strategy_ablation import FOR_BATCH
+from areal_jax.report.lanes import shares
 
 MEDIAN, CUT = 12, 180
 """Tokens of the median completion, and of the longest: sigma 1, cut at 15 times the median (AReaL)."""

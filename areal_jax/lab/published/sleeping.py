@@ -25,11 +25,11 @@ from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
 from areal_jax.generation.engine import Engine, Prefilling
 from areal_jax.generation.slots import ExistingPrefix, Prefix, ResultTokens
-from areal_jax.models.model import Model
-from areal_jax.parallel.mesh import make_mesh, replicated
+from areal_jax.lab.published.sleeping_task import SleepingTask
 from areal_jax.lab.simulation.machines import drawn_work
 from areal_jax.lab.simulation.schedule import Schedule
-from areal_jax.lab.published.sleeping_task import SleepingTask
+from areal_jax.models.model import Model
+from areal_jax.parallel.mesh import make_mesh, replicated
 from areal_jax.trainer.compiled import Forecast
 from areal_jax.trainer.learner import Learner
 from areal_jax.trainer.state import TrainState

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 from areal_jax.control import events as e
 from areal_jax.control.events import Event
-from areal_jax.runtime.core import Offer
 from areal_jax.lab.simulation.decoders import Call, Decoder
 from areal_jax.lab.simulation.surroundings import Surroundings
 from areal_jax.lab.simulation.virtual_clock import DRIVER
+from areal_jax.runtime.core import Offer
 from areal_jax.types import SampleId
 
 

@@ -10,9 +10,9 @@ import numpy as np
 from areal_jax.config.tree import Config
 from areal_jax.control import events as e
 from areal_jax.control.reward_gate import CORRECT
-from areal_jax.runtime.core import Prompts
 from areal_jax.lab.simulation.decoders import Decoder, DrawnDecoder, Work
 from areal_jax.lab.simulation.schedule import Schedule
+from areal_jax.runtime.core import Prompts
 from areal_jax.tasks.errors import PromptError
 from areal_jax.trajectories.age_mask import oldest_trained, trained_tokens
 from areal_jax.types import Completion, Group, PolicyVersion, Prompt, SampleId, Trajectory

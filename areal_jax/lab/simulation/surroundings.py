@@ -8,11 +8,11 @@ from typing import Protocol
 from areal_jax.config.tree import Config
 from areal_jax.control.events import Action, Event
 from areal_jax.control.machine import ControlPlane
-from areal_jax.runtime.core import Offer
 from areal_jax.lab.simulation.machines import Machines
 from areal_jax.lab.simulation.meters import Meters
 from areal_jax.lab.simulation.schedule import Schedule
 from areal_jax.lab.simulation.virtual_clock import VirtualClock
+from areal_jax.runtime.core import Offer
 from areal_jax.types import Trajectory
 
 BACK_S = 0.2

@@ -2,7 +2,7 @@
 
 `simulate(config, schedule)` takes sizes and rules from the config. How long hosts, trainer and reward pool
 take, and what they return, is drawn at random from the schedule's seed; with the machines of
-`lab.ablations.real_machines`, a real engine, task and learner compute the results instead. Equal arguments give
+`ablations.real_machines`, a real engine, task and learner compute the results instead. Equal arguments give
 equal journal rows. If a run hangs or becomes inconsistent, the error names the seed and what each part of the
 run waits for.
 """
@@ -22,7 +22,6 @@ from areal_jax.control.audit import AuditResult, Row, audit
 from areal_jax.control.events import Action, Event
 from areal_jax.control.machine import ControlPlane
 from areal_jax.episodes.conversation import Conversation
-from areal_jax.runtime.core import DriverCore, Incoming, Offer
 from areal_jax.lab.simulation.hosts import Host
 from areal_jax.lab.simulation.machines import DrawnMachines, Machines
 from areal_jax.lab.simulation.memory_journal import MemoryJournal
@@ -33,6 +32,7 @@ from areal_jax.lab.simulation.surroundings import BACK_S
 from areal_jax.lab.simulation.trainers import Trainer
 from areal_jax.lab.simulation.virtual_clock import DRIVER, REWARD, VirtualClock
 from areal_jax.lab.simulation.workflows import DrawnWorkflows
+from areal_jax.runtime.core import DriverCore, Incoming, Offer
 from areal_jax.types import ArealError, Completion, Group, Prompt, SampleId, Trajectory
 
 

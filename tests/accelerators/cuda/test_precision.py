@@ -8,8 +8,8 @@ import jax
 import pytest
 
 from areal_jax.assembly.gpus import PRECISION, gpu_environment
-from areal_jax.lab.bench.measure import matrix_product
 from areal_jax.config.loading import load_config
+from areal_jax.lab.bench.measure import matrix_product
 from areal_jax.models.kernels.packed_attention import abstract_on
 from areal_jax.plan.absent import absent_devices
 from areal_jax.plan.targets import parse_target

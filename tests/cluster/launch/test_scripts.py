@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from areal_jax.cluster.launched import Launch, read
-from areal_jax.cluster.placement import LaunchError
 from areal_jax.cluster.launch.prepare import prepare
 from areal_jax.cluster.launch.submission import submit
-from tests.hangs import HANG_S
+from areal_jax.cluster.launched import Launch, read
+from areal_jax.cluster.placement import LaunchError
 from tests.cluster.launch.shapes import SHAPES
+from tests.hangs import HANG_S
 
 CALLED = 'echo "$(basename "$0") $*" >>"$CALLS"\n'
 

@@ -11,15 +11,15 @@ import pytest
 import yaml
 
 from areal_jax.cluster import launched
+from areal_jax.cluster.launch.prepare import prepare
+from areal_jax.cluster.launch.submission import launcher_file, submit
 from areal_jax.cluster.launched import make_secret, read
 from areal_jax.cluster.node_agent import describe, plan_of
 from areal_jax.cluster.placement import LaunchError
 from areal_jax.cluster.rendezvous import Place
-from areal_jax.cluster.launch.prepare import prepare
-from areal_jax.cluster.launch.submission import launcher_file, submit
-from tests.hangs import HANG_S
 from tests.cluster.launch.jobset import JobSet
 from tests.cluster.launch.shapes import CLOUD, SHAPES, TPU, submission_of
+from tests.hangs import HANG_S
 from tests.programs import require
 
 LAUNCHERS = Path(__file__).parents[2] / "launchers"

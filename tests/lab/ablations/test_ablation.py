@@ -17,8 +17,8 @@ from areal_jax.generation.engine import Engine
 from areal_jax.generation.rollout import rollout
 from areal_jax.lab.ablations.ablation import Table, Workbench, ablate, schedule
 from areal_jax.lab.ablations.ablations import ABLATIONS, find
-from areal_jax.lab.simulation.machines import DrawnMachines
 from areal_jax.lab.ablations.real_machines import RealMachines
+from areal_jax.lab.simulation.machines import DrawnMachines
 from areal_jax.lab.simulation.schedule import Fault, Schedule
 from areal_jax.lab.simulation.world import simulate
 from areal_jax.trajectories.packing import pack

@@ -12,7 +12,16 @@ from typer.testing import CliRunner
 
 from areal_jax.cli.main import app
 from areal_jax.config.loading import load_config
-from areal_jax.lab.ablations.ablation import Contrast, Measured, Workbench, _config, _places, _read, ablate, paired
+from areal_jax.lab.ablations.ablation import (
+    Contrast,
+    Measured,
+    Workbench,
+    _config,
+    _places,
+    _read,
+    ablate,
+    paired,
+)
 from areal_jax.lab.ablations.ablations import ABLATIONS
 from areal_jax.lab.ablations.interleaved_ablation import ALGORITHMS, INTERLEAVED
 

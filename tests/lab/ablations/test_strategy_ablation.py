@@ -14,17 +14,24 @@ from typer.testing import CliRunner
 from areal_jax.cli.main import app
 from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
-from areal_jax.report.lanes import shares
+from areal_jax.lab.ablations import ablation as ablation_module
+from areal_jax.lab.ablations.ablation import Measured, Runner, ablate
+from areal_jax.lab.ablations.strategy_ablation import (
+    FOR_BATCH,
+    FOR_SAMPLES,
+    STRATEGIES,
+    compared,
+    under_a_cost_model,
+    words_of,
+)
+from areal_jax.lab.published import published
+from areal_jax.lab.published.modelled import simulated, slept
+from areal_jax.lab.published.sleeping import SleepingEngine
+from areal_jax.lab.simulation.machines import drawn_work
+from areal_jax.lab.simulation.schedule import Schedule
 from areal_jax.observe.waits import Interval
 from areal_jax.parallel.mesh import make_mesh
-from areal_jax.lab.ablations import ablation as ablation_module
-from areal_jax.lab.published import published
-from areal_jax.lab.ablations.ablation import Measured, Runner, ablate
-from areal_jax.lab.simulation.machines import drawn_work
-from areal_jax.lab.published.modelled import simulated, slept
-from areal_jax.lab.simulation.schedule import Schedule
-from areal_jax.lab.published.sleeping import SleepingEngine
-from areal_jax.lab.ablations.strategy_ablation import FOR_BATCH, FOR_SAMPLES, STRATEGIES, compared, under_a_cost_model, words_of
+from areal_jax.report.lanes import shares
 from areal_jax.types import ArealError, SampleId, Sampling, VersionedParams
 
 EQUAL = Schedule(

@@ -9,7 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from areal_jax.lab.published.device_split import CostModel, Devices, RoleCost, asynchronous, speedup, synchronous
+from areal_jax.lab.published.device_split import (
+    CostModel,
+    Devices,
+    RoleCost,
+    asynchronous,
+    speedup,
+    synchronous,
+)
 from areal_jax.lab.published.llama_split import ASSUMPTIONS, SIZES, THEORY, cost_model, split_table
 from areal_jax.types import ArealError
 

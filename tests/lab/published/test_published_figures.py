@@ -7,7 +7,18 @@ from statistics import median
 
 import pytest
 
-from areal_jax.lab.published.published import CUT, HEAVY, MEDIAN, MILD, Line, by_staleness, efficiency, of_interruption, of_split, paradigms
+from areal_jax.lab.published.published import (
+    CUT,
+    HEAVY,
+    MEDIAN,
+    MILD,
+    Line,
+    by_staleness,
+    efficiency,
+    of_interruption,
+    of_split,
+    paradigms,
+)
 
 each_seed = pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]

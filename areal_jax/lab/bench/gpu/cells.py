@@ -18,16 +18,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from areal_jax.generation.canary import canary
+from areal_jax.generation.device_layout import Layout
 from areal_jax.lab.bench.decode import bench_engine, decode_figures, filled, prefill, sample
 from areal_jax.lab.bench.gpu.inspection import traced
 from areal_jax.lab.bench.hosting import swap
 from areal_jax.lab.bench.loop import loop, whole_run
-from areal_jax.lab.bench.measure import bench_learner, compile_seconds, copy_bandwidth, matrix_peak, median_s, packed_for, random_model, random_params, read_bandwidth, timed_s, updates
+from areal_jax.lab.bench.measure import (
+    bench_learner,
+    compile_seconds,
+    copy_bandwidth,
+    matrix_peak,
+    median_s,
+    packed_for,
+    random_model,
+    random_params,
+    read_bandwidth,
+    timed_s,
+    updates,
+)
 from areal_jax.lab.bench.packed import skewed_groups
 from areal_jax.lab.bench.parity import parity
 from areal_jax.lab.bench.sync import sync
-from areal_jax.generation.canary import canary
-from areal_jax.generation.device_layout import Layout
 from areal_jax.models.kernels import packed_attention, paged_attention
 from areal_jax.models.kv_pages import KVPages
 from areal_jax.plan.bounds import products

@@ -1,6 +1,6 @@
 """A process of `bench gpu`: measures one cell after the other, and writes a line of JSON as each one ends.
 
-`lab.bench.gpu.timed_stages` starts it and writes the stage, the cells and the file's name as JSON to its standard
+`gpu.timed_stages` starts it and writes the stage, the cells and the file's name as JSON to its standard
 input.
 """
 
