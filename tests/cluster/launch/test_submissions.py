@@ -22,7 +22,7 @@ from tests.cluster.launch.shapes import CLOUD, SHAPES, TPU, submission_of
 from tests.hangs import HANG_S
 from tests.programs import require
 
-LAUNCHERS = Path(__file__).parents[2] / "launchers"
+LAUNCHERS = Path(__file__).parents[3] / "launchers"
 
 
 def test_shellcheck_finds_nothing_in_any_script_and_slurms_are_short():

@@ -157,7 +157,7 @@ def test_the_command_keeps_runs_and_draws_curves_and_refuses_a_missing_folder_be
     assert ElementTree.fromstring(drawn).get("role") == "img" and "think_answer" in drawn
 
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 LABELS = {"grpo": "GRPO", "reinforce_pp": "REINFORCE++", "ppo": "PPO"}
 FIGURES_IN_DOCS = ("accuracy", "accuracy_4", "accuracy_5", "accuracy_6", "accuracy_all", "ttft_share")
 

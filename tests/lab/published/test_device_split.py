@@ -308,7 +308,7 @@ def test_405b_exceeds_eight_only_where_the_small_models_exceed_four(speedups):
 
 
 def test_the_page_shows_the_tables_figures():
-    page = (Path(__file__).parents[2] / "docs" / "strategies.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "strategies.md").read_text()
     for row in split_table():
         split = f"{row['async_s']:.1f} s at {row['trainer_degree']} and {row['generator_degree']}"
         figures = f"{row['sync_s']:.1f} s at {row['sync_degree']} | {split}, θ {row['theta']:.2f} |"
