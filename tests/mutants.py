@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 
-ROOMS = ("control", "trajectories", "weights", "generation", "simulation", "cluster", "runtime")
+ROOMS = ("control", "trajectories", "weights", "generation", "lab/simulation", "cluster", "runtime", "replay")
 """Folders of the tests that may execute the changed lines."""
 
 ENOUGH_S = 60.0

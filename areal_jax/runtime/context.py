@@ -23,6 +23,7 @@ from areal_jax.observe.busy_watch import BusyWatch
 from areal_jax.observe.live import View, make_view
 from areal_jax.observe.metrics import MetricsWriter, rewrite
 from areal_jax.observe.waits import Timeline
+from areal_jax.trajectories.journal import Row
 from areal_jax.trajectories.sqlite import SqliteQueue
 
 
@@ -43,6 +44,8 @@ class RunContext:
     timeline: Timeline
     history: Sequence[BatchTrained]
     """The batches that the run trained before this process started, in order, each with its metrics row."""
+    uncounted: Sequence[Row]
+    """The journal's rows after the newest batch: the next row of metrics counts their events, too."""
     watch: BusyWatch
     """Names what the thread of the control plane is stuck in, such as a task's code."""
 
@@ -67,7 +70,13 @@ def open_context(
     """
     seq, snapshot = journal.latest_snapshot() or (0, None)
     control = ControlPlane.fold(config, (row.event for row in journal.rows(seq)), snapshot)
-    history = [row.event for row in journal.rows() if isinstance(row.event, BatchTrained)]
+    history: list[BatchTrained] = []
+    uncounted: list[Row] = []
+    for row in journal.rows():
+        uncounted.append(row)
+        if isinstance(row.event, BatchTrained):
+            history.append(row.event)
+            uncounted.clear()
     rows = [batch.metrics for batch in history]
     rewrite(folder, rows)
     view = make_view(stream or sys.stdout, config.observe.live, config.run.steps, rows)
@@ -92,4 +101,4 @@ def open_context(
                     f"all {config.run.steps} steps of this run (run.steps) are trained already; "
                     "to train more, resume the run with a larger run.steps"
                 )
-        yield RunContext(config, folder, journal, control, view, metrics, timeline, history, watch)
+        yield RunContext(config, folder, journal, control, view, metrics, timeline, history, uncounted, watch)

@@ -47,6 +47,8 @@ class Driver:
         start_s = context.history[-1].metrics["wall_s"] if context.history else 0.0
         own = start_s, tuple(inputs.tasks), task_of, context.config.control
         rows = RowMaker(take_totals, hosts, *own, has_episodes=bool(inputs.workflows))
+        for row in context.uncounted:
+            rows.see(row.event, row.actions)
         self.control = context.control
         self.choice = ComputeChoice(context.config, (batch.metrics for batch in context.history))
         """Plans the batches for the endpoint `train`."""

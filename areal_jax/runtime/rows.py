@@ -84,7 +84,8 @@ class RowMaker:
         "interruptions", "moved_samples", "failed_rewards", "dropped", "dropped_by_reason",
         "reissued_by_reason", "tool_calls", "calls_in_doubt", "failed_episodes",
     )  # fmt: skip
-    """Figures that a process counts from the events that it handled itself, also those with /TASK."""
+    """Figures that are counted from events since the last row, also those with /TASK. Older versions of
+    areal-jax counted only those that the process handled itself, which began or resumed the run."""
 
     def __init__(
         self,

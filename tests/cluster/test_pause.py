@@ -42,12 +42,15 @@ def pause(pid: int, is_noticed) -> None:
     "roles",
     [
         ("generate", "controller"),
-        pytest.param(("reward", "trainer", "evaluate", "controller", "generate"), marks=pytest.mark.soak),
+        pytest.param(("reward", "trainer", "controller", "generate", "evaluate"), marks=pytest.mark.soak),
     ],
     ids=len,
 )
 def test_a_process_that_was_paused_comes_back(tmp_path: Path, roles: tuple[str, ...]):
-    """Each one goes on in its own process, though it was lost, and the run ends as if nothing had been."""
+    """Each one goes on in its own process, though it was lost, and the run ends as if nothing had been.
+
+    An evaluation process comes last, because the run trains on to its end while that one is paused.
+    """
     require("redis-server")
     run, steps = tmp_path / "run", FIRST + BETWEEN * len(roles) + 2
     words = [*WORDS, f"run.steps={steps}", "launch.accelerator=cpu", "launch.restarts=0"]

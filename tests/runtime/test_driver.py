@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections import deque
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,9 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from areal_jax.assembly.parts import open_inputs
+from areal_jax.assembly.run_folder import JOURNAL, run_config
 from areal_jax.config.loading import make_config
 from areal_jax.control import events as e
+from areal_jax.observe.waits import Timeline
+from areal_jax.runtime.context import open_context
 from areal_jax.runtime.driver import Driver
+from areal_jax.trajectories.journal import Entry
+from areal_jax.trajectories.sqlite import SqliteQueue
 from areal_jax.weights.staged import MANIFEST
 
 
@@ -61,3 +68,18 @@ def test_what_follows_from_events_is_recorded_in_turn_while_the_thread_is_watche
     ]
     driver.handle([(e.PlacementDue(), None)])
     assert done == [(["PlacementDue"], True), (["PromptFailed"], True)]
+
+
+def test_a_row_after_a_restart_counts_what_the_process_before_saw_since_its_last_row(folder: Path):
+    """Then no row depends on which process saw an event, and audit can count again."""
+    config = run_config(folder)
+    with SqliteQueue.open(folder / JOURNAL) as journal:
+        newest = list(journal.events("VersionCommitted"))[-1]
+        adopted = e.HostAdopted("host-0", newest.version, newest.digest, interrupted=3)
+        journal.append([Entry(adopted, ())])
+        seqs = [row.seq for row in journal.rows() if isinstance(row.event, e.BatchTrained)]
+        since = [row.event for row in journal.rows(seqs[-1])]
+        wanted = sum(event.interrupted for event in since if isinstance(event, e.HostAdopted))
+        with open_context(config, folder, journal, Timeline(None), io.StringIO()) as context:
+            driver = Driver(open_inputs(config), context, None, [], dict)  # type: ignore[arg-type]
+            assert driver._core._rows.of_journal(len(seqs), ())["interruptions"] == wanted >= 3
