@@ -1,4 +1,4 @@
-"""The page's table of the metrics row has a line for each figure, and none for a figure that no code makes."""
+"""The page's table of the metrics row: a line for each figure, and none for a figure that no code makes."""
 
 from __future__ import annotations
 
