@@ -19,9 +19,17 @@ def test_every_test_that_a_page_names_is_there(page: Path):
         assert not test or f"def {test}(" in (ROOT / file).read_text(), f"{page.name} names {file}::{test}"
 
 
-def test_the_page_on_areal_holds_a_test_a_row():
-    rows = [line for line in (ROOT / "docs" / "areal.md").read_text().splitlines() if line.startswith("| ")]
-    assert [bool(NAMED.search(row)) for row in rows[1:]] == [True] * 23
+def rows_of(table: str) -> list[str]:
+    """The rows of the first table in the text, without those of its head."""
+    return [line for line in table.splitlines() if line.startswith("| ")][1:]
+
+
+def test_the_page_on_systems_holds_a_test_for_each_difference_and_each_system():
+    page = (ROOT / "docs" / "systems.md").read_text()
+    differences = page.split("\n## Differences from AReaL's public implementation\n")[1]
+    assert [bool(NAMED.search(row)) for row in rows_of(differences)] == [True] * 23
+    systems = rows_of(page.split("\n## ")[0])
+    assert [bool(NAMED.search(row)) for row in systems] == [True] * 5
 
 
 def tiers(source: str) -> str:

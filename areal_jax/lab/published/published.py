@@ -269,7 +269,7 @@ def _dora(seeds: Sequence[int]) -> list[Line]:
 
 
 def _llama() -> list[Line]:
-    """Returns LlamaRL's speedups under the assumptions of docs/strategies.md that are named last."""
+    """Returns LlamaRL's speedups under the assumptions of docs/systems.md up to fp8 weights."""
     rows = [row for row in split_table() if row["assumptions"] == "and the split generator has fp8 weights"]
     wanted = {"8B": (2.0, 4.0), "70B": (2.0, 4.0), "405B": (8.0, inf)}
     return [
