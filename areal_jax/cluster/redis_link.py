@@ -34,7 +34,7 @@ PAUSES_S = (0.02, 1.0)
 OLDEST = (6, 2)
 """The oldest version (major, minor) of Redis that has every command that areal-jax uses."""
 _REMEDIES: dict[type[Exception], str] = {
-    exceptions.OutOfMemoryError: "raise maxmemory in its redis.conf (docs/redis.md gives the size)",
+    exceptions.OutOfMemoryError: "raise maxmemory in its redis.conf (docs/launching.md gives the size)",
     exceptions.ReadOnlyError: "this server is a read-only replica: set runtime.redis to the primary server",
     exceptions.NoPermissionError: "give this Redis user the rights ~areal:* +@all -@dangerous +info",
 }

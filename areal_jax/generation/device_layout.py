@@ -29,7 +29,7 @@ matrix has a row for each output (`FeatureMajor`).
 FASTEST: dict[str, Layout] = {"cpu": "feature_major", "gpu": "split", "cuda": "split"}
 """Platform -> layout that `auto` stands for; stacked for a platform that is not listed.
 
-CPUs: measured (docs/performance.md). GPUs: by the bytes that compiled programs read (docs/gpu.md).
+CPUs: measured. GPUs: by the bytes that compiled programs read (docs/figures.md).
 """
 
 

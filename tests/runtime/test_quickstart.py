@@ -28,7 +28,7 @@ def test_the_quickstart_learns_asynchronously_and_ends_with_a_report(tmp_path):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rewards = [row["reward_mean"] for row in rows]
     tenth, quarter = rewards[: len(rewards) // 10], rewards[-(len(rewards) // 4) :]
-    # The promise of docs/results.md: at most 0.3 in the first tenth, at least 0.9 in the last quarter.
+    # The promise of docs/figures.md: at most 0.3 in the first tenth, at least 0.9 in the last quarter.
     assert sum(tenth) / len(tenth) <= 0.3
     assert sum(quarter) / len(quarter) >= 0.9
     assert sum(row["interruptions"] for row in rows) >= 20

@@ -44,7 +44,7 @@ class Assumptions:
     """What the cost models assume about devices, software and samples, besides the model's sizes."""
 
     memory_bytes: float = 0.92 * 79.1 * 2**30
-    """Memory of an H100 of 80 GB, of which jax allocates 0.92 in a run (docs/gpu.md)."""
+    """Memory of an H100 of 80 GB, of which jax allocates 0.92 in a run (docs/methods.md)."""
     bandwidth: float = 0.8 * 3.352e12
     """Bytes/s of device memory: NVIDIA's 3.352 TB/s, of which kernels that only read reach about 0.8."""
     flops: float = 0.5 * 989.4e12

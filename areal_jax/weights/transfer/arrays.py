@@ -25,7 +25,7 @@ from areal_jax.weights.transfer.channel import join
 from areal_jax.weights.transfer.pieces import Box, landing, places
 
 SOCKETS = 2
-"""Number of connections over which a transfer is spread; docs/performance.md compares one to four."""
+"""Number of connections over which a transfer is spread; docs/figures.md compares one to four."""
 CHUNK_BYTES = 4 << 20
 CHUNKS = 4
 """Number of staging buffers, of CHUNK_BYTES each, that jax allocates per transfer server and direction."""
