@@ -1,4 +1,4 @@
-"""The page on the calculator: its table has the kept runs, and its command, with fewer steps, learns."""
+"""The calculator of the page on conversations: the table has the kept runs, and the command learns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from areal_jax.types import ArealError
 from tests.programs import unavailable
 from tests.test_docs import DOCS, blocks, rows_of, run_as_printed
 
-PAGE, RECIPE = DOCS / "calculator.md", DOCS.parent / "configs" / "calculator.yaml"
+PAGE, RECIPE = DOCS / "conversations.md", DOCS.parent / "configs" / "calculator.yaml"
 EACH = 2
 """Number of updates in a row of the page's table."""
 
@@ -45,8 +45,9 @@ def test_the_policy_learns_to_call_the_calculator(tmp_path: Path):
         smollm2_gguf()
     except ArealError as error:
         unavailable(str(error))
-    (command,) = [block.strip() for block in blocks(PAGE, "sh") if "run" in shlex.split(block)]
-    command = command.replace("configs/calculator.yaml", str(RECIPE))
+    recipe = "configs/calculator.yaml"
+    (command,) = [block.strip() for block in blocks(PAGE, "sh") if recipe in shlex.split(block)]
+    command = command.replace(recipe, str(RECIPE))
     run_as_printed(f"{command} run.steps={UPDATES} observe.live=false", tmp_path, timeout_s=900)
     folder = tmp_path / "runs" / "calculator"
     rewards = [row["reward_mean"] for row in rows_of(folder)]
