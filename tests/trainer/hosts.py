@@ -29,6 +29,7 @@ WORDS = (
     "algorithm.minibatches=2",
     "algorithm.kl={coef: 0.05}",
     "trainer.rows=4",
+    "trainer.compute=auto",
     "trainer.tree_block=24",
     "trainer.supervised_steps=1",
     "runtime.placement=shared",

@@ -121,7 +121,7 @@ def test_on_a_gpu_a_new_number_of_micro_batches_compiles_no_program_with_the_mod
         nonlocal state
         prepared = of.prepare(state, pack(groups, 2, LENGTH, layout="repeated"))
         counts.append(len(prepared.tokens) // 2)
-        watch.before(state, prepared, is_alone=True)
+        watch.before(of, state, prepared, is_alone=True)
         state, _ = of.update(state, prepared)
 
     step([shortened(group, 5) for group in make_groups()])
