@@ -90,7 +90,8 @@ class FolderAudit:
         self._plane: ControlPlane | None = ControlPlane(config)
         self._counts = RowMaker(dict, (), control=config.control)
         self._is_counted = True
-        """Whether `_counts` has seen what the process counted that made the next row."""
+        """Whether the next row counts all that `_counts` has seen: after a resume an older version may have
+        made it (`RowMaker.COUNTED`)."""
         self._seq = 0
         self._trained: list[e.BatchTrained] = []
         self._trained_before = 0
@@ -166,7 +167,7 @@ class FolderAudit:
             case e.RunStarted(digest):
                 self._published.setdefault(0, set()).add(digest)
             case e.RunResumed():
-                self._counts, self._is_counted = RowMaker(dict, (), control=self._config.control), False
+                self._is_counted = False
                 if self._last_version not in self._published:
                     self._is_repeated.add(self._last_version)
             case e.VersionCommitted(version, digest):

@@ -137,7 +137,8 @@ class Replay:
         self._scored: dict[tuple[int, int], e.RewardScored] = {}
         self._rows = self._make_rows()
         self._is_counted = True
-        """Whether `_rows` has seen what the process counted that made the next row of metrics."""
+        """Whether the next row of metrics counts all that `_rows` has seen: after a resume an older version
+        may have made it (`RowMaker.COUNTED`)."""
         self._has_reissued = any(True for _ in run.journal.events("VersionReissued"))
         """Whether the run itself trained versions to other bits, so that checkpoints may have either."""
         self._last_needed = _last_needed(run.journal)
@@ -153,6 +154,7 @@ class Replay:
             if self._later and row.seq > self._later[0].after:
                 self._stretch = self._later.pop(0)
                 self._use(with_config(self.parts, self._stretch.config))
+                self._rows = self._make_rows()
             is_stale, batch = self._control.state.is_stale(row.event), self._control.state.training
             self._compare_actions(row)
             if not is_stale:
@@ -183,7 +185,7 @@ class Replay:
             case e.RunResumed(steps, stored):
                 self._use(with_steps(self.parts, steps))
                 self._compare_header(stored)
-                self._rows, self._is_counted = self._make_rows(), False
+                self._is_counted = False
             case e.TurnAdded(sample):
                 prompt = self.parts.prompt_tokens(sample.ordinal)
                 self._conversations.setdefault(sample, Conversation(prompt)).add(row.event)

@@ -81,11 +81,12 @@ class RowMaker:
     """
 
     COUNTED = (
-        "interruptions", "moved_samples", "failed_rewards", "dropped", "dropped_by_reason",
-        "reissued_by_reason", "tool_calls", "calls_in_doubt", "failed_episodes",
+        "interruptions", "moved_samples", "failed_rewards", "failures_by_cause", "dropped",
+        "dropped_by_reason", "dropped_by_cause", "reissued_by_reason", "tool_calls", "calls_in_doubt",
+        "failed_episodes",
     )  # fmt: skip
-    """Figures that are counted from events since the last row, also those with /TASK. Older versions of
-    areal-jax counted only those that the process handled itself, which began or resumed the run."""
+    """Figures that are counted from events since the last row, also those with /TASK. After a resume, older
+    versions of areal-jax counted in the first row only those that the new process handled."""
 
     def __init__(
         self,
