@@ -233,7 +233,9 @@ def run_source(
     settings = theirs.model.model_copy(update=own)
     theirs = theirs.model_copy(update={"model": settings})
     plain = theirs.model_copy(update={"weights": WeightsConfig()})  # this run does not publish them again
-    return theirs, open_source(plain, load_tasks(theirs.tasks))
+    # Their tasks may be anybody's code, and decide nothing of another model than a random one's vocabulary.
+    is_theirs = settings.source == RANDOM and settings.tokenizer != "byte"
+    return theirs, open_source(plain, load_tasks(theirs.tasks) if is_theirs else {})
 
 
 def run_params(folder: Path, config: Config, model: Model, shardings: Any = None) -> Params:

@@ -294,7 +294,10 @@ def test_verifying_executes_nothing_that_a_bundle_names(folder, tmp_path, evil, 
     assert done.exit_code == 1 and evil.exists()
 
 
-@pytest.mark.parametrize("command", ["audit", "inspect 0/0", "report", "replay", "eval", "bundle --step 1"])
+@pytest.mark.parametrize(
+    "command",
+    ["audit", "inspect 0/0", "report", "replay", "eval", "bundle --step 1", "convert out", "parity", "serve"],
+)
 def test_reading_a_run_executes_nothing_that_its_config_names(folder, tmp_path, evil, command):
     shutil.copytree(folder, tmp_path / "run")
     config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
