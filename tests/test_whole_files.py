@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -86,21 +85,3 @@ def test_a_worker_that_crashes_after_its_last_test_fails_the_session(tmp_path: P
     done = distributed(tmp_path)
     assert f"{FILES} passed" in done.stdout
     assert done.returncode == 1, done.stdout + done.stderr
-
-
-def test_the_longest_file_of_the_last_run_begins_the_next_one_and_a_new_file_comes_before_it(tmp_path: Path):
-    for name, seconds in (("a", 0.0), ("b", 0.1), ("c", 0.3)):
-        (tmp_path / f"test_{name}.py").write_text(f"import time\ndef test_it():\n    time.sleep({seconds})\n")
-
-    def order() -> list[str]:
-        words = ["-p", "tests.whole_files", "-c", os.devnull, "--rootdir", str(tmp_path), "-v"]
-        env = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", *words, str(tmp_path)],
-            cwd=tmp_path, env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=True,
-        )  # fmt: skip
-        return re.findall(r"^test_(\w)\.py::", done.stdout, re.MULTILINE)
-
-    assert order() == ["a", "b", "c"]
-    (tmp_path / "test_d.py").write_text("def test_it(): pass\n")
-    assert order() == ["d", "c", "b", "a"]

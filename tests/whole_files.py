@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,29 +17,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
     return whole_files(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
-SECONDS = "files/seconds"
-"""Key of pytest's cache: marks asked for (-m) -> file -> seconds of its tests in the last run."""
-
-_seconds: Counter[str] = Counter()
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The files that took longest in the last run begin: at the end, no worker waits long for another one's.
-
-    First come those that it did not run, and of these, files with slow tests.
-    """
-    before = config.cache.get(SECONDS, {}) if hasattr(config, "cache") else {}
-    seconds = before.get(config.option.markexpr, {})
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests come first: at the end, no worker waits long for another one's file."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: (-seconds.get(_file_of(item.nodeid), math.inf), item.path not in slow))
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    _seconds[_file_of(report.nodeid)] += report.duration
-
-
-def _file_of(nodeid: str) -> str:
-    return nodeid.partition("::")[0]
+    items.sort(key=lambda item: item.path not in slow)
 
 
 CRASHED = pytest.StashKey[bool]()
@@ -55,13 +34,8 @@ def pytest_testnodedown(node: WorkerController, error: object) -> None:
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """A worker that crashed between two tests, or after its last one, has failed none; the session has."""
-    config = session.config
-    if exitstatus == 0 and config.stash.get(CRASHED, False):
+    if exitstatus == 0 and session.config.stash.get(CRASHED, False):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
-    if hasattr(config, "cache") and not hasattr(config, "workerinput"):
-        before = config.cache.get(SECONDS, {})
-        now = before.get(config.option.markexpr, {}) | _seconds
-        config.cache.set(SECONDS, before | {config.option.markexpr: now})
 
 
 def whole_files(config: pytest.Config, log: Any) -> LoadFileScheduling:
