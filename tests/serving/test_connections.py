@@ -208,7 +208,8 @@ def test_idle_grpc_connections_are_closed_and_opened_again_by_the_client():
 def test_more_grpc_calls_than_the_limit_are_refused():
     with running(connections=1) as server, channel(server) as opened:
         server.streams.tell(Pause())
-        first = RolloutStub(opened).Generate(messages.GenerateRequest(text="a"), timeout=HANG_S)
+        asked = messages.GenerateRequest(tokens=messages.TokenIds(ids=PROMPT), temperature=0)
+        first = RolloutStub(opened).Generate(asked, timeout=HANG_S)
         wait_until(lambda: server.streams.open_samples == 1, "the call is there")
         with refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "limit"):
             RolloutStub(opened).Statistics(messages.StatisticsRequest(), timeout=HANG_S)
