@@ -24,6 +24,7 @@ from areal_jax.types import ArealError
 NOT_INSTALLED = "not installed"
 
 MOVED = {
+    "areal_jax.algorithms.weights": "areal_jax.algorithms.off_policy",
     "areal_jax.simulation.sleeping_task": "areal_jax.lab.published.sleeping_task",
     "areal_jax.tasks.datasets.multihop": "areal_jax.lab.multihop",
 }

@@ -200,7 +200,7 @@ class Batch(NamedTuple):
     proximal_logp: Any = None  # (B, T) float32; None if the update computes it, from proximal_mix
     proximal_mix: Any = None  # (B, T) float32: α of proximal = sg(behaviour + α (current - behaviour))
     advantages: Any = None  # (B, T) float32
-    weights: Any = None  # (B, T) float32: the reduction weights
+    loss_weights: Any = None  # (B, T) float32: the reduction weights
     off_policy_weight: Any = None  # (B, T) float32; None if proximal_logp is
     off_policy_cut: Any = None  # (B, T) bool: whether that weight was cut
     ref_logp: Any = None  # (B, T) float32

@@ -12,7 +12,7 @@ import yaml
 
 from areal_jax.algorithms.advantages import ADVANTAGES
 from areal_jax.algorithms.losses import LOSSES
-from areal_jax.algorithms.weights import OFF_POLICY
+from areal_jax.algorithms.off_policy import OFF_POLICY
 from areal_jax.config.loading import load_config
 from areal_jax.config.presets import PRESETS
 

@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 from areal_jax.algorithms.advantages import ADVANTAGES, Estimate
 from areal_jax.algorithms.losses import LOSSES, Loss
-from areal_jax.algorithms.weights import OFF_POLICY
+from areal_jax.algorithms.off_policy import OFF_POLICY
 from areal_jax.config.presets import OWN_RATIO
 from areal_jax.config.sections import AlgorithmConfig
 from areal_jax.plugin import check_settings, load_object

@@ -1,9 +1,9 @@
 """Policy losses: pure functions `loss(now, batch, *, settings) -> (token_loss, metrics)`.
 
 Gradients flow through `now` (PolicyOutputs). `token_loss` is (B, T) float32, one value per token, to be
-minimised; the framework sums `token_loss * batch.weights * batch.off_policy_weight`. Values off the loss mask
-are ignored. Metrics are (B, T) arrays, which the framework averages over the loss mask. The settings are the
-keyword-only arguments, with annotations that limit the valid values.
+minimised; the framework sums `token_loss * batch.loss_weights * batch.off_policy_weight`. Values off the loss
+mask are ignored. Metrics are (B, T) arrays, which the framework averages over the loss mask. The settings are
+the keyword-only arguments, with annotations that limit the valid values.
 
 The losses here compare the current with the proximal policy, and the off-policy weight corrects for the
 proximal policy's distance from the behaviour policy. The losses in `behavior_losses` compare the current with

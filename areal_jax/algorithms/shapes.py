@@ -20,7 +20,7 @@ AXES: Mapping[str, tuple[str, type]] = {
     **dict.fromkeys(("tokens", "positions", "segment_ids", "versions", "turn_ids", "previous"), ("BT", int)),
     **dict.fromkeys(("loss_mask", "off_policy_cut"), ("BT", bool)),
     **dict.fromkeys(("behavior_logp", "proximal_logp", "ref_logp", "teacher_logp"), ("BT", float)),
-    **dict.fromkeys(("proximal_mix", "off_policy_weight", "weights", "advantages"), ("BT", float)),
+    **dict.fromkeys(("proximal_mix", "off_policy_weight", "loss_weights", "advantages"), ("BT", float)),
     **dict.fromkeys(("token_rewards", "values", "returns"), ("BT", float)),
     **dict.fromkeys(("subtree_ends", "ages"), ("BT", int)),
     **dict.fromkeys(("reward", "temperature", "bootstrap"), ("S", float)),

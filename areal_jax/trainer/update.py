@@ -21,8 +21,8 @@ from areal_jax.algorithms.functions import Functions
 from areal_jax.algorithms.kl import kl_loss, kl_reward
 from areal_jax.algorithms.logprobs import TokenStats
 from areal_jax.algorithms.proximal import mixed_logp, proximal_mix
+from areal_jax.algorithms.reduction import reduction_weights
 from areal_jax.algorithms.shapes import check_batch, check_result, empty_batch
-from areal_jax.algorithms.weights import reduction_weights
 from areal_jax.config.sections import AlgorithmConfig
 from areal_jax.models.model import Params
 from areal_jax.trainer.critic import Critic, at_end, before, value_loss
@@ -91,7 +91,7 @@ class Objective:
             advantages = whitened(advantages, mask)
         own = sequences, a.minibatches, a.reduction, a.reduction_constant or self.max_tokens
         weights = reduction_weights(mask, batch.segment_ids, *own, sample_ids=batch.sample_ids)
-        batch = batch._replace(advantages=advantages, weights=weights)
+        batch = batch._replace(advantages=advantages, loss_weights=weights)
         if batch.proximal_logp is None:
             return batch._replace(proximal_mix=proximal_mix(batch.ages, a.minibatches, a.proximal_form))
         return self._with_off_policy(batch)
@@ -174,7 +174,7 @@ class Objective:
         if values_after is not None:
             value = masked.keep(before(values_after, micro.previous), micro.loss_mask)
         objective, metrics = self._terms(stats, value, micro, control)
-        total = masked.total(micro.weights * objective, micro.loss_mask)
+        total = masked.total(micro.loss_weights * objective, micro.loss_mask)
         return total, jax.lax.stop_gradient(metrics | {"loss": total})
 
     def _terms(

@@ -62,7 +62,7 @@ def prepared(
         truncated=np.zeros(sequences, bool),
         proximal_logp=behavior + per_token(0.3),
         advantages=per_token(),
-        weights=np.where(mask, rng.uniform(0.1, 1, segments.shape), 0).astype(np.float32),
+        loss_weights=np.where(mask, rng.uniform(0.1, 1, segments.shape), 0).astype(np.float32),
         off_policy_weight=np.where(mask, rng.uniform(0.5, 2, segments.shape), 1).astype(np.float32),
         ref_logp=behavior + per_token(0.3),
     )

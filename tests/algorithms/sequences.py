@@ -36,7 +36,7 @@ def slopes(batch: Batch, of_sequence: Callable[..., Any], theta: Any, *arrays: A
             out[i] = (weights * (up - down)).sum() / (2 * step)
         return out
 
-    return each(batch, slope, batch.weights, theta, *arrays)
+    return each(batch, slope, batch.loss_weights, theta, *arrays)
 
 
 def wide(batch: Batch) -> Batch:

@@ -17,8 +17,8 @@ import pytest
 from areal_jax.algorithms.advantages import ADVANTAGES
 from areal_jax.algorithms.losses import LOSSES
 from areal_jax.algorithms.masked import keep, per_token, total
+from areal_jax.algorithms.off_policy import OFF_POLICY
 from areal_jax.algorithms.ratios import ratio
-from areal_jax.algorithms.weights import OFF_POLICY
 from areal_jax.plugin import check_settings, load_object
 from areal_jax.types import Batch, PolicyOutputs
 from tests.algorithms.batches import prepared
@@ -134,7 +134,7 @@ def objective(loss: Callable[..., Any], now: PolicyOutputs, batch: Batch) -> jax
     """As the framework reduces: outputs are kept on the mask before the loss, token losses after it."""
     kept = PolicyOutputs(*(None if x is None else keep(x, batch.loss_mask) for x in now))
     token_loss, _ = loss(kept, batch)
-    return total(batch.weights * batch.off_policy_weight * token_loss, batch.loss_mask)
+    return total(batch.loss_weights * batch.off_policy_weight * token_loss, batch.loss_mask)
 
 
 COMPILED = jax.jit(jax.value_and_grad(objective, argnums=1), static_argnums=0)

@@ -14,8 +14,8 @@ import pytest
 
 from areal_jax.algorithms.advantages import ADVANTAGES
 from areal_jax.algorithms.losses import LOSSES, policy_gradient, ppo_clip
+from areal_jax.algorithms.off_policy import truncate
 from areal_jax.algorithms.ratios import binary_kl
-from areal_jax.algorithms.weights import truncate
 from areal_jax.config.loading import load_config
 from areal_jax.config.presets import OWN_RATIO
 from areal_jax.types import ArealError, Batch, PolicyOutputs
@@ -64,7 +64,7 @@ def test_a_loss_is_its_formula(float64: None, name: str, settings: dict[str, Any
     np.testing.assert_allclose(np.where(batch.loss_mask, got, 0), want, rtol=0, atol=1e-9)
 
     def objective(x: jax.Array) -> jax.Array:
-        return jnp.where(batch.loss_mask, batch.weights * loss(PolicyOutputs(x), batch)[0], 0).sum()
+        return jnp.where(batch.loss_mask, batch.loss_weights * loss(PolicyOutputs(x), batch)[0], 0).sum()
 
     slope = jax.grad(objective)(jnp.asarray(logp))
     np.testing.assert_allclose(slope, slopes(batch, formula, logp, *arrays), rtol=0, atol=1e-7)
@@ -181,7 +181,7 @@ def test_binary_kl_keeps_its_digits_in_float32():
 def decoupled(logp: jax.Array, batch: Batch) -> jax.Array:
     """weights x off-policy weight x loss, over the mask."""
     return jnp.where(
-        batch.loss_mask, batch.weights * truncate(batch)[0] * ppo_clip(PolicyOutputs(logp), batch)[0], 0
+        batch.loss_mask, batch.loss_weights * truncate(batch)[0] * ppo_clip(PolicyOutputs(logp), batch)[0], 0
     ).sum()
 
 
@@ -190,7 +190,7 @@ def test_proximal_at_behaviour_is_ppo(float64: None):
     batch = wide(batch)._replace(proximal_logp=batch.behavior_logp.astype(np.float64))
     logp = now.logp.astype(np.float64)
     b = batch.behavior_logp
-    want = (batch.weights * each(batch, reference.ppo_clip, logp, logp, b, b, batch.advantages)).sum()
+    want = (batch.loss_weights * each(batch, reference.ppo_clip, logp, logp, b, b, batch.advantages)).sum()
     assert abs(decoupled(jnp.asarray(logp), batch) - want) <= 1e-10
 
 
@@ -201,7 +201,7 @@ def test_proximal_at_current_is_the_weighted_policy_gradient(float64: None):
     batch = wide(batch)._replace(proximal_logp=logp)
     slope = jax.grad(decoupled)(jnp.asarray(logp), batch)
     ratio = np.minimum(np.exp(logp - batch.behavior_logp), 5)
-    np.testing.assert_allclose(slope, -batch.weights * ratio * batch.advantages, rtol=0, atol=1e-10)
+    np.testing.assert_allclose(slope, -batch.loss_weights * ratio * batch.advantages, rtol=0, atol=1e-10)
 
 
 def test_aipo_on_policy_has_the_gradient_of_reinforce(float64: None):
@@ -220,7 +220,7 @@ def aipo_slope(logp: np.ndarray, batch: Batch, cap: float) -> np.ndarray:
 
     def objective(x: jax.Array) -> jax.Array:
         token_loss, _ = LOSSES["aipo"](PolicyOutputs(x), batch, cap=cap)
-        return jnp.where(batch.loss_mask, batch.weights * token_loss, 0).sum()
+        return jnp.where(batch.loss_mask, batch.loss_weights * token_loss, 0).sum()
 
     return np.asarray(jax.grad(objective)(jnp.asarray(logp)))
 
@@ -236,7 +236,9 @@ def test_aipo_on_policy_is_reinforce_with_the_groups_mean_reward_as_baseline(flo
     estimated = ADVANTAGES[a.advantage](reward, batch, **a.advantage_settings)
     np.testing.assert_allclose(np.where(batch.loss_mask, estimated, 0), advantages, atol=1e-6)
     batch = wide(batch)._replace(behavior_logp=logp, advantages=advantages)
-    np.testing.assert_allclose(aipo_slope(logp, batch, 5.0), -batch.weights * advantages, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(
+        aipo_slope(logp, batch, 5.0), -batch.loss_weights * advantages, rtol=0, atol=1e-12
+    )
 
 
 def test_aipos_weight_is_a_constant_and_grows_with_the_cap_up_to_plain_importance_sampling(float64: None):
@@ -246,7 +248,7 @@ def test_aipos_weight_is_a_constant_and_grows_with_the_cap_up_to_plain_importanc
     far = np.random.default_rng(0).normal(0, 2, logp.shape)
     batch = batch._replace(behavior_logp=logp - far)
     ratio = np.exp(far)
-    of_all = batch.weights * batch.advantages
+    of_all = batch.loss_weights * batch.advantages
     is_asked = batch.loss_mask & (of_all != 0)
     caps = (1.0, 2.0, 4.0, 10.0, 1e300)
     found = {cap: -aipo_slope(logp, batch, cap)[is_asked] / of_all[is_asked] for cap in caps}

@@ -14,9 +14,9 @@ import pytest
 from areal_jax.algorithms.advantages import ADVANTAGES
 from areal_jax.algorithms.kl import kl_loss, kl_reward
 from areal_jax.algorithms.losses import LOSSES
+from areal_jax.algorithms.off_policy import OFF_POLICY
 from areal_jax.algorithms.ratios import binary_kl, kl_estimate, ratio, total_variation
 from areal_jax.algorithms.shapes import AXES, PER_SEQUENCE, check_batch, check_result, empty_batch
-from areal_jax.algorithms.weights import OFF_POLICY
 from areal_jax.trainer.critic import value_loss
 from areal_jax.types import ArealError, Batch
 from tests.algorithms.batches import prepared

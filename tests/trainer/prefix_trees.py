@@ -90,7 +90,7 @@ def prepared(batch: Batch, seed: int, dtype: Any = np.float32) -> Batch:
         ages=np.zeros(shape, np.int32),
         proximal_logp=np.where(mask, batch.behavior_logp + 0.3 * rng.normal(size=shape), 0),
         advantages=np.where(mask, rng.normal(size=shape), 0),
-        weights=np.where(mask, rng.random(shape) / mask.sum(), 0),
+        loss_weights=np.where(mask, rng.random(shape) / mask.sum(), 0),
         off_policy_weight=np.where(mask, 0.5 + rng.random(shape), 1),
         off_policy_cut=np.zeros(shape, bool),
         values=np.where(mask, rng.normal(size=shape), 0),

@@ -92,7 +92,7 @@ def test_reduction_weights_count_only_what_is_left(learner: MakeLearner, params:
         batch = jax.device_get(prepared(of, params, groups, "repeated", 1)[1])
         assert batch.loss_mask.sum() == sum(map(sum, left))
         for sequence, count in enumerate(count for group in left for count in group):
-            own = batch.weights[(batch.segment_ids == sequence + 1) & batch.loss_mask]
+            own = batch.loss_weights[(batch.segment_ids == sequence + 1) & batch.loss_mask]
             minibatch = left[:2] if sequence < 8 else left[2:]
             tokens = float(sum(map(sum, minibatch)))
             sequences = float(sum(n > 0 for group in minibatch for n in group))

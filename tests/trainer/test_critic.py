@@ -191,7 +191,7 @@ def test_a_shared_critic_is_a_head_whose_gradient_reaches_the_trunk(model: Model
 
     grads, head = sums_of(state)
     error = np.asarray(prepared.values, float) - np.asarray(prepared.returns, float)
-    slope = 0.3 * np.asarray(prepared.weights, float) * error
+    slope = 0.3 * np.asarray(prepared.loss_weights, float) * error
     assert float(head["head"]["bias"]) == pytest.approx(slope.sum(), rel=1e-3)
     weight = np.asarray(state.critic["head"]["weight"], float)
     bias = float(state.critic["head"]["bias"])

@@ -54,7 +54,7 @@ def test_advantages_weights_and_off_policy_weights(params: Any, learner: MakeLea
     want = np.where(batch.loss_mask, np.concatenate([[0], each])[batch.segment_ids], 0)
     np.testing.assert_allclose(prepared.advantages, want, atol=1e-5)
     weights = reference.reduction_weights(batch.loss_mask, batch.segment_ids, 1, "sequence_mean", 1)
-    np.testing.assert_allclose(prepared.weights, weights, rtol=1e-6)
+    np.testing.assert_allclose(prepared.loss_weights, weights, rtol=1e-6)
     gap = np.asarray(prepared.proximal_logp, np.float64) - batch.behavior_logp
     off_policy = np.where(batch.loss_mask, np.minimum(np.exp(gap), 5), 1)
     assert (off_policy == 5).any()
@@ -79,7 +79,7 @@ def test_truncation_mask_keeps_the_reward_in_its_group(params: Any, learner: Mak
     np.testing.assert_array_equal(got.loss_mask, mask)
     np.testing.assert_array_equal(got.advantages, np.where(mask, kept.advantages, 0))
     want = reference.reduction_weights(mask, batch.segment_ids, 1, "sequence_mean", 1)
-    np.testing.assert_allclose(got.weights, want, rtol=1e-6)
+    np.testing.assert_allclose(got.loss_weights, want, rtol=1e-6)
 
 
 @pytest.mark.slow
@@ -110,7 +110,7 @@ def test_the_objective_is_its_formula(
     d = ref - logp
     kl = np.exp(logp - b) * (d**2 / 2 if estimator == "k2" else np.exp(d) - 1 - d)
     each = np.minimum(np.exp(proximal - b), 5) * surrogate + 0.3 * kl - 0.2 * entropy
-    want = (np.asarray(prepared.weights, np.float64) * each)[mask].sum()
+    want = (np.asarray(prepared.loss_weights, np.float64) * each)[mask].sum()
     assert sum(float(value) for value, _ in found) == pytest.approx(want, rel=2e-5)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found))
 

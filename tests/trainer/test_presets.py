@@ -14,7 +14,7 @@ import pytest
 from areal_jax.algorithms import masked
 from areal_jax.algorithms.functions import Functions
 from areal_jax.algorithms.logprobs import TokenStats
-from areal_jax.algorithms.weights import reduction_weights
+from areal_jax.algorithms.reduction import reduction_weights
 from areal_jax.config.presets import PRESETS, preset_settings
 from areal_jax.config.sections import AlgorithmConfig
 from areal_jax.trainer.trainable import Trainable
@@ -63,7 +63,7 @@ def prepare(of: Objective, theta: np.ndarray, batch: Batch, after: np.ndarray) -
         "values_after": after.astype(theta.dtype) if of.critic else None,
     }
     blank = batch._replace(
-        proximal_logp=None, advantages=None, weights=None, off_policy_weight=None, ref_logp=None,
+        proximal_logp=None, advantages=None, loss_weights=None, off_policy_weight=None, ref_logp=None,
         teacher_logp=None, token_rewards=None, values=None, returns=None, bootstrap=None, ages=None,
     )  # fmt: skip
     kept = {name: jnp.asarray(x) for name, x in scores.items() if x is not None}
@@ -75,7 +75,7 @@ def minimised(of: Objective, theta: jax.Array, micro: Batch) -> jax.Array:
     zero = jnp.zeros_like(theta)
     value = None if micro.values is None else micro.values
     terms, _ = of._terms(TokenStats(theta, zero, zero), value, micro, None)
-    return masked.total(micro.weights * terms, micro.loss_mask)
+    return masked.total(micro.loss_weights * terms, micro.loss_mask)
 
 
 def samples_of(of: Objective, theta: np.ndarray, batch: Batch, after: np.ndarray) -> list[Sample]:
@@ -170,9 +170,9 @@ def test_micro_batches_and_reductions_change_no_gradient(name: str):
             ready.loss_mask, ready.segment_ids, len(batch.reward), 1, reduction, float(MAX_TOKENS)
         )
         whole, *split = (
-            in_parts(gradient, theta, ready._replace(weights=weights), parts) for parts in (1, 2, 5)
+            in_parts(gradient, theta, ready._replace(loss_weights=weights), parts) for parts in (1, 2, 5)
         )
-        for other in (*split, by_sequence(gradient, theta, ready._replace(weights=weights))):
+        for other in (*split, by_sequence(gradient, theta, ready._replace(loss_weights=weights))):
             np.testing.assert_allclose(other, whole, rtol=1e-5, atol=1e-8)
         assert np.abs(whole).max() > 0
         seen.append(whole.tobytes())

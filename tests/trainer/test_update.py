@@ -162,7 +162,9 @@ def test_metrics_are_means_over_loss_tokens(params: Any, learner: MakeLearner, b
     of_token = np.minimum(np.exp(gap), 5) * np.asarray(prepared.advantages, np.float64)[mask]
     want = {
         **gaps,
-        "loss": -(np.asarray(prepared.weights, np.float64)[mask] * of_token).sum(),  # ratio 1: not clipped
+        "loss": -(
+            np.asarray(prepared.loss_weights, np.float64)[mask] * of_token
+        ).sum(),  # ratio 1: not clipped
         **{f"{name}/age_0": value for name, value in gaps.items()},
         "trained_tokens": mask.sum(),
         "off_policy_weight_mean": np.minimum(np.exp(gap), 5).mean(),

@@ -183,7 +183,9 @@ def test_every_measurement_of_the_whole_command_has_figures(tmp_path: Path):
 
 
 @pytest.mark.soak
+@pytest.mark.alone
 def test_a_killed_stage_and_the_end_of_the_budget_leave_a_whole_table(tmp_path: Path):
+    """Alone, as above: beside another test no stage may end within the budget, and the status is then 1."""
     status, table = _whole_command(tmp_path, 35, is_killed=True)
     failed = [line.partition("FAILED: ")[2] for line in table if "FAILED" in line]
     assert status == 0 and table[-1] == f"all figures: {tmp_path / 'gpu.jsonl'}"

@@ -1,13 +1,8 @@
-"""The two weights that multiply a token's loss: the reduction weight and the off-policy weight.
+"""Off-policy weights: they correct a token's loss for the ratio of the proximal to the behaviour policy.
 
-Reduction weights turn the sum over tokens into a mean over tokens or sequences. They are computed over whole
-minibatches, before these are split into micro-batches; so a minibatch's gradient is the sum of its
-micro-batches' gradients, however the minibatch is split.
-
-Off-policy weights correct for the ratio of the proximal to the behaviour policy. They are functions
-`off_policy(batch, *, settings) -> (weight, is_cut)`; both results are (B, T), have no gradient and are
-ignored off the loss mask. `batch` may be a micro-batch (a sequence is always in one row). But a function with
-a second parameter `minibatches` (the number of minibatches) gets only whole batches.
+They are functions `off_policy(batch, *, settings) -> (weight, is_cut)`; both results are (B, T), have no
+gradient and are ignored off the loss mask. `batch` may be a micro-batch (a sequence is always in one row).
+But a function with a second parameter `minibatches` (the number of minibatches) gets only whole batches.
 """
 
 from __future__ import annotations
@@ -15,64 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-import chex
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 from pydantic import Field
 
-from areal_jax.algorithms.masked import Aggregate, of_sequence, per_sample, per_sequence, per_token
+from areal_jax.algorithms.masked import Aggregate, of_sequence
 from areal_jax.algorithms.ratios import DIVERGENCES, exp_bounded
 from areal_jax.algorithms.shapes import check_batch
 from areal_jax.types import ArealError, Batch
 
 Level = Literal["token", "sequence"]
-
-
-def reduction_weights(
-    loss_mask: Bool[Array, "B T"],
-    segment_ids: Int[Array, "B T"],
-    sequences: int,
-    minibatches: int,
-    reduction: str,
-    constant: float = 1.0,
-    *,
-    sample_ids: Int[Array, " S"] | None = None,
-) -> Float[Array, "B T"]:
-    """Returns each token's weight for `reduction`; minibatches are equal, consecutive parts of the rows.
-
-    token_mean: m / (sum of m over the minibatch), with the loss mask m. token_mean_batch: m / (sum of m over
-    the batch / `minibatches`). sequence_mean: m / (L S), with L loss tokens in the token's sample, and S
-    samples with loss tokens in the minibatch. sequence_sum: m / S. constant: m / (`constant` S).
-    `sequences`: number of sequences in the batch; `sample_ids`: the sample of each (`Batch.sample_ids`).
-    """
-    chex.assert_equal_shape([loss_mask, segment_ids])
-    chex.assert_type([loss_mask, segment_ids], [bool, int])
-    chex.assert_is_divisible(loss_mask.shape[0], minibatches)
-    m = loss_mask.astype(float)  # float32, or float64 if jax enables it
-    of_minibatch = jnp.repeat(jnp.arange(minibatches), m.shape[0] // minibatches)  # (B,)
-    tokens = m.reshape(minibatches, -1).sum(1)
-    if reduction == "token_mean":
-        return m / jnp.maximum(tokens, 1)[of_minibatch][:, None]
-    if reduction == "token_mean_batch":
-        return m / jnp.maximum(tokens.sum() / minibatches, 1)
-    lengths = per_sample(per_sequence(m, segment_ids, sequences), sample_ids)
-    own_length = jnp.maximum(per_token(lengths, segment_ids), 1)
-    # Each sample adds 1 up to rounding.
-    with_tokens = (m / own_length).reshape(minibatches, -1).sum(1).round()  # samples per minibatch
-    share = m / jnp.maximum(with_tokens, 1)[of_minibatch][:, None]
-    if reduction == "sequence_mean":
-        return share / own_length
-    if reduction == "sequence_sum":
-        return share
-    if reduction == "constant":
-        return share / constant
-    raise ValueError(
-        f"algorithm.reduction={reduction!r} is unknown; use token_mean, token_mean_batch, sequence_mean, "
-        "sequence_sum or constant"
-    )
-
-
-# --- off-policy weights -------------------------------------------------------------------------------------
 
 
 def truncate(
