@@ -162,9 +162,8 @@ def test_metrics_are_means_over_loss_tokens(params: Any, learner: MakeLearner, b
     of_token = np.minimum(np.exp(gap), 5) * np.asarray(prepared.advantages, np.float64)[mask]
     want = {
         **gaps,
-        "loss": -(
-            np.asarray(prepared.loss_weights, np.float64)[mask] * of_token
-        ).sum(),  # ratio 1: not clipped
+        # The ratio is 1, so nothing is clipped.
+        "loss": -(np.asarray(prepared.loss_weights, np.float64)[mask] * of_token).sum(),
         **{f"{name}/age_0": value for name, value in gaps.items()},
         "trained_tokens": mask.sum(),
         "off_policy_weight_mean": np.minimum(np.exp(gap), 5).mean(),
