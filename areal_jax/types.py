@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
 
 PolicyVersion = int
 """0 for the initial weights, +1 per trained batch, even if the gradient was zero."""
@@ -175,48 +178,88 @@ class Group:
 
 
 class Batch(NamedTuple):
-    """Packed trajectories, in B rows. The fields from `ages` on are None until Learner.prepare sets them.
+    """Packed trajectories, in B rows of T tokens; S sequences, K ids of a support. Integers are int32.
 
     The rows are M minibatches of B / M successive rows, each for one optimiser step. A minibatch is divided
     into micro-batches, each for one backward pass. Rows without tokens are padding.
     """
 
-    tokens: Any  # (B, T) int32
-    positions: Any  # (B, T) int32: 0 at each segment's first token
-    segment_ids: Any  # (B, T) int32: 1..S, unique in the batch; 0 = padding; beyond S: shared prefixes
-    loss_mask: Any  # (B, T) bool
-    behavior_logp: Any  # (B, T) float32
-    versions: Any  # (B, T) int32
-    turn_ids: Any  # (B, T) int32
-    previous: Any  # (B, T) int32: column of the preceding token, in the same row; -1 for a first token
-    reward: Any  # (S,) float32
-    group_ids: Any  # (S,) int32: 0..groups-1
-    temperature: Any  # (S,) float32
-    truncated: Any  # (S,) bool
-    support: Any = None  # (B, T, K) int32 or None
-    sample_ids: Any = None  # (S,) int32, ascending: a sequence's sample, if some have several paths
-    subtree_ends: Any = None  # (B, T) int32: column after the last token that may see this one
-    ages: Any = None  # (B, T) int32: trainer's version - token's version; 0 if not sampled
-    proximal_logp: Any = None  # (B, T) float32; None if the update computes it, from proximal_mix
-    proximal_mix: Any = None  # (B, T) float32: α of proximal = sg(behaviour + α (current - behaviour))
-    advantages: Any = None  # (B, T) float32
-    loss_weights: Any = None  # (B, T) float32: the reduction weights
-    off_policy_weight: Any = None  # (B, T) float32; None if proximal_logp is
-    off_policy_cut: Any = None  # (B, T) bool: whether that weight was cut
-    ref_logp: Any = None  # (B, T) float32
-    teacher_logp: Any = None  # (B, T) float32
-    token_rewards: Any = None  # (B, T) float32: rewards of single tokens, besides the sequence's reward
-    values: Any = None  # (B, T) float32: value of the state before the token, by the critic at arrival
-    bootstrap: Any = None  # (S,) float32: value after the last token if the sample was truncated, else 0
-    returns: Any = None  # (B, T) float32: the critic's targets
+    tokens: Int[Any, "B T"]
+    positions: Int[Any, "B T"]
+    """0 at each segment's first token."""
+    segment_ids: Int[Any, "B T"]
+    """1..S, unique in the batch; 0: padding; above S: shared prefixes."""
+    loss_mask: Bool[Any, "B T"]
+    behavior_logp: Float[Any, "B T"]
+    versions: Int[Any, "B T"]
+    turn_ids: Int[Any, "B T"]
+    previous: Int[Any, "B T"]
+    """Column of the preceding token, in the same row; -1 for a first token."""
+    reward: Float[Any, " S"]
+    group_ids: Int[Any, " S"]
+    """0..groups-1."""
+    temperature: Float[Any, " S"]
+    truncated: Bool[Any, " S"]
+    support: Int[Any, "B T K"] = None
+    sample_ids: Int[Any, " S"] = None
+    """Ascending: a sequence's sample, if some samples have several paths."""
+    subtree_ends: Int[Any, "B T"] = None
+    """Column after the last token that may see this one."""
+
+
+class PreparedBatch(NamedTuple):
+    """A `Batch` with what an update needs beside it; made by `Learner.prepare` or `prepare`.
+
+    The first fields are those of `Batch`. `loss_mask` is the final one; off it ages, advantages and weights
+    are 0, and off-policy weights 1. Advantage estimators get the batch while advantages and weights are None.
+    """
+
+    tokens: Int[Any, "B T"]
+    positions: Int[Any, "B T"]
+    segment_ids: Int[Any, "B T"]
+    loss_mask: Bool[Any, "B T"]
+    behavior_logp: Float[Any, "B T"]
+    versions: Int[Any, "B T"]
+    turn_ids: Int[Any, "B T"]
+    previous: Int[Any, "B T"]
+    reward: Float[Any, " S"]
+    group_ids: Int[Any, " S"]
+    temperature: Float[Any, " S"]
+    truncated: Bool[Any, " S"]
+    support: Int[Any, "B T K"] = None
+    sample_ids: Int[Any, " S"] = None
+    subtree_ends: Int[Any, "B T"] = None
+    ages: Int[Any, "B T"] = None
+    """Trainer's version - token's version; 0 if not sampled."""
+    proximal_logp: Float[Any, "B T"] = None
+    """None if the loss computes it, from proximal_mix."""
+    proximal_mix: Float[Any, "B T"] = None
+    """α of proximal = sg(behaviour + α (current - behaviour))."""
+    advantages: Float[Any, "B T"] = None
+    loss_weights: Float[Any, "B T"] = None
+    """The reduction weights (`algorithms.reduction`)."""
+    off_policy_weight: Float[Any, "B T"] = None
+    """None if proximal_logp is."""
+    off_policy_cut: Bool[Any, "B T"] = None
+    """Whether that weight was cut."""
+    ref_logp: Float[Any, "B T"] = None
+    teacher_logp: Float[Any, "B T"] = None
+    token_rewards: Float[Any, "B T"] = None
+    """Rewards of single tokens, besides the sequence's reward."""
+    values: Float[Any, "B T"] = None
+    """Value of the state before the token, by the critic before the batch's first update."""
+    bootstrap: Float[Any, " S"] = None
+    """Value after the last token if the sample was truncated, else 0."""
+    returns: Float[Any, "B T"] = None
+    """The critic's targets."""
 
 
 class PolicyOutputs(NamedTuple):
-    """The current policy's outputs for each token of the batch, float32 (rows, tokens), with gradients."""
+    """The current policy's outputs for each token of the batch, with gradients."""
 
-    logp: Any
-    entropy: Any = None
-    value: Any = None
+    logp: Float[Any, "B T"]
+    entropy: Float[Any, "B T"] = None
+    value: Float[Any, "B T"] = None
 
 
 class VersionedParams(NamedTuple):

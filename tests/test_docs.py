@@ -110,6 +110,16 @@ def test_the_plain_loop_learns_to_answer_with_digits(reader):
     assert rewards[0] < 0.02 and rewards[-1] > 0.05
 
 
+@pytest.mark.soak
+def test_an_own_update_learns_what_the_plain_loop_learns(reader):
+    """The same prompts, seeds and optimiser: the rewards are those of loop.py, to the printed digits."""
+    _, printed = reader
+    rewards, plain = (
+        re.findall(r"reward ([\d.]+)", printed[f"python {script}.py"]) for script in ("own_update", "loop")
+    )
+    assert len(rewards) == 10 and rewards == plain
+
+
 def test_every_link_between_the_pages_leads_somewhere():
     dead = []
     for page in [*DOCS.glob("*.md"), DOCS.parent / "README.md"]:

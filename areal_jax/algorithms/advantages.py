@@ -28,7 +28,7 @@ from areal_jax.algorithms.masked import (
     per_token,
 )
 from areal_jax.algorithms.shapes import check_batch
-from areal_jax.types import EQUAL_WITHIN, NOT_SAMPLED, ArealError, Batch
+from areal_jax.types import EQUAL_WITHIN, NOT_SAMPLED, ArealError, PreparedBatch
 
 HEADROOM = 0.125
 """Rewards are multiplied by this power of two, without rounding, and results are divided by this power, so
@@ -58,7 +58,7 @@ def overlong_penalty(lengths: Float[Array, " S"], max_tokens: float, margin: flo
     return jnp.clip((max_tokens - margin - lengths) / margin, -1.0, 0.0)
 
 
-def with_overlong_penalty(batch: Batch, max_tokens: float, margin: float) -> Float[Array, " S"]:
+def with_overlong_penalty(batch: PreparedBatch, max_tokens: float, margin: float) -> Float[Array, " S"]:
     """Returns each sequence's reward plus the `overlong_penalty` of its sample's longest turn.
 
     `max_tokens`, `margin`: as there; `max_tokens` is the limit of one turn.
@@ -74,7 +74,7 @@ def with_overlong_penalty(batch: Batch, max_tokens: float, margin: float) -> Flo
 
 def group_normalized(
     rewards: Float[Array, " S"],
-    batch: Batch,
+    batch: PreparedBatch,
     *,
     center: Literal["group", "batch", "none"] = "group",
     scale: Literal["group", "batch", "batch_centered", "none"] = "group",
@@ -106,7 +106,7 @@ def group_normalized(
     return per_token(jnp.where(is_flat, 0.0, centred / (std + HEADROOM * eps)), batch.segment_ids)
 
 
-def leave_one_out(rewards: Float[Array, " S"], batch: Batch) -> Float[Array, "B T"]:
+def leave_one_out(rewards: Float[Array, " S"], batch: PreparedBatch) -> Float[Array, "B T"]:
     """Returns each sample's reward minus the mean reward of its group's other samples, at every token.
 
     A group is the samples of one prompt; the result is 0 for a group of one. RLOO, Ahmadian et al.
@@ -122,7 +122,7 @@ def leave_one_out(rewards: Float[Array, " S"], batch: Batch) -> Float[Array, "B 
     return per_token(own / HEADROOM, batch.segment_ids)
 
 
-def ones(rewards: Float[Array, " S"], batch: Batch) -> Float[Array, "B T"]:
+def ones(rewards: Float[Array, " S"], batch: PreparedBatch) -> Float[Array, "B T"]:
     """Returns the advantage 1 at every token of a sequence; ignores the rewards: for supervised learning."""
     check_batch(batch._replace(reward=rewards))
     return per_token(jnp.ones_like(rewards), batch.segment_ids)
@@ -131,7 +131,9 @@ def ones(rewards: Float[Array, " S"], batch: Batch) -> Float[Array, "B T"]:
 # --- one number per token -----------------------------------------------------------------------------------
 
 
-def reward_to_go(rewards: Float[Array, " S"], batch: Batch, *, baseline: float = 0.0) -> Float[Array, "B T"]:
+def reward_to_go(
+    rewards: Float[Array, " S"], batch: PreparedBatch, *, baseline: float = 0.0
+) -> Float[Array, "B T"]:
     """Returns the sum of the rewards from each token to the end of its sequence.
 
     A token's reward is its `batch.token_rewards`; the sequence's last loss token also gets the sequence's
@@ -144,7 +146,7 @@ def reward_to_go(rewards: Float[Array, " S"], batch: Batch, *, baseline: float =
     return _backwards(earned, zero, zero, zero + 1, batch.loss_mask, batch.segment_ids, gamma=1.0)
 
 
-def teacher_gap(rewards: Float[Array, " S"], batch: Batch) -> Float[Array, "B T"]:
+def teacher_gap(rewards: Float[Array, " S"], batch: PreparedBatch) -> Float[Array, "B T"]:
     """Returns teacher_logp - behavior_logp at each token: on-policy distillation (arXiv:2306.13649).
 
     `batch.token_rewards` are added; `rewards` are ignored. Raises ArealError if `algorithm.teacher` is not
@@ -159,7 +161,7 @@ def teacher_gap(rewards: Float[Array, " S"], batch: Batch) -> Float[Array, "B T"
 
 def gae(
     rewards: Float[Array, " S"],
-    batch: Batch,
+    batch: PreparedBatch,
     *,
     gamma: float = 1.0,
     lam: float = 1.0,
@@ -232,20 +234,20 @@ def whitened(advantages: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float
 # --- parts --------------------------------------------------------------------------------------------------
 
 
-def _token_rewards(batch: Batch) -> Float[Array, "B T"]:
+def _token_rewards(batch: PreparedBatch) -> Float[Array, "B T"]:
     if batch.token_rewards is None:
         return jnp.zeros(batch.loss_mask.shape)
     return keep(batch.token_rewards, batch.loss_mask)
 
 
-def _with_token_rewards(rewards: Float[Array, " S"], batch: Batch) -> Float[Array, " S"]:
+def _with_token_rewards(rewards: Float[Array, " S"], batch: PreparedBatch) -> Float[Array, " S"]:
     if batch.token_rewards is None:
         return rewards
     own = per_sequence(_token_rewards(batch), batch.segment_ids, rewards.shape[0])
     return rewards + per_sample(own, batch.sample_ids)
 
 
-def _at_last_token(rewards: Float[Array, " S"], batch: Batch) -> Float[Array, "B T"]:
+def _at_last_token(rewards: Float[Array, " S"], batch: PreparedBatch) -> Float[Array, "B T"]:
     """Returns each sequence's reward at the sequence's last loss token, and 0 at all other tokens."""
     columns = jnp.broadcast_to(jnp.arange(batch.loss_mask.shape[1]), batch.loss_mask.shape)
     on_mask = jnp.where(batch.loss_mask, columns, -1)
@@ -254,7 +256,7 @@ def _at_last_token(rewards: Float[Array, " S"], batch: Batch) -> Float[Array, "B
     return keep(per_token(rewards, batch.segment_ids), is_last)
 
 
-def _lam_of(lam: float, lam_length: float | None, batch: Batch) -> Float[Array, "B T"]:
+def _lam_of(lam: float, lam_length: float | None, batch: PreparedBatch) -> Float[Array, "B T"]:
     if lam_length is None:
         return jnp.full(batch.loss_mask.shape, lam, float)
     lengths = _completion_tokens(batch)
@@ -262,17 +264,17 @@ def _lam_of(lam: float, lam_length: float | None, batch: Batch) -> Float[Array, 
     return per_token(own, batch.segment_ids)
 
 
-def _completion_tokens(batch: Batch) -> Float[Array, " S"]:
+def _completion_tokens(batch: PreparedBatch) -> Float[Array, " S"]:
     """Returns the number of each sequence's sampled tokens."""
     return per_sequence(_is_sampled(batch).astype(float), batch.segment_ids, batch.group_ids.shape[0])
 
 
-def _is_sampled(batch: Batch) -> Bool[Array, "B T"]:
+def _is_sampled(batch: PreparedBatch) -> Bool[Array, "B T"]:
     """Returns whether each token is part of a completion, also if it is too old to be trained."""
     return batch.loss_mask | (batch.versions != NOT_SAMPLED)
 
 
-def _longest_turn(batch: Batch) -> Float[Array, " S"]:
+def _longest_turn(batch: PreparedBatch) -> Float[Array, " S"]:
     """Returns the number of tokens in each sequence's longest turn, a run of successive sampled tokens."""
     is_sampled = _is_sampled(batch)
     columns = jnp.broadcast_to(jnp.arange(is_sampled.shape[1]), is_sampled.shape)
@@ -320,7 +322,7 @@ def _backwards(
 class _Turns:
     """The turns in a batch: a turn is a sequence's successive loss tokens that have the same turn id."""
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: PreparedBatch) -> None:
         mask, shape = batch.loss_mask, batch.loss_mask.shape
         columns = jnp.broadcast_to(jnp.arange(shape[1]), shape)
         seen = jax.lax.cummax(jnp.where(mask, columns, -1), axis=1)

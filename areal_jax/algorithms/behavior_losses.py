@@ -17,11 +17,11 @@ from pydantic import Field
 
 from areal_jax.algorithms.ratios import binary_kl, ratio, total_variation
 from areal_jax.algorithms.shapes import check_batch
-from areal_jax.types import ArealError, Batch, PolicyOutputs
+from areal_jax.types import ArealError, PolicyOutputs, PreparedBatch
 
 
 def cispo(
-    now: PolicyOutputs, batch: Batch, *, high: Annotated[float, Field(gt=0)] = 4.0
+    now: PolicyOutputs, batch: PreparedBatch, *, high: Annotated[float, Field(gt=0)] = 4.0
 ) -> tuple[Array, dict[str, Array]]:
     """Returns -sg(min(r, 1 + high)) A logp, r = exp(logp - behavior_logp), advantage A; sg stops gradients.
 
@@ -32,7 +32,7 @@ def cispo(
 
 
 def aipo(
-    now: PolicyOutputs, batch: Batch, *, cap: Annotated[float, Field(gt=0)] = 5.0
+    now: PolicyOutputs, batch: PreparedBatch, *, cap: Annotated[float, Field(gt=0)] = 5.0
 ) -> tuple[Array, dict[str, Array]]:
     """Returns -sg(min(r, cap)) A logp, r = exp(logp - behavior_logp), advantage A; sg stops gradients.
 
@@ -42,7 +42,7 @@ def aipo(
     return _truncated(now, batch, cap)
 
 
-def _truncated(now: PolicyOutputs, batch: Batch, cap: float) -> tuple[Array, dict[str, Array]]:
+def _truncated(now: PolicyOutputs, batch: PreparedBatch, cap: float) -> tuple[Array, dict[str, Array]]:
     check_batch(batch, *now)
     r = jax.lax.stop_gradient(ratio(now.logp, batch.behavior_logp))
     return -jnp.minimum(r, cap) * batch.advantages * now.logp, {
@@ -53,7 +53,7 @@ def _truncated(now: PolicyOutputs, batch: Batch, cap: float) -> tuple[Array, dic
 
 def dppo(
     now: PolicyOutputs,
-    batch: Batch,
+    batch: PreparedBatch,
     *,
     delta: Annotated[float, Field(gt=0)] = 0.15,
     divergence: Literal["total_variation", "binary_kl"] = "total_variation",

@@ -23,14 +23,14 @@ from pydantic import Field
 from areal_jax.algorithms.behavior_losses import aipo, cispo, dppo
 from areal_jax.algorithms.ratios import Level, ratio, ratio_at
 from areal_jax.algorithms.shapes import check_batch
-from areal_jax.types import Batch, PolicyOutputs
+from areal_jax.types import PolicyOutputs, PreparedBatch
 
 Loss = Callable[..., tuple[Array, dict[str, Array]]]
 
 
 def ppo_clip(
     now: PolicyOutputs,
-    batch: Batch,
+    batch: PreparedBatch,
     *,
     low: Annotated[float, Field(ge=0)] = 0.2,
     high: Annotated[float, Field(ge=0)] = 0.2,
@@ -55,7 +55,7 @@ def ppo_clip(
 
 def sapo(
     now: PolicyOutputs,
-    batch: Batch,
+    batch: PreparedBatch,
     *,
     tau_positive: Annotated[float, Field(gt=0)] = 1.0,
     tau_negative: Annotated[float, Field(gt=0)] = 1.05,
@@ -71,14 +71,16 @@ def sapo(
     return -4 / tau * jax.nn.sigmoid(tau * (u - 1)) * batch.advantages, {"ratio": u}
 
 
-def importance(now: PolicyOutputs, batch: Batch, *, level: Level = "token") -> tuple[Array, dict[str, Array]]:
+def importance(
+    now: PolicyOutputs, batch: PreparedBatch, *, level: Level = "token"
+) -> tuple[Array, dict[str, Array]]:
     """Returns -u A, without a clip; u: ratio of current to proximal policy at `level` (see `ratio_at`)."""
     check_batch(batch, *now)
     u = ratio_at(level, now.logp, batch.proximal_logp, batch)
     return -u * batch.advantages, {"ratio": u}
 
 
-def policy_gradient(now: PolicyOutputs, batch: Batch) -> tuple[Array, dict[str, Array]]:
+def policy_gradient(now: PolicyOutputs, batch: PreparedBatch) -> tuple[Array, dict[str, Array]]:
     """Returns -A logp: the policy gradient of Williams (1992), or maximum likelihood if A = 1."""
     check_batch(batch, *now)
     return -batch.advantages * now.logp, {"nll": -now.logp}

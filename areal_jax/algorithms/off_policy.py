@@ -17,13 +17,13 @@ from pydantic import Field
 from areal_jax.algorithms.masked import Aggregate, of_sequence
 from areal_jax.algorithms.ratios import DIVERGENCES, exp_bounded
 from areal_jax.algorithms.shapes import check_batch
-from areal_jax.types import ArealError, Batch
+from areal_jax.types import ArealError, PreparedBatch
 
 Level = Literal["token", "sequence"]
 
 
 def truncate(
-    batch: Batch,
+    batch: PreparedBatch,
     *,
     cap: Annotated[float, Field(gt=0)] = 5.0,
     level: Level = "token",
@@ -39,7 +39,7 @@ def truncate(
 
 
 def mask(
-    batch: Batch,
+    batch: PreparedBatch,
     *,
     metric: Literal["ratio", "k1", "k2", "k3", "binary_kl"] = "ratio",
     level: Level = "token",
@@ -80,7 +80,7 @@ def mask(
 
 
 def m2po(
-    batch: Batch, minibatches: int, *, budget: Annotated[float, Field(gt=0)] = 0.04
+    batch: PreparedBatch, minibatches: int, *, budget: Annotated[float, Field(gt=0)] = 0.04
 ) -> tuple[Array, Array]:
     """Returns exp(d), d = proximal_logp - behavior_logp, but 0 for tokens with the largest d^2; and is_cut.
 
@@ -99,20 +99,22 @@ def m2po(
     return _without(is_cut, exp_bounded(gap)), is_cut
 
 
-def none(batch: Batch) -> tuple[Array, Array]:
+def none(batch: PreparedBatch) -> tuple[Array, Array]:
     """Returns weight 1 and is_cut False for every token: no off-policy correction."""
     check_batch(batch)
     return jnp.ones_like(batch.proximal_logp), jnp.zeros_like(batch.loss_mask)
 
 
-def _log_ratio(batch: Batch) -> Float[Array, "B T"]:
+def _log_ratio(batch: PreparedBatch) -> Float[Array, "B T"]:
     """Returns proximal_logp - behavior_logp; infinities become NaN, which no bound or mean can hide."""
     check_batch(batch)
     gap = batch.proximal_logp - batch.behavior_logp
     return jnp.where(jnp.isfinite(gap), gap, jnp.nan)
 
 
-def _at(level: str, aggregate: Aggregate, values: Float[Array, "B T"], batch: Batch) -> Float[Array, "B T"]:
+def _at(
+    level: str, aggregate: Aggregate, values: Float[Array, "B T"], batch: PreparedBatch
+) -> Float[Array, "B T"]:
     if level == "token":
         return values
     if level != "sequence":

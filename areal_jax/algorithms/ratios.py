@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from areal_jax.algorithms.masked import of_sequence
-from areal_jax.types import ArealError, Batch
+from areal_jax.types import ArealError, PreparedBatch
 
 LOG_RATIO_BOUND = 20.0
 LEAST_PROBABILITY = 1e-8
@@ -40,7 +40,7 @@ def ratio(of: Float[Array, "..."], to: Float[Array, "..."]) -> Float[Array, "...
 
 
 def ratio_at(
-    level: Level, logp: Float[Array, "B T"], center: Float[Array, "B T"], batch: Batch
+    level: Level, logp: Float[Array, "B T"], center: Float[Array, "B T"], batch: PreparedBatch
 ) -> Float[Array, "B T"]:
     """Returns at each token the ratio of the current policy to the policy with the log-probs `center`.
 

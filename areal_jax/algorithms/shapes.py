@@ -7,14 +7,16 @@ row, S sequences, K ids of a support.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import chex
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from areal_jax.types import ArealError, Batch
+from areal_jax.types import ArealError, Batch, PreparedBatch
+
+B = TypeVar("B", Batch, PreparedBatch)
 
 AXES: Mapping[str, tuple[str, type]] = {
     **dict.fromkeys(("tokens", "positions", "segment_ids", "versions", "turn_ids", "previous"), ("BT", int)),
@@ -28,12 +30,12 @@ AXES: Mapping[str, tuple[str, type]] = {
     "truncated": ("S", bool),
     "support": ("BTK", int),
 }
-"""Field of Batch -> (its axes, the kind of its dtype); the kinds float and int allow any number of bits."""
+"""Field of PreparedBatch -> (its axes, the kind of its dtype); float and int allow any number of bits."""
 
-PER_SEQUENCE = tuple(name for name in Batch._fields if AXES[name][0] == "S")
+PER_SEQUENCE = tuple(name for name in PreparedBatch._fields if AXES[name][0] == "S")
 
 
-def map_batch(per_token: Callable[..., Any], per_sequence: Callable[..., Any], *batches: Batch) -> Batch:
+def map_batch(per_token: Callable[..., Any], per_sequence: Callable[..., Any], *batches: B) -> B:
     """Returns the batch in which each field is a function of that field's arrays in `batches`.
 
     The function is `per_sequence(*arrays)` for arrays with one value per sequence, `per_token(*arrays)` for
@@ -44,10 +46,11 @@ def map_batch(per_token: Callable[..., Any], per_sequence: Callable[..., Any], *
         function = per_sequence if name in PER_SEQUENCE else per_token
         return None if arrays[0] is None else function(*arrays)
 
-    return Batch(*map(one, Batch._fields, *batches))
+    kind = type(batches[0])
+    return kind(*map(one, kind._fields, *batches))
 
 
-def check_batch(batch: Batch, *per_token: Array | None) -> None:
+def check_batch(batch: Batch | PreparedBatch, *per_token: Array | None) -> None:
     """Raise AssertionError if an array of the batch or in `per_token` has a wrong shape or kind of dtype.
 
     `AXES` lists the required shapes and kinds (bool, int, float) of the batch's arrays; arrays in `per_token`
@@ -65,14 +68,14 @@ def check_batch(batch: Batch, *per_token: Array | None) -> None:
     chex.assert_type(given, float)
 
 
-def check_result(result: Any, batch: Batch, what: str) -> None:
+def check_result(result: Any, batch: PreparedBatch, what: str) -> None:
     """Raise ArealError unless every array in `result` is (B, T); `what` names the function in the message."""
     message = f"{what} must return only arrays of shape (B, T), one value per token; see docs/extending.md"
     leaves = jax.tree.leaves(result)
     chex.assert_shape(leaves, batch.segment_ids.shape, custom_message=message, exception_type=ArealError)
 
 
-def empty_batch(rows: int, length: int) -> Batch:
+def empty_batch(rows: int, length: int) -> PreparedBatch:
     """Returns a prepared batch of `rows` x `length` zeros, to trace a function.
 
     The batch has one sequence, no loss tokens, no support, no shared prefixes and no branches.
@@ -84,4 +87,4 @@ def empty_batch(rows: int, length: int) -> Batch:
 
     absent = ("support", "subtree_ends", "sample_ids")
     given = {name: zeros(*of) for name, of in AXES.items() if name not in absent}
-    return Batch(**given)
+    return PreparedBatch(**given)

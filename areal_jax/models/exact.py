@@ -28,7 +28,7 @@ from areal_jax.models.blockwise import NEGATIVE
 from areal_jax.models.config import PROJECTIONS, ModelConfig
 from areal_jax.models.kernels.packed_attention import Kernel
 from areal_jax.models.kv_pages import KVPages, PagedKernel
-from areal_jax.types import Batch
+from areal_jax.types import Batch, PreparedBatch
 
 TILE = 8
 """Rows (tokens) per tile: enough for fast bfloat16 products on a CPU."""
@@ -258,7 +258,7 @@ def _attend(
 
 
 def packed_attention(
-    config: ModelConfig, batch: Batch, kernel: Kernel | None, mesh: Mesh | None = None
+    config: ModelConfig, batch: Batch | PreparedBatch, kernel: Kernel | None, mesh: Mesh | None = None
 ) -> Attention:
     """Returns the attention over a batch's packed rows, exact or bounded as `config.numerics` says.
 

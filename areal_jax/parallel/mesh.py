@@ -44,6 +44,11 @@ def make_mesh(shape: Mapping[str, int], devices: Sequence[Any], owner: str) -> M
     return Mesh(np.array(devices[:needed]).reshape(tuple(shape.values())), tuple(shape))
 
 
+def one_device() -> Mesh:
+    """Returns the trainer's mesh over jax's first device."""
+    return make_mesh({"data": 1, "fsdp": 1, "tensor": 1}, jax.devices(), "the trainer")
+
+
 def platform_of(mesh: Mesh | None) -> str:
     """Returns the platform of a mesh's devices: cpu, gpu or tpu; None: that of jax's default device."""
     return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform

@@ -32,7 +32,7 @@ from areal_jax.trainer.compiled import bytes_on_one_device
 from areal_jax.trainer.learner import Learner
 from areal_jax.trajectories.train_cost import Work, default_costs
 from areal_jax.trees.tree_learner import TreeLearner
-from areal_jax.types import Batch
+from areal_jax.types import Batch, PreparedBatch
 from areal_jax.weights.digest import leaf_sums
 from areal_jax.weights.store import copy_with_sums, dtype_in
 
@@ -175,11 +175,13 @@ def _trainer(config: Config, learner: Learner, devices: Devices, teacher: Source
     return Side(TRAINER, learner.mesh, tuple(found), resident, learner.objective.forward.attention.path)
 
 
-def _packed_programs(config: Config, learner: Learner, batch: Batch, state: Any) -> list[RecipeProgram]:
+def _packed_programs(
+    config: Config, learner: Learner, batch: PreparedBatch, state: Any
+) -> list[RecipeProgram]:
     programs = learner.programs
     micro, micros = _micro(batch, learner.rows, learner), batch.tokens.shape[0] // learner.rows
     sums = programs.abstract_sums()
-    arrived = Batch(*micro[: Batch._fields.index("ages")])
+    arrived = Batch(*micro[: len(Batch._fields)])
     add = partial(
         RecipeProgram, role=TRAINER, tokens=micro.tokens.size, assumed=_assumed_training(config, learner)
     )
@@ -202,7 +204,7 @@ def _packed_programs(config: Config, learner: Learner, batch: Batch, state: Any)
 
 
 def _of_one_way(
-    config: Config, learner: TreeLearner, packed: Batch, found: Sequence[RecipeProgram]
+    config: Config, learner: TreeLearner, packed: PreparedBatch, found: Sequence[RecipeProgram]
 ) -> list[RecipeProgram]:
     """Returns the programs of compute=auto; those of the way that costs more by default are never called."""
     a, shards = config.algorithm, learner.mesh.shape["data"] * learner.mesh.shape["fsdp"]
@@ -233,7 +235,7 @@ def _on(tree: Any, shardings: Any) -> Any:
     )
 
 
-def _abstract_batch(config: Config, learner: Learner) -> Batch:
+def _abstract_batch(config: Config, learner: Learner) -> PreparedBatch:
     """Returns a prepared batch of samples of full length, as abstract arrays on the trainer's mesh."""
     a, g, length = config.algorithm, config.generation, learner.length
     samples = config.trainer.batch_size * a.group_size
@@ -245,14 +247,14 @@ def _abstract_batch(config: Config, learner: Learner) -> Batch:
     return _micro(_abstract_prepared(config, learner, rows, shares), rows, learner)
 
 
-def _abstract_tree_batch(config: Config, learner: Learner) -> Batch:
+def _abstract_tree_batch(config: Config, learner: Learner) -> PreparedBatch:
     """Returns the same for an update over prefix trees: one sample per row, whole on every device."""
     samples, whole = config.trainer.batch_size * config.algorithm.group_size, replicated(learner.mesh)
     batch = _abstract_prepared(config, learner, samples, shares_prompts=False)
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), batch)
 
 
-def _abstract_prepared(config: Config, learner: Learner, rows: int, shares_prompts: bool) -> Batch:
+def _abstract_prepared(config: Config, learner: Learner, rows: int, shares_prompts: bool) -> PreparedBatch:
     a, g = config.algorithm, config.generation
     sizes = {"B": rows, "T": learner.length, "S": config.trainer.batch_size * a.group_size}
     sizes["K"] = g.support_size
@@ -276,7 +278,7 @@ def _abstract_prepared(config: Config, learner: Learner, rows: int, shares_promp
     return jax.eval_shape(finish, batch, state.version, state.kl_control, dict.fromkeys(names, score))
 
 
-def _micro(batch: Batch, rows: int, learner: Learner) -> Batch:
+def _micro(batch: PreparedBatch, rows: int, learner: Learner) -> PreparedBatch:
     """Returns the first `rows` rows of an abstract batch, laid out over the trainer's mesh."""
 
     def put(on: Any, leaf: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:

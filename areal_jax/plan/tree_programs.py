@@ -19,7 +19,7 @@ from areal_jax.trajectories.prefix_tree import prefix_tree
 from areal_jax.trajectories.train_cost import Work, work_of_calls
 from areal_jax.trajectories.walk import POP, PUSH, Call, calls_of
 from areal_jax.trees.tree_learner import TreeLearner
-from areal_jax.types import Batch
+from areal_jax.types import PreparedBatch
 
 TREE_PROGRAMS = ("push", "pop", "push with scores", "tree score")
 """Names of the programs that `tree_programs` returns."""
@@ -40,7 +40,9 @@ def full_length_calls(config: Config, learner: TreeLearner, *, with_gradients: b
     return calls_of(tree, shape["data"] * shape["fsdp"], blocks, with_gradients=with_gradients)
 
 
-def tree_programs(config: Config, learner: TreeLearner, batch: Batch, state: Any) -> list[dict[str, Any]]:
+def tree_programs(
+    config: Config, learner: TreeLearner, batch: PreparedBatch, state: Any
+) -> list[dict[str, Any]]:
     """Returns the programs over prefix trees; their calls count each step as one of a full block.
 
     `batch`, `state`: abstract, as `TreeUpdate.abstract_calls` needs them.

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from areal_jax.algorithms import masked
-from areal_jax.types import Batch
+from areal_jax.types import PreparedBatch
 
 
 class WeightSums(NamedTuple):
@@ -65,7 +65,7 @@ def weight_sums(log_weights: Float[Array, "..."], mask: Bool[Array, "..."]) -> W
     return WeightSums(count, largest, weights.sum(), (weights**2).sum())
 
 
-def effective_sizes(logp: Float[Array, "R T"], micro: Batch) -> dict[str, WeightSums]:
+def effective_sizes(logp: Float[Array, "R T"], micro: PreparedBatch) -> dict[str, WeightSums]:
     """Returns the sums of a micro-batch's token and sequence weights, by the name of their metric.
 
     `logp`: log-probs under the policy before the update. Only tokens on the loss mask that a policy sampled

@@ -18,7 +18,7 @@ from areal_jax.models.kernels.packed_attention import choose, on_mesh
 from areal_jax.models.model import Model, Params
 from areal_jax.models.transformer import Execution, Remat
 from areal_jax.parallel.mesh import ROWS, absent_device, param_shardings, platform_of, rows_over
-from areal_jax.types import Batch
+from areal_jax.types import Batch, PreparedBatch
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -37,7 +37,7 @@ gathered.defvjp(
 )
 
 
-def asked_tokens(micro: Batch) -> PackedTokens:
+def asked_tokens(micro: Batch | PreparedBatch) -> PackedTokens:
     """Returns the micro-batch's loss tokens, with all that their log-probs depend on but hidden states."""
     temperature = masked.per_token(micro.temperature, micro.segment_ids)
     return PackedTokens(micro.tokens, micro.previous, micro.loss_mask, temperature, micro.support)
@@ -64,12 +64,12 @@ class Forward:
         self.kernel = on_mesh(self.attention, mesh, c.kv_heads)
         """The attention kernel, the first that passed its self-test on this device; None: plain JAX code."""
 
-    def logp(self, params: Params, micro: Batch) -> Float[Array, "R T"]:
+    def logp(self, params: Params, micro: Batch | PreparedBatch) -> Float[Array, "R T"]:
         """Returns the log-probs of the loss tokens under `params`; 0 elsewhere."""
         stats = self.stats(params, self.hidden(params, micro), asked_tokens(micro))
         return masked.keep(stats.logp, micro.loss_mask)
 
-    def hidden(self, params: Params, micro: Batch) -> Float[Array, "R T D"]:
+    def hidden(self, params: Params, micro: Batch | PreparedBatch) -> Float[Array, "R T D"]:
         """Returns the model's hidden state at each token of packed rows, after the last norm."""
         check_batch(micro)
         attend = packed_attention(self.model.config, micro, self.kernel, self.mesh)

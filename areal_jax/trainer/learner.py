@@ -20,13 +20,11 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from areal_jax.algorithms.functions import Functions
-from areal_jax.algorithms.losses import LOSSES
-from areal_jax.algorithms.shapes import map_batch
+from areal_jax.algorithms.shapes import B, map_batch
 from areal_jax.config.sections import AlgorithmConfig
 from areal_jax.models.model import Model, Params
 from areal_jax.models.transformer import Remat
-from areal_jax.parallel.mesh import make_mesh, own_rows, param_shardings, platform_of, replicated, rows_over
+from areal_jax.parallel.mesh import one_device, own_rows, param_shardings, platform_of, replicated, rows_over
 from areal_jax.trainer.compiled import Compiled, Forecast, bytes_on_one_device
 from areal_jax.trainer.critic import Critic
 from areal_jax.trainer.forward import Forward
@@ -38,7 +36,7 @@ from areal_jax.trainer.trainable import Trainable
 from areal_jax.trainer.update import Objective
 from areal_jax.trainer.update_metrics import to_floats
 from areal_jax.trajectories.plan import BatchPlan
-from areal_jax.types import ArealError, Batch, VersionedParams
+from areal_jax.types import ArealError, Batch, PreparedBatch, VersionedParams
 from areal_jax.weights.digest import digest
 from areal_jax.weights.store import dtype_in, wire_copy
 
@@ -101,7 +99,7 @@ class Learner:
     ) -> None:
         self.model, self.algorithm, self.optimizer = model, algorithm, optimizer
         self.rows, self.length, self.teacher = rows, length, teacher
-        self.mesh = mesh or make_mesh({"data": 1, "fsdp": 1, "tensor": 1}, jax.devices(), "the trainer")
+        self.mesh = mesh or one_device()
         self._shards = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
         # Each number of micro-batches in one program is compiled: on a CPU in seconds, on others in minutes.
         self._joins_micro_batches = self.mesh.size == 1 and platform_of(self.mesh) == "cpu"
@@ -110,24 +108,24 @@ class Learner:
         self.trainable.require(model)
         has_critic = algorithm.critic.kind != "none"
         self.critic = Critic(model, algorithm.critic.kind, self.trainable) if has_critic else None
-        # A loss from outside this package may differentiate the entropy.
-        has_entropy_gradient = algorithm.entropy_coef > 0 or algorithm.loss not in LOSSES
         self._forward = partial(Forward, mesh=self.mesh, chunk=logp_chunk, remat=remat)
-        self.objective = Objective(
-            forward=self._forward(model, has_entropy_gradient=has_entropy_gradient),
-            algorithm=algorithm,
-            functions=Functions.of(algorithm),
-            critic=self.critic,
-            max_tokens=float(max_tokens or length),
-            trainable=self.trainable,
+        self.objective = Objective.of(
+            self._forward, model, algorithm, float(max_tokens or length), self.critic, self.trainable
         )
         self.compiled: list[Compiled] = []
         self._reference = None
         if algorithm.has_reference and reference is not None:
             self._reference = self._scorer("score", model, reference)
         holds_reference = algorithm.has_reference and self._reference is None
-        own = (model, algorithm, optimizer, self.critic, self.trainable, holds_reference)
-        self._optimization = Optimization(*own, memory=optimizer_memory)
+        self._optimization = Optimization(
+            model,
+            algorithm,
+            optimizer,
+            self.critic,
+            self.trainable,
+            holds_reference=holds_reference,
+            memory=optimizer_memory,
+        )
         self.programs = LearnerPrograms(
             self.objective, self._optimization, self.mesh, rows, length, self.compiled.append
         )
@@ -175,7 +173,7 @@ class Learner:
             )
         return self
 
-    def forecast(self, state: TrainState, batch: Batch, is_alone: bool = True) -> Forecast:
+    def forecast(self, state: TrainState, batch: PreparedBatch, is_alone: bool = True) -> Forecast:
         """Returns the device memory that `update` needs for this prepared batch; compiles the programs.
 
         The result's `resident` counts state, batch and micro-batches. `is_alone` is False if `update` will be
@@ -244,7 +242,7 @@ class Learner:
         state: TrainState,
         batch: Batch,
         between: Callable[[Array], None] | None = None,
-    ) -> Batch:
+    ) -> PreparedBatch:
         """Returns the batch on the trainer's mesh with all that `update` needs; `state` is not donated.
 
         Added to the batch are ages, advantages and the reduction's weights; also proximal log-probs and
@@ -314,7 +312,7 @@ class Learner:
             batch,
         )
 
-    def micro_batches(self, batch: Batch) -> list[list[Batch | None]]:
+    def micro_batches(self, batch: B) -> list[list[B | None]]:
         """Returns the batch's minibatches, in order, each as the list of its micro-batches.
 
         A micro-batch without a loss token is None.
@@ -346,7 +344,7 @@ class Learner:
     # --- update ---------------------------------------------------------------------------------------------
 
     def update(
-        self, state: TrainState, batch: Batch, between: Callable[[Array], None] | None = None
+        self, state: TrainState, batch: PreparedBatch, between: Callable[[Array], None] | None = None
     ) -> tuple[TrainState, dict[str, float]]:
         """Train on a prepared batch: returns the next state and the metrics; donates `state`.
 
@@ -371,7 +369,11 @@ class Learner:
         return state, to_floats(jax.device_get(metrics))
 
     def _by_micro_batch(
-        self, state: TrainState, live: Sequence[Batch], is_last: Any, between: Callable[[Array], None] | None
+        self,
+        state: TrainState,
+        live: Sequence[PreparedBatch],
+        is_last: Any,
+        between: Callable[[Array], None] | None,
     ) -> tuple[TrainState, dict[str, Any]]:
         programs = self.programs
         sums = programs.zero_sums() if len(live) != 1 else None
@@ -382,7 +384,7 @@ class Learner:
         return programs.apply(state, sums, is_last)
 
 
-def _padded(live: Sequence[Batch], count: int) -> tuple[tuple[Batch, ...], np.int32]:
+def _padded(live: Sequence[PreparedBatch], count: int) -> tuple[tuple[PreparedBatch, ...], np.int32]:
     """Returns the micro-batches `live`, padded to `count` by copies of the first, and the length of `live`.
 
     `live`: the micro-batches with loss tokens. Padding lets one compiled program run any number of them.

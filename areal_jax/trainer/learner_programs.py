@@ -14,14 +14,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from areal_jax.algorithms.shapes import map_batch
+from areal_jax.algorithms.shapes import B, map_batch
 from areal_jax.parallel.mesh import replicated, rows_over
 from areal_jax.trainer.compiled import Compiled, Program
 from areal_jax.trainer.optimization import Optimization
 from areal_jax.trainer.state import TrainState
 from areal_jax.trainer.update import Objective
 from areal_jax.trainer.update_metrics import add_metrics
-from areal_jax.types import Batch
+from areal_jax.types import PreparedBatch
 
 GradientSums = Any
 """((policy's gradient, critic's gradient or None), metric sums); each is a sum over micro-batches."""
@@ -73,10 +73,10 @@ class LearnerPrograms:
         """Returns for each micro-batch of a batch whether `mask`, (B, T), is True at any of its tokens."""
         return mask.any(1).reshape(-1, self._rows).any(1)
 
-    def _split(self, batch: Batch) -> tuple[Batch, ...]:
+    def _split(self, batch: B) -> tuple[B, ...]:
         """Returns the batch's micro-batches, `rows` successive rows each; per-sequence arrays stay whole."""
 
-        def micro(start: int) -> Batch:
+        def micro(start: int) -> B:
             rows = slice(start, start + self._rows)
             part = lambda x: jax.lax.with_sharding_constraint(x[rows], self._by_row)  # noqa: E731
             return map_batch(part, lambda x: x, batch)
@@ -93,7 +93,7 @@ class LearnerPrograms:
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, self._dtype), trained)
         return zeros, self._objective.no_metrics(self._rows, self._length)
 
-    def _begin(self, state: TrainState, micro: Batch) -> GradientSums:
+    def _begin(self, state: TrainState, micro: PreparedBatch) -> GradientSums:
         """Returns the gradient and the metric sums of one micro-batch.
 
         If a minibatch has only one micro-batch, these are already the minibatch's sums, and no zeros are
@@ -101,12 +101,12 @@ class LearnerPrograms:
         """
         return self._objective.gradient(state.params, state.critic, micro, state.kl_control)
 
-    def _accumulate(self, state: TrainState, sums: GradientSums, micro: Batch) -> GradientSums:
+    def _accumulate(self, state: TrainState, sums: GradientSums, micro: PreparedBatch) -> GradientSums:
         grads, metrics = self._begin(state, micro)
         return jax.tree.map(jnp.add, sums[0], grads), add_metrics(sums[1], metrics)
 
     def _step(
-        self, state: TrainState, micros: Sequence[Batch], count: Array, is_last: Array
+        self, state: TrainState, micros: Sequence[PreparedBatch], count: Array, is_last: Array
     ) -> tuple[TrainState, dict[str, Any]]:
         """Returns the state after an optimiser step on the first `count` of `micros`, and the metric sums.
 

@@ -8,7 +8,7 @@ B rows a batch, S sequences.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -20,17 +20,18 @@ from areal_jax.algorithms.advantages import Estimate, whitened, with_overlong_pe
 from areal_jax.algorithms.functions import Functions
 from areal_jax.algorithms.kl import kl_loss, kl_reward
 from areal_jax.algorithms.logprobs import TokenStats
+from areal_jax.algorithms.losses import LOSSES
 from areal_jax.algorithms.proximal import mixed_logp, proximal_mix
 from areal_jax.algorithms.reduction import reduction_weights
 from areal_jax.algorithms.shapes import check_batch, check_result, empty_batch
 from areal_jax.config.sections import AlgorithmConfig
-from areal_jax.models.model import Params
+from areal_jax.models.model import Model, Params
 from areal_jax.trainer.critic import Critic, at_end, before, value_loss
 from areal_jax.trainer.forward import Forward, asked_tokens
 from areal_jax.trainer.state import KLControl, kl_coef
 from areal_jax.trainer.trainable import Trainable
 from areal_jax.trainer.update_metrics import Sums, token_sums, value_sums
-from areal_jax.types import Batch, PolicyOutputs
+from areal_jax.types import Batch, PolicyOutputs, PreparedBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,28 @@ class Objective:
     max_tokens: float
     """Maximum length of a turn, in tokens; a sample without a workflow has one turn."""
     trainable: Trainable
+
+    @classmethod
+    def of(
+        cls,
+        forward: Callable[..., Forward],
+        model: Model,
+        algorithm: AlgorithmConfig,
+        max_tokens: float,
+        critic: Critic | None,
+        trainable: Trainable,
+    ) -> Objective:
+        """Returns the objective; `forward(model, has_entropy_gradient=...)` makes the forward pass."""
+        # A loss from outside this package may differentiate the entropy.
+        has_entropy_gradient = algorithm.entropy_coef > 0 or algorithm.loss not in LOSSES
+        return cls(
+            forward=forward(model, has_entropy_gradient=has_entropy_gradient),
+            algorithm=algorithm,
+            functions=Functions.of(algorithm),
+            critic=critic,
+            max_tokens=max_tokens,
+            trainable=trainable,
+        )
 
     # --- once per batch -------------------------------------------------------------------------------------
 
@@ -67,17 +90,17 @@ class Objective:
         return out if values_after is None else out | {"values_after": values_after}
 
     def finish(
-        self, batch: Batch, version: Array, control: KLControl | None, scores: Mapping[str, Array]
-    ) -> Batch:
+        self, packed: Batch, version: Array, control: KLControl | None, scores: Mapping[str, Array]
+    ) -> PreparedBatch:
         """Returns the batch ready for the update: with the final loss mask, ages, advantages and weights.
 
         Ages, advantages and weights are 0 off the loss mask. `version` is the trainer's version. `scores` are
         (B, T) arrays: proximal_logp, ref_logp, teacher_logp and values_after, as far as the algorithm uses
         them. If the update interpolates the proximal log-probs, the batch gets `proximal_mix` in their place.
         """
-        a, sequences = self.algorithm, batch.reward.shape[0]
-        check_batch(batch, *scores.values())
-        batch = self._with_scores(batch, version, control, scores)
+        a, sequences = self.algorithm, packed.reward.shape[0]
+        check_batch(packed, *scores.values())
+        batch = self._with_scores(packed, version, control, scores)
         mask, rewards = batch.loss_mask, batch.reward
         if a.truncation == "soft_penalty":
             rewards = with_overlong_penalty(batch, self.max_tokens, a.overlong_margin or self.max_tokens / 5)
@@ -89,20 +112,27 @@ class Objective:
         advantages = masked.keep(estimate, mask)
         if a.whiten == "tokens":
             advantages = whitened(advantages, mask)
-        own = sequences, a.minibatches, a.reduction, a.reduction_constant or self.max_tokens
-        weights = reduction_weights(mask, batch.segment_ids, *own, sample_ids=batch.sample_ids)
+        weights = reduction_weights(
+            mask,
+            batch.segment_ids,
+            sequences=sequences,
+            minibatches=a.minibatches,
+            reduction=a.reduction,
+            constant=a.reduction_constant or self.max_tokens,
+            sample_ids=batch.sample_ids,
+        )
         batch = batch._replace(advantages=advantages, loss_weights=weights)
         if batch.proximal_logp is None:
             return batch._replace(proximal_mix=proximal_mix(batch.ages, a.minibatches, a.proximal_form))
         return self._with_off_policy(batch)
 
     def _with_scores(
-        self, batch: Batch, version: Array, control: KLControl | None, scores: Mapping[str, Array]
-    ) -> Batch:
-        a, mask = self.algorithm, batch.loss_mask
+        self, packed: Batch, version: Array, control: KLControl | None, scores: Mapping[str, Array]
+    ) -> PreparedBatch:
+        a, batch, mask = self.algorithm, PreparedBatch(*packed), packed.loss_mask
         if a.truncation == "mask":
             mask = mask & (masked.per_token(batch.truncated.astype(float), batch.segment_ids) == 0)
-        kept = {name: masked.keep(x, mask) for name, x in scores.items() if name in Batch._fields}
+        kept = {name: masked.keep(x, mask) for name, x in scores.items() if name in PreparedBatch._fields}
         batch = batch._replace(
             loss_mask=mask,
             ages=jnp.where(mask & (batch.versions >= 0), version - batch.versions, 0),
@@ -123,7 +153,7 @@ class Objective:
             )
         return batch
 
-    def _with_off_policy(self, batch: Batch) -> Batch:
+    def _with_off_policy(self, batch: PreparedBatch) -> PreparedBatch:
         """Returns the batch with its off-policy weights, 1 off the loss mask, and whether each was cut."""
         a = self.algorithm
         weight, is_cut = self.functions.off_policy(batch, **a.off_policy_settings)
@@ -135,7 +165,7 @@ class Objective:
     # --- once per micro-batch -------------------------------------------------------------------------------
 
     def gradient(
-        self, params: Params, critic: Params | None, micro: Batch, control: KLControl | None
+        self, params: Params, critic: Params | None, micro: PreparedBatch, control: KLControl | None
     ) -> tuple[tuple[Params, Params | None], Sums]:
         """Returns the micro-batch's gradient for (trained leaves, critic), and its metric sums.
 
@@ -149,7 +179,7 @@ class Objective:
         return jax.grad(value, has_aux=True)((self.trainable.of(params), critic))
 
     def outputs(
-        self, params: Params, critic: Params | None, micro: Batch
+        self, params: Params, critic: Params | None, micro: Batch | PreparedBatch
     ) -> tuple[TokenStats, Float[Array, "R T"] | None]:
         """Returns the statistics of the micro-batch's loss tokens, and the values of the states after tokens.
 
@@ -163,7 +193,11 @@ class Objective:
         return stats, self.critic.values(critic, params, self.forward, hidden, of_trunk)
 
     def loss(
-        self, stats: TokenStats, values_after: Array | None, micro: Batch, control: KLControl | None = None
+        self,
+        stats: TokenStats,
+        values_after: Array | None,
+        micro: PreparedBatch,
+        control: KLControl | None = None,
     ) -> tuple[Float[Array, ""], Sums]:
         """Returns the micro-batch's term of the minibatch's objective, and the micro-batch's metric sums.
 
@@ -178,7 +212,7 @@ class Objective:
         return total, jax.lax.stop_gradient(metrics | {"loss": total})
 
     def _terms(
-        self, stats: TokenStats, value: Array | None, micro: Batch, control: KLControl | None
+        self, stats: TokenStats, value: Array | None, micro: PreparedBatch, control: KLControl | None
     ) -> tuple[Float[Array, "R T"], Sums]:
         """Returns each token's term of the objective, not yet multiplied by its weight, and the metric sums.
 

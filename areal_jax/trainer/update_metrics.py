@@ -14,7 +14,7 @@ from areal_jax.algorithms import masked
 from areal_jax.algorithms.logprobs import TokenStats
 from areal_jax.trainer.effective_size import WeightSums, effective_sizes
 from areal_jax.trainer.gaps import Gaps, gap_figures, gap_sums
-from areal_jax.types import Batch
+from areal_jax.types import PreparedBatch
 
 Sums = dict[str, Any]
 """Metric name -> scalar sum; except `gaps`, a Gaps, the effective sizes, each a WeightSums, and with a critic
@@ -36,7 +36,7 @@ class ValueSums(NamedTuple):
     errors_squared: Any
 
 
-def token_sums(micro: Batch, stats: TokenStats, own: dict[str, Array], is_recomputed: bool) -> Sums:
+def token_sums(micro: PreparedBatch, stats: TokenStats, own: dict[str, Array], is_recomputed: bool) -> Sums:
     """Returns the framework's metrics and the loss function's metrics `own`, summed over the loss mask.
 
     If a metric in `own` has the name of a framework's metric, the framework's metric is returned.

@@ -33,7 +33,7 @@ from areal_jax.trainer.update_metrics import add_metrics
 from areal_jax.trajectories.leaf_order import Blocks
 from areal_jax.trees.prefix_attention import KVStack, PrefixAttention, taken, written
 from areal_jax.trees.tree_arrays import Ending, Gradients, Outputs, Path, Read, Sequences, Slopes, Step
-from areal_jax.types import Batch
+from areal_jax.types import PreparedBatch
 
 
 class TreePasses:
@@ -103,7 +103,7 @@ class TreePasses:
         state: TrainState,
         gradients: Gradients,
         path: Path,
-        batch: Batch,
+        batch: PreparedBatch,
         sequences: Sequences,
         step: Step,
     ) -> Gradients:
@@ -197,7 +197,7 @@ class TreePasses:
         )
 
     def _losses(
-        self, batch: Batch, path: Path, out: Outputs, step: Step, control: KLControl | None
+        self, batch: PreparedBatch, path: Path, out: Outputs, step: Step, control: KLControl | None
     ) -> tuple[Any, Any]:
         """Returns the gradients of the losses of the sequences that end here, and the metric sums.
 

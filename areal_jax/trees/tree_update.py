@@ -33,7 +33,7 @@ from areal_jax.trajectories.prefix_tree import Sampled, trained_on_paths, tree_o
 from areal_jax.trajectories.walk import POP, PUSH, Walk, plan_walk
 from areal_jax.trees.tree_arrays import Gradients, Sequences, Step
 from areal_jax.trees.tree_passes import TreePasses
-from areal_jax.types import Batch
+from areal_jax.types import Batch, PreparedBatch
 
 Between = Callable[[Array], None] | None
 """Called after each call of a program, as `Learner.update` describes."""
@@ -54,7 +54,7 @@ class Walks(NamedTuple):
 class TreeBatch(NamedTuple):
     """A prepared batch with one sequence per row, and the walks over its minibatches."""
 
-    batch: Batch
+    batch: PreparedBatch
     sequences: Sequences
     walks: tuple[Walks, ...]
 
@@ -253,7 +253,7 @@ class TreeUpdate:
         return Forecast(resident, needs)
 
     def abstract_calls(
-        self, state: TrainState, batch: Batch, minibatches: int
+        self, state: TrainState, batch: PreparedBatch, minibatches: int
     ) -> dict[str, tuple[Program, tuple]]:
         """Returns programs with abstract arguments for steps of as many tokens as a block has.
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from areal_jax.types import Batch, PolicyOutputs
+from areal_jax.types import PolicyOutputs, PreparedBatch
 
 ROWS = ((5, 4), (3, 6), (9,), (2, 2, 4))
 """Segment lengths, a row each; rows are as long as the longest, and one more."""
@@ -34,7 +34,7 @@ def positions_of(segments: np.ndarray) -> np.ndarray:
 
 def prepared(
     seed: int, rows: Sequence[Sequence[int]] = ROWS, length: int | None = None
-) -> tuple[PolicyOutputs, Batch]:
+) -> tuple[PolicyOutputs, PreparedBatch]:
     """What a loss is given: policy outputs and a prepared batch; no segment's first token is trained."""
     rng = np.random.default_rng(seed)
     segments = segments_of(rows, length)
@@ -46,7 +46,7 @@ def prepared(
         return np.where(mask, rng.normal(shift, scale, segments.shape), 0).astype(np.float32)
 
     behavior = per_token(0.7, -2)
-    batch = Batch(
+    batch = PreparedBatch(
         tokens=rng.integers(0, 9, segments.shape).astype(np.int32),
         positions=positions,
         segment_ids=segments,

@@ -7,16 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from areal_jax.types import Batch, PolicyOutputs
+from areal_jax.types import PolicyOutputs, PreparedBatch
 
 
-def places(batch: Batch) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def places(batch: PreparedBatch) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Rows and columns of each sequence's loss tokens, in its order."""
     for segment in range(1, len(batch.group_ids) + 1):
         yield np.nonzero((batch.segment_ids == segment) & batch.loss_mask)
 
 
-def each(batch: Batch, of_sequence: Callable[..., Any], *arrays: Any) -> np.ndarray:
+def each(batch: PreparedBatch, of_sequence: Callable[..., Any], *arrays: Any) -> np.ndarray:
     """(B, T) of what `of_sequence(*1-D arrays)` says of each sequence; 0 off the loss mask."""
     out = np.zeros(batch.tokens.shape)
     for at in places(batch):
@@ -25,7 +25,7 @@ def each(batch: Batch, of_sequence: Callable[..., Any], *arrays: Any) -> np.ndar
     return out
 
 
-def slopes(batch: Batch, of_sequence: Callable[..., Any], theta: Any, *arrays: Any) -> np.ndarray:
+def slopes(batch: PreparedBatch, of_sequence: Callable[..., Any], theta: Any, *arrays: Any) -> np.ndarray:
     """(B, T): d/d theta of sum weights * of_sequence(theta, held, *arrays), by central differences."""
 
     def slope(weights: np.ndarray, theta: np.ndarray, *rest: np.ndarray) -> np.ndarray:
@@ -39,9 +39,11 @@ def slopes(batch: Batch, of_sequence: Callable[..., Any], theta: Any, *arrays: A
     return each(batch, slope, batch.loss_weights, theta, *arrays)
 
 
-def wide(batch: Batch) -> Batch:
+def wide(batch: PreparedBatch) -> PreparedBatch:
     """The batch with float64 arrays."""
-    return Batch(*(x.astype(np.float64) if x is not None and x.dtype == np.float32 else x for x in batch))
+    return PreparedBatch(
+        *(x.astype(np.float64) if x is not None and x.dtype == np.float32 else x for x in batch)
+    )
 
 
 def wide_outputs(now: PolicyOutputs) -> PolicyOutputs:

@@ -12,7 +12,7 @@ from areal_jax.algorithms.advantages import (
     whitened,
     with_overlong_penalty,
 )
-from areal_jax.types import Batch
+from areal_jax.types import PreparedBatch
 from tests.algorithms import reference
 from tests.algorithms.batches import prepared
 
@@ -21,7 +21,7 @@ GROUPS = np.array([0, 0, 1, 1, 1, 2, 2, 2, 3], np.int32)
 """A group of two, a flat one, a group of three, a singleton."""
 
 
-def one_sequence_a_row() -> Batch:
+def one_sequence_a_row() -> PreparedBatch:
     _, batch = prepared(0, rows=((2,),) * len(REWARDS))
     return batch._replace(group_ids=GROUPS, reward=REWARDS, token_rewards=None)
 
@@ -42,7 +42,7 @@ SAMPLES = np.array([0, 1, 1, 1, 2, 3, 4, 5, 5, 6, 7, 8, 8, 8, 8, 8], np.int32)
 """Sample of each sequence: some have several, and the last one is filled up with empty ones."""
 
 
-def branched() -> Batch:
+def branched() -> PreparedBatch:
     """The samples of `one_sequence_a_row`, in as many sequences as SAMPLES says, each in a row."""
     _, batch = prepared(0, rows=((2,),) * len(SAMPLES))
     own = dict(group_ids=GROUPS[SAMPLES], reward=REWARDS[SAMPLES], sample_ids=SAMPLES, token_rewards=None)

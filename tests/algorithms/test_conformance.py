@@ -20,7 +20,7 @@ from areal_jax.algorithms.masked import keep, per_token, total
 from areal_jax.algorithms.off_policy import OFF_POLICY
 from areal_jax.algorithms.ratios import ratio
 from areal_jax.plugin import check_settings, load_object
-from areal_jax.types import Batch, PolicyOutputs
+from areal_jax.types import PolicyOutputs, PreparedBatch
 from tests.algorithms.batches import prepared
 
 OWN = "conformance_own"
@@ -28,17 +28,17 @@ ROWS, LENGTH = 8, 15
 """Where sequences are moved to: one compiled program serves every arrangement."""
 
 
-def my_loss(now: PolicyOutputs, batch: Batch, *, power: float = 1.0) -> tuple[Any, dict[str, Any]]:
+def my_loss(now: PolicyOutputs, batch: PreparedBatch, *, power: float = 1.0) -> tuple[Any, dict[str, Any]]:
     """One of one's own, which off the mask takes the logarithm of whatever it is given."""
     u = ratio(now.logp, batch.proximal_logp)
     return -batch.advantages * u**power * jnp.log(2 + u), {"ratio": u}
 
 
-def my_advantage(rewards: Any, batch: Batch) -> Any:
+def my_advantage(rewards: Any, batch: PreparedBatch) -> Any:
     return per_token(rewards - rewards.mean(), batch.segment_ids)
 
 
-def my_weight(batch: Batch) -> tuple[Any, Any]:
+def my_weight(batch: PreparedBatch) -> tuple[Any, Any]:
     gap = batch.proximal_logp - batch.behavior_logp
     return jnp.exp(jnp.clip(gap, -1, 1)), jnp.abs(gap) > 1
 
@@ -99,13 +99,13 @@ def advantage(request: pytest.FixtureRequest) -> Callable[..., Any]:
 Move = Callable[[np.ndarray], Any]
 
 
-def over_tokens(batch: Batch, move: Move, values: Any) -> Any:
+def over_tokens(batch: PreparedBatch, move: Move, values: Any) -> Any:
     """The tuple of arrays with those of tokens moved."""
     is_token = [x is not None and np.shape(x) == batch.tokens.shape for x in values]
     return type(values)(*(move(np.asarray(x)) if y else x for x, y in zip(values, is_token, strict=True)))
 
 
-def poison(batch: Batch, value: float) -> Move:
+def poison(batch: PreparedBatch, value: float) -> Move:
     """`value` off the mask, in every array of floats."""
     return lambda x: np.where(batch.loss_mask, x, np.float32(value)) if x.dtype == np.float32 else x
 
@@ -114,7 +114,7 @@ def pad(x: np.ndarray) -> np.ndarray:
     return np.pad(x, ((0, ROWS - x.shape[0]), (0, LENGTH - x.shape[1])))
 
 
-def unpack(batch: Batch) -> Move:
+def unpack(batch: PreparedBatch) -> Move:
     """Each sequence in a row of its own, the rest padding: as a system without packing would have it."""
 
     def move(x: np.ndarray) -> np.ndarray:
@@ -130,7 +130,7 @@ def unpack(batch: Batch) -> Move:
 # --- losses -------------------------------------------------------------------------------------------------
 
 
-def objective(loss: Callable[..., Any], now: PolicyOutputs, batch: Batch) -> jax.Array:
+def objective(loss: Callable[..., Any], now: PolicyOutputs, batch: PreparedBatch) -> jax.Array:
     """As the framework reduces: outputs are kept on the mask before the loss, token losses after it."""
     kept = PolicyOutputs(*(None if x is None else keep(x, batch.loss_mask) for x in now))
     token_loss, _ = loss(kept, batch)
@@ -140,11 +140,13 @@ def objective(loss: Callable[..., Any], now: PolicyOutputs, batch: Batch) -> jax
 COMPILED = jax.jit(jax.value_and_grad(objective, argnums=1), static_argnums=0)
 
 
-def gradient(loss: Callable[..., Any], now: PolicyOutputs, batch: Batch) -> tuple[jax.Array, PolicyOutputs]:
+def gradient(
+    loss: Callable[..., Any], now: PolicyOutputs, batch: PreparedBatch
+) -> tuple[jax.Array, PolicyOutputs]:
     return COMPILED(loss, now, batch)
 
 
-def moved(move: Move, now: PolicyOutputs, batch: Batch) -> tuple[PolicyOutputs, Batch]:
+def moved(move: Move, now: PolicyOutputs, batch: PreparedBatch) -> tuple[PolicyOutputs, PreparedBatch]:
     return over_tokens(batch, move, now), over_tokens(batch, move, batch)
 
 
@@ -256,7 +258,7 @@ def test_a_log_prob_that_is_no_number_shows_in_the_gradient(
 # --- off-policy weights -------------------------------------------------------------------------------------
 
 
-def weighed(weight: Callable[..., Any], batch: Batch) -> np.ndarray:
+def weighed(weight: Callable[..., Any], batch: PreparedBatch) -> np.ndarray:
     """(2, B, T): the weight and where it was cut, on the mask."""
     w, is_cut = weight(batch)
     assert w.shape == is_cut.shape == batch.tokens.shape
@@ -305,7 +307,7 @@ def test_weights_of_neighbours_do_not_matter(weight: Callable[..., Any]):
 # --- estimators ---------------------------------------------------------------------------------------------
 
 
-def estimated(advantage: Callable[..., Any], batch: Batch) -> np.ndarray:
+def estimated(advantage: Callable[..., Any], batch: PreparedBatch) -> np.ndarray:
     """What an estimator answers, on the loss mask: (1 or 2, B, T), the returns second."""
     answer = advantage(batch.reward, batch)
     arrays = answer if isinstance(answer, tuple) else (answer,)
@@ -329,7 +331,7 @@ def test_advantages_do_not_depend_on_where_sequences_lie(advantage: Callable[...
         is_token = x is not None and x.shape == batch.tokens.shape
         return np.pad(x[order], ((0, 2), (0, 5))) if is_token else x
 
-    other = Batch(*(moved(x) for x in batch))
+    other = PreparedBatch(*(moved(x) for x in batch))
     want = np.pad(got[:, order], ((0, 0), (0, 2), (0, 5)))
     np.testing.assert_array_equal(estimated(advantage, other), want)
     jitted = estimated(jax.jit(advantage), other)
@@ -344,7 +346,7 @@ def test_advantages_read_nothing_off_the_mask(advantage: Callable[..., Any], poi
         is_token = x is not None and x.shape == batch.tokens.shape and x.dtype == np.float32
         return np.where(batch.loss_mask, x, np.float32(poison)) if is_token else x
 
-    bad = Batch(*(poisoned(x) for x in batch))
+    bad = PreparedBatch(*(poisoned(x) for x in batch))
     np.testing.assert_array_equal(estimated(advantage, bad), estimated(advantage, batch))
 
 

@@ -18,7 +18,7 @@ from areal_jax.algorithms.off_policy import truncate
 from areal_jax.algorithms.ratios import binary_kl
 from areal_jax.config.loading import load_config
 from areal_jax.config.presets import OWN_RATIO
-from areal_jax.types import ArealError, Batch, PolicyOutputs
+from areal_jax.types import ArealError, PolicyOutputs, PreparedBatch
 from tests.algorithms import reference_losses as reference
 from tests.algorithms.batches import prepared
 from tests.algorithms.sequences import each, slopes, wide
@@ -178,7 +178,7 @@ def test_binary_kl_keeps_its_digits_in_float32():
 # --- the decoupled objective (A3) ---------------------------------------------------------------------------
 
 
-def decoupled(logp: jax.Array, batch: Batch) -> jax.Array:
+def decoupled(logp: jax.Array, batch: PreparedBatch) -> jax.Array:
     """weights x off-policy weight x loss, over the mask."""
     return jnp.where(
         batch.loss_mask, batch.loss_weights * truncate(batch)[0] * ppo_clip(PolicyOutputs(logp), batch)[0], 0
@@ -215,7 +215,7 @@ def test_aipo_on_policy_has_the_gradient_of_reinforce(float64: None):
     np.testing.assert_allclose(slope("aipo"), slope("policy_gradient"), rtol=0, atol=1e-12)
 
 
-def aipo_slope(logp: np.ndarray, batch: Batch, cap: float) -> np.ndarray:
+def aipo_slope(logp: np.ndarray, batch: PreparedBatch, cap: float) -> np.ndarray:
     """The gradient of the framework's objective, sum of weights x loss over the mask, by the log-probs."""
 
     def objective(x: jax.Array) -> jax.Array:

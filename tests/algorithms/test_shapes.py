@@ -18,11 +18,11 @@ from areal_jax.algorithms.off_policy import OFF_POLICY
 from areal_jax.algorithms.ratios import binary_kl, kl_estimate, ratio, total_variation
 from areal_jax.algorithms.shapes import AXES, PER_SEQUENCE, check_batch, check_result, empty_batch
 from areal_jax.trainer.critic import value_loss
-from areal_jax.types import ArealError, Batch
+from areal_jax.types import ArealError, Batch, PreparedBatch
 from tests.algorithms.batches import prepared
 
 NOW, BATCH = prepared(0)
-CALLS: dict[str, Callable[[Batch], Any]] = {
+CALLS: dict[str, Callable[[PreparedBatch], Any]] = {
     **{name: lambda batch, f=f: f(NOW, batch) for name, f in LOSSES.items()},
     **{name: lambda batch, f=f: f(batch.reward, batch) for name, f in ADVANTAGES.items()},
     **{name: OFF_POLICY[name] for name in ("truncate", "mask", "none")},
@@ -30,14 +30,19 @@ CALLS: dict[str, Callable[[Batch], Any]] = {
 }
 
 
+def test_a_prepared_batch_begins_with_the_arrays_of_a_packed_one():
+    assert PreparedBatch._fields[: len(Batch._fields)] == Batch._fields
+    assert PreparedBatch._field_defaults.items() >= Batch._field_defaults.items()
+
+
 def test_every_array_of_a_batch_has_axes():
-    assert tuple(AXES) != () and set(AXES) == set(Batch._fields)
+    assert tuple(AXES) != () and set(AXES) == set(PreparedBatch._fields)
     assert PER_SEQUENCE == ("reward", "group_ids", "temperature", "truncated", "sample_ids", "bootstrap")
     check_batch(BATCH, *NOW)
     check_batch(empty_batch(3, 5))
 
 
-@pytest.mark.parametrize("name", [name for name in Batch._fields if getattr(BATCH, name) is not None])
+@pytest.mark.parametrize("name", [name for name in PreparedBatch._fields if getattr(BATCH, name) is not None])
 def test_an_array_of_a_wrong_shape_or_kind_is_refused_by_name(name: str):
     x = getattr(BATCH, name)
     for wrong in (x[..., None], x[..., :-1], x.astype(np.complex64)):

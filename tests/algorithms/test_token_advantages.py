@@ -20,7 +20,7 @@ from areal_jax.algorithms.advantages import (
     whitened,
     with_overlong_penalty,
 )
-from areal_jax.types import NOT_SAMPLED, ArealError, Batch
+from areal_jax.types import NOT_SAMPLED, ArealError, PreparedBatch
 from tests.algorithms import advantage_reference as reference
 from tests.algorithms.batches import prepared
 
@@ -28,7 +28,7 @@ ROWS = ((9, 7), (5, 11), (16,), (3, 4, 6))
 TOLERANCE = dict(rtol=2e-5, atol=2e-5)
 
 
-def with_tools(seed: int) -> Batch:
+def with_tools(seed: int) -> PreparedBatch:
     """Prompts, tool turns inside sequences and after their last sampled token, truncated samples, no KL."""
     rng = np.random.default_rng(seed)
     _, batch = prepared(seed, rows=ROWS)
@@ -46,7 +46,7 @@ def with_tools(seed: int) -> Batch:
     )
 
 
-def turns_of(batch: Batch):
+def turns_of(batch: PreparedBatch):
     ids = np.asarray(batch.turn_ids).ravel()
     return lambda where: [list(run) for _, run in groupby(where, key=lambda i: ids[i])]
 

@@ -18,7 +18,7 @@ from areal_jax.parallel.mesh import make_mesh
 from areal_jax.tasks.tokenizers import CharTokenizer
 from areal_jax.trajectories.leaf_order import Blocks
 from areal_jax.trees.tree_learner import TreeLearner
-from areal_jax.types import Batch, Group, Prompt, SampleId, Sampling, Trajectory
+from areal_jax.types import Group, Prompt, SampleId, Sampling, Trajectory
 
 VOCAB, LENGTH = 37, 16
 
@@ -104,7 +104,7 @@ def make_groups(
     return groups
 
 
-def poisoned(batch: Batch, value: float) -> Batch:
+def poisoned(batch: Any, value: float) -> Any:
     """`value` off the loss mask in every float32 array of tokens."""
     mask = np.asarray(batch.loss_mask)
 
@@ -113,7 +113,7 @@ def poisoned(batch: Batch, value: float) -> Batch:
             return x
         return np.where(mask, x, np.float32(value))
 
-    return Batch(*(one(x) for x in batch))
+    return type(batch)(*(one(x) for x in batch))
 
 
 def distance(one: Any, other: Any) -> float:

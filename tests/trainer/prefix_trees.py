@@ -9,7 +9,7 @@ import numpy as np
 
 from areal_jax.algorithms.shapes import AXES
 from areal_jax.trajectories.plan import BatchPlan, Pieces, fill
-from areal_jax.types import Batch, Group, Prompt, SampleId, Sampling, Trajectory
+from areal_jax.types import Batch, Group, PreparedBatch, Prompt, SampleId, Sampling, Trajectory
 from tests.trainer.conftest import VOCAB
 
 
@@ -82,13 +82,13 @@ def rows_of(sequences: list[Trajectory], length: int) -> Batch:
     return fill(plan, each, dict(enumerate(sequences)))
 
 
-def prepared(batch: Batch, seed: int, dtype: Any = np.float32) -> Batch:
+def prepared(packed: Batch, seed: int, dtype: Any = np.float32) -> PreparedBatch:
     """The batch with random advantages, weights and proximal log-probs, which differ on shared tokens."""
-    rng, shape = np.random.default_rng(seed), batch.tokens.shape
-    mask = batch.loss_mask
-    batch = batch._replace(
+    rng, shape = np.random.default_rng(seed), packed.tokens.shape
+    mask = packed.loss_mask
+    batch = PreparedBatch(*packed)._replace(
         ages=np.zeros(shape, np.int32),
-        proximal_logp=np.where(mask, batch.behavior_logp + 0.3 * rng.normal(size=shape), 0),
+        proximal_logp=np.where(mask, packed.behavior_logp + 0.3 * rng.normal(size=shape), 0),
         advantages=np.where(mask, rng.normal(size=shape), 0),
         loss_weights=np.where(mask, rng.random(shape) / mask.sum(), 0),
         off_policy_weight=np.where(mask, 0.5 + rng.random(shape), 1),

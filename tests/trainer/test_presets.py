@@ -19,7 +19,7 @@ from areal_jax.config.presets import PRESETS, preset_settings
 from areal_jax.config.sections import AlgorithmConfig
 from areal_jax.trainer.trainable import Trainable
 from areal_jax.trainer.update import Objective
-from areal_jax.types import Batch
+from areal_jax.types import Batch, PreparedBatch
 from tests.algorithms.batches import prepared
 from tests.algorithms.preset_formulas import FORMULAS, MAX_TOKENS, Sample
 from tests.algorithms.sequences import places, wide
@@ -45,7 +45,7 @@ def objective_of(a: AlgorithmConfig) -> Objective:
     )
 
 
-def packed(seed: int, rows: Any) -> tuple[np.ndarray, Batch, np.ndarray]:
+def packed(seed: int, rows: Any) -> tuple[np.ndarray, PreparedBatch, np.ndarray]:
     """Current log-probs, a batch, and the critic's values after each token; some samples are truncated."""
     now, batch = prepared(seed, rows=rows)
     rng = np.random.default_rng(seed)
@@ -53,7 +53,7 @@ def packed(seed: int, rows: Any) -> tuple[np.ndarray, Batch, np.ndarray]:
     return now.logp, batch._replace(truncated=truncated), rng.normal(size=batch.tokens.shape)
 
 
-def prepare(of: Objective, theta: np.ndarray, batch: Batch, after: np.ndarray) -> Batch:
+def prepare(of: Objective, theta: np.ndarray, batch: PreparedBatch, after: np.ndarray) -> PreparedBatch:
     """`finish` of the scores that this algorithm has; version 3, so ages are 1 to 3."""
     a = of.algorithm
     scores = {
@@ -62,15 +62,12 @@ def prepare(of: Objective, theta: np.ndarray, batch: Batch, after: np.ndarray) -
         "teacher_logp": batch.teacher_logp if a.teacher else None,
         "values_after": after.astype(theta.dtype) if of.critic else None,
     }
-    blank = batch._replace(
-        proximal_logp=None, advantages=None, loss_weights=None, off_policy_weight=None, ref_logp=None,
-        teacher_logp=None, token_rewards=None, values=None, returns=None, bootstrap=None, ages=None,
-    )  # fmt: skip
+    packed = Batch(*(None if x is None else jnp.asarray(x) for x in batch[: len(Batch._fields)]))
     kept = {name: jnp.asarray(x) for name, x in scores.items() if x is not None}
-    return of.finish(Batch(*(None if x is None else jnp.asarray(x) for x in blank)), 3, None, kept)  # type: ignore[arg-type]
+    return of.finish(packed, 3, None, kept)  # type: ignore[arg-type]
 
 
-def minimised(of: Objective, theta: jax.Array, micro: Batch) -> jax.Array:
+def minimised(of: Objective, theta: jax.Array, micro: PreparedBatch) -> jax.Array:
     """What `Objective.loss` minimises, given the log-probs instead of a model."""
     zero = jnp.zeros_like(theta)
     value = None if micro.values is None else micro.values
@@ -78,7 +75,7 @@ def minimised(of: Objective, theta: jax.Array, micro: Batch) -> jax.Array:
     return masked.total(micro.loss_weights * terms, micro.loss_mask)
 
 
-def samples_of(of: Objective, theta: np.ndarray, batch: Batch, after: np.ndarray) -> list[Sample]:
+def samples_of(of: Objective, theta: np.ndarray, batch: PreparedBatch, after: np.ndarray) -> list[Sample]:
     """The batch taken apart, as the formulas want it."""
     a, out = of.algorithm, []
     rows = len(batch.tokens) // a.minibatches
@@ -143,7 +140,7 @@ def test_a_preset_is_its_formula(name: str):
 
 # --- micro-batches ------------------------------------------------------------------------------------------
 
-Gradient = Callable[[jax.Array, Batch], jax.Array]
+Gradient = Callable[[jax.Array, PreparedBatch], jax.Array]
 _compiled: dict[str, Gradient] = {}
 
 
@@ -179,7 +176,7 @@ def test_micro_batches_and_reductions_change_no_gradient(name: str):
     assert len(set(seen)) >= 4  # token_mean and token_mean_batch are one with one minibatch
 
 
-def by_sequence(gradient: Gradient, theta: np.ndarray, batch: Batch) -> np.ndarray:
+def by_sequence(gradient: Gradient, theta: np.ndarray, batch: PreparedBatch) -> np.ndarray:
     """The sum over sequences of the gradient by every log-prob, each with all others masked."""
     total = np.zeros_like(theta)
     for segment in range(1, len(batch.reward) + 1):
@@ -191,13 +188,15 @@ def by_sequence(gradient: Gradient, theta: np.ndarray, batch: Batch) -> np.ndarr
     return total
 
 
-def in_parts(gradient: Gradient, theta: np.ndarray, batch: Batch, parts: int) -> np.ndarray:
+def in_parts(gradient: Gradient, theta: np.ndarray, batch: PreparedBatch, parts: int) -> np.ndarray:
     """The gradient by every log-prob, `parts` runs of rows one after another."""
     rows = len(theta) // parts
     is_token = [x is not None and x.shape == batch.tokens.shape for x in batch]
 
-    def micro(start: int) -> Batch:
-        return Batch(*(x[start : start + rows] if y else x for x, y in zip(batch, is_token, strict=True)))
+    def micro(start: int) -> PreparedBatch:
+        return PreparedBatch(
+            *(x[start : start + rows] if y else x for x, y in zip(batch, is_token, strict=True))
+        )
 
     starts = range(0, len(theta), rows)
     return np.concatenate([gradient(jnp.asarray(theta[i : i + rows]), micro(i)) for i in starts])

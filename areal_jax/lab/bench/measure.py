@@ -27,7 +27,7 @@ from areal_jax.trainer.state import TrainState, make_optimizer
 from areal_jax.trajectories.leaf_order import Blocks
 from areal_jax.trajectories.packing import pack
 from areal_jax.trees.tree_learner import TreeLearner
-from areal_jax.types import Batch, Group, SampleId, Sampling, Trajectory
+from areal_jax.types import Batch, Group, PreparedBatch, SampleId, Sampling, Trajectory
 
 T = TypeVar("T")
 
@@ -170,14 +170,14 @@ def in_turn(arms: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, list
     return {name: [one[name] for one in rounds[1:]] for name in arms}
 
 
-def updates(learner: Learner, state: TrainState) -> Callable[[Batch], Params]:
+def updates(learner: Learner, state: TrainState) -> Callable[[PreparedBatch], Params]:
     """Returns a function that trains on a batch from `learner.prepare` and returns the new parameters.
 
     Its first call continues from `state`, every later one from the state that the previous call left.
     """
     states = [state]
 
-    def update(batch: Batch) -> Params:
+    def update(batch: PreparedBatch) -> Params:
         states.append(learner.update(states.pop(), batch)[0])
         return states[0].params
 

@@ -30,7 +30,7 @@ from areal_jax.plugin import check_settings
 from areal_jax.runtime.device_memory import reset_peak, resident_bytes
 from areal_jax.trainer.learner import Learner
 from areal_jax.trainer.state import TrainState
-from areal_jax.types import ArealError, Batch
+from areal_jax.types import ArealError, Batch, PreparedBatch
 
 
 def bench(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def _trainer(
 
 
 def _of_peak(
-    shape: str, dtype: str, flops: int, batch: Batch, once: Callable[[], Any], repeats: int
+    shape: str, dtype: str, flops: int, batch: Batch | PreparedBatch, once: Callable[[], Any], repeats: int
 ) -> dict[str, Any]:
     """Returns figures of `once`, which processes `batch` with `flops` FLOPs, beside the measured FLOP/s."""
     compiling = compile_s(once)

@@ -29,7 +29,7 @@ from areal_jax.lab.published.sleeping_task import SleepingTask
 from areal_jax.lab.simulation.machines import drawn_work
 from areal_jax.lab.simulation.schedule import Schedule
 from areal_jax.models.model import Model
-from areal_jax.parallel.mesh import make_mesh, replicated
+from areal_jax.parallel.mesh import make_mesh, one_device, replicated
 from areal_jax.trainer.compiled import Forecast
 from areal_jax.trainer.learner import Learner
 from areal_jax.trainer.state import TrainState
@@ -73,7 +73,7 @@ def sleeping_parts(config: Config, schedule: Schedule) -> Parts:
     )
     inputs = open_inputs(config, [SleepingTask(schedule.reward_s)])
     # A sleeping executor uses no device, so all may name the same one.
-    mesh = make_mesh({"data": 1, "fsdp": 1, "tensor": 1}, jax.devices()[:1], "the trainer")
+    mesh = one_device()
     host = make_mesh({"tensor": 1}, jax.devices()[:1], "a host")
     devices = Devices("split", mesh, (host,) * config.runtime.hosts)
     own = (inputs.config, inputs.tasks, inputs.prompts, inputs.source, inputs.held_out, inputs.supervised)

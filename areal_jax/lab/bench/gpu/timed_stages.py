@@ -79,8 +79,10 @@ def _run_stage(stage: Stage, file: Path, ends_s: float) -> None:
         left = [cell for cell in left if cell.name not in measured]
         if problem is None and measured:
             continue
-        # The first cell without a line is the one that was running.
-        running = next(cell for cell in part if cell.name not in measured)
+        # The first cell without a line is the one that was running; the process may also fail after the last.
+        running = next((cell for cell in part if cell.name not in measured), None)
+        if running is None:
+            continue
         write_line(file, {"stage": stage.name, "cell": running.name, "failed": problem or "no result"})
         left.remove(running)
         if time.monotonic() > ends_s - SHORTEST_S:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import time
@@ -47,3 +48,9 @@ def is_a_wrong_kernel() -> dict[str, Any]:
 
 def is_refused() -> dict[str, Any]:
     return {"problem": "ValueError: no such device", "gap": None, "pid": os.getpid()}
+
+
+def fails_at_its_end() -> dict[str, Any]:
+    """Its process ends with status 3, after all of its measurements."""
+    atexit.register(os._exit, 3)
+    return {"pid": os.getpid()}

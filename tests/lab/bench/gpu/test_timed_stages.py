@@ -131,6 +131,15 @@ def test_a_cell_with_an_environment_has_a_process_of_its_own(monkeypatch: pytest
     assert figures[0]["pid"] != figures[1]["pid"] == figures[2]["pid"]
 
 
+@pytest.mark.slow
+def test_a_process_that_fails_after_its_last_measurement_loses_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    found = run(monkeypatch, tmp_path, Stage("first", 60, (cell("fails_at_its_end"), cell("succeeds"))))
+    assert [each["cell"] for each in found["cells"]] == ["fails_at_its_end", "succeeds"]
+    assert found["failed"] == []
+
+
 def test_what_does_not_fit_is_halved_once():
     found = measured(cell("needs_memory", settings={"slots": 8}, halved="slots"))
     assert found["figures"] == {"slots": 4}
@@ -183,9 +192,7 @@ def test_every_measurement_of_the_whole_command_has_figures(tmp_path: Path):
 
 
 @pytest.mark.soak
-@pytest.mark.alone
 def test_a_killed_stage_and_the_end_of_the_budget_leave_a_whole_table(tmp_path: Path):
-    """Alone, as above: beside another test no stage may end within the budget, and the status is then 1."""
     status, table = _whole_command(tmp_path, 35, is_killed=True)
     failed = [line.partition("FAILED: ")[2] for line in table if "FAILED" in line]
     assert status == 0 and table[-1] == f"all figures: {tmp_path / 'gpu.jsonl'}"
