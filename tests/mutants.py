@@ -111,10 +111,8 @@ MUTANTS = {  # file below areal_jax -> (what the change breaks, the old text, th
         ("samples that start again change their order",
          "for slot in reversed(unbegun):", "for slot in unbegun:"),
         ("a sample shares the pages of a prompt that was computed under an older version",
-         "if (other.group, other.start.is_request, other.prompt_version) == wanted:",
-         "if (other.group, other.start.is_request) == wanted[:2]:"),
-    ],
-    "generation/moves.py": [
+         "if (prompt_key(other), other.start.is_request, other.prompt_version) == wanted:",
+         "if (prompt_key(other), other.start.is_request) == wanted[:2]:"),
         ("a host changes the samples that the other one may take back",
          "return [replace(work) for work in works]", "return works"),
     ],

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jax.sharding import Mesh
 
+from areal_jax.algorithms.sampling import require_support_fits
 from areal_jax.assembly.devices import Devices, overwrites_serving, params_bytes, place, usable_cores
 from areal_jax.assembly.episode_checks import (
     require_chats_go_on,
@@ -22,7 +23,6 @@ from areal_jax.episodes.agent import workflows_of
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.fastest_layout import fastest_layout
 from areal_jax.generation.rollout import completion_of
-from areal_jax.generation.sampling import require_support_fits
 from areal_jax.models.model import Model, Params
 from areal_jax.parallel.mesh import param_shardings, platform_of
 from areal_jax.tasks.errors import USERS, PromptError, TooLongError, raised

@@ -1,29 +1,33 @@
-"""Admission: which waiting sample gets a free slot next, and the prefill of its prompt.
+"""Admission: the samples of a host that have no slot, and which of them gets a free slot next.
 
 A prompt is prefilled once for all samples of its group that start under the same version. The prefill runs a
 few chunks at a time between two decode calls, so that a long prompt does not stall live samples. When KV
 pages run out, the sample that got its slot last is evicted: its KV moves to host memory, and its slot is
 freed. Evicted samples resume before new ones start.
+
+The KV of an episode's ended turns is kept in host memory: the next turn computes that of its new tokens only.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from areal_jax.algorithms.sampling import Truncation
 from areal_jax.generation.commands import Start, Statistics, Work
 from areal_jax.generation.engine import Engine, Prefilling
-from areal_jax.generation.kept_turns import KeptTurns
 from areal_jax.generation.live_slots import LiveSlots
-from areal_jax.generation.slots import MAX_STOP_TOKENS
+from areal_jax.generation.programs import DecodeState, Jitted
+from areal_jax.generation.slots import MAX_STOP_TOKENS, ExistingPrefix
 from areal_jax.observe.waits import Clock
 from areal_jax.parallel.program_errors import OUT_OF_MEMORY
 from areal_jax.types import PolicyVersion, SampleId, VersionedParams
-
-Group = tuple[int, ...]
 
 CHUNKS = 4
 """Maximum number of prompt chunks computed between two decode calls, for each free slot."""
@@ -73,7 +77,105 @@ def reason_against_kv(
     return ""
 
 
-class Admission:
+def prompt_key(work: Work) -> tuple[Any, ...]:
+    """Returns what the samples that share a prefilled prompt have in common."""
+    sample, start = work.sample, work.start
+    if start.turn is None:
+        return sample.ordinal, sample.attempt
+    # Workflows may add to the prompt before the first turn.
+    own = (0, start.prompt) if start.turn == 0 else (start.turn, sample.member)
+    return sample.ordinal, sample.attempt, *own
+
+
+# --- the KV of ended turns ----------------------------------------------------------------------------------
+
+
+class KeptTurn(NamedTuple):
+    kv: ExistingPrefix
+    version: PolicyVersion
+    """The version under which the KV can be continued."""
+
+
+class Reused(NamedTuple):
+    """The KV with which a turn begins."""
+
+    turn: int
+    """The turn at the end of which it was kept."""
+    kv: ExistingPrefix
+
+
+class KeptTurns:
+    """The kept turns of a host's episodes."""
+
+    def __init__(self, room: int | None = None) -> None:
+        """`room`: maximum number of tokens of all turns, the shortest is dropped first; None: no maximum."""
+        self._room = room
+        self._turns: dict[tuple[SampleId, int], KeptTurn] = {}
+        self.tokens = 0
+        """Number of tokens of all kept turns."""
+        self.episodes: dict[SampleId, PolicyVersion] = {}
+        """The version of the last turn of each sample that had one here and is not forgotten."""
+
+    def keep(self, work: Work, kv: ExistingPrefix) -> None:
+        """Keeps the KV of a turn that ended, in place of the one that it goes on from."""
+        turn = work.start.turn
+        assert turn is not None
+        if work.reused:
+            former, reused = work.reused
+            before = self._turns.get((work.sample, former))
+            if before is not None and _length(before) == reused:
+                self._drop((work.sample, former))
+        self._drop((work.sample, turn))
+        self._turns[work.sample, turn] = kept = KeptTurn(kv, work.version)
+        self.tokens += _length(kept)
+        self.episodes[work.sample] = work.version
+        while self._room is not None and self.tokens > self._room:
+            self._drop(min(self._turns, key=lambda one: _length(self._turns[one])))
+
+    def longest(self, sample: SampleId, prompt: Sequence[int], version: PolicyVersion) -> Reused | None:
+        """Returns the KV, of `version`, of the most tokens with which `prompt` begins; None if there is none.
+
+        `prompt`: all tokens before the turn that is to be decoded. The last one is never among those.
+        """
+        tokens, found, most = np.asarray(prompt[:-1], np.int32), None, 0
+        for (one, turn), kept in self._turns.items():
+            if one == sample and kept.version == version:
+                known = kept.kv.common_prefix_tokens[: len(tokens)]
+                common = len(known) if (same := known == tokens[: len(known)]).all() else int(same.argmin())
+                if common > most:
+                    found, most = Reused(turn, ExistingPrefix(kept.kv.cache, known[:common])), common
+        return found
+
+    def first(self, sample: SampleId, turn: int, tokens: int) -> ExistingPrefix:
+        """Returns the KV of the first `tokens` tokens of a kept turn; KeyError if it is not kept."""
+        kv = self._turns[sample, turn].kv
+        return ExistingPrefix(kv.cache, kv.common_prefix_tokens[:tokens])
+
+    def forget(self, samples: Iterable[SampleId]) -> None:
+        gone = set(samples)
+        for one in [one for one in self._turns if one[0] in gone]:
+            self._drop(one)
+        self.episodes = {one: version for one, version in self.episodes.items() if one not in gone}
+
+    def adopt(self, version: PolicyVersion, is_kv_kept: bool) -> None:
+        """Goes on with another version: under it, KV of earlier versions is continued or dropped."""
+        if not is_kv_kept:
+            self._turns, self.tokens = {}, 0
+        self._turns = {one: kept._replace(version=version) for one, kept in self._turns.items()}
+
+    def _drop(self, one: tuple[SampleId, int]) -> None:
+        if (kept := self._turns.pop(one, None)) is not None:
+            self.tokens -= _length(kept)
+
+
+def _length(kept: KeptTurn) -> int:
+    return len(kept.kv.common_prefix_tokens)
+
+
+# --- queues -------------------------------------------------------------------------------------------------
+
+
+class SlotQueue:
     """The queue of samples that wait for a slot, and the slots in the range `slots` that they may get.
 
     It also keeps the KV of one prefilled prompt, from which all waiting samples of the prompt's group start.
@@ -89,12 +191,12 @@ class Admission:
         kept: KeptTurns,
         totals: Statistics,
     ) -> None:
-        """`settle()` reads and records the results of all decode calls so far; for the rest see `Queues`."""
+        """For the arguments see `Admission`."""
         self._kept, self._totals = kept, totals
         self._live, self._slots, self._clock, self._settle = live, slots, clock, settle
         self._engine = live.engine
         self.waiting: deque[Work] = deque()
-        self._prompt: tuple[Group, Prefilling] | None = None
+        self._prompt: tuple[tuple[Any, ...], Prefilling] | None = None
         """The prompt prefilled last, or in part; None once no waiting sample of its group needs it."""
 
     @property
@@ -120,8 +222,7 @@ class Admission:
         computes at most CHUNKS chunks for each free slot, or as many as needed if no sample is live.
         `current`: the parameters under which new samples start; `held`: version -> parameters under which
         episodes go on that began with them. If `is_held`, evicted samples resume, but no new sample starts.
-        Yields (sample, reason) for each sample removed because its prompt exceeds device
-        memory.
+        Yields (sample, reason) for each sample removed because its prompt exceeds device memory.
         """
         if not self.waiting:
             return
@@ -140,7 +241,7 @@ class Admission:
             if is_held:
                 break
             params = held.get(self._kept.episodes.get(work.sample, -1), current)
-            if self._prompt is None or self._prompt[0] != work.group or self._is_prefilling:
+            if self._prompt is None or self._prompt[0] != prompt_key(work) or self._is_prefilling:
                 try:
                     chunks = self._prefill(work, params, chunks)
                 except jax.errors.JaxRuntimeError as error:
@@ -163,12 +264,13 @@ class Admission:
     def _prefill(self, work: Work, params: VersionedParams, chunks: int) -> int:
         """Compute at most `chunks` more chunks of the prompt of `work`; returns how many remain."""
         with self._clock.doing("prefill"):
-            if self._prompt is None or self._prompt[0] != work.group:
-                self._prompt = work.group, self._begun(work, params.version)
+            key = prompt_key(work)
+            if self._prompt is None or self._prompt[0] != key:
+                self._prompt = key, self._begun(work, params.version)
             prompt = self._prompt[1]
             while not prompt.is_complete and chunks > 0:
                 prompt, chunks = self._engine.prefill_next(params, prompt), chunks - 1
-            self._prompt = work.group, prompt
+            self._prompt = key, prompt
             self._totals.prefills += not self._is_prefilling
         return chunks
 
@@ -189,7 +291,8 @@ class Admission:
         """
         self._prompt = None
         reason = f"a prompt of {len(work.start.prompt)} tokens exceeds device memory; shorten it: {error}"
-        for other in self._remove(lambda other: other.group == work.group):
+        key = prompt_key(work)
+        for other in self._remove(lambda other: prompt_key(other) == key):
             yield other, reason
 
     def _sibling(self, work: Work, params: VersionedParams) -> int | None:
@@ -200,10 +303,10 @@ class Admission:
         # If requests shared pages, `free_beside` would count one for every slot and reserve too few.
         if work.start.is_request and self._engine.reserved_slots:
             return None
-        wanted = work.group, work.start.is_request, params.version
+        wanted = prompt_key(work), work.start.is_request, params.version
         # The youngest sample is the least likely to have ended in decode calls that are not read yet.
         for slot, other in reversed(self._live.works.items()):
-            if (other.group, other.start.is_request, other.prompt_version) == wanted:
+            if (prompt_key(other), other.start.is_request, other.prompt_version) == wanted:
                 return slot
         return None
 
@@ -213,7 +316,6 @@ class Admission:
         Always True if the slot is reserved (it has its own pages) or if no sample of this queue has a slot
         (then one always fits).
         """
-        # If no sample of this queue is live, all unreserved pages are free, and one sample always fits.
         if slot < self._engine.reserved_slots or not self._own:
             return True
         return pages <= self._live.free_pages
@@ -233,30 +335,25 @@ class Admission:
         work.version, work.digest, work.prompt_version = params.version, params.digest, params.version
         self._live.insert(slot, work, self._prompt[1].prefix, sibling)
         # Release the prompt's KV once no waiting sample of the group needs it.
-        if not any(other.group == work.group for other in self.waiting):
+        if self._prompt[0] not in map(prompt_key, self.waiting):
             self._prompt = None
 
     # --- out -----------------------------------------------------------------------------------------------
 
-    def forget_prompt(self) -> None:
-        """Discard the prefilled prompt: a newer version is adopted, and its KV belongs to an earlier one."""
-        self._prompt = None
+    def adopt(self, is_restarting: bool) -> None:
+        """Discard the prefilled prompt, whose KV belongs to an earlier version than the one adopted now.
 
-    def restart_unbegun(self) -> None:
-        """Put live samples that have no sampled token yet back to the queue's front, and free their slots.
-
-        Called when a newer version is adopted: their prompts are prefilled again, under that version.
+        If `is_restarting`, live samples without a sampled token go back to the queue's front, and their
+        prompts are prefilled under the new version.
         """
-        unbegun = [slot for slot in self._own if not self._live.has_begun(slot)]
+        self._prompt = None
+        unbegun = [slot for slot in self._own if is_restarting and not self._live.has_begun(slot)]
         # Each one is put in front of the others, so the sample that was first is put there last.
         for slot in reversed(unbegun):
             self.waiting.appendleft(self._live.free(slot))
 
     def evict(self, slot: int) -> None:
-        """Free the slot, and put its sample, with its tokens and KV, at the front of the queue.
-
-        The KV moves to host memory.
-        """
+        """Free the slot, and put its sample at the front of the queue, with its KV in host memory."""
         work = self._live.take_out(slot)
         work.move_to_host_memory()
         self.waiting.appendleft(work)
@@ -264,7 +361,7 @@ class Admission:
     def cancel(self, samples: set[SampleId]) -> None:
         """Drop these samples, waiting or live, and free their slots."""
         self._remove(lambda work: work.sample in samples)
-        if self._prompt is not None and self._prompt[0] not in {work.group for work in self.waiting}:
+        if self._prompt is not None and self._prompt[0] not in map(prompt_key, self.waiting):
             self._prompt = None
         for slot in self._own:
             if self._live.works[slot].sample in samples:
@@ -286,3 +383,215 @@ class Admission:
         for work in gone:
             self.waiting.remove(work)
         return gone
+
+
+class Preparing:
+    """The samples that wait for their decode program; one program is compiled at a time.
+
+    Each program also has the truncations of those before it, so that it serves the samples of all of them
+    together; so there are at most three besides the first. `wake()` is called once a compilation has ended.
+    """
+
+    def __init__(self, jitted: Jitted, wake: Callable[[], None]) -> None:
+        self._jitted, self._wake = jitted, wake
+        self.waiting: list[Work] = []
+        self._is_compiling = False
+        self._failure: Exception | None = None
+
+    def is_needed(self, work: Work) -> bool:
+        """Whether the sample is a client's, and no program that is compiled can decode it."""
+        return work.start.is_request and self._jitted.compiled_for(Truncation.of(work.sampling)) is None
+
+    def cancel(self, samples: Sequence[SampleId]) -> None:
+        self.waiting = [work for work in self.waiting if work.sample not in samples]
+
+    def step(self, params: VersionedParams, state: DecodeState) -> tuple[list[Work], list[tuple[Work, str]]]:
+        """Returns the samples that can be decoded now, and those that cannot, each with the reason.
+
+        Begins to compile what the others need, unless a compilation is under way. `params`, `state`: those of
+        the next decode call.
+        """
+        if not self.waiting or self._is_compiling:
+            return [], []
+        failure, self._failure = self._failure, None
+        ready = [work for work in self.waiting if not self.is_needed(work)]
+        self.waiting = [work for work in self.waiting if self.is_needed(work)]
+        if failure is not None:
+            failed = [(work, f"its decode program could not be compiled: {failure}") for work in self.waiting]
+            self.waiting = []
+            return ready, failed
+        if self.waiting:
+            needed = [Truncation.of(work.sampling) for work in self.waiting]
+            program = Truncation.joined([*self._jitted.compiled, *needed])
+            compile_ = self._jitted.compiler(program, params.params, params.version, state)
+            self._is_compiling = True
+            # Not a daemon: the interpreter must not end while XLA compiles.
+            threading.Thread(target=self._run, args=(compile_,), name="compile").start()
+        return ready, []
+
+    def _run(self, compile_: Callable[[], None]) -> None:
+        try:
+            compile_()
+        except Exception as error:  # noqa: BLE001 - the requests that need the program get it as their reason
+            self._failure = error
+        self._is_compiling = False  # before the host, which looks once, is woken
+        self._wake()
+
+
+class Admission:
+    """A host's samples that have no slot, and the choice of those that get one.
+
+    There are two queues: one of rollouts, and one of clients' requests, which have the reserved slots.
+    """
+
+    def __init__(
+        self,
+        live: LiveSlots,
+        clock: Clock,
+        *,
+        settle: Callable[[], None],
+        wake: Callable[[], None],
+        kept_tokens: int | None,
+        totals: Statistics,
+    ) -> None:
+        """`settle()` reads and records the results of all decode calls so far; `wake()`: see `Preparing`.
+
+        `kept_tokens`: as episode.kept_tokens. `totals`: the host's Statistics, in which prefills are counted.
+        """
+        self._live, self._clock = live, clock
+        reserved, slots = live.engine.reserved_slots, live.engine.slots
+        self.kept = KeptTurns(kept_tokens)
+        queue = lambda slots: SlotQueue(live, slots, clock, settle, kept=self.kept, totals=totals)  # noqa: E731
+        self.both = self.rollouts, self.requests = (
+            queue(range(reserved, slots)),
+            queue(range(reserved or slots)),
+        )
+        self.preparing = Preparing(live.engine.jitted, wake)
+        self.expected: dict[SampleId, PolicyVersion] = {}
+        """Each episode that begins here and has not asked for its first turn -> the turn's oldest version."""
+        self._handed_over: dict[SampleId, Work] = {}
+        """The samples that another host was offered, until the control plane says which host has them."""
+
+    def refill(
+        self, current: VersionedParams, held: Mapping[PolicyVersion, VersionedParams], is_draining: bool
+    ) -> list[tuple[Work, str]]:
+        """Assigns free slots to waiting samples, see `SlotQueue.refill`.
+
+        While the host drains, new requests wait: they would keep slots live, and the drain would not end.
+        Returns the samples that cannot be decoded, each with the reason.
+        """
+        ready, unprepared = self.preparing.step(current, self._live.state)
+        for work in ready:
+            self._add(work)
+        rollouts = self.rollouts.refill(current, held)
+        return [*unprepared, *rollouts, *self.requests.refill(current, {}, is_held=is_draining)]
+
+    def queue_of(self, work: Work) -> SlotQueue:
+        return self.requests if work.start.is_request else self.rollouts
+
+    @property
+    def evicted(self) -> list[Work]:
+        """The half-decoded waiting samples: evicted on this host, or taken over from another one."""
+        return [work for queue in self.both for work in queue.waiting if work.so_far is not None]
+
+    @property
+    def versions(self) -> set[PolicyVersion]:
+        """The versions of half-decoded samples, live or not, and of open episodes that had a turn here."""
+        # Samples that were handed over count, because the host may have to take them back.
+        offered = [work for work in self._handed_over.values() if work.so_far is not None]
+        works = [*self._live.works.values(), *self.evicted, *offered]
+        return {work.version for work in works} | {*self.kept.episodes.values()}
+
+    def owes(self, version: PolicyVersion) -> bool:
+        """Whether samples must still end under `version` before on_update=drain adopts a newer one.
+
+        True while a sample is live or evicted, while an episode that had a turn here is open, or if the first
+        waiting rollout, or an episode's first turn that is still to come, may start under `version`.
+        """
+        next_ones = [work.start.min_version for work in list(self.rollouts.waiting)[:1]]
+        is_owed = min([*next_ones, *self.expected.values()], default=version + 1) <= version
+        return is_owed or bool(self._live.works or self.evicted or self.kept.episodes)
+
+    # --- in and out ----------------------------------------------------------------------------------------
+
+    def accept(self, works: Sequence[Work], is_decoding: bool) -> None:
+        """Puts new samples in their queues, or lets them wait for their decode program.
+
+        `is_decoding`: whether the host has a version; before, a compilation stops no other sample.
+        """
+        for work in works:
+            if is_decoding and self.preparing.is_needed(work):
+                self.preparing.waiting.append(work)
+            else:
+                self._add(work)
+
+    def _add(self, work: Work) -> None:
+        """Puts a sample behind the others of its queue; a later turn of an episode before all new samples.
+
+        First turns come in any order, and go before new samples that need a newer version than they do.
+        """
+        waiting, start = self.queue_of(work).waiting, work.start
+        self.expected.pop(work.sample, None)
+        later = (
+            place
+            for place, other in enumerate(waiting)
+            if other.so_far is None
+            and not other.start.turn
+            and (start.turn or other.start.min_version > start.min_version)
+        )
+        waiting.insert(next(later, len(waiting)), work)
+
+    def _put_first(self, works: Sequence[Work]) -> None:
+        for work in reversed(works):
+            self.queue_of(work).waiting.appendleft(work)
+
+    def cancel(self, samples: Sequence[SampleId]) -> None:
+        """Drops these samples, wherever they are, and what is kept of their earlier turns."""
+        for queue in self.both:
+            queue.cancel(set(samples))
+        self.preparing.cancel(samples)
+        for sample in samples:
+            self._handed_over.pop(sample, None)
+        self.forget(samples)
+
+    def forget(self, samples: Sequence[SampleId]) -> None:
+        """Drops what is kept of these samples' earlier turns; their first turns are not expected any more."""
+        self.kept.forget(samples)
+        for sample in samples:
+            self.expected.pop(sample, None)
+
+    # --- to and from other hosts ---------------------------------------------------------------------------
+
+    def hand_over(self, samples: Iterable[SampleId]) -> list[Work]:
+        """Removes the samples from queues and slots; returns those found, with tokens and KV.
+
+        The results of all decode calls must be recorded. Each sample is kept until `cancel` or `take_back`.
+        """
+        with self._clock.doing("move"):
+            found = [queue.take(sample) for sample in samples for queue in self.both]
+            works = [work for work in found if work is not None]
+            self._handed_over |= {work.sample: work for work in works}
+            # Copies: the other host changes what it takes over, and this one may have to take its own back.
+            return [replace(work) for work in works]
+
+    def take_back(self, samples: Iterable[SampleId]) -> None:
+        """Puts samples that were handed over before all others in their queue."""
+        kept = self._handed_over
+        self._put_first([kept.pop(sample) for sample in samples if sample in kept])
+
+    def take_over(
+        self, works: Sequence[Work], held: Mapping[PolicyVersion, VersionedParams], name: str
+    ) -> str:
+        """Puts another host's samples before all others in their queue.
+
+        Returns why they are refused, or "". `held` (version -> parameters) and `name` are this host's.
+        """
+        for work in works:
+            if reason := reason_against_kv(self._live.engine, work, held, name):
+                return reason
+        with self._clock.doing("move"):
+            # What finds no slot waits in host memory, as evicted samples do.
+            for work in works[max(0, self._live.engine.slots - len(self._live.works)) :]:
+                work.move_to_host_memory()
+        self._put_first(works)
+        return ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -12,9 +11,8 @@ import numpy as np
 
 from areal_jax.control import events
 from areal_jax.control.events import Event, HostCommand
-from areal_jax.generation.sampling import Truncation
 from areal_jax.generation.slots import Penalties, Prefix
-from areal_jax.types import PolicyVersion, SampleId, Sampling, VersionSpan
+from areal_jax.types import PolicyVersion, SampleId, Sampling
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,11 @@ class Start:
     stop_tokens: tuple[int, ...] = ()
     """Ids that end a sample, in addition to the host's stop tokens."""
     drawn_as: int | None = None
-    """Ordinal from which random draws are derived instead of the samples' ordinal; None: the samples'."""
+    """Ordinal from which random draws are derived instead of the samples' ordinal; None: the samples'.
+
+    Samples of equal seed, ordinal, member, attempt and segment draw the same numbers, whatever slots and
+    neighbours they have.
+    """
     turn: int | None = None
     """Number of the turn of an episode; None for samples without a workflow."""
     segment: int = 0
@@ -175,37 +177,6 @@ class Work:
     rebuilds: tuple[int, ...] = ()
     """Number of tokens, prompt included, at each rebuild of the KV."""
 
-    # Samples of equal keys draw the same numbers, whatever slots and neighbours they have.
-    @property
-    def key(self) -> SampleId:
-        """The id that, together with the seed, determines the sample's random draws.
-
-        This is `sample`, with `start.drawn_as` in place of the ordinal unless `drawn_as` is None.
-        """
-        ordinal = self.start.drawn_as
-        return self.sample if ordinal is None else self.sample._replace(ordinal=ordinal)
-
-    @cached_property
-    def truncation(self) -> Truncation:
-        """What a decode call must compute for this sample."""
-        return Truncation.of(self.sampling)
-
-    @cached_property
-    def group(self) -> tuple[int, ...]:
-        """What the samples that share a prefilled prompt have in common."""
-        own: tuple[int, ...] = ()
-        if self.start.turn is not None:
-            # Workflows may add to the prompt before the first turn.
-            own = (0, *self.start.prompt) if self.start.turn == 0 else (self.start.turn, self.sample.member)
-        return self.sample.ordinal, self.sample.attempt, *own
-
-    def ended(self, host: str, spans: tuple[VersionSpan, ...], stop_reason: str) -> Event:
-        """Returns the event that `host` reports at the sample's end, or at that of its turn."""
-        of, turn = (host, spans, stop_reason, self.interruptions, self.rebuilds), self.start.turn
-        if turn is None:
-            return events.SampleFinished(self.sample, *of)
-        return events.TurnFinished(self.sample, self.start.segment, turn, *of, reused=self.reused)
-
     def move_to_host_memory(self) -> None:
         """Copies the KV of a half-decoded sample to host memory, and frees that on the device."""
         if self.so_far is not None:
@@ -260,8 +231,14 @@ def command_of(
                 return Expect(samples, min_version)
             return Start(samples, tuple(payload), min_version)
         case events.Continue(sample, segment, turn, _, min_version):
-            own: Any = dict(sampling=payload.sampling, turn=turn, segment=segment)
-            return Start((sample,), payload.tokens, min_version, **own)
+            return Start(
+                samples=(sample,),
+                prompt=payload.tokens,
+                min_version=min_version,
+                sampling=payload.sampling,
+                turn=turn,
+                segment=segment,
+            )
         case events.Cancel(samples):
             return Stop(samples)
         case events.Serve(_, version):

@@ -14,7 +14,6 @@ are accepted and ignored, except `sampler`, which is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -24,30 +23,28 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Bool
 
+from areal_jax.algorithms.sampling import (
+    RequestPenalty,
+    Truncation,
+    require_counted_randomness,
+    require_support_fits,
+)
 from areal_jax.generation import jetstream
 from areal_jax.generation.canary import canary
-from areal_jax.generation.device_layout import (
+from areal_jax.generation.programs import DecodeState, Jitted, Programs, ResultTokens
+from areal_jax.generation.slots import (
+    MAX_STOP_TOKENS,
+    ExistingPrefix,
+    Penalties,
+    Prefix,
+    Request,
+)
+from areal_jax.models.device_layout import (
     Layout,
     abstractly_laid_out,
     is_laid_out,
     laid_out,
     layout_on,
-)
-from areal_jax.generation.programs import Programs
-from areal_jax.generation.sampling import (
-    Truncation,
-    require_counted_randomness,
-    require_support_fits,
-)
-from areal_jax.generation.slots import (
-    MAX_STOP_TOKENS,
-    DecodeState,
-    ExistingPrefix,
-    Penalties,
-    Prefix,
-    Request,
-    RequestPenalty,
-    ResultTokens,
 )
 from areal_jax.models.kernels.paged_attention import choose_for
 from areal_jax.models.kv_pages import KVPages
@@ -161,37 +158,22 @@ class Engine(jetstream.Engine):
         )
         chunk = min(prefill_chunk, length)
         ends_early = self._platform not in ("gpu", "cuda")
-        self._programs = Programs(
+        programs = Programs(
             self._served, decode_steps, chunk, support_size, reserved_slots, kernel, ends_early
         )
         self._truncation = Truncation.of(self._sampling)
-        self._compiled: dict[Truncation, Any] = {}
-        """Truncations of a compiled decode program -> the program; None: the one in the cache of jit."""
-        self._compile(self._programs)
+        self._compile(programs)
         self._every_slot = np.ones(slots, bool)
         self._freed: set[int] = set()
         self.canary = canary(model)
 
     def _compile(self, programs: Programs) -> None:
-        # Results have the shardings of arguments; a program would otherwise compile again for its results.
-        self._cache = cache = self._cache_sharding()
-        whole = replicated(self._mesh)
+        self._programs, self._cache = programs, self._cache_sharding()
         self._neutral = self.request(SampleId(0, 0), 0, Sampling(max_tokens=self.length), 1)
         pages, slots, length = partial(self._kv_pages, self.pages), self.slots, self.length
         empty = lambda request: DecodeState.empty(pages(), slots, length, request)  # noqa: E731
-        shapes = jax.eval_shape(empty, self._neutral)
-        state = jax.tree.map(lambda _: whole, shapes).replace(cache=cache)
-        prefix = Prefix(cache, whole, whole)  # type: ignore[arg-type]
-        self._empty_prefix = jax.jit(self._kv_pages, static_argnums=0, out_shardings=cache)
-        self._empty_state = jax.jit(empty, out_shardings=state)
-        self._prefill_chunk = jax.jit(programs.prefill, donate_argnums=1, out_shardings=cache)
-        self._insert = jax.jit(programs.insert, donate_argnums=0, out_shardings=state)
-        self._generate = jax.jit(
-            programs.generate, static_argnums=4, donate_argnums=2, out_shardings=(state, whole)
-        )
-        self._recompute = jax.jit(programs.recompute, static_argnums=4, donate_argnums=1, out_shardings=state)
-        self._release = jax.jit(programs.release, donate_argnums=0, out_shardings=state)
-        self._extract = jax.jit(programs.extract, static_argnums=2, out_shardings=prefix)
+        whole = replicated(self._mesh)
+        self.jitted = Jitted(programs, self._kv_pages, empty, self._neutral, self._cache, whole)
 
     # --- JetStream's members -------------------------------------------------------------------------------
 
@@ -243,7 +225,7 @@ class Engine(jetstream.Engine):
         return value._replace(params=laid_out(self._served, params, self.weight_layout, self._platform))
 
     def init_decode_state(self, *args: Any, **kwargs: Any) -> DecodeState:
-        return self._empty_state(self._neutral)
+        return self.jitted.empty_state(self._neutral)
 
     def prefill(
         self,
@@ -301,7 +283,7 @@ class Engine(jetstream.Engine):
         if any(getattr(leaf, "sharding", None) != self._cache for leaf in jax.tree.leaves(prefix.cache)):
             prefix = prefix.replace(cache=jax.device_put(prefix.cache, self._cache))
         with Running("insert"):
-            return self._insert(decode_state, prefix, slot, request, -1 if sibling is None else sibling)
+            return self.jitted.insert(decode_state, prefix, slot, request, -1 if sibling is None else sibling)
 
     def generate(
         self,
@@ -323,49 +305,16 @@ class Engine(jetstream.Engine):
         self._refuse(sampler)
         # Later versions of the API free slots without a decode state: the pages are released here instead.
         while self._freed:
-            decode_state = self._release(decode_state, self._freed.pop())
+            decode_state = self.jitted.release(decode_state, self._freed.pop())
         only = self._every_slot if only is None else only
         truncation = self._truncation if truncation is None else truncation
         if self.has_penalties or self.reserved_slots:
-            truncation = self.program_for(truncation) or truncation
-        compiled = self._compiled.setdefault(truncation)
-        arguments = params.params, params.version, decode_state, only
+            truncation = self.jitted.compiled_for(truncation) or truncation
         with Running("decode"):
-            state, data = compiled(*arguments) if compiled else self._generate(*arguments, truncation)
+            state, data = self.jitted.decode(truncation, params.params, params.version, decode_state, only)
         return state, ResultTokens.of(data, self.decode_steps, self.support_size)
 
     # --- extensions ----------------------------------------------------------------------------------------
-
-    @property
-    def programs(self) -> list[Truncation]:
-        """The truncations of each decode program that is compiled."""
-        return list(self._compiled)
-
-    def program_for(self, truncation: Truncation) -> Truncation | None:
-        """Returns the compiled decode program with the fewest truncations beyond these; None if none has all.
-
-        More truncations change no bit of a sample (`sampling.draw`).
-        """
-        return min((one for one in self.programs if truncation.is_within(one)), key=sum, default=None)
-
-    def compiler(
-        self, truncation: Truncation, params: VersionedParams, decode_state: DecodeState
-    ) -> Callable[[], None]:
-        """Returns a function that compiles a decode program for calls like the one with these arguments.
-
-        It may run in a thread, while this engine decodes with other programs; `generate` has the program once
-        it is compiled.
-        """
-        # Only shapes: the next call donates the state itself.
-        like = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), decode_state
-        )
-        arguments = params.params, params.version, like, self._every_slot
-
-        def compile_() -> None:
-            self._compiled[truncation] = self._generate.lower(*arguments, truncation).compile()
-
-        return compile_
 
     def request(
         self,
@@ -422,7 +371,7 @@ class Engine(jetstream.Engine):
         padded[:count] = tokens[:count]
         known = 0 if existing is None else len(existing.common_prefix_tokens)
         if existing is None:
-            cache = self._empty_prefix(self._bucket(count))
+            cache = self.jitted.empty_prefix(self._bucket(count))
         elif known >= count or not np.array_equal(existing.common_prefix_tokens, padded[:known]):
             raise ArealError(
                 f"the prompt of {count} tokens does not begin with the {known} tokens of existing_prefix; "
@@ -439,7 +388,7 @@ class Engine(jetstream.Engine):
         chunk = np.pad(prefix.tokens, (0, self._programs.prefill_chunk))[None, start:end]
         known = int(prefix.true_length) - 1
         with Running("prefill"):
-            cache = self._prefill_chunk(params.params, prefix.cache, chunk, start, known)
+            cache = self.jitted.prefill(params.params, prefix.cache, chunk, start, known)
         return Prefilling(prefix.replace(cache=cache), end)
 
     def recompute(
@@ -459,7 +408,7 @@ class Engine(jetstream.Engine):
         for start in range(0, longest, self._programs.prefill_chunk):
             pages = self._pages_read(start + self._programs.prefill_chunk)
             with Running("recompute"):
-                decode_state = self._recompute(params.params, decode_state, only, start, pages)
+                decode_state = self.jitted.recompute(params.params, decode_state, only, start, pages)
         return decode_state
 
     def free_resource(self, slot: int, decode_state: DecodeState | None = None) -> Any:
@@ -471,12 +420,12 @@ class Engine(jetstream.Engine):
         if decode_state is None:
             self._freed.add(slot)
             return None
-        return self._release(decode_state, slot)
+        return self.jitted.release(decode_state, slot)
 
     def extract(self, slot: int, decode_state: DecodeState, filled: int) -> Prefix:
         """Returns the sample in `slot`, with its `filled` tokens and their KV, as a prefix for `insert`."""
         with Running("extract"):
-            return self._extract(decode_state, slot, self._bucket(filled))
+            return self.jitted.extract(decode_state, slot, self._bucket(filled))
 
     def extract_existing(self, slot: int, decode_state: DecodeState, tokens: np.ndarray) -> ExistingPrefix:
         """Returns the KV of `tokens`, the first of the slot's sample, except the last, in host memory."""
@@ -517,7 +466,7 @@ class Engine(jetstream.Engine):
             self.extract(0, state, count)
         state = self.free_resource(0, state)
         for pages in {self._pages_read(end) for end in range(1, self.length + 1)}:
-            state = self._recompute(params.params, state, self._every_slot, 0, pages)
+            state = self.jitted.recompute(params.params, state, self._every_slot, 0, pages)
         jax.block_until_ready(self.generate(params, state)[0])
 
     def abstract_params(self, dtype: str) -> Params:
@@ -547,16 +496,16 @@ class Engine(jetstream.Engine):
         without a device.
         """
         params = self.abstract_served(dtype)
-        state = self._empty_state.eval_shape(self._neutral)
-        cache = self._empty_prefix.eval_shape(self.pages_per_slot)
+        state = self.jitted.empty_state.eval_shape(self._neutral)
+        cache = self.jitted.empty_prefix.eval_shape(self.pages_per_slot)
         chunk = np.zeros((1, self._programs.prefill_chunk), np.int32)
         prefix = Prefix(cache, np.zeros(self.length, np.int32), np.int32(0))
         return {
-            "prefill": (self._prefill_chunk, (params, cache, chunk, 0, 1)),
-            "insert": (self._insert, (state, prefix, 0, self._neutral, -1)),
-            "decode": (self._generate, (params, 0, state, self._every_slot, self._truncation)),
-            "recompute": (self._recompute, (params, state, self._every_slot, 0, self.pages_per_slot)),
-            "extract": (self._extract, (state, 0, self.pages_per_slot)),
+            "prefill": (self.jitted.prefill, (params, cache, chunk, 0, 1)),
+            "insert": (self.jitted.insert, (state, prefix, 0, self._neutral, -1)),
+            "decode": (self.jitted.generate, (params, 0, state, self._every_slot, self._truncation)),
+            "recompute": (self.jitted.recompute, (params, state, self._every_slot, 0, self.pages_per_slot)),
+            "extract": (self.jitted.extract, (state, 0, self.pages_per_slot)),
         }
 
     # --- inside --------------------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from areal_jax.file_errors import writing
-from areal_jax.generation.device_layout import Layout, laid_out
 from areal_jax.models.attention import PackedAttention
+from areal_jax.models.device_layout import Layout, laid_out
 from areal_jax.models.model import Model
 from areal_jax.plugin import version_of
 from areal_jax.weights.store import dtype_in

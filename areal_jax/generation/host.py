@@ -18,14 +18,10 @@ from typing import Any, Literal
 
 from areal_jax.control import events as e
 from areal_jax.generation import commands as c
-from areal_jax.generation.admission import reason_against
+from areal_jax.generation.admission import Admission, reason_against
 from areal_jax.generation.commands import Command, Statistics
 from areal_jax.generation.engine import Engine
-from areal_jax.generation.host_queues import Queues
-from areal_jax.generation.kept_turns import KeptTurns
 from areal_jax.generation.live_slots import LiveSlots, Progress
-from areal_jax.generation.moves import Moves
-from areal_jax.generation.preparing import Preparing
 from areal_jax.observe.waits import REMEDY, Clock, Timeline, WaitTimeout, get
 from areal_jax.parallel.mesh import platform_of
 from areal_jax.types import PolicyVersion, SampleId, Sampling, Trajectory, VersionedParams
@@ -85,11 +81,15 @@ class Host:
         self._slots = LiveSlots(engine, self._clock)
         is_alone = turn is nullcontext and platform_of(engine.mesh) != "cpu"
         self._calls_ahead = int(is_alone) if calls_ahead == "auto" else calls_ahead
-        self._kept = KeptTurns(kept_tokens)
         self._totals, self._statistics = Statistics(slots=engine.slots, pages=engine.pages), Statistics()
-        self._queues = Queues(self._slots, self._clock, self._collect, kept=self._kept, totals=self._totals)
-        self._preparing = Preparing(engine, lambda: self.inbox.put(c.Wake()))
-        self._moves = Moves(self._slots, self._queues, self._clock)
+        self._admission = Admission(
+            self._slots,
+            self._clock,
+            settle=self._collect,
+            wake=lambda: self.inbox.put(c.Wake()),
+            kept_tokens=kept_tokens,
+            totals=self._totals,
+        )
         self._held: dict[PolicyVersion, VersionedParams] = {}
         self._to_serve: PolicyVersion | None = -1 if adopts_on_command else None
         """The newest version that a Serve command named, -1 before; None: the host adopts every version."""
@@ -111,13 +111,21 @@ class Host:
         without a deadline, because the process that receives the commands has one.
         """
         deadline_s = self._deadline_s if is_idle_bounded else TIMEOUT_MAX
-        waits: Any = dict(waiter=self.name, what="samples from the control plane", deadline_s=deadline_s)
-        while self.take_commands(None if self.has_work else get(self.inbox, **waits, clock=self._clock)):
+        while self.take_commands(None if self.has_work else self._next_command(deadline_s)):
             self.step()
+
+    def _next_command(self, deadline_s: float) -> Command:
+        return get(
+            self.inbox,
+            waiter=self.name,
+            what="samples from the control plane",
+            deadline_s=deadline_s,
+            clock=self._clock,
+        )
 
     @property
     def has_work(self) -> bool:
-        has_samples = bool(self._slots.works) or any(queue.waiting for queue in self._queues.both)
+        has_samples = bool(self._slots.works) or any(queue.waiting for queue in self._admission.both)
         return has_samples and not self._is_paused
 
     def statistics(self) -> Statistics:
@@ -158,11 +166,9 @@ class Host:
             case c.Start():
                 self._accept(command)
             case c.Expect(samples, min_version):
-                self._queues.expected |= dict.fromkeys(samples, min_version)
+                self._admission.expected |= dict.fromkeys(samples, min_version)
             case c.Stop(samples):
-                self._queues.cancel(samples)
-                self._preparing.cancel(samples)
-                self._moves.forget(samples)
+                self._admission.cancel(samples)
                 if not self._slots.works:
                     self._last_call_s = None
             case c.Pause() | c.Unpause():
@@ -174,11 +180,11 @@ class Host:
                 self._to_serve = version
             case c.HandOver(samples, to):
                 self._collect()
-                to(self._moves.offer(samples))
+                to(self._admission.hand_over(samples))
             case c.TakeOver(works, answer):
-                answer(self._moves.take_over(works, self._held, self.name))
+                answer(self._admission.take_over(works, self._held, self.name))
             case c.TakeBack(samples):
-                self._moves.take_back(samples)
+                self._admission.take_back(samples)
         self._statistics = self._count()
 
     # --- weights -------------------------------------------------------------------------------------------
@@ -193,7 +199,7 @@ class Host:
             return
         if self._to_serve is not None and self._to_serve <= (former.version if former is not None else -1):
             return
-        if self._on_update == "drain" and former is not None and self._queues.owes(former.version):
+        if self._on_update == "drain" and former is not None and self._admission.owes(former.version):
             return
         # At the bound no version is adopted; the newest one follows once an older set of parameters is freed.
         if self._on_update == "pinned" and len(self._in_use()) >= self._most_versions:
@@ -218,18 +224,16 @@ class Host:
         """
         is_changed = former is not None and former.digest != value.digest
         is_rebuilt = is_changed and self._on_update == "recompute"
-        for queue in self._queues.both:
-            queue.forget_prompt()
+        for queue in self._admission.both:
             # A sample without a token has nothing to keep, and a fresh prefill costs as much as a rebuild.
-            if is_changed and self._on_update != "pinned":
-                queue.restart_unbegun()
+            queue.adopt(is_restarting=is_changed and self._on_update != "pinned")
         self._held[value.version] = value
         if self._on_update == "pinned":
             self._free_versions()
             return 0
         self._held = {value.version: value}
-        self._kept.adopt(value.version, not is_changed or self._on_update == "keep")
-        evicted = self._queues.evicted
+        self._admission.kept.adopt(value.version, not is_changed or self._on_update == "keep")
+        evicted = self._admission.evicted
         begun = [work for slot, work in self._slots.works.items() if self._slots.has_begun(slot)] + evicted
         for work in begun:
             work.interruptions += 1
@@ -243,7 +247,7 @@ class Host:
 
     def _in_use(self) -> set[PolicyVersion]:
         """Returns the versions to keep: those of samples that it decodes or keeps, and the newest one."""
-        return self._queues.versions | self._moves.versions | ({max(self._held)} if self._held else set())
+        return self._admission.versions | ({max(self._held)} if self._held else set())
 
     def _free_versions(self) -> None:
         self._held = {version: self._held[version] for version in self._held if version in self._in_use()}
@@ -253,7 +257,7 @@ class Host:
 
         Raises WaitTimeout if they have waited longer than `deadline_s`.
         """
-        stalled = [] if self._is_paused else [q.waiting[0] for q in self._queues.both if q.is_stalled]
+        stalled = [] if self._is_paused else [q.waiting[0] for q in self._admission.both if q.is_stalled]
         if not stalled:
             self._stalled_since_s = None
             return
@@ -276,28 +280,16 @@ class Host:
             for sample in start.samples:
                 self._fail(sample, reason)
             return
-        for work in start.works(self._sampling, self._seed, self._stops):
-            # Before the first version nothing is decoded that a compilation could stop.
-            if self._current is not None and self._preparing.is_needed(work):
-                self._preparing.waiting.append(work)
-            else:
-                self._queues.add(work)
+        works = start.works(self._sampling, self._seed, self._stops)
+        self._admission.accept(works, is_decoding=self._current is not None)
 
     def _refill(self) -> None:
         current = self._current
         if current is None or self._is_paused:
             return
-        ready, unprepared = self._preparing.step(current, self._slots.state)
-        for work in ready:
-            self._queues.add(work)
-        # While a host drains, new requests wait: they would keep slots live, and the drain would not end.
         is_draining = self._on_update == "drain" and self._store.latest() != current.version
         held = self._held if self._on_update == "pinned" else {}
-        failed = [
-            *unprepared,
-            *self._queues.rollouts.refill(current, held),
-            *self._queues.requests.refill(current, {}, is_held=is_draining),
-        ]
+        failed = self._admission.refill(current, held, is_draining)
         self._totals.recomputed_tokens += self._slots.rebuild(self._held)
         for work, reason in failed:
             self._fail(work.sample, reason)
@@ -305,7 +297,7 @@ class Host:
     def _fail(self, sample: SampleId, reason: str) -> None:
         # The sample's group starts again or is dropped, so no turn follows. The Cancel says so, too, but is
         # lost if the controller ends now.
-        self._queues.forget((sample,))
+        self._admission.forget((sample,))
         self._emit(e.SampleFailed(sample, self.name, reason), None)
 
     def _collect(self, ahead: int = 0) -> None:
@@ -325,7 +317,7 @@ class Host:
                 self._report(each)
             self._last_call_s = now if self._slots.works else None
         if is_starved and (youngest := self._slots.evictable) is not None:
-            self._queues.of(self._slots.works[youngest]).evict(youngest)
+            self._admission.queue_of(self._slots.works[youngest]).evict(youngest)
             self._totals.evictions += 1
             if self._to_serve is not None:
                 self._emit(e.KVShort(self.name), None)
@@ -342,8 +334,31 @@ class Host:
         if reason:
             trajectory = records.trajectory(slot, work, reason, self._on_update)
             if kv is not None:
-                self._kept.keep(work, kv)
-            self._emit(work.ended(self.name, trajectory.spans, reason), trajectory)
+                self._admission.kept.keep(work, kv)
+            self._emit(self._ended(work, trajectory), trajectory)
+
+    def _ended(self, work: c.Work, trajectory: Trajectory) -> e.Event:
+        """Returns the event of a sample's end, or of the end of its turn."""
+        if work.start.turn is None:
+            return e.SampleFinished(
+                sample=work.sample,
+                host=self.name,
+                spans=trajectory.spans,
+                stop_reason=trajectory.stop_reason,
+                interruptions=work.interruptions,
+                rebuilds=work.rebuilds,
+            )
+        return e.TurnFinished(
+            sample=work.sample,
+            segment=work.start.segment,
+            turn=work.start.turn,
+            host=self.name,
+            spans=trajectory.spans,
+            stop_reason=trajectory.stop_reason,
+            interruptions=work.interruptions,
+            rebuilds=work.rebuilds,
+            reused=work.reused,
+        )
 
     def _count(self) -> Statistics:
         current = self._current
@@ -352,11 +367,11 @@ class Host:
             version=current.version if current else -1,
             digest=current.digest if current else "",
             live=len(self._slots.works),
-            waiting=sum(len(queue.waiting) for queue in (*self._queues.both, self._preparing)),
+            waiting=sum(len(queue.waiting) for queue in (*self._admission.both, self._admission.preparing)),
             is_paused=self._is_paused,
             free_pages=self._slots.free_pages if self._slots.works else self._engine.shared_pages,
             held_versions=tuple(sorted(self._held)),
             generated_tokens=self.generated_tokens,
-            kept_tokens=self._kept.tokens,
+            kept_tokens=self._admission.kept.tokens,
         )
         return Statistics(**counts)

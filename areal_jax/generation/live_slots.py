@@ -12,10 +12,11 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from areal_jax.algorithms.sampling import Truncation
 from areal_jax.generation.commands import SoFar, Tokens, Work
 from areal_jax.generation.engine import Engine
-from areal_jax.generation.sampling import Truncation
-from areal_jax.generation.slots import DecodeState, ExistingPrefix, Prefix, ResultTokens
+from areal_jax.generation.programs import DecodeState, ResultTokens
+from areal_jax.generation.slots import ExistingPrefix, Prefix
 from areal_jax.observe.waits import Clock
 from areal_jax.types import NOT_SAMPLED, PolicyVersion, Trajectory, VersionedParams
 
@@ -110,10 +111,17 @@ class LiveSlots:
     def insert(self, slot: int, work: Work, prefix: Prefix, sibling: int | None = None) -> None:
         with self._clock.doing("prefill"):
             engine, count = self.engine, int(prefix.true_length)
-            start, prompt = work.start, len(work.start.prompt)
-            of = work.key, work.seed, work.sampling, prompt, work.stops, start.penalties
-            is_turn = start.turn is not None
-            request = engine.request(*of, segment=start.segment, keeps_pages=is_turn)
+            start, sample = work.start, work.sample
+            request = engine.request(
+                sample=sample if start.drawn_as is None else sample._replace(ordinal=start.drawn_as),
+                seed=work.seed,
+                sampling=work.sampling,
+                prompt_tokens=len(start.prompt),
+                stop_tokens=work.stops,
+                penalties=start.penalties,
+                segment=start.segment,
+                keeps_pages=start.turn is not None,
+            )
             self.state = engine.insert(prefix, self.state, slot, request=request, sibling=sibling)
         # Reserved slots take pages that were never counted as free.
         if slot >= engine.reserved_slots:
@@ -199,7 +207,7 @@ class LiveSlots:
     def _needs(self) -> tuple[Truncation, frozenset[int]]:
         """Returns the truncations that live samples need, and the slots of those with stop texts."""
         if self._needed[0] != self._changes:  # else they are those of the last call
-            truncation = Truncation.joined({work.truncation for work in self.works.values()})
+            truncation = Truncation.joined({Truncation.of(work.sampling) for work in self.works.values()})
             with_stop_texts = frozenset(slot for slot, work in self.works.items() if work.sampling.stop)
             self._needed = self._changes, truncation, with_stop_texts
         return self._needed[1:]

@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from areal_jax.generation.admission import KeptTurns, prompt_key
 from areal_jax.generation.commands import Start
 from areal_jax.generation.engine import Engine
-from areal_jax.generation.kept_turns import KeptTurns
 from areal_jax.generation.live_slots import LiveSlots
 from areal_jax.generation.slots import ExistingPrefix, Prefix
 from areal_jax.observe.waits import Timeline
@@ -93,10 +92,16 @@ class Regenerator:
         start = Start((one.sample,), one.prompt, version, one.sampling, turn=one.turn, segment=one.segment)
         (work,) = start.works(self._sampling, self._seed, self._engine.tokenizer.end_ids)
         work.version, work.digest = version, params[version].digest
-        if self._prompt is None or self._prompt[0] != (work.group, version):
+        key = prompt_key(work), version
+        if self._prompt is None or self._prompt[0] != key:
             tokens = np.asarray(one.prompt, np.int32)
-            of: Any = dict(padded_tokens=tokens, true_length=len(tokens), existing_prefix=self._reused(one))
-            self._prompt = (work.group, version), self._engine.prefill(params=params[version], **of)
+            prefix = self._engine.prefill(
+                params=params[version],
+                padded_tokens=tokens,
+                true_length=len(tokens),
+                existing_prefix=self._reused(one),
+            )
+            self._prompt = key, prefix
         work.reused = one.reused
         self._live.insert(slot, work, self._prompt[1])
 

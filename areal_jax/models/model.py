@@ -28,7 +28,7 @@ from areal_jax.types import ArealError
 Params = Any
 """Nested dict of arrays; layers are stacked along axis 0 of every leaf under `blocks`.
 
-`generation.device_layout` converts the tree for decoding: `blocks` is then a tuple of layers; on a CPU,
+`models.device_layout` converts the tree for decoding: `blocks` is then a tuple of layers; on a CPU,
 matrices may be `FeatureMajor`, and the LM head's matrix is stored as `head`, even if the head is tied to the
 embedding.
 """

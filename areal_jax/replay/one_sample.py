@@ -7,7 +7,7 @@ from pathlib import Path
 from areal_jax.assembly.parts import assemble
 from areal_jax.assembly.run_folder import sample_id
 from areal_jax.control.events import SampleFinished
-from areal_jax.generation.kept_turns import KeptTurns
+from areal_jax.generation.admission import KeptTurns
 from areal_jax.generation.regenerate import Finished
 from areal_jax.replay.past_versions import Note, OutOfReach, past_versions
 from areal_jax.replay.reopened import Reopened, reopened

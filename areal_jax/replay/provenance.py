@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from areal_jax.algorithms.sampling import GENERATOR, sample_key
 from areal_jax.assembly.run_folder import open_journal, run_config, sample_id
 from areal_jax.config.tree import Config
 from areal_jax.control import events as e
-from areal_jax.generation.sampling import GENERATOR, sample_key
 from areal_jax.report.viewer import Viewer
 from areal_jax.runtime.differences import name_of
 from areal_jax.trajectories.sqlite import SqliteQueue

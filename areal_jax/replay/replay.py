@@ -24,8 +24,8 @@ from areal_jax.control.errors import ControlError
 from areal_jax.control.machine import ControlPlane
 from areal_jax.control.reward_gate import Gates, paid
 from areal_jax.episodes.conversation import Conversation
+from areal_jax.generation.admission import KeptTurns
 from areal_jax.generation.engine import Engine
-from areal_jax.generation.kept_turns import KeptTurns
 from areal_jax.generation.regenerate import Finished, Regenerator
 from areal_jax.observe.metrics import REQUIRED
 from areal_jax.observe.waits import Timeline

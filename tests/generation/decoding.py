@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from areal_jax.algorithms.sampling import Truncation
 from areal_jax.control.events import Event
 from areal_jax.generation.commands import Start
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host
-from areal_jax.generation.sampling import Truncation
-from areal_jax.generation.slots import DecodeState
+from areal_jax.generation.programs import DecodeState
 from areal_jax.types import NOT_SAMPLED, SampleId, Sampling, Trajectory, VersionedParams
 from areal_jax.weights.memory import MemoryStore
 

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from areal_jax.algorithms.sampling import EVERY, Truncation
 from areal_jax.generation.commands import Start
 from areal_jax.generation.engine import Engine
-from areal_jax.generation.sampling import EVERY, Truncation
 from areal_jax.models import attention
 from areal_jax.types import SampleId, Sampling
 from areal_jax.weights.memory import MemoryStore
@@ -55,8 +55,7 @@ def test_no_value_decides_what_a_decode_call_runs(engine, with_kernel, versions,
 
 def with_fixed_loops(engine: Engine) -> Engine:
     """The engine with the programs that it has on a GPU."""
-    engine._programs = replace(engine._programs, ends_early=False)
-    engine._compile(engine._programs)
+    engine._compile(replace(engine._programs, ends_early=False))
     return engine
 
 
@@ -81,8 +80,8 @@ def test_loops_of_fixed_length_change_no_bit(model, versions, monkeypatch):
     found = []
     for engine in (make_engine(model), with_fixed_loops(make_engine(model))):
         heard, store, pages = Heard(), MemoryStore(engine.canary), []
-        rebuild = engine._recompute
-        monkeypatch.setattr(engine, "_recompute", lambda *a, r=rebuild, p=pages: p.append(a[4]) or r(*a))
+        jitted, rebuild = engine.jitted, engine.jitted.recompute
+        monkeypatch.setattr(jitted, "recompute", lambda *a, r=rebuild, p=pages: p.append(a[4]) or r(*a))
         store.publish(versions(0))
         host = make_host(engine, store, heard)
         for ordinal, count in enumerate([2, 26]):
@@ -136,13 +135,13 @@ def test_a_decode_call_is_read_back_once_and_the_next_one_may_be_made_before(
 
 @pytest.mark.slow
 def test_a_call_runs_the_program_for_the_truncations_of_live_samples(engine, store, monkeypatch):
-    ran, generate = [], engine._generate
+    ran, generate = [], engine.jitted.generate
 
     def recorded(*args: Any) -> Any:
         ran.append(args[4])
         return generate(*args)
 
-    monkeypatch.setattr(engine, "_generate", recorded)
+    monkeypatch.setattr(engine.jitted, "generate", recorded)
     heard = Heard()
     host = make_host(engine, store, heard, sampling=Sampling(max_tokens=6))
     host.inbox.put(start(0, 1, PROMPT))

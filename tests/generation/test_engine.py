@@ -8,9 +8,9 @@ import jax
 import numpy as np
 import pytest
 
+from areal_jax.algorithms.sampling import GENERATOR, sample_key
 from areal_jax.generation.canary import TOKENS as CANARY_TOKENS
 from areal_jax.generation.engine import Engine
-from areal_jax.generation.sampling import GENERATOR, sample_key
 from areal_jax.generation.slots import MAX_STOP_TOKENS, ExistingPrefix
 from areal_jax.types import ArealError, SampleId, Sampling, VersionedParams
 from areal_jax.weights.memory import MemoryStore
@@ -146,7 +146,7 @@ def test_a_host_of_two_devices_samples_what_one_device_does(model, engine, versi
     for slot in slots:
         np.testing.assert_array_equal(two[slot].tokens, one[slot].tokens)
         np.testing.assert_allclose(two[slot].behavior_logp, one[slot].behavior_logp, atol=1e-5)
-    programs = [sharded._prefill_chunk, sharded._insert, sharded._generate]
+    programs = [sharded.jitted.prefill, sharded.jitted.insert, sharded.jitted.generate]
     assert [program._cache_size() for program in programs] == [2, 2, 1]  # prompts of one page, and of two
 
 
@@ -308,7 +308,8 @@ def test_refilling_slots_and_other_requests_compile_nothing(one_page_engine, ver
         state = engine.recompute(served[slot], state)
         state = engine.free_resource(slot, state)
     state, _ = engine.generate(served[1], state)
-    programs = [engine._prefill_chunk, engine._insert, engine._generate, engine._recompute, engine._release]
+    jitted = engine.jitted
+    programs = [jitted.prefill, jitted.insert, jitted.generate, jitted.recompute, jitted.release]
     assert [program._cache_size() for program in programs] == [1, 1, 1, 1, 1]
 
 
@@ -318,8 +319,9 @@ def test_once_warm_a_host_compiles_nothing(model):
     engine = make_engine(model, kv_tokens=2 * LENGTH)
     published = [VersionedParams(version, model.init(version), str(version)) for version in range(2)]
     engine.warm(engine.load_params(engine.blank("float32")))
-    programs = [engine._empty_prefix, engine._prefill_chunk, engine._insert, engine._extract]
-    programs += [engine._generate, engine._recompute, engine._release]
+    jitted = engine.jitted
+    programs = [jitted.empty_prefix, jitted.prefill, jitted.insert, jitted.extract]
+    programs += [jitted.generate, jitted.recompute, jitted.release]
     sizes = [program._cache_size() for program in programs]
     assert sizes == [2, 2, 2, 2, 1, 1, 1]
     store, heard = MemoryStore(engine.canary), Heard()

@@ -67,7 +67,7 @@ def test_the_engine_is_jetstreams_and_importing_it_brings_no_more_of_the_package
     report = """
 import json, logging, sys
 from areal_jax.generation.engine import Engine
-from areal_jax.generation.slots import ResultTokens
+from areal_jax.generation.programs import ResultTokens
 root, absent = logging.getLogger(), {"seqio", "tensorflow", "jetstream.core.orchestrator"}
 print(json.dumps({
     "bases": [base.__module__ for kind in (Engine, ResultTokens) for base in kind.__bases__],

@@ -133,7 +133,7 @@ def test_an_existing_prefix_must_be_the_prompts_beginning(engine, versions):
     store.publish(versions(0))
     turns = Turns(engine, store)
     turns.turn(0, PROMPT)
-    kept = turns.host._kept.longest(SAMPLE, PROMPT, 0)
+    kept = turns.host._admission.kept.longest(SAMPLE, PROMPT, 0)
     assert kept is not None and kept.kv.common_prefix_tokens.tolist() == list(PROMPT[:-1])
     with pytest.raises(ArealError, match="does not begin with the 4 tokens"):
         engine.begin_prefill(np.array([5, 9, 2, 1, 1]), 5, kept.kv)

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_jax.generation.slots import NONE, PageTable
+from areal_jax.generation.programs import NONE, PageTable
 
 SLOTS, PLACES, PAGES = 4, 3, 7
 

@@ -109,7 +109,7 @@ def test_an_evicted_sample_is_rebuilt_under_a_newer_version(narrow, store, versi
     version = outside = 0
     while host.has_work:
         host.step()
-        if any(work.so_far is not None for work in host._queues.rollouts.waiting) and version < 5:
+        if any(work.so_far is not None for work in host._admission.rollouts.waiting) and version < 5:
             version, outside = version + 1, outside + 1
             store.publish(versions(version))
     assert outside >= 3
@@ -170,7 +170,7 @@ def test_a_swap_in_the_middle_of_a_prefill_begins_it_again(model, store, version
     host.inbox.put(start(1, 1, PROMPT * 2))
     host.take_commands()
     host.step()
-    assert host._queues.rollouts._is_prefilling
+    assert host._admission.rollouts._is_prefilling
     store.publish(versions(1))
     finish(host)
     late = heard.done[SampleId(1, 0)]

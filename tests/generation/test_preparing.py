@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from areal_jax.algorithms.sampling import EVERY, Truncation
 from areal_jax.control import events as e
+from areal_jax.generation.admission import Preparing
 from areal_jax.generation.commands import Start, Stop, Wake
-from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host
-from areal_jax.generation.preparing import Preparing
-from areal_jax.generation.sampling import EVERY, Truncation
+from areal_jax.generation.programs import Jitted
 from areal_jax.types import SampleId, Sampling
 from areal_jax.weights.memory import MemoryStore
 from tests.generation.decoding import Heard, make_host
@@ -32,10 +32,10 @@ class Compiling:
         self.engine = tiny_engine()
         self.begun: list[Truncation] = []
         self.let, self.failure = threading.Event(), None
-        compiler = Engine.compiler
+        compiler = Jitted.compiler
 
-        def own(engine: Engine, truncation: Truncation, *arguments: Any) -> Callable[[], None]:
-            compile_ = compiler(engine, truncation, *arguments)
+        def own(jitted: Jitted, truncation: Truncation, *arguments: Any) -> Callable[[], None]:
+            compile_ = compiler(jitted, truncation, *arguments)
             self.begun.append(truncation)
 
             def waiting() -> None:
@@ -46,12 +46,13 @@ class Compiling:
 
             return waiting
 
-        monkeypatch.setattr(Engine, "compiler", own)
+        monkeypatch.setattr(Jitted, "compiler", own)
         self.wanted = {}
         for sampling in (PLAIN, TOP_P, TOP_K, MIN_P):
-            monkeypatch.setattr(self.engine, "_compiled", {})  # so that each runs the program for it alone
+            # So that each runs the program for it alone.
+            monkeypatch.setattr(self.engine.jitted, "compiled", {})
             self.wanted[sampling] = alone(PROMPT, sampling=sampling)
-        monkeypatch.setattr(self.engine, "_compiled", {Truncation(): None})
+        monkeypatch.setattr(self.engine.jitted, "compiled", {Truncation(): None})
         self.heard, store = Heard(), MemoryStore(self.engine.canary)
         store.publish(tiny_params(0))
         self.host: Host = make_host(self.engine, store, self.heard, stops=(self.engine.tokenizer.eos_id,))
@@ -160,7 +161,7 @@ def test_the_host_is_woken_once_it_can_go_on(made):
         ready.extend(work.sample for work in preparing.step(made.host._current, made.host._slots.state)[0])
         woken.set()
 
-    preparing = Preparing(made.engine, wake)
+    preparing = Preparing(made.engine.jitted, wake)
     start = Start((SampleId(-1, 0),), PROMPT, 0, sampling=TOP_P, is_request=True)
     preparing.waiting += start.works(TOP_P, 0, ())
     preparing.step(made.host._current, made.host._slots.state)

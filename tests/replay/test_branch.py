@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from areal_jax.algorithms.sampling import Settings, draw
 from areal_jax.assembly.parts import assemble
 from areal_jax.assembly.run_folder import open_journal
 from areal_jax.cli.main import app
 from areal_jax.config.loading import ConfigError
 from areal_jax.control.events import BatchTrained, RunResumed, SampleFinished
-from areal_jax.generation.sampling import Settings, draw
 from areal_jax.jobs.local import resume, run
 from areal_jax.models.attention import PackedAttention
 from areal_jax.observe.metrics import read_rows

@@ -22,7 +22,8 @@ from areal_jax.episodes.open_episodes import Conversations
 from areal_jax.episodes.workflow_runner import WorkflowRunner
 from areal_jax.generation.commands import Stop, command_of
 from areal_jax.generation.host import Host
-from areal_jax.generation.slots import Prefix, ResultTokens
+from areal_jax.generation.programs import ResultTokens
+from areal_jax.generation.slots import Prefix
 from areal_jax.lab.published.sleeping import SleepingEngine, Slots
 from areal_jax.lab.simulation.schedule import Schedule
 from areal_jax.models.config import model_config

@@ -13,12 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.algorithms.logprobs import token_stats
+from areal_jax.algorithms.sampling import Settings, Truncation, draw
 from areal_jax.assembly.devices import machine, usable_cores
-from areal_jax.generation.device_layout import Layout
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.fastest_layout import fastest_layout
-from areal_jax.generation.sampling import Settings, Truncation, draw
-from areal_jax.generation.slots import DecodeState
+from areal_jax.generation.programs import DecodeState
 from areal_jax.lab.bench.measure import (
     in_turn,
     matrix_peak,
@@ -28,6 +27,7 @@ from areal_jax.lab.bench.measure import (
     read_bandwidth,
     timed_s,
 )
+from areal_jax.models.device_layout import Layout
 from areal_jax.models.exact import paged_attention
 from areal_jax.models.model import Model
 from areal_jax.plan.targets import target_of

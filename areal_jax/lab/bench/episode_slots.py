@@ -20,7 +20,8 @@ from areal_jax.episodes.workflow_runner import WorkflowRunner
 from areal_jax.generation.commands import Stop, command_of
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host
-from areal_jax.generation.slots import DecodeState, Prefix
+from areal_jax.generation.programs import DecodeState
+from areal_jax.generation.slots import Prefix
 from areal_jax.lab.bench.hosting import published
 from areal_jax.lab.bench.measure import in_turn, random_model, random_params
 from areal_jax.observe.threads import reporting_thread

@@ -15,7 +15,7 @@ from areal_jax.assembly.devices import machine
 from areal_jax.generation.commands import Start
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host
-from areal_jax.generation.slots import DecodeState, ResultTokens
+from areal_jax.generation.programs import DecodeState, ResultTokens
 from areal_jax.lab.bench.decode import call_s, filled
 from areal_jax.lab.bench.measure import in_turn, median_s, random_model, random_params, timed_s
 from areal_jax.models.model import Model

@@ -15,7 +15,7 @@ import numpy as np
 
 from areal_jax.assembly.devices import machine, usable_cores
 from areal_jax.generation.engine import Engine
-from areal_jax.generation.slots import DecodeState
+from areal_jax.generation.programs import DecodeState
 from areal_jax.lab.bench.decode import bench_engine
 from areal_jax.lab.bench.measure import in_turn, random_params
 from areal_jax.lab.bench.spawned import received, spawned

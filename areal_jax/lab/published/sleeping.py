@@ -24,7 +24,8 @@ from areal_jax.assembly.parts import Parts, open_inputs
 from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
 from areal_jax.generation.engine import Engine, Prefilling
-from areal_jax.generation.slots import ExistingPrefix, Prefix, ResultTokens
+from areal_jax.generation.programs import ResultTokens
+from areal_jax.generation.slots import ExistingPrefix, Prefix
 from areal_jax.lab.published.sleeping_task import SleepingTask
 from areal_jax.lab.simulation.machines import drawn_work
 from areal_jax.lab.simulation.schedule import Schedule

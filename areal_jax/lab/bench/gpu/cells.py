@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.generation.canary import canary
-from areal_jax.generation.device_layout import Layout
 from areal_jax.lab.bench.decode import bench_engine, decode_figures, filled, prefill, sample
 from areal_jax.lab.bench.gpu.inspection import traced
 from areal_jax.lab.bench.hosting import swap
@@ -40,6 +39,7 @@ from areal_jax.lab.bench.measure import (
 from areal_jax.lab.bench.packed import skewed_groups
 from areal_jax.lab.bench.parity import parity
 from areal_jax.lab.bench.sync import sync
+from areal_jax.models.device_layout import Layout
 from areal_jax.models.kernels import packed_attention, paged_attention
 from areal_jax.models.kv_pages import KVPages
 from areal_jax.plan.bounds import products
@@ -199,7 +199,7 @@ def decoding(
 ) -> dict[str, Any]:
     """Measures decode steps as `bench decode` does, and what a call costs the host and the device.
 
-    `layout`: that of the weights (`generation.device_layout`). In the result, `dispatch_s` is the time until
+    `layout`: that of the weights (`models.device_layout`). In the result, `dispatch_s` is the time until
     a decode call returns to Python, while the device still computes; `kernels`, `device_to_host` and `busy_s`
     are per call, from a trace of the device (None on a CPU).
     """
@@ -267,8 +267,8 @@ def moves(
     pool = min(leaf.nbytes for leaf in jax.tree.leaves(states[0].cache))
     request = engine.request(SampleId(0, 0), 0, Sampling(max_tokens=prompt), prompt)
     lowered = {
-        "insert": engine._insert.lower(states[0], prefix, 1, request, -1),
-        "extract": engine._extract.lower(states[0], 0, engine._bucket(prompt)),
+        "insert": engine.jitted.insert.lower(states[0], prefix, 1, request, -1),
+        "extract": engine.jitted.extract.lower(states[0], 0, engine._bucket(prompt)),
     }
     return {
         "insert_s": insert_s,

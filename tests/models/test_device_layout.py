@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from areal_jax.algorithms.logprobs import PackedTokens, packed_stats
-from areal_jax.generation.device_layout import abstractly_laid_out, laid_out, layout_on
 from areal_jax.generation.engine import Engine
 from areal_jax.models.attention import PackedAttention
 from areal_jax.models.config import PROJECTIONS, Lora, model_config
+from areal_jax.models.device_layout import abstractly_laid_out, laid_out, layout_on
 from areal_jax.models.model import Model
 from areal_jax.models.transformer import FeatureMajor, project
 from areal_jax.tasks.tokenizers import CharTokenizer

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from areal_jax.generation.slots import RequestPenalty
 from areal_jax.types import ArealError
 
 BLOCK = 128
@@ -34,6 +34,17 @@ class Settings(NamedTuple):
     top_k: Int[Array, " N"]
     top_p: Float[Array, " N"]
     min_p: Float[Array, " N"]
+
+
+class RequestPenalty(struct.PyTreeNode):
+    """Clients' penalties and biases as arrays, for each slot; see `penalized`.
+
+    With them, tokens are not drawn from the policy itself.
+    """
+
+    repetition: Float[Any, "*N"]
+    presence: Float[Any, "*N"]
+    bias: Float[Any, "*N V"]
 
 
 class Truncation(NamedTuple):

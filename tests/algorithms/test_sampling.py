@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from areal_jax.generation.sampling import (
+from areal_jax.algorithms.sampling import (
     EVERY,
+    RequestPenalty,
     Settings,
     Truncation,
     _least_kept,
@@ -26,7 +27,6 @@ from areal_jax.generation.sampling import (
     sample_key,
     uniforms,
 )
-from areal_jax.generation.slots import RequestPenalty
 from areal_jax.types import ArealError, Sampling
 
 SLOTS, VOCABULARY = 4, 24
