@@ -52,7 +52,7 @@ RUN = (
     *("run.steps=4", "runtime.placement=shared", "observe.report=false", "observe.tensorboard=false"),
     "model.overrides={width: 16, heads: 2, kv_heads: 2, head_dim: 8, mlp_width: 32}",
     *("algorithm.group_size=4", "generation.slots=4", "generation.length=24", "generation.max_tokens=18"),
-    *("trainer.batch_size=4", "trainer.rows=8", "trainer.length=24", "trainer.supervised_steps=0"),
+    *("trainer.batch_size=4", "trainer.rows=8", "trainer.length=24", "trainer.supervised.steps=0"),
 )
 """Settings of the run that is watched, beside those of the quickstart."""
 

@@ -20,8 +20,8 @@ def kl_loss(
 
     `estimator` is k1, k2 or k3 (`ratios.kl_estimate`). The behaviour policy sampled the tokens; w corrects
     for this, so that the gradients of k2 and k3 are in expectation the gradient of the KL. Only with k3 does
-    the gradient flow through w. k1 is refused without `algorithm.kl.allow_biased`, because the expectation of
-    its gradient is 0: as a loss it only adds noise. arXiv:2510.01555, arXiv:2512.21852.
+    the gradient flow through w. A config with k1 is refused, because the expectation of its gradient is 0: as
+    a loss it only adds noise. arXiv:2510.01555, arXiv:2512.21852.
     """
     chex.assert_type([logp, ref_logp, behavior_logp], float)
     if estimator == "k3":
@@ -54,7 +54,7 @@ def kl_reward(
     """Returns each token's estimate of KL(behaviour | reference), without a gradient.
 
     The caller multiplies the estimate by the KL's coefficient and subtracts the product from the token
-    rewards. Only with k1 is the resulting policy gradient the gradient of the KL; k2 and k3 are biased and
-    need `algorithm.kl.allow_biased`.
+    rewards. Only with k1 is the resulting policy gradient the gradient of the KL; k2 and k3 are biased, and a
+    config with them is refused.
     """
     return jax.lax.stop_gradient(kl_estimate(behavior_logp, ref_logp, estimator))

@@ -82,7 +82,7 @@ def base_name(run: str, config: Config, opened: Source) -> str:
     because the run started from random parameters or from another run, or had supervised steps. `run`: the
     run's folder; `config`: the run's config; `opened`: the source from which the run started.
     """
-    is_as_read = not (Path(config.model.source) / RUN_CONFIG).exists() and not config.trainer.supervised_steps
+    is_as_read = not (Path(config.model.source) / RUN_CONFIG).exists() and not config.trainer.supervised.steps
     if opened.folder is not None and is_as_read:
         return str(opened.folder)
     return f"the folder written by: areal-jax convert {run} FOLDER --as base"

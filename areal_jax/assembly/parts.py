@@ -177,7 +177,7 @@ def open_inputs(config: Config, tasks: Sequence[Task] = ()) -> Inputs:
     if config.observe.evaluate:
         asked = loaded if tasks else held_out(without_splits(config.tasks))
     require_support_fits(config.generation.support_size, source.model.config.vocab_size)
-    own = config.trainer.supervised_tasks
+    own = config.trainer.supervised.tasks
     supervised = load_tasks(own) if own else loaded
     inputs = Inputs(config, loaded, PromptStream(loaded, config.run.seed), source, asked, supervised)
     for ordinal in range(CHECKED_PROMPTS):
@@ -286,16 +286,16 @@ def with_measured_layout(parts: Parts) -> Parts:
 def first_params(parts: Parts) -> Params:
     """Returns the parameters of version 0, on the trainer's mesh.
 
-    These are the parameters of model.source after trainer.supervised_steps, plus new adapters if the config
+    These are the parameters of model.source after trainer.supervised.steps, plus new adapters if the config
     has any. The supervised steps train all parameters; a run with adapters then freezes them. Random
     parameters and new adapters have the same bits on every mesh, supervised steps differ by rounding.
     """
     c, base, mesh = parts.config, parts.model.base, parts.devices.trainer
-    rate = c.trainer.supervised_learning_rate or c.trainer.learning_rate
+    rate = c.trainer.supervised.learning_rate or c.trainer.learning_rate
     params = supervised_start(
         base,
         parts.source.load(param_shardings(base.logical_axes, base.abstract_params, mesh)),
-        make_optimizer(c.trainer.model_copy(update={"learning_rate": rate}), c.trainer.supervised_steps),
+        make_optimizer(c.trainer.model_copy(update={"learning_rate": rate}), c.trainer.supervised.steps),
         parts.supervised,
         c.trainer,
         length=c.row_length,

@@ -15,15 +15,17 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from areal_jax.config.removed import REMOVED
 from areal_jax.config.sections import AlgorithmConfig, Section
 from areal_jax.config.tree import Config
 from areal_jax.plugin import did_you_mean, nearest
 from areal_jax.types import ArealError
 
-TASK_SECTIONS = ("tasks", "trainer.supervised_tasks")
+TASK_SECTIONS = ("tasks", "trainer.supervised.tasks")
 """Keys of mappings from the name of a task to its settings."""
 
-TASK_KEYS = tuple(name.rpartition(".")[2] for name in TASK_SECTIONS)
+STORED = Config.model_fields.keys() - {"episode", "launch"}
+"""The sections that every config.yaml of a run's folder has; no recipe has them all."""
 
 
 class ConfigError(ArealError):
@@ -45,7 +47,7 @@ def load_config(*sources: str | Path | Mapping[str, Any]) -> Config:
         else:
             trees = [each if isinstance(each, Mapping) else _from_file(Path(each)) for each in layer]
         for each in trees:
-            tree = _merge(tree, each)
+            tree = _merge(tree, _without_removed(each))
     return make_config(tree)
 
 
@@ -58,7 +60,7 @@ def make_config(tree: Mapping[str, Any]) -> Config:
 
     Raises ConfigError for unknown keys and invalid values; its message names each key with the remedy.
     """
-    tree = _merge({}, tree)
+    tree = _merge({}, _without_removed(tree))
     _refuse_unknown(tree, Config, "")
     try:
         return Config.model_validate(tree)
@@ -152,16 +154,13 @@ def _from_word(word: str) -> Mapping[str, Any]:
     if section and ":" in key:  # the module path in tasks.pkg.module:Name.key has dots of its own
         end = next(number for number, part in enumerate(parts) if ":" in part)
         parts = [*section, ".".join(parts[len(section) : end + 1]), *parts[end + 1 :]]
-    tree = {parts[-1]: value}
-    for part in reversed(parts[:-1]):
-        tree = {part: tree}
-    return tree
+    return _nested(parts, value)
 
 
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in over.items():
-        if key in TASK_KEYS and isinstance(value, (str, list)):
+        if key == "tasks" and isinstance(value, (str, list)):
             merged[key] = _tasks(value)  # a name or a list replaces the tasks, a mapping adds to them
             continue
         old = merged.get(key)
@@ -169,6 +168,46 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
             old = None
         merged[key] = _merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
     return merged
+
+
+def _without_removed(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the config `tree` without keys of earlier versions (`REMOVED`).
+
+    Only a config that a run has stored may have such keys: a value whose key was renamed gets the new key,
+    and one that says what the code does anyway is dropped. Raises ConfigError for any other.
+    """
+    is_stored = tree.keys() >= STORED
+    for key, removed in REMOVED.items():
+        parts = key.split(".")
+        section: Any = tree
+        for part in parts[:-1]:
+            section = section.get(part) if isinstance(section, Mapping) else None
+        if not isinstance(section, Mapping) or parts[-1] not in section:
+            continue
+        value = section[parts[-1]]
+        if not is_stored:
+            raise ConfigError(f"{key}={value}: this key was removed; {removed.instead}")
+        if not removed.renamed and not removed.is_ignored and value != removed.now:
+            raise ConfigError(
+                f"{key}={value} in the config of an earlier version's run: areal-jax now works as with "
+                f"{key}={removed.now} only; use the version that started the run"
+            )
+        tree = _without(tree, parts)
+        if removed.renamed:
+            tree = _merge(tree, _nested(removed.renamed.split("."), value))
+    return tree
+
+
+def _without(tree: Mapping[str, Any], parts: list[str]) -> dict[str, Any]:
+    name, *rest = parts
+    own = {key: value for key, value in tree.items() if key != name}
+    return {**own, name: _without(tree[name], rest)} if rest else own
+
+
+def _nested(parts: list[str], value: Any) -> dict[str, Any]:
+    for part in reversed(parts):
+        value = {part: value}
+    return value
 
 
 def _is_another_preset(old: Any, new: Any) -> bool:
@@ -192,7 +231,8 @@ def _refuse_unknown(tree: Mapping[str, Any], section: type[Section], prefix: str
     names = section.model_fields
     for key, value in tree.items():
         if key not in names:
-            everywhere = {leaf.split(".")[-1]: leaf for leaf, *_ in leaves()}
+            deepest_first = sorted((leaf for leaf, *_ in leaves()), key=lambda leaf: -leaf.count("."))
+            everywhere = {leaf.split(".")[-1]: leaf for leaf in deepest_first}
             near = nearest(str(key), names)
             meant = prefix + near if near else everywhere.get(nearest(str(key), everywhere))
             hint = f"did you mean {meant}?" if meant else f"known keys: {', '.join(names)}"

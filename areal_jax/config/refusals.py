@@ -176,12 +176,11 @@ def _of_the_kl(a: AlgorithmConfig) -> Iterator[str]:
             "set algorithm.reference=frozen, or algorithm.kl.coef=0"
         )
     is_exact = kl.estimator == "k1" if kl.place == "reward" else kl.estimator != "k1"
-    if not (is_exact or kl.allow_biased):
+    if not is_exact:
         exact = "k1" if kl.place == "reward" else "k3 or k2"
         yield (
             f"algorithm.kl.estimator={kl.estimator} with algorithm.kl.place={kl.place}: the gradient of "
-            f"this estimator is not that of the KL; set algorithm.kl.estimator={exact}, or "
-            "algorithm.kl.allow_biased=true"
+            f"this estimator is not that of the KL; set algorithm.kl.estimator={exact}"
         )
     if kl.place == "reward" and a.advantage == "ones":
         yield (

@@ -68,7 +68,9 @@ class ModelSettings(Section):
     (its newest committed version).
     """
     shape: str = "tiny"
-    """Read with source=random: a built-in model size, one of tiny, 5m, smollm2-135m, qwen2.5-1.5b."""
+    """Read with source=random: a built-in model size, one of tiny, 5m, smollm2-135m, qwen2.5-0.5b,
+    qwen2.5-1.5b, qwen2.5-7b, qwen2.5-32b.
+    """
     overrides: dict[str, Any] = Field(default_factory=dict)
     """Read with source=random: sizes that differ from model.shape, such as {layers: 4}."""
     tokenizer: Literal["auto", "byte"] = "auto"
@@ -107,8 +109,6 @@ class KLConfig(Section):
     """Read with kl.target: number of loss tokens after which the coefficient has changed by the relative
     error of the KL, at most by a fifth. A longer horizon adapts the coefficient more slowly.
     """
-    allow_biased: bool = False
-    """Allow k1 in the loss, or k2 or k3 in the reward, although the gradient is then not that of the KL."""
 
 
 class CriticConfig(Section):
@@ -364,10 +364,6 @@ class ControlConfig(Section):
     an error, or the prompt is empty or too long. Their groups are dropped (failed_prompt); beyond this
     fraction the run ends. 0: the first one ends it; 1: any number is dropped.
     """
-    placement_every_s: float = Field(default=2.0, gt=0)
-    """With pinned: seconds after which samples of older versions are placed on hosts again. They are placed
-    at once when a version is committed, a host is short of KV pages, or a host joins or is lost.
-    """
 
     @field_validator("max_staleness", mode="before")
     @classmethod
@@ -384,27 +380,28 @@ class MeshConfig(Section):
     """Number of shards of parameters and optimiser state (fully sharded data parallelism)."""
     tensor: int = Field(default=1, ge=1)
     """Number of shards of attention heads and MLP width (tensor parallelism)."""
-    context: Literal[1] = 1
-    """Reserved for sharding the sequence; must be 1."""
-    expert: Literal[1] = 1
-    """Reserved for sharding experts; must be 1."""
-
-    @field_validator("context", "expert", mode="before")
-    @classmethod
-    def _is_reserved(cls, value: Any) -> Any:
-        if value == 1:
-            return 1
-        raise ValueError(
-            "no array is sharded over this axis yet; set it to 1, and raise trainer.mesh.fsdp or .tensor"
-        )
 
     @property
     def shape(self) -> dict[str, int]:
-        return {axis: getattr(self, axis) for axis in type(self).model_fields}
+        """Axis of the mesh -> size. No array is sharded over context and expert yet."""
+        return {**dict(self), "context": 1, "expert": 1}
 
     @property
     def devices(self) -> int:
         return self.data * self.fsdp * self.tensor
+
+
+class SupervisedConfig(Section):
+    steps: int = Field(default=0, ge=0)
+    """Number of supervised updates on the tasks' reference answers before the run starts from version 0."""
+    tasks: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Tasks of the supervised steps, as in section tasks: for example easier or longer prompts than those of
+    the run, which teach a format. {}: the run's tasks.
+    """
+    learning_rate: float | None = Field(default=None, gt=0)
+    """Peak learning rate of the supervised steps. None: trainer.learning_rate."""
+    batch: int = Field(default=128, ge=1)
+    """Number of reference answers in each supervised step."""
 
 
 class TrainerConfig(Section):
@@ -430,14 +427,10 @@ class TrainerConfig(Section):
     """Number of rows in a micro-batch; a batch is packed into as many micro-batches as it needs."""
     length: int | None = Field(default=None, ge=2)
     """Tokens in a packed row (T). None: generation.length."""
-    prompts: Literal["shared", "repeated"] = "shared"
-    """How equal beginnings of samples are packed. shared: samples in one row share one copy of their prompt,
-    and of any other beginning that none of them trains. repeated: each sample has its own copy.
-    """
     compute: Literal["packed", "tree", "auto"] = "packed"
-    """How a batch is computed. packed: in rows, each token once per sample, or a shared prefix once per row.
-    tree: over the prefix tree of the samples, each prefix that samples share once, whatever its depth. auto:
-    each batch in the way that is forecast to be faster.
+    """How a batch is computed. packed: in rows; samples in one row share one copy of their prompt, and of any
+    other beginning that none of them trains. tree: over the prefix tree of the samples, each prefix that
+    samples share once, whatever its depth. auto: each batch in the way that is forecast to be faster.
     """
     tree_block: int | None = Field(default=None, ge=1)
     """Tokens that each device computes at once over prefix trees. Larger blocks need more memory and compute
@@ -449,16 +442,8 @@ class TrainerConfig(Section):
     """What the backward pass recomputes instead of storing it. none: nothing. layer: each whole layer. dots:
     everything in a layer except matrix products and attention.
     """
-    supervised_steps: int = Field(default=0, ge=0)
-    """Number of supervised updates on the task's reference answers before the run starts from version 0."""
-    supervised_tasks: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """Tasks of the supervised_steps, as in section tasks: for example easier or longer prompts than those of
-    the run, which teach a format. {}: the run's tasks.
-    """
-    supervised_learning_rate: float | None = Field(default=None, gt=0)
-    """Peak learning rate of the supervised_steps. None: learning_rate."""
-    supervised_batch: int = Field(default=128, ge=1)
-    """Number of reference answers in each of the supervised_steps."""
+    supervised: SupervisedConfig = SupervisedConfig()
+    """Supervised steps before the run's own."""
     checkpoint_every: int = Field(default=50, ge=1)
     """Number of steps between checkpoints. A run always writes a checkpoint after its last step."""
     keep_checkpoints: int = Field(default=2, ge=1)

@@ -242,7 +242,7 @@ class KVShort:
 
 @dataclass(frozen=True)
 class PlacementDue:
-    """control.placement_every_s seconds have passed since samples were last placed on hosts."""
+    """PLACED_EVERY_S (`control.orchestrator`) has passed since samples were last placed on hosts."""
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,11 @@ from areal_jax.control.gate import admissible
 from areal_jax.control.state import GroupState, State
 from areal_jax.types import PolicyVersion
 
+PLACED_EVERY_S = 2.0
+"""Seconds between two PlacementDue. At a commit, when a host is short of KV pages, and when one joins or is
+lost, samples are placed again without waiting for it.
+"""
+
 
 def partition(hosts: int, work: Mapping[PolicyVersion, int]) -> dict[PolicyVersion, int]:
     """Returns the number of hosts for each version, in proportion to its work; together `hosts`.

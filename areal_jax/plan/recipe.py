@@ -243,8 +243,7 @@ def _abstract_batch(config: Config, learner: Learner) -> PreparedBatch:
     micros = -(-rows // learner.rows)
     # A minibatch has a power of two of micro-batches (trajectories.packing).
     rows = a.minibatches * learner.rows * 2 ** (micros - 1).bit_length()
-    shares = config.trainer.prompts == "shared" and learner.takes_shared_prompts
-    return _micro(_abstract_prepared(config, learner, rows, shares), rows, learner)
+    return _micro(_abstract_prepared(config, learner, rows, learner.takes_shared_prompts), rows, learner)
 
 
 def _abstract_tree_batch(config: Config, learner: Learner) -> PreparedBatch:

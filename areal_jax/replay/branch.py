@@ -36,7 +36,7 @@ from areal_jax.types import ArealError
 CHANGEABLE = ("algorithm.", "control.", "trainer.", *RESUMABLE_KEYS)
 """Config keys that a branch may change. A key with a dot at its end stands for all keys of that section."""
 
-FIXED = ("trainer.numerics", "trainer.mesh", "trainer.supervised_", "generation.weight_layout")
+FIXED = ("trainer.numerics", "trainer.mesh", "trainer.supervised", "generation.weight_layout")
 """Beginnings of keys that it may not change all the same: they decide the bits of the steps before it."""
 
 

@@ -174,7 +174,7 @@ def _state_tensors(parts: Parts, state: TrainState) -> tuple[dict[str, np.ndarra
     trained = {PARAMS + name for name in to_plain(parts.learner.trainable.of(state.params))}
     frozen = [name for name in plain if name.startswith(PARAMS) and name not in trained]
     # After supervised steps the frozen leaves are nowhere else.
-    left_out = [] if parts.config.trainer.supervised_steps else frozen
+    left_out = [] if parts.config.trainer.supervised.steps else frozen
     digests = leaf_digests({name: plain[name] for name in left_out}) if left_out else None
     return {STATE + name: np.asarray(leaf) for name, leaf in plain.items() if name not in left_out}, digests
 

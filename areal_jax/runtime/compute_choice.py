@@ -50,7 +50,7 @@ def plan_groups(
     longer than a row.
     """
     t = config.trainer
-    layout = t.prompts if takes_shared_prompts else "repeated"
+    layout = "shared" if takes_shared_prompts else "repeated"
     if choice["compute"] == "tree":
         layout = "apart"
     plan = plan_batch(groups, t.rows, config.row_length, config.algorithm.minibatches, layout)

@@ -11,6 +11,7 @@ from areal_jax.assembly.parts import Inputs
 from areal_jax.assembly.run_folder import CHECKPOINTS
 from areal_jax.control import events as e
 from areal_jax.control.events import Event
+from areal_jax.control.orchestrator import PLACED_EVERY_S
 from areal_jax.runtime.compute_choice import ComputeChoice
 from areal_jax.runtime.context import RunContext
 from areal_jax.runtime.core import DriverCore, Endpoints, Incoming
@@ -76,11 +77,11 @@ class Driver:
         self.handle([(event, None) for event in first])
 
     def placement_due(self) -> list[Incoming]:
-        """Returns PlacementDue, if it may matter and the last one was control.placement_every_s ago."""
+        """Returns PlacementDue, if it may matter and the last one was PLACED_EVERY_S ago."""
         if not self.control.orchestrator.is_due():
             self._placed_s = time.monotonic()
             return []
-        if time.monotonic() < self._placed_s + self._config.control.placement_every_s:
+        if time.monotonic() < self._placed_s + PLACED_EVERY_S:
             return []
         self._placed_s = time.monotonic()
         return [(e.PlacementDue(), None)]

@@ -16,6 +16,7 @@ from areal_jax.assembly.parts import Parts
 from areal_jax.config.tree import Config
 from areal_jax.control import events as e
 from areal_jax.control.events import Event
+from areal_jax.control.orchestrator import PLACED_EVERY_S
 from areal_jax.episodes.conversation import Conversation
 from areal_jax.episodes.workflow_runner import Gateway
 from areal_jax.generation.commands import Stop, command_of
@@ -229,14 +230,14 @@ class LocalRun:
         return messages  # type: ignore[return-value]
 
     def _first_message(self) -> Message:
-        driver, every_s = self._driver, self._parts.config.control.placement_every_s
+        driver = self._driver
         end_s = time.monotonic() + self._deadline_s
         while True:
             left_s = max(0.0, end_s - time.monotonic())
-            is_placing = driver.control.orchestrator.is_due() and every_s < left_s
+            is_placing = driver.control.orchestrator.is_due() and left_s > PLACED_EVERY_S
             try:
                 with self._timeline.clock("control", "decide").doing(f"wait: {AWAITED}"):
-                    return self._inbox.get(timeout=every_s if is_placing else left_s)
+                    return self._inbox.get(timeout=PLACED_EVERY_S if is_placing else left_s)
             except queue.Empty:
                 if not is_placing:
                     raise WaitTimeout(

@@ -76,7 +76,7 @@ class Task:
         Raises TaskError if the task has no reference answers.
         """
         raise TaskError(
-            f"{type(self).__name__} has no reference answers; set trainer.supervised_steps=0, or define "
+            f"{type(self).__name__} has no reference answers; set trainer.supervised.steps=0, or define "
             "reference(prompt) -> str"
         )
 

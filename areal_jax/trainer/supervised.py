@@ -30,13 +30,13 @@ def supervised_start(
     seed: int,
     mesh: Mesh | None = None,
 ) -> Params:
-    """Returns `params` after `c.supervised_steps` supervised updates; with 0 steps unchanged.
+    """Returns `params` after `c.supervised.steps` supervised updates; with 0 steps unchanged.
 
     `length`: tokens of a row. `seed`: the run's seed; the prompts are drawn by another, derived seed.
     Raises TaskError if a task has no reference answers, PackingError if a prompt and its answer are longer
     than a row.
     """
-    if not c.supervised_steps:
+    if not c.supervised.steps:
         return params
     algorithm = AlgorithmConfig.model_validate(preset_settings({"preset": "sft"}))
     learner = Learner(
@@ -52,8 +52,8 @@ def supervised_start(
     state = learner.init(params)
     # Not the seed of the run's own prompts.
     prompts = PromptStream(tasks, seed=seed + 2**31)
-    for step in range(c.supervised_steps):
-        ordinals = range(step * c.supervised_batch, (step + 1) * c.supervised_batch)
+    for step in range(c.supervised.steps):
+        ordinals = range(step * c.supervised.batch, (step + 1) * c.supervised.batch)
         groups = [_answered(o, prompts.prompt(o), tasks, model.tokenizer) for o in ordinals]
         batch = learner.prepare(state, pack(groups, c.rows, length, own_rows=learner.own_rows))
         state, _ = learner.update(state, batch)

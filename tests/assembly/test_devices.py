@@ -142,14 +142,6 @@ def test_a_call_ahead_on_a_shared_device_is_refused_with_a_remedy(four):
         place(config("runtime.placement=shared", "generation.calls_ahead=1"), four)
 
 
-@pytest.mark.parametrize("axis", ["context", "expert"])
-def test_a_reserved_axis_is_refused_with_a_remedy(axis):
-    with pytest.raises(
-        ArealError, match=rf"trainer\.mesh\.{axis}: .*set it to 1, and raise trainer\.mesh\.fsdp or \.tensor"
-    ):
-        config(f"trainer.mesh.{axis}=2")
-
-
 FRESH = """
 import json, sys
 from areal_jax.config.loading import load_config

@@ -139,11 +139,11 @@ def test_a_completion_that_cannot_be_decoded_is_an_error_of_its_prompt(tmp_path,
 @pytest.mark.slow
 def test_the_supervised_steps_may_have_tasks_of_their_own(tmp_path):
     """Equal to a run of that task alone; the run's prompts stay those of its own task."""
-    words = ["trainer.supervised_steps=2", "trainer.supervised_batch=8"]
+    words = ["trainer.supervised.steps=2", "trainer.supervised.batch=8"]
     other = small(tmp_path, *words, "tasks.countdown.median=8.0")
     supervised = [
-        "trainer.supervised_tasks.countdown.median=8.0",
-        "trainer.supervised_tasks.countdown.letters=12",
+        "trainer.supervised.tasks.countdown.median=8.0",
+        "trainer.supervised.tasks.countdown.letters=12",
     ]
     both = small(tmp_path, *words, *supervised)
     own = small(tmp_path, *words)

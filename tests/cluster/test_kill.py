@@ -122,9 +122,9 @@ def test_kill_9_of_each_role_while_samples_move_between_hosts(tmp_path: Path, ba
     between, last_kill = 4, FIRST + 12 * len(roles)
     steps = last_kill + 8
     words = [f"run.steps={steps}", f"weights.backend={backend}", "runtime.hosts=3", "generation.slots=1"]
-    words += ["control.strategy=pinned", "control.max_staleness=2", "control.placement_every_s=0.2"]
+    words += ["control.strategy=pinned", "control.max_staleness=2"]
     # Samples stay long, and decode slowly, one on each host: hosts are busy when a version is committed.
-    words += ["trainer.learning_rate=1e-9", "trainer.supervised_steps=0", "generation.decode_steps=1"]
+    words += ["trainer.learning_rate=1e-9", "trainer.supervised.steps=0", "generation.decode_steps=1"]
     words += ["trainer.batch_size=8", "trainer.rows=16"]
     before, at_a_move, earliest = 0, [], FIRST
     with launching(run, *words, "launch.restarts=6") as launched:

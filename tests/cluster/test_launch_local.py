@@ -104,7 +104,7 @@ def test_a_bfloat16_model_goes_from_an_fsdp_trainer_to_hosts_of_two_devices(tmp_
     folder, live, steps = tmp_path / "run", tmp_path / "live", 3
     live.mkdir()
     sizes = ["model.shape=5m", "model.dtype=bfloat16", "trainer.mesh.fsdp=4", "runtime.host_tensor=2"]
-    once = ["trainer.supervised_steps=0", "launch.restarts=0", f"weights.backend={backend}"]
+    once = ["trainer.supervised.steps=0", "launch.restarts=0", f"weights.backend={backend}"]
     watched = {"LIVE_BUFFERS": str(live), "PYTHONPATH": str(LIVE_BUFFERS)}
     run = launch(folder, *fresh(folder, steps), *sizes, *once, **watched)
     try:

@@ -131,7 +131,7 @@ def test_an_address_of_an_earlier_head_is_not_taken_for_the_present_one(tmp_path
 
 
 def run_words(steps: int, port: int, *words: str) -> list[str]:
-    small = [f"run.steps={steps}", "trainer.checkpoint_every=1000", "trainer.supervised_steps=0"]
+    small = [f"run.steps={steps}", "trainer.checkpoint_every=1000", "trainer.supervised.steps=0"]
     small += [f"launch.port={port}", *QUIET]
     return ["--config=configs/quickstart.yaml", *TWO_TRAINERS, *small, *words]
 

@@ -60,7 +60,6 @@ STRATEGIES = {
     # Of three busy hosts, one adopts each version first, and samples that it has move to the others.
     "pinned": (
         "control.max_staleness=4",
-        "control.placement_every_s=0.01",
         "runtime.hosts=3",
         "trainer.batch_size=8",
     ),

@@ -20,7 +20,7 @@ from tests.hangs import HANG_S
 pytestmark = pytest.mark.soak
 
 STEPS = 60
-WORDS = (f"run.steps={STEPS}", "control.max_staleness=0", "trainer.supervised_steps=2")
+WORDS = (f"run.steps={STEPS}", "control.max_staleness=0", "trainer.supervised.steps=2")
 
 
 class Client:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from areal_jax.config.loading import ConfigError, load_config, make_config, resolved
+from areal_jax.config.loading import ConfigError, leaves, load_config, make_config, resolved
+from areal_jax.models.config import SHAPES
 
 RECIPE = {"algorithm": {"preset": "grpo", "group_size": 4, "loss_settings": {"low": 0.1, "high": 0.3}}}
 
@@ -37,12 +40,12 @@ def test_words_reach_into_a_tasks_nested_settings():
 
 def test_the_tasks_of_the_supervised_steps_are_named_and_set_like_those_of_the_run():
     words = [
-        "trainer.supervised_tasks=[pkg.sums:Sums, countdown]",
-        "trainer.supervised_tasks.countdown.letters=8",
+        "trainer.supervised.tasks=[pkg.sums:Sums, countdown]",
+        "trainer.supervised.tasks.countdown.letters=8",
     ]
-    words.append("trainer.supervised_tasks.pkg.sums:Sums.table.size=3")
+    words.append("trainer.supervised.tasks.pkg.sums:Sums.table.size=3")
     expected = {"pkg.sums:Sums": {"table": {"size": 3}}, "countdown": {"letters": 8}}
-    assert load_config(*words).trainer.supervised_tasks == expected
+    assert load_config(*words).trainer.supervised.tasks == expected
 
 
 def test_a_word_that_is_no_yaml_is_named():
@@ -105,3 +108,8 @@ def test_the_longest_completion_follows_from_the_length_unless_it_is_given():
     defaults = {"generation": {"length": 1024}}
     assert load_config(defaults, "trainer.length=1024").generation.max_tokens == 512
     assert load_config(defaults, "generation.length=256", "trainer.length=256").generation.max_tokens == 128
+
+
+def test_every_built_in_model_size_is_explained():
+    (doc,) = (doc for key, _, _, doc in leaves() if key == "model.shape")
+    assert set(re.split(r"[\s,]+|\.(?:\s|$)", doc)) >= SHAPES.keys()

@@ -109,8 +109,6 @@ def test_what_would_train_something_else_is_refused(words: str, message: str):
 @pytest.mark.parametrize(
     "words",
     [
-        "preset=grpo kl.estimator=k1 kl.allow_biased=true",
-        "preset=rloo kl.estimator=k2 kl.allow_biased=true",
         "preset=grpo proximal=none off_policy=none",
         "preset=grpo group_size=1 advantage_settings.center=batch advantage_settings.scale=batch",
         "preset=grpo loss=my.losses:clip advantage=my.advantages:mine critic.kind=shared teacher=tiny",

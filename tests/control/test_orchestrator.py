@@ -275,12 +275,14 @@ def long_tail(bound: int, *faults: Fault) -> SimResult:
             "run": {"steps": 10},
             "algorithm": {"group_size": 4},
             "generation": {"slots": 8, "length": 400, "max_tokens": 360},
-            "control": {"strategy": "pinned", "max_staleness": bound, "placement_every_s": 0.5},
+            "control": {"strategy": "pinned", "max_staleness": bound},
             "trainer": {"batch_size": 8},
             "runtime": {"hosts": 4},
         }
     )
-    schedule = Schedule(median_tokens=24, sigma_tokens=1.0, train_s=0.5, publish_s=0.05, faults=faults)
+    schedule = Schedule(
+        median_tokens=24, sigma_tokens=1.0, train_s=0.5, publish_s=0.05, placed_every_s=0.5, faults=faults
+    )
     return simulate(config, schedule)
 
 

@@ -42,7 +42,7 @@ def shapes(tree: Any) -> list[tuple[str, tuple[int, ...], str]]:
     "words",
     [
         (),
-        ("trainer.prompts=repeated", "algorithm.minibatches=2", "algorithm.truncation=mask"),
+        ("algorithm.minibatches=2", "algorithm.truncation=mask"),
         ("generation.top_k=4", "generation.support_size=4", "algorithm.advantage_settings.scale=none"),
     ],
 )
@@ -62,7 +62,7 @@ def test_a_micro_batch_is_that_of_a_packed_batch_of_full_samples(words: tuple[st
 
     recipe = open_recipe(config, jax.devices())
     learner = make_learner(config, model, recipe.devices, None)
-    batch = pack([group(i) for i in range(4)], 8, learner.length, c.minibatches, config.trainer.prompts)
+    batch = pack([group(i) for i in range(4)], 8, learner.length, c.minibatches)
     state = learner.init(model.init(0))
     micros = learner.micro_batches(learner.prepare(state, batch))
     planned = arguments(recipe, "trainer")["begin"]

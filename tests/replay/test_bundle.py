@@ -156,7 +156,7 @@ def test_a_base_that_is_another_is_refused(adapters, tmp_path):
 
 
 def test_frozen_leaves_that_only_the_run_has_are_in_a_bundle(tmp_path):
-    folder = made(tmp_path / "run", "trainer.trainable=blocks.*", "trainer.supervised_steps=2")
+    folder = made(tmp_path / "run", "trainer.trainable=blocks.*", "trainer.supervised.steps=2")
     bundle = make_bundle(folder, 4, tmp_path / "step.bundle")
     found = verify_bundle(tmp_path / "step.bundle")
     assert (found.difference, found.digest) == ("", trained(folder, 4).digest)

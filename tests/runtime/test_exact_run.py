@@ -127,7 +127,7 @@ def test_samples_that_moved_between_hosts_differ_in_no_bit_from_their_one_versio
     folder, steps, bound = tmp_path / "run", 24, 2
     words = (
         *SETTINGS, "weights.backend=orbax", f"weights.keep_versions={steps + 1}", "trainer.numerics=exact",
-        "control.strategy=pinned", f"control.max_staleness={bound}", "control.placement_every_s=0.05",
+        "control.strategy=pinned", f"control.max_staleness={bound}",
         f"run.steps={steps}", "runtime.hosts=3", "generation.decode_steps=1",
     )  # fmt: skip
     rows = run(small(folder, *words)).metrics

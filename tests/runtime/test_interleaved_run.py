@@ -47,7 +47,7 @@ TASK = (
     "generation.max_tokens=30",
     "trainer.length=40",
 )
-LEARN_FORMAT = ("trainer.supervised_steps=60", "trainer.supervised_batch=32", "trainer.learning_rate=0.02")
+LEARN_FORMAT = ("trainer.supervised.steps=60", "trainer.supervised.batch=32", "trainer.learning_rate=0.02")
 """Supervised steps after which most responses of temperature 1 follow the template, but not all."""
 
 GATE = ("algorithm.gate.part=intermediate", "algorithm.gate.tolerance=0")

@@ -54,7 +54,7 @@ def tuned(
         "model.lora={rank: 2, targets: q|v|down}",
         f"model.quantize={request.param}",
         "weights={backend: orbax, wire_dtype: bfloat16}",
-        "trainer.supervised_steps=1",
+        "trainer.supervised.steps=1",
         "trainer={learning_rate: 0.03, lr_warmup_steps: 0}",
     )
     return config, list(run(config, stream=io.StringIO()).metrics)

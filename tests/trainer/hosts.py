@@ -31,7 +31,7 @@ WORDS = (
     "trainer.rows=4",
     "trainer.compute=auto",
     "trainer.tree_block=24",
-    "trainer.supervised_steps=1",
+    "trainer.supervised.steps=1",
     "runtime.placement=shared",
     "runtime.deadline_s=300",
 )

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areal_jax.config.sections import TrainerConfig
+from areal_jax.config.sections import SupervisedConfig, TrainerConfig
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.model import Model
 from areal_jax.tasks.datasets.countdown import Countdown
@@ -18,8 +18,6 @@ from areal_jax.types import Prompt
 from tests.algorithms.reference import log_softmax
 from tests.models.reference import logits
 from tests.trainer.conftest import same_bits
-
-SETTINGS = dict(rows=8, supervised_batch=24, learning_rate=3e-3, supervised_steps=8)
 
 
 class Short(Countdown):
@@ -36,8 +34,8 @@ def small() -> Model:
     return Model(ModelConfig(vocab_size=tokenizer.vocab_size, **sizes), tokenizer)
 
 
-def start(model: Model, params: Any, **settings: Any) -> Any:
-    c = TrainerConfig(**{**SETTINGS, **settings})
+def start(model: Model, params: Any, steps: int = 8) -> Any:
+    c = TrainerConfig(rows=8, learning_rate=3e-3, supervised=SupervisedConfig(batch=24, steps=steps))
     tasks = load_tasks({}, [Short()])
     return supervised_start(model, params, make_optimizer(c, 8), tasks, c, length=16, seed=0)
 
@@ -63,5 +61,5 @@ def test_it_raises_the_likelihood_of_reference_answers(small: Model):
 @pytest.mark.slow
 def test_it_is_a_function_of_its_seed_and_no_step_is_no_change(small: Model):
     params = small.init(0)
-    assert start(small, params, supervised_steps=0) is params
-    assert same_bits(start(small, params, supervised_steps=2), start(small, params, supervised_steps=2))
+    assert start(small, params, steps=0) is params
+    assert same_bits(start(small, params, steps=2), start(small, params, steps=2))

@@ -380,7 +380,7 @@ class Shared:
         own = _key(config, "model", "tasks", "algorithm", "trainer", "runtime")
         of_learner = f"{own} {config.generation.length} {config.generation.max_tokens} {config.run.steps}"
         # Arms with the same tasks in their supervised steps have the same start.
-        prompts = () if config.trainer.supervised_tasks else ("tasks",)
+        prompts = () if config.trainer.supervised.tasks else ("tasks",)
         seed = 0 if self._shares_start else config.run.seed
         of_params = _key(config, "model", "runtime", "trainer", *prompts) + f"{config.row_length} {seed}"
         parts = assemble(config, learner=self._learners.get(of_learner))

@@ -120,7 +120,7 @@ def _gap_holds(table: Table) -> bool:
 
 
 def _arm(template: str, *words: str) -> tuple[str, ...]:
-    tasks = ("tasks.chained", "trainer.supervised_tasks.chained")
+    tasks = ("tasks.chained", "trainer.supervised.tasks.chained")
     return (*(f"{task}.template={template}" for task in tasks), *words)
 
 
@@ -209,8 +209,8 @@ INTERLEAVED = Ablation(
         f"arms=[{THINK_ANSWER},{INTERLEAVE}]",
         "seeds=1",
         "run.steps=3",
-        "trainer.supervised_steps=120",
-        "trainer.supervised_learning_rate=3.0e-3",
+        "trainer.supervised.steps=120",
+        "trainer.supervised.learning_rate=3.0e-3",
     ),
     curves=("reward_mean", "reward_parts/correct", "reward_parts/ttft_share", "gates/intermediate"),
 )

@@ -64,7 +64,7 @@ def sleeping_parts(config: Config, schedule: Schedule) -> Parts:
             "model": plain.model,
             "generation": config.generation.model_copy(update={"page_tokens": None, "kv_tokens": None}),
             "trainer": config.trainer.model_copy(
-                update={"mesh": plain.trainer.mesh, "supervised_steps": 0, "supervised_tasks": {}}
+                update={"mesh": plain.trainer.mesh, "supervised": plain.trainer.supervised}
             ),
             "runtime": config.runtime.model_copy(update={"host_tensor": 1, "placement": "split"}),
             "observe": plain.observe.model_copy(

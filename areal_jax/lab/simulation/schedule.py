@@ -9,6 +9,7 @@ import numpy as np
 from areal_jax.config.loading import make_config
 from areal_jax.config.refusals import FIXED_STALENESS, ON_UPDATE
 from areal_jax.config.tree import Config
+from areal_jax.control.orchestrator import PLACED_EVERY_S
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class Schedule:
     """Seconds to recompute the KV of one token under the adopted version; only with on_update=recompute."""
     move_s: float = 0.05
     """Seconds to move the KV of a group's half-decoded samples to another host."""
+    placed_every_s: float = PLACED_EVERY_S
+    """Seconds between two PlacementDue."""
     train_s: float = 1.0
     publish_s: float = 0.1
     reward_s: float = 0.05
@@ -111,32 +114,31 @@ def random_schedule(
     staleness = FIXED_STALENESS.get(strategy, int(rng.choice([0, 1, 1, 2, 4, 8])))
     drawn = str(rng.choice(["restart", "restart", "hold", "hold", "mask", "mask", "none"]))
     age = drawn if over_age is None else over_age
-    config = make_config(
-        {
-            "run": {"seed": seed, "steps": -(-int(rng.integers(50, 65)) // size)},
-            "algorithm": {
-                "group_size": int(rng.integers(2, 5)),
-                "group_filter": str(rng.choice(["none", "signal"])),
-            },
-            "generation": {
-                "slots": int(rng.integers(3, 9)),
-                "length": 136,
-                "max_tokens": 128,
-                "on_update": on_update,
-            },
-            "control": {
-                "strategy": strategy,
-                "max_staleness": staleness,
-                "max_token_age": None if age == "none" else staleness + int(rng.random() < 0.3),
-                "over_age": "restart" if age == "none" else age,
-                "max_concurrent": int(rng.integers(2, 20)) if rng.random() < 0.5 else None,
-                "placement_every_s": float(rng.uniform(0.1, 2.0)),
-            },
-            "trainer": {"batch_size": size, "checkpoint_every": int(rng.integers(1, 5))},
-            "runtime": {"hosts": hosts},
-        }
-    )
-    schedule = _schedule(seed, hosts, rng)
+    tree = {
+        "run": {"seed": seed, "steps": -(-int(rng.integers(50, 65)) // size)},
+        "algorithm": {
+            "group_size": int(rng.integers(2, 5)),
+            "group_filter": str(rng.choice(["none", "signal"])),
+        },
+        "generation": {
+            "slots": int(rng.integers(3, 9)),
+            "length": 136,
+            "max_tokens": 128,
+            "on_update": on_update,
+        },
+        "control": {
+            "strategy": strategy,
+            "max_staleness": staleness,
+            "max_token_age": None if age == "none" else staleness + int(rng.random() < 0.3),
+            "over_age": "restart" if age == "none" else age,
+            "max_concurrent": int(rng.integers(2, 20)) if rng.random() < 0.5 else None,
+        },
+        "runtime": {"hosts": hosts},
+    }
+    placed_every_s = float(rng.uniform(0.1, 2.0))
+    tree["trainer"] = {"batch_size": size, "checkpoint_every": int(rng.integers(1, 5))}
+    config = make_config(tree)
+    schedule = replace(_schedule(seed, hosts, rng), placed_every_s=placed_every_s)
     if rng.random() < 0.5:
         config = _with_gate(config)
     return config, schedule

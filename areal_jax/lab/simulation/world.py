@@ -194,7 +194,7 @@ class World:
     def _watch_placement(self) -> None:
         if not self._is_watching and self.control.orchestrator.is_due():
             self._is_watching = True
-            self.clock.later(self.config.control.placement_every_s, self._placement_due)
+            self.clock.later(self.schedule.placed_every_s, self._placement_due)
 
     def _placement_due(self) -> None:
         self._is_watching = False

@@ -90,7 +90,7 @@ class Code(JsonLines):
     def reference(self, prompt: Prompt) -> str:
         if not isinstance(solution := prompt.info.get("solution"), str):
             raise TaskError(
-                f"a row of {self._path} has no text in column 'solution'; set trainer.supervised_steps=0, or "
+                f"a row of {self._path} has no text in column 'solution'; set trainer.supervised.steps=0, or "
                 "add a solution to every row"
             )
         return f"```python\n{solution.strip()}\n```"

@@ -94,7 +94,7 @@ class ReasoningGym(Task):
     def reference(self, prompt: Prompt) -> str:
         answer = prompt.info["answer"]
         if not isinstance(answer, str):
-            raise TaskError(f"dataset={self._name} has no reference answers; set trainer.supervised_steps=0")
+            raise TaskError(f"dataset={self._name} has no reference answers; set trainer.supervised.steps=0")
         return f"<answer>{answer}</answer>"
 
     def __getstate__(self) -> dict[str, Any]:

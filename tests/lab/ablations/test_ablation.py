@@ -35,7 +35,7 @@ SMALL = (
     "algorithm.group_size=4",
     "generation.slots=8",
     "trainer.batch_size=4",
-    "trainer.supervised_steps=0",
+    "trainer.supervised.steps=0",
 )
 
 
@@ -108,7 +108,7 @@ def test_staleness_0_is_the_plain_synchronous_loop_bit_for_bit(bench):
     for step in range(3):
         params, ordinals = learner.publish(state), range(step * 4, step * 4 + 4)
         groups = rollout(engine, params, parts.tasks, ordinals, 4, 5, sampling=config.generation.sampling)
-        batch = pack(groups, config.trainer.rows, config.row_length, 4, config.trainer.prompts)
+        batch = pack(groups, config.trainer.rows, config.row_length, 4)
         state, _ = learner.update(state, learner.prepare(state, batch))
         oracle.append(digest(state.params))
     assert [row["params_digest"] for row in bench.run(config).rows][:3] == oracle
@@ -205,7 +205,7 @@ def test_unknown_names_and_the_list():
 INTERRUPTION = ABLATIONS["interruption"]
 QUICK = (
     "run.steps=12", "tasks.countdown.letters=24", "tasks.countdown.median=6", "generation.length=32",
-    "generation.max_tokens=28", "trainer.length=64", "trainer.supervised_steps=2",
+    "generation.max_tokens=28", "trainer.length=64", "trainer.supervised.steps=2",
 )  # fmt: skip
 
 

@@ -190,7 +190,7 @@ def test_each_algorithm_has_its_own_number_of_seeds(recorded):
 @pytest.mark.soak
 def test_the_smoke_table_shows_how_much_earlier_interleaved_answers_come():
     """The format alone does it: these arms learn no arithmetic."""
-    half = "trainer.supervised_batch=56"  # enough to learn a format
+    half = "trainer.supervised.batch=56"  # enough to learn a format
     done = CliRunner().invoke(app, ["ablate", "interleaved", "--smoke", "--json", half])
     assert done.exit_code == 0, done.output
     rows = {row["arm"]: row for row in json.loads(done.stdout)["table"]}
@@ -200,7 +200,7 @@ def test_the_smoke_table_shows_how_much_earlier_interleaved_answers_come():
 
 @pytest.mark.soak
 def test_a_run_is_evaluated_on_longer_problems_and_all_seeds_begin_with_one_start():
-    words = ["run.steps=1", "trainer.supervised_steps=3", "trainer.supervised_batch=8"]
+    words = ["run.steps=1", "trainer.supervised.steps=3", "trainer.supervised.batch=8"]
     words += ["algorithm.group_size=2", "trainer.batch_size=2"]  # programs of the smoke run, less data
     bench = Workbench(0.6, shares_start=True)
     configs = [load_config(INTERLEAVED.recipe, *words, f"run.seed={seed}") for seed in (0, 1)]

@@ -36,7 +36,7 @@ class Stage:
     """Whether a kernel that failed ends the process: it may have left the GPU unusable there."""
 
 
-UNTRAINED = ("trainer.supervised_steps=0",)
+UNTRAINED = ("trainer.supervised.steps=0",)
 """Settings of runs that measure speed alone, of a model that has learned nothing."""
 
 
