@@ -31,14 +31,18 @@ MOVED = {
 """Modules of this package that run folders may name as `module:name`, and their names since they moved."""
 
 _typed: tuple[str, ...] | None = None
-"""In a block of `without_code`, the words of the command line; None: all code may be loaded."""
+"""In a block of `without_code`, what the user wrote; None: all code may be loaded."""
+
+_OF_TASKS = re.compile(r"^(tasks|trainer\.supervised_tasks)\.")
+"""The beginning of a word with a setting of a task, as in tasks.my_pkg:Riddles.count=3."""
 
 
 @contextmanager
 def without_code(typed: Iterable[str] = ()) -> Iterator[None]:
     """Context manager: in its block, code that only a file names is neither imported nor started.
 
-    `typed`: the words that the user gave on the command line; what one of them names may be loaded.
+    `typed`: what the user wrote: words of the command line and texts of config files; what one of them names
+    may be loaded.
     """
     global _typed
     outer, _typed = _typed, tuple(typed)
@@ -53,8 +57,11 @@ def require_code_allowed(named: str, key: str) -> None:
 
     `key`: what names it, for the message.
     """
-    whole = rf"(?<![\w:./-]){re.escape(named)}(?![\w./-])"
-    if _typed is None or any(re.search(whole, word) for word in _typed):
+    if _typed is None:
+        return
+    end = "" if re.fullmatch(r"[\w.]+:\w+", named) else "."  # after module:name, a dot begins a setting
+    whole = rf"(?<![\w:./-]){re.escape(named)}(?![\w/{end}-])"
+    if any(re.search(whole, _OF_TASKS.sub("", word)) for word in _typed):
         return
     raise ArealError(
         f"{key} {named!r} is code that this command would execute because a file names it; read the file's "

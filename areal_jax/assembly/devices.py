@@ -191,13 +191,15 @@ def header(config: Config) -> dict[str, Any]:
     }
 
 
-def training_machine(config: Config) -> str:
+def training_machine(config: Config, devices: int | None = None) -> str:
     """Returns a hash of what the bits of an update depend on beside the train state and the batch.
 
     That is the header but for the layout of the hosts' weights, the kind of CPU, the versions of the packages
-    that compute, and the executors of reference and teacher. Each trained batch records it.
+    that compute, and the executors of reference and teacher. Each trained batch records it. `devices`: the
+    trainer's number of devices, if this process has another one.
     """
     own = {name: value for name, value in header(config).items() if name != "weight_layout"}
+    own["devices"] = devices or own["devices"]
     packages = ("areal-jax", "jax", "flax", "optax")
     own["packages"] = [version_of(name) for name in packages]
     own["executors"] = [config.runtime.reference.model_dump(), config.runtime.teacher.model_dump()]

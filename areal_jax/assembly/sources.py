@@ -235,7 +235,11 @@ def run_source(
     plain = theirs.model_copy(update={"weights": WeightsConfig()})  # this run does not publish them again
     # Their tasks may be anybody's code, and decide nothing of another model than a random one's vocabulary.
     is_theirs = settings.source == RANDOM and settings.tokenizer != "byte"
-    return theirs, open_source(plain, load_tasks(theirs.tasks) if is_theirs else {})
+    try:
+        tasks = load_tasks(theirs.tasks) if is_theirs else {}
+    except ArealError as error:
+        raise ArealError(f"{folder / RUN_CONFIG}: {error}") from None
+    return theirs, open_source(plain, tasks)
 
 
 def run_params(folder: Path, config: Config, model: Model, shardings: Any = None) -> Params:

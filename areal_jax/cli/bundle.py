@@ -56,15 +56,14 @@ def bundle(
 
 def _verify(file: Path, json: bool) -> None:
     from areal_jax.replay.bundle import verify_bundle
+    from areal_jax.replay.reopened import differences_text
 
     found = verify_bundle(file, _progress)
     lines = [f"{name}: {found.metrics[name]!r}" for name in SHOWN if name in found.metrics]
     lines.append(f"digest of the parameters after step {found.step}: {found.digest}")
-    lines += [
-        f"this machine differs from the one that made the bundle: {name} was {then!r}, now {now!r}"
-        for name, (then, now) in found.header.items()
-    ]
     if found.header:
+        said = differences_text(found.header)
+        lines.append(f"this machine may give other bits than the one that made the bundle: {said}")
         gaps = ", ".join(f"{name} {gap:.2g}" for name, gap in found.largest.items()) or "none"
         lines.append(f"metrics were therefore compared within bounds, digests not; differences: {gaps}")
     if found.difference:

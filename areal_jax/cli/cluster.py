@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from areal_jax.cli.shell import guarded_by, reading_configs, written
+
 if TYPE_CHECKING:
     from areal_jax.cluster.watchdog import Beat
     from areal_jax.config.tree import Config
@@ -34,6 +36,7 @@ roles = typer.Typer(
 
 
 @roles.command()
+@reading_configs
 def node(
     config: Annotated[Path, typer.Option(help="A config file, or the folder of a run to resume.")],
     run: Annotated[
@@ -68,6 +71,7 @@ def node(
 
 
 @roles.command()
+@reading_configs
 def controller(config: ConfigFile, run: Folder, name: Name = "controller", words: Words = None) -> None:
     """Run the controller: command hosts and trainer, and record every event in the run's journal."""
     settings = _begin(config, run, words)
@@ -81,6 +85,7 @@ def controller(config: ConfigFile, run: Folder, name: Name = "controller", words
 
 
 @roles.command()
+@reading_configs
 def reward(config: ConfigFile, run: Folder, name: Name = "reward-0", words: Words = None) -> None:
     """Run a reward process: score completions."""
     settings = _begin(config, run, words)
@@ -90,6 +95,7 @@ def reward(config: ConfigFile, run: Folder, name: Name = "reward-0", words: Word
 
 
 @roles.command()
+@reading_configs
 def generate(config: ConfigFile, run: Folder, name: Name = "generate-0", words: Words = None) -> None:
     """Run a generation host: decode samples on this process's devices."""
     settings = _begin(config, run, words)
@@ -99,6 +105,7 @@ def generate(config: ConfigFile, run: Folder, name: Name = "generate-0", words: 
 
 
 @roles.command()
+@reading_configs
 def evaluate(config: ConfigFile, run: Folder, name: Name = "evaluate-0", words: Words = None) -> None:
     """Run the evaluation process: measure accuracy at checkpoints, export them as Hugging Face folders."""
     settings = _begin(config, run, words)
@@ -108,6 +115,7 @@ def evaluate(config: ConfigFile, run: Folder, name: Name = "evaluate-0", words: 
 
 
 @roles.command()
+@reading_configs
 def trainer(
     config: ConfigFile,
     run: Folder,
@@ -134,7 +142,8 @@ def _train(config: Path, run: Path, words: list[str] | None, name: str, coordina
     settings = _begin(config, run, words)
     from areal_jax.cluster.roles import train
 
-    train(settings, run, name, coordinator, beat)
+    with guarded_by(written(config, run, words)):  # this process is not the command's
+        train(settings, run, name, coordinator, beat)
 
 
 def _begin(config: Path, run: Path, words: list[str] | None) -> Config:

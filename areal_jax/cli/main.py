@@ -22,15 +22,15 @@ from areal_jax.cli import (
     serve,
     train,
 )
-from areal_jax.cli.shell import Verbs, reading_files
+from areal_jax.cli.shell import Verbs, reading_configs, reading_files
 from areal_jax.plugin import version_of
 
 VERBS = {
-    "quickstart": train.quickstart,
-    "run": train.run,
-    "resume": train.resume,
-    "plan": plan.plan,
-    "launch": launch.launch,
+    "quickstart": reading_configs(train.quickstart),
+    "run": reading_configs(train.run),
+    "resume": reading_configs(train.resume),
+    "plan": reading_configs(plan.plan),
+    "launch": reading_configs(launch.launch),
     "audit": reading_files(read.audit),
     "inspect": reading_files(read.inspect),
     "report": reading_files(read.report),
@@ -40,7 +40,7 @@ VERBS = {
     "serve": reading_files(serve.serve),
     "convert": reading_files(convert.convert),
     "bench": measure.bench,
-    "ablate": ablate.ablate,
+    "ablate": reading_configs(ablate.ablate),
     "simtest": measure.simtest,
     "parity": reading_files(parity.parity),
     "config": explain.config,

@@ -86,16 +86,20 @@ def _show(found: Replayed, json: bool) -> None:
 
 
 def _lines(found: Replayed) -> list[str]:
+    from areal_jax.replay.reopened import differences_text
+
     lines = [
         f"replayed {found.steps} steps and {found.samples} samples; {found.unfinished} had not finished",
         f"tokens: {found.by_digest:,} of {found.tokens:,} by digest, {found.by_value:,} by value",
     ]
     if found.uncompared:
         lines.append(f"samples without a record to compare with: {found.uncompared}")
-    lines += [
-        f"this machine differs from the run's: {name} was {then!r}, now {now!r}"
-        for name, (then, now) in found.header.items()
-    ]
+    if found.open_at is not None:
+        lines.append(
+            f"the run has not ended: it was replayed up to event {found.open_at}, the newest one at the start"
+        )
+    if found.header:
+        lines.append(f"this machine may give other bits than the run's: {differences_text(found.header)}")
     if found.reissued:
         lines.append(f"versions that the run itself trained again with other bits: {found.reissued}")
     if found.bounded_from is not None:

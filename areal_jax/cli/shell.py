@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import signal
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import update_wrapper
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -24,9 +26,15 @@ AsJson = Annotated[
 AllowCode = Annotated[
     bool,
     typer.Option(
-        "--allow-code", help="Import tasks, losses and agents of your own that the files name, or start them."
+        "--allow-code", help="Import tasks, losses and agents that files of others name, or start them."
     ),
 ]
+ALLOWED = "AREAL_JAX_ALLOW_CODE"
+"""The variable with which --allow-code reaches the processes of a launched run; 1: as if it was given."""
+
+CONFIG = "config.yaml"
+OWN = ("config", "folder", "run", "words")
+"""Names of the arguments that hold a user's own config files, the folders of such runs, and settings."""
 Model = Annotated[
     str,
     typer.Argument(
@@ -62,8 +70,51 @@ def reading_files(command: Callable[..., None]) -> Callable[..., None]:
     Without it, code that only such a file names is neither imported nor started (`plugin.without_code`).
     """
 
+    return _guarded(command, lambda given: given.get("words") or ())
+
+
+def reading_configs(command: Callable[..., None]) -> Callable[..., None]:
+    """Returns a command whose config files are the user's own, with the option --allow-code.
+
+    What they name may be loaded, but without the option nothing that only another file names, such as the
+    config of the run in model.source.
+    """
+    return _guarded(command, lambda given: written(*(given.get(name) for name in OWN)))
+
+
+def written(*given: str | Path | Sequence[str] | None) -> Iterator[str]:
+    """Yields these arguments of a command, and the text of each that is a config file, or a run's folder."""
+    for one in given:
+        if isinstance(one, str | Path):
+            yield str(one)
+            # As `config.loading` does, look among the packaged recipes, too.
+            places = (Path(one), Path(one) / CONFIG, Path(__file__).parents[1] / one)
+            yield from (place.read_text(errors="replace") for place in places if os.path.isfile(place))
+        else:
+            yield from written(*(one or ()))
+
+
+def guarded_by(typed: Iterable[str]) -> AbstractContextManager[None]:
+    """Returns `without_code(typed)`, or a context that does nothing where --allow-code has been given."""
+    return nullcontext() if os.environ.get(ALLOWED) == "1" else without_code(typed)
+
+
+@contextmanager
+def _allowed() -> Iterator[None]:
+    """Context manager: in its block, --allow-code holds, in processes that start there, too."""
+    before = os.environ.get(ALLOWED, "")
+    os.environ[ALLOWED] = "1"
+    try:
+        yield
+    finally:
+        os.environ[ALLOWED] = before
+
+
+def _guarded(
+    command: Callable[..., None], typed: Callable[[Mapping[str, Any]], Iterable[str]]
+) -> Callable[..., None]:
     def guarded(allow_code: AllowCode = False, **given: Any) -> None:
-        with nullcontext() if allow_code else without_code(given.get("words") or ()):
+        with _allowed() if allow_code else nullcontext(), guarded_by(typed(given)):
             command(**given)
 
     signature = inspect.signature(command, eval_str=True)

@@ -19,7 +19,14 @@ import jax
 import numpy as np
 from pydantic import PositiveInt, TypeAdapter, ValidationError
 
-from areal_jax.assembly.devices import header, place, use_compilation_cache, use_virtual_cpus
+from areal_jax.assembly.devices import (
+    header,
+    place,
+    repeats_bits,
+    training_machine,
+    use_compilation_cache,
+    use_virtual_cpus,
+)
 from areal_jax.assembly.gpus import use_gpu_environment
 from areal_jax.assembly.parts import Parts, assemble, make_learner, open_inputs, with_steps
 from areal_jax.assembly.sources import RANDOM, open_source
@@ -42,12 +49,12 @@ from areal_jax.replay.bundle_file import (
     require_unused,
 )
 from areal_jax.replay.past_versions import OutOfReach, past_batch, past_versions
-from areal_jax.replay.reopened import Reopened, differences_text, reopened
+from areal_jax.replay.reopened import UNREPEATED, Reopened, differences_text, reopened
 from areal_jax.replay.replay import Note, Replay
 from areal_jax.runtime.compute_choice import recorded_choice
 from areal_jax.runtime.differences import Comparison, Difference, same
 from areal_jax.runtime.recovery import Journaled, journaled_batches
-from areal_jax.runtime.trainer_loop import batch_again, train_batch
+from areal_jax.runtime.trainer_loop import MACHINE, batch_again, train_batch
 from areal_jax.trainer.learner import Learner
 from areal_jax.trainer.state import TrainState
 from areal_jax.types import ArealError, Group
@@ -96,15 +103,22 @@ def make_bundle(
                 f"parameters; `areal-jax replay {folder} --until {step + 1}` trains the step again"
             )
         if differences := run.stretch_of(step).differences(run.stretch_of(step).header):
-            raise ArealError(
-                f"this machine differs from the run's ({differences_text(differences)}), so it may give the "
-                "step other bits; make the bundle on a machine like the run's"
-            )
+            raise _elsewhere(differences)
         parts = assemble(config)
-        bundle = _bundle(run, parts, one, is_redacted, note)
+        try:
+            bundle = _bundle(run, parts, one, is_redacted, note)
+        except Difference as difference:
+            raise (_elsewhere(reason) if (reason := run.unlike(0, step)) else difference) from None
     note(f"{target}: {bundle.bytes:,} bytes in {len(bundle.tensors)} tensors")
     bundle.write(target)
     return bundle
+
+
+def _elsewhere(differences: Mapping[str, tuple[Any, Any]]) -> ArealError:
+    return ArealError(
+        f"this machine differs from the run's ({differences_text(differences)}), so it may give the step "
+        "other bits; make the bundle on a machine like the run's"
+    )
 
 
 def _journaled(run: Reopened, step: int) -> Journaled:
@@ -135,7 +149,7 @@ def _bundle(run: Reopened, parts: Parts, one: Journaled, is_redacted: bool, note
         "step": step,
         "config": resolved(parts.config),
         "model": _model_to_plain(parts.model),
-        "header": header(parts.config),
+        "header": header(parts.config) | {MACHINE: training_machine(parts.config)},
         "is_redacted": is_redacted,
         "batch": batch,
         "choice": choice,
@@ -164,7 +178,10 @@ def _before(run: Reopened, parts: Parts, one: Journaled, note: Note) -> tuple[Tr
         if trained == step:
             found.append((jax.tree.map(lambda leaf: jax.numpy.array(leaf, copy=True), state), groups))
 
-    Replay(run, note, take).run(step + 1)
+    one = Replay(run, note, take)
+    one.run(step + 1)
+    if one.found.header:
+        raise _elsewhere(one.found.header)
     return found[0]
 
 
@@ -210,17 +227,38 @@ def verify_bundle(path: Path, note: Note = lambda _: None) -> Verified:
     clock = Timeline(None).clock("replay")
     after, value, metrics = train_batch(config, learner, state, again, clock)
     own = header(config)
-    differences = {name: (then, own[name]) for name, then in about["header"].items() if own.get(name) != then}
+    differences = {
+        name: (then, own.get(name))
+        for name, then in about["header"].items()
+        if own.get(name) != then and name != MACHINE
+    }
     found = Verified(about["step"], _as_json(metrics), value.digest, differences)
+    _verify(about, found, config, lambda: leaf_digests(after))
+    # An equal header leaves open whether CPU and packages are equal, and whether the device repeats bits.
+    if found.difference and not differences and (unlike := _unlike(about, config)):
+        found.header, found.difference = unlike, ""
+        _verify(about, found, config, dict)
+    return found
+
+
+def _unlike(about: About, config: Config) -> dict[str, tuple[Any, Any]]:
+    """Returns why bits may differ here though headers are equal, as `Reopened.unlike` does."""
+    recorded, own = about["header"].get(MACHINE), training_machine(config)
+    if recorded not in (None, own):
+        return {MACHINE: (recorded, own)}
+    return {} if repeats_bits() else UNREPEATED
+
+
+def _verify(about: About, found: Verified, config: Config, after: Callable[[], dict[str, str]]) -> None:
+    """Stores the first difference in `found`; compares within bounds if the machines differ."""
     compared = Comparison(config.wire_dtype)
-    if differences:
+    if found.header:
         compared.loosen()
     try:
-        _compare(about, found, compared, lambda: leaf_digests(after))
+        _compare(about, found, compared, after)
     except Difference as difference:
         found.difference = str(difference)
     found.largest = compared.largest
-    return found
 
 
 def _compare(

@@ -405,7 +405,13 @@ class FolderAudit:
             }
             self._compare(f"checkpoint {version}", combine(params), {self._digest_of(version)} - {""})
         if self._saved > max(self._checkpoints, default=0):
-            self._wrong(f"checkpoint {self._saved} is missing, which the journal says is the newest one")
+            older = f"checkpoint {self._checkpoints[-1]}" if self._checkpoints else "the start"
+            self._wrong(
+                f"checkpoint {self._saved} is missing, which the journal says is the newest one: it was "
+                "deleted, or not copied. The run can be read and replayed without it; `resume` goes back to "
+                f"{older}, and needs the trajectories since then; `eval` and `convert` use an older version, "
+                "or one in weights/"
+            )
 
     def _check_weights(self) -> None:
         for version in self._versions:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from areal_jax.assembly.parts import assemble
 from areal_jax.assembly.run_folder import sample_id
@@ -16,6 +19,9 @@ from areal_jax.runtime.differences import Comparison, Difference, name_of
 from areal_jax.types import ArealError, SampleId
 from areal_jax.weights.store import wire_copy
 
+Unlike = Mapping[str, tuple[Any, Any]]
+"""What `Reopened.unlike` returns."""
+
 
 def replay_sample(folder: Path, name: str, note: Note = lambda _: None) -> Replayed:
     """Generates the sample named ORDINAL/MEMBER[/ATTEMPT] again; returns what was compared.
@@ -27,18 +33,36 @@ def replay_sample(folder: Path, name: str, note: Note = lambda _: None) -> Repla
     sample = sample_id(name)
     with reopened(folder) as run:
         event = _finished(run, sample)
-        one = _OneSample(run, event, note)
         if any(asked.sample == event.sample for asked in run.journal.events("TurnAdded")):
             note("replaying the run up to the sample, because it is an episode of several turns")
             return _whole(run, event, note)
         try:
-            one.compare()
+            return _alone(run, event, note)
         except OutOfReach as reason:
             note(f"replaying the run up to the sample, because of this: {reason}")
             return _whole(run, event, note)
-        except Difference as difference:
-            one.found.difference = str(difference)
-        return one.found
+
+
+def _alone(
+    run: Reopened,
+    event: SampleFinished,
+    note: Note,
+    unlike: Unlike = MappingProxyType({}),
+) -> Replayed:
+    """Generates only this sample again, and the versions of the weights that sampled it.
+
+    `unlike`: the reasons for which bits differ here, found by the first try. Raises OutOfReach as
+    `past_versions` does.
+    """
+    one = _OneSample(run, event, note, unlike)
+    try:
+        one.compare()
+    except Difference as difference:
+        if not one.found.header and (reason := run.unlike(0, event.spans[-1].version)):
+            note("comparing again, within bounds, because this machine may give other bits than the run's")
+            return _alone(run, event, note, reason)
+        one.found.difference = str(difference)
+    return one.found
 
 
 def _finished(run: Reopened, sample: SampleId) -> SampleFinished:
@@ -58,8 +82,8 @@ def _finished(run: Reopened, sample: SampleId) -> SampleFinished:
 class _OneSample:
     """Trains the versions of one sample again, and generates it."""
 
-    def __init__(self, run: Reopened, event: SampleFinished, note: Note) -> None:
-        self.found = Replayed()
+    def __init__(self, run: Reopened, event: SampleFinished, note: Note, unlike: Unlike) -> None:
+        self.found = Replayed(header=dict(unlike))
         self._run, self._event, self._note = run, event, note
         self._stretch = run.stretch_of(event.spans[-1].version)
         self._compared = Comparison(self._stretch.config.wire_dtype)
@@ -71,7 +95,7 @@ class _OneSample:
         first, last = min(wanted), max(wanted)
         if first < begun:
             raise OutOfReach(f"the sample began before step {begun}, with which the branch begins")
-        found.header = self._stretch.differences(self._stretch.header)
+        found.header |= self._stretch.differences(self._stretch.header)
         if found.header:
             self._compared.loosen()
             found.bounded_from = first

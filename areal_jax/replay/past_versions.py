@@ -99,6 +99,12 @@ def _start(run: Reopened, parts: Parts, version: int, note: Note) -> tuple[Train
 
 
 def _digest_before(run: Reopened, version: int) -> str:
-    """Returns the journaled digest of the parameters of `version`; "" if the journal does not have it."""
+    """Returns the journaled digest of the parameters of `version`.
+
+    "" if the journal does not have it, or if the run trained versions again to other bits, which the
+    checkpoint may have.
+    """
+    if any(True for _ in run.journal.events("VersionReissued")):
+        return ""
     digests = (one.digest for one in run.journal.events("BatchTrained") if one.step + 1 == version)
     return next(digests, "")

@@ -75,6 +75,7 @@ def provenance(folder: Path, name: str, token: int) -> Provenance:
         one = journal.trajectory(sample)
         _require_sampled(one, token)
         finished = next(event for event in journal.events("SampleFinished") if event.sample == sample)
+        digest, hosts = _history(journal, sample, int(one.versions[token]))
         support = None if one.support is None else tuple(int(i) for i in one.support[token] if i >= 0)
         return Provenance(
             sample=name_of(sample),
@@ -82,13 +83,13 @@ def provenance(folder: Path, name: str, token: int) -> Provenance:
             id=int(one.tokens[token]),
             text=Viewer(journal, config).text([int(one.tokens[token])]),
             version=int(one.versions[token]),
-            digest=_published(journal, int(one.versions[token])),
+            digest=digest,
             key=_key(config, sample, token, _segment(journal, sample, int(one.turn_ids[token]))),
             sampling=one.sampling,
             support=support or None,
             logp=float(one.behavior_logp[token]),
             turn=int(one.turn_ids[token]),
-            hosts=_hosts(journal, sample),
+            hosts=hosts,
             rebuilds=sum(count <= token for count in finished.rebuilds),
         )
 
@@ -120,24 +121,23 @@ def _segment(journal: SqliteQueue, sample: SampleId, turn: int) -> int:
     return next(asked, 0)
 
 
-def _published(journal: SqliteQueue, version: int) -> str:
-    """Returns the digest with which hosts got the version; "" if the journal has none."""
-    digest = next((event.digest for event in journal.events("RunStarted")), "") if version == 0 else ""
-    for event in journal.events("VersionCommitted"):
-        digest = event.digest if event.version == version else digest
-    return digest
+def _history(journal: SqliteQueue, sample: SampleId, version: int) -> tuple[str, tuple[str, ...]]:
+    """Returns the digest of `version` as hosts had it, and the hosts that decoded the sample, in order.
 
-
-def _hosts(journal: SqliteQueue, sample: SampleId) -> tuple[str, ...]:
-    """Returns the hosts that decoded the sample, in order: the first one, and each that took it over."""
-    found: list[str] = []
+    A resume may have given the version other parameters later: the digest is the last one before the sample's
+    end; "" if the journal has none. The hosts are the first one, and each that took the sample over.
+    """
+    digest, hosts = "", list[str]()
     for row in journal.rows():
-        for one in _carriers(row.event, row.actions, sample):
-            if not found or found[-1] != one:
-                found.append(one)
+        match row.event:
+            case e.RunStarted(new) if version == 0:
+                digest = new
+            case e.VersionCommitted(number, new) | e.VersionReissued(number, _, new) if number == version:
+                digest = new
+        hosts += [one for one in _carriers(row.event, row.actions, sample) if not hosts or hosts[-1] != one]
         if isinstance(row.event, e.SampleFinished) and row.event.sample == sample:
             break
-    return tuple(found)
+    return digest, tuple(hosts)
 
 
 def _carriers(event: e.Event, actions: Iterable[e.Action], sample: SampleId) -> Iterable[str]:

@@ -8,11 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_jax.assembly.devices import header, use_compilation_cache, use_virtual_cpus
+from areal_jax.assembly.devices import (
+    header,
+    repeats_bits,
+    training_machine,
+    use_compilation_cache,
+    use_virtual_cpus,
+)
 from areal_jax.assembly.gpus import use_gpu_environment
 from areal_jax.assembly.run_folder import BRANCH, open_journal, run_config
 from areal_jax.config.loading import load_config, make_config, resolved
 from areal_jax.config.tree import Config
+from areal_jax.runtime.trainer_loop import MACHINE
 from areal_jax.trajectories.sqlite import SqliteQueue
 
 IN_MEMORY = ("weights.backend=memory",)
@@ -25,6 +32,10 @@ ON_ONE_DEVICE = ("runtime.placement=shared", "generation.calls_ahead=0")
 """Settings for such a run on CPUs, where XLA divides work by a process's number of devices: each role
 had only its own in its process, and one more in this process might change bits.
 """
+
+
+UNREPEATED: dict[str, tuple[Any, Any]] = {"deterministic_kernels": (False, False)}
+"""The difference of a machine from itself, if its devices do not repeat bits (`devices.repeats_bits`)."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +64,11 @@ class Stretch:
             if stored[name] != own[name]
         }
 
+    def machine(self) -> str:
+        """Returns what this machine's trainer would record of itself in a batch of this part."""
+        # A trainer that is a process of its own has its own devices alone.
+        return training_machine(self.config, self.config.trainer_devices if self.is_of_processes else None)
+
 
 @dataclass(frozen=True)
 class Reopened:
@@ -68,6 +84,20 @@ class Reopened:
     def stretch_of(self, step: int) -> Stretch:
         """Returns the part of the journal in which batch `step` was trained."""
         return next(one for one in reversed(self.stretches) if one.first_step <= step)
+
+    def unlike(self, first: int, last: int) -> dict[str, tuple[Any, Any]]:
+        """Returns why the batches `first` to `last` may have other bits here, though headers are equal.
+
+        Name of a value -> (of the run, here). Empty if nothing is known of such a reason: older versions of
+        areal-jax did not record the machine. Samples after the last batch are taken for those of its machine.
+        """
+        of_step = {one.step: one.metrics.get(MACHINE) for one in self.journal.events("BatchTrained")}
+        newest = max(of_step, default=0)
+        for step in range(min(first, newest), min(last, newest) + 1):
+            recorded, own = of_step.get(step), self.stretch_of(step).machine()
+            if recorded not in (None, own):
+                return {MACHINE: (recorded, own)}
+        return {} if repeats_bits() else UNREPEATED
 
 
 @contextmanager
@@ -101,7 +131,10 @@ def branch_record(run: Reopened, step: int, seq: int) -> dict[str, Any]:
 
 def differences_text(differences: Mapping[str, tuple[Any, Any]]) -> str:
     """Returns, as text, name -> (value of the run, value here)."""
-    return ", ".join(f"{name} was {then!r}, now {now!r}" for name, (then, now) in differences.items())
+    return ", ".join(
+        f"{name} was {then!r}, now {now!r}" if then != now else f"{name} is {now!r}"
+        for name, (then, now) in differences.items()
+    )
 
 
 def _stretches(config: Config, journal: SqliteQueue) -> tuple[Stretch, ...]:

@@ -4,8 +4,10 @@ Events come from the journal in their order. The same control plane must answer 
 engine decodes each finished sample under the versions that sampled it, and the learner trains each batch.
 Rewards and failures are events: no reward function, tool or network is called.
 
-On another machine than the run's, rounding differs. From there on values are compared within bounds, and
-batches are trained on the journal's tokens, so that both trainers see the same samples.
+On another machine than the run's, rounding differs: from the first event of a machine with another header on,
+or from the first other bit of a batch that another CPU or other packages trained. From there on values are
+compared within bounds, and batches are trained on the journal's tokens, so that both trainers see the same
+samples.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from areal_jax.assembly.parts import Parts, assemble, with_config, with_steps
 from areal_jax.assembly.run_folder import CHECKPOINTS
@@ -49,6 +51,7 @@ from areal_jax.weights.store import StagedError, wire_copy
 Sampled = e.SampleFinished | e.TurnFinished
 """The events that come with tokens, which a replay generates again."""
 
+Compared = TypeVar("Compared")
 Note = Callable[[str], None]
 Before = Callable[[int, TrainState, tuple[Group, ...]], None]
 
@@ -70,8 +73,12 @@ class Replayed:
     """Number of samples with neither values nor a digest in the journal, which an older version wrote."""
     unfinished: int = 0
     """Number of samples that had not finished where the replay ended."""
+    open_at: int | None = None
+    """Number of the newest event at the replay's start, if the run had not ended there; None if it had, or if
+    the replay was to end earlier."""
     header: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    """Name of a value on which bits depend -> (of the run, of this machine), where they differ."""
+    """Name of a value on which bits depend -> (of the run, of this machine), where they differ. If only
+    `Reopened.unlike` names it, it is there only if bits differ, too."""
     bounded_from: int | None = None
     """Number of the batch from which on values were compared within bounds; None: all bit for bit."""
     largest: dict[str, float] = field(default_factory=dict)
@@ -117,7 +124,9 @@ class Replay:
         """What was compared, and the number of the last event that was replayed."""
         self.parts = assemble(first.config)
         self.state: TrainState = self.parts.first_state()
-        self._folder, self._journal, self._note = run.folder, run.journal, note
+        self._run, self._folder, self._journal, self._note = run, run.folder, run.journal, note
+        self._newest = run.journal.last_seq
+        """Number of the last event to read: the run may go on meanwhile."""
         self._control = ControlPlane(run.config)
         self._compared = Comparison(first.config.wire_dtype)
         self._stretch, self._later = first, list(run.stretches[1:])
@@ -147,6 +156,8 @@ class Replay:
         """Replays the first `until` batches, or all of them; raises Difference for the first difference."""
         self._compare_header(self._stretch.header)
         for row in self._journal.rows():
+            if row.seq > self._newest:
+                break
             if row.seq != self.last_seq + 1:
                 raise Difference(
                     f"event {row.seq} follows event {self.last_seq}; the events between are missing"
@@ -164,6 +175,8 @@ class Replay:
             if until is not None and self.found.steps >= until:
                 break
         self._generate()
+        if self.last_seq == self._newest and not self._control.state.is_finished:
+            self.found.open_at = self._newest
         self.found.unfinished = sum(len(group.unfinished) for group in self._control.state.groups.values())
         self.found.largest, self.found.cut = self._compared.largest, self._compared.cut
 
@@ -181,7 +194,7 @@ class Replay:
             case e.RunStarted(digest, steps):
                 self._use(with_steps(self.parts, steps))
                 self._publish(self.parts.learner.versioned(self.state), row.seq)
-                self._compared.digest("version 0", "digest as published", digest, self._published[0])
+                self._compare_digest(0, digest)
             case e.RunResumed(steps, stored):
                 self._use(with_steps(self.parts, steps))
                 self._compare_header(stored)
@@ -199,8 +212,7 @@ class Replay:
                 assert batch is not None
                 self._train(row.event, batch, row.seq)
             case e.VersionCommitted(version, digest):
-                own = self._published[version]
-                self._compared.digest(f"version {version}", "digest as published", digest, own)
+                self._compare_digest(version, digest)
             case e.VersionReissued():
                 self.found.reissued += 1
 
@@ -242,7 +254,9 @@ class Replay:
             again = talk.whole(event.stop_reason)
         else:
             again = made or self.parts.reference(event.sample)
-        stored = compare_sample(self.found, self._compared, self._journal, event, again, talk)
+        stored = self._alike(
+            lambda: compare_sample(self.found, self._compared, self._journal, event, again, talk)
+        )
         # Bit for bit they are the same. Within bounds, both trainers must see the journal's samples.
         used = stored if stored and self._compared.is_bounded else again
         if isinstance(event, e.TurnFinished):
@@ -264,7 +278,8 @@ class Replay:
         again = batch_again(parts.config, parts.learner, event.step, groups, choice)
         self.state, value, metrics = train_batch(parts.config, parts.learner, self.state, again, self._clock)
         figures = self._figures(event, groups, batch.gates, metrics)
-        Journaled(batch, event.digest, "", event.metrics, 0).compare(self._compared, figures, value.digest)
+        journaled = Journaled(batch, event.digest, "", event.metrics, 0)
+        self._alike(lambda: journaled.compare(self._compared, figures, value.digest))
         self._compare_checkpoint(value.version)
         self._publish(value, seq)
         self._forget()
@@ -279,6 +294,8 @@ class Replay:
         try:
             stored = checked_manifest(path).leaves
         except StagedError as error:
+            if not path.exists():  # the run, which is in progress, has deleted it meanwhile
+                return
             raise Difference(str(error)) from None
         for name, digest in leaf_digests(self.state).items():
             same(f"checkpoint {version}", name, stored.get(name), digest)
@@ -360,11 +377,32 @@ class Replay:
     def _compare_header(self, stored: Mapping[str, Any]) -> None:
         """Compares within bounds from now on if the run's machine differs from this one."""
         differences = self._stretch.differences(stored)
-        self.found.header = differences | self.found.header
         if differences and not self._compared.is_bounded:
             self._generate()
+        self._loosen(differences)
+
+    def _loosen(self, differences: Mapping[str, tuple[Any, Any]]) -> None:
+        """From now on compares within bounds if the run's machine differs from this one by `differences`."""
+        self.found.header = {**differences, **self.found.header}
+        if differences and not self._compared.is_bounded:
             self._compared.loosen()
             self.found.bounded_from = self.found.steps
+
+    def _compare_digest(self, version: PolicyVersion, digest: str) -> None:
+        """Compares a version's digest as published with the journaled one."""
+        own = self._published[version]
+        self._alike(lambda: self._compared.digest(f"version {version}", "digest as published", digest, own))
+
+    def _alike(self, compare: Callable[[], Compared]) -> Compared:
+        """Returns `compare()`; calls it again, within bounds, if bits differ for a reason of the machine."""
+        try:
+            return compare()
+        except Difference:
+            step = self.found.steps
+            if self._compared.is_bounded or not (reason := self._run.unlike(step, step)):
+                raise
+            self._loosen(reason)
+            return compare()
 
 
 def compare_sample(
@@ -394,14 +432,15 @@ def compare_sample(
     if stored is not None:
         same(place, "spans", event.spans, spans_of(stored)[-len(event.spans) :])
         is_equal = compared.sample(place, stored, again)
-        found.by_value += count
-    if event.digest and not compared.is_bounded:
+    has_digest = bool(event.digest) and not compared.is_bounded
+    if has_digest:
         same(place, "digest", event.digest, digest_of(again))
-        found.by_digest += count
     if is_equal:
         same(place, "stop_reason", event.stop_reason, again.stop_reason)
+    found.by_value += count if stored is not None else 0
+    found.by_digest += count if has_digest else 0
     if turn is None:
-        found.uncompared += stored is None and (not event.digest or compared.is_bounded)
+        found.uncompared += stored is None and not has_digest
         found.samples, found.tokens = found.samples + 1, found.tokens + count
     return stored
 

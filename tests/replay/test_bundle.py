@@ -10,6 +10,7 @@ import hashlib
 import io
 import json
 import shutil
+import sqlite3
 import struct
 import sys
 from dataclasses import replace
@@ -27,8 +28,11 @@ from areal_jax.assembly.run_folder import open_journal
 from areal_jax.cli.main import app
 from areal_jax.control.events import BatchTrained
 from areal_jax.jobs.local import run
+from areal_jax.replay import bundle as bundles
+from areal_jax.replay import reopened
 from areal_jax.replay.bundle import make_bundle, verify_bundle
 from areal_jax.replay.bundle_file import ABOUT, DIGEST, BundleError, read_bundle
+from areal_jax.trajectories.journal import pack, unpack
 from areal_jax.types import ArealError
 from tests.small_run import small
 
@@ -259,6 +263,42 @@ def test_a_file_that_only_looks_like_a_bundle_is_refused(tmp_path, head):
     (tmp_path / "other").write_bytes(struct.pack("<Q", len(text)) + text + bytes(4))
     with pytest.raises(BundleError, match="other"):
         read_bundle(tmp_path / "other")
+
+
+# --- another CPU --------------------------------------------------------------------------------------------
+
+
+def test_on_another_cpu_metrics_are_compared_within_bounds_if_bits_differ(file, tmp_path, monkeypatch):
+    bundle = read_bundle(file)
+    metrics = bundle.about["metrics"]
+    other = bundle.about | {"metrics": metrics | {"grad_norm": metrics["grad_norm"] * 1.001}}
+    replace(bundle, about=other).write(tmp_path / "other")
+    assert "step 5, grad_norm: the journal has" in verify_bundle(tmp_path / "other").difference
+    monkeypatch.setattr(bundles, "training_machine", lambda config: "another")
+    assert verify_bundle(file).header == {}
+    found = verify_bundle(tmp_path / "other")
+    assert found.difference == "" and found.largest["grad_norm"] == pytest.approx(0.001, rel=0.01)
+    assert found.header == {"machine": (trained_by(file), "another")}
+
+
+def trained_by(file: Path) -> str:
+    return read_bundle(file).about["header"]["machine"]
+
+
+def test_a_step_that_has_other_bits_on_another_cpu_gives_no_bundle(folder, file, tmp_path, monkeypatch):
+    copy = Path(shutil.copytree(folder, tmp_path / "run"))
+    with sqlite3.connect(copy / "journal.sqlite") as db:
+        ((scored,),) = db.execute("SELECT scored FROM rewards WHERE ordinal = 5").fetchall()
+        rewards, *rest = unpack(scored)
+        db.execute("UPDATE rewards SET scored = ? WHERE ordinal = 5", (pack([[3.0, *rewards[1:]], *rest]),))
+    for reason in (
+        "step 1, .*: the journal has",
+        r"differs from the run's \(machine was '\w+', now 'another'",
+    ):
+        with pytest.raises(ArealError, match=reason):
+            make_bundle(copy, 3, tmp_path / "step.bundle")
+        monkeypatch.setattr(reopened, "training_machine", lambda *_: "another")
+    assert trained(folder, 5).metrics["machine"] == trained_by(file)
 
 
 # --- code that a file names ---------------------------------------------------------------------------------

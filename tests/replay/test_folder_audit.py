@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import sqlite3
 import time
@@ -22,13 +23,18 @@ from typer.testing import CliRunner
 
 from areal_jax.assembly.run_folder import open_journal
 from areal_jax.cli.main import app
+from areal_jax.cli.replay import _lines as report_lines
 from areal_jax.control import events as e
 from areal_jax.jobs.local import run
+from areal_jax.replay import reopened
+from areal_jax.replay.branch import make_branch
 from areal_jax.replay.folder_audit import audit_run
+from areal_jax.replay.one_sample import replay_sample
 from areal_jax.replay.replay import replay
 from areal_jax.trajectories.codec import decode, digest_of, encode
 from areal_jax.trajectories.journal import Entry, JournalError, pack, unpack
 from areal_jax.trajectories.sqlite import SqliteQueue
+from areal_jax.types import ArealError
 from areal_jax.weights.staged import MANIFEST, render
 from tests.small_run import small
 
@@ -57,6 +63,11 @@ def copy(clean: Path, tmp_path: Path) -> Path:
 
 
 Change = Callable[[sqlite3.Connection], object]
+
+
+def events_of(folder: Path, kind: type) -> list[Any]:
+    with open_journal(folder) as journal:
+        return list(journal.events(kind.__name__))
 
 
 def changed(folder: Path, change: Change, is_chained: bool = False) -> list[str]:
@@ -324,8 +335,8 @@ FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "fewer metrics": (lambda f: lines(f, lambda rows: rows[:-2]), "metrics.jsonl has 4 of the journal's 6"),
     "an extra step": (lambda f: lines(f, lambda rows: [*rows, rows[-1]]), "metrics.jsonl has 7 steps, but"),
     "no JSON": (lambda f: lines(f, lambda rows: ["{\n", *rows]), "metrics.jsonl, line 1: not JSON"),
-    "no checkpoint": (lambda f: shutil.rmtree(f / "checkpoints" / "6"), "checkpoint 6 is missing"),
-    "no checkpoints": (lambda f: shutil.rmtree(f / "checkpoints"), "checkpoint 6 is missing"),
+    "no checkpoint": (lambda f: shutil.rmtree(f / "checkpoints" / "6"), "`resume` goes back to checkpoint 4"),
+    "no checkpoints": (lambda f: shutil.rmtree(f / "checkpoints"), "`resume` goes back to the start"),
     "another checkpoint": (
         lambda f: edit_manifest(f / "checkpoints" / "4", "params."), "checkpoint 4 has digest",
     ),
@@ -407,6 +418,76 @@ def test_replay_names_a_hole_before_anything_is_generated(copy):
     changed(copy, sql("DELETE FROM events WHERE seq = 4"))
     found = replay(copy)
     assert "event 5 follows event 3; the events between are missing" in found.difference
+
+
+# --- a run in progress, and another machine -----------------------------------------------------------------
+
+
+def test_a_replay_reads_no_event_that_a_run_in_progress_adds_meanwhile(copy):
+    path = copy / "journal.sqlite"
+    with sqlite3.connect(path) as db:
+        db.execute(CUT.replace("DELETE FROM events", "CREATE TABLE later AS SELECT * FROM events"))
+        db.execute(CUT)
+        ((last,),) = db.execute("SELECT max(seq) FROM events").fetchall()
+
+    def go_on(said: str) -> None:
+        with sqlite3.connect(path) as db:
+            db.execute("INSERT OR IGNORE INTO events SELECT * FROM later")
+
+    found = replay(copy, note=go_on)
+    assert (found.difference, found.steps, found.open_at) == ("", 3, last)
+    assert [line for line in report_lines(found) if f"not ended: it was replayed up to event {last}," in line]
+
+
+def other_log_prob(by: float) -> Change:
+    def edit(one: Any) -> Any:
+        logp = one.behavior_logp.copy()
+        logp[-1] += by
+        return replace(one, behavior_logp=logp)
+
+    return trajectory(edit)
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine has another CPU than the run's; all that the journal's header names is equal."""
+    monkeypatch.setattr(reopened, "training_machine", lambda *_: "another")
+
+
+def test_on_another_cpu_values_are_compared_within_bounds_from_the_first_other_bit_on(copy, elsewhere):
+    changed(copy, other_log_prob(1e-5))
+    (first, *_), words = events_of(copy, e.BatchTrained), ["replay", str(copy), "--until", str(STEPS)]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    machine = first.metrics["machine"]
+    assert f"other bits than the run's: machine was '{machine}', now 'another'" in done.stdout
+    # Sample 9/3 is trained in step 2, and generated there or before. What came before it has equal bits.
+    assert re.search("from step [0-2] on, log-probs and metrics may therefore have other bits", done.stdout)
+    assert "every value is within its bound" in done.stdout
+    found = replay_sample(copy, "9/3")
+    assert (found.difference, found.header) == ("", {"machine": (machine, "another")})
+    assert 5e-6 < found.largest["behavior_logp"] < 2e-5
+    said = rf"differs from the run's \(machine was '{machine}', now 'another'\)"
+    with reopened.reopened(copy) as run, pytest.raises(ArealError, match=said):
+        make_branch(run, 3, "elsewhere", ())
+
+
+def test_there_a_value_beyond_its_bound_is_named_and_equal_bits_are_no_difference_of_machines(
+    clean, copy, elsewhere
+):
+    changed(copy, other_log_prob(0.01))
+    assert "9/3, token" in (said := replay(copy, 3).difference) and "than the bound of 0.001" in said
+    found = replay(clean, 1)
+    assert (found.difference, found.header, found.bounded_from, found.open_at) == ("", {}, None, None)
+
+
+def test_on_a_device_that_does_not_repeat_bits_too(copy, monkeypatch):
+    changed(copy, other_log_prob(1e-5))
+    assert ", behavior_logp: the journal has" in replay_sample(copy, "9/3").difference
+    monkeypatch.setattr(reopened, "repeats_bits", lambda: False)
+    found = replay_sample(copy, "9/3")
+    assert (found.difference, found.header) == ("", {"deterministic_kernels": (False, False)})
+    assert "deterministic_kernels is False" in "".join(report_lines(found))
 
 
 # --- what digests cost --------------------------------------------------------------------------------------
