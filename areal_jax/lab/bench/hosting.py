@@ -1,4 +1,4 @@
-"""Measures a generation host: its throughput, its use of KV memory, and the cost of new weights."""
+"""Measures a generation host: its throughput, and the cost of new weights."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ from areal_jax.assembly.devices import machine
 from areal_jax.generation.commands import Start
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host
-from areal_jax.generation.programs import DecodeState, ResultTokens
 from areal_jax.lab.bench.decode import call_s, filled
 from areal_jax.lab.bench.measure import in_turn, median_s, random_model, random_params, timed_s
-from areal_jax.models.model import Model
 from areal_jax.types import SampleId, Sampling, VersionedParams
 from areal_jax.weights.digest import digest
 from areal_jax.weights.memory import MemoryStore
@@ -82,53 +80,6 @@ def serve(
     }
 
 
-def room(
-    *,
-    shape: str = "tiny",
-    slots: int = 128,
-    requests: int = 1024,
-    prompt: int = 64,
-    longest: int = 128,
-    sigma: float = 1.0,
-    decode_steps: int = 4,
-    page_tokens: int = 8,
-    kv_tokens: int = 6144,
-) -> dict[str, Any]:
-    """Measures which fraction of its KV memory a host uses while requests of skewed lengths wait for a slot.
-
-    `longest`, `sigma`: see `skewed_lengths`. In the result, `fraction_of_limit` is the fraction of KV memory
-    used, and `limit` the number of slots that would fill the KV memory, at the measured number of KV tokens
-    per live slot. `whole` is the number of slots that fit if each slot reserves memory for a prompt and
-    `longest` sampled tokens.
-    """
-    model = random_model(shape, "float32")
-    length = -(-(prompt + longest) // page_tokens) * page_tokens
-    engine = _Watched(
-        model,
-        slots=slots,
-        length=length,
-        decode_steps=decode_steps,
-        page_tokens=page_tokens,
-        kv_tokens=kv_tokens,
-        prefill_chunk=prompt,
-    )
-    starts = starts_of(skewed_lengths(requests, longest, sigma), prompt, engine)
-    host = started(engine, published(engine, model.init(0)), starts)
-    # Only while samples wait: after that the slots in use say nothing about the memory.
-    while host.statistics().waiting or not engine.used:
-        host.step()
-    settled = slice(len(engine.used) // 5, None)  # the first calls fill an empty host
-    mean_used, mean_live = statistics.mean(engine.used[settled]), statistics.mean(engine.live[settled])
-    return {
-        "fraction_of_limit": mean_used / kv_tokens,
-        "slots_in_use": mean_live,
-        "limit": kv_tokens * mean_live / mean_used,
-        "whole": kv_tokens // length,
-        "evictions": host.statistics().evictions,
-        "page_tokens": page_tokens,
-    }
-
-
 def swap(
     *,
     shape: str = "smollm2-135m",
@@ -189,24 +140,6 @@ def makespan(lengths: Sequence[int], slots: int) -> int:
 
 
 # --- parts --------------------------------------------------------------------------------------------------
-
-
-class _Watched(Engine):
-    """An engine that records at each decode call how many slots are live and how many KV tokens they hold."""
-
-    def __init__(self, model: Model, **sizes: Any) -> None:
-        super().__init__(model, **sizes)
-        self.live: list[int] = []
-        self.used: list[int] = []
-
-    def generate(
-        self, params: VersionedParams, decode_state: DecodeState, *settings: Any
-    ) -> tuple[DecodeState, ResultTokens]:
-        is_live = np.asarray(decode_state.is_live)
-        self.live.append(int(is_live.sum()))
-        # A sample's last token has no KV yet: the next step computes it.
-        self.used.append(int((np.asarray(decode_state.filled)[is_live] - 1).sum()))
-        return super().generate(params, decode_state, *settings)
 
 
 def published(engine: Engine, params: Any) -> MemoryStore:

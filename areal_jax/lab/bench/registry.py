@@ -14,17 +14,13 @@ from typing import Any
 from areal_jax.assembly.devices import machine
 from areal_jax.lab.bench.cost_figures import costs
 from areal_jax.lab.bench.decode import decode, prefill, sample
-from areal_jax.lab.bench.episode_slots import episodes
-from areal_jax.lab.bench.gateway import gateway
 from areal_jax.lab.bench.gpu.timed_stages import gpu
-from areal_jax.lab.bench.hosting import room, serve, swap
+from areal_jax.lab.bench.hosting import serve, swap
 from areal_jax.lab.bench.loop import loop
 from areal_jax.lab.bench.measure import bench_learner, compile_s, matrix_peak, packed_for, timed_s, updates
-from areal_jax.lab.bench.migration import migration
 from areal_jax.lab.bench.packed import packed, skewed_groups
 from areal_jax.lab.bench.prefix_trees import tree
 from areal_jax.lab.bench.sync import sync
-from areal_jax.lab.bench.versions import versions
 from areal_jax.models.transformer import Remat
 from areal_jax.plugin import check_settings
 from areal_jax.runtime.device_memory import reset_peak, resident_bytes
@@ -88,10 +84,7 @@ def update(
     }
 
 
-MEASUREMENTS = (
-    *(decode, prefill, sample, logprob, update, packed, tree, loop, sync),
-    *(migration, versions, serve, room, swap, gateway, episodes, costs, gpu),
-)
+MEASUREMENTS = (decode, prefill, sample, logprob, update, packed, tree, loop, sync, serve, swap, costs, gpu)
 
 BENCHES: Mapping[str, Callable[..., dict[str, Any]]] = {each.__name__: each for each in MEASUREMENTS}
 
