@@ -22,6 +22,8 @@ from areal_jax.models.kv_pages import KVPages
 
 MAX_STOP_TOKENS = 8
 
+IN_PROMPT, IN_COMPLETION = 1, 2
+
 HostArray = Any
 """A numpy array on the host; a (maybe traced) jax array in a program and in a decode state."""
 
@@ -136,7 +138,7 @@ class Penalties:
     arXiv:1909.05858); 1 changes nothing.
     """
     presence: float = 0.0
-    """Subtracted from the logits of ids already in the sample."""
+    """Subtracted from the logits of ids already in the completion."""
     bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of these ids."""
 
@@ -163,8 +165,10 @@ class DecodeState(struct.PyTreeNode):
     key: UInt32[Array, "N 2"]  # `sampling.sample_key` of each request's numbers
     requests: Request
     inserted: Int[Array, ""]  # samples so far: the ordinal of the next one without a request
-    counts: Int[Array, "N V"] | None = None
-    """Occurrences of each id in the sample so far, prompt included; None on engines without penalties."""
+    occurs: Int[Array, "N V"] | None = None
+    """Where each id occurs in the sample so far: 0, IN_PROMPT (there alone) or IN_COMPLETION; None on engines
+    without penalties.
+    """
 
     @classmethod
     def empty(cls, cache: KVPages, slots: int, length: int, r: Request) -> DecodeState:
@@ -182,7 +186,7 @@ class DecodeState(struct.PyTreeNode):
             key=jnp.zeros((slots, 2), jnp.uint32),
             requests=requests,
             inserted=jnp.zeros((), jnp.int32),
-            counts=None if r.penalty is None else jnp.zeros_like(requests.penalty.bias, jnp.int32),
+            occurs=None if r.penalty is None else jnp.zeros_like(requests.penalty.bias, jnp.int32),
         )
 
     @property
