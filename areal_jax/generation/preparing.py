@@ -11,6 +11,9 @@ from areal_jax.generation.sampling import Truncation
 from areal_jax.generation.slots import DecodeState
 from areal_jax.types import SampleId, VersionedParams
 
+UNCOMPILED = "its decode program could not be compiled: "
+"""How the reason of a sample begins that failed so; to ask again is of no use."""
+
 
 class Preparing:
     """The samples that wait for their decode program; one program is compiled at a time.
@@ -44,7 +47,7 @@ class Preparing:
         ready = [work for work in self.waiting if not self.is_needed(work)]
         self.waiting = [work for work in self.waiting if self.is_needed(work)]
         if failure is not None:
-            failed = [(work, f"its decode program could not be compiled: {failure}") for work in self.waiting]
+            failed = [(work, f"{UNCOMPILED}{failure}") for work in self.waiting]
             self.waiting = []
             return ready, failed
         if self.waiting:

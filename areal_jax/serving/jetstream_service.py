@@ -1,4 +1,4 @@
-"""The two gRPC services of one generation host: JetStream's Orchestrator, and Rollout of areal-jax.
+"""JetStream's gRPC service, Orchestrator, of one generation host.
 
 Handlers receive bytes and parse them here, so a malformed message gets INVALID_ARGUMENT like any other bad
 request. Sockets and threads are in `serving.endpoint`.
@@ -8,51 +8,45 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from areal_jax.generation import jetstream
-from areal_jax.generation.commands import Pause, Statistics, Tokens, Unpause, Wake
+from areal_jax.generation.commands import Start, Tokens
 from areal_jax.secret import Secret
 from areal_jax.serving.answers import AnswerStream
 from areal_jax.serving.http import Metrics
-from areal_jax.serving.outputs import Output, outputs
-from areal_jax.serving.proto import rollout_pb2 as messages
+from areal_jax.serving.outputs import outputs
 from areal_jax.serving.requests import (
+    Ask,
     RequestError,
     Served,
-    decode_ask,
-    generate_ask,
+    at_least,
+    checked_ids,
     invalid,
-    parsed,
+    rendered,
+    that_fits,
 )
-from areal_jax.serving.streams import Stream, Streams
-from areal_jax.types import ArealError, Trajectory, VersionedParams
-
-POLL_S = 0.005
-
-DEADLINE_S = 120.0
-"""Time limit, in seconds, for the host to carry out a Pause, Resume or Swap request."""
+from areal_jax.serving.streams import Streams
+from areal_jax.types import Prompt
 
 protocol = jetstream.protocol()
 
-Publish = Callable[[str, int], VersionedParams]
-"""`publish(path, version)` publishes the weights at `path` to the host under a version above `version`."""
+M = TypeVar("M", bound=Message)
 
 Method = Callable[[Any, Any], Awaitable[Any]]
 
 
-class Services:
-    """The gRPC methods of both services; `request` is a parsed protobuf message, `context` is gRPC's."""
+class Orchestrator:
+    """The service's methods; `request` is a parsed protobuf message, `context` is gRPC's."""
 
-    def __init__(self, streams: Streams, served: Served, metrics: Metrics, publish: Publish | None) -> None:
-        self._streams, self._served, self._metrics, self._publish = streams, served, metrics, publish
-        self._swapping = asyncio.Lock()
-
-    # --- JetStream's Orchestrator ---------------------------------------------------------------------------
+    def __init__(self, streams: Streams, served: Served, metrics: Metrics) -> None:
+        self._streams, self._served, self._metrics = streams, served, metrics
 
     # A DecodeRequest has no sampling fields: it is greedy unless `serve` samples.
     async def Decode(self, request: Any, context: Any) -> None:
@@ -61,8 +55,10 @@ class Services:
         ask = await asyncio.to_thread(decode_ask, request, self._served)
         has_text = request.WhichOneof("content") == "text_content"
         response = AnswerStream(self._served.tokenizer, needs_text=has_text)
+        only = self._served.is_answers_only
         with self._streams.submitted(ask) as stream:
-            async for _, output, text in self._outputs(stream, [response], started_s):
+            found = outputs(stream, [response], self._metrics, started_s=started_s, is_answers_only=only)
+            async for _, output, text in found:
                 if isinstance(output, Tokens):
                     await context.write(_decoded(output.tokens, text if has_text else ""))
                 elif text and has_text:
@@ -72,142 +68,60 @@ class Services:
         """Answers whether the decode loop runs; a paused loop counts as running."""
         return protocol.HealthCheckResponse(is_live=self._streams.is_live)
 
-    # --- our own Rollout ------------------------------------------------------------------------------------
-
-    async def Generate(self, request: Any, context: Any) -> None:
-        started_s = time.monotonic()
-        ask = await asyncio.to_thread(generate_ask, request, self._served)
-        responses = [AnswerStream(self._served.tokenizer) for _ in range(ask.n)]
-        with self._streams.submitted(ask) as stream:
-            await context.write(messages.GenerateResponse(prompt=messages.Prompt(token_ids=ask.start.prompt)))
-            async for member, output, text in self._outputs(stream, responses, started_s):
-                await context.write(_generated(member, output, text))
-
-    async def Cancel(self, request: Any, context: Any) -> Any:
-        if not request.request_id:
-            raise invalid("request_id is empty; give the request_id of the Generate to cancel")
-        return messages.CancelResponse(was_found=self._streams.cancel(request.request_id))
-
-    async def Pause(self, request: Any, context: Any) -> Any:
-        self._require_control()
-        self._streams.tell(Pause())
-        return self._described(await self._until(lambda now: now.is_paused, "paused"))
-
-    async def Resume(self, request: Any, context: Any) -> Any:
-        self._require_control()
-        self._streams.tell(Unpause())
-        return self._described(await self._until(lambda now: not now.is_paused, "resumed"))
-
-    async def Swap(self, request: Any, context: Any) -> Any:
-        """Loads the weights at the request's path, and answers once the host decodes with these weights.
-
-        Raises RequestError if the host does not use the weights within DEADLINE_S (120 s).
-        """
-        publish = self._require_control()
-        async with self._swapping:
-            started_s = time.monotonic()
-            version = self._streams.host.statistics().version
-            try:
-                value = await asyncio.to_thread(publish, request.path, version)
-            except RequestError:
-                raise
-            except ArealError as error:
-                raise RequestError("FAILED_PRECONDITION", str(error)) from None
-            now = await self._until(lambda now: now.version >= value.version, "on the new version")
-            seconds = time.monotonic() - started_s
-            return messages.SwapResponse(version=now.version, digest=now.digest, seconds=seconds)
-
-    async def Statistics(self, request: Any, context: Any) -> Any:
-        return self._described(self._streams.host.statistics())
-
-    def _outputs(
-        self, stream: Stream, responses: Sequence[AnswerStream], started_s: float
-    ) -> AsyncIterator[Output]:
-        return outputs(
-            stream,
-            responses,
-            self._metrics,
-            started_s=started_s,
-            is_answers_only=self._served.is_answers_only,
-        )
-
-    def _require_control(self) -> Publish:
-        """Returns the function that publishes weights. Raises RequestError on a host of a training run."""
-        if self._publish is None:
-            raise RequestError(
-                "FAILED_PRECONDITION",
-                "this host belongs to a training run, which controls its versions: pause and swap only a "
-                "server started by `areal-jax serve`",
-            )
-        return self._publish
-
-    def _described(self, now: Statistics) -> Any:
-        names = {*messages.StatisticsResponse.DESCRIPTOR.fields_by_name} - {"model"}
-        figures = {name: getattr(now, name) for name in names}
-        return messages.StatisticsResponse(model=self._served.name, **figures)
-
-    async def _until(self, holds: Callable[[Statistics], bool], what: str) -> Statistics:
-        """Waits until `holds(statistics)` is true of the host's statistics; returns those statistics.
-
-        Raises RequestError if the host ends before that, or after DEADLINE_S (120 s). `what`: the awaited
-        state, for the message, such as "paused".
-        """
-        end_s = time.monotonic() + DEADLINE_S
-        while self._streams.is_live and time.monotonic() < end_s:
-            now = self._streams.host.statistics()
-            if holds(now):
-                return now
-            self._streams.tell(Wake())  # an idle host looks for a newer version only after a command
-            await asyncio.sleep(POLL_S)
-        if not self._streams.is_live:
-            raise RequestError(
-                "UNAVAILABLE",
-                f"the host ended before it was {what}; see the server's log, and start the server again",
-            )
-        raise RequestError(
-            "DEADLINE_EXCEEDED",
-            f"the host was not {what} within {DEADLINE_S:g} s; see the server's log, or retry later",
-        )
-
 
 def _decoded(ids: tuple[int, ...], text: str) -> Any:
     sample = protocol.DecodeResponse.StreamContent.Sample(text=text, token_ids=ids)
     return protocol.DecodeResponse(stream_content=protocol.DecodeResponse.StreamContent(samples=[sample]))
 
 
-def _generated(member: int, output: Tokens | Trajectory, text: str) -> Any:
-    if isinstance(output, Tokens):
-        return messages.GenerateResponse(
-            sampled=messages.Sampled(
-                member=member,
-                token_ids=output.tokens,
-                logp=output.logp,
-                version=output.version,
-                text=text,
+# --- requests -----------------------------------------------------------------------------------------------
+
+
+def parsed(kind: type[M], data: bytes) -> M:
+    """Returns the message of type `kind` that `data` encodes; raises RequestError for malformed bytes."""
+    try:
+        return kind.FromString(data)
+    except (DecodeError, UnicodeDecodeError) as error:
+        raise invalid(
+            f"{len(data)} bytes are not a {kind.DESCRIPTOR.full_name} ({error}); encode the message with the "
+            "service's own .proto file"
+        ) from None
+
+
+def decode_ask(request: Any, served: Served) -> Ask:
+    """Checks a JetStream DecodeRequest and returns it as an Ask; unset fields get the defaults of `served`.
+
+    Raises RequestError if a field is not valid, or exceeds the limits of `served`.
+    """
+    if request.session_cache:
+        raise invalid(
+            f"session_cache={request.session_cache!r:.80}: this server keeps no sessions; leave it empty "
+            "and send the whole conversation"
+        )
+    content = request.WhichOneof("content")
+    if content == "text_content":
+        prompt = rendered(Prompt(text=request.text_content.text), served)
+    elif content == "token_content":
+        if served.is_answers_only:
+            raise invalid(
+                "token_content is answered with token ids, and this server sends answers alone, as text "
+                "(serve --answers-only); send text_content"
             )
-        )
-    return messages.GenerateResponse(
-        finished=messages.Finished(
-            member=member,
-            stop_reason=output.stop_reason,
-            interruptions=output.interruptions,
-            is_reproducible=output.is_reproducible,
-            text=text,
-        )
-    )
+        prompt = checked_ids(request.token_content.token_ids, served, "token_ids")
+    else:
+        raise invalid("the request has no content; give text_content or token_content")
+    sampling = served.decode_sampling
+    if request.max_tokens:
+        sampling = replace(sampling, max_tokens=at_least(request.max_tokens, 1, "max_tokens"))
+    return Ask(Start((), that_fits(prompt, served), 0, sampling, is_request=True))
 
 
 # --- the gRPC side ------------------------------------------------------------------------------------------
 
 
-def handlers(services: Services, metrics: Metrics) -> list[grpc.GenericRpcHandler]:
-    """Returns the handlers of both services, for `server.add_generic_rpc_handlers`."""
-    theirs = protocol.DESCRIPTOR.services_by_name["Orchestrator"]
-    ours = messages.DESCRIPTOR.services_by_name["Rollout"]
-    return [_service(descriptor, services, metrics) for descriptor in (theirs, ours)]
-
-
-def _service(descriptor: Any, services: Services, metrics: Metrics) -> grpc.GenericRpcHandler:
+def handler(orchestrator: Orchestrator, metrics: Metrics) -> grpc.GenericRpcHandler:
+    """Returns the service's handler, for `server.add_generic_rpc_handlers`."""
+    descriptor = protocol.DESCRIPTOR.services_by_name["Orchestrator"]
     methods: dict[str, grpc.RpcMethodHandler] = {}
     for method in descriptor.methods:
         make = (
@@ -215,7 +129,7 @@ def _service(descriptor: Any, services: Services, metrics: Metrics) -> grpc.Gene
             if method.server_streaming
             else grpc.unary_unary_rpc_method_handler
         )
-        answer = _answering(getattr(services, method.name), method, metrics)
+        answer = _answering(getattr(orchestrator, method.name), method, metrics)
         serialize = GetMessageClass(method.output_type).SerializeToString
         methods[method.name] = make(answer, response_serializer=serialize)
     return grpc.method_handlers_generic_handler(descriptor.full_name, methods)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import threading
 from collections.abc import Iterator
+from http.client import HTTPConnection, HTTPException
 from typing import Any
 
 import grpc
@@ -16,9 +18,7 @@ from areal_jax.config.loading import ConfigError
 from areal_jax.control.events import SampleFinished, VersionCommitted
 from areal_jax.jobs.local import run
 from areal_jax.replay.folder_audit import audit_run
-from areal_jax.serving.proto import rollout_pb2 as messages
-from areal_jax.serving.proto.rollout_pb2_grpc import RolloutStub
-from areal_jax.serving.services import protocol
+from areal_jax.serving.jetstream_service import protocol
 from areal_jax.trainer.learner import Learner
 from areal_jax.types import ArealError
 from tests.hangs import HANG_S
@@ -49,6 +49,15 @@ def completed(http_port: int) -> set[int]:
         return set()
     assert 1 <= len(choice.token_ids) == len(choice.versions) <= 3
     return set(choice.versions)
+
+
+def http(port: int, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+    connection = HTTPConnection("127.0.0.1", port, timeout=HANG_S)
+    connection.request(method, path, None if body is None else json.dumps(body))
+    answer = connection.getresponse()
+    found = answer.status, json.load(answer)
+    connection.close()
+    return found
 
 
 class Answers:
@@ -84,15 +93,12 @@ def asked_while(
     versions, errors = set(), []
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         grpc.channel_ready_future(channel).result(HANG_S)
-        ours, stub = RolloutStub(channel), OrchestratorStub(channel)
-        for call, request in [
-            (ours.Pause, messages.PauseRequest()),
-            (ours.Swap, messages.SwapRequest(path="/")),
-        ]:
-            with pytest.raises(grpc.RpcError, match="belongs to a training run"):
-                call(request, timeout=HANG_S)
-        with pytest.raises(grpc.RpcError, match="does not support penalties"):
-            list(ours.Generate(messages.GenerateRequest(text="ab", presence_penalty=1.0), timeout=HANG_S))
+        stub = OrchestratorStub(channel)
+        for path, body in (("/pause", {}), ("/resume", {}), ("/swap", {"path": "/"})):
+            status, answer = http(http_port, "POST", path, body)
+            assert (status, "belongs to a training run" in answer["error"]["message"]) == (409, True)
+        status, answer = http(http_port, "POST", "/v1/completions", {"prompt": "ab", "presence_penalty": 1})
+        assert (status, "does not support penalties" in answer["error"]["message"]) == (400, True)
         while thread.is_alive():
             try:
                 found = [
@@ -106,9 +112,11 @@ def asked_while(
                 over_http = completed(http_port)
                 assert not over_http or max(over_http) >= max(versions, default=0), "versions only grow"
                 versions |= over_http
-                versions.add(ours.Statistics(messages.StatisticsRequest(), timeout=HANG_S).version)
+                versions.add(http(http_port, "GET", "/health")[1]["version"])
             except grpc.RpcError as error:
                 errors.append(error.code())
+                thread.join(0.05)
+            except (OSError, HTTPException):  # the run has ended since the answer
                 thread.join(0.05)
             else:
                 assert 1 <= len(found) <= 3
