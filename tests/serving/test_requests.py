@@ -66,6 +66,7 @@ def test_tokens_are_taken_as_they_are_and_text_as_the_tokenizer_renders_it():
 def test_max_tokens_is_honoured_and_the_servers_own_without_one():
     assert decode_ask(by_tokens(5, max_tokens=3), SERVED).start.sampling == Sampling(0.0, max_tokens=3)
     assert decode_ask(by_tokens(5), SERVED).start.sampling == Sampling(0.0, max_tokens=20)
+    assert decode_ask(by_tokens(5, priority=3), SERVED) == decode_ask(by_tokens(5), SERVED)
 
 
 def test_a_prompt_is_never_cut():

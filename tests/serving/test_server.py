@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import socket
+import threading
 import urllib.error
 import urllib.request
 from collections import Counter
@@ -201,6 +202,12 @@ def test_health_stays_true_while_paused_and_statistics_say_so(server):
     }
 
 
+def test_decode_requests_are_sampled_as_the_config_says_if_so_asked():
+    sampling, settings = Sampling(temperature=0.5, top_p=0.9, max_tokens=20), ServeSettings(is_sampled=True)
+    found = Server("tiny", tiny_engine(), tiny_params(0), settings, sampling)
+    assert found.served.decode_sampling == sampling
+
+
 @pytest.mark.parametrize(
     "request_, says",
     [
@@ -252,9 +259,10 @@ def test_a_seed_makes_samples_repeatable_and_members_differ(server):
 
 
 def test_biases_and_stop_texts_are_obeyed(server):
-    _, found = generate(server, logit_bias={ord("!"): 100}, stop=["!!!"])
+    _, found = generate(server, logit_bias={ord("!"): 100}, stop=["!!!"], logprobs=0)
     (choice,) = found["choices"]
     assert bytes(choice["token_ids"]) == b"!!!"
+    assert max(map(abs, choice["logprobs"]["token_logprobs"])) < 1e-6, "log-probs include biases"
     assert (choice["text"], choice["finish_reason"]) == ("", "stop")
 
 
@@ -360,6 +368,34 @@ def test_a_swap_takes_a_hugging_face_folder_of_the_same_shapes(tmp_path):
         assert "have other shapes than those of tiny" in error["message"]
 
 
+def test_a_swap_in_the_middle_of_a_sample_is_an_interruption_of_it(tmp_path, monkeypatch):
+    """The third decode call waits until the version is published."""
+    calls, decode = iter(range(1000)), tiny_engine().generate
+    is_held, is_published = threading.Event(), threading.Event()
+
+    def held(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == 2:
+            is_held.set()
+            assert is_published.wait(HANG_S)
+        return decode(*args, **kwargs)
+
+    monkeypatch.setattr(tiny_engine(), "generate", held)
+    store = OrbaxStore(tmp_path, PublisherSettings(tiny_engine().canary))
+    store.publish(tiny_params(1))
+    store.close(DEADLINE_S)
+    with running(weights=(tmp_path,)) as server, ThreadPoolExecutor(2) as pool:
+        asked = pool.submit(generate, server, temperature=0, max_tokens=40)
+        assert is_held.wait(HANG_S)
+        swapped = pool.submit(post, server, "/swap", {"path": str(tmp_path)})
+        wait_until(lambda: server._store.latest() == 1, "published")
+        is_published.set()
+        assert swapped.result(HANG_S)[1]["version"] == 1
+        (choice,) = asked.result(HANG_S)[1]["choices"]
+    first = choice["versions"].count(0)
+    assert choice["versions"] == [0] * first + [1] * (40 - first) and first >= 4
+    assert (choice["interruptions"], choice["is_reproducible"]) == (1, True)
+
+
 def test_a_swap_while_paused_is_in_force_at_once_and_live_samples_go_on_under_it(tmp_path):
     with running(weights=(tmp_path,)) as server, ThreadPoolExecutor(1) as pool:
         pause(server)
@@ -446,6 +482,19 @@ def test_a_reader_that_stands_still_is_cut_off_and_others_are_answered():
         answer = slow.makefile("rb").read()
         assert answer.startswith(b"HTTP/1.1 200") and b"more than 8 of its tokens were unread" in answer
         assert b'"code": "resource_exhausted"' in answer and b"[DONE]" not in answer
+
+
+def test_a_grpc_message_of_more_than_4_mib_is_refused(server):
+    with refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "larger than max"):
+        decoded(server, by_text("a" * (4 * 2**20 + 1)))
+
+
+def test_bytes_that_are_no_http_are_answered_with_text(server):
+    with socket.create_connection(("127.0.0.1", server.http_port), timeout=DEADLINE_S) as client:
+        client.sendall(b"\x16\x03\x01 hello\r\n\r\n")
+        head, _, body = client.makefile("rb").read().partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400") and b"content-type: text/plain" in head.lower()
+    assert body == b"Invalid HTTP request received."
 
 
 SOUND = [
@@ -648,8 +697,12 @@ def test_stopping_ends_requests_in_progress():
     pause(server)
     with channel(server) as opened:
         stream = OrchestratorStub(opened).Decode(by_tokens(PROMPT), timeout=DEADLINE_S)
-        wait_until(lambda: server.streams.open_samples == 1, "asked for")
-        server.stop()
+        with ThreadPoolExecutor(1) as pool:
+            over_http = pool.submit(generate, server)
+            wait_until(lambda: server.streams.open_samples == 2, "asked for")
+            server.stop()
+            status, error = over_http.result(HANG_S)
+        assert (status, "the generation host has ended" in error["message"]) == (503, True)
         with refused(grpc.StatusCode.UNAVAILABLE, "the generation host has ended"):
             list(stream)
     server.wait()  # nothing failed

@@ -18,11 +18,14 @@ from areal_jax.config.loading import ConfigError
 from areal_jax.control.events import SampleFinished, VersionCommitted
 from areal_jax.jobs.local import run
 from areal_jax.replay.folder_audit import audit_run
+from areal_jax.secret import Secret
+from areal_jax.serving.endpoint import TrainingEndpoint
 from areal_jax.serving.jetstream_service import protocol
 from areal_jax.trainer.learner import Learner
 from areal_jax.types import ArealError
 from tests.hangs import HANG_S
 from tests.ports import reserved_ports
+from tests.serving.served import tiny_engine
 from tests.small_run import small
 
 from jetstream.core.proto.jetstream_pb2_grpc import OrchestratorStub  # isort: skip - as a client has it
@@ -185,8 +188,23 @@ def test_settings_without_room_for_rollouts_are_refused(tmp_path, words, says):
         small(tmp_path, "generation.serve_port=9000", *words)
 
 
+def test_host_i_has_the_ports_plus_i_and_a_queue_of_64(tmp_path):
+    words = "generation.serve_port=9100", "generation.serve_http_port=9200"
+    config = small(tmp_path / "run", *words)
+    endpoint = TrainingEndpoint(config, 3, tiny_engine(), None)
+    found, served = endpoint._address, endpoint.served
+    assert (found.host, found.port, found.http_port) == ("127.0.0.1", 9103, 9203)
+    assert (served.name, served.max_samples) == (config.run.name, 64)
+    assert (served.is_answers_only, served.has_penalties) == (False, False)
+
+
 def test_an_address_that_others_reach_needs_the_runs_secret(tmp_path, monkeypatch):
     monkeypatch.delenv("AREAL_JAX_SECRET", raising=False)
-    config = small(tmp_path / "run", "generation.serve_port=9000", "generation.serve_address=0.0.0.0")
+    words = "generation.serve_port=9000", "generation.serve_address=0.0.0.0"
+    config = small(tmp_path / "run", *words)
     with pytest.raises(ArealError, match="serve_is_open=true"):
         run(config, stream=io.StringIO())
+    secret = Secret("correct-horse-battery-staple")
+    assert TrainingEndpoint(config, 0, tiny_engine(), secret)._address.secret is secret
+    config = small(tmp_path / "open", *words, "generation.serve_is_open=true")
+    assert TrainingEndpoint(config, 0, tiny_engine(), None)._address.secret is None
