@@ -60,6 +60,13 @@ class HostApi:
 
     def _route(self, method: str, kind: type[Body], run: Run) -> Route:
         async def answer(request: Request) -> Response:
+            # Any web page can have a browser on this machine post to loopback, without reading the answer.
+            if (origin := request.headers.get("origin")) is not None:
+                raise RequestError(
+                    "PERMISSION_DENIED",
+                    f"the request has the header Origin: {origin:.80}, as those of web pages, which must not "
+                    "control the host; send it from a program, without that header",
+                )
             body = await body_of(request)
             return JSONResponse(await run(validated(kind, json_of(body) if body else {})))
 

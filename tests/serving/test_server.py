@@ -311,6 +311,15 @@ def test_a_wrong_command_is_named(server, path, body, param, said):
     assert said in error["message"]
 
 
+@pytest.mark.parametrize("path", ["/cancel", "/pause", "/resume", "/swap"])
+def test_a_web_page_that_a_user_of_this_machine_opens_controls_no_host(server, path):
+    """A browser sends its requests to loopback, too, always with the header Origin."""
+    status, error = post(server, path, {}, Origin="https://example.org")
+    assert (status, error["type"]) == (403, "permission_error")
+    assert "Origin: https://example.org" in error["message"]
+    assert not server.host.statistics().is_paused
+
+
 def test_cancel_by_name_ends_the_request(server):
     pause(server)
     with ThreadPoolExecutor(1) as pool:

@@ -207,4 +207,4 @@ def test_an_address_that_others_reach_needs_the_runs_secret(tmp_path, monkeypatc
     secret = Secret("correct-horse-battery-staple")
     assert TrainingEndpoint(config, 0, tiny_engine(), secret)._address.secret is secret
     config = small(tmp_path / "open", *words, "generation.serve_is_open=true")
-    assert TrainingEndpoint(config, 0, tiny_engine(), None)._address.secret is None
+    assert TrainingEndpoint(config, 0, tiny_engine(), secret)._address.secret is None
