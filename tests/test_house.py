@@ -118,7 +118,7 @@ def test_the_simulator_and_the_core_of_every_driver_load_no_jax():
 def modules() -> dict[str, tuple[str, ast.Module]]:
     """Source and syntax tree of every module of the package by its path, without generated ones."""
     package = ROOT / "areal_jax"
-    paths = [path for path in sorted(package.rglob("*.py")) if "_pb2" not in path.name]
+    paths = sorted(package.rglob("*.py"))
     sources = {str(path.relative_to(package)): path.read_text() for path in paths}
     return {name: (source, ast.parse(source)) for name, source in sources.items()}
 
@@ -159,8 +159,8 @@ def is_banned(name: str) -> bool:
 
 def pages() -> list[Path]:
     """What people read: the package's files, the documentation and the README."""
-    package = [path for path in (ROOT / "areal_jax").rglob("*") if "_pb2" not in path.name]
-    texts = [path for path in package if path.is_file() and path.suffix in {".py", ".yaml", ".css", ".proto"}]
+    package = (ROOT / "areal_jax").rglob("*")
+    texts = [path for path in package if path.is_file() and path.suffix in {".py", ".yaml", ".css"}]
     return [*texts, *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
 
 

@@ -27,6 +27,10 @@ HALVINGS = 32
 """Halvings after which a bisection over the bits of a float32 has ended, whatever it looks for."""
 
 
+IN_PROMPT, IN_COMPLETION = 1, 2
+"""Where an id occurs in a sample: in its prompt alone, or in its completion; 0: nowhere."""
+
+
 class Settings(NamedTuple):
     """How each slot's token is chosen, as arrays; the fields are those of `types.Sampling`."""
 
@@ -168,17 +172,18 @@ def draw(
 
 
 def penalized(
-    logits: Float[Array, "N V"], counts: Int[Array, "N V"], penalty: RequestPenalty
+    logits: Float[Array, "N V"], occurs: Int[Array, "N V"], penalty: RequestPenalty
 ) -> Float[Array, "N V"]:
     """Returns the logits with a client's penalties and biases applied.
 
-    `counts`: occurrences of each id in the sample, prompt included. For ids that occur at least once,
-    positive logits are divided by `repetition`, others multiplied by it (CTRL, Keskar et al.,
-    arXiv:1909.05858), then `presence` is subtracted. `bias` is added for every id.
+    `occurs`: 0, IN_PROMPT or IN_COMPLETION. For ids of prompt or completion, positive logits are divided by
+    `repetition`, others multiplied by it (CTRL, Keskar et al., arXiv:1909.05858); for ids of the completion,
+    `presence` is then subtracted (as OpenAI has it). `bias` is added for every id.
     """
     factor = penalty.repetition[:, None]
-    repeated = jnp.where(logits > 0, logits / factor, logits * factor) - penalty.presence[:, None]
-    return jnp.where(counts > 0, repeated, logits) + penalty.bias
+    repeated = jnp.where(logits > 0, logits / factor, logits * factor)
+    logits = jnp.where(occurs > 0, repeated, logits)
+    return jnp.where(occurs == IN_COMPLETION, logits - penalty.presence[:, None], logits) + penalty.bias
 
 
 def _truncated_support(

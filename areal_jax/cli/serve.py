@@ -15,7 +15,7 @@ PACKAGES = ("google", "grpc", "prometheus_client", "starlette", "uvicorn")
 
 Weights = Annotated[
     list[Path] | None,
-    typer.Option(help="A folder from which Swap may load weights; may be given several times."),
+    typer.Option(help="A folder from which /swap may load weights; may be given several times."),
 ]
 
 
@@ -28,11 +28,9 @@ def serve(
     host: Annotated[
         str, typer.Option(help="Address to bind; any address other than loopback requires a secret.")
     ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(help="Port of the gRPC services, JetStream's Orchestrator and Rollout.")
-    ] = 9000,
+    port: Annotated[int, typer.Option(help="Port of JetStream's gRPC service.")] = 9000,
     http_port: Annotated[
-        int, typer.Option(help="Port of the HTTP endpoints: /v1 (OpenAI's interface), /health, /metrics.")
+        int, typer.Option(help="Port of HTTP: OpenAI's interface, control of the host, /health, /metrics.")
     ] = 9001,
     queue: Annotated[int, typer.Option(min=0, help="Maximum number of samples that wait for a slot.")] = 1024,
     unread: Annotated[
@@ -60,7 +58,7 @@ def serve(
         Path | None, typer.Option(help="File that holds the secret; by default AREAL_JAX_SECRET is used.")
     ] = None,
 ) -> None:
-    """Serve a model by gRPC (JetStream's service and areal-jax's own) and by HTTP (OpenAI's interface)."""
+    """Serve a model by gRPC (JetStream's service) and by HTTP (OpenAI's interface, pause and swap)."""
     stop_on_sigterm()
     with needing("serve", "serve", PACKAGES):
         from areal_jax.secret import read_secret

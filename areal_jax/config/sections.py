@@ -287,12 +287,12 @@ class GenerationConfig(Section):
     """
 
     serve_port: int | None = Field(default=None, ge=1, lt=2**16)
-    """Port on which host 0 answers JetStream's gRPC and the rollout service during training; host i uses this
-    port + i. None: hosts answer no requests.
+    """Port on which host 0 answers JetStream's gRPC during training; host i uses this port + i. None: hosts
+    answer no requests.
     """
     serve_http_port: int | None = Field(default=None, ge=1, lt=2**16)
-    """Read with serve_port: port on which host 0 answers OpenAI's HTTP interface, /health and /metrics during
-    training; host i uses this port + i. None: no HTTP.
+    """Read with serve_port: port on which host 0 answers OpenAI's HTTP interface, /cancel, /health and
+    /metrics during training; host i uses this port + i. None: no HTTP.
     """
     serve_slots: int = Field(default=1, ge=1)
     """Read with serve_port: how many of generation.slots, with their KV pages, are reserved for requests.

@@ -32,6 +32,9 @@ from areal_jax.types import PolicyVersion, SampleId, VersionedParams
 CHUNKS = 4
 """Maximum number of prompt chunks computed between two decode calls, for each free slot."""
 
+UNCOMPILED = "its decode program could not be compiled: "
+"""How the reason of a sample begins that failed so; to ask again is of no use."""
+
 
 def reason_against(engine: Engine, start: Start) -> str:
     """Returns why the engine cannot decode the samples of `start`; an empty string if it can."""
@@ -417,7 +420,7 @@ class Preparing:
         ready = [work for work in self.waiting if not self.is_needed(work)]
         self.waiting = [work for work in self.waiting if self.is_needed(work)]
         if failure is not None:
-            failed = [(work, f"its decode program could not be compiled: {failure}") for work in self.waiting]
+            failed = [(work, f"{UNCOMPILED}{failure}") for work in self.waiting]
             self.waiting = []
             return ready, failed
         if self.waiting:

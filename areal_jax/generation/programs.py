@@ -22,7 +22,16 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Int, UInt32
 
 from areal_jax.algorithms.logprobs import token_stats
-from areal_jax.algorithms.sampling import Settings, Truncation, draw, penalized, sample_key, uniforms
+from areal_jax.algorithms.sampling import (
+    IN_COMPLETION,
+    IN_PROMPT,
+    Settings,
+    Truncation,
+    draw,
+    penalized,
+    sample_key,
+    uniforms,
+)
 from areal_jax.generation import jetstream
 from areal_jax.generation.slots import Prefix, Request
 from areal_jax.models.exact import paged_attention
@@ -102,8 +111,10 @@ class DecodeState(struct.PyTreeNode):
     key: UInt32[Array, "N 2"]  # `sampling.sample_key` of each request's numbers
     requests: Request
     inserted: Int[Array, ""]  # samples so far: the ordinal of the next one without a request
-    counts: Int[Array, "N V"] | None = None
-    """Occurrences of each id in the sample so far, prompt included; None on engines without penalties."""
+    occurs: Int[Array, "N V"] | None = None
+    """Where each id occurs in the sample so far: 0, IN_PROMPT (there alone) or IN_COMPLETION; None on engines
+    without penalties.
+    """
 
     @classmethod
     def empty(cls, cache: KVPages, slots: int, length: int, r: Request) -> DecodeState:
@@ -121,7 +132,7 @@ class DecodeState(struct.PyTreeNode):
             key=jnp.zeros((slots, 2), jnp.uint32),
             requests=requests,
             inserted=jnp.zeros((), jnp.int32),
-            counts=None if r.penalty is None else jnp.zeros_like(requests.penalty.bias, jnp.int32),
+            occurs=None if r.penalty is None else jnp.zeros_like(requests.penalty.bias, jnp.int32),
         )
 
     @property
@@ -254,11 +265,13 @@ class Programs:
             requests=jax.tree.map(lambda to, of: to.at[slot].set(of), state.requests, r),
             inserted=state.inserted + 1,
         )
-        if state.counts is None:
+        if state.occurs is None:
             return state
-        is_known = jnp.arange(len(prefix.tokens)) < prefix.true_length
-        counts = jnp.zeros_like(state.counts[0]).at[prefix.tokens].add(is_known.astype(jnp.int32))
-        return state.replace(counts=state.counts.at[slot].set(counts))
+        places = jnp.arange(len(prefix.tokens))
+        part = jnp.where(places < r.prompt_tokens, IN_PROMPT, IN_COMPLETION)
+        part = jnp.where(places < prefix.true_length, part, 0)
+        occurs = jnp.zeros_like(state.occurs[0]).at[prefix.tokens].max(part)
+        return state.replace(occurs=state.occurs.at[slot].set(occurs))
 
     def extract(self, state: DecodeState, slot: Array, pages: int) -> Prefix:
         table = jnp.concatenate([jnp.zeros(1, jnp.int32), state.pages.table[slot, :pages]])
@@ -312,15 +325,15 @@ class Programs:
         )
         hidden, cache = self.model.hidden(params, fed, at[:, None], attend, state.cache)
         logits = self.model.logits(params, hidden[:, 0])
-        counts = state.counts
-        if r.penalty is not None and counts is not None:
-            logits = penalized(logits, counts, r.penalty)
+        occurs = state.occurs
+        if r.penalty is not None and occurs is not None:
+            logits = penalized(logits, occurs, r.penalty)
         randoms = uniforms(state.key, state.filled)
         settings = Settings(r.temperature, r.top_k, r.top_p, r.min_p)
         tokens, support = draw(logits, randoms, settings, self.support_size, truncation, self.ends_early)
         logp = self.model.in_rows(token_stats)(logits, tokens, r.temperature, support).logp
-        if counts is not None:
-            counts = counts.at[slots, tokens].add(going)
+        if occurs is not None:
+            occurs = occurs.at[slots, tokens].max(jnp.where(going, IN_COMPLETION, 0))
         # Slots that do not step are computed too, in the same rows, and their results are dropped.
         written = state.tokens.at[slots, jnp.minimum(state.filled, state.tokens.shape[1] - 1)].set(tokens)
         filled = state.filled + going
@@ -330,7 +343,7 @@ class Programs:
             tokens=jnp.where(going[:, None], written, state.tokens),
             filled=filled,
             is_live=state.is_live & ~is_ended,
-            counts=counts,
+            occurs=occurs,
         )
         return state, (tokens, going, logp, support)
 

@@ -71,6 +71,6 @@ class Penalties:
     arXiv:1909.05858); 1 changes nothing.
     """
     presence: float = 0.0
-    """Subtracted from the logits of ids already in the sample."""
+    """Subtracted from the logits of ids already in the completion."""
     bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of these ids."""

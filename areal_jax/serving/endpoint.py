@@ -20,11 +20,12 @@ from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host
 from areal_jax.secret import VARIABLE, Secret, is_loopback
 from areal_jax.serving.connections import CONNECTIONS, IDLE_S, allow_connections, http_server
+from areal_jax.serving.host_api import HostApi, Publish
 from areal_jax.serving.http import Metrics, http_app
+from areal_jax.serving.jetstream_service import Orchestrator, RequireSecret, handler
 from areal_jax.serving.listening import listening
 from areal_jax.serving.openai_api import OpenAIApi
 from areal_jax.serving.requests import Served
-from areal_jax.serving.services import Publish, RequireSecret, Services, handlers
 from areal_jax.serving.streams import Streams
 from areal_jax.types import ArealError, Sampling
 
@@ -66,7 +67,7 @@ class Endpoint:
     training run: `streams.beside`) as callbacks; then call `attach(host)` and `start`. `served`: limits and
     defaults for requests; `slots`: how many samples of requests the host decodes at once; `queue`: maximum
     number of samples that wait for a slot; `unread`: maximum number of a request's tokens that the client has
-    not read yet. `publish`: called by the RPC Swap to load weights; None: Swap, Pause and Resume are refused,
+    not read yet. `publish`: called by /swap to load weights; None: /swap, /pause and /resume are refused,
     because a training run controls the host. `deadline_s`: the longest that a request over HTTP may take.
     `idle_s`, `connections`: as the options --idle and --connections of `areal-jax serve`.
     """
@@ -130,7 +131,7 @@ class Endpoint:
 
     def _bind(self, address: Address) -> None:
         host, port, _, secret, (option, _) = address
-        services = Services(self.streams, self.served, self.metrics, self._publish)
+        orchestrator = Orchestrator(self.streams, self.served, self.metrics)
         self._grpc = grpc.aio.server(
             interceptors=[RequireSecret(secret)] if secret else [],
             options=[
@@ -141,14 +142,16 @@ class Endpoint:
             ],
             maximum_concurrent_rpcs=self._connections,
         )
-        self._grpc.add_generic_rpc_handlers(handlers(services, self.metrics))
+        self._grpc.add_generic_rpc_handlers([handler(orchestrator, self.metrics)])
         try:
             self.port = self._grpc.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
         except RuntimeError as error:
             raise _in_use(option, port, host, error) from None
 
     async def _serve_http(self, opened: socket.socket, secret: Secret | None) -> None:
-        routes = OpenAIApi(self.streams, self.served, self.metrics, self._deadline_s).routes()
+        openai = OpenAIApi(self.streams, self.served, self.metrics, self._deadline_s)
+        control = HostApi(self.streams, self.served.name, self.metrics, self._publish)
+        routes = [*openai.routes(), *control.routes()]
         app = http_app(self.served.name, self.streams, self.metrics, secret, routes)
         own = {"idle_s": self._idle_s, "connections": self._connections}
         server = http_server(app, **own, timeout_graceful_shutdown=int(GRACE_S))

@@ -36,9 +36,8 @@ from areal_jax.episodes.episode import Episode
 from areal_jax.serving.bodies import Stop, Tool, validated
 from areal_jax.serving.connections import http_server
 from areal_jax.serving.generate_bodies import GenerateBody, generated, token_request
-from areal_jax.serving.http import ERRORS, error_response
+from areal_jax.serving.http import ERRORS, body_of, error_response
 from areal_jax.serving.listening import listening
-from areal_jax.serving.openai_api import body_of
 from areal_jax.serving.openai_bodies import StreamOptions
 from areal_jax.serving.requests import RequestError, context_exceeded, invalid, json_of
 from areal_jax.serving.token_logprobs import LogProbs

@@ -1,11 +1,11 @@
 """The HTTP application of a server: /metrics for Prometheus; /health (JSON) for health checks and users.
 
-All errors have OpenAI's form, also those of unknown paths.
+All errors have OpenAI's form, also those of unknown paths; `answering` gives it to the handlers of routes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -31,7 +31,7 @@ GAUGES = {
     "slots": "Number of slots, which is the largest number of samples decoded at once",
     "live": "Slots that hold a sample",
     "waiting": "Samples without a slot",
-    "is_paused": "1 while decoding is paused by a Pause request, else 0",
+    "is_paused": "1 while decoding is paused by a request to /pause, else 0",
     "pages": "KV pages",
     "free_pages": "KV pages that no sample uses",
 }
@@ -49,14 +49,21 @@ SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 STATUS = {
     "INVALID_ARGUMENT": (400, "invalid_request_error"),
     "UNAUTHENTICATED": (401, "authentication_error"),
+    "PERMISSION_DENIED": (403, "permission_error"),
     "NOT_FOUND": (404, "not_found_error"),
     "FAILED_PRECONDITION": (409, "conflict_error"),
     "OUT_OF_RANGE": (413, "invalid_request_error"),
     "RESOURCE_EXHAUSTED": (429, "rate_limit_error"),
+    "CANCELLED": (499, "cancelled_error"),
     "UNAVAILABLE": (503, "unavailable_error"),
     "DEADLINE_EXCEEDED": (504, "timeout_error"),
 }
-"""Code of a RequestError -> HTTP status, and the type in the error's body."""
+"""Code of a RequestError -> HTTP status, and the type in the error's body; others are the server's: 500."""
+
+LARGEST_BODY = 16 * 2**20
+"""Maximum number of bytes of a request's body."""
+
+Handler = Callable[[Request], Awaitable[Response]]
 
 
 def error_response(error: RequestError) -> JSONResponse:
@@ -104,19 +111,19 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "areal_jax_requests",
-            "Calls by method and gRPC status",
+            "Requests by method and status; methods of gRPC begin with a capital letter",
             ["method", "status"],
             registry=self.registry,
         )
         self.first_token = Histogram(
             "areal_jax_first_token_seconds",
-            "Seconds from the arrival of a Decode or Generate request to its first tokens",
+            "Seconds from the arrival of a request for completions, over gRPC or HTTP, to its first tokens",
             buckets=SECONDS,
             registry=self.registry,
         )
         self.first_answer = Histogram(
             "areal_jax_first_answer_seconds",
-            "Seconds from the arrival of a Decode or Generate request to the content of its first <answer>",
+            "Seconds from the arrival of a request for completions to the content of its first <answer>",
             buckets=SECONDS,
             registry=self.registry,
         )
@@ -132,6 +139,47 @@ class Metrics:
     def describe(self) -> list[Metric]:
         """Returns no metric; without this method, the registry would call `collect` at registration."""
         return []
+
+
+def answering(method: str, metrics: Metrics, answer: Handler) -> Handler:
+    """Returns a handler that answers a RequestError of `answer` with its response, and counts each request.
+
+    `method`: the request's name in the counts.
+    """
+
+    async def handle(request: Request) -> Response:
+        status = "UNKNOWN"
+        try:
+            response = await answer(request)
+            status = "OK"
+            return response
+        except RequestError as error:
+            status = error.code
+            return error_response(error)
+        except ClientDisconnect:
+            status = "CANCELLED"
+            return Response(status_code=499)
+        finally:
+            metrics.requests.labels(method, status).inc()
+
+    return handle
+
+
+async def body_of(request: Request) -> bytes:
+    parts, size = [], 0
+    async for part in request.stream():
+        parts.append(part)
+        size += len(part)
+        if size > LARGEST_BODY:
+            said = f"the body has more than {LARGEST_BODY} bytes; send a shorter one"
+            raise RequestError("OUT_OF_RANGE", said, "request_too_large")
+    return b"".join(parts)
+
+
+def described(model: str, is_live: bool, now: Statistics) -> dict[str, Any]:
+    """Returns a host's state and totals, as /health, /pause and /resume answer them."""
+    figures = {name: getattr(now, name) for name in ("version", "digest", *GAUGES, *COUNTERS)}
+    return {"status": "ok" if is_live else "ended", "model": model, **figures}
 
 
 class RequireBearer:
@@ -158,11 +206,8 @@ def http_app(
     """
 
     async def health(_: Request) -> Response:
-        now, live = streams.host.statistics(), streams.is_live
-        figures = {name: getattr(now, name) for name in ("version", "digest", *GAUGES)}
-        return JSONResponse(
-            {"status": "ok" if live else "ended", "model": model, **figures}, 200 if live else 503
-        )
+        live = streams.is_live
+        return JSONResponse(described(model, live, streams.host.statistics()), 200 if live else 503)
 
     async def exposition(_: Request) -> Response:
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)

@@ -6,7 +6,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any
 
@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from areal_jax.generation.commands import Tokens
 from areal_jax.serving.answers import AnswerStream
-from areal_jax.serving.http import Metrics, error_body, error_response
+from areal_jax.serving.http import Handler, Metrics, answering, body_of, error_body, error_response
 from areal_jax.serving.openai_bodies import Asked, chat_asked, completion_asked
 from areal_jax.serving.outputs import Output, outputs
 from areal_jax.serving.requests import RequestError, Served, json_of
@@ -29,9 +29,6 @@ from areal_jax.types import Trajectory
 
 POLL_S = 0.05
 """Seconds between two looks at whether a client has gone."""
-
-LARGEST_BODY = 16 * 2**20
-"""Maximum number of bytes of a request's body."""
 
 Check = Callable[[Any, Served], Asked]
 
@@ -70,25 +67,14 @@ class OpenAIApi:
             "owned_by": "areal-jax",
         }
 
-    def _handler(self, name: str, check: Check) -> Callable[[Request], Awaitable[Response]]:
+    def _handler(self, name: str, check: Check) -> Handler:
         async def answer(request: Request) -> Response:
-            status, started_s = "UNKNOWN", time.monotonic()
-            try:
-                asked = await asyncio.to_thread(_checked, check, await body_of(request), self._served)
-                call = Call(self, name, asked, started_s)
-                found = await _unless_gone(request, call.streamed() if asked.is_stream else call.whole())
-                status = "OK"
-                return found
-            except RequestError as error:
-                status = error.code
-                return error_response(error)
-            except ClientDisconnect:
-                status = "CANCELLED"
-                return Response(status_code=499)
-            finally:
-                self._metrics.requests.labels(f"openai {name}", status).inc()
+            started_s = time.monotonic()
+            asked = await asyncio.to_thread(_checked, check, await body_of(request), self._served)
+            call = Call(self, name, asked, started_s)
+            return await _unless_gone(request, call.streamed() if asked.is_stream else call.whole())
 
-        return answer
+        return answering(f"openai {name}", self._metrics, answer)
 
     async def outputs(self, asked: Asked, started_s: float) -> AsyncGenerator[Output, None]:
         """Submits the request and yields its outputs.
@@ -114,17 +100,6 @@ class OpenAIApi:
     @property
     def served(self) -> Served:
         return self._served
-
-
-async def body_of(request: Request) -> bytes:
-    parts, size = [], 0
-    async for part in request.stream():
-        parts.append(part)
-        size += len(part)
-        if size > LARGEST_BODY:
-            said = f"the body has more than {LARGEST_BODY} bytes; send a shorter one"
-            raise RequestError("OUT_OF_RANGE", said, "request_too_large")
-    return b"".join(parts)
 
 
 def _checked(check: Check, body: bytes, served: Served) -> Asked:
@@ -162,6 +137,10 @@ class Choice:
         self.text, self._tokens, self._logp, self._versions = "", [], [], []
         self._sent = 0
         """Number of tokens that `exact` has returned."""
+        self.count = 0
+        """Number of tokens sampled, also of those that the client does not get; known at the end."""
+        self._end: dict[str, Any] = {}
+        """What is known of the completion once it has ended."""
         self.stop_reason: str | None = None
         self.answer: Answer | None = None
 
@@ -176,7 +155,11 @@ class Choice:
             self._logp += found.logp
             self._versions += [found.version] * len(found.tokens)
         else:
-            self.stop_reason = found.stop_reason
+            self.stop_reason, self.count = found.stop_reason, int(found.loss_mask.sum())
+            self._end = {
+                "interruptions": found.interruptions,
+                "is_reproducible": found.is_reproducible,
+            }
         if self._parts is None:
             return Part(text, "")
         part = self._parts.push(text)
@@ -186,7 +169,11 @@ class Choice:
         return part
 
     def exact(self) -> dict[str, Any]:
-        """Log-probs of the tokens since the last call, and with return_token_ids their ids and versions."""
+        """Log-probs of the tokens since the last call; with return_token_ids their ids and versions, too.
+
+        With return_token_ids also, at the end, how often the version changed, and whether the completion is
+        reproducible: no token was sampled with KV of an older version.
+        """
         new, self._sent = slice(self._sent, None), len(self._tokens)
         tokens, logp = self._tokens[new], self._logp[new]
         fields: dict[str, Any] = {"logprobs": None}
@@ -194,13 +181,8 @@ class Choice:
             form = self._logprobs.chat if self._is_chat else self._logprobs.completion
             fields["logprobs"] = form(tokens, logp)
         if self._asked.has_ids:
-            fields |= {"token_ids": tokens, "versions": self._versions[new]}
+            fields |= {"token_ids": tokens, "versions": self._versions[new], **self._end}
         return fields
-
-    @property
-    def count(self) -> int:
-        """Number of tokens."""
-        return len(self._tokens)
 
     @property
     def finish_reason(self) -> str | None:

@@ -1,8 +1,8 @@
-"""Bodies of OpenAI's HTTP interface: checked, and turned into an `Ask` by way of a GenerateRequest.
+"""Bodies of OpenAI's HTTP interface: checked, and turned into an `Ask`.
 
 Fields that OpenAI has and this server cannot honour are refused by name, so that no client gets another
 answer than it asked for. Extensions have the names that other servers use: top_k, min_p, repetition_penalty,
-stop_token_ids, chat_template_kwargs, return_token_ids; min_version is ours.
+stop_token_ids, chat_template_kwargs, return_token_ids, request_id; min_version is ours.
 """
 
 from __future__ import annotations
@@ -13,18 +13,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from areal_jax.serving.bodies import Integer, Stop, Tool, validated
-from areal_jax.serving.proto import rollout_pb2 as messages
-from areal_jax.serving.requests import (
-    Ask,
-    RequestError,
-    Served,
-    checked_ids,
-    generate_ask,
-    invalid,
-    refusals,
-    rendered,
-)
+from areal_jax.serving.ask_body import AskBody, ask_of
+from areal_jax.serving.bodies import Integer, Tool, validated
+from areal_jax.serving.requests import Ask, RequestError, Served, checked_ids, invalid, refusals, rendered
 from areal_jax.tasks.tokenizers import chat_tokens
 from areal_jax.tasks.tool_calls import Notation, is_in_thought
 from areal_jax.types import Prompt
@@ -71,27 +62,12 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class Body(BaseModel):
+class Body(AskBody):
     """The fields that completions and chat completions share."""
 
-    model_config = ConfigDict(extra="forbid")
-    model: str = ""
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Integer | None = None
-    min_p: float | None = None
-    n: Integer | None = None
-    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    max_tokens: Integer | None = None
-    stop: Stop = []
-    stop_token_ids: list[Integer] = []
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[Integer, float] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = None
-    min_version: Integer | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    return_token_ids: bool = False
 
 
 class CompletionBody(Body):
@@ -106,7 +82,7 @@ class ChatBody(Body):
     tool_choice: Any = None
     logprobs: bool | None = None
     max_completion_tokens: Integer | None = None
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] = Field({})
 
 
 @dataclass(frozen=True)
@@ -201,34 +177,21 @@ def _asked(
     notation: Notation = "none",
     is_in_thought: bool = False,
 ) -> Asked:
-    names = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "n", "presence_penalty")
-    others = ("repetition_penalty", "min_version")
-    given = {name: value for name in (*names, *others) if (value := getattr(body, name)) is not None}
-    if body.seed is not None:
-        given["seed"] = body.seed - 2**64 if body.seed >= 2**63 else body.seed  # the same 64 bits
     if served.is_answers_only and (has_logprobs or body.return_token_ids):
         raise invalid(
             "logprobs and return_token_ids are not available, because this server sends answers alone (serve "
             "--answers-only); leave them out"
         )
-    request = messages.GenerateRequest(
-        model=body.model,
-        tokens=messages.TokenIds(ids=tokens),
-        stop=body.stop,
-        stop_tokens=body.stop_token_ids,
-        logit_bias=body.logit_bias or {},
-        **given,
-    )
     if body.model and body.model != served.name:
         said = f"model={body.model!r:.80} is not served here; give {served.name!r}"
         raise RequestError("NOT_FOUND", said, "model_not_found", "model")
     return Asked(
-        generate_ask(request, served),
+        ask_of(body, tokens, served),
         tuple(body.stop),
-        bool(body.stream),
-        body.stream_options is not None and body.stream_options.include_usage,
+        body.stream,
+        body.stream_options.include_usage,
         has_logprobs,
-        bool(body.return_token_ids),
+        body.return_token_ids,
         notation,
         is_in_thought,
     )

@@ -48,7 +48,7 @@ WATCH_S = 0.2
 class ServeSettings:
     host: str = "127.0.0.1"
     port: int = 9000
-    """gRPC port; 0 selects a free port."""
+    """Port of JetStream's gRPC service; 0 selects a free port."""
     http_port: int = 9001
     queue: int = 1024
     """Maximum number of samples that wait for a slot."""
@@ -65,12 +65,12 @@ class ServeSettings:
     is_answers_only: bool = False
     """True: clients get the text of answers alone; False: the text, token ids and log-probs of all tokens."""
     weights: tuple[Path, ...] = ()
-    """Folders from which a Swap request may load weights, with subfolders; empty: Swap is refused."""
+    """Folders from which a request to /swap may load weights, with subfolders; empty: it is refused."""
     secret: Secret | None = None
 
 
 class Server:
-    """A generation host with gRPC services and HTTP endpoints, which answer from `start` until `stop`."""
+    """A generation host behind gRPC and HTTP, which answer from `start` until `stop`."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Server:
         """`engine` must be made with has_penalties=True, because requests may have penalties.
 
         `name`: the model's name in requests and in /health; `params`: the weights to start with; `sampling`:
-        the defaults of requests; `on_update`: what a Swap does to live samples, as generation.on_update;
+        the defaults of requests; `on_update`: what a swap does to live samples, as generation.on_update;
         `calls_ahead`: as generation.calls_ahead. Raises ArealError if other machines can reach settings.host
         and settings.secret is None, or if settings.is_answers_only is set and the tokenizer has no tags.
         """

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from areal_jax.control.events import Event, SampleFailed
+from areal_jax.generation.admission import UNCOMPILED
 from areal_jax.generation.commands import Command, Stop, Tokens
 from areal_jax.generation.host import Emit, Host
 from areal_jax.serving.requests import Ask, RequestError, invalid
@@ -100,7 +101,7 @@ class Streams:
             self.end()
 
     def end(self) -> None:
-        """Ends every request in progress with gRPC status UNAVAILABLE, and refuses later requests."""
+        """Ends every request in progress with status UNAVAILABLE, and refuses later requests."""
         self.is_live = False
         self._loop.call_soon_threadsafe(self._end_all)
 
@@ -156,11 +157,11 @@ class Streams:
                 del self._named[ask.request_id]
 
     def cancel(self, request_id: str) -> bool:
-        """Ends the open request `request_id` with gRPC status CANCELLED; returns whether it was open."""
+        """Ends the open request `request_id` with status CANCELLED; returns whether it was open."""
         stream = self._named.get(request_id)
         if stream is None:
             return False
-        self._fail(stream, "CANCELLED", f"request_id={request_id!r} was cancelled by a Cancel request")
+        self._fail(stream, "CANCELLED", f"request_id={request_id!r} was cancelled by a request to /cancel")
         return True
 
     def tell(self, command: Command) -> None:
@@ -199,7 +200,8 @@ class Streams:
             if stream is None:  # its request has already ended
                 continue
             if isinstance(output, str):
-                self._fail(stream, "RESOURCE_EXHAUSTED", output)
+                is_final = output.startswith(UNCOMPILED)
+                self._fail(stream, "INTERNAL" if is_final else "RESOURCE_EXHAUSTED", output)
             elif isinstance(output, Trajectory):
                 del self._streams[sample]
                 stream.unfinished.discard(sample)
@@ -215,7 +217,7 @@ class Streams:
                 )
 
     def _fail(self, stream: Stream, code: str, message: str) -> None:
-        """Ends `stream`'s request with gRPC status `code`, and frees the request's slots.
+        """Ends `stream`'s request with status `code`, and frees the request's slots.
 
         The host gets the command to free the slots before the client reads the status.
         """

@@ -15,6 +15,8 @@ from hypothesis.extra.numpy import arrays
 
 from areal_jax.algorithms.sampling import (
     EVERY,
+    IN_COMPLETION,
+    IN_PROMPT,
     RequestPenalty,
     Settings,
     Truncation,
@@ -190,22 +192,24 @@ def test_the_likeliest_is_the_first_of_equals(z, is_masked):
 
 
 def test_penalties_are_those_of_a_loop_in_numpy():
-    """A CTRL penalty above and below 0, presence once however often, and bias whether seen or not."""
+    """A CTRL penalty above and below 0 of ids of prompt and completion, presence of those of the completion
+    alone, and bias whether seen or not."""
     rng = np.random.default_rng(13)
     logits, bias = rng.normal(size=(2, 3, 40)).astype(np.float32)
-    counts = rng.integers(0, 3, (3, 40)).astype(np.int32)
+    occurs = rng.choice([0, IN_PROMPT, IN_COMPLETION], (3, 40)).astype(np.int32)
     repetition, presence = np.array([1.0, 1.3, 0.8], np.float32), np.array([0.0, 0.5, -0.25], np.float32)
     want = np.zeros((3, 40))
     for i, j in np.ndindex(3, 40):
         want[i, j] = logits[i, j]
-        if counts[i, j]:
+        if occurs[i, j]:
             want[i, j] *= repetition[i] if want[i, j] < 0 else 1 / repetition[i]
+        if occurs[i, j] == IN_COMPLETION:
             want[i, j] -= presence[i]
         want[i, j] += bias[i, j]
     penalty = RequestPenalty(repetition, presence, bias)
-    np.testing.assert_allclose(penalized(logits, counts, penalty), want, rtol=1e-6)
+    np.testing.assert_allclose(penalized(logits, occurs, penalty), want, rtol=1e-6)
     neutral = RequestPenalty(np.ones(3), np.zeros(3), np.zeros((3, 40)))
-    np.testing.assert_array_equal(penalized(logits, counts, neutral), logits)
+    np.testing.assert_array_equal(penalized(logits, occurs, neutral), logits)
 
 
 def test_zero_and_minus_zero_tie():

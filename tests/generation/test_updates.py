@@ -512,5 +512,8 @@ def test_penalties_change_what_is_sampled(model, store, versions):
     plain, same, fresh, biased = (heard.done[SampleId(i, 0)].tokens.tolist() for i in range(4))
     assert same == plain
     vocab = model.tokenizer.vocab_size
-    assert len(set(fresh)) == vocab  # every id once before any comes again
+    # Every id comes once before any comes again, also the prompt's.
+    assert len(set(fresh[len(PROMPT) :][:vocab])) == vocab
     assert biased[len(PROMPT) :] == [7] * 20
+    of_biased = [2 if token == 7 else int(token in PROMPT) for token in range(model.config.vocab_size)]
+    assert of_biased in np.asarray(host._slots.state.occurs).tolist()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import grpc
 import jax
@@ -19,15 +22,13 @@ from areal_jax.generation.engine import Engine
 from areal_jax.models.config import model_config
 from areal_jax.models.model import Model
 from areal_jax.serving.answers import AnswerStream, require_tags
-from areal_jax.serving.proto import rollout_pb2 as messages
-from areal_jax.serving.proto.rollout_pb2_grpc import RolloutStub
 from areal_jax.serving.server import Server, ServeSettings
 from areal_jax.tasks.blocks import BlockParser, Opened, render
 from areal_jax.tasks.tokenizers import ByteTokenizer, CharTokenizer
 from areal_jax.types import ArealError, Sampling, VersionedParams
 from areal_jax.weights.digest import digest
 from tests.serving.served import LENGTH, SIZES, SLOTS, STEPS, wait_until
-from tests.serving.test_server import DEADLINE_S, by_text, by_tokens, channel, get, refused
+from tests.serving.test_server import DEADLINE_S, by_text, by_tokens, channel, get, post, refused
 
 from jetstream.core.proto.jetstream_pb2_grpc import OrchestratorStub  # isort: skip - as a client has it
 from tests.hangs import HANG_S
@@ -111,10 +112,23 @@ def samples_of(stream) -> Iterator:
     return (sample for response in stream for sample in response.stream_content.samples)
 
 
-def generate(server: Server, **fields) -> list:
-    request = messages.GenerateRequest(**{"text": QUESTION, "temperature": 0.0, **fields})
-    with channel(server) as opened:
-        return list(RolloutStub(opened).Generate(request, timeout=DEADLINE_S))
+ASKED: dict[str, Any] = {"prompt": QUESTION, "temperature": 0}
+
+
+def complete(server: Server, **fields: Any) -> dict[str, Any]:
+    status, found = post(server, "/v1/completions", ASKED | fields)
+    assert status == 200, found
+    return found
+
+
+def streamed(server: Server, **fields: Any) -> Iterator[dict[str, Any]]:
+    """The events of a streamed completion, as they arrive."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=DEADLINE_S)
+    connection.request("POST", "/v1/completions", json.dumps(ASKED | {"stream": True} | fields))
+    for line in connection.getresponse():
+        if line.startswith(b"data: {"):
+            yield json.loads(line.removeprefix(b"data: "))
+    connection.close()
 
 
 # --- found as the tokens come -------------------------------------------------------------------------------
@@ -207,17 +221,17 @@ def test_a_tokenizer_without_the_tags_as_text_is_refused():
 def test_the_first_answers_content_reaches_the_client_before_the_response_ends(is_read):
     """The decode loop waits until the client has read the answer's content: nothing after it exists yet."""
     parser, at_s = BlockParser(), {}
-    request = messages.GenerateRequest(text=QUESTION, temperature=0)
-    with running() as server, channel(server) as opened:
+    with running() as server:
         started_s = time.monotonic()
-        for response in RolloutStub(opened).Generate(request, timeout=DEADLINE_S):
-            for event in parser.feed(response.sampled.text):
+        for found in streamed(server):
+            (choice,) = found["choices"]
+            for event in parser.feed(choice["text"]):
                 if isinstance(event, Opened) and event.kind == "answer" and "answer" not in at_s:
                     at_s["answer"] = time.monotonic() - started_s
                     assert server.host.statistics().live == 1
                     time.sleep(HELD_S)
                     is_read.set()
-            if response.HasField("finished"):
+            if choice["finish_reason"]:
                 at_s["end"] = time.monotonic() - started_s
     parsed = parser.finish()
     assert [block.text for block in parsed.answers] == ["4", "7"] and parsed.is_valid
@@ -237,15 +251,25 @@ def test_answers_only_sends_the_first_answer_before_the_response_ends_and_no_tho
 
 def test_answers_only_generates_text_without_ids_and_log_probs():
     with running(answers_only=True) as server:
-        prompt, *sampled, end = generate(server)
-        other = generate(server, text="", tokens=messages.TokenIds(ids=[ord(QUESTION)]), n=2)
-    assert bytes(prompt.prompt.token_ids[1:]) == QUESTION.encode()
-    assert [response.sampled for response in sampled] == [
-        messages.Sampled(member=0, version=0, text=text) for text in ("4\n", "7\n")
-    ]
-    assert (end.finished.stop_reason, end.finished.text) == ("stop", "")
-    texts = [(each.sampled.member, each.sampled.text) for each in other if each.HasField("sampled")]
-    assert sorted(texts) == [(0, "4\n"), (0, "7\n"), (1, "4\n"), (1, "7\n")]
+        found = [event["choices"][0] for event in streamed(server)]
+        other = complete(server, prompt=[ord(QUESTION)], n=2)
+        for name, value in (("logprobs", 0), ("return_token_ids", True)):
+            status, error = post(server, "/v1/completions", ASKED | {name: value})
+            assert (status, "logprobs and return_token_ids are not" in error["message"]) == (400, True)
+    assert [choice["text"] for choice in found] == ["4\n", "7\n", ""]
+    assert [choice["finish_reason"] for choice in found] == [None, None, "stop"]
+    assert all(choice.keys() == {"index", "text", "logprobs", "finish_reason"} for choice in found)
+    texts = [(each["index"], each["text"], each["logprobs"]) for each in other["choices"]]
+    assert texts == [(0, "4\n7\n", None), (1, "4\n7\n", None)]
+
+
+def test_usage_counts_the_tokens_that_were_sampled_also_of_thoughts_that_are_not_sent():
+    with running(answers_only=True) as server:
+        usage = complete(server, n=2)["usage"]
+        *_, last = streamed(server, stream_options={"include_usage": True})
+    count = len(WHOLE) + 1  # and the EOS
+    assert usage == {"prompt_tokens": 2, "completion_tokens": 2 * count, "total_tokens": 2 + 2 * count}
+    assert last["usage"] == {"prompt_tokens": 2, "completion_tokens": count, "total_tokens": 2 + count}
 
 
 def test_after_a_break_answers_only_sends_nothing_more_and_the_request_ends_well():
@@ -253,9 +277,9 @@ def test_after_a_break_answers_only_sends_nothing_more_and_the_request_ends_well
         call = OrchestratorStub(opened).Decode(by_text(QUESTION), timeout=DEADLINE_S)
         assert [sample.text for sample in samples_of(call)] == ["4\n"]
         assert call.code() is grpc.StatusCode.OK
-        assert [each.WhichOneof("content") for each in generate(server)] == ["prompt", "sampled", "finished"]
+        assert [event["choices"][0]["text"] for event in streamed(server)] == ["4\n", ""]
     with running(BROKEN) as server:
-        assert "".join(each.sampled.text for each in generate(server)).count("</answer>") == 2
+        assert complete(server)["choices"][0]["text"].count("</answer>") == 2
 
 
 def test_answers_only_refuses_a_prompt_that_is_answered_with_ids():
@@ -287,9 +311,9 @@ def test_the_seconds_to_the_first_answer_are_counted_once_a_request(is_read):
         is_read.set()
         list(stream)
         list(stub.Decode(by_tokens([ord(QUESTION)]), timeout=DEADLINE_S))  # of ids, which have a text too
-        generate(server, n=2)
+        complete(server, n=2)
         assert figures(server, "areal_jax_first_answer_seconds")[0] == 3
-        generate(server, max_tokens=7)  # ends with the opening tag of the answer
+        complete(server, max_tokens=7)  # ends with the opening tag of the answer
         list(stub.Decode(by_tokens([SCRIPT.index("2+2")]), timeout=DEADLINE_S))  # the response has no <think>
         assert figures(server, "areal_jax_first_answer_seconds")[0] == 3
         assert figures(server, "areal_jax_first_token_seconds")[0] == 5

@@ -14,11 +14,12 @@ import uvicorn
 
 from areal_jax.generation.commands import Pause, Unpause
 from areal_jax.serving.connections import REFUSED_S, SPARE, Connection
-from areal_jax.serving.proto import rollout_pb2 as messages
-from areal_jax.serving.proto.rollout_pb2_grpc import RolloutStub
-from tests.hangs import HANG_S
+from areal_jax.serving.jetstream_service import protocol
 from tests.serving.served import PROMPT, alone, wait_until
-from tests.serving.test_server import channel, is_idle, refused, running
+from tests.serving.test_server import by_tokens, channel, is_idle, refused, running
+
+from jetstream.core.proto.jetstream_pb2_grpc import OrchestratorStub  # isort: skip - as a client has it
+from tests.hangs import HANG_S
 
 IDLE_S = 10.0
 HEAD = b"POST /v1/x HTTP/1.1\r\nhost: x\r\ncontent-length: 6\r\n\r\n"
@@ -198,23 +199,23 @@ def test_silent_clients_are_closed_while_an_answer_takes_its_time():
 def test_idle_grpc_connections_are_closed_and_opened_again_by_the_client():
     states: list[grpc.ChannelConnectivity] = []
     with running(idle_s=0.5) as server, channel(server) as opened:
-        ask = lambda: RolloutStub(opened).Statistics(messages.StatisticsRequest(), timeout=HANG_S)  # noqa: E731
-        assert ask().model == "tiny"
+        health = OrchestratorStub(opened).HealthCheck
+        assert health(protocol.HealthCheckRequest(), timeout=HANG_S).is_live
         opened.subscribe(states.append)
         wait_until(lambda: states[-1:] == [grpc.ChannelConnectivity.IDLE], "the connection is closed")
-        assert ask().model == "tiny"
+        assert health(protocol.HealthCheckRequest(), timeout=HANG_S).is_live
 
 
 def test_more_grpc_calls_than_the_limit_are_refused():
     with running(connections=1) as server, channel(server) as opened:
         server.streams.tell(Pause())
-        asked = messages.GenerateRequest(tokens=messages.TokenIds(ids=PROMPT), temperature=0)
-        first = RolloutStub(opened).Generate(asked, timeout=HANG_S)
+        stub = OrchestratorStub(opened)
+        first = stub.Decode(by_tokens(PROMPT), timeout=HANG_S)
         wait_until(lambda: server.streams.open_samples == 1, "the call is there")
         with refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "limit"):
-            RolloutStub(opened).Statistics(messages.StatisticsRequest(), timeout=HANG_S)
+            stub.HealthCheck(protocol.HealthCheckRequest(), timeout=HANG_S)
         server.streams.tell(Unpause())
-        assert list(first)[-1].finished.stop_reason == "length"
+        assert len(list(first)) == 10  # 20 tokens, two a call
 
 
 def test_more_connections_than_the_limit_are_refused_but_for_health():

@@ -186,8 +186,8 @@ def test_a_lone_surrogate_is_named(body):
 FIELDS = (
     "model", "temperature", "top_p", "top_k", "min_p", "n", "seed", "max_tokens", "stop", "stop_token_ids",
     "presence_penalty", "repetition_penalty", "logit_bias", "logprobs", "top_logprobs", "stream",
-    "stream_options", "return_token_ids", "min_version", "tools", "tool_choice", "max_completion_tokens",
-    "chat_template_kwargs", "response_format", "best_of", "echo", "user", "zzz",
+    "stream_options", "return_token_ids", "min_version", "request_id", "tools", "tool_choice",
+    "max_completion_tokens", "chat_template_kwargs", "response_format", "best_of", "echo", "user", "zzz",
 )
 OF_MESSAGES = ("tool_calls", "tool_call_id", "name", "reasoning_content", "function_call", "audio", "refusal")
 WORDS = (
@@ -241,4 +241,8 @@ def test_any_body_is_a_request_that_the_host_can_serve_or_an_error_of_the_reques
     start = found.ask.start
     assert 1 <= len(start.prompt) < of.length and 1 <= found.ask.n <= of.max_samples
     assert start.seed is None or -(2**63) <= start.seed < 2**63
-    assert start.sampling is not None and start.sampling.top_k >= 0 and all(found.stops)
+    assert all(0 <= token < of.tokenizer.vocab_size for token in (*start.prompt, *start.stop_tokens))
+    sampling = start.sampling
+    assert sampling is not None and sampling.max_tokens >= 1 and all(found.stops)
+    assert sampling.temperature == 0 or 0.001 <= sampling.temperature <= 100
+    assert 0 < sampling.top_p <= 1 and 0 <= sampling.min_p < 1 and sampling.top_k >= 0

@@ -1,32 +1,36 @@
-"""The server over real sockets: JetStream's own stub unmodified, our service, HTTP, and hostile clients."""
+"""The server over real sockets: JetStream's own stub unmodified, HTTP, and hostile clients."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import socket
+import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
+from typing import Any
 
 import grpc
 import jax
 import pytest
-from google.protobuf.json_format import MessageToDict
+from areal_jax.generation.sampling import Truncation
 
 from areal_jax.generation.commands import Pause, Unpause
+from areal_jax.generation.engine import Engine
+from areal_jax.models.io.huggingface import export_folder
 from areal_jax.secret import Secret, read_secret, require_secret
 from areal_jax.serving import server as serve
-from areal_jax.serving.proto import rollout_pb2 as messages
-from areal_jax.serving.proto.rollout_pb2_grpc import RolloutStub
+from areal_jax.serving.jetstream_service import protocol
 from areal_jax.serving.server import Server, ServeSettings
-from areal_jax.serving.services import protocol
 from areal_jax.types import ArealError, Sampling
 from areal_jax.weights.orbax import OrbaxStore
 from areal_jax.weights.publishing import PublisherSettings
+from tests.models.golden import GOLDEN
 from tests.serving.served import PROMPT, SLOTS, alone, tiny_engine, tiny_params, wait_until
 
 from jetstream.core.proto.jetstream_pb2_grpc import OrchestratorStub  # isort: skip - as a client has it
@@ -92,10 +96,8 @@ def by_text(text: str, **fields):
     return protocol.DecodeRequest(text_content=protocol.DecodeRequest.TextContent(text=text), **fields)
 
 
-def generate(server: Server, **fields) -> list:
-    fields = {"tokens": messages.TokenIds(ids=PROMPT), **fields}
-    with channel(server) as opened:
-        return list(RolloutStub(opened).Generate(messages.GenerateRequest(**fields), timeout=DEADLINE_S))
+def generate(server: Server, **fields) -> tuple[int, Any]:
+    return post(server, "/v1/completions", {"prompt": PROMPT, "return_token_ids": True, **fields})
 
 
 def decoded(server: Server, request) -> tuple[list[int], str]:
@@ -114,8 +116,16 @@ def refused(code: grpc.StatusCode, says: str):
     assert says in caught.value.details()
 
 
-def get(server: Server, path: str, **headers: str) -> tuple[int, str]:
-    request = urllib.request.Request(f"http://127.0.0.1:{server.http_port}{path}", headers=headers)
+def post(server: Server, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+    """The status, and the answer or the error."""
+    sent = b"" if body is None else json.dumps(body).encode()
+    status, answer = get(server, path, sent, **headers)
+    found = json.loads(answer)
+    return status, found.get("error", found)
+
+
+def get(server: Server, path: str, body: bytes | None = None, **headers: str) -> tuple[int, str]:
+    request = urllib.request.Request(f"http://127.0.0.1:{server.http_port}{path}", body, headers=headers)
     try:
         with urllib.request.urlopen(request, timeout=DEADLINE_S) as response:
             return response.status, response.read().decode()
@@ -151,8 +161,7 @@ def test_the_time_to_the_first_token_counts_jetstreams_requests_too(server):
     before = count()
     decoded(server, by_tokens(PROMPT))
     assert count() == before + 1
-    with channel(server) as opened:
-        list(RolloutStub(opened).Generate(messages.GenerateRequest(text=TEXT), timeout=DEADLINE_S))
+    assert generate(server, prompt=TEXT)[0] == 200
     assert count() == before + 2
 
 
@@ -177,15 +186,26 @@ def test_eos_is_delivered_and_ends_the_answer(server, monkeypatch):
 
 def test_health_stays_true_while_paused_and_statistics_say_so(server):
     with channel(server) as opened:
-        health, ours = OrchestratorStub(opened).HealthCheck, RolloutStub(opened)
+        health = OrchestratorStub(opened).HealthCheck
         assert health(protocol.HealthCheckRequest(), timeout=DEADLINE_S).is_live
-        assert ours.Pause(messages.PauseRequest(), timeout=DEADLINE_S).is_paused
+        status, now = post(server, "/pause")
+        assert (status, now["is_paused"]) == (200, True)
         assert health(protocol.HealthCheckRequest(), timeout=DEADLINE_S).is_live
         assert '"is_paused":true' in get(server, "/health")[1]
-        assert not ours.Resume(messages.ResumeRequest(), timeout=DEADLINE_S).is_paused
-        now = MessageToDict(ours.Statistics(messages.StatisticsRequest(), timeout=DEADLINE_S))
+        status, now = post(server, "/resume", {})
+        assert (status, now["is_paused"]) == (200, False)
+        now = json.loads(get(server, "/health")[1])
     assert (now["model"], now["slots"]) == ("tiny", SLOTS)
-    assert int(now["generatedTokens"]) > 0
+    assert now["generated_tokens"] > 0 and now.keys() >= {
+        *("version", "digest", "live", "waiting", "pages", "free_pages", "interruptions"),
+        *("recomputed_tokens", "swaps", "swap_s", "evictions", "prefills"),
+    }
+
+
+def test_decode_requests_are_sampled_as_the_config_says_if_so_asked():
+    sampling, settings = Sampling(temperature=0.5, top_p=0.9, max_tokens=20), ServeSettings(is_sampled=True)
+    found = Server("tiny", tiny_engine(), tiny_params(0), settings, sampling)
+    assert found.served.decode_sampling == sampling
 
 
 @pytest.mark.parametrize(
@@ -203,36 +223,35 @@ def test_wrong_requests_are_errors_of_their_own(server, request_, says):
         decoded(server, request_)
 
 
-# --- our service --------------------------------------------------------------------------------------------
+# --- HTTP ---------------------------------------------------------------------------------------------------
 
 
-def test_generate_streams_prompt_tokens_log_probs_versions_and_ends(server):
+def test_a_completion_has_prompt_tokens_log_probs_versions_and_ends(server):
     tokens, logp = alone(PROMPT)
-    prompt, *sampled, end = generate(server, temperature=0)
-    assert tuple(prompt.prompt.token_ids) == PROMPT
-    assert tuple(token for one in sampled for token in one.sampled.token_ids) == tokens
-    assert tuple(value for one in sampled for value in one.sampled.logp) == logp  # float32 throughout
-    assert {one.sampled.version for one in sampled} == {0}
-    text = "".join(one.sampled.text for one in sampled) + end.finished.text
-    assert text == tiny_engine().tokenizer.decode(tokens)
-    assert (end.finished.stop_reason, end.finished.is_reproducible) == ("length", True)
+    status, found = generate(server, temperature=0, logprobs=0)
+    (choice,) = found["choices"]
+    assert (status, found["prompt_token_ids"]) == (200, list(PROMPT))
+    assert choice["token_ids"] == list(tokens)
+    assert choice["logprobs"]["token_logprobs"] == list(logp)  # float32 throughout
+    assert set(choice["versions"]) == {0}
+    assert choice["text"] == tiny_engine().tokenizer.decode(tokens)
+    assert (choice["finish_reason"], choice["is_reproducible"], choice["interruptions"]) == (
+        "length",
+        True,
+        0,
+    )
 
 
 def test_chat_is_rendered_by_the_tokenizers_template(server):
-    chat = messages.Chat(messages=[messages.Message(role="user", content="hi")])
-    with channel(server) as opened:
-        request = messages.GenerateRequest(chat=chat, temperature=0, max_tokens=2)
-        prompt = next(iter(RolloutStub(opened).Generate(request, timeout=DEADLINE_S)))
-    assert bytes(prompt.prompt.token_ids[1:]) == b"user: hi\nassistant: "
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "return_token_ids": True}
+    _, found = post(server, "/v1/chat/completions", chat)
+    assert bytes(found["prompt_token_ids"][1:]) == b"user: hi\nassistant: "
 
 
 def test_a_seed_makes_samples_repeatable_and_members_differ(server):
     def sampled() -> dict[int, list[int]]:
-        members: dict[int, list[int]] = {0: [], 1: [], 2: []}
-        for response in generate(server, temperature=1, n=3, seed=11, max_tokens=8):
-            if response.HasField("sampled"):
-                members[response.sampled.member] += response.sampled.token_ids
-        return members
+        _, found = generate(server, temperature=1, n=3, seed=11, max_tokens=8)
+        return {choice["index"]: choice["token_ids"] for choice in found["choices"]}
 
     first = sampled()
     drawn = Sampling(temperature=1.0, max_tokens=8)
@@ -240,73 +259,163 @@ def test_a_seed_makes_samples_repeatable_and_members_differ(server):
 
 
 def test_biases_and_stop_texts_are_obeyed(server):
-    responses = generate(server, logit_bias={ord("!"): 100}, stop=["!!!"])
-    assert "".join(response.sampled.text for response in responses) == "!!!"
-    assert responses[-1].finished.stop_reason == "stop"
+    _, found = generate(server, logit_bias={ord("!"): 100}, stop=["!!!"], logprobs=0)
+    (choice,) = found["choices"]
+    assert bytes(choice["token_ids"]) == b"!!!"
+    assert max(map(abs, choice["logprobs"]["token_logprobs"])) < 1e-6, "log-probs include biases"
+    assert (choice["text"], choice["finish_reason"]) == ("", "stop")
 
 
-def test_a_wrong_generate_is_named(server):
-    with refused(grpc.StatusCode.INVALID_ARGUMENT, "temperature=nan"):
-        generate(server, temperature=float("nan"))
-    with refused(grpc.StatusCode.INVALID_ARGUMENT, "model='gpt' is not served here; give 'tiny'"):
-        generate(server, model="gpt")
+def test_presence_penalizes_ids_of_the_completion_and_not_of_the_prompt(server):
+    """The bias makes an id of the prompt the likeliest as long as it has no penalty."""
+    _, found = generate(server, temperature=0, logit_bias={PROMPT[0]: 50}, presence_penalty=100)
+    first, *others = found["choices"][0]["token_ids"]
+    assert first == PROMPT[0] and PROMPT[0] not in others
 
 
-def test_cancel_by_name_ends_the_stream(server):
+def test_a_wrong_request_is_named(server):
+    status, error = generate(server, temperature=float("nan"))
+    assert (status, error["code"]) == (400, "invalid_argument") and "beyond those of JSON" in error["message"]
+    status, error = generate(server, model="gpt")
+    assert (status, error["message"]) == (404, "model='gpt' is not served here; give 'tiny'")
+
+
+def test_a_program_that_cannot_be_compiled_is_an_error_of_the_server_with_its_reason(server, monkeypatch):
+    def compiler(*_: Any) -> Callable[[], None]:
+        def fail() -> None:
+            raise MemoryError("no memory for the program")
+
+        return fail
+
+    monkeypatch.setattr(Engine, "compiler", compiler)
+    monkeypatch.setattr(tiny_engine(), "_compiled", {Truncation(): None})
+    status, error = generate(server, top_p=0.5)
+    assert (status, error["type"], error["code"]) == (500, "server_error", "internal")
+    assert "could not be compiled: no memory for the program" in error["message"]
+    assert generate(server)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "said"),
+    [
+        ("/cancel", None, "request_id", "request_id: Field required; see docs/serving.md"),
+        ("/cancel", {"request_id": ""}, "request_id", "at least 1 character, but is ''"),
+        ("/cancel", [1], None, "the body is [1], but must be a JSON object"),
+        ("/swap", {"path": 5}, "path", "path: Input should be a valid string, but is 5"),
+        ("/pause", {"until": 5}, "until", "until: Extra inputs are not permitted, but is 5"),
+    ],
+)
+def test_a_wrong_command_is_named(server, path, body, param, said):
+    status, error = post(server, path, body)
+    assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param)
+    assert said in error["message"]
+
+
+@pytest.mark.parametrize("path", ["/cancel", "/pause", "/resume", "/swap"])
+def test_a_web_page_that_a_user_of_this_machine_opens_controls_no_host(server, path):
+    """A browser sends its requests to loopback, too, always with the header Origin."""
+    status, error = post(server, path, {}, Origin="https://example.org")
+    assert (status, error["type"]) == (403, "permission_error")
+    assert "Origin: https://example.org" in error["message"]
+    assert not server.host.statistics().is_paused
+
+
+def test_cancel_by_name_ends_the_request(server):
     pause(server)
-    with channel(server) as opened:
-        stub = RolloutStub(opened)
-        request = messages.GenerateRequest(tokens=messages.TokenIds(ids=PROMPT), request_id="mine", n=2)
-        stream = stub.Generate(request, timeout=DEADLINE_S)
-        assert tuple(next(stream).prompt.token_ids) == PROMPT
-        assert not stub.Cancel(messages.CancelRequest(request_id="yours"), timeout=DEADLINE_S).was_found
-        assert stub.Cancel(messages.CancelRequest(request_id="mine"), timeout=DEADLINE_S).was_found
-        with refused(grpc.StatusCode.CANCELLED, "'mine' was cancelled"):
-            next(stream)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(generate, server, request_id="mine", n=2)
+        wait_until(lambda: server.streams.open_samples == 2, "asked for")
+        status, error = generate(server, request_id="mine")
+        assert (status, "request_id='mine' is in use" in error["message"]) == (400, True)
+        assert post(server, "/cancel", {"request_id": "yours"}) == (200, {"was_found": False})
+        assert post(server, "/cancel", {"request_id": "mine"}) == (200, {"was_found": True})
+        status, error = asked.result(HANG_S)
+    assert (status, error["code"]) == (499, "cancelled") and "'mine' was cancelled" in error["message"]
 
 
 def test_swapped_parameters_are_served_and_stamped(tmp_path):
     """The stock Driver keeps serving the list entry that it read at its start."""
     folder = tmp_path / "runs" / "weights"
     store = OrbaxStore(folder, PublisherSettings(tiny_engine().canary))
-    with running(weights=(tmp_path / "runs",)) as server, channel(server) as opened:
-        stub = RolloutStub(opened)
-        request = messages.SwapRequest(path=str(folder))
-        with refused(grpc.StatusCode.INVALID_ARGUMENT, "neither versions nor a Hugging Face model"):
-            stub.Swap(request, timeout=DEADLINE_S)
+    with running(weights=(tmp_path / "runs",)) as server:
+
+        def refusal(path: str) -> tuple[int, str]:
+            status, error = post(server, "/swap", {"path": path})
+            return status, error["message"]
+
+        status, said = refusal(str(folder))
+        assert (status, "neither versions nor a Hugging Face model" in said) == (400, True)
+        status, error = generate(server, min_version=7)
+        assert status == 409 and "min_version=7 is not served yet" in error["message"]
         store.publish(tiny_params(7))
         store.wait(DEADLINE_S)
-        answer = stub.Swap(request, timeout=DEADLINE_S)
-        assert (answer.version, answer.digest) == (7, tiny_params(7).digest)
+        status, found = post(server, "/swap", {"path": str(folder)})
+        assert (status, found["version"], found["digest"]) == (200, 7, tiny_params(7).digest)
         assert decoded(server, by_tokens(PROMPT))[0] == list(alone(PROMPT, 7)[0])
-        assert generate(server, temperature=0, min_version=7)[1].sampled.version == 7
-        says = "versions up to 7, but version 7 is served already"
-        with refused(grpc.StatusCode.FAILED_PRECONDITION, says):
-            stub.Swap(request, timeout=DEADLINE_S)
+        _, found = generate(server, temperature=0, min_version=7)
+        assert set(found["choices"][0]["versions"]) == {7}
+        status, said = refusal(str(folder))
+        assert (status, "versions up to 7, but version 7 is served already" in said) == (409, True)
         for path in (str(tmp_path), f"{folder}/../../..", "/etc", ""):
-            with refused(grpc.StatusCode.PERMISSION_DENIED, "in no folder that this server may read"):
-                stub.Swap(messages.SwapRequest(path=path), timeout=DEADLINE_S)
-        with refused(grpc.StatusCode.INVALID_ARGUMENT, "is not a path (embedded null byte)"):
-            stub.Swap(messages.SwapRequest(path="a\0b"), timeout=DEADLINE_S)
+            status, said = refusal(path)
+            assert (status, "in no folder that this server may read" in said) == (403, True)
+        status, said = refusal("a\0b")
+        assert (status, "is not a path (embedded null byte)" in said) == (400, True)
         store.close(DEADLINE_S)
+
+
+def test_a_swap_takes_a_hugging_face_folder_of_the_same_shapes(tmp_path):
+    folder = tmp_path / "model"
+    export_folder(folder, tiny_engine().model.config, tiny_params(3).params)
+    with running(weights=(tmp_path, GOLDEN)) as server:
+        for version in (1, 2):
+            status, found = post(server, "/swap", {"path": str(folder)})
+            assert (status, found["version"], found["digest"]) == (200, version, tiny_params(3).digest)
+        assert decoded(server, by_tokens(PROMPT))[0] == list(alone(PROMPT, 3)[0])
+        status, error = post(server, "/swap", {"path": str(GOLDEN / "llama-tied")})
+        assert (status, error["type"]) == (409, "conflict_error")
+        assert "have other shapes than those of tiny" in error["message"]
+
+
+def test_a_swap_in_the_middle_of_a_sample_is_an_interruption_of_it(tmp_path, monkeypatch):
+    """The third decode call waits until the version is published."""
+    calls, decode = iter(range(1000)), tiny_engine().generate
+    is_held, is_published = threading.Event(), threading.Event()
+
+    def held(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == 2:
+            is_held.set()
+            assert is_published.wait(HANG_S)
+        return decode(*args, **kwargs)
+
+    monkeypatch.setattr(tiny_engine(), "generate", held)
+    store = OrbaxStore(tmp_path, PublisherSettings(tiny_engine().canary))
+    store.publish(tiny_params(1))
+    store.close(DEADLINE_S)
+    with running(weights=(tmp_path,)) as server, ThreadPoolExecutor(2) as pool:
+        asked = pool.submit(generate, server, temperature=0, max_tokens=40)
+        assert is_held.wait(HANG_S)
+        swapped = pool.submit(post, server, "/swap", {"path": str(tmp_path)})
+        wait_until(lambda: server._store.latest() == 1, "published")
+        is_published.set()
+        assert swapped.result(HANG_S)[1]["version"] == 1
+        (choice,) = asked.result(HANG_S)[1]["choices"]
+    first = choice["versions"].count(0)
+    assert choice["versions"] == [0] * first + [1] * (40 - first) and first >= 4
+    assert (choice["interruptions"], choice["is_reproducible"]) == (1, True)
 
 
 def test_a_swap_while_paused_is_in_force_at_once_and_live_samples_go_on_under_it(tmp_path):
-    with running(weights=(tmp_path,)) as server, channel(server) as opened:
-        stub = RolloutStub(opened)
-        request = messages.GenerateRequest(tokens=messages.TokenIds(ids=PROMPT), temperature=0, max_tokens=60)
+    with running(weights=(tmp_path,)) as server, ThreadPoolExecutor(1) as pool:
         pause(server)
-        stream = stub.Generate(request, timeout=DEADLINE_S)
-        next(stream)
+        asked = pool.submit(generate, server, temperature=0, max_tokens=60)
+        wait_until(lambda: server.streams.open_samples == 1, "asked for")
         store = OrbaxStore(tmp_path, PublisherSettings(tiny_engine().canary))
         store.publish(tiny_params(1))
         store.close(DEADLINE_S)
-        assert stub.Swap(messages.SwapRequest(path=str(tmp_path)), timeout=DEADLINE_S).version == 1
-        stub.Resume(messages.ResumeRequest(), timeout=DEADLINE_S)
-        assert {one.sampled.version for one in stream if one.HasField("sampled")} == {1}
-
-
-# --- HTTP ---------------------------------------------------------------------------------------------------
+        assert post(server, "/swap", {"path": str(tmp_path)})[1]["version"] == 1
+        post(server, "/resume")
+        assert set(asked.result(HANG_S)[1]["choices"][0]["versions"]) == {1}
 
 
 def test_health_and_metrics(server):
@@ -319,6 +428,8 @@ def test_health_and_metrics(server):
     assert status == 200
     assert f"areal_jax_slots {SLOTS}.0" in metrics
     assert 'areal_jax_requests_total{method="Decode",status="OK"}' in metrics
+    for of in ("first_token", "first_answer"):
+        assert f"# HELP areal_jax_{of}_seconds Seconds from the arrival of a request" in metrics
     assert get(server, "/other")[0] == 404
 
 
@@ -366,46 +477,63 @@ def test_a_full_queue_is_said_at_once():
 
 def test_a_reader_that_stands_still_is_cut_off_and_others_are_answered():
     """Flow control lets the server send what the client's window holds; the rest waits, up to `unread`."""
-    with running(unread=8) as server, channel(server, ("grpc.http2.lookahead_bytes", 1)) as opened:
-        request = messages.GenerateRequest(
-            tokens=messages.TokenIds(ids=PROMPT), temperature=0, max_tokens=60, n=900
-        )
-        slow = RolloutStub(opened).Generate(request, timeout=DEADLINE_S)
+    asked = {"prompt": PROMPT, "temperature": 0, "max_tokens": 60, "n": 900, "stream": True}
+    body = json.dumps(asked).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}"
+    with running(unread=8) as server, socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.settimeout(DEADLINE_S)
+        slow.connect(("127.0.0.1", server.http_port))
+        slow.sendall(head.encode() + b"\r\n\r\n" + body)
         wait_until(lambda: is_idle(server) and server.host.statistics().prefills > 0, "cut off", DEADLINE_S)
         # As long as there is room for: on a busy machine every reader may fall behind.
         assert decoded(server, by_tokens(PROMPT, max_tokens=8))[0] == list(alone(PROMPT)[0])[:8]
-        with refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "more than 8 of its tokens were unread"):
-            list(slow)
+        answer = slow.makefile("rb").read()
+        assert answer.startswith(b"HTTP/1.1 200") and b"more than 8 of its tokens were unread" in answer
+        assert b'"code": "resource_exhausted"' in answer and b"[DONE]" not in answer
+
+
+def test_a_grpc_message_of_more_than_4_mib_is_refused(server):
+    with refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "larger than max"):
+        decoded(server, by_text("a" * (4 * 2**20 + 1)))
+
+
+def test_bytes_that_are_no_http_are_answered_with_text(server):
+    with socket.create_connection(("127.0.0.1", server.http_port), timeout=DEADLINE_S) as client:
+        client.sendall(b"\x16\x03\x01 hello\r\n\r\n")
+        head, _, body = client.makefile("rb").read().partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400") and b"content-type: text/plain" in head.lower()
+    assert body == b"Invalid HTTP request received."
 
 
 SOUND = [
     by_tokens(PROMPT, max_tokens=1).SerializeToString(),
     by_text("hello", max_tokens=1, priority=3).SerializeToString(),
-    messages.GenerateRequest(tokens=messages.TokenIds(ids=PROMPT), max_tokens=1, n=2).SerializeToString(),
-    messages.SwapRequest(path="x").SerializeToString(),
 ]
 METHODS = {
     "/jetstream_proto.Orchestrator/Decode": True,
     "/jetstream_proto.Orchestrator/HealthCheck": False,
-    "/areal_jax.rollout.Rollout/Generate": True,
-    "/areal_jax.rollout.Rollout/Cancel": False,
-    "/areal_jax.rollout.Rollout/Swap": False,
-    "/areal_jax.rollout.Rollout/Statistics": False,
-    "/areal_jax.rollout.Rollout/NoSuchMethod": False,
+    "/jetstream_proto.Orchestrator/NoSuchMethod": False,
 }
-EXPECTED = {
-    grpc.StatusCode.OK,
-    grpc.StatusCode.INVALID_ARGUMENT,
-    grpc.StatusCode.PERMISSION_DENIED,
-    grpc.StatusCode.UNIMPLEMENTED,
-}
+EXPECTED = {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED}
+
+SOUND_BODIES = [
+    json.dumps(body).encode()
+    for body in (
+        {"prompt": PROMPT, "max_tokens": 1, "temperature": 0.5, "stop": ["a"], "seed": 3},
+        {"prompt": "hello", "max_tokens": 1, "request_id": "x", "logit_bias": {"5": 1.5}},
+        {"request_id": "x"},
+        {"path": "x"},
+    )
+]
+PATHS = ("/v1/completions", "/v1/chat/completions", "/cancel", "/swap", "/no_such_path")
 
 
-def odd_bytes(random_: random.Random) -> bytes:
+def odd_bytes(random_: random.Random, sound: list[bytes]) -> bytes:
     """Noise, or a sound message cut, spliced and overwritten."""
     if random_.random() < 0.3:
         return random_.randbytes(random_.randrange(80))
-    data = bytearray(random_.choice(SOUND))
+    data = bytearray(random_.choice(sound))
     for _ in range(random_.randrange(5)):
         place = random_.randrange(len(data) + 1)
         data[place : place + random_.randrange(4)] = random_.randbytes(random_.randrange(4))
@@ -431,7 +559,7 @@ async def fuzz(port: int, count: int, seed: int) -> dict[grpc.StatusCode, int]:
             ended[code] = ended.get(code, 0) + 1
 
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as opened:
-        calls = [(random_.choice(list(METHODS)), odd_bytes(random_)) for _ in range(count)]
+        calls = [(random_.choice(list(METHODS)), odd_bytes(random_, SOUND)) for _ in range(count)]
         await asyncio.gather(*(one(opened, path, data) for path, data in calls))
     return ended
 
@@ -445,6 +573,18 @@ def test_odd_bytes_are_errors_of_their_request(server, count):
     assert set(ended) <= EXPECTED, ended
     assert ended[grpc.StatusCode.INVALID_ARGUMENT] > count // 5
     assert ended[grpc.StatusCode.OK] > count // 20
+
+
+@pytest.mark.parametrize(
+    "count", [200, pytest.param(10_000, marks=pytest.mark.soak)], ids=["few", "ten thousand"]
+)
+def test_odd_bodies_are_errors_of_their_request(server, count):
+    random_ = random.Random(count)
+    odd = [(random_.choice(PATHS), odd_bytes(random_, SOUND_BODIES)) for _ in range(count)]
+    with ThreadPoolExecutor(8) as pool:
+        ended = Counter(status for status, _ in pool.map(lambda one: get(server, *one), odd))
+    assert ended.keys() == {200, 400, 403, 404}, ended
+    assert ended[400] > count // 4 and ended[200] > count // 100
 
 
 async def ask_and_vanish(port: int, seed: int) -> None:
@@ -493,17 +633,17 @@ def test_a_thousand_clients_at_once_are_all_answered_alike(server):
 def test_without_the_secret_nothing_is_answered(header):
     with running(secret=Secret(SECRET)) as server, channel(server) as opened:
         metadata = () if header is None else (("authorization", header),)
-        calls = [
-            OrchestratorStub(opened).Decode(by_tokens(PROMPT), metadata=metadata, timeout=DEADLINE_S),
-            RolloutStub(opened).Generate(messages.GenerateRequest(), metadata=metadata, timeout=DEADLINE_S),
-        ]
-        for call in calls:
-            with refused(grpc.StatusCode.UNAUTHENTICATED, "authorization: Bearer"):
-                list(call)
+        with refused(grpc.StatusCode.UNAUTHENTICATED, "authorization: Bearer"):
+            list(OrchestratorStub(opened).Decode(by_tokens(PROMPT), metadata=metadata, timeout=DEADLINE_S))
         with refused(grpc.StatusCode.UNAUTHENTICATED, "authorization: Bearer"):
             OrchestratorStub(opened).HealthCheck(protocol.HealthCheckRequest(), metadata=metadata)
         headers = {} if header is None else {"Authorization": header}
+        for path in ("/v1/completions", "/cancel", "/pause", "/resume", "/swap"):
+            status, error = post(server, path, {"prompt": "x"}, **headers)
+            assert (status, error["type"]) == (401, "authentication_error")
+            assert "authorization: Bearer" in error["message"]
         assert get(server, "/health", **headers)[0] == 401
+        assert not server.host.statistics().is_paused
         assert server.host.statistics().prefills == 0
 
 
@@ -513,6 +653,7 @@ def test_with_the_secret_everything_is():
         stream = OrchestratorStub(opened).Decode(by_tokens(PROMPT), metadata=metadata, timeout=DEADLINE_S)
         assert len(list(stream)) == 10
         assert get(server, "/metrics", Authorization=f"Bearer {SECRET}")[0] == 200
+        assert post(server, "/pause", Authorization=f"Bearer {SECRET}")[1]["is_paused"]
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org", ""])
@@ -565,8 +706,12 @@ def test_stopping_ends_requests_in_progress():
     pause(server)
     with channel(server) as opened:
         stream = OrchestratorStub(opened).Decode(by_tokens(PROMPT), timeout=DEADLINE_S)
-        wait_until(lambda: server.streams.open_samples == 1, "asked for")
-        server.stop()
+        with ThreadPoolExecutor(1) as pool:
+            over_http = pool.submit(generate, server)
+            wait_until(lambda: server.streams.open_samples == 2, "asked for")
+            server.stop()
+            status, error = over_http.result(HANG_S)
+        assert (status, "the generation host has ended" in error["message"]) == (503, True)
         with refused(grpc.StatusCode.UNAVAILABLE, "the generation host has ended"):
             list(stream)
     server.wait()  # nothing failed
@@ -586,7 +731,11 @@ def test_a_host_that_fails_is_said_to_clients_and_raised_to_whoever_waits(monkey
             server.wait()
         health = OrchestratorStub(opened).HealthCheck(protocol.HealthCheckRequest(), timeout=DEADLINE_S)
         assert not health.is_live
-        assert get(server, "/health")[0] == 503
+        status, health = get(server, "/health")
+        assert (status, json.loads(health)["status"]) == (503, "ended")
+        for path, body in (("/v1/completions", {"prompt": "x"}), ("/pause", {}), ("/resume", {})):
+            status, error = post(server, path, body)
+            assert (status, error["type"]) == (503, "unavailable_error") and "ended" in error["message"]
 
 
 def test_an_unknown_model_is_named():
@@ -606,18 +755,6 @@ def test_smollm2_answers_a_chat_prompt_through_jetstreams_stub():
         server.stop()
     assert text == "The capital of France is Paris."
     assert ids[-1] == server.served.tokenizer.eos_id
-
-
-def test_the_generated_messages_are_those_of_the_proto(tmp_path):
-    protoc = pytest.importorskip("grpc_tools.protoc")
-    root = Path(__file__).parents[2]
-    proto = "areal_jax/serving/proto/rollout.proto"
-    outs = [f"--{kind}={tmp_path}" for kind in ("python_out", "pyi_out", "grpc_python_out")]
-    assert protoc.main(["protoc", f"-I{root}", *outs, proto]) == 0
-    made = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("rollout_pb2*"))
-    assert len(made) == 3
-    for path in made:
-        assert (root / path).read_text() == (tmp_path / path).read_text()
 
 
 @pytest.mark.slow

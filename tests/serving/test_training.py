@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import threading
 from collections.abc import Iterator
+from http.client import HTTPConnection, HTTPException
 from typing import Any
 
 import grpc
@@ -16,13 +18,14 @@ from areal_jax.config.loading import ConfigError
 from areal_jax.control.events import SampleFinished, VersionCommitted
 from areal_jax.jobs.local import run
 from areal_jax.replay.folder_audit import audit_run
-from areal_jax.serving.proto import rollout_pb2 as messages
-from areal_jax.serving.proto.rollout_pb2_grpc import RolloutStub
-from areal_jax.serving.services import protocol
+from areal_jax.secret import Secret
+from areal_jax.serving.endpoint import TrainingEndpoint
+from areal_jax.serving.jetstream_service import protocol
 from areal_jax.trainer.learner import Learner
 from areal_jax.types import ArealError
 from tests.hangs import HANG_S
 from tests.ports import reserved_ports
+from tests.serving.served import tiny_engine
 from tests.small_run import small
 
 from jetstream.core.proto.jetstream_pb2_grpc import OrchestratorStub  # isort: skip - as a client has it
@@ -49,6 +52,15 @@ def completed(http_port: int) -> set[int]:
         return set()
     assert 1 <= len(choice.token_ids) == len(choice.versions) <= 3
     return set(choice.versions)
+
+
+def http(port: int, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+    connection = HTTPConnection("127.0.0.1", port, timeout=HANG_S)
+    connection.request(method, path, None if body is None else json.dumps(body))
+    answer = connection.getresponse()
+    found = answer.status, json.load(answer)
+    connection.close()
+    return found
 
 
 class Answers:
@@ -84,15 +96,12 @@ def asked_while(
     versions, errors = set(), []
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         grpc.channel_ready_future(channel).result(HANG_S)
-        ours, stub = RolloutStub(channel), OrchestratorStub(channel)
-        for call, request in [
-            (ours.Pause, messages.PauseRequest()),
-            (ours.Swap, messages.SwapRequest(path="/")),
-        ]:
-            with pytest.raises(grpc.RpcError, match="belongs to a training run"):
-                call(request, timeout=HANG_S)
-        with pytest.raises(grpc.RpcError, match="does not support penalties"):
-            list(ours.Generate(messages.GenerateRequest(text="ab", presence_penalty=1.0), timeout=HANG_S))
+        stub = OrchestratorStub(channel)
+        for path, body in (("/pause", {}), ("/resume", {}), ("/swap", {"path": "/"})):
+            status, answer = http(http_port, "POST", path, body)
+            assert (status, "belongs to a training run" in answer["error"]["message"]) == (409, True)
+        status, answer = http(http_port, "POST", "/v1/completions", {"prompt": "ab", "presence_penalty": 1})
+        assert (status, "does not support penalties" in answer["error"]["message"]) == (400, True)
         while thread.is_alive():
             try:
                 found = [
@@ -106,9 +115,11 @@ def asked_while(
                 over_http = completed(http_port)
                 assert not over_http or max(over_http) >= max(versions, default=0), "versions only grow"
                 versions |= over_http
-                versions.add(ours.Statistics(messages.StatisticsRequest(), timeout=HANG_S).version)
+                versions.add(http(http_port, "GET", "/health")[1]["version"])
             except grpc.RpcError as error:
                 errors.append(error.code())
+                thread.join(0.05)
+            except (OSError, HTTPException):  # the run has ended since the answer
                 thread.join(0.05)
             else:
                 assert 1 <= len(found) <= 3
@@ -177,8 +188,23 @@ def test_settings_without_room_for_rollouts_are_refused(tmp_path, words, says):
         small(tmp_path, "generation.serve_port=9000", *words)
 
 
+def test_host_i_has_the_ports_plus_i_and_a_queue_of_64(tmp_path):
+    words = "generation.serve_port=9100", "generation.serve_http_port=9200"
+    config = small(tmp_path / "run", *words)
+    endpoint = TrainingEndpoint(config, 3, tiny_engine(), None)
+    found, served = endpoint._address, endpoint.served
+    assert (found.host, found.port, found.http_port) == ("127.0.0.1", 9103, 9203)
+    assert (served.name, served.max_samples) == (config.run.name, 64)
+    assert (served.is_answers_only, served.has_penalties) == (False, False)
+
+
 def test_an_address_that_others_reach_needs_the_runs_secret(tmp_path, monkeypatch):
     monkeypatch.delenv("AREAL_JAX_SECRET", raising=False)
-    config = small(tmp_path / "run", "generation.serve_port=9000", "generation.serve_address=0.0.0.0")
+    words = "generation.serve_port=9000", "generation.serve_address=0.0.0.0"
+    config = small(tmp_path / "run", *words)
     with pytest.raises(ArealError, match="serve_is_open=true"):
         run(config, stream=io.StringIO())
+    secret = Secret("correct-horse-battery-staple")
+    assert TrainingEndpoint(config, 0, tiny_engine(), secret)._address.secret is secret
+    config = small(tmp_path / "open", *words, "generation.serve_is_open=true")
+    assert TrainingEndpoint(config, 0, tiny_engine(), secret)._address.secret is None

@@ -1,1 +1,0 @@
-"""The messages of the rollout service: rollout.proto, and the modules that protoc generates from it."""
