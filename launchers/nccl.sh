@@ -1,5 +1,5 @@
 # Settings of NCCL for usual networks between GPU machines. Uncomment the lines of yours in a copy, and source the copy
-# before the agents start: launch.setup='source /shared/nccl.sh', or AREAL_JAX_SETUP, or SETUP of gcloud_gpu.sh.
+# before the agents start: AREAL_JAX_SETUP='source /shared/nccl.sh' for Slurm, SETUP for Google Cloud.
 # Unset, NCCL finds InfiniBand and RoCE by itself, and else uses TCP. None of these lines was measured with areal-jax.
 # All variables: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
 # shellcheck shell=bash

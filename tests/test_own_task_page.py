@@ -57,7 +57,7 @@ def test_every_command_that_needs_no_gpu_works_in_an_empty_folder(tmp_path: Path
         elif "mine.yaml" in bare and "launch local" in bare:
             printed[command] = run_as_printed(f"{bare} launch.accelerator=cpu --dry-run", tmp_path)
         elif "launch slurm" in bare:
-            printed[command] = run_as_printed(f"{bare} --dry-run", tmp_path)
+            printed[command] = run_as_printed(bare.replace(" -- ", " --dry-run -- "), tmp_path)
             assert "--gpus-per-node=8" in printed[command] and "--partition=gpu" in printed[command]
     assert (
         len(printed) == len(commands()) - 2

@@ -21,6 +21,10 @@ def _renamed(key: str) -> Removed:
     return Removed(f"set {key}", renamed=key)
 
 
+def _given(instead: str) -> Removed:
+    return Removed(instead, is_ignored=True)
+
+
 _AXIS = Removed("no array is sharded over this axis; raise fsdp or tensor of the mesh", now=1)
 
 REMOVED: Mapping[str, Removed] = {
@@ -38,4 +42,16 @@ REMOVED: Mapping[str, Removed] = {
         for owner in ("trainer", "runtime.reference", "runtime.teacher")
         for axis in ("context", "expert")
     },
+    "launch.machine": _given("set MACHINE (gcloud) or ACCELERATOR (gke) in the environment"),
+    "launch.cpus": _given("give --cpus-per-task=N after -- (slurm), or set CPUS in the environment (gke)"),
+    "launch.hours": _given(
+        "give --time=HOURS:00:00 after -- (slurm), or set MINUTES (gcloud) or LIMIT_SECONDS (gke) in the "
+        "environment"
+    ),
+    "launch.plain": _given("submit launchers/slurm.sbatch by sbatch"),
+    "launch.setup": _given("set AREAL_JAX_SETUP (slurm) or SETUP (gcloud) in the environment"),
+    "launch.image": _given("set AREAL_JAX_IMAGE (slurm) or IMAGE (gcloud, gke) in the environment"),
+    "launch.zone": _given("set ZONE in the environment"),
+    "launch.volume": _given("set VOLUME (gcloud) or CLAIM (gke) in the environment"),
+    "launch.options": _given("give the options after --: `areal-jax launch slurm CONFIG -- --partition=gpu`"),
 }

@@ -70,9 +70,9 @@ def sbatch(slurm: Slurm, folder: Path, *words: str) -> str:
     return done.stdout.strip().partition(";")[0]
 
 
-def launch(slurm: Slurm, *words: str) -> str:
+def launch(slurm: Slurm, words: list[str], *options: str) -> str:
     """Submit by `areal-jax launch slurm`; the job's number."""
-    program = [sys.executable, "-m", "areal_jax.cli.main", "launch", "slurm", *words, "launch.cpus=2"]
+    program = [sys.executable, "-m", "areal_jax.cli.main", "launch", "slurm", *words, "--", *options]
     env = {**slurm.env, "PATH": PATH}
     done = subprocess.run(
         program, cwd=ROOT, env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False
@@ -138,10 +138,10 @@ def test_a_launched_job_of_two_components_survives_a_killed_trainer_and_finishes
     two = [
         "trainer.mesh.fsdp=2",
         "runtime.trainer_processes=2",
-        "launch.options=[--comment=a, ':', --comment=b]",
         "weights.backend=transfer",
     ]
-    job = launch(slurm, *words_of(folder, port, steps, *two))
+    one = "--cpus-per-task=2"
+    job = launch(slurm, words_of(folder, port, steps, *two), one, "--comment=a", ":", one, "--comment=b")
     await_rows(slurm, job, folder, 3)
     os.kill(pids_of(folder)["trainer-1"], signal.SIGKILL)
     assert slurm.wait_for(job, *OVER) == "COMPLETED", log(folder)

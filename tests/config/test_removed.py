@@ -53,6 +53,15 @@ OLD = [
         for owner, beside in (("trainer", ()), ("runtime.reference", REFERENCE), ("runtime.teacher", TEACHER))
         for axis in ("context", "expert")
     ),
+    Old("launch.machine", "a3-highgpu-8g", "set MACHINE (gcloud) or ACCELERATOR (gke)"),
+    Old("launch.cpus", 64, "give --cpus-per-task=N after -- (slurm), or set CPUS"),
+    Old("launch.hours", 12.0, "give --time=HOURS:00:00 after -- (slurm), or set MINUTES (gcloud)"),
+    Old("launch.plain", True, "submit launchers/slurm.sbatch by sbatch"),
+    Old("launch.setup", "source venv/bin/activate", "set AREAL_JAX_SETUP (slurm) or SETUP (gcloud)"),
+    Old("launch.image", "areal-jax:0.1", "set AREAL_JAX_IMAGE (slurm) or IMAGE (gcloud, gke)"),
+    Old("launch.zone", "us-central1-a", "set ZONE in the environment"),
+    Old("launch.volume", "runs", "set VOLUME (gcloud) or CLAIM (gke)"),
+    Old("launch.options", ["--partition=gpu"], "`areal-jax launch slurm CONFIG -- --partition=gpu`"),
 ]
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from math import ceil
+from collections.abc import Mapping, Sequence
 
-from areal_jax.cluster.launch.submission import Submission, folder_on_volume, launcher_file
+from areal_jax.cluster.launch.submission import Submission, folder_on_volume, launcher_file, settings_from
 from areal_jax.cluster.launched import Launch
 from areal_jax.cluster.placement import LaunchError, Plan
 
@@ -14,54 +14,43 @@ v5litepod-8: by 1, or by 2 in families that count cores.
 """
 
 
-def submission(plan: Plan, launch: Launch) -> Submission:
+def submission(
+    plan: Plan, launch: Launch, options: Sequence[str], environment: Mapping[str, str]
+) -> Submission:
     """Returns what `areal-jax launch gcloud` has to run: the command and its environment variables.
 
-    `plan`: the run's processes and their machines; `launch`: the run's config and folder. Raises LaunchError
-    if launch.zone, machine, image or volume is missing or not valid.
+    `plan`: the run's processes and their machines; the rest as in `prepare`. Raises LaunchError if ZONE,
+    MACHINE, IMAGE or VOLUME is missing or not valid.
     """
-    c, is_tpu = plan.config.launch, plan.accelerator == "tpu"
-    for key in ("zone", "machine", "image"):
-        if getattr(c, key) is None:
-            raise LaunchError(
-                f"launch.{key} is not set, but gcloud needs it to create machines; set it (`areal-jax "
-                f"config launch.{key}` shows examples)"
-            )
-    if not is_tpu and "/" not in str(c.image):
-        raise LaunchError(f"launch.image={c.image} is not a VM image; name one as PROJECT/FAMILY")
-    folder = folder_on_volume(plan)
-    env = {
-        "NAME": plan.name,
-        "ZONE": str(c.zone),
-        "IMAGE": str(c.image),
-        "VOLUME": str(c.volume),
-        "RUN": str(folder),
-        "SETUP": c.setup,
-    }
+    is_tpu, folder = plan.accelerator == "tpu", folder_on_volume(plan)
+    given = settings_from(environment, ("ZONE", "MACHINE", "IMAGE", "VOLUME"), ("SETUP", "MINUTES"))
+    env = {**given, "NAME": plan.name, "RUN": str(folder)}
     if is_tpu:
+        family = env.pop("MACHINE")
         env |= {
-            "TRAINER_TYPE": _tpu_type(plan, plan.config.trainer_devices),
+            "TRAINER_TYPE": _tpu_type(family, plan.config.trainer_devices),
             "TRAINER_WORKERS": str(plan.trainer_machines),
-            "HOST_TYPE": _tpu_type(plan, c.machine_devices),
+            "HOST_TYPE": _tpu_type(family, plan.config.launch.machine_devices),
             "HOSTS": str(plan.generation_machines),
         }
+    elif "/" not in env["IMAGE"]:
+        raise LaunchError(f"IMAGE={env['IMAGE']} is not a VM image; name one as PROJECT/FAMILY")
     else:
-        env |= {"MACHINE": str(c.machine), "MACHINES": str(plan.machines), "MINUTES": str(ceil(c.hours * 60))}
+        env |= {"MACHINES": str(plan.machines)}
     script = launcher_file("gcloud_tpu.sh" if is_tpu else "gcloud_gpu.sh")
     ssh = "gcloud compute tpus tpu-vm ssh" if is_tpu else "gcloud compute ssh"
     first = f"{plan.name}-trainer --worker=0" if is_tpu else f"{plan.name}-0"
     return Submission(
         "gcloud",
-        [["bash", str(script), str(launch.effective), *c.options]],
+        [["bash", str(script), str(launch.effective), *options]],
         env,
-        after=f"{ssh} {first} --zone={c.zone} --command='tail -F {folder}/logs/*.log'",
+        after=f"{ssh} {first} --zone={env['ZONE']} --command='tail -F {folder}/logs/*.log'",
     )
 
 
-def _tpu_type(plan: Plan, devices: int) -> str:
-    family = str(plan.config.launch.machine)
+def _tpu_type(family: str, devices: int) -> str:
     if family not in NUMBER_PER_DEVICE:
         raise LaunchError(
-            f"launch.machine={family} is not a TPU family; choose one of {', '.join(NUMBER_PER_DEVICE)}"
+            f"MACHINE={family} is not a TPU family; choose one of {', '.join(NUMBER_PER_DEVICE)}"
         )
     return f"{family}-{devices * NUMBER_PER_DEVICE[family]}"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from string import Template
 
-from areal_jax.cluster.launch.submission import Submission, folder_on_volume, launcher_file
+from areal_jax.cluster.launch.submission import Submission, folder_on_volume, launcher_file, settings_from
 from areal_jax.cluster.launched import Launch
 from areal_jax.cluster.placement import LaunchError, Plan
 
@@ -21,31 +22,21 @@ TOPOLOGY = {
 """Node label gke-tpu-accelerator -> chips of a slice -> the slice's node label gke-tpu-topology."""
 
 
-def submission(plan: Plan, launch: Launch) -> Submission:
+def submission(
+    plan: Plan, launch: Launch, options: Sequence[str], environment: Mapping[str, str]
+) -> Submission:
     """Returns what `areal-jax launch gke` has to run: the kubectl commands and the manifest of the JobSet.
 
-    `plan`: the run's processes and their machines; `launch`: the run's config and folder. Raises LaunchError
-    if launch.image, machine or volume is missing or not valid, or launch.setup is set.
+    `plan`: the run's processes and their machines; the rest as in `prepare`. Raises LaunchError if IMAGE,
+    ACCELERATOR or CLAIM is missing or not valid, or if the run uses CPUs.
     """
-    c = plan.config.launch
-    if c.image is None:
+    if plan.accelerator == "cpu":
         raise LaunchError(
-            "launch.image is not set, but pods need an image; give one built from launchers/Containerfile"
-        )
-    if c.setup:
-        raise LaunchError(
-            f"launch.setup={c.setup!r} works with slurm and gcloud only; leave launch.setup out, and put "
-            "what its commands do into launch.image"
-        )
-    if c.machine is None or plan.accelerator == "cpu":
-        raise LaunchError(
-            f"launch.machine={c.machine} with launch.accelerator={plan.accelerator}: GKE finds nodes by "
-            "their accelerator's label; set launch.machine to such a label (nvidia-h100-80gb), and "
-            "launch.accelerator to gpu or tpu"
+            "launch.accelerator=cpu: GKE finds nodes by their accelerator; set launch.accelerator=gpu or tpu"
         )
     manifest = "tpu.yaml" if plan.accelerator == "tpu" else "gpu.yaml"
-    text = Template(launcher_file(f"gke/{manifest}").read_text()).substitute(_settings(plan))
-    kubectl, name = ["kubectl", *c.options], plan.name
+    text = Template(launcher_file(f"gke/{manifest}").read_text()).substitute(_settings(plan, environment))
+    kubectl, name = ["kubectl", *options], plan.name
     jobset = str(launch.folder / "launch" / manifest)
     return Submission(
         "kubectl",
@@ -60,36 +51,33 @@ def submission(plan: Plan, launch: Launch) -> Submission:
     )
 
 
-def _settings(plan: Plan) -> dict[str, str]:
-    c = plan.config.launch
+def _settings(plan: Plan, environment: Mapping[str, str]) -> dict[str, str]:
     settings = {
+        "CPUS": "1",
+        "LIMIT_SECONDS": str(24 * 3600),
+        **settings_from(environment, ("IMAGE", "ACCELERATOR", "CLAIM"), ("CPUS", "LIMIT_SECONDS")),
         "NAME": plan.name,
-        "IMAGE": str(c.image),
         "RUN": str(folder_on_volume(plan)),
-        "CLAIM": str(c.volume),
-        "ACCELERATOR": str(c.machine),
         "DEVICES": str(plan.devices_on(0)),
-        "CPUS": str(c.cpus or 1),
-        "LIMIT_SECONDS": str(round(c.hours * 3600)),
-        "RESTARTS": str(c.restarts),
+        "RESTARTS": str(plan.config.launch.restarts),
         "MACHINES": str(plan.machines),
     }
     if plan.accelerator == "tpu":
+        label = settings["ACCELERATOR"]
         settings |= {
             "TRAINER_MACHINES": str(plan.trainer_machines),
             "HOSTS": str(plan.generation_machines),
-            "TRAINER_TOPOLOGY": _topology(plan, plan.config.trainer_devices),
-            "HOST_TOPOLOGY": _topology(plan, plan.config.runtime.host_tensor),
+            "TRAINER_TOPOLOGY": _topology(label, plan.config.trainer_devices),
+            "HOST_TOPOLOGY": _topology(label, plan.config.runtime.host_tensor),
         }
     return settings
 
 
-def _topology(plan: Plan, devices: int) -> str:
-    machine = plan.config.launch.machine
-    if machine not in TOPOLOGY or devices not in TOPOLOGY[machine]:
+def _topology(label: str, devices: int) -> str:
+    if label not in TOPOLOGY or devices not in TOPOLOGY[label]:
         raise LaunchError(
-            f"no topology is known for launch.machine={machine} with {devices} chips; choose a machine of "
+            f"no topology is known for ACCELERATOR={label} with {devices} chips; choose one of "
             f"{', '.join(TOPOLOGY)}, and slices of 4, 8, 16, ... 256 chips (trainer.mesh, "
             "runtime.host_tensor)"
         )
-    return TOPOLOGY[machine][devices]
+    return TOPOLOGY[label][devices]

@@ -1,4 +1,4 @@
-"""The commands that submit a run to a scheduler: they use launchers/* with settings from the config."""
+"""The commands that submit a run to a scheduler: they use launchers/* with sizes from the config."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import shlex
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path, PurePosixPath
@@ -19,7 +19,7 @@ SUBMIT_DEADLINE_S = {"sbatch": 120, "kubectl": 300, "gcloud": 3600}
 """Program -> time limit of each of its commands, in seconds; gcloud's includes the creation of machines."""
 
 MOUNT = PurePosixPath("/mnt/areal-jax")
-"""Mount point of launch.volume on the machines and pods of gcloud and gke."""
+"""Mount point of the shared file system on the machines and pods of gcloud and gke."""
 
 
 @dataclass(frozen=True)
@@ -46,20 +46,25 @@ def launcher_file(name: str) -> Path:
     return Path(str(files("areal_jax") / "launchers" / name))
 
 
-def folder_on_volume(plan: Plan) -> PurePosixPath:
-    """Returns the absolute path of the run's folder on launch.volume, which all machines mount at MOUNT.
+def settings_from(
+    environment: Mapping[str, str], needed: Sequence[str], optional: Sequence[str] = ()
+) -> dict[str, str]:
+    """Returns those of the variables `needed` and `optional` that are set; a needed one must be."""
+    for name in needed:
+        if not environment.get(name):
+            raise LaunchError(f"the environment variable {name} is not set; set it as in launchers/README.md")
+    return {name: environment[name] for name in (*needed, *optional) if environment.get(name)}
 
-    Raises LaunchError if launch.volume is not set, or if run.dir is outside of MOUNT, /mnt/areal-jax.
+
+def folder_on_volume(plan: Plan) -> PurePosixPath:
+    """Returns the absolute path of the run's folder on the file system that all machines mount at MOUNT.
+
+    Raises LaunchError if run.dir is outside of MOUNT, /mnt/areal-jax.
     """
-    if plan.config.launch.volume is None:
-        raise LaunchError(
-            "launch.volume is not set, but all machines need a shared file system; set it to HOST:/EXPORT of "
-            "an NFS server (gcloud) or to a volume claim (gke)"
-        )
     folder = MOUNT / PurePosixPath(plan.config.run.folder)
     if not folder.is_relative_to(MOUNT) or ".." in folder.parts:
         raise LaunchError(
-            f"run.dir={plan.config.run.dir} is not on launch.volume, which is mounted at {MOUNT}; set "
+            f"run.dir={plan.config.run.dir} is not on the volume that all machines mount at {MOUNT}; set "
             f"run.dir to a folder relative to {MOUNT}"
         )
     return folder

@@ -1,6 +1,10 @@
-"""Words of launches, one for each launcher and shape of config."""
+"""Launches, one for each launcher and shape of config."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
 
 from areal_jax.cluster.launch.prepare import prepare
 from areal_jax.cluster.launch.submission import Submission
@@ -19,63 +23,69 @@ TPU = [
     "runtime.host_tensor=4",
 ]
 
-SHAPES: dict[str, list[str]] = {
-    "slurm-one-machine": [*EIGHT, "runtime.hosts=2"],
-    "slurm-two-machines": [
-        *TWO_HOSTS,
-        "launch.setup=source /shared/venv/bin/activate",
-        "observe.evaluate=256",
-    ],
-    "slurm-two-trainers": [
-        *TWO_HOSTS,
-        "trainer.mesh.data=4",
-        "runtime.trainer_processes=4",
-        "runtime.host_tensor=8",
-        "launch.cpus=64",
-        "observe.exports=2",
-    ],
-    "slurm-plain": [
-        *TWO_HOSTS,
-        "launch.plain=true",
-        "launch.image=/shared/areal-jax.sqsh",
-        "launch.options=[--partition=gpu, --account=my lab]",
-        "runtime.redis=redis://db:6379/0",
-    ],
-    "gcloud-gpu": [
-        *CLOUD,
-        "launch.zone=us-central1-a",
-        "launch.machine=a3-highgpu-8g",
-        "launch.image=deeplearning-platform-release/common-cu128",
-        "launch.volume=10.0.0.2:/share",
-        "launch.setup=source /mnt/areal-jax/venv/bin/activate",
-    ],
-    "gcloud-tpu": [
-        *TPU,
-        "launch.zone=us-central1-a",
-        "launch.machine=v5litepod",
-        "launch.image=v2-alpha-tpuv5-lite",
-        "launch.volume=10.0.0.2:/share",
-        "launch.options=[--spot]",
-    ],
-    "gke-gpu": [
-        *CLOUD,
-        "launch.machine=nvidia-h100-80gb",
-        "launch.image=areal-jax:0.1",
-        "launch.volume=runs",
-        "launch.cpus=16",
-        "observe.evaluate=256",
-        "observe.exports=2",
-    ],
-    "gke-tpu": [
-        *TPU,
-        "launch.machine=tpu-v5-lite-podslice",
-        "launch.image=areal-jax:0.1",
-        "launch.volume=runs",
-        "launch.options=[--namespace=rl]",
-    ],
+
+class Shape(NamedTuple):
+    words: Sequence[str]
+    options: Sequence[str] = ()
+    environment: Mapping[str, str] = MappingProxyType({})
+
+
+ON_GCLOUD = {"ZONE": "us-central1-a", "VOLUME": "10.0.0.2:/share"}
+ON_GKE = {"IMAGE": "areal-jax:0.1", "CLAIM": "runs"}
+
+SHAPES: dict[str, Shape] = {
+    "slurm-one-machine": Shape([*EIGHT, "runtime.hosts=2"], ["--time=12:00:00"]),
+    "slurm-two-machines": Shape([*TWO_HOSTS, "observe.evaluate=256"]),
+    "slurm-two-trainers": Shape(
+        [
+            *TWO_HOSTS,
+            "trainer.mesh.data=4",
+            "runtime.trainer_processes=4",
+            "runtime.host_tensor=8",
+            "observe.exports=2",
+        ],
+        ["--cpus-per-task=64"],
+    ),
+    "slurm-container": Shape(
+        [*TWO_HOSTS, "runtime.hosts=8", "runtime.redis=redis://db:6379/0"],
+        ["--partition=gpu", "--account=my lab"],
+        {"AREAL_JAX_IMAGE": "/shared/areal-jax.sqsh"},
+    ),
+    "gcloud-gpu": Shape(
+        CLOUD,
+        environment={
+            **ON_GCLOUD,
+            "MACHINE": "a3-highgpu-8g",
+            "IMAGE": "deeplearning-platform-release/common-cu128",
+            "SETUP": "source /mnt/areal-jax/venv/bin/activate",
+            "MINUTES": "720",
+        },
+    ),
+    "gcloud-tpu": Shape(
+        TPU, ["--spot"], {**ON_GCLOUD, "MACHINE": "v5litepod", "IMAGE": "v2-alpha-tpuv5-lite"}
+    ),
+    "gke-gpu": Shape(
+        [*CLOUD, "observe.evaluate=256", "observe.exports=2"],
+        environment={
+            **ON_GKE,
+            "ACCELERATOR": "nvidia-h100-80gb",
+            "CPUS": "16",
+            "LIMIT_SECONDS": str(12 * 3600),
+        },
+    ),
+    "gke-tpu": Shape(TPU, ["--namespace=rl"], {**ON_GKE, "ACCELERATOR": "tpu-v5-lite-podslice"}),
 }
-"""Name, which begins with the launcher's -> words."""
+"""By name, which begins with the launcher's."""
 
 
-def submission_of(shape: str, *words: str) -> Submission:
-    return prepare(shape.partition("-")[0], read([*SHAPES[shape], *words]))
+def submission_of(
+    name: str, *words: str, options: Sequence[str] | None = None, **environment: str
+) -> Submission:
+    """What is submitted for the shape `name` with further words, other options, and further variables."""
+    shape = SHAPES[name]
+    return prepare(
+        name.partition("-")[0],
+        read([*shape.words, *words]),
+        shape.options if options is None else options,
+        {**shape.environment, **environment},
+    )

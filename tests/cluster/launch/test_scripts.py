@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -63,10 +64,12 @@ def stage(tmp_path, monkeypatch):
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
     monkeypatch.setenv("MACHINE_FOLDERS", str(tmp_path))
 
-    def play(shape: str, *words: str) -> tuple[Launch, str]:
+    def play(name: str, *words: str, options: Sequence[str] = (), **variables: str) -> tuple[Launch, str]:
         monkeypatch.chdir(tmp_path)
-        launch = read([*SHAPES[shape], f"run.dir={Path('runs') / 'qwen'}", *words])
-        submit(launch, prepare(shape.partition("-")[0], launch))
+        shape = SHAPES[name]
+        launch = read([*shape.words, f"run.dir={Path('runs') / 'qwen'}", *words])
+        own = (*shape.options, *options), shape.environment | variables
+        submit(launch, prepare(name.partition("-")[0], launch, *own))
         return launch, (tmp_path / "calls").read_text()
 
     return play
@@ -79,7 +82,7 @@ def services(tmp_path: Path) -> list[list[str]]:
 
 
 def test_gcloud_makes_machines_and_starts_an_agent_on_each(stage, tmp_path):
-    launch, called = stage("gcloud-gpu", "run.name=qwen", "launch.options=[--tags=a b]")
+    launch, called = stage("gcloud-gpu", "run.name=qwen", options=["--tags=a b"])
     created = [line for line in called.splitlines() if line.startswith("gcloud compute instances create")]
     assert sorted(line.split()[4] for line in created) == ["qwen-0", "qwen-1"]
     assert all(
@@ -110,7 +113,7 @@ def test_machines_that_cannot_be_created_are_named_with_what_to_do(stage, tmp_pa
 
 
 def test_the_agents_command_runs_after_the_setup_with_its_words_as_they_were(stage, tmp_path, monkeypatch):
-    stage("gcloud-gpu", "run.name=qwen", "launch.setup=export FROM_SETUP='a  b'")
+    stage("gcloud-gpu", "run.name=qwen", SETUP="export FROM_SETUP='a  b'")
     first = services(tmp_path)[0]
     command = first[first.index("bash") :]
     (tmp_path / "bin" / "areal-jax").write_text('#!/bin/bash\nprintf "%s|" "$FROM_SETUP" "$@"')

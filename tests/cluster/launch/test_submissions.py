@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import time
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from areal_jax.cli.main import app
 from areal_jax.cluster import launched
 from areal_jax.cluster.launch.prepare import prepare
 from areal_jax.cluster.launch.submission import launcher_file, submit
@@ -18,7 +21,7 @@ from areal_jax.cluster.node_agent import describe, plan_of
 from areal_jax.cluster.placement import LaunchError
 from areal_jax.cluster.rendezvous import Place
 from tests.cluster.launch.jobset import JobSet
-from tests.cluster.launch.shapes import CLOUD, SHAPES, TPU, submission_of
+from tests.cluster.launch.shapes import SHAPES, TPU, submission_of
 from tests.hangs import HANG_S
 from tests.programs import require
 
@@ -44,9 +47,9 @@ def test_shellcheck_finds_nothing_in_any_script_and_slurms_are_short():
 # --- Slurm --------------------------------------------------------------------------------------------------
 
 
-def sbatch_of(shape: str, *words: str) -> tuple[list[list[str]], str, list[str]]:
+def sbatch_of(shape: str, options: list[str] | None = None) -> tuple[list[list[str]], str, list[str]]:
     """Options of each component, the script's name and its arguments."""
-    submission = submission_of(shape, *words)
+    submission = submission_of(shape, options=options)
     ((program, *rest),) = submission.commands
     assert program == submission.program == "sbatch"
     at = next(number for number, word in enumerate(rest) if word.endswith(".sbatch"))
@@ -58,9 +61,9 @@ def sbatch_of(shape: str, *words: str) -> tuple[list[list[str]], str, list[str]]
 
 
 def test_machines_of_one_size_are_one_plain_job():
-    ((*_, time, nodes, exclusive, memory, gpus),), script, arguments = sbatch_of("slurm-one-machine")
+    ((*_, nodes, exclusive, memory, gpus, time),), script, arguments = sbatch_of("slurm-one-machine")
     assert script == "slurm.sbatch"
-    assert [time, nodes, exclusive, memory] == ["--time=720", "--nodes=1", "--exclusive", "--mem=0"]
+    assert [time, nodes, exclusive, memory] == ["--time=12:00:00", "--nodes=1", "--exclusive", "--mem=0"]
     assert gpus == "--gpus-per-node=6"  # 4 train, 2 hosts of one each
     assert arguments == ["/shared/runs/qwen/launch/config.yaml", "run.dir=/shared/runs/qwen"]
 
@@ -70,7 +73,7 @@ def test_trainer_and_hosts_of_different_sizes_are_two_components():
     assert script == "slurm_split.sbatch"
     assert {"--nodes=1", "--gpus-per-node=8"} <= set(trainer)
     assert {"--nodes=1", "--gpus-per-node=3"} <= set(hosts)  # two hosts, and that of evaluation
-    assert submission_of("slurm-two-machines").env == {"AREAL_JAX_SETUP": "source /shared/venv/bin/activate"}
+    assert submission_of("slurm-two-machines").env == {}
 
 
 def test_trainers_over_two_nodes_and_hosts_of_whole_machines_are_four_nodes():
@@ -81,24 +84,36 @@ def test_trainers_over_two_nodes_and_hosts_of_whole_machines_are_four_nodes():
 
 
 def test_options_are_passed_on_and_a_colon_parts_those_of_the_hosts():
-    (all_,), script, _ = sbatch_of("slurm-plain")
+    (all_,), script, _ = sbatch_of("slurm-container")
     assert script == "slurm.sbatch" and all_[-2:] == ["--partition=gpu", "--account=my lab"]
-    assert "--nodes=2" in all_ and "--gpus-per-node=8" in all_  # the trainer's; the hosts need 2
-    assert submission_of("slurm-plain").env["AREAL_JAX_IMAGE"] == "/shared/areal-jax.sqsh"
-    parted = "launch.options=[--partition=h100, ':', --partition=l40]"
-    (trainer, hosts), script, _ = sbatch_of("slurm-two-machines", parted)
-    assert script == "slurm_split.sbatch"
-    assert (trainer[-1], hosts[-1]) == ("--partition=h100", "--partition=l40")
+    assert {"--nodes=2", "--gpus-per-node=8", "--exclusive", "--mem=0"} <= set(all_)
+    parted = ["--partition=h100", "--cpus-per-task=8", ":", "--partition=l40"]
+    for shape in ("slurm-two-machines", "slurm-container"):  # also where both components have one size
+        (trainer, hosts), script, _ = sbatch_of(shape, parted)
+        assert script == "slurm_split.sbatch"
+        assert trainer[-2:] == ["--partition=h100", "--cpus-per-task=8"] and hosts[-1] == "--partition=l40"
+        assert "--exclusive" not in trainer and "--exclusive" in hosts
 
 
-def test_a_container_mounts_the_runs_folder_wherever_it_is(monkeypatch):
-    monkeypatch.delenv("AREAL_JAX_MOUNTS", raising=False)
+def test_the_command_line_parts_words_of_the_config_from_options_of_the_scheduler():
+    words = ["launch", "slurm", *SHAPES["slurm-one-machine"].words, "--dry-run", "--json"]
+    given = ["--partition=h100", "-N", "1", "--comment=a=b"]
+    (submitted,) = json.loads(CliRunner().invoke(app, [*words, "--", *given]).stdout)["commands"]
+    at = next(number for number, word in enumerate(submitted) if word.endswith("slurm.sbatch"))
+    assert submitted[at - 4 : at] == given
+    refused = CliRunner().invoke(
+        app, ["launch", "local", "configs/quickstart.yaml", "--", "--partition=h100"]
+    )
+    assert "--partition=h100: a run on this machine needs no scheduler" in refused.output
+
+
+def test_a_container_mounts_the_runs_folder_wherever_it_is():
     own = "/shared/runs/qwen:/shared/runs/qwen"
-    assert submission_of("slurm-plain").env["AREAL_JAX_MOUNTS"] == own
-    monkeypatch.setenv("AREAL_JAX_MOUNTS", "/data:/data:ro")
-    assert submission_of("slurm-plain").env["AREAL_JAX_MOUNTS"] == f"{own},/data:/data:ro"
+    assert submission_of("slurm-container").env == {"AREAL_JAX_MOUNTS": own}
+    others = submission_of("slurm-container", AREAL_JAX_MOUNTS="/data:/data:ro")
+    assert others.env == {"AREAL_JAX_MOUNTS": f"{own},/data:/data:ro"}
     # What is below the folder from which the script is submitted is mounted with it.
-    assert "AREAL_JAX_MOUNTS" not in submission_of("slurm-plain", "run.dir=runs/qwen").env
+    assert submission_of("slurm-container", "run.dir=runs/qwen").env == {}
 
 
 @pytest.mark.parametrize(
@@ -157,7 +172,7 @@ def test_a_job_that_is_cancelled_says_how_it_goes_on_and_nothing_else(script, tm
 def test_a_script_and_its_launch_agree_on_the_number_of_machines(monkeypatch):
     """The agents of a job compute the same placement as the launch did, and refuse another size."""
     for shape in (shape for shape in SHAPES if shape.startswith("slurm")):
-        launch = read(SHAPES[shape])
+        launch = read(SHAPES[shape].words)
         components, _, _ = sbatch_of(shape)
         nodes = [word for words in components for word in words if word.startswith("--nodes=")]
         count = sum(int(word.removeprefix("--nodes=")) for word in nodes)
@@ -232,45 +247,48 @@ def test_no_secret_is_in_what_is_printed(shape, tmp_path):
     assert secret not in submission_of(shape).text()
 
 
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if not shape.startswith("slurm")])
+def test_a_missing_setting_of_a_launcher_is_named(shape):
+    optional = ("SETUP", "MINUTES", "CPUS", "LIMIT_SECONDS")
+    for name in SHAPES[shape].environment.keys() - set(optional):
+        with pytest.raises(LaunchError, match=f"the environment variable {name} is not set"):
+            submission_of(shape, **{name: ""})
+    for name in optional:
+        submission_of(shape, **{name: ""})
+
+
 @pytest.mark.parametrize(
-    ("launcher", "words", "message"),
+    ("shape", "words", "environment", "message"),
     [
-        ("slurm", TPU, "Slurm does not schedule TPUs; use `areal-jax launch gcloud`"),
-        ("gcloud", CLOUD, "launch.zone is not set"),
-        ("gcloud", [*SHAPES["gcloud-gpu"], "launch.image=cos"], "launch.image=cos.*PROJECT/FAMILY"),
+        ("slurm-one-machine", TPU, {}, "Slurm does not schedule TPUs; use `areal-jax launch gcloud`"),
+        ("gcloud-gpu", [], {"IMAGE": "cos"}, "IMAGE=cos.*PROJECT/FAMILY"),
+        ("gcloud-tpu", [], {"MACHINE": "v9"}, "MACHINE=v9 is not a TPU family.*v5litepod"),
         (
-            "gcloud",
-            [*SHAPES["gcloud-tpu"], "launch.machine=v9"],
-            "launch.machine=v9 is not a TPU family.*v5litepod",
+            "gcloud-gpu",
+            ["run.dir=/shared/x"],
+            {},
+            "is not on the volume that all machines mount at /mnt/areal",
         ),
-        ("gcloud", [*SHAPES["gcloud-gpu"], "launch.volume=null"], "launch.volume is not set"),
-        (
-            "gcloud",
-            [*SHAPES["gcloud-gpu"], "run.dir=/shared/x"],
-            "is not on launch.volume, which is mounted at /mnt/areal-jax",
-        ),
-        ("gcloud", [*SHAPES["gcloud-gpu"], "run.dir=../not-on-the-volume"], "is not on launch.volume"),
-        ("gke", CLOUD, "launch.image is not set"),
-        (
-            "gke",
-            [*SHAPES["gke-gpu"], "launch.setup=module load x"],
-            "launch.setup='module load x' works with slurm and gcloud only",
-        ),
-        ("gke", [*SHAPES["gke-gpu"], "launch.machine=null"], "launch.machine=None.*nvidia-h100-80gb"),
-        ("gke", [*SHAPES["gke-tpu"], "launch.machine=tpu-v5p-slice", "launch.accelerator=gpu"], None),
-        (
-            "gke",
-            [*SHAPES["gke-tpu"], "launch.machine=tpu-v9"],
-            "launch.machine=tpu-v9 with 8 chips",
-        ),
+        ("gcloud-gpu", ["run.dir=../not-on-the-volume"], {}, "is not on the volume"),
+        ("gke-gpu", ["launch.accelerator=cpu"], {}, "launch.accelerator=cpu: GKE finds nodes by"),
+        ("gke-tpu", [], {"ACCELERATOR": "tpu-v9"}, "ACCELERATOR=tpu-v9 with 8 chips"),
     ],
 )
-def test_what_a_launcher_cannot_start_is_refused(launcher, words, message):
-    if message is None:
-        assert prepare(launcher, read(words)).program == "kubectl"
-        return
+def test_what_a_launcher_cannot_start_is_refused(shape, words, environment, message):
     with pytest.raises(LaunchError, match=message):
-        prepare(launcher, read(words))
+        submission_of(shape, *words, **environment)
+
+
+def test_options_for_hosts_are_refused_where_they_share_the_trainers_machine():
+    with pytest.raises(LaunchError, match=r"':' among the options: .*one machine; leave ':'"):
+        submission_of("slurm-one-machine", options=["--partition=h100", ":", "--partition=l40"])
+
+
+def test_settings_without_a_default_of_their_own_get_one():
+    (container,) = jobset_of("gke-tpu").spec.replicatedJobs[0].template.spec.template.spec.containers
+    assert container.resources.requests == {"cpu": "1"}
+    assert jobset_of("gke-tpu").spec.replicatedJobs[0].template.spec.activeDeadlineSeconds == 24 * 3600
+    assert "MINUTES" not in submission_of("gcloud-gpu", MINUTES="").env  # the script's own
 
 
 def test_a_folder_that_exists_is_resumed_and_takes_no_key_that_changes_the_past(tmp_path):
@@ -281,9 +299,9 @@ def test_a_folder_that_exists_is_resumed_and_takes_no_key_that_changes_the_past(
     launched.write(fresh)
     before = (folder / "config.yaml").read_text()
     assert read(words).is_resumed  # the same words again
-    again = read([str(folder), "run.steps=7", "launch.hours=1"])
+    again = read([str(folder), "run.steps=7", "launch.machine_devices=2"])
     assert again.is_resumed and again.folder == folder
-    assert "--time=60" in prepare("slurm", again).commands[0]
+    assert "--gpus-per-node=2" in prepare("slurm", again, [], {}).commands[0]
     launched.write(again)
     assert (folder / "config.yaml").read_text() == before
     assert read([str(folder / "launch" / "config.yaml"), f"run.dir={folder}"]).config.run.steps == 7
@@ -311,7 +329,7 @@ def test_a_run_whose_weights_stay_in_one_process_is_refused():
 
 def test_a_missing_program_is_named_before_anything_is_written(tmp_path, monkeypatch):
     launch = read(["configs/quickstart.yaml", f"run.dir={tmp_path / 'run'}"])
-    submission = prepare("slurm", launch)
+    submission = prepare("slurm", launch, [], {})
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchError, match=r"there is no sbatch on this machine.*--dry-run"):
         submit(launch, submission)
