@@ -75,7 +75,7 @@ MUTANTS = {  # file below areal_jax -> (what the change breaks, the old text, th
     ],
     "runtime/core.py": [
         ("a batch that is reported twice gets two rows of metrics",
-         "if not (isinstance(event, e.BatchTrained) and self.control.state.is_stale(event)):", "if True:"),
+         "if not (isinstance(event, e.BatchTrained) and is_stale):", "if True:"),
         ("a late trajectory replaces the one that counts",
          "trajectory = None  # too late: it must not replace the payload that counts", "pass"),
         ("commits of versions and checkpoints are not synced to the disk",

@@ -47,8 +47,9 @@ def turn_added(state: State, event: e.TurnAdded, config: Config) -> Iterator[e.A
     segments = list(group.segments or (0,) * len(group.oldest))
     segments[sample.member] = event.segment
     # A move would leave behind the samples that wait for their workflow.
-    own = dict(turns=turns, segments=tuple(segments), away=away, may_move=False)
-    state.groups[group.ordinal] = replace(group, **own)
+    state.groups[group.ordinal] = replace(
+        group, turns=turns, segments=tuple(segments), away=away, may_move=False
+    )
     if group.host:
         # A first turn was counted at its group's dispatch, a later one leaves `away`.
         state.unload(group.counted_on, len(away) - len(group.away))

@@ -190,8 +190,20 @@ class Episode:
         after = None if self._at == self.turns - 1 else self._at
         if after == -1:  # other branches have had turns since the prompt
             added = (*self._conversation.prompt, *added)
-        own = self.sample, self._segment, self.turns, added, limit, tuple(stop), after
-        return await self._sampled(TurnAdded(*own))
+        return await self._sampled(self._next_turn(added, limit, stop, after))
+
+    def _next_turn(
+        self, added: tuple[int, ...], limit: int, stop: Sequence[str], after: int | None
+    ) -> TurnAdded:
+        return TurnAdded(
+            self.sample,
+            self._segment,
+            self.turns,
+            tokens=added,
+            max_tokens=limit,
+            stop=tuple(stop),
+            after=after,
+        )
 
     async def _sampled(self, event: TurnAdded) -> Turn:
         common = self._common
@@ -244,8 +256,7 @@ class Episode:
         if after != self._at:
             self._segment = self._new_branch()
         self._numbers[asked] = self.turns
-        own = self.sample, self._segment, self.turns, tuple(asked.added), limit, tuple(stop), after
-        turn = await self._sampled(TurnAdded(*own))
+        turn = await self._sampled(self._next_turn(tuple(asked.added), limit, stop, after))
         session.answered(asked, Sampled(turn.tokens, turn.logp, turn.versions, turn.stop_reason))
         return turn
 

@@ -24,5 +24,11 @@ class Limits(NamedTuple):
 
 def limits_of(config: EpisodeConfig, length: int, max_tokens: int) -> Limits:
     """Returns the limits of a config's section episode, with generation.length and generation.max_tokens."""
-    own = config.max_turns, config.timeout_s, config.tool_timeout_s, config.history
-    return Limits(length, max_tokens, *own)
+    return Limits(
+        length=length,
+        max_tokens=max_tokens,
+        max_turns=config.max_turns,
+        timeout_s=config.timeout_s,
+        tool_timeout_s=config.tool_timeout_s,
+        history=config.history,
+    )

@@ -97,9 +97,15 @@ class Conversations:
         conversation = self.of(event.sample)
         whole = conversation.whole(event.stop_reason)
         turns = [end for _, end in conversation.turns if end is not None and end.turn in conversation.paths]
-        rebuilds = tuple(place for turn in turns for place in turn.rebuilds)
-        of = event.sample, turns[-1].host, spans_of(whole), event.stop_reason, whole.interruptions, rebuilds
-        return e.SampleFinished(*of), whole
+        finished = e.SampleFinished(
+            sample=event.sample,
+            host=turns[-1].host,
+            spans=spans_of(whole),
+            stop_reason=event.stop_reason,
+            interruptions=whole.interruptions,
+            rebuilds=tuple(place for turn in turns for place in turn.rebuilds),
+        )
+        return finished, whole
 
     def rewarded(self, sample: SampleId, completion: Completion) -> Completion:
         """Returns the completion with the reward that the sample's workflow returned, if it has one."""

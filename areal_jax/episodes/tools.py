@@ -24,7 +24,7 @@ async def called(
     begun: ToolStarted, work: partial[Any], deadline_s: float, in_thread: InThread
 ) -> ToolReturned:
     """Calls the tool and returns how that ended; `in_thread(work)` calls what is no coroutine function."""
-    of = begun.sample, begun.call
+    sample, call = begun.sample, begun.call
     # A task of its own: its deadline holds even if it refuses to be cancelled.
     task = asyncio.ensure_future(work() if inspect.iscoroutinefunction(work.func) else in_thread(work))
     try:
@@ -32,14 +32,14 @@ async def called(
     finally:
         task.cancel()
     if not task.done():
-        return ToolReturned(*of, "null", f"it took longer than {deadline_s:g} s")
+        return ToolReturned(sample, call, "null", f"it took longer than {deadline_s:g} s")
     try:
         text = json.dumps(task.result())
         if len(text) > LONGEST_RESULT:
             raise ValueError(f"it returned {len(text)} characters of JSON; return at most {LONGEST_RESULT}")
-        return ToolReturned(*of, text)
+        return ToolReturned(sample, call, text)
     except BaseException as error:  # noqa: BLE001 - the user's tool; the workflow gets the error as ToolError
-        return ToolReturned(*of, "null", readable(f"{type(error).__name__}: {error}"))
+        return ToolReturned(sample, call, "null", readable(f"{type(error).__name__}: {error}"))
 
 
 def result(returned: ToolReturned, name: str) -> Any:

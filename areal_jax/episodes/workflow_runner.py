@@ -201,9 +201,16 @@ class WorkflowRunner:
     async def _conduct(self, live: _Live) -> None:
         """Runs one workflow to its end, and emits what came of it."""
         sample, prompt = live.sample, live.prompt
-        own: Any = dict(tokenizer=self._tokenizer, limits=self.limits, seed=self._seed)
         try:
-            episode = Episode(sample, prompt, live.conversation, port=live, **own)
+            episode = Episode(
+                sample,
+                prompt,
+                live.conversation,
+                tokenizer=self._tokenizer,
+                limits=self.limits,
+                port=live,
+                seed=self._seed,
+            )
             reward = await self._workflows[prompt.task](prompt, episode)
             ended = _ended(episode, reward)
             await live.settled(episode)
@@ -390,5 +397,10 @@ def _ended(episode: Episode, reward: Any) -> EpisodeEnded:
     if not episode.turns:
         raise EpisodeError("the workflow returned a reward before its first turn; call episode.generate")
     value = checked(reward)
-    of = value.value, tuple(value.parts.items()), value.note
-    return EpisodeEnded(episode.sample, *of, "length" if episode.is_cut else "stop")
+    return EpisodeEnded(
+        episode.sample,
+        reward=value.value,
+        parts=tuple(value.parts.items()),
+        note=value.note,
+        stop_reason="length" if episode.is_cut else "stop",
+    )

@@ -23,7 +23,7 @@ from areal_jax.algorithms.sampling import Truncation
 from areal_jax.generation.commands import Start, Statistics, Work
 from areal_jax.generation.engine import Engine, Prefilling
 from areal_jax.generation.live_slots import LiveSlots
-from areal_jax.generation.programs import DecodeState, Jitted
+from areal_jax.generation.programs import DecodeState
 from areal_jax.generation.slots import MAX_STOP_TOKENS, ExistingPrefix
 from areal_jax.observe.waits import Clock
 from areal_jax.parallel.program_errors import OUT_OF_MEMORY
@@ -395,15 +395,16 @@ class Preparing:
     together; so there are at most three besides the first. `wake()` is called once a compilation has ended.
     """
 
-    def __init__(self, jitted: Jitted, wake: Callable[[], None]) -> None:
-        self._jitted, self._wake = jitted, wake
+    def __init__(self, engine: Engine, wake: Callable[[], None]) -> None:
+        self._engine, self._wake = engine, wake
         self.waiting: list[Work] = []
         self._is_compiling = False
         self._failure: Exception | None = None
 
     def is_needed(self, work: Work) -> bool:
         """Whether the sample is a client's, and no program that is compiled can decode it."""
-        return work.start.is_request and self._jitted.compiled_for(Truncation.of(work.sampling)) is None
+        needed = Truncation.of(work.sampling)
+        return work.start.is_request and self._engine.jitted.compiled_for(needed) is None
 
     def cancel(self, samples: Sequence[SampleId]) -> None:
         self.waiting = [work for work in self.waiting if work.sample not in samples]
@@ -425,8 +426,8 @@ class Preparing:
             return ready, failed
         if self.waiting:
             needed = [Truncation.of(work.sampling) for work in self.waiting]
-            program = Truncation.joined([*self._jitted.compiled, *needed])
-            compile_ = self._jitted.compiler(program, params.params, params.version, state)
+            program = Truncation.joined([*self._engine.jitted.compiled, *needed])
+            compile_ = self._engine.jitted.compiler(program, params.params, params.version, state)
             self._is_compiling = True
             # Not a daemon: the interpreter must not end while XLA compiles.
             threading.Thread(target=self._run, args=(compile_,), name="compile").start()
@@ -469,7 +470,7 @@ class Admission:
             queue(range(reserved, slots)),
             queue(range(reserved or slots)),
         )
-        self.preparing = Preparing(live.engine.jitted, wake)
+        self.preparing = Preparing(live.engine, wake)
         self.expected: dict[SampleId, PolicyVersion] = {}
         """Each episode that begins here and has not asked for its first turn -> the turn's oldest version."""
         self._handed_over: dict[SampleId, Work] = {}

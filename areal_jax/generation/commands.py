@@ -92,13 +92,6 @@ class Wake:
 
 
 @dataclass(frozen=True)
-class Serve:
-    """Command: adopt weights version `version` or a newer one; needed by a host with `adopts_on_command`."""
-
-    version: PolicyVersion
-
-
-@dataclass(frozen=True)
 class HandOver:
     """Command: stop decoding `samples`, and call `to` with copies of their records, tokens and KV included.
 
@@ -122,14 +115,10 @@ class TakeOver:
     answer: Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class TakeBack:
-    """Command: decode `samples` again, which this host keeps since a HandOver."""
-
-    samples: tuple[SampleId, ...]
-
-
-Command = Start | Expect | Stop | Pause | Unpause | Wake | Serve | HandOver | TakeOver | TakeBack
+Command = (
+    Start | Expect | Stop | Pause | Unpause | Wake | HandOver | TakeOver | events.Serve | events.TakeBack
+)
+"""What a host obeys. Serve and TakeBack are the control plane's own; `command_of` translates its others."""
 
 
 class Tokens(NamedTuple):
@@ -241,10 +230,8 @@ def command_of(
             )
         case events.Cancel(samples):
             return Stop(samples)
-        case events.Serve(_, version):
-            return Serve(version)
-        case events.TakeBack(samples):
-            return TakeBack(samples)
+        case events.Serve() | events.TakeBack():
+            return action
         case events.Move(samples, host, target):
 
             def offer(works: list[Work]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from typing import Any
 
 from areal_jax.control import events as e
 from areal_jax.episodes.limits import Limits
@@ -56,8 +55,10 @@ def conducted(
     host = Host("rollout", engine, store, deliver, seed=seed, sampling=sampling)
     asked = {SampleId(n, member): prompt for n, prompt in prompts.items() for member in range(group_size)}
     done: dict[SampleId, Trajectory | None] = {}
-    own: Any = dict(make_gateway=make_gateway, fail=events.put)
-    with closing(WorkflowRunner(workflows, engine.tokenizer, limits, deliver, seed, **own)) as runner:
+    conducting = WorkflowRunner(
+        workflows, engine.tokenizer, limits, deliver, seed, make_gateway=make_gateway, fail=events.put
+    )
+    with closing(conducting) as runner:
         for sample, prompt in asked.items():
             runner.begin(sample, prompt, talks.of(sample))
         while len(done) < len(asked):

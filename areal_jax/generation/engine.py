@@ -205,8 +205,8 @@ class Engine(jetstream.Engine):
         """
         return jetstream.engine_api().tokenizer_pb2.TokenizerParameters(path="")
 
-    def build_tokenizer(self, metadata: Any) -> jetstream.Tokenizer:
-        return jetstream.Tokenizer(self.tokenizer)
+    def build_tokenizer(self, metadata: Any) -> jetstream.TokenizerAdapter:
+        return jetstream.TokenizerAdapter(self.tokenizer)
 
     def get_prefix_destination_sharding(self) -> NamedSharding:
         return replicated(self._mesh)

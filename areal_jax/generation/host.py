@@ -176,14 +176,14 @@ class Host:
                 self._is_paused = isinstance(command, c.Pause)
                 # `gaps_s` measures decoding: a pause does not count as a gap.
                 self._last_call_s = None
-            case c.Serve(version):
+            case e.Serve(_, version):
                 self._to_serve = version
             case c.HandOver(samples, to):
                 self._collect()
                 to(self._admission.hand_over(samples))
             case c.TakeOver(works, answer):
                 answer(self._admission.take_over(works, self._held, self.name))
-            case c.TakeBack(samples):
+            case e.TakeBack(samples):
                 self._admission.take_back(samples)
         self._statistics = self._count()
 

@@ -132,7 +132,7 @@ if not TYPE_CHECKING:
         )
 
 
-class Tokenizer:
+class TokenizerAdapter:
     """Adapts one of our tokenizers to JetStream's interface; `bos_id` is the EOS id if there is no BOS."""
 
     def __init__(self, tokenizer: Any) -> None:

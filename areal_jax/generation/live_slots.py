@@ -21,7 +21,7 @@ from areal_jax.observe.waits import Clock
 from areal_jax.types import NOT_SAMPLED, PolicyVersion, Trajectory, VersionedParams
 
 
-class Call(NamedTuple):
+class DecodeCall(NamedTuple):
     """A decode call with results that the host has not read; the device may still be computing them."""
 
     results: list[ResultTokens]
@@ -73,7 +73,7 @@ class LiveSlots:
         self.engine, self._clock = engine, clock
         self.works: dict[int, Work] = {}
         self.records = Records(engine.slots, engine.length, engine.decode_steps, engine.support_size)
-        self.calls: deque[Call] = deque()
+        self.calls: deque[DecodeCall] = deque()
         self._free_pages, self._inserted_pages, self._changes = engine.shared_pages, 0, 0
         self._needed: tuple[int, Truncation, frozenset[int]] = 0, Truncation(), frozenset()
         self.state: DecodeState = engine.init_decode_state()
@@ -186,7 +186,8 @@ class LiveSlots:
         """
         with self._clock.doing("decode"):
             results = self._generate(params)
-            self.calls.append(Call(results, dict(self.works), self._changes, self._inserted_pages))
+            call = DecodeCall(results, dict(self.works), self._changes, self._inserted_pages)
+            self.calls.append(call)
             if len(self.calls) > ahead:
                 self.calls[-1 - ahead].results[-1].data.block_until_ready()
 

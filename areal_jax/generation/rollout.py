@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from areal_jax.config.sections import EpisodeConfig
 from areal_jax.control.events import Event, RewardFailed, SampleFailed
@@ -67,10 +66,17 @@ def rollout(
     episodes = {n: asked[n] for n in asked.keys() - plain.keys()}
     if episodes:
         limits = limits or limits_of(EpisodeConfig(), engine.length, sampling.max_tokens)
-        own: Any = dict(
-            talks=talks, workflows=workflows_of(None, tasks), limits=limits, sampling=sampling, seed=seed
+        done |= conducted(
+            engine,
+            params,
+            episodes,
+            group_size,
+            talks=talks,
+            workflows=workflows_of(None, tasks),
+            limits=limits,
+            sampling=sampling,
+            seed=seed,
         )
-        done |= conducted(engine, params, episodes, group_size, **own)
     for ordinal in asked:
         members, prompt, own = done[ordinal], asked[ordinal], tasks[asked[ordinal].task].task
         completions = [talks.rewarded(m.sample, completion_of(m, tokenizer, own)) for m in members]

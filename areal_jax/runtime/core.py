@@ -159,10 +159,11 @@ class DriverCore:
         entries: list[Entry] = []
         try:
             for event, payload in incoming:
+                is_stale = self.control.state.is_stale(event)
                 # The trainer delivers a BatchTrained again if the controller died after journaling it and
                 # before acknowledging it. Its groups are gone from the state, so no row can be made.
-                if not (isinstance(event, e.BatchTrained) and self.control.state.is_stale(event)):
-                    entries += self._decided(event, payload)
+                if not (isinstance(event, e.BatchTrained) and is_stale):
+                    entries += self._decided(event, payload, is_stale)
         finally:
             if entries:
                 is_durable = any(isinstance(entry.event, DURABLE) for entry in entries)
@@ -221,17 +222,21 @@ class DriverCore:
             case e.Abort():
                 raise ArealError(_aborted(action, self.control.state.dropped, self._problem))
 
-    def _decided(self, event: Event, payload: Any) -> Iterator[Entry]:
-        """Yields the entry of `event`, and that of its sample's end if the event ends an episode."""
-        is_stale = self.control.state.is_stale(event)
-        yield self._decide(event, payload)
-        if isinstance(event, e.EpisodeEnded) and event.reward is not None and not is_stale:
-            yield self._decide(*self._conversations.finished(event))
+    def _decided(self, event: Event, payload: Any, is_stale: bool) -> Iterator[Entry]:
+        """Yields the entry of `event`, and that of its sample's end if the event ends an episode.
 
-    def _decide(self, event: Event, payload: Any) -> Entry:
+        `is_stale`: whether the event is late or a duplicate (`State.is_stale`).
+        """
+        yield self._decide(event, payload, is_stale)
+        if isinstance(event, e.EpisodeEnded) and event.reward is not None and not is_stale:
+            finished, whole = self._conversations.finished(event)
+            yield self._decide(finished, whole, self.control.state.is_stale(finished))
+
+    def _decide(self, event: Event, payload: Any, is_stale: bool) -> Entry:
         is_sampled = isinstance(event, e.SampleFinished | e.TurnFinished)
         trajectory: Trajectory | None = payload if is_sampled else None
-        if self.control.state.is_stale(event):
+        groups, gates = (), ()
+        if is_stale:
             trajectory = None  # too late: it must not replace the payload that counts
         elif isinstance(event, EPISODE):
             event, trajectory = self._conversations.record(event, trajectory)
@@ -244,17 +249,17 @@ class DriverCore:
             self._members[event.ordinal] = dict(enumerate(with_rewards(members, event)))
         elif isinstance(event, e.BatchTrained) and (batch := self.control.state.training) is not None:
             groups, gates = self._groups(batch), batch.gates
-            row = self._rows.make(event.step, groups, event.metrics, event.digest, gates)
-            event = replace(event, metrics=row)
         actions = self.control.handle(event)
         if isinstance(event, e.RunResumed):
             self._conversations.restore(self._is_live)
-        self._rows.see(event, actions)
-        self._offers |= {action.samples: payload for action in actions if isinstance(action, e.Fetch)}
         if isinstance(event, e.BatchTrained):
+            row = self._rows.make(event.step, groups, event.metrics, event.digest, gates)
+            event = replace(event, metrics=row)
             for ordinal in event.ordinals:
                 del self._members[ordinal]
                 self._conversations.forget(ordinal)
+        self._rows.see(event, actions)
+        self._offers |= {action.samples: payload for action in actions if isinstance(action, e.Fetch)}
         return Entry(event, actions, trajectory)
 
     def _begin(self, sample: SampleId) -> None:

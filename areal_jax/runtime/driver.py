@@ -46,8 +46,15 @@ class Driver:
         self._view, self._metrics, self._timeline = context.view, context.metrics, context.timeline
         task_of = lambda ordinal: inputs.prompts.place(ordinal)[0]  # noqa: E731
         start_s = context.history[-1].metrics["wall_s"] if context.history else 0.0
-        own = start_s, tuple(inputs.tasks), task_of, context.config.control
-        rows = RowMaker(take_totals, hosts, *own, has_episodes=bool(inputs.workflows))
+        rows = RowMaker(
+            take_totals,
+            hosts,
+            start_s=start_s,
+            tasks=tuple(inputs.tasks),
+            task_of=task_of,
+            control=context.config.control,
+            has_episodes=bool(inputs.workflows),
+        )
         for row in context.uncounted:
             rows.see(row.event, row.actions)
         self.control = context.control

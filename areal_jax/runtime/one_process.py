@@ -98,8 +98,16 @@ class LocalRun:
         self._hosts = {host.name: host for host, _ in hosts}
         checkpointer = Checkpointer(folder / "checkpoints", restored, self._inbox.put)
         clock = timeline.clock("trainer")
-        own = (parts, state, self._store, checkpointer, self._deliver)
-        self.trainer = Trainer(*own, turns=turns, clock=clock, note=view.note)
+        self.trainer = Trainer(
+            parts,
+            state,
+            self._store,
+            checkpointer,
+            self._deliver,
+            turns=turns,
+            clock=clock,
+            note=view.note,
+        )
         self._pool = RewardPool(
             {name: weighted.task for name, weighted in parts.tasks.items()},
             c.runtime.reward_workers,
@@ -107,8 +115,15 @@ class LocalRun:
         )
         self._runner = None
         if parts.workflows:
-            own = c, parts.workflows, parts.model.tokenizer, self._deliver
-            self._runner = make_runner(*own, self._inbox.put, view.note, make_gateway=services.make_gateway)
+            self._runner = make_runner(
+                c,
+                parts.workflows,
+                parts.model.tokenizer,
+                emit=self._deliver,
+                fail=self._inbox.put,
+                note=view.note,
+                make_gateway=services.make_gateway,
+            )
         self._driver = Driver(parts, context, self, list(self._hosts.values()), timeline.take_totals)
         self._follower = services.make_follower(view.note, self._inbox.put)
         bodies = {"trainer": self.trainer.run} | {host.name: body for host, body in hosts}
@@ -135,9 +150,17 @@ class LocalRun:
                 deadline_s=self._deadline_s,
             )
             return host, host.run
-        own = (c, index, engine, self._store, self._deliver)
-        endpoint = self._services.make_endpoint(c, index, engine)
-        return training_host(*own, name=name, clock=clock, turns=turns, endpoint=endpoint)
+        return training_host(
+            c,
+            index,
+            engine,
+            self._store,
+            self._deliver,
+            name=name,
+            clock=clock,
+            turns=turns,
+            endpoint=self._services.make_endpoint(c, index, engine),
+        )
 
     # --- from start to end ----------------------------------------------------------------------------------
 

@@ -24,5 +24,13 @@ def make_runner(
 ) -> WorkflowRunner:
     """Returns the runner of a run's workflows; the functions are as in `WorkflowRunner`."""
     limits = limits_of(config.episode, config.generation.length, config.generation.max_tokens)
-    own = workflows, tokenizer, limits, emit, config.run.seed
-    return WorkflowRunner(*own, make_gateway=make_gateway, fail=fail, note=note)
+    return WorkflowRunner(
+        workflows,
+        tokenizer,
+        limits,
+        emit,
+        config.run.seed,
+        make_gateway=make_gateway,
+        fail=fail,
+        note=note,
+    )

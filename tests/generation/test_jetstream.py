@@ -218,7 +218,7 @@ def test_without_the_package_a_run_ends_with_the_same_digests(tmp_path):
 
 
 def test_bos_is_prepended_once_and_only_where_asked():
-    tokenizer = jetstream.Tokenizer(ByteTokenizer())
+    tokenizer = jetstream.TokenizerAdapter(ByteTokenizer())
     tokens, length = tokenizer.encode("hi", max_prefill_length=16, jax_padding=False)
     assert (tokens[:length].tolist(), len(tokens)) == ([256, 104, 105], 16)
     tokens, length = tokenizer.encode("hi", is_bos=False, max_prefill_length=16, jax_padding=False)

@@ -161,7 +161,7 @@ def test_the_host_is_woken_once_it_can_go_on(made):
         ready.extend(work.sample for work in preparing.step(made.host._current, made.host._slots.state)[0])
         woken.set()
 
-    preparing = Preparing(made.engine.jitted, wake)
+    preparing = Preparing(made.engine, wake)
     start = Start((SampleId(-1, 0),), PROMPT, 0, sampling=TOP_P, is_request=True)
     preparing.waiting += start.works(TOP_P, 0, ())
     preparing.step(made.host._current, made.host._slots.state)

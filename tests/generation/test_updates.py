@@ -9,15 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.control.events import HostAdopted, SampleFailed
+from areal_jax.control.events import HostAdopted, SampleFailed, Serve, TakeBack
 from areal_jax.generation.commands import (
     HandOver,
     Pause,
-    Serve,
     SoFar,
     Start,
     Stop,
-    TakeBack,
     TakeOver,
     Unpause,
     Work,
@@ -372,7 +370,7 @@ def test_a_host_keeps_what_it_offers_with_its_version_until_it_is_taken_back_or_
     host.step()
     assert host.statistics().version == -1  # no Serve yet
     for version in (0, 1):
-        host.inbox.put(Serve(version))
+        host.inbox.put(Serve(host.name, version))
         host.take_commands()
         for _ in range(2):
             host.step()
@@ -383,7 +381,7 @@ def test_a_host_keeps_what_it_offers_with_its_version_until_it_is_taken_back_or_
     host.step()
     assert (host.statistics().held_versions, host.has_work) == ((0, 1), False)
     host.inbox.put(Stop((samples[1],)))
-    host.inbox.put(TakeBack(samples))
+    host.inbox.put(TakeBack(samples, host.name))
     host.take_commands()
     while host.has_work:
         host.step()

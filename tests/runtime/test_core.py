@@ -232,6 +232,16 @@ def test_a_batch_that_is_delivered_again_leaves_no_second_row():
     assert row.metrics == {"loss": 2.0, "step": 0}
 
 
+def test_a_batch_that_the_control_plane_refuses_makes_no_row():
+    run = Started()
+    run.deliver(finished(1, 11), SCORED)
+    with pytest.raises(ControlError, match=r"batch 0 of groups \(1,\) was trained"):
+        run.core.record([(e.BatchTrained(0, (1,), "d1", {"loss": 2.0}), None)])
+    assert run.out.rows == [] and run.kinds()[-1] == "RewardScored"
+    run.deliver(TRAINED)
+    assert run.out.rows == [(0, [0])]
+
+
 def test_events_before_a_refused_one_are_in_the_journal_and_it_is_not():
     run, refused = Started(), (e.VersionCommitted(7, "d7"), None)
     with pytest.raises(ControlError, match="version 7 was committed"):

@@ -12,7 +12,7 @@ from typing import Any
 from areal_jax.assembly.parts import Parts
 from areal_jax.control import events as e
 from areal_jax.episodes.conversation import TurnRequest
-from areal_jax.generation.commands import HandOver, Serve, Stop, TakeBack, TakeOver, Work, command_of
+from areal_jax.generation.commands import HandOver, Stop, TakeOver, Work, command_of
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host
 from areal_jax.lab.simulation.decoders import Call
@@ -72,7 +72,7 @@ class EngineDecoder:
             self._host.inbox.put(Stop(gone))
 
     def serve(self, version: PolicyVersion) -> None:
-        self._host.inbox.put(Serve(version))
+        self._host.inbox.put(e.Serve(self._host.name, version))
 
     def hand_over(self, samples: Sequence[SampleId]) -> tuple[tuple[SampleId, ...], Offer]:
         found: list[Work] = []
@@ -87,7 +87,7 @@ class EngineDecoder:
         return said[0]
 
     def take_back(self, samples: Sequence[SampleId]) -> None:
-        self._host.inbox.put(TakeBack(tuple(samples)))
+        self._host.inbox.put(e.TakeBack(tuple(samples), self._host.name))
 
     def step(self) -> Call:
         host = self._host
