@@ -11,9 +11,11 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any, TypeVar
 
 import pytest
 
@@ -27,6 +29,8 @@ SPEAKS_OF_PROGRAMS = re.compile(
 TOLERANCE = re.compile(r"\b(?:rtol|atol|rel|abs)=(\d[\d.e+-]*)")
 LEAST_TOLERANCE = 1e-4
 """Rounding in float32 stays below it with few optimizations, too."""
+
+T = TypeVar("T")
 
 VARIABLE = "JAX_DISABLE_MOST_OPTIMIZATIONS"
 
@@ -55,6 +59,16 @@ def needs_all_optimizations(source: str) -> bool:
     )
 
 
+CACHED: list[Any] = []
+
+
+def cached(make: Callable[..., T]) -> Callable[..., T]:
+    """`functools.cache` for what files share; emptied when programs compile the other way from then on."""
+    kept = cache(make)
+    CACHED.append(kept)
+    return kept
+
+
 def compile_with(is_few: bool) -> None:
     """Compile programs with few optimizations or as users do, here and in processes that start later."""
     if is_few == (os.environ.get(VARIABLE) == "1"):
@@ -66,6 +80,8 @@ def compile_with(is_few: bool) -> None:
     if jax := sys.modules.get("jax"):
         jax.config.update(VARIABLE.lower(), is_few)
         jax.clear_caches()  # of programs that were compiled the other way
+    for kept in CACHED:
+        kept.cache_clear()
 
 
 def parametrize(metafunc: pytest.Metafunc) -> None:

@@ -10,7 +10,7 @@ from types import ModuleType
 import jax
 import pytest
 
-from tests.optimizations import VARIABLE, compile_with, has_few_optimizations, needs_all_optimizations
+from tests.optimizations import VARIABLE, cached, compile_with, has_few_optimizations, needs_all_optimizations
 
 SHOW = "import jax; print(jax.config.values['jax_disable_most_optimizations'])"
 
@@ -51,11 +51,15 @@ def test_these_tests_compile_as_users_do(few_optimizations: bool):
 
 
 def test_a_change_reaches_jax_its_compiled_programs_and_processes_that_start_later():
+    made: list[int] = []
+    shared = cached(lambda: made.append(1))
     twice = jax.jit(lambda x: 2 * x)
     assert twice(1) == 2 and twice._cache_size() == 1
     for is_few in (True, False):
         compile_with(is_few)
         assert jax.config.values["jax_disable_most_optimizations"] == is_few
         assert twice._cache_size() == 0 and twice(1) == 2
+        shared(), shared()
         done = subprocess.run([sys.executable, "-c", SHOW], capture_output=True, text=True, check=True)
         assert done.stdout == f"{is_few}\n"
+    assert made == [1, 1]

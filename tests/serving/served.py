@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import jax
@@ -22,20 +21,21 @@ from areal_jax.weights.digest import digest
 from areal_jax.weights.memory import MemoryStore
 from tests.generation.decoding import Heard, make_host, start
 from tests.hangs import HANG_S
+from tests.optimizations import cached
 
 LENGTH, SLOTS, STEPS = 64, 4, 2
 PROMPT = (5, 90, 41, 7)
 SIZES = dict(width=32, heads=4, kv_heads=2, head_dim=8, mlp_width=64, is_tied=False)
 
 
-@cache
+@cached
 def tiny_engine() -> Engine:
     model = Model(model_config("tiny", 258, **SIZES), ByteTokenizer())
     sizes = dict(slots=SLOTS, length=LENGTH, decode_steps=STEPS, page_tokens=16, prefill_chunk=16)
     return Engine(model, has_penalties=True, **sizes)  # type: ignore[arg-type]
 
 
-@cache
+@cached
 def tiny_params(version: int) -> VersionedParams:
     engine = tiny_engine()
     params = jax.tree.map(lambda leaf: leaf if leaf.ndim < 3 else 2 * leaf, engine.model.init(40 + version))
@@ -43,7 +43,7 @@ def tiny_params(version: int) -> VersionedParams:
     return VersionedParams(version, params, digest(params))
 
 
-@cache
+@cached
 def alone(
     prompt: tuple[int, ...],
     version: int = 0,

@@ -18,10 +18,10 @@ from typing import Any
 import grpc
 import jax
 import pytest
-from areal_jax.generation.sampling import Truncation
 
+from areal_jax.algorithms.sampling import Truncation
 from areal_jax.generation.commands import Pause, Unpause
-from areal_jax.generation.engine import Engine
+from areal_jax.generation.programs import Jitted
 from areal_jax.models.io.huggingface import export_folder
 from areal_jax.secret import Secret, read_secret, require_secret
 from areal_jax.serving import server as serve
@@ -287,8 +287,8 @@ def test_a_program_that_cannot_be_compiled_is_an_error_of_the_server_with_its_re
 
         return fail
 
-    monkeypatch.setattr(Engine, "compiler", compiler)
-    monkeypatch.setattr(tiny_engine(), "_compiled", {Truncation(): None})
+    monkeypatch.setattr(Jitted, "compiler", compiler)
+    monkeypatch.setattr(tiny_engine().jitted, "compiled", {Truncation(): None})
     status, error = generate(server, top_p=0.5)
     assert (status, error["type"], error["code"]) == (500, "server_error", "internal")
     assert "could not be compiled: no memory for the program" in error["message"]
