@@ -33,7 +33,7 @@ MOVED = {
 _typed: tuple[str, ...] | None = None
 """In a block of `without_code`, what the user wrote; None: all code may be loaded."""
 
-_OF_TASKS = re.compile(r"^(tasks|trainer\.supervised_tasks)\.")
+_OF_TASKS = re.compile(r"^(tasks|trainer\.supervised\.tasks)\.")
 """The beginning of a word with a setting of a task, as in tasks.my_pkg:Riddles.count=3."""
 
 
