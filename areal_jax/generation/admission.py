@@ -90,9 +90,6 @@ def prompt_key(work: Work) -> tuple[Any, ...]:
     return sample.ordinal, sample.attempt, *own
 
 
-# --- the KV of ended turns ----------------------------------------------------------------------------------
-
-
 class KeptTurn(NamedTuple):
     kv: ExistingPrefix
     version: PolicyVersion
@@ -173,9 +170,6 @@ class KeptTurns:
 
 def _length(kept: KeptTurn) -> int:
     return len(kept.kv.common_prefix_tokens)
-
-
-# --- queues -------------------------------------------------------------------------------------------------
 
 
 class SlotQueue:
@@ -309,6 +303,8 @@ class SlotQueue:
         wanted = prompt_key(work), work.start.is_request, params.version
         # The youngest sample is the least likely to have ended in decode calls that are not read yet.
         for slot, other in reversed(self._live.works.items()):
+            if other.sample.ordinal != work.sample.ordinal:
+                continue
             if (prompt_key(other), other.start.is_request, other.prompt_version) == wanted:
                 return slot
         return None
@@ -338,7 +334,9 @@ class SlotQueue:
         work.version, work.digest, work.prompt_version = params.version, params.digest, params.version
         self._live.insert(slot, work, self._prompt[1].prefix, sibling)
         # Release the prompt's KV once no waiting sample of the group needs it.
-        if self._prompt[0] not in map(prompt_key, self.waiting):
+        # Of thousands that wait, few have this ordinal, and comparing prompts takes longer.
+        group = (other for other in self.waiting if other.sample.ordinal == work.sample.ordinal)
+        if self._prompt[0] not in map(prompt_key, group):
             self._prompt = None
 
     # --- out -----------------------------------------------------------------------------------------------

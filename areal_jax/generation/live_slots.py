@@ -75,6 +75,8 @@ class LiveSlots:
         self.records = Records(engine.slots, engine.length, engine.decode_steps, engine.support_size)
         self.calls: deque[DecodeCall] = deque()
         self._free_pages, self._inserted_pages, self._changes = engine.shared_pages, 0, 0
+        self._truncations = [Truncation()] * engine.slots
+        """What each slot's newest sample needs."""
         self._needed: tuple[int, Truncation, frozenset[int]] = 0, Truncation(), frozenset()
         self.state: DecodeState = engine.init_decode_state()
 
@@ -127,7 +129,7 @@ class LiveSlots:
         if slot >= engine.reserved_slots:
             self._inserted_pages += self.pages_for(count, sibling is not None)
         self.records.begin(slot, work)
-        self.works[slot] = work
+        self.works[slot], self._truncations[slot] = work, Truncation.of(work.sampling)
         self._changes += 1
 
     def resume(self, slot: int, work: Work) -> None:
@@ -208,7 +210,7 @@ class LiveSlots:
     def _needs(self) -> tuple[Truncation, frozenset[int]]:
         """Returns the truncations that live samples need, and the slots of those with stop texts."""
         if self._needed[0] != self._changes:  # else they are those of the last call
-            truncation = Truncation.joined({Truncation.of(work.sampling) for work in self.works.values()})
+            truncation = Truncation.joined({self._truncations[slot] for slot in self.works})
             with_stop_texts = frozenset(slot for slot, work in self.works.items() if work.sampling.stop)
             self._needed = self._changes, truncation, with_stop_texts
         return self._needed[1:]
