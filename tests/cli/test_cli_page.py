@@ -114,6 +114,13 @@ def test_the_bounds_of_a_replay_on_another_machine(dtype, nats, share):
         "behavior_logp": pytest.approx(0.99 * nats, rel=1e-3),
         "loss": pytest.approx(0.99 * share),
     }
+    drawn_otherwise = replace(
+        stored,
+        tokens=stored.tokens + (np.arange(6) == 3),
+        behavior_logp=stored.behavior_logp - (np.arange(6) > 3),
+    )
+    one = compared(0)
+    assert not one.sample("sample 0/1", stored, drawn_otherwise) and one.cut == 1
     with pytest.raises(Difference, match=rf"token 2, behavior_logp: .*than the bound of {nats:g}"):
         compared(1.01 * nats)
     with pytest.raises(Difference, match=rf"loss: .*than the bound of {2 * share:g}"):
