@@ -178,10 +178,10 @@ def _before(run: Reopened, parts: Parts, one: Journaled, note: Note) -> tuple[Tr
         if trained == step:
             found.append((jax.tree.map(lambda leaf: jax.numpy.array(leaf, copy=True), state), groups))
 
-    one = Replay(run, note, take)
-    one.run(step + 1)
-    if one.found.header:
-        raise _elsewhere(one.found.header)
+    whole = Replay(run, note, take)
+    whole.run(step + 1)
+    if whole.found.header:
+        raise _elsewhere(whole.found.header)
     return found[0]
 
 

@@ -72,6 +72,7 @@ def test_a_run_replays_without_a_bit_of_difference(tmp_path, request, on_update)
     assert is_mixed == any(event.rebuilds for event in finished) == (on_update == "recompute")
 
 
+@pytest.mark.soak
 def test_a_pruned_run_is_compared_by_digests(tmp_path):
     words = "observe.keep_groups=0", "trainer.keep_checkpoints=1"
     found = replay(made(tmp_path / "run", *words))
