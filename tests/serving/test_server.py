@@ -583,7 +583,8 @@ def test_odd_bodies_are_errors_of_their_request(server, count):
     odd = [(random_.choice(PATHS), odd_bytes(random_, SOUND_BODIES)) for _ in range(count)]
     with ThreadPoolExecutor(8) as pool:
         ended = Counter(status for status, _ in pool.map(lambda one: get(server, *one), odd))
-    assert ended.keys() == {200, 400, 403, 404}, ended
+    # 499: one that another client's /cancel named.
+    assert {200, 400, 403, 404} <= ended.keys() <= {200, 400, 403, 404, 499}, ended
     assert ended[400] > count // 4 and ended[200] > count // 100
 
 

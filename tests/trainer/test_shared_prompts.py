@@ -64,7 +64,7 @@ def test_log_probs_and_gradient_are_those_of_repeated_prefixes(params: Any, lear
     assert repeated.subtree_ends is None
     assert (np.asarray(shared.segment_ids) > 0).sum() < (np.asarray(repeated.segment_ids) > 0).sum()
     for one, other in zip(unpack(shared), unpack(repeated), strict=True):
-        for name in ("proximal_logp", "advantages", "weights", "off_policy_weight"):
+        for name in ("proximal_logp", "advantages", "loss_weights", "off_policy_weight"):
             own = one["loss_mask"]
             np.testing.assert_allclose(one[name][own], other[name][own], rtol=0, atol=1e-5)
     trained = [of.update(of.init(params), batch, lambda _: None) for batch in (shared, repeated)]

@@ -7,16 +7,10 @@ from typing import Any
 import numpy as np
 
 from areal_jax.trajectories.plan import PER_TOKEN
-from areal_jax.types import Batch
-
-PREPARED = (
-    "ages", "proximal_logp", "proximal_mix", "advantages", "weights", "off_policy_weight",
-    "off_policy_cut", "ref_logp", "teacher_logp", "token_rewards", "values", "returns",
-)  # fmt: skip
-"""Names of the batch's arrays that the learner's `prepare` adds."""
+from areal_jax.types import Batch, PreparedBatch
 
 
-def places(batch: Batch) -> list[np.ndarray]:
+def places(batch: Batch | PreparedBatch) -> list[np.ndarray]:
     """Returns for each trajectory the indices of its tokens among all B T tokens, the first token first."""
     ids, previous = np.asarray(batch.segment_ids), np.asarray(batch.previous).tolist()
     length = ids.shape[1]
@@ -32,10 +26,11 @@ def places(batch: Batch) -> list[np.ndarray]:
     return found
 
 
-def unpack(batch: Batch) -> list[dict[str, Any]]:
-    """Returns a dict for each trajectory, in segment order: name of a field of Batch -> its values."""
-    present = [*PER_TOKEN, "positions", *(n for n in ("support", *PREPARED) if getattr(batch, n) is not None)]
-    arrays = {name: np.asarray(getattr(batch, name)) for name in present}
+def unpack(batch: Batch | PreparedBatch) -> list[dict[str, Any]]:
+    """Returns a dict for each trajectory, in segment order: name of a field of the batch -> its values."""
+    added = [name for name in type(batch)._fields if name not in Batch._fields and name != "bootstrap"]
+    names = [*PER_TOKEN, "positions", "support", *added]
+    arrays = {name: np.asarray(x) for name in names if (x := getattr(batch, name)) is not None}
     flat = {name: array.reshape(-1, *array.shape[2:]) for name, array in arrays.items()}
     segments = []
     for number, where in enumerate(places(batch)):
