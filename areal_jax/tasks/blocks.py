@@ -233,7 +233,7 @@ def _kind_at(number: int, template: str) -> str:
 
 
 def _end_without_tag(text: str) -> int:
-    """Returns the length of the text without its end that may still become a tag, such as "</ans"."""
+    """Returns the length of the text up to an unfinished tag, such as "</ans", with which it may end."""
     start = text.rfind("<", max(0, len(text) - _LONGEST + 1))
     rest = text[start:]
     is_held = start >= 0 and any(tag.startswith(rest) and tag != rest for tag in _TAGS)

@@ -28,7 +28,7 @@ class Measure(NamedTuple):
     """Whether the tokenizer composes characters (NFC), which makes a text shorter."""
 
     def fewest(self, text: str) -> int:
-        """Returns a number that the text's ids are at least."""
+        """Returns a lower bound of the number of token ids into which the text is encoded."""
         if self.is_composed and not text.isascii():
             text = unicodedata.normalize("NFC", text)
         counted = text

@@ -159,7 +159,7 @@ class _Node(NamedTuple):
         return is_one and child.tokens - self.depth <= self.blocks.most
 
     def _saved(self, child: Subtree) -> int:
-        """Returns what is saved if pops go on from the child's last leaf into the node's own tokens."""
+        """Returns the tokens saved if the pop of the child's last leaf goes on into the node's own tokens."""
         together = self.blocks.cost(child.end - self.parent)
         return self.blocks.cost(child.end - self.depth) - together
 

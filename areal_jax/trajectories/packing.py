@@ -34,7 +34,7 @@ def pack(
 
 
 def by_place(groups: Sequence[Group]) -> dict[int, Trajectory]:
-    """Returns, for each trajectory of the groups' plan, its index there -> the trajectory of its sample."""
+    """Returns the index of each path in the groups' plan -> the sample's trajectory that has the path."""
     samples = [one for group in _in_order(groups) for one in group.trajectories]
     return dict(enumerate([one for one in samples for _ in (one, *one.branches)]))
 

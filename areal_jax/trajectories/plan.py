@@ -86,7 +86,7 @@ class BatchPlan(NamedTuple):
         return {place: SampleId(*self.samples[place].tolist()) for place in places}
 
     def path(self, place: int) -> int:
-        """Returns which of its sample's paths (`paths_of`) the trajectory with index `place` is."""
+        """Returns the index of trajectory number `place` among the paths of its sample (`paths_of`)."""
         ids = self.sample_ids
         return 0 if ids is None else place - int(np.searchsorted(ids, ids[place]))
 

@@ -56,7 +56,7 @@ class Scatter:
     to: Mesh
 
     def __call__(self, rows: jax.Array) -> jax.Array:
-        """Raises ArealError if the mesh does not divide the rows evenly."""
+        """Returns the rows on the mesh; raises ArealError if it does not divide them evenly."""
         return _moved_rows(rows, self.to)
 
 
@@ -68,7 +68,10 @@ class Gather:
     to: Mesh
 
     def __call__(self, rows: jax.Array) -> jax.Array:
-        """Raises ArealError if the rows are not on the mesh `of`, or if `to` does not divide them evenly."""
+        """Returns the rows on `to`.
+
+        Raises ArealError if they are not on the mesh `of`, or if `to` does not divide them evenly.
+        """
         # A link has one direction: results of another mesh mean that a caller mixed up two executors.
         if rows.sharding.device_set != set(self.of.devices.flat):
             raise ArealError(
