@@ -304,7 +304,7 @@ class World:
         self.clock.pause(DRIVER, down_s + 1e-3)  # what has come meanwhile is heard after RunResumed
 
     def _fold(self) -> None:
-        """Rebuild the driver from the journal. Raises SimulationError if its state differs from the one before."""
+        """Rebuild the driver from the journal. Raises SimulationError if its state is not the one before."""
         live = self.control.snapshot()
         self._core = self._driver(
             ControlPlane.fold(self.config, (event for _, event, _ in self._journal.rows))
