@@ -180,11 +180,14 @@ def test_a_job_that_loses_a_node_is_requeued_and_goes_on(slurm: Slurm, folder: P
 
 
 def finish_again(slurm: Slurm, job: str, folder: Path, steps: int) -> None:
-    """Start a requeued job at once, without Slurm's two minutes of waiting, and see it finish the run."""
+    """Start a requeued job without Slurm's two minutes of waiting, and see it finish the run.
+
+    A few seconds later: a node refuses the credential of a job that starts in the second of its requeue.
+    """
     assert "Restarts=1" in slurm.call("scontrol", "show", "job", job) and len(read_rows(folder)) < steps
     wait_until(lambda: pids_of(folder) == {}, [], folder)
     # A node that Slurm still clears is completing; one that was lost is down.
     wait_until(lambda: set(slurm.node_states()) <= {"idle", "down", "down*"}, [], folder)
-    slurm.call("scontrol", "update", f"JobId={job}", "StartTime=now")
+    slurm.call("scontrol", "update", f"JobId={job}", "StartTime=now+3")
     assert slurm.wait_for(job, *OVER) == "COMPLETED", log(folder)
     check_complete(folder, steps)
