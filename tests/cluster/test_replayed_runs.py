@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
@@ -54,7 +55,7 @@ SHARED = (
 STRATEGIES = {
     "sync": (),
     "one_step": (),
-    # Decoding a batch takes longer than training one, so that a version finds samples under way.
+    # A batch of more samples than slots, so that a version finds samples under way.
     "interruptible": ("trainer.batch_size=8",),
     "keep": ("trainer.batch_size=8",),
     # Of three busy hosts, one adopts each version first, and samples that it has move to the others.
@@ -81,6 +82,8 @@ WAYS = {
     "threads": Way(("run",), ("resume",), 4),
     "processes": Way(("launch", "local"), ("launch", "local"), 1),
 }
+CHANGING = {"interruptible", "keep", "pinned"}
+"""Strategies whose samples change version or host where a batch takes hosts longer than the trainer."""
 KILLED = {("keep", "threads"), ("interruptible", "processes")}
 """Runs of which every process is killed on the way, and which are resumed."""
 
@@ -97,11 +100,11 @@ def test_twenty_steps_replay_without_a_bit_of_difference(
         words += ["launch.accelerator=cpu"]
     if is_killed:
         kill_at(STEPS // 2, folder, devices, *start, *words)
-        finish(folder, devices, *resume, str(folder))
-    elif way == "threads" and devices == jax.device_count():
+        start, words = resume, [str(folder)]
+    if way == "threads" and not is_killed and devices == jax.device_count():
         run(load_config(*words), stream=io.StringIO())
     else:
-        finish(folder, devices, *start, *words)
+        finish(folder, devices, *start, *words, is_changing=way == "processes" and strategy in CHANGING)
     assert audit_run(folder).ok
     check_hard(folder, strategy, is_killed)
     with open_journal(folder) as journal:
@@ -122,15 +125,21 @@ def on_one_device() -> Iterator[ProcessPoolExecutor]:
             yield pool
 
 
+def changed(folder: Path) -> tuple[bool, bool]:
+    """Whether a sample has changed version half-way, and whether samples have moved to another host."""
+    with open_journal(folder) as journal:
+        is_mixed = any(len(event.spans) > 1 for event in journal.events(SampleFinished.__name__))
+        return is_mixed, any(journal.events(SamplesMoved.__name__))
+
+
 def check_hard(folder: Path, strategy: str, is_killed: bool) -> None:
     """Whether the run had what makes its replay hard."""
+    is_mixed, has_moved = changed(folder)
     with open_journal(folder) as journal:
         finished = list(journal.events(SampleFinished.__name__))
-        has_moved = any(journal.events(SamplesMoved.__name__))
         resumed = [event.header for event in journal.events(RunResumed.__name__)]
     assert bool(resumed) == is_killed and all(header["jaxlib"] for header in resumed)
-    mixed = [event for event in finished if len(event.spans) > 1]
-    assert bool(mixed) == (strategy in ("interruptible", "keep"))  # samples that changed version half-way
+    assert is_mixed == (strategy in ("interruptible", "keep"))
     assert has_moved == (strategy == "pinned")
     # A sample that moved may have its KV rebuilt, or may bring it along.
     assert any(event.rebuilds for event in finished) == (strategy == "interruptible") or has_moved
@@ -181,16 +190,36 @@ def begin(folder: Path, devices: int, *words: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen([*PROGRAM, *words], cwd=ROOT, env=env, stdout=out, stderr=err)
 
 
-def finish(folder: Path, devices: int, *words: str) -> None:
-    """Waits for the command's end; fails where the command does."""
+def finish(folder: Path, devices: int, *words: str, is_changing: bool) -> None:
+    """Waits for the command's end; fails where the command does.
+
+    `is_changing`: hosts are slow until a sample has changed version or host, on whichever cores this is.
+    """
     process = begin(folder, devices, *words)
     try:
+        if is_changing:
+            slow_hosts_until_changed(process, folder)
         status = process.wait(DEADLINE_S)
     finally:
         process.kill()
         process.wait()
     printed = folder.with_suffix(".out").read_text()
     assert status == 0, printed[-4000:] + folder.with_suffix(".err").read_text()[-4000:]
+
+
+def slow_hosts_until_changed(process: subprocess.Popen[bytes], folder: Path) -> None:
+    """From the next version on, by when all have compiled, hosts stand still most of the time."""
+    trained = len(read_rows(folder))
+    wait_until(lambda: len(read_rows(folder)) > trained, [process], folder, DEADLINE_S)
+    hosts = [pid for name, pid in pids_of(folder).items() if name.startswith("generate")]
+    end_s = time.monotonic() + DEADLINE_S
+    while process.poll() is None and not any(changed(folder)):
+        assert time.monotonic() < end_s
+        for sign, pause_s in ((signal.SIGSTOP, 0.05), (signal.SIGCONT, 0.01)) * 5:
+            for pid in hosts:
+                with suppress(ProcessLookupError):  # the run has ended
+                    os.kill(pid, sign)
+            time.sleep(pause_s)
 
 
 def kill_at(step: int, folder: Path, devices: int, *words: str) -> None:
