@@ -67,7 +67,9 @@ class Environment:
         self.folder = folder
         unwanted = ("PYTHON", "JAX_NUM_", "JAX_PLATFORMS", "XLA")  # where compiled programs are kept stays
         kept = {key: value for key, value in os.environ.items() if not key.startswith(unwanted)}
-        path = f"{folder / 'bin'}:{os.environ['PATH']}"
+        # An environment that is active where the tests are started has an areal-jax of its own.
+        others = [each for each in os.environ["PATH"].split(":") if not Path(each, "areal-jax").exists()]
+        path = ":".join([str(folder / "bin"), *others])
         # Modules are compiled on import: to compile all of them takes as long as to install them.
         # To pip, 0 turns --no-compile on.
         self.env = {**kept, "PATH": path, "VIRTUAL_ENV": str(folder), "PIP_NO_COMPILE": "0"}
