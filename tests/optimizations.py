@@ -41,12 +41,12 @@ def has_few_optimizations(module: ModuleType) -> bool:
     names = {mark.name for mark in (marks if isinstance(marks, list) else [marks])}
     if names & {"few_optimizations", "all_optimizations"}:
         return "few_optimizations" in names
-    return not needs_all_optimizations(_source(module.__file__))
+    return not _text_needs_all_optimizations(module.__file__)
 
 
 @cache
-def _source(path: str) -> str:
-    return Path(path).read_text()
+def _text_needs_all_optimizations(path: str) -> bool:
+    return needs_all_optimizations(Path(path).read_text())
 
 
 def needs_all_optimizations(source: str) -> bool:
