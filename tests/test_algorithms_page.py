@@ -1,4 +1,4 @@
-"""docs/algorithms.md: every preset with its paper and a config that loads, every piece with its settings."""
+"""docs/algorithms.md: every preset with its paper and keys that load, every piece with its settings."""
 
 from __future__ import annotations
 
@@ -14,27 +14,32 @@ from areal_jax.algorithms.advantages import ADVANTAGES
 from areal_jax.algorithms.losses import LOSSES
 from areal_jax.algorithms.off_policy import OFF_POLICY
 from areal_jax.config.loading import load_config
-from areal_jax.config.presets import PRESETS
+from areal_jax.config.presets import PRESETS, preset_settings
 
 PAGE = (Path(__file__).parents[1] / "docs" / "algorithms.md").read_text()
-SECTIONS = dict(re.findall(r"^### (\w+)\n(.*?)(?=^##)", PAGE, re.MULTILINE | re.DOTALL))
+PRESET_ROWS = dict(
+    re.findall(r"^\| `(\w+)` \|(.*)$", PAGE.split("\n## Presets\n")[1].split("\n## ")[0], re.MULTILINE)
+)
+"""The cells after the name: loss, advantage, reduction, keys, source."""
 
 
 def test_the_page_has_the_presets_in_their_order():
-    assert list(SECTIONS) == list(PRESETS)
+    assert list(PRESET_ROWS) == list(PRESETS)
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_presets_section_has_its_paper_and_a_config_that_loads(name: str):
-    section = SECTIONS[name]
+def test_a_presets_row_has_its_reduction_its_paper_and_keys_that_load(name: str):
+    _, _, reduction, keys, source, _ = (cell.strip() for cell in PRESET_ROWS[name].split("|"))
+    assert reduction == f"`{preset_settings({'preset': name})['reduction']}`"
     for paper in re.findall(r"arXiv:([\d.]+)", PRESETS[name].paper):
-        assert f"arxiv.org/abs/{paper}" in section
-    text = re.search(r"```yaml\n(.*?)```", section, re.DOTALL)
-    assert text, "no config lines"
-    tree = yaml.safe_load(text[1])
-    assert tree["algorithm"]["preset"] == name
+        assert f"arxiv.org/abs/{paper}" in source
+    assert source and re.sub(r"`[^`]+`", "", keys).strip(" ,") == ""
+    algorithm: dict[str, Any] = {"preset": name}
+    for text in re.findall(r"`([^`]+)`", keys):
+        algorithm |= yaml.safe_load(text)
     long = {"generation": {"max_tokens": 16384, "length": 20480}}
-    load_config(long, tree)
+    config = load_config(long, {"algorithm": algorithm}).algorithm
+    assert config.preset == name
 
 
 @pytest.mark.parametrize(
