@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from areal_jax.tasks.datasets.drawn import Draws
 from areal_jax.tasks.datasets.instructions import INSTRUCTIONS, with_parts
-from areal_jax.tasks.datasets.procedural import SEPARATOR, Draws, Procedural, numbers_up_to
+from areal_jax.tasks.datasets.procedural import SEPARATOR, Procedural, numbers_up_to
 from areal_jax.tasks.errors import TaskError
 from areal_jax.types import Prompt
 
@@ -102,7 +103,7 @@ class Chained(Procedural):
         self._solved = solved
         for length in self._lengths:
             # With few distinct problems, a split may have none of a length: an error now, not in a run.
-            self._problem(Draws(np.random.Philox(key=0)), length)
+            self._problem(Draws.of(0), length)
 
     def guess(self, prompt: Prompt, rng: np.random.Generator) -> tuple[list[str], list[str]]:
         """Returns the steps as thoughts, with drawn results as answers.

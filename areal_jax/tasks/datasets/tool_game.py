@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-
 from areal_jax.tasks.chat import check_split
-from areal_jax.tasks.datasets.procedural import Draws, first_drawn, is_in_split
+from areal_jax.tasks.datasets.drawn import Drawn, Draws, first_drawn, is_in_split
 from areal_jax.tasks.datasets.warehouse import (
     LETTERS,
     ROOMS,
@@ -21,7 +19,6 @@ from areal_jax.tasks.datasets.warehouse import (
 )
 from areal_jax.tasks.datasets.warehouse_texts import ALPHABET, ASK, END, RESULT, Compact, Words, all_calls
 from areal_jax.tasks.errors import TaskError
-from areal_jax.tasks.task import Task
 from areal_jax.tasks.tokenizers import CharTokenizer
 from areal_jax.types import Completion, Prompt, Reward
 
@@ -36,7 +33,7 @@ class Turn(NamedTuple):
     state: State
 
 
-class ToolGame(Task):
+class ToolGame(Drawn):
     """Bring a parcel through a warehouse by tool calls, one call a prompt: procedural, no files.
 
     The parcel is in a locked case, to be opened with a key, and must be brought to a room. Each turn of a
@@ -73,7 +70,7 @@ class ToolGame(Task):
         if not 0 <= useless <= 1:
             raise TaskError(f"useless={useless} is not a fraction; give 0 to 1")
         self.successive = self._turns = turns
-        self._size = -(-size // turns) * turns
+        super().__init__(-(-size // turns) * turns)
         self._building, self._rooms = building(rooms), rooms
         self._useless, self._split, self._is_compact = useless, split, compact
         self._texts = Compact() if compact else Words()
@@ -88,16 +85,11 @@ class ToolGame(Task):
                 "more rooms or fewer turns"
             )
         # A split without such a game: an error now, not in a run.
-        self._game(Draws(np.random.Philox(key=0)))
+        self._game(Draws.of(0))
 
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, i: int) -> Prompt:
-        if not 0 <= i < self._size:
-            raise IndexError(f"there is no prompt {i}: the task has {self._size}, numbered from 0")
+    def _prompt(self, i: int) -> Prompt:
         number, turn = divmod(i, self._turns)
-        draws = Draws(np.random.Philox(key=number))
+        draws = Draws.of(number)
         game = self._game(draws)
         played = self._played(draws, game, turn)
         info = {"goal": game.goal, "state": played[-1].state if played else game.start, "turn": turn + 1}

@@ -8,9 +8,7 @@ from functools import lru_cache
 from string import ascii_uppercase
 from typing import NamedTuple
 
-import numpy as np
-
-from areal_jax.tasks.datasets.procedural import Draws
+from areal_jax.tasks.datasets.drawn import Draws
 
 ROOMS = range(4, 17)
 LETTERS = ascii_uppercase[: ROOMS[-1]]
@@ -69,7 +67,7 @@ class Game(NamedTuple):
 @lru_cache(maxsize=len(ROOMS))
 def building(rooms: int) -> Building:
     """Returns the building with this number of rooms, always the same: a random tree and some corridors."""
-    draws = Draws(np.random.Philox(key=rooms))
+    draws = Draws.of(rooms)
     joined = {(draws.below(room), room) for room in range(1, rooms)}
     for _ in range(rooms // 3):
         one, two = sorted(draws.some(range(rooms), 2))
