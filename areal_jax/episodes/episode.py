@@ -22,7 +22,7 @@ from areal_jax.episodes.conversation import Conversation
 from areal_jax.episodes.errors import EpisodeError
 from areal_jax.episodes.follow_up import follow_ups_of
 from areal_jax.episodes.limits import Limits
-from areal_jax.episodes.session import Sampled, Session
+from areal_jax.episodes.session import Session
 from areal_jax.episodes.session import Turn as Asked
 from areal_jax.episodes.token_paths import TokenPaths
 from areal_jax.tasks.errors import TooLongError
@@ -257,7 +257,7 @@ class Episode:
             self._segment = self._new_branch()
         self._numbers[asked] = self.turns
         turn = await self._sampled(self._next_turn(tuple(asked.added), limit, stop, after))
-        session.answered(asked, Sampled(turn.tokens, turn.logp, turn.versions, turn.stop_reason))
+        session.answered(asked, turn.tokens.tolist())
         return turn
 
     @property
