@@ -28,7 +28,6 @@ from areal_jax.lab.bench.measure import (
     timed_s,
 )
 from areal_jax.models.device_layout import Layout
-from areal_jax.models.exact import paged_attention
 from areal_jax.models.model import Model
 from areal_jax.plan.targets import target_of
 from areal_jax.types import SampleId, Sampling, VersionedParams
@@ -262,9 +261,8 @@ def _bare(engine: Engine) -> Callable[[Any, DecodeState], DecodeState]:
         # As in the engine, a step computes the KV of the last token and chooses the one after it.
         at = state.filled[:, None] - 1
         fed = jnp.take_along_axis(state.tokens, at, axis=1)
-        attend = paged_attention(
-            model.config, state.pages.table, at, jnp.ones_like(at, bool), engine._programs.kernel
-        )
+        kernel = engine._programs.kernel
+        attend = model.paged_attention(state.pages.table, at, jnp.ones_like(at, bool), kernel)
         hidden, cache = model.hidden(params, fed, at, attend, state.cache)
         chosen = model.logits(params, hidden[:, 0]).argmax(-1)
         tokens = state.tokens.at[jnp.arange(slots), state.filled].set(chosen)
