@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from areal_jax.sandbox.runner import Limits, require_sandbox, run_python
+from areal_jax.sandbox.runner import SandboxLimits, require_sandbox, run_python
 
 
 def python(
@@ -20,5 +20,5 @@ def python(
     this machine.
     """
     require_sandbox()
-    limits = Limits(seconds=seconds, memory_bytes=memory_bytes)
+    limits = SandboxLimits(seconds=seconds, memory_bytes=memory_bytes)
     return asdict(run_python(source, stdin=stdin, limits=limits))

@@ -23,12 +23,12 @@ from areal_jax.tasks.tool_calls import is_in_thought, message_of, parsed_answer
 
 
 @dataclass(eq=False)
-class Turn:
+class AskedTurn:
     """One request and, once it is there, its answer."""
 
     number: int
     """Place in the order of the session's requests, from 0."""
-    parent: Turn | None
+    parent: AskedTurn | None
     said: tuple[Canonical, ...]
     """The messages since the parent's answer."""
     added: tuple[int, ...]
@@ -37,13 +37,13 @@ class Turn:
     """The tokens of the answer, the stop token included; None before it is there."""
     answer: dict[str, Any] | None = None
     """The answer as the message that the client got."""
-    children: list[Turn] = field(default_factory=list)
+    children: list[AskedTurn] = field(default_factory=list)
 
     @property
-    def path(self) -> list[Turn]:
+    def path(self) -> list[AskedTurn]:
         """The turns from the first one of the conversation to this one."""
-        turns: list[Turn] = []
-        turn: Turn | None = self
+        turns: list[AskedTurn] = []
+        turn: AskedTurn | None = self
         while turn is not None:
             turns.append(turn)
             turn = turn.parent
@@ -66,10 +66,10 @@ class _Root:
     """None with history=template."""
     tools: Sequence[Mapping[str, Any]]
     arguments: Mapping[str, Any]
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[AskedTurn] = field(default_factory=list)
 
 
-class Session:
+class ChatSession:
     """The conversations of one sample; not thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, history: History = "exact") -> None:
@@ -81,7 +81,7 @@ class Session:
         """
         self._tokenizer, self._history = tokenizer, history
         self._roots: dict[Any, _Root] = {}
-        self.turns: list[Turn] = []
+        self.turns: list[AskedTurn] = []
 
     @property
     def branches(self) -> int:
@@ -94,7 +94,7 @@ class Session:
         tools: Sequence[Mapping[str, Any]] = (),
         arguments: Mapping[str, Any] | None = None,
         most: int | None = None,
-    ) -> Turn:
+    ) -> AskedTurn:
         """Adds a turn for a request and returns it; its `prompt` is to be continued.
 
         `tools`, `arguments`: schemas of tools, and arguments of the chat template. Raises TaskError if there
@@ -110,12 +110,12 @@ class Session:
         said = tuple(map(canonical, messages))
         place = longest_path(root.turns, partial(_end_of, messages, said))
         parent, used, added = self._placed(root, messages, *place, most)
-        turn = Turn(len(self.turns), parent, said[used:], tuple(added))
+        turn = AskedTurn(len(self.turns), parent, said[used:], tuple(added))
         (root.turns if parent is None else parent.children).append(turn)
         self.turns.append(turn)
         return turn
 
-    def answered(self, turn: Turn, sampled: list[int]) -> dict[str, Any]:
+    def answered(self, turn: AskedTurn, sampled: list[int]) -> dict[str, Any]:
         """Records a turn's answer; returns it as an assistant message in OpenAI's form."""
         text, end = (self._tokenizer.decode(tokens) for tokens in (sampled, turn.added[-8:]))
         answer = parsed_answer(text, self._tokenizer.notation, is_in_thought(end))
@@ -123,7 +123,7 @@ class Session:
         turn.sampled, turn.answer = sampled, message_of(answer, ids)
         return turn.answer
 
-    def _leaves(self) -> list[Turn]:
+    def _leaves(self) -> list[AskedTurn]:
         """The answered turns that no answered turn continues, in their order."""
         answered = [turn for turn in self.turns if turn.sampled is not None]
         continued = {id(turn.parent) for turn in answered}
@@ -138,8 +138,8 @@ class Session:
         return self._roots[key]
 
     def _placed(
-        self, root: _Root, messages: Sequence[Message], parent: Turn | None, used: int, most: int | None
-    ) -> tuple[Turn | None, int, Sequence[int]]:
+        self, root: _Root, messages: Sequence[Message], parent: AskedTurn | None, used: int, most: int | None
+    ) -> tuple[AskedTurn | None, int, Sequence[int]]:
         """Returns the turn to continue, its number of messages, and the tokens after its answer.
 
         `parent`, `used`: the last turn of the path that the messages continue, and its number of messages.
@@ -155,14 +155,16 @@ class Session:
         return None, 0, rendered
 
 
-def longest_path(turns: Sequence[Turn], end_of: Callable[[Turn, int], int | None]) -> tuple[Turn | None, int]:
+def longest_path(
+    turns: Sequence[AskedTurn], end_of: Callable[[AskedTurn, int], int | None]
+) -> tuple[AskedTurn | None, int]:
     """Returns the last turn of the longest path that is continued, and that path's length.
 
     Of equal paths, the newest; (None, 0) if none is. `turns`: the first ones of conversations.
     `end_of(turn, start)`: the place, in messages or in tokens, at which a turn ends that begins at `start`;
     None if it is not continued.
     """
-    best: tuple[Turn | None, int] = None, 0
+    best: tuple[AskedTurn | None, int] = None, 0
     pending = [(turn, 0) for turn in turns]
     while pending:
         turn, start = pending.pop()
@@ -175,7 +177,9 @@ def longest_path(turns: Sequence[Turn], end_of: Callable[[Turn, int], int | None
     return best
 
 
-def _end_of(messages: Sequence[Message], said: tuple[Canonical, ...], turn: Turn, start: int) -> int | None:
+def _end_of(
+    messages: Sequence[Message], said: tuple[Canonical, ...], turn: AskedTurn, start: int
+) -> int | None:
     """Returns how many of the messages are a turn, which begins at number `start`, and all before it."""
     end = start + len(turn.said)
     # At least one message must follow the answer, which is message number `end`.

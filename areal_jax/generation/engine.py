@@ -40,7 +40,7 @@ from areal_jax.generation.slots import (
     Request,
 )
 from areal_jax.models.device_layout import (
-    Layout,
+    WeightLayout,
     abstractly_laid_out,
     is_laid_out,
     laid_out,
@@ -113,7 +113,7 @@ class Engine(jetstream.Engine):
         kv_dtype: str = "auto",
         prefill_chunk: int = 32,
         support_size: int = 0,
-        weight_layout: Layout | Literal["auto"] = "auto",
+        weight_layout: WeightLayout | Literal["auto"] = "auto",
         quantize: str = "none",
         has_penalties: bool = False,
         reserved_slots: int = 0,
@@ -149,7 +149,7 @@ class Engine(jetstream.Engine):
         self.param_shardings = param_shardings(model.logical_axes, model.abstract_params, self._mesh)
         self.quantize, self._served = quantize, _served_by(model, quantize, self._mesh)
         self._platform = platform_of(self._mesh)
-        self.weight_layout: Layout = layout_on(self._mesh, model, weight_layout)
+        self.weight_layout: WeightLayout = layout_on(self._mesh, model, weight_layout)
         kv_dtype = model.config.dtype if kv_dtype == "auto" else kv_dtype
         self.attention, kernel = choose_for(model.config, self._mesh, kv_dtype, self.page_tokens)
         """The attention path, and the reasons against each path that was preferred to it."""

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 from areal_jax.control.events import SampleFailed, SampleFinished
-from areal_jax.generation.commands import Command, Start, Statistics, Stop
+from areal_jax.generation.commands import InboxCommand, Start, Statistics, Stop
 from areal_jax.generation.host import Emit
 from areal_jax.observe.waits import Clock, get
 from areal_jax.tasks.errors import USERS, raised
@@ -34,7 +34,7 @@ class ReferenceHost:
         clock: Clock,
         deadline_s: float,
     ) -> None:
-        self.name, self.inbox = name, queue.Queue[Command]()
+        self.name, self.inbox = name, queue.Queue[InboxCommand]()
         self._answer, self._emit = answer, emit
         self._length, self._clock, self._deadline_s = length, clock, deadline_s
         self.has_work = False

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areal_jax.episodes.session import Session, Turn
+from areal_jax.episodes.session import AskedTurn, ChatSession
 from areal_jax.tasks.errors import TaskError
 from areal_jax.tasks.hf_tokenizer import HFTokenizer
 from areal_jax.tasks.tool_calls import Notation
@@ -29,9 +29,9 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, HFTokenize
     return {family: tokenizer_of(folder / family, family) for family in FAMILIES}
 
 
-def session_of(tokenizers: dict[str, HFTokenizer], family: str, history: Any = "exact") -> Session:
+def session_of(tokenizers: dict[str, HFTokenizer], family: str, history: Any = "exact") -> ChatSession:
     assert tokenizers[family].notation == FAMILIES[family]
-    return Session(tokenizers[family], history)
+    return ChatSession(tokenizers[family], history)
 
 
 # --- a policy and a client ----------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ def reply(rng: np.random.Generator, answer: dict[str, Any]) -> list[dict[str, An
     return results or [{"role": "user", "content": random_text(rng)}]
 
 
-def play(rng: np.random.Generator, session: Session, tokenizer: HFTokenizer, turns: int) -> list[Any]:
+def play(rng: np.random.Generator, session: ChatSession, tokenizer: HFTokenizer, turns: int) -> list[Any]:
     """Talks for so many turns, each of which must continue the tokens of the last; returns the messages."""
     said, last = list(FIRST), None
     for _ in range(turns):
@@ -192,8 +192,8 @@ def test_edited_histories_branch_where_they_differ(tokenizers, family):
 
 
 def answered(
-    session: Session, tokenizer: HFTokenizer, said: list[Any], text: str
-) -> tuple[Turn, dict[str, Any]]:
+    session: ChatSession, tokenizer: HFTokenizer, said: list[Any], text: str
+) -> tuple[AskedTurn, dict[str, Any]]:
     turn, tokens = session.ask(said), [*tokenizer.encode(text), tokenizer.eos_id]
     return turn, session.answered(turn, tokens)
 

@@ -27,7 +27,7 @@ from areal_jax.lab.bench.measure import (
     read_bandwidth,
     timed_s,
 )
-from areal_jax.models.device_layout import Layout
+from areal_jax.models.device_layout import WeightLayout
 from areal_jax.models.model import Model
 from areal_jax.plan.targets import target_of
 from areal_jax.types import SampleId, Sampling, VersionedParams
@@ -43,7 +43,7 @@ def decode(
     decode_steps: int = 8,
     page_tokens: int | None = None,
     kv_dtype: str = "auto",
-    weight_layout: Layout | Literal["auto"] = "auto",
+    weight_layout: WeightLayout | Literal["auto"] = "auto",
     repeats: int = 5,
 ) -> dict[str, Any]:
     """Measures sampled tokens per second of the whole engine with every slot live, log-probs included.
@@ -77,7 +77,7 @@ def bench_engine(
     slots: int,
     decode_steps: int,
     page_tokens: int | None = None,
-    weight_layout: Layout | Literal["auto"] = "auto",
+    weight_layout: WeightLayout | Literal["auto"] = "auto",
     **sizes: Any,
 ) -> tuple[Engine, VersionedParams]:
     """Returns an engine for samples of `tokens` tokens, prompt included, and random parameters in its layout.

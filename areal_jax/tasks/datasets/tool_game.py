@@ -9,15 +9,23 @@ from areal_jax.tasks.datasets.drawn import Drawn, Draws, first_drawn, is_in_spli
 from areal_jax.tasks.datasets.warehouse import (
     LETTERS,
     ROOMS,
-    Call,
     Game,
-    State,
+    GameCall,
+    GameState,
     after,
     building,
     by_progress,
     distance,
 )
-from areal_jax.tasks.datasets.warehouse_texts import ALPHABET, ASK, END, RESULT, Compact, Words, all_calls
+from areal_jax.tasks.datasets.warehouse_texts import (
+    ALPHABET,
+    ASK,
+    END,
+    RESULT,
+    CompactTexts,
+    PlainTexts,
+    all_calls,
+)
 from areal_jax.tasks.errors import TaskError
 from areal_jax.tasks.tokenizers import CharTokenizer
 from areal_jax.types import Completion, Prompt, Reward
@@ -26,11 +34,11 @@ _GRAIN = 1_000_000
 """The setting `useless` counts in steps of 1 / _GRAIN."""
 
 
-class Turn(NamedTuple):
+class PlayedCall(NamedTuple):
     """A call of the scripted player, and the state after it."""
 
-    call: Call
-    state: State
+    call: GameCall
+    state: GameState
 
 
 class ToolGame(Drawn):
@@ -73,7 +81,7 @@ class ToolGame(Drawn):
         super().__init__(-(-size // turns) * turns)
         self._building, self._rooms = building(rooms), rooms
         self._useless, self._split, self._is_compact = useless, split, compact
-        self._texts = Compact() if compact else Words()
+        self._texts = CompactTexts() if compact else PlainTexts()
         self.rules = self._texts.rules(self._building)
         self.calls = all_calls(self._texts)
         self.tokenizer = CharTokenizer(ALPHABET) if compact else None
@@ -103,7 +111,7 @@ class ToolGame(Drawn):
         Illegal is a call that the state does not allow, any text beside the call (in chats, except white
         space around it), and a completion without an end.
         """
-        state, goal = State(*prompt.info["state"]), prompt.info["goal"]
+        state, goal = GameState(*prompt.info["state"]), prompt.info["goal"]
         call = self.calls.get(completion.text.strip()) if completion.stop_reason == "stop" else None
         then = None if call is None else after(self._building, state, call)
         if then is None:
@@ -115,7 +123,7 @@ class ToolGame(Drawn):
         return Reward(progress, {"legal": 1.0, "progress": progress}, note)
 
     def reference(self, prompt: Prompt) -> str:
-        good, _ = by_progress(self._building, State(*prompt.info["state"]), prompt.info["goal"])
+        good, _ = by_progress(self._building, GameState(*prompt.info["state"]), prompt.info["goal"])
         return self._texts.call(good[0])
 
     def _game(self, draws: Draws) -> Game:
@@ -123,14 +131,14 @@ class ToolGame(Drawn):
 
         def draw() -> Game | None:
             room, key, parcel, goal = (draws.below(self._rooms) for _ in range(4))
-            game = Game(State(room, key, parcel, is_open=False), goal)
+            game = Game(GameState(room, key, parcel, is_open=False), goal)
             is_long = distance(self._building, game.start, goal) >= self._turns
             content = "".join(LETTERS[place] for place in (room, key, parcel, goal))
             return game if is_long and is_in_split(content, self._split) else None
 
         return first_drawn(draw, self._split)
 
-    def _played(self, draws: Draws, game: Game, turns: int) -> list[Turn]:
+    def _played(self, draws: Draws, game: Game, turns: int) -> list[PlayedCall]:
         """Returns the scripted player's first turns; the draws of a turn do not depend on their number."""
         played, state = [], game.start
         for _ in range(turns):
@@ -138,11 +146,11 @@ class ToolGame(Drawn):
             call = draws.one(useless if draws.below(_GRAIN) < self._useless * _GRAIN else good)
             then = after(self._building, state, call)
             assert then is not None
-            played.append(Turn(call, then))
+            played.append(PlayedCall(call, then))
             state = then
         return played
 
-    def _symbols(self, game: Game, played: list[Turn]) -> str:
+    def _symbols(self, game: Game, played: list[PlayedCall]) -> str:
         texts = self._texts
         turns = (
             ASK + texts.call(turn.call) + RESULT + texts.seen(self._building, turn.state) + END
@@ -150,7 +158,7 @@ class ToolGame(Drawn):
         )
         return self.rules + texts.game(self._building, game) + "".join(turns) + ASK
 
-    def _messages(self, game: Game, played: list[Turn]) -> tuple[dict[str, str], ...]:
+    def _messages(self, game: Game, played: list[PlayedCall]) -> tuple[dict[str, str], ...]:
         texts = self._texts
         said = [("system", self.rules), ("user", texts.game(self._building, game))]
         for turn in played:
