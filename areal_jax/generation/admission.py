@@ -24,7 +24,7 @@ from areal_jax.generation.commands import HostSample, Start, Statistics
 from areal_jax.generation.engine import Engine, Prefilling
 from areal_jax.generation.live_slots import LiveSlots
 from areal_jax.generation.programs import DecodeState
-from areal_jax.generation.slots import MAX_STOP_TOKENS, ExistingPrefix
+from areal_jax.generation.slots import MAX_STOP_TOKENS, ExistingPrefix, reason_against_length
 from areal_jax.observe.waits import Clock
 from areal_jax.parallel.program_errors import OUT_OF_MEMORY
 from areal_jax.types import PolicyVersion, SampleId, VersionedParams
@@ -38,12 +38,9 @@ UNCOMPILED = "its decode program could not be compiled: "
 
 def reason_against(engine: Engine, start: Start) -> str:
     """Returns why the engine cannot decode the samples of `start`; an empty string if it can."""
-    count, vocab = len(start.prompt), engine.tokenizer.vocab_size
-    if not 1 <= count < engine.length:
-        return (
-            f"a prompt of {count} tokens does not fit generation.length={engine.length}, which holds "
-            "prompt and completion; raise generation.length or shorten the prompt"
-        )
+    if reason := reason_against_length(len(start.prompt), engine.length):
+        return reason
+    vocab = engine.tokenizer.vocab_size
     strange = next((token for token in start.prompt if not 0 <= token < vocab), None)
     if strange is not None:
         return f"token id {strange} is outside the vocabulary of {vocab} ids; give ids from 0 to {vocab - 1}"

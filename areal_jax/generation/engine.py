@@ -38,6 +38,7 @@ from areal_jax.generation.slots import (
     Penalties,
     Prefix,
     Request,
+    reason_against_length,
 )
 from areal_jax.models.device_layout import (
     WeightLayout,
@@ -362,11 +363,8 @@ class Engine(jetstream.Engine):
         It goes on after the tokens of `existing`, fewer than `count`. Raises ArealError if these
         are not the first ones, or unless `count` is at least 1 and less than the engine's `length`.
         """
-        if not 1 <= count < self.length:
-            raise ArealError(
-                f"a prompt of {count} tokens does not fit generation.length={self.length}, which holds "
-                "prompt and completion; raise generation.length or shorten the prompt"
-            )
+        if reason := reason_against_length(count, self.length):
+            raise ArealError(reason)
         padded = np.zeros(self.length, np.int32)
         padded[:count] = tokens[:count]
         known = 0 if existing is None else len(existing.common_prefix_tokens)

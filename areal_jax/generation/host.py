@@ -339,26 +339,18 @@ class Host:
 
     def _ended(self, work: c.HostSample, trajectory: Trajectory) -> e.Event:
         """Returns the event of a sample's end, or of the end of its turn."""
-        if work.start.turn is None:
-            return e.SampleFinished(
-                sample=work.sample,
-                host=self.name,
-                spans=trajectory.spans,
-                stop_reason=trajectory.stop_reason,
-                interruptions=work.interruptions,
-                rebuilds=work.rebuilds,
-            )
-        return e.TurnFinished(
+        start = work.start
+        of_both = dict[str, Any](
             sample=work.sample,
-            segment=work.start.segment,
-            turn=work.start.turn,
             host=self.name,
             spans=trajectory.spans,
             stop_reason=trajectory.stop_reason,
             interruptions=work.interruptions,
             rebuilds=work.rebuilds,
-            reused=work.reused,
         )
+        if start.turn is None:
+            return e.SampleFinished(**of_both)
+        return e.TurnFinished(**of_both, segment=start.segment, turn=start.turn, reused=work.reused)
 
     def _count(self) -> Statistics:
         current = self._current

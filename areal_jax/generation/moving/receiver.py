@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -29,8 +29,6 @@ from areal_jax.weights.transfer.pieces import Box, size_of
 MEASURED = 16
 """Number of fetches over which the bandwidth is averaged."""
 POLL_S = 0.01
-
-Boxes = Mapping[str, Sequence[Box]]
 
 
 class Receiver:

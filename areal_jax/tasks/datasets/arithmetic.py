@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from decimal import Decimal
 
 from areal_jax.tasks.chat import Chat, check_split
-from areal_jax.tasks.datasets.drawn import Drawn, Draws, first_drawn, is_in_split
+from areal_jax.tasks.datasets.drawn import Drawn, Draws, check_operations, first_drawn, is_in_split
 from areal_jax.tasks.datasets.verify import last_boxed
 from areal_jax.tasks.errors import TaskError
 from areal_jax.types import Completion, Prompt, Reward
@@ -58,10 +58,7 @@ class Arithmetic(Drawn):
             )
         if not 2 <= terms <= _MAX_TERMS:
             raise TaskError(f"terms={terms} is out of range; give 2 to {_MAX_TERMS}")
-        if not operations or any(operation not in tuple(OPERATIONS) for operation in operations):
-            raise TaskError(
-                f"operations={operations!r}: give one or more of {OPERATIONS}, in quotes as in '\"+-\"'"
-            )
+        check_operations(operations, OPERATIONS)
         check_split(split)
         super().__init__(size)
         self._grades = range(min_digits, digits + 1)

@@ -11,7 +11,7 @@ from typing import Any
 
 from areal_jax.tasks.chat import check_split
 from areal_jax.tasks.datasets.arithmetic import last_number
-from areal_jax.tasks.datasets.drawn import Drawn, Draws, first_drawn, is_in_split
+from areal_jax.tasks.datasets.drawn import Drawn, Draws, check_operations, first_drawn, is_in_split
 from areal_jax.tasks.errors import TaskError
 from areal_jax.types import Prompt, Reward
 
@@ -107,8 +107,7 @@ class Calculator(Drawn):
         `call_reward`: the reward of a wrong answer after a call that has a value; a right answer has 1.
         `split`: train or test; `size`: number of prompts.
         """
-        if not operations or any(each not in QUESTIONS for each in operations):
-            raise TaskError(f"operations={operations!r}: give one or more of {''.join(QUESTIONS)}, in quotes")
+        check_operations(operations, QUESTIONS)
         if not 0 <= examples <= len(EXAMPLES):
             raise TaskError(f"examples={examples} is out of range; give 0 to {len(EXAMPLES)}")
         if not 0 <= call_reward < 1:

@@ -70,6 +70,14 @@ class Draws:
         return pool[:count]
 
 
+def check_operations(operations: str | Sequence[str], known: Iterable[str]) -> None:
+    known = tuple(known)
+    if not operations or any(operation not in known for operation in operations):
+        raise TaskError(
+            f"operations={operations!r}: give one or more of {''.join(known)}, in quotes as in '\"+-\"'"
+        )
+
+
 def is_in_split(content: str, split: str) -> bool:
     """Returns whether the problem with this content is in `split`; about one problem in ten is in test."""
     digest = hashlib.blake2b(content.encode(), digest_size=8).digest()
