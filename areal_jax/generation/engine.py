@@ -169,12 +169,13 @@ class Engine(jetstream.Engine):
         self.canary = canary(model)
 
     def _compile(self, programs: Programs) -> None:
-        self._programs, self._cache = programs, self._cache_sharding()
+        self._programs, self.kv_sharding = programs, self._kv_sharding()
+        """`kv_sharding`: how KV pages are laid out on the mesh, those of a prefix too."""
         self._neutral = self.request(SampleId(0, 0), 0, Sampling(max_tokens=self.length), 1)
         pages, slots, length = partial(self._kv_pages, self.pages), self.slots, self.length
         empty = lambda request: DecodeState.empty(pages(), slots, length, request)  # noqa: E731
         whole = replicated(self._mesh)
-        self.jitted = Jitted(programs, self._kv_pages, empty, self._neutral, self._cache, whole)
+        self.jitted = Jitted(programs, self._kv_pages, empty, self._neutral, self.kv_sharding, whole)
 
     # --- JetStream's members -------------------------------------------------------------------------------
 
@@ -191,11 +192,6 @@ class Engine(jetstream.Engine):
     @property
     def mesh(self) -> Mesh:
         return self._mesh
-
-    @property
-    def kv_sharding(self) -> NamedSharding:
-        """How KV pages are laid out on the mesh, those of a prefix too."""
-        return self._cache
 
     colocated_cpus = None
 
@@ -281,8 +277,8 @@ class Engine(jetstream.Engine):
         self._freed.discard(slot)  # that call freed the slot's former sample, not this one
         # A sample that was evicted, or that comes from another host, is elsewhere. `device_put` takes longer
         # than all else that Python does here, also if it has nothing to do.
-        if any(getattr(leaf, "sharding", None) != self._cache for leaf in jax.tree.leaves(prefix.cache)):
-            prefix = prefix.replace(cache=jax.device_put(prefix.cache, self._cache))
+        if any(getattr(leaf, "sharding", None) != self.kv_sharding for leaf in jax.tree.leaves(prefix.cache)):
+            prefix = prefix.replace(cache=jax.device_put(prefix.cache, self.kv_sharding))
         with Running("insert"):
             return self.jitted.insert(decode_state, prefix, slot, request, -1 if sibling is None else sibling)
 
@@ -531,7 +527,7 @@ class Engine(jetstream.Engine):
         """Returns a copy of a prefix's cache on this engine's devices, with at least so many pages."""
         lacking = max(0, pages - (cache.k.shape[1] - 1))
         wider = lambda leaf: np.pad(leaf, [(0, 0), (0, lacking), *[(0, 0)] * (leaf.ndim - 2)])  # noqa: E731
-        return jax.device_put(jax.tree.map(wider, jax.device_get(cache)), self._cache)
+        return jax.device_put(jax.tree.map(wider, jax.device_get(cache)), self.kv_sharding)
 
     def _pages_read(self, end: int) -> int:
         """Returns how many pages of a slot a chunk of recompute reads that ends before position `end`.
@@ -564,7 +560,7 @@ class Engine(jetstream.Engine):
         """The shardings of the parameters as this engine decodes with them, before they are laid out."""
         return param_shardings(self._served.logical_axes, self._served.abstract_params, self._mesh)
 
-    def _cache_sharding(self) -> NamedSharding:
+    def _kv_sharding(self) -> NamedSharding:
         # Pages are split by KV heads if the axis divides them; otherwise every device holds all heads.
         axis = "tensor" if self.model.config.kv_heads % self._mesh.shape["tensor"] == 0 else None
         return NamedSharding(self._mesh, PartitionSpec(None, None, axis, None, None))

@@ -32,6 +32,12 @@ Emit = Callable[[e.Event, Trajectory | None], None]
 POLL_S = 0.001
 
 
+def next_command(inbox: Queue[InboxCommand], waiter: str, deadline_s: float, clock: Clock) -> InboxCommand:
+    """Returns the next command of an idle host, `waiter`; raises WaitTimeout after `deadline_s` seconds."""
+    what = "samples from the control plane"
+    return get(inbox, waiter=waiter, what=what, deadline_s=deadline_s, clock=clock)
+
+
 class Host:
     """Decodes samples on one engine; reports each event by `emit(event, trajectory)`.
 
@@ -111,17 +117,10 @@ class Host:
         without a deadline, because the process that receives the commands has one.
         """
         deadline_s = self._deadline_s if is_idle_bounded else TIMEOUT_MAX
-        while self.take_commands(None if self.has_work else self._next_command(deadline_s)):
+        while self.take_commands(
+            None if self.has_work else next_command(self.inbox, self.name, deadline_s, self._clock)
+        ):
             self.step()
-
-    def _next_command(self, deadline_s: float) -> InboxCommand:
-        return get(
-            self.inbox,
-            waiter=self.name,
-            what="samples from the control plane",
-            deadline_s=deadline_s,
-            clock=self._clock,
-        )
 
     @property
     def has_work(self) -> bool:
