@@ -50,7 +50,7 @@ from areal_jax.control.events import (
 )
 from areal_jax.episodes.conversation import TurnRequest
 from areal_jax.generation.canary import canary
-from areal_jax.generation.commands import Stop, Work, command_of
+from areal_jax.generation.commands import HostSample, Stop, command_of
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.moving.forecast import is_move_cheaper, prefill_tokens_per_s
 from areal_jax.generation.moving.page_runs import used_bytes
@@ -220,7 +220,7 @@ class _Hosting:
             )
         return self._moves
 
-    def _answer(self, event: Event, works: list[Work] | None) -> None:
+    def _answer(self, event: Event, works: list[HostSample] | None) -> None:
         """Reports the host's answer to a Move, with a ticket for the samples `works`, or to a Fetch."""
         if works is None:
             with self._guard:
@@ -293,7 +293,7 @@ class _Moves:
         self._prefill_tokens_per_s = prefill_tokens_per_s(engine, blank)
         self.offer, self.release, self.close = self._sender.offer, self._sender.release, self._sender.close
 
-    def fetch(self, ticket: bytes) -> list[Work]:
+    def fetch(self, ticket: bytes) -> list[HostSample]:
         """Returns another host's samples: with their KV, or with KV to recompute where that takes less time.
 
         Raises MoveError if they cannot be fetched.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, NamedTuple
 
 from areal_jax.episodes.episode import Episode, Turn
-from areal_jax.episodes.session import Session
+from areal_jax.episodes.session import ChatSession
 from areal_jax.episodes.token_paths import TokenPaths
 from areal_jax.tasks.chat_messages import Message, frozen
 from areal_jax.tasks.errors import TooLongError
@@ -75,7 +75,7 @@ class Chats:
     """The conversations of one episode; requests are answered one after the other."""
 
     def __init__(self, episode: Episode) -> None:
-        self._episode, self._session = episode, Session(episode.tokenizer, episode.limits.history)
+        self._episode, self._session = episode, ChatSession(episode.tokenizer, episode.limits.history)
         self._paths = TokenPaths()
         self._lock = asyncio.Lock()
         self._answers: dict[Any, asyncio.Task[Any]] = {}

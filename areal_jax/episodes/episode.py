@@ -22,8 +22,7 @@ from areal_jax.episodes.conversation import Conversation
 from areal_jax.episodes.errors import EpisodeError
 from areal_jax.episodes.follow_up import follow_ups_of
 from areal_jax.episodes.limits import Limits
-from areal_jax.episodes.session import Sampled, Session
-from areal_jax.episodes.session import Turn as Asked
+from areal_jax.episodes.session import AskedTurn, ChatSession
 from areal_jax.episodes.token_paths import TokenPaths
 from areal_jax.tasks.errors import TooLongError
 from areal_jax.tasks.tokenizers import Tokenizer, require_may_fit
@@ -104,11 +103,11 @@ class Episode:
         """The number of the branch, and of its last turn; -1 before that."""
         self._messages: list[Mapping[str, Any]] = []
         self._texts: list[str] = []
-        self._numbers: dict[Asked, int] = {}
+        self._numbers: dict[AskedTurn, int] = {}
         """A session's turn -> its number among the episode's turns."""
         self._session = None
         if limits.history == "template" and prompt.messages is not None:
-            self._session = Session(tokenizer, limits.history)
+            self._session = ChatSession(tokenizer, limits.history)
         self._said: list[Mapping[str, Any]] = [*(prompt.messages or ())]
         """With history=template: the complete conversation."""
 
@@ -223,11 +222,11 @@ class Episode:
 
     async def asked(
         self,
-        session: Session,
+        session: ChatSession,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
         arguments: Mapping[str, Any] | None = None,
-    ) -> Asked:
+    ) -> AskedTurn:
         """Returns the session's turn for a request.
 
         Raises TooLongError, and the episode is cut, if there is surely no room for the messages.
@@ -240,7 +239,7 @@ class Episode:
             raise
 
     async def chat(
-        self, session: Session | TokenPaths, asked: Asked, limit: int, stop: Sequence[str]
+        self, session: ChatSession | TokenPaths, asked: AskedTurn, limit: int, stop: Sequence[str]
     ) -> Turn | None:
         """Returns the turn that answers a request of a session, which gets the answer, too.
 
@@ -257,7 +256,7 @@ class Episode:
             self._segment = self._new_branch()
         self._numbers[asked] = self.turns
         turn = await self._sampled(self._next_turn(tuple(asked.added), limit, stop, after))
-        session.answered(asked, Sampled(turn.tokens, turn.logp, turn.versions, turn.stop_reason))
+        session.answered(asked, turn.tokens.tolist())
         return turn
 
     @property
@@ -326,7 +325,7 @@ class Episode:
         self._common.branches += 1
         return self._common.branches
 
-    async def _rendered(self, session: Session, limit: int, stop: Sequence[str]) -> Turn:
+    async def _rendered(self, session: ChatSession, limit: int, stop: Sequence[str]) -> Turn:
         """The next turn with history=template, which renders the complete conversation."""
         self._said += self._taken()
         try:

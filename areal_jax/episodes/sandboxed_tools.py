@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
-from areal_jax.sandbox.runner import Limits, require_sandbox, run_python
+from areal_jax.sandbox.runner import SandboxLimits, require_sandbox, run_python
 
 
 def python(
@@ -19,10 +20,5 @@ def python(
     this machine.
     """
     require_sandbox()
-    ran = run_python(source, stdin=stdin, limits=Limits(seconds=seconds, memory_bytes=memory_bytes))
-    return {
-        "outcome": ran.outcome,
-        "exit_code": ran.exit_code,
-        "stdout": ran.stdout,
-        "stderr": ran.stderr,
-    }
+    limits = SandboxLimits(seconds=seconds, memory_bytes=memory_bytes)
+    return asdict(run_python(source, stdin=stdin, limits=limits))

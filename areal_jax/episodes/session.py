@@ -9,11 +9,10 @@ sampled.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-import numpy as np
+from functools import partial
+from typing import Any
 
 from areal_jax.episodes.follow_up import FollowUps, follow_ups_of
 from areal_jax.episodes.limits import History
@@ -23,41 +22,28 @@ from areal_jax.tasks.tokenizers import Tokenizer, chat_tokens
 from areal_jax.tasks.tool_calls import is_in_thought, message_of, parsed_answer
 
 
-class Sampled(NamedTuple):
-    """The tokens of an answer, n of them, the stop token included."""
-
-    tokens: np.ndarray  # (n,) int32
-    logp: np.ndarray  # (n,) float32
-    versions: np.ndarray  # (n,) int32
-    stop_reason: str  # "stop" | "length"
-
-
 @dataclass(eq=False)
-class Turn:
+class AskedTurn:
     """One request and, once it is there, its answer."""
 
     number: int
     """Place in the order of the session's requests, from 0."""
-    parent: Turn | None
+    parent: AskedTurn | None
     said: tuple[Canonical, ...]
     """The messages since the parent's answer."""
     added: tuple[int, ...]
     """The tokens since the parent's answer, up to the beginning of this turn's answer."""
-    sampled: Sampled | None = None
+    sampled: list[int] | None = None
+    """The tokens of the answer, the stop token included; None before it is there."""
     answer: dict[str, Any] | None = None
     """The answer as the message that the client got."""
-    children: list[Turn] = field(default_factory=list)
+    children: list[AskedTurn] = field(default_factory=list)
 
     @property
-    def sampled_ids(self) -> list[int]:
-        """The tokens of the answer; empty before it is there."""
-        return [] if self.sampled is None else self.sampled.tokens.tolist()
-
-    @property
-    def path(self) -> list[Turn]:
+    def path(self) -> list[AskedTurn]:
         """The turns from the first one of the conversation to this one."""
-        turns: list[Turn] = []
-        turn: Turn | None = self
+        turns: list[AskedTurn] = []
+        turn: AskedTurn | None = self
         while turn is not None:
             turns.append(turn)
             turn = turn.parent
@@ -67,11 +53,9 @@ class Turn:
     def prompt(self) -> list[int]:
         """All tokens before this turn's answer."""
         tokens: list[int] = []
-        for turn in self.path:
-            tokens += turn.added
-            if turn is not self:
-                tokens += turn.sampled_ids
-        return tokens
+        for turn in self.path[:-1]:
+            tokens += (*turn.added, *(turn.sampled or ()))
+        return [*tokens, *self.added]
 
 
 @dataclass
@@ -82,10 +66,10 @@ class _Root:
     """None with history=template."""
     tools: Sequence[Mapping[str, Any]]
     arguments: Mapping[str, Any]
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[AskedTurn] = field(default_factory=list)
 
 
-class Session:
+class ChatSession:
     """The conversations of one sample; not thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, history: History = "exact") -> None:
@@ -97,7 +81,7 @@ class Session:
         """
         self._tokenizer, self._history = tokenizer, history
         self._roots: dict[Any, _Root] = {}
-        self.turns: list[Turn] = []
+        self.turns: list[AskedTurn] = []
 
     @property
     def branches(self) -> int:
@@ -110,7 +94,7 @@ class Session:
         tools: Sequence[Mapping[str, Any]] = (),
         arguments: Mapping[str, Any] | None = None,
         most: int | None = None,
-    ) -> Turn:
+    ) -> AskedTurn:
         """Adds a turn for a request and returns it; its `prompt` is to be continued.
 
         `tools`, `arguments`: schemas of tools, and arguments of the chat template. Raises TaskError if there
@@ -124,22 +108,22 @@ class Session:
             )
         root = self._root(tools, arguments or {})
         said = tuple(map(canonical, messages))
-        place = _longest_path(root.turns, messages, said)
+        place = longest_path(root.turns, partial(_end_of, messages, said))
         parent, used, added = self._placed(root, messages, *place, most)
-        turn = Turn(len(self.turns), parent, said[used:], tuple(added))
+        turn = AskedTurn(len(self.turns), parent, said[used:], tuple(added))
         (root.turns if parent is None else parent.children).append(turn)
         self.turns.append(turn)
         return turn
 
-    def answered(self, turn: Turn, sampled: Sampled) -> dict[str, Any]:
+    def answered(self, turn: AskedTurn, sampled: list[int]) -> dict[str, Any]:
         """Records a turn's answer; returns it as an assistant message in OpenAI's form."""
-        text, end = (self._tokenizer.decode(tokens) for tokens in (sampled.tokens.tolist(), turn.added[-8:]))
+        text, end = (self._tokenizer.decode(tokens) for tokens in (sampled, turn.added[-8:]))
         answer = parsed_answer(text, self._tokenizer.notation, is_in_thought(end))
         ids = [f"call_{turn.number}_{place}" for place in range(len(answer.calls))]
         turn.sampled, turn.answer = sampled, message_of(answer, ids)
         return turn.answer
 
-    def _leaves(self) -> list[Turn]:
+    def _leaves(self) -> list[AskedTurn]:
         """The answered turns that no answered turn continues, in their order."""
         answered = [turn for turn in self.turns if turn.sampled is not None]
         continued = {id(turn.parent) for turn in answered}
@@ -154,42 +138,52 @@ class Session:
         return self._roots[key]
 
     def _placed(
-        self, root: _Root, messages: Sequence[Message], parent: Turn | None, used: int, most: int | None
-    ) -> tuple[Turn | None, int, Sequence[int]]:
+        self, root: _Root, messages: Sequence[Message], parent: AskedTurn | None, used: int, most: int | None
+    ) -> tuple[AskedTurn | None, int, Sequence[int]]:
         """Returns the turn to continue, its number of messages, and the tokens after its answer.
 
         `parent`, `used`: the last turn of the path that the messages continue, and its number of messages.
         """
         if parent is not None and root.follow_ups is not None:
-            return parent, used, root.follow_ups.tokens(messages[used:], parent.sampled_ids, most)
+            return parent, used, root.follow_ups.tokens(messages[used:], parent.sampled or (), most)
         rendered = chat_tokens(self._tokenizer, messages, root.tools, root.arguments, most)
         while parent is not None:
-            before = [*parent.prompt, *parent.sampled_ids]
+            before = [*parent.prompt, *(parent.sampled or ())]
             if rendered[: len(before)] == before:
                 return parent, used, rendered[len(before) :]
             parent, used = parent.parent, used - len(parent.said) - 1
         return None, 0, rendered
 
 
-def _longest_path(
-    turns: Sequence[Turn], messages: Sequence[Message], said: tuple[Canonical, ...]
-) -> tuple[Turn | None, int]:
-    """Returns the last turn of the longest path that the messages continue, and the number of its messages.
+def longest_path(
+    turns: Sequence[AskedTurn], end_of: Callable[[AskedTurn, int], int | None]
+) -> tuple[AskedTurn | None, int]:
+    """Returns the last turn of the longest path that is continued, and that path's length.
 
-    Of equal paths, the newest.
+    Of equal paths, the newest; (None, 0) if none is. `turns`: the first ones of conversations.
+    `end_of(turn, start)`: the place, in messages or in tokens, at which a turn ends that begins at `start`;
+    None if it is not continued.
     """
-    best: tuple[Turn | None, int] = None, 0
+    best: tuple[AskedTurn | None, int] = None, 0
     pending = [(turn, 0) for turn in turns]
     while pending:
         turn, start = pending.pop()
-        end = start + len(turn.said)
-        # At least one message must follow the answer, which is message number `end`.
-        if turn.answer is None or end + 1 >= len(said) or said[start:end] != turn.said:
-            continue
-        if messages[end].get("role") != "assistant" or not same_answer(messages[end], turn.answer):
+        if (end := end_of(turn, start)) is None:
             continue
         newest = -1 if best[0] is None else best[0].number
-        if (end + 1, turn.number) > (best[1], newest):
-            best = turn, end + 1
-        pending += [(child, end + 1) for child in turn.children]
+        if (end, turn.number) > (best[1], newest):
+            best = turn, end
+        pending += [(child, end) for child in turn.children]
     return best
+
+
+def _end_of(
+    messages: Sequence[Message], said: tuple[Canonical, ...], turn: AskedTurn, start: int
+) -> int | None:
+    """Returns how many of the messages are a turn, which begins at number `start`, and all before it."""
+    end = start + len(turn.said)
+    # At least one message must follow the answer, which is message number `end`.
+    if turn.answer is None or end + 1 >= len(said) or said[start:end] != turn.said:
+        return None
+    is_same = messages[end].get("role") == "assistant" and same_answer(messages[end], turn.answer)
+    return end + 1 if is_same else None

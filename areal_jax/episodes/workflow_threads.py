@@ -8,20 +8,13 @@ import threading
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, Protocol
-from weakref import WeakKeyDictionary, WeakSet
+from typing import Any
+from weakref import WeakKeyDictionary
 
 from areal_jax.observe.threads import line_of, line_of_coroutine, reporting_thread
 
-
-class Owner(Protocol):
-    """The episode to which tasks belong."""
-
-    tasks: WeakSet[asyncio.Task[Any]]
-
-
-OWNER: ContextVar[Owner | None] = ContextVar("OWNER", default=None)
-"""The episode of the code that runs; a task that it creates belongs to the same one."""
+OWNER: ContextVar[Any | None] = ContextVar("OWNER", default=None)
+"""The workflow of the code that runs (`workflow_runner`); a task that it creates belongs to the same one."""
 
 MOST_TOOLS = 512
 """Maximum number of tools that run in threads at the same time, without those that are no longer awaited."""

@@ -20,11 +20,11 @@ import jax
 import numpy as np
 
 from areal_jax.algorithms.sampling import Truncation
-from areal_jax.generation.commands import Start, Statistics, Work
+from areal_jax.generation.commands import HostSample, Start, Statistics
 from areal_jax.generation.engine import Engine, Prefilling
 from areal_jax.generation.live_slots import LiveSlots
 from areal_jax.generation.programs import DecodeState
-from areal_jax.generation.slots import MAX_STOP_TOKENS, ExistingPrefix
+from areal_jax.generation.slots import MAX_STOP_TOKENS, ExistingPrefix, reason_against_length
 from areal_jax.observe.waits import Clock
 from areal_jax.parallel.program_errors import OUT_OF_MEMORY
 from areal_jax.types import PolicyVersion, SampleId, VersionedParams
@@ -38,12 +38,9 @@ UNCOMPILED = "its decode program could not be compiled: "
 
 def reason_against(engine: Engine, start: Start) -> str:
     """Returns why the engine cannot decode the samples of `start`; an empty string if it can."""
-    count, vocab = len(start.prompt), engine.tokenizer.vocab_size
-    if not 1 <= count < engine.length:
-        return (
-            f"a prompt of {count} tokens does not fit generation.length={engine.length}, which holds "
-            "prompt and completion; raise generation.length or shorten the prompt"
-        )
+    if reason := reason_against_length(len(start.prompt), engine.length):
+        return reason
+    vocab = engine.tokenizer.vocab_size
     strange = next((token for token in start.prompt if not 0 <= token < vocab), None)
     if strange is not None:
         return f"token id {strange} is outside the vocabulary of {vocab} ids; give ids from 0 to {vocab - 1}"
@@ -55,7 +52,7 @@ def reason_against(engine: Engine, start: Start) -> str:
 
 
 def reason_against_kv(
-    engine: Engine, work: Work, held: Mapping[PolicyVersion, VersionedParams], name: str
+    engine: Engine, work: HostSample, held: Mapping[PolicyVersion, VersionedParams], name: str
 ) -> str:
     """Returns why this host cannot continue `work`, a sample of another host; an empty string if it can.
 
@@ -80,7 +77,7 @@ def reason_against_kv(
     return ""
 
 
-def prompt_key(work: Work) -> tuple[Any, ...]:
+def prompt_key(work: HostSample) -> tuple[Any, ...]:
     """Returns what the samples that share a prefilled prompt have in common."""
     sample, start = work.sample, work.start
     if start.turn is None:
@@ -116,7 +113,7 @@ class KeptTurns:
         self.episodes: dict[SampleId, PolicyVersion] = {}
         """The version of the last turn of each sample that had one here and is not forgotten."""
 
-    def keep(self, work: Work, kv: ExistingPrefix) -> None:
+    def keep(self, work: HostSample, kv: ExistingPrefix) -> None:
         """Keeps the KV of a turn that ended, in place of the one that it goes on from."""
         turn = work.start.turn
         assert turn is not None
@@ -192,7 +189,7 @@ class SlotQueue:
         self._kept, self._totals = kept, totals
         self._live, self._slots, self._clock, self._settle = live, slots, clock, settle
         self._engine = live.engine
-        self.waiting: deque[Work] = deque()
+        self.waiting: deque[HostSample] = deque()
         self._prompt: tuple[tuple[Any, ...], Prefilling] | None = None
         """The prompt prefilled last, or in part; None once no waiting sample of its group needs it."""
 
@@ -212,7 +209,7 @@ class SlotQueue:
         current: VersionedParams,
         held: Mapping[PolicyVersion, VersionedParams],
         is_held: bool = False,
-    ) -> Iterator[tuple[Work, str]]:
+    ) -> Iterator[tuple[HostSample, str]]:
         """Assign free slots to waiting samples in order, up to the first one that cannot start yet.
 
         That is one that needs a newer version, more free KV pages, or more of its prompt's prefill: a call
@@ -258,7 +255,7 @@ class SlotQueue:
                 continue
             self._start(free.popleft(), self.waiting.popleft(), sibling, params)
 
-    def _prefill(self, work: Work, params: VersionedParams, chunks: int) -> int:
+    def _prefill(self, work: HostSample, params: VersionedParams, chunks: int) -> int:
         """Compute at most `chunks` more chunks of the prompt of `work`; returns how many remain."""
         with self._clock.doing("prefill"):
             key = prompt_key(work)
@@ -271,7 +268,7 @@ class SlotQueue:
             self._totals.prefills += not self._is_prefilling
         return chunks
 
-    def _begun(self, work: Work, version: PolicyVersion) -> Prefilling:
+    def _begun(self, work: HostSample, version: PolicyVersion) -> Prefilling:
         """Returns the prompt of `work` with the KV that an earlier turn of its episode has for it."""
         tokens = np.asarray(work.start.prompt, np.int32)
         found = self._kept.longest(work.sample, work.start.prompt, version) if work.start.turn else None
@@ -281,7 +278,7 @@ class SlotQueue:
         self._totals.reused_tokens += reused
         return self._engine.begin_prefill(tokens, len(tokens), found.kv if found is not None else None)
 
-    def _give_up(self, work: Work, error: Exception) -> Iterator[tuple[Work, str]]:
+    def _give_up(self, work: HostSample, error: Exception) -> Iterator[tuple[HostSample, str]]:
         """Remove the waiting samples of the group of `work`, because its prompt exceeds device memory.
 
         Yields (sample, reason) for each; `error` is XLA's and part of the reason.
@@ -292,7 +289,7 @@ class SlotQueue:
         for other in self._remove(lambda other: prompt_key(other) == key):
             yield other, reason
 
-    def _sibling(self, work: Work, params: VersionedParams) -> int | None:
+    def _sibling(self, work: HostSample, params: VersionedParams) -> int | None:
         """Returns the slot of a live sample of the same group that can share its prompt's pages; or None.
 
         That prompt was prefilled under `params`. Always None for a client's request if slots are reserved.
@@ -329,7 +326,7 @@ class SlotQueue:
         """The slots of this queue that hold a sample, in the order in which they got it."""
         return [slot for slot in self._live.works if slot in self._slots]
 
-    def _start(self, slot: int, work: Work, sibling: int | None, params: VersionedParams) -> None:
+    def _start(self, slot: int, work: HostSample, sibling: int | None, params: VersionedParams) -> None:
         assert self._prompt is not None
         work.version, work.digest, work.prompt_version = params.version, params.digest, params.version
         self._live.insert(slot, work, self._prompt[1].prefix, sibling)
@@ -368,7 +365,7 @@ class SlotQueue:
             if self._live.works[slot].sample in samples:
                 self._live.free(slot)
 
-    def take(self, sample: SampleId) -> Work | None:
+    def take(self, sample: SampleId) -> HostSample | None:
         """Remove the sample and return it with its tokens and KV; returns None if it is not in this queue.
 
         The KV of a live sample stays in device memory, from which another host can copy it directly.
@@ -379,7 +376,7 @@ class SlotQueue:
         found = self._remove(lambda work: work.sample == sample)
         return found[0] if found else None
 
-    def _remove(self, is_gone: Callable[[Work], bool]) -> list[Work]:
+    def _remove(self, is_gone: Callable[[HostSample], bool]) -> list[HostSample]:
         gone = [work for work in self.waiting if is_gone(work)]
         for work in gone:
             self.waiting.remove(work)
@@ -395,11 +392,11 @@ class Preparing:
 
     def __init__(self, engine: Engine, wake: Callable[[], None]) -> None:
         self._engine, self._wake = engine, wake
-        self.waiting: list[Work] = []
+        self.waiting: list[HostSample] = []
         self._is_compiling = False
         self._failure: Exception | None = None
 
-    def is_needed(self, work: Work) -> bool:
+    def is_needed(self, work: HostSample) -> bool:
         """Whether the sample is a client's, and no program that is compiled can decode it."""
         needed = Truncation.of(work.sampling)
         return work.start.is_request and self._engine.jitted.compiled_for(needed) is None
@@ -407,7 +404,9 @@ class Preparing:
     def cancel(self, samples: Sequence[SampleId]) -> None:
         self.waiting = [work for work in self.waiting if work.sample not in samples]
 
-    def step(self, params: VersionedParams, state: DecodeState) -> tuple[list[Work], list[tuple[Work, str]]]:
+    def step(
+        self, params: VersionedParams, state: DecodeState
+    ) -> tuple[list[HostSample], list[tuple[HostSample, str]]]:
         """Returns the samples that can be decoded now, and those that cannot, each with the reason.
 
         Begins to compile what the others need, unless a compilation is under way. `params`, `state`: those of
@@ -471,12 +470,12 @@ class Admission:
         self.preparing = Preparing(live.engine, wake)
         self.expected: dict[SampleId, PolicyVersion] = {}
         """Each episode that begins here and has not asked for its first turn -> the turn's oldest version."""
-        self._handed_over: dict[SampleId, Work] = {}
+        self._handed_over: dict[SampleId, HostSample] = {}
         """The samples that another host was offered, until the control plane says which host has them."""
 
     def refill(
         self, current: VersionedParams, held: Mapping[PolicyVersion, VersionedParams], is_draining: bool
-    ) -> list[tuple[Work, str]]:
+    ) -> list[tuple[HostSample, str]]:
         """Assigns free slots to waiting samples, see `SlotQueue.refill`.
 
         While the host drains, new requests wait: they would keep slots live, and the drain would not end.
@@ -488,11 +487,11 @@ class Admission:
         rollouts = self.rollouts.refill(current, held)
         return [*unprepared, *rollouts, *self.requests.refill(current, {}, is_held=is_draining)]
 
-    def queue_of(self, work: Work) -> SlotQueue:
+    def queue_of(self, work: HostSample) -> SlotQueue:
         return self.requests if work.start.is_request else self.rollouts
 
     @property
-    def evicted(self) -> list[Work]:
+    def evicted(self) -> list[HostSample]:
         """The half-decoded waiting samples: evicted on this host, or taken over from another one."""
         return [work for queue in self.both for work in queue.waiting if work.so_far is not None]
 
@@ -516,7 +515,7 @@ class Admission:
 
     # --- in and out ----------------------------------------------------------------------------------------
 
-    def accept(self, works: Sequence[Work], is_decoding: bool) -> None:
+    def accept(self, works: Sequence[HostSample], is_decoding: bool) -> None:
         """Puts new samples in their queues, or lets them wait for their decode program.
 
         `is_decoding`: whether the host has a version; before, a compilation stops no other sample.
@@ -527,7 +526,7 @@ class Admission:
             else:
                 self._add(work)
 
-    def _add(self, work: Work) -> None:
+    def _add(self, work: HostSample) -> None:
         """Puts a sample behind the others of its queue; a later turn of an episode before all new samples.
 
         First turns come in any order, and go before new samples that need a newer version than they do.
@@ -543,7 +542,7 @@ class Admission:
         )
         waiting.insert(next(later, len(waiting)), work)
 
-    def _put_first(self, works: Sequence[Work]) -> None:
+    def _put_first(self, works: Sequence[HostSample]) -> None:
         for work in reversed(works):
             self.queue_of(work).waiting.appendleft(work)
 
@@ -564,7 +563,7 @@ class Admission:
 
     # --- to and from other hosts ---------------------------------------------------------------------------
 
-    def hand_over(self, samples: Iterable[SampleId]) -> list[Work]:
+    def hand_over(self, samples: Iterable[SampleId]) -> list[HostSample]:
         """Removes the samples from queues and slots; returns those found, with tokens and KV.
 
         The results of all decode calls must be recorded. Each sample is kept until `cancel` or `take_back`.
@@ -582,7 +581,7 @@ class Admission:
         self._put_first([kept.pop(sample) for sample in samples if sample in kept])
 
     def take_over(
-        self, works: Sequence[Work], held: Mapping[PolicyVersion, VersionedParams], name: str
+        self, works: Sequence[HostSample], held: Mapping[PolicyVersion, VersionedParams], name: str
     ) -> str:
         """Puts another host's samples before all others in their queue.
 

@@ -1,4 +1,4 @@
-"""Commands to a generation host, the host's record of each sample (`Work`), and the host's statistics."""
+"""Commands to a generation host, its record of each sample (`HostSample`), and its statistics."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ class Start:
     A host that drains (on_update=drain) starts no request until it has loaded the newer weights.
     """
 
-    def works(self, sampling: Sampling, seed: int, stops: tuple[int, ...]) -> list[Work]:
-        """Returns a new record (Work) of each sample of this command.
+    def works(self, sampling: Sampling, seed: int, stops: tuple[int, ...]) -> list[HostSample]:
+        """Returns a new record of each sample of this command.
 
         The arguments are the host's defaults: `sampling` and `seed` are used where this command has None, and
         the token ids `stops` end a sample in addition to this command's `stop_tokens`.
         """
         seed = seed if self.seed is None else self.seed
         sampling, stops = self.sampling or sampling, stops + self.stop_tokens
-        return [Work(sample, self, sampling, seed, stops) for sample in self.samples]
+        return [HostSample(sample, self, sampling, seed, stops) for sample in self.samples]
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class HandOver:
     """
 
     samples: tuple[SampleId, ...]
-    to: Callable[[list[Work]], None]
+    to: Callable[[list[HostSample]], None]
 
 
 @dataclass(frozen=True)
@@ -111,11 +111,11 @@ class TakeOver:
     parameters with which the KV was computed, or lays out KV pages differently.
     """
 
-    works: Sequence[Work]
+    works: Sequence[HostSample]
     answer: Callable[[str], None]
 
 
-Command = (
+InboxCommand = (
     Start | Expect | Stop | Pause | Unpause | Wake | HandOver | TakeOver | events.Serve | events.TakeBack
 )
 """What a host obeys. Serve and TakeBack are the control plane's own; `command_of` translates its others."""
@@ -141,7 +141,7 @@ class SoFar:
 
 
 @dataclass(eq=False)
-class Work:
+class HostSample:
     """A host's record of one sample, kept from the sample's arrival at the host until the sample ends."""
 
     sample: SampleId
@@ -206,8 +206,8 @@ class Statistics:
 
 
 def command_of(
-    action: HostCommand, payload: Any, emit: Callable[[Event, list[Work] | None], None]
-) -> Command:
+    action: HostCommand, payload: Any, emit: Callable[[Event, list[HostSample] | None], None]
+) -> InboxCommand:
     """Returns the host's command for an action of the control plane.
 
     `payload`: for a Dispatch the prompt's tokens, or None if the samples have a workflow; for a Continue a
@@ -234,7 +234,7 @@ def command_of(
             return action
         case events.Move(samples, host, target):
 
-            def offer(works: list[Work]) -> None:
+            def offer(works: list[HostSample]) -> None:
                 if works:
                     emit(events.SamplesOffered(tuple(work.sample for work in works), host, target), works)
 

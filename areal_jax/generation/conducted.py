@@ -18,7 +18,7 @@ from areal_jax.tasks.task import Workflow
 from areal_jax.types import Prompt, SampleId, Sampling, Trajectory, VersionedParams
 from areal_jax.weights.memory import MemoryStore
 
-Incoming = tuple[e.Event, Trajectory | None]
+Reported = tuple[e.Event, Trajectory | None]
 
 WAIT_S = 10.0
 """Seconds beyond its deadline within which an episode ends."""
@@ -48,7 +48,7 @@ def conducted(
     fails or rejects its sample, or if the engine cannot decode a turn; by default it raises TaskError. If it
     returns, the sample's prompt is left out of the result. `make_gateway`: as in `WorkflowRunner`.
     """
-    events: queue.SimpleQueue[Incoming | BaseException] = queue.SimpleQueue()
+    events: queue.SimpleQueue[Reported | BaseException] = queue.SimpleQueue()
     deliver = lambda event, trajectory=None: events.put((event, trajectory))  # noqa: E731
     store = MemoryStore(engine.canary, engine.model.config.params_dtype)
     store.publish(params)
@@ -98,7 +98,7 @@ def _reason(event: e.Event) -> str:
     return "its workflow rejected it"
 
 
-def _next(events: queue.SimpleQueue[Incoming | BaseException], limits: Limits) -> Incoming:
+def _next(events: queue.SimpleQueue[Reported | BaseException], limits: Limits) -> Reported:
     # A workflow that takes longer fails by itself, even if it blocks the thread of the workflows.
     wait_s = 2 * limits.timeout_s + WAIT_S
     try:

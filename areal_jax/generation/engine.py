@@ -38,9 +38,10 @@ from areal_jax.generation.slots import (
     Penalties,
     Prefix,
     Request,
+    reason_against_length,
 )
 from areal_jax.models.device_layout import (
-    Layout,
+    WeightLayout,
     abstractly_laid_out,
     is_laid_out,
     laid_out,
@@ -113,7 +114,7 @@ class Engine(jetstream.Engine):
         kv_dtype: str = "auto",
         prefill_chunk: int = 32,
         support_size: int = 0,
-        weight_layout: Layout | Literal["auto"] = "auto",
+        weight_layout: WeightLayout | Literal["auto"] = "auto",
         quantize: str = "none",
         has_penalties: bool = False,
         reserved_slots: int = 0,
@@ -149,7 +150,7 @@ class Engine(jetstream.Engine):
         self.param_shardings = param_shardings(model.logical_axes, model.abstract_params, self._mesh)
         self.quantize, self._served = quantize, _served_by(model, quantize, self._mesh)
         self._platform = platform_of(self._mesh)
-        self.weight_layout: Layout = layout_on(self._mesh, model, weight_layout)
+        self.weight_layout: WeightLayout = layout_on(self._mesh, model, weight_layout)
         kv_dtype = model.config.dtype if kv_dtype == "auto" else kv_dtype
         self.attention, kernel = choose_for(model.config, self._mesh, kv_dtype, self.page_tokens)
         """The attention path, and the reasons against each path that was preferred to it."""
@@ -168,12 +169,13 @@ class Engine(jetstream.Engine):
         self.canary = canary(model)
 
     def _compile(self, programs: Programs) -> None:
-        self._programs, self._cache = programs, self._cache_sharding()
+        self._programs, self.kv_sharding = programs, self._kv_sharding()
+        """`kv_sharding`: how KV pages are laid out on the mesh, those of a prefix too."""
         self._neutral = self.request(SampleId(0, 0), 0, Sampling(max_tokens=self.length), 1)
         pages, slots, length = partial(self._kv_pages, self.pages), self.slots, self.length
         empty = lambda request: DecodeState.empty(pages(), slots, length, request)  # noqa: E731
         whole = replicated(self._mesh)
-        self.jitted = Jitted(programs, self._kv_pages, empty, self._neutral, self._cache, whole)
+        self.jitted = Jitted(programs, self._kv_pages, empty, self._neutral, self.kv_sharding, whole)
 
     # --- JetStream's members -------------------------------------------------------------------------------
 
@@ -190,11 +192,6 @@ class Engine(jetstream.Engine):
     @property
     def mesh(self) -> Mesh:
         return self._mesh
-
-    @property
-    def kv_sharding(self) -> NamedSharding:
-        """How KV pages are laid out on the mesh, those of a prefix too."""
-        return self._cache
 
     colocated_cpus = None
 
@@ -280,8 +277,8 @@ class Engine(jetstream.Engine):
         self._freed.discard(slot)  # that call freed the slot's former sample, not this one
         # A sample that was evicted, or that comes from another host, is elsewhere. `device_put` takes longer
         # than all else that Python does here, also if it has nothing to do.
-        if any(getattr(leaf, "sharding", None) != self._cache for leaf in jax.tree.leaves(prefix.cache)):
-            prefix = prefix.replace(cache=jax.device_put(prefix.cache, self._cache))
+        if any(getattr(leaf, "sharding", None) != self.kv_sharding for leaf in jax.tree.leaves(prefix.cache)):
+            prefix = prefix.replace(cache=jax.device_put(prefix.cache, self.kv_sharding))
         with Running("insert"):
             return self.jitted.insert(decode_state, prefix, slot, request, -1 if sibling is None else sibling)
 
@@ -362,11 +359,8 @@ class Engine(jetstream.Engine):
         It goes on after the tokens of `existing`, fewer than `count`. Raises ArealError if these
         are not the first ones, or unless `count` is at least 1 and less than the engine's `length`.
         """
-        if not 1 <= count < self.length:
-            raise ArealError(
-                f"a prompt of {count} tokens does not fit generation.length={self.length}, which holds "
-                "prompt and completion; raise generation.length or shorten the prompt"
-            )
+        if reason := reason_against_length(count, self.length):
+            raise ArealError(reason)
         padded = np.zeros(self.length, np.int32)
         padded[:count] = tokens[:count]
         known = 0 if existing is None else len(existing.common_prefix_tokens)
@@ -533,7 +527,7 @@ class Engine(jetstream.Engine):
         """Returns a copy of a prefix's cache on this engine's devices, with at least so many pages."""
         lacking = max(0, pages - (cache.k.shape[1] - 1))
         wider = lambda leaf: np.pad(leaf, [(0, 0), (0, lacking), *[(0, 0)] * (leaf.ndim - 2)])  # noqa: E731
-        return jax.device_put(jax.tree.map(wider, jax.device_get(cache)), self._cache)
+        return jax.device_put(jax.tree.map(wider, jax.device_get(cache)), self.kv_sharding)
 
     def _pages_read(self, end: int) -> int:
         """Returns how many pages of a slot a chunk of recompute reads that ends before position `end`.
@@ -566,7 +560,7 @@ class Engine(jetstream.Engine):
         """The shardings of the parameters as this engine decodes with them, before they are laid out."""
         return param_shardings(self._served.logical_axes, self._served.abstract_params, self._mesh)
 
-    def _cache_sharding(self) -> NamedSharding:
+    def _kv_sharding(self) -> NamedSharding:
         # Pages are split by KV heads if the axis divides them; otherwise every device holds all heads.
         axis = "tensor" if self.model.config.kv_heads % self._mesh.shape["tensor"] == 0 else None
         return NamedSharding(self._mesh, PartitionSpec(None, None, axis, None, None))

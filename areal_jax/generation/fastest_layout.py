@@ -20,12 +20,12 @@ import jax.numpy as jnp
 
 from areal_jax.file_errors import writing
 from areal_jax.models.attention import PackedAttention
-from areal_jax.models.device_layout import Layout, laid_out
+from areal_jax.models.device_layout import WeightLayout, laid_out
 from areal_jax.models.model import Model
 from areal_jax.plugin import version_of
 from areal_jax.weights.store import dtype_in
 
-CANDIDATES: tuple[Layout, Layout] = ("feature_major", "split")
+CANDIDATES: tuple[WeightLayout, WeightLayout] = ("feature_major", "split")
 """The default and its rival. Stacked weights are copied at every step and are no candidate on a CPU."""
 CLEARLY = 0.9
 """The rival must take less than this share of the default's time: load by other programs decides nothing."""
@@ -34,7 +34,7 @@ MEASURED_BYTES = 64_000_000
 REPEATS = 7
 
 
-def fastest_layout(model: Model, slots: int, cores: int) -> Layout | Literal["auto"]:
+def fastest_layout(model: Model, slots: int, cores: int) -> WeightLayout | Literal["auto"]:
     """Returns the layout in which `model` decodes fastest with `slots` slots on this machine's CPU.
 
     A model whose layers have less than MEASURED_BYTES is not measured: the result is auto. `cores`: number of
@@ -60,7 +60,7 @@ def fastest_layout(model: Model, slots: int, cores: int) -> Layout | Literal["au
     return layout
 
 
-def measured_s(model: Model, slots: int) -> dict[Layout, float]:
+def measured_s(model: Model, slots: int) -> dict[WeightLayout, float]:
     """Returns candidate -> seconds of one token per slot through some layers, attention to that token alone.
 
     The candidates run in turn, REPEATS times after a first call that compiles; the shortest time counts,
@@ -76,7 +76,7 @@ def measured_s(model: Model, slots: int) -> dict[Layout, float]:
     tokens = jnp.zeros((slots, 1), jnp.int32)
     step = jax.jit(lambda params: few.hidden(params, tokens, tokens, PackedAttention(tokens + 1))[0])
     served = {layout: laid_out(few, params, layout, "cpu") for layout in CANDIDATES}
-    took: dict[Layout, list[float]] = {layout: [] for layout in CANDIDATES}
+    took: dict[WeightLayout, list[float]] = {layout: [] for layout in CANDIDATES}
     for _ in range(1 + REPEATS):
         for layout in CANDIDATES:
             started = time.perf_counter()

@@ -19,9 +19,9 @@ from typing import Any, Literal
 from areal_jax.control import events as e
 from areal_jax.generation import commands as c
 from areal_jax.generation.admission import Admission, reason_against
-from areal_jax.generation.commands import Command, Statistics
+from areal_jax.generation.commands import InboxCommand, Statistics
 from areal_jax.generation.engine import Engine
-from areal_jax.generation.live_slots import LiveSlots, Progress
+from areal_jax.generation.live_slots import LiveSlots, SampleProgress
 from areal_jax.observe.waits import REMEDY, Clock, Timeline, WaitTimeout, get
 from areal_jax.parallel.mesh import platform_of
 from areal_jax.types import PolicyVersion, SampleId, Sampling, Trajectory, VersionedParams
@@ -30,6 +30,12 @@ from areal_jax.weights.store import ParamReader, load_newer
 Emit = Callable[[e.Event, Trajectory | None], None]
 
 POLL_S = 0.001
+
+
+def next_command(inbox: Queue[InboxCommand], waiter: str, deadline_s: float, clock: Clock) -> InboxCommand:
+    """Returns the next command of an idle host, `waiter`; raises WaitTimeout after `deadline_s` seconds."""
+    what = "samples from the control plane"
+    return get(inbox, waiter=waiter, what=what, deadline_s=deadline_s, clock=clock)
 
 
 class Host:
@@ -72,7 +78,7 @@ class Host:
 
         `stops`: ids that end a sample; None: the tokenizer's end ids. `kept_tokens`: as episode.kept_tokens.
         """
-        self.name, self.inbox = name, Queue[Command]()
+        self.name, self.inbox = name, Queue[InboxCommand]()
         self._engine, self._store, self._emit, self._turn = engine, store, emit, turn
         self._seed, self._sampling, self._on_update = seed, sampling, on_update
         self._most_versions, self._on_tokens = versions, on_tokens
@@ -111,17 +117,10 @@ class Host:
         without a deadline, because the process that receives the commands has one.
         """
         deadline_s = self._deadline_s if is_idle_bounded else TIMEOUT_MAX
-        while self.take_commands(None if self.has_work else self._next_command(deadline_s)):
+        while self.take_commands(
+            None if self.has_work else next_command(self.inbox, self.name, deadline_s, self._clock)
+        ):
             self.step()
-
-    def _next_command(self, deadline_s: float) -> Command:
-        return get(
-            self.inbox,
-            waiter=self.name,
-            what="samples from the control plane",
-            deadline_s=deadline_s,
-            clock=self._clock,
-        )
 
     @property
     def has_work(self) -> bool:
@@ -148,7 +147,7 @@ class Host:
         self._wait_for_version(is_idle)
         self._statistics = self._count()
 
-    def take_commands(self, first: Command | None = None) -> bool:
+    def take_commands(self, first: InboxCommand | None = None) -> bool:
         """Execute `first`, if not None, then all commands in the inbox.
 
         Returns False at once for a Stop without samples, which ends the loop; else True.
@@ -161,7 +160,7 @@ class Host:
             self._obey(command)
         return True
 
-    def _obey(self, command: Command) -> None:
+    def _obey(self, command: InboxCommand) -> None:
         match command:
             case c.Start():
                 self._accept(command)
@@ -325,7 +324,7 @@ class Host:
         if self._on_update == "pinned":
             self._free_versions()
 
-    def _report(self, progress: Progress) -> None:
+    def _report(self, progress: SampleProgress) -> None:
         """Call `on_tokens` with a sample's new tokens; if it ended, emit SampleFinished or TurnFinished."""
         records, (slot, work, before, after, reason, kv) = self._slots.records, progress
         is_heard = work.start.is_request or not self._engine.reserved_slots
@@ -337,28 +336,20 @@ class Host:
                 self._admission.kept.keep(work, kv)
             self._emit(self._ended(work, trajectory), trajectory)
 
-    def _ended(self, work: c.Work, trajectory: Trajectory) -> e.Event:
+    def _ended(self, work: c.HostSample, trajectory: Trajectory) -> e.Event:
         """Returns the event of a sample's end, or of the end of its turn."""
-        if work.start.turn is None:
-            return e.SampleFinished(
-                sample=work.sample,
-                host=self.name,
-                spans=trajectory.spans,
-                stop_reason=trajectory.stop_reason,
-                interruptions=work.interruptions,
-                rebuilds=work.rebuilds,
-            )
-        return e.TurnFinished(
+        start = work.start
+        of_both = dict[str, Any](
             sample=work.sample,
-            segment=work.start.segment,
-            turn=work.start.turn,
             host=self.name,
             spans=trajectory.spans,
             stop_reason=trajectory.stop_reason,
             interruptions=work.interruptions,
             rebuilds=work.rebuilds,
-            reused=work.reused,
         )
+        if start.turn is None:
+            return e.SampleFinished(**of_both)
+        return e.TurnFinished(**of_both, segment=start.segment, turn=start.turn, reused=work.reused)
 
     def _count(self) -> Statistics:
         current = self._current

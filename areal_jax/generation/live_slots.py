@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from areal_jax.algorithms.sampling import Truncation
-from areal_jax.generation.commands import SoFar, Tokens, Work
+from areal_jax.generation.commands import HostSample, SoFar, Tokens
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.programs import DecodeState, ResultTokens
 from areal_jax.generation.slots import ExistingPrefix, Prefix
@@ -26,7 +26,7 @@ class DecodeCall(NamedTuple):
 
     results: list[ResultTokens]
     """One for each version that live samples had, in ascending order of versions."""
-    works: dict[int, Work]
+    works: dict[int, HostSample]
     """The samples in the slots when the call was made."""
     changes: int
     """How often a slot had got or lost its sample before the call."""
@@ -34,7 +34,7 @@ class DecodeCall(NamedTuple):
     """Number of KV pages that samples took at their insertion, in all inserts before the call."""
 
 
-class Progress(NamedTuple):
+class SampleProgress(NamedTuple):
     """The result of a decode call for one sample.
 
     `stop_reason`: "stop" (a stop token or text) or "length" if the sample ended, so its slot is free; empty
@@ -42,7 +42,7 @@ class Progress(NamedTuple):
     """
 
     slot: int
-    work: Work
+    work: HostSample
     before: int
     """Number of the sample's tokens before the call, prompt included."""
     after: int
@@ -57,7 +57,7 @@ class Collected(NamedTuple):
 
     tokens: int
     """Number of tokens that it added to live samples."""
-    progress: list[Progress]
+    progress: list[SampleProgress]
     is_starved: bool
     """Whether a live sample did not step for want of KV pages."""
 
@@ -71,7 +71,7 @@ class LiveSlots:
 
     def __init__(self, engine: Engine, clock: Clock) -> None:
         self.engine, self._clock = engine, clock
-        self.works: dict[int, Work] = {}
+        self.works: dict[int, HostSample] = {}
         self.records = Records(engine.slots, engine.length, engine.decode_steps, engine.support_size)
         self.calls: deque[DecodeCall] = deque()
         self._free_pages, self._inserted_pages, self._changes = engine.shared_pages, 0, 0
@@ -110,7 +110,7 @@ class LiveSlots:
 
     # --- in ------------------------------------------------------------------------------------------------
 
-    def insert(self, slot: int, work: Work, prefix: Prefix, sibling: int | None = None) -> None:
+    def insert(self, slot: int, work: HostSample, prefix: Prefix, sibling: int | None = None) -> None:
         with self._clock.doing("prefill"):
             engine, count = self.engine, int(prefix.true_length)
             start, sample = work.start, work.sample
@@ -132,7 +132,7 @@ class LiveSlots:
         self.works[slot], self._truncations[slot] = work, Truncation.of(work.sampling)
         self._changes += 1
 
-    def resume(self, slot: int, work: Work) -> None:
+    def resume(self, slot: int, work: HostSample) -> None:
         """Put a half-decoded sample, with its tokens and KV, into the free slot.
 
         If its KV is of an older version (`work.is_stale`), call `rebuild` before the next decode call.
@@ -144,13 +144,13 @@ class LiveSlots:
 
     # --- out -----------------------------------------------------------------------------------------------
 
-    def free(self, slot: int) -> Work:
+    def free(self, slot: int) -> HostSample:
         """Free the slot and return its sample; drops the tokens sampled in the slot."""
         self.state = self.engine.free_resource(slot, self.state)
         self._changes += 1
         return self.works.pop(slot)
 
-    def take_out(self, slot: int) -> Work:
+    def take_out(self, slot: int) -> HostSample:
         """Free the slot and return its sample; its `so_far` has the tokens, and the KV on the device.
 
         If the sample has no sampled token yet, `so_far` stays None: it starts again from its prompt.
@@ -241,7 +241,7 @@ class LiveSlots:
         progress = [self._advance(slot, int(before[slot]), bool(is_live[slot])) for slot in own]
         return Collected(int((self.records.filled - before).sum()), progress, is_starved)
 
-    def _advance(self, slot: int, before: int, is_live: bool) -> Progress:
+    def _advance(self, slot: int, before: int, is_live: bool) -> SampleProgress:
         """Returns the Progress of a sample; if it ended, also at a stop text, frees its slot."""
         work, kv = self.works[slot], None
         is_stopped = self._end_at_text(slot, before)
@@ -256,7 +256,7 @@ class LiveSlots:
         if not is_live:
             is_stopped |= int(self.records.of(slot)["tokens"][-1]) in work.stops
         reason = "stop" if is_stopped else "" if is_live else "length"
-        return Progress(slot, work, before, filled, reason, kv)
+        return SampleProgress(slot, work, before, filled, reason, kv)
 
     def _end_at_text(self, slot: int, before: int) -> bool:
         """Cut the slot's record after the first token that completes a stop text; returns whether one did.
@@ -308,7 +308,7 @@ class Records:
         self._first = np.arange(slots)[:, None] * (length + steps) + np.arange(steps)
         self._ones = np.ones(steps, np.int32)
 
-    def begin(self, slot: int, work: Work) -> None:
+    def begin(self, slot: int, work: HostSample) -> None:
         """Start the slot's record with the prompt, or with the tokens of a half-decoded sample."""
         self.filled[slot] = count = len(work.start.prompt if work.so_far is None else work.so_far.rows)
         self.rows[slot, :count] = self._blank[:count]
@@ -342,7 +342,7 @@ class Records:
         tokens, logp = own["tokens"].tolist(), own["logp"].tolist()
         return Tokens(tuple(tokens), tuple(logp), int(own["versions"][0]))
 
-    def trajectory(self, slot: int, work: Work, stop_reason: str, on_update: str) -> Trajectory:
+    def trajectory(self, slot: int, work: HostSample, stop_reason: str, on_update: str) -> Trajectory:
         own = self.of(slot)
         # The prompt was not sampled: it has no turn, and no loss.
         loss_mask = np.arange(len(own)) >= len(work.start.prompt)

@@ -34,7 +34,6 @@ from areal_jax.algorithms.sampling import (
 )
 from areal_jax.generation import jetstream
 from areal_jax.generation.slots import Prefix, Request
-from areal_jax.models.exact import paged_attention
 from areal_jax.models.kv_pages import KVPages, PagedKernel
 from areal_jax.models.model import Model, Params
 
@@ -237,9 +236,7 @@ class Programs:
         """
         positions = jnp.broadcast_to(start + jnp.arange(self.prefill_chunk), tokens.shape)
         at = jnp.minimum(positions, table.shape[1] * cache.page_tokens - 1)
-        attend = paged_attention(
-            self.model.config, table, at, positions < known, self.kernel, self.ends_early
-        )
+        attend = self.model.paged_attention(table, at, positions < known, self.kernel, self.ends_early)
         return self.model.hidden(params, tokens, positions, attend, cache)[1]
 
     def insert(
@@ -320,9 +317,7 @@ class Programs:
         going, slots, r = state.is_live & steps, state.slots, state.requests
         at = state.filled - 1
         fed = jnp.take_along_axis(state.tokens, at[:, None], axis=1)
-        attend = paged_attention(
-            self.model.config, state.pages.table, at[:, None], going[:, None], self.kernel
-        )
+        attend = self.model.paged_attention(state.pages.table, at[:, None], going[:, None], self.kernel)
         hidden, cache = self.model.hidden(params, fed, at[:, None], attend, state.cache)
         logits = self.model.logits(params, hidden[:, 0])
         occurs = state.occurs

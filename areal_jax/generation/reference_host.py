@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Callable
 
 from areal_jax.control.events import SampleFailed, SampleFinished
-from areal_jax.generation.commands import Command, Start, Statistics, Stop
-from areal_jax.generation.host import Emit
-from areal_jax.observe.waits import Clock, get
+from areal_jax.generation.commands import InboxCommand, Start, Statistics, Stop
+from areal_jax.generation.host import Emit, next_command
+from areal_jax.observe.waits import Clock
 from areal_jax.tasks.errors import USERS, raised
 from areal_jax.types import ArealError, SampleId, Trajectory
 
@@ -34,7 +34,7 @@ class ReferenceHost:
         clock: Clock,
         deadline_s: float,
     ) -> None:
-        self.name, self.inbox = name, queue.Queue[Command]()
+        self.name, self.inbox = name, queue.Queue[InboxCommand]()
         self._answer, self._emit = answer, emit
         self._length, self._clock, self._deadline_s = length, clock, deadline_s
         self.has_work = False
@@ -52,13 +52,7 @@ class ReferenceHost:
         Raises WaitTimeout if no command arrives within `deadline_s` seconds (see the constructor).
         """
         while True:
-            command = get(
-                self.inbox,
-                waiter=self.name,
-                what="samples from the control plane",
-                deadline_s=self._deadline_s,
-                clock=self._clock,
-            )
+            command = next_command(self.inbox, self.name, self._deadline_s, self._clock)
             # Samples are answered at once, so a Stop with samples comes too late to have an effect.
             if isinstance(command, Start):
                 for sample in command.samples:

@@ -2,7 +2,7 @@
 
 A decode step is bound by reading weights. Parameters are trained and published stacked: an array has a
 matrix of all layers. XLA would copy each layer's matrix out of it at every step, on CPUs and on GPUs. A host
-therefore converts each weights version once, when it loads the version, to one of the layouts `Layout`.
+therefore converts each weights version once, when it loads the version, to one of the layouts `WeightLayout`.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from areal_jax.models.quantize import inputs_of
 from areal_jax.models.transformer import FeatureMajor
 from areal_jax.parallel.mesh import platform_of, replicated
 
-Layout = Literal["stacked", "split", "feature_major"]
+WeightLayout = Literal["stacked", "split", "feature_major"]
 """stacked: as published. split: each layer has arrays of its own. feature_major: as split, and a projection's
 matrix has a row for each output (`FeatureMajor`).
 """
 
-FASTEST: dict[str, Layout] = {"cpu": "feature_major", "gpu": "split", "cuda": "split"}
+FASTEST: dict[str, WeightLayout] = {"cpu": "feature_major", "gpu": "split", "cuda": "split"}
 """Platform -> layout that `auto` stands for; stacked for a platform that is not listed.
 
 CPUs: measured. GPUs: by the bytes that compiled programs read (docs/figures.md).
 """
 
 
-def layout_on(mesh: Mesh, model: Model, wanted: Layout | Literal["auto"]) -> Layout:
+def layout_on(mesh: Mesh, model: Model, wanted: WeightLayout | Literal["auto"]) -> WeightLayout:
     """Returns the layout for decoding on `mesh`: `wanted`, with auto replaced by what it stands for.
 
     With exact numerics auto is stacked, because generator and trainer must run the same matrix products; also
@@ -52,7 +52,7 @@ def is_laid_out(params: Params) -> bool:
     return isinstance(params["blocks"], tuple)
 
 
-def laid_out(model: Model, params: Params, layout: Layout, platform: str) -> Params:
+def laid_out(model: Model, params: Params, layout: WeightLayout, platform: str) -> Params:
     """Returns published parameters in `layout`, for decoding on devices of `platform`.
 
     A converted tree is returned unchanged. On a CPU a converted tree has the LM head's matrix too with a row
@@ -68,7 +68,7 @@ def laid_out(model: Model, params: Params, layout: Layout, platform: str) -> Par
     return served | {"head": FeatureMajor(params["embedding"] if model.config.is_tied else params["head"].T)}
 
 
-def abstractly_laid_out(model: Model, params: Params, layout: Layout, mesh: Mesh) -> Params:
+def abstractly_laid_out(model: Model, params: Params, layout: WeightLayout, mesh: Mesh) -> Params:
     """Returns the result of `laid_out` for `params`, a tree of jax.ShapeDtypeStruct with shardings on `mesh`.
 
     The result is such a tree, too.
@@ -88,7 +88,7 @@ def abstractly_laid_out(model: Model, params: Params, layout: Layout, mesh: Mesh
 
 
 @partial(jax.jit, static_argnums=2)
-def _layer(blocks: Any, index: Array, layout: Layout) -> Any:
+def _layer(blocks: Any, index: Array, layout: WeightLayout) -> Any:
     """Returns layer `index` of the stacked parameters `blocks`, in `layout`.
 
     LoRA adapters and quantised weights never become feature-major.

@@ -20,15 +20,12 @@ from typing import Any, TypeGuard
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from areal_jax.models.attention import Attention, PackedAttention, PagedAttention
 from areal_jax.models.blockwise import NEGATIVE
-from areal_jax.models.config import PROJECTIONS, ModelConfig
-from areal_jax.models.kernels.packed_attention import Kernel
-from areal_jax.models.kv_pages import KVPages, PagedKernel
-from areal_jax.types import Batch, PreparedBatch
+from areal_jax.models.config import PROJECTIONS
+from areal_jax.models.kv_pages import KVPages
 
 TILE = 8
 """Rows (tokens) per tile: enough for fast bfloat16 products on a CPU."""
@@ -96,17 +93,6 @@ def rounded(x: Float[Array, "..."], dtype: str) -> Float[Array, "..."]:
         return x
     bits = jnp.finfo(dtype)
     return jax.lax.reduce_precision(x, bits.nexp, bits.nmant)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def as_published(params: Any, dtype: str) -> Any:
-    """Returns the parameters rounded to `dtype`, as if published in `dtype`; gradients pass unchanged."""
-    return jax.tree.map(lambda leaf: rounded(leaf, dtype), params)
-
-
-as_published.defvjp(
-    lambda params, dtype: (as_published(params, dtype), None), lambda dtype, _, slope: (slope,)
-)
 
 
 def with_matrices_in(params: Any, dtype: str) -> Any:
@@ -254,40 +240,7 @@ def _attend(
     return (out / total[..., None]).reshape(1, rows, heads, head_dim)
 
 
-# --- by the config ------------------------------------------------------------------------------------------
-
-
-def packed_attention(
-    config: ModelConfig, batch: Batch | PreparedBatch, kernel: Kernel | None, mesh: Mesh | None = None
-) -> Attention:
-    """Returns the attention over a batch's packed rows, exact or bounded as `config.numerics` says.
-
-    `kernel`: the attention kernel to use (None: JAX code); with exact numerics only the backward pass uses
-    it. `mesh`: the trainer's mesh, on which each device computes its own rows; None: XLA chooses the split.
-    """
-    bounded = PackedAttention(batch.segment_ids, batch.subtree_ends, kernel, mesh)
-    if config.numerics == "bounded":
-        return bounded
-    return ExactPackedAttention.of(bounded, batch.positions, batch.previous)
-
-
-def paged_attention(
-    config: ModelConfig,
-    table: Int[Array, "N M"],
-    positions: Int[Array, "N C"],
-    is_written: Bool[Array, "N C"],
-    kernel: PagedKernel | None = None,
-    ends_early: bool = True,
-) -> Attention:
-    """Returns the attention over pages of KV, exact or bounded as `config.numerics` says.
-
-    `table`: page numbers of each slot. `positions`: each token's position in its sample. `is_written`: False
-    for padding tokens. `kernel`: computes the attention (None: JAX code does). `ends_early`: whether that
-    code stops at the last written token. Exact numerics ignore both.
-    """
-    if config.numerics == "exact":
-        return ExactPagedAttention(table, positions, is_written)
-    return PagedAttention(table, positions, is_written, kernel, ends_early)
+# --- in a model --------------------------------------------------------------------------------------------
 
 
 def is_exact(attend: Attention) -> TypeGuard[ExactPackedAttention | ExactPagedAttention]:

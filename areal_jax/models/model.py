@@ -13,17 +13,26 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.core import Tracer
-from jaxtyping import Array, Float, Int
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int
 
-from areal_jax.models.attention import Attention
+from areal_jax.models.attention import Attention, PackedAttention, PagedAttention
 from areal_jax.models.config import ModelConfig
-from areal_jax.models.exact import as_published, in_tiles, rounded
-from areal_jax.models.kv_pages import KVPages
+from areal_jax.models.exact import ExactPackedAttention, ExactPagedAttention, in_tiles, rounded
+from areal_jax.models.kernels.packed_attention import Kernel
+from areal_jax.models.kv_pages import KVPages, PagedKernel
 from areal_jax.models.lora import adapters_of, base_of, merge_adapters, with_adapters
 from areal_jax.models.products import product
 from areal_jax.models.quantize import dequantize_tree, quantize_tree
-from areal_jax.models.transformer import PLAIN, Execution, FeatureMajor, Transformer, project
-from areal_jax.types import ArealError
+from areal_jax.models.transformer import (
+    PLAIN,
+    Execution,
+    FeatureMajor,
+    Transformer,
+    as_published,
+    project,
+)
+from areal_jax.types import ArealError, Batch, PreparedBatch
 
 Params = Any
 """Nested dict of arrays; layers are stacked along axis 0 of every leaf under `blocks`.
@@ -220,6 +229,36 @@ class Model:
         if known == self.config.vocab_size:
             return logits
         return jnp.where(jnp.arange(self.config.vocab_size) < known, logits, -jnp.inf)
+
+    def packed_attention(
+        self, batch: Batch | PreparedBatch, kernel: Kernel | None, mesh: Mesh | None = None
+    ) -> Attention:
+        """Returns the attention over a batch's packed rows, exact or bounded as `config.numerics` says.
+
+        `kernel`: the attention kernel to use (None: JAX code); with exact numerics only the backward pass
+        uses it. `mesh`: the trainer's mesh, on which each device computes its own rows; None: XLA chooses the
+        split.
+        """
+        bounded = PackedAttention(batch.segment_ids, batch.subtree_ends, kernel, mesh)
+        if self.config.numerics == "bounded":
+            return bounded
+        return ExactPackedAttention.of(bounded, batch.positions, batch.previous)
+
+    def paged_attention(
+        self,
+        table: Int[Array, "N M"],
+        positions: Int[Array, "N C"],
+        is_written: Bool[Array, "N C"],
+        kernel: PagedKernel | None = None,
+        ends_early: bool = True,
+    ) -> Attention:
+        """Returns the attention over pages of KV, exact or bounded as `config.numerics` says.
+
+        The arguments are the fields of `PagedAttention`; exact numerics ignore the last two.
+        """
+        if self.config.numerics == "exact":
+            return ExactPagedAttention(table, positions, is_written)
+        return PagedAttention(table, positions, is_written, kernel, ends_early)
 
     def kv_pages(self, pages: int, page_tokens: int, dtype: str, *, platform: str | None = None) -> KVPages:
         """Returns KV pages of zeros: the scratch page 0 and `pages` pages, of `page_tokens` tokens each.

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 from areal_jax.models.attention import Attention
 from areal_jax.models.blockwise import KEPT
 from areal_jax.models.config import ModelConfig
-from areal_jax.models.exact import as_attended, as_published, is_exact, rows_of, with_matrices_in
+from areal_jax.models.exact import as_attended, is_exact, rounded, rows_of, with_matrices_in
 from areal_jax.models.products import product
 from areal_jax.models.quantize import dequantized, inputs_of, quantized
 from areal_jax.models.rope import inverse_frequencies
@@ -63,6 +63,17 @@ def rematerialised(layer: Callable[..., Any], remat: Remat) -> Callable[..., Any
     policies = jax.checkpoint_policies
     kept = policies.save_from_both_policies(policies.checkpoint_dots, policies.save_only_these_names(KEPT))
     return jax.checkpoint(layer, policy=kept)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def as_published(params: Any, dtype: str) -> Any:
+    """Returns the parameters rounded to `dtype`, as if published in `dtype`; gradients pass unchanged."""
+    return jax.tree.map(lambda leaf: rounded(leaf, dtype), params)
+
+
+as_published.defvjp(
+    lambda params, dtype: (as_published(params, dtype), None), lambda dtype, _, slope: (slope,)
+)
 
 
 Axes = tuple[str | None, ...]

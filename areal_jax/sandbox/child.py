@@ -119,7 +119,7 @@ def main() -> None:
     os.close(reply_write)
     verdicts = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # tests may print
-    run_tests(json.load(sys.stdin), Answer(ask_write, reply_read, child), verdicts)
+    run_tests(json.load(sys.stdin), AnswerProcess(ask_write, reply_read, child), verdicts)
     os._exit(0)
 
 
@@ -250,7 +250,7 @@ def _find(name: str, names: dict[str, Any]) -> Any:
 # --- the tests, in process 1 ------------------------------------------------------------------------------
 
 
-class Answer:
+class AnswerProcess:
     """Sends requests to the answer's process and reads the replies, over two pipes."""
 
     def __init__(self, questions: int, replies: int, process: int) -> None:
@@ -300,7 +300,7 @@ class Remote:
     If a test passes a Remote as an argument of a call, the answer gets the object itself.
     """
 
-    def __init__(self, answer: Answer, number: int) -> None:
+    def __init__(self, answer: AnswerProcess, number: int) -> None:
         self._answer = answer
         self._number = number
 
@@ -316,7 +316,7 @@ class Remote:
 class Names(dict):
     """The tests' globals; a name found neither there nor in Python's built-ins is read from the answer."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: AnswerProcess) -> None:
         super().__init__(__name__="tests", __builtins__=builtins)
         self._answer = answer
 
@@ -326,7 +326,7 @@ class Names(dict):
         return self._answer.ask(name=name)
 
 
-def run_tests(tests: list[dict[str, Any]], answer: Answer, verdicts: Any) -> None:
+def run_tests(tests: list[dict[str, Any]], answer: AnswerProcess, verdicts: Any) -> None:
     """Runs the tests and writes one JSON line for each to the file `verdicts`.
 
     A test is a call of the answer, or code with assertions (see `runner.run_tests`). {"value": ...} contains

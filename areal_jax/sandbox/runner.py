@@ -38,7 +38,7 @@ from areal_jax.sandbox.errors import SandboxError
 from areal_jax.sandbox.seccomp import seccomp_filter
 from areal_jax.types import WALL_PER_CPU
 
-Outcome = Literal["ok", "error", "timed_out", "out_of_memory", "too_much_output"]
+RunOutcome = Literal["ok", "error", "timed_out", "out_of_memory", "too_much_output"]
 
 _NOBODY = 65534
 _TRANSIENT_UIDS = range(61184, 65520)
@@ -59,7 +59,7 @@ _NAMESPACES = (
 
 
 @dataclass(frozen=True)
-class Limits:
+class SandboxLimits:
     """Limits of one run of a program in the sandbox."""
 
     seconds: float = 4.0
@@ -79,7 +79,7 @@ class Limits:
 class Ran:
     """Result of a run. `outcome` is ok only if the program exited with status 0."""
 
-    outcome: Outcome
+    outcome: RunOutcome
     exit_code: int | None
     """The exit status; 128 + n if signal n ended the program, None if a limit (see `outcome`) ended it."""
     stdout: str
@@ -92,7 +92,7 @@ def require_sandbox() -> None:
 
     Raises SandboxError if the sandbox does not work; the message names what is missing and the remedy.
     """
-    ran = run_python("import os; os.fork(); print('alive')", limits=Limits(seconds=30.0))
+    ran = run_python("import os; os.fork(); print('alive')", limits=SandboxLimits(seconds=30.0))
     if ran.outcome != "ok" or ran.stdout != "alive\n" * 2:
         raise SandboxError(
             f"code in the sandbox cannot start a second process: {ran.stderr[-300:]!r}; "
@@ -100,15 +100,15 @@ def require_sandbox() -> None:
         )
 
 
-def run_python(source: str, *, stdin: str = "", limits: Limits | None = None) -> Ran:
+def run_python(source: str, *, stdin: str = "", limits: SandboxLimits | None = None) -> Ran:
     """Runs the program `source` with the input `stdin`; returns the result, even if the program fails.
 
     `limits`: None means the defaults, `Limits()`. Raises SandboxError only if the sandbox itself fails.
     """
-    return _run(source, stdin, limits or Limits(), has_tests=False)
+    return _run(source, stdin, limits or SandboxLimits(), has_tests=False)
 
 
-def run_tests(source: str, tests: Sequence[Mapping[str, Any]], limits: Limits | None = None) -> Ran:
+def run_tests(source: str, tests: Sequence[Mapping[str, Any]], limits: SandboxLimits | None = None) -> Ran:
     """Runs `tests` on the answer, the Python module with the text `source`, in the sandbox.
 
     A test is a call, {"function": name, "args": [...]}, or Python code with assertions, {"code": text}. The
@@ -117,10 +117,10 @@ def run_tests(source: str, tests: Sequence[Mapping[str, Any]], limits: Limits | 
     process than the tests, so the answer sees the arguments of calls, but not the values that tests expect.
     Raises SandboxError only if the sandbox itself fails.
     """
-    return _run(source, json.dumps(list(tests)), limits or Limits(), has_tests=True)
+    return _run(source, json.dumps(list(tests)), limits or SandboxLimits(), has_tests=True)
 
 
-def _run(source: str, stdin: str, limits: Limits, *, has_tests: bool) -> Ran:
+def _run(source: str, stdin: str, limits: SandboxLimits, *, has_tests: bool) -> Ran:
     start_s = time.monotonic()
     with contextlib.ExitStack() as stack:
         input_fd, source_fd = (stack.enter_context(_memory_file(text)) for text in (stdin, source))
@@ -160,7 +160,7 @@ def _run(source: str, stdin: str, limits: Limits, *, has_tests: bool) -> Ran:
 # --- the sandbox's command ----------------------------------------------------------------------------
 
 
-def _bubblewrap(limits: Limits) -> list[str]:
+def _bubblewrap(limits: SandboxLimits) -> list[str]:
     """Returns the bwrap command with the sandbox's options; raises SandboxError if bwrap is not on PATH."""
     found = shutil.which("bwrap")
     if found is None:
@@ -215,7 +215,7 @@ def _inside() -> str:
     return Path(sandboxed.__file__).read_text("utf-8")
 
 
-def _job(limits: Limits, source_fd: int, lifeline_fd: int, has_tests: bool) -> dict[str, Any]:
+def _job(limits: SandboxLimits, source_fd: int, lifeline_fd: int, has_tests: bool) -> dict[str, Any]:
     return {
         "source_fd": source_fd,
         "lifeline_fd": lifeline_fd,
@@ -248,7 +248,7 @@ def _memory_file(content: str | bytes) -> Iterator[int]:
 
 def _watch(
     process: subprocess.Popen[bytes], deadline_s: float, output_bytes: int
-) -> tuple[Outcome | None, bytes, bytes]:
+) -> tuple[RunOutcome | None, bytes, bytes]:
     """Reads the output of `process` until the process ends or a limit is exceeded.
 
     Returns (outcome, stdout, stderr); the outcome is timed_out, too_much_output, or None if the process ended
@@ -256,7 +256,7 @@ def _watch(
     """
     assert process.stdout is not None and process.stderr is not None
     outputs = {process.stdout: bytearray(), process.stderr: bytearray()}
-    verdict: Outcome | None = None
+    verdict: RunOutcome | None = None
     with selectors.DefaultSelector() as selector:
         for stream in outputs:
             selector.register(stream, selectors.EVENT_READ)
@@ -300,7 +300,7 @@ def _end(process: subprocess.Popen[bytes], info_fd: int) -> None:
         process.wait(_GRACE_S)
 
 
-def _result(code: int, verdict: Outcome | None, out: bytes, err: bytes, seconds: float) -> Ran:
+def _result(code: int, verdict: RunOutcome | None, out: bytes, err: bytes, seconds: float) -> Ran:
     before, started, after = err.partition(sandboxed.STARTED)
     if not started:
         _explain(before.decode("utf-8", "replace").strip(), verdict, seconds)
@@ -308,7 +308,7 @@ def _result(code: int, verdict: Outcome | None, out: bytes, err: bytes, seconds:
         verdict = "timed_out"
     if verdict is None and code == sandboxed.OUT_OF_MEMORY:
         verdict = "out_of_memory"
-    ended: Outcome = "ok" if code == 0 else "error"
+    ended: RunOutcome = "ok" if code == 0 else "error"
     return Ran(
         verdict or ended,
         code if verdict is None else None,
@@ -317,7 +317,7 @@ def _result(code: int, verdict: Outcome | None, out: bytes, err: bytes, seconds:
     )
 
 
-def _explain(message: str, verdict: Outcome | None, seconds: float) -> None:
+def _explain(message: str, verdict: RunOutcome | None, seconds: float) -> None:
     """Raises SandboxError with the reason why the sandbox did not start, and the remedy.
 
     `message`: bubblewrap's stderr; `verdict`: the outcome that `_watch` returned; `seconds`: the time

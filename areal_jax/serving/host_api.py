@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from areal_jax.generation.commands import Command, Pause, Statistics, Unpause, Wake
+from areal_jax.generation.commands import InboxCommand, Pause, Statistics, Unpause, Wake
 from areal_jax.serving.bodies import validated
 from areal_jax.serving.http import Metrics, answering, body_of, described
 from areal_jax.serving.requests import RequestError, json_of
@@ -81,7 +81,7 @@ class HostApi:
     async def _resume(self, _: Body) -> Mapping[str, Any]:
         return await self._until_paused(Unpause(), False)
 
-    async def _until_paused(self, command: Command, is_paused: bool) -> Mapping[str, Any]:
+    async def _until_paused(self, command: InboxCommand, is_paused: bool) -> Mapping[str, Any]:
         self._require_control()
         self._streams.tell(command)
         what = "paused" if is_paused else "resumed"

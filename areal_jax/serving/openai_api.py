@@ -24,7 +24,7 @@ from areal_jax.serving.streams import Streams
 from areal_jax.serving.text_parts import BeforeStop, MessageParts, Part
 from areal_jax.serving.token_logprobs import LogProbs
 from areal_jax.tasks.tokenizers import Tokenizer
-from areal_jax.tasks.tool_calls import Answer, finish_reason, message_of
+from areal_jax.tasks.tool_calls import AnswerParts, finish_reason, message_of
 from areal_jax.types import Trajectory
 
 POLL_S = 0.05
@@ -142,7 +142,7 @@ class Choice:
         self._end: dict[str, Any] = {}
         """What is known of the completion once it has ended."""
         self.stop_reason: str | None = None
-        self.answer: Answer | None = None
+        self.answer: AnswerParts | None = None
 
     def take(self, output: Output) -> Part:
         """Adds an output; returns what the client gets of it."""

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from areal_jax.control.events import Event, SampleFailed
 from areal_jax.generation.admission import UNCOMPILED
-from areal_jax.generation.commands import Command, Stop, Tokens
+from areal_jax.generation.commands import InboxCommand, Stop, Tokens
 from areal_jax.generation.host import Emit, Host
 from areal_jax.serving.requests import Ask, RequestError, invalid
 from areal_jax.types import SampleId, Trajectory
@@ -164,7 +164,7 @@ class Streams:
         self._fail(stream, "CANCELLED", f"request_id={request_id!r} was cancelled by a request to /cancel")
         return True
 
-    def tell(self, command: Command) -> None:
+    def tell(self, command: InboxCommand) -> None:
         self.host.inbox.put(command)
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from areal_jax.tasks.tool_calls import CALL, CLOSE, OPEN, TAG, Answer, Notation, parsed_answer
+from areal_jax.tasks.tool_calls import CALL, CLOSE, OPEN, TAG, AnswerParts, Notation, parsed_answer
 
 
 def held(text: str, marks: Sequence[str]) -> int:
@@ -62,7 +62,7 @@ class MessageParts:
         content, reasoning = self._certain()
         return self._added(content, reasoning)
 
-    def finish(self) -> tuple[Part, Answer]:
+    def finish(self) -> tuple[Part, AnswerParts]:
         """Returns what is left, and the complete answer."""
         answer = parsed_answer(self._text, self._notation, self._is_in_thought)
         return self._added(answer.content, answer.reasoning), answer

@@ -28,7 +28,7 @@ _LONGEST = max(map(len, _TAGS))
 _TAG = re.compile(f"({'|'.join(_TAGS)})")
 
 
-class Block(NamedTuple):
+class ParsedBlock(NamedTuple):
     """A complete block; tokens are counted from 0, the response's first token."""
 
     kind: str
@@ -56,13 +56,13 @@ class Opened(NamedTuple):
 class Closed(NamedTuple):
     """Event: a block is complete."""
 
-    block: Block
+    block: ParsedBlock
 
 
 class Parsed(NamedTuple):
     """A response's complete blocks up to its first error, and the error."""
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[ParsedBlock, ...]
     error: str
     """How the response breaks its template; "" if it follows the template."""
 
@@ -71,17 +71,17 @@ class Parsed(NamedTuple):
         return not self.error
 
     @property
-    def answers(self) -> tuple[Block, ...]:
+    def answers(self) -> tuple[ParsedBlock, ...]:
         return tuple(block for block in self.blocks if block.kind == ANSWER)
 
     @property
-    def final(self) -> Block | None:
+    def final(self) -> ParsedBlock | None:
         """The last answer; None if the response breaks its template."""
         return self.answers[-1] if self.is_valid else None
 
 
 @dataclass
-class _Open:
+class _OpenBlock:
     """The block that is open: its content so far, and the tokens at which tag and content began."""
 
     kind: str
@@ -101,8 +101,8 @@ class BlockParser:
     def __init__(self, template: str = "interleave") -> None:
         check_template(template)
         self._template = template
-        self._blocks: list[Block] = []
-        self._open: _Open | None = None
+        self._blocks: list[ParsedBlock] = []
+        self._open: _OpenBlock | None = None
         self._error = ""
         self._tokens = 0
         self._held = ""
@@ -165,15 +165,15 @@ class BlockParser:
             rule = f"requires <{wanted}> there" if wanted else f"ends with block {number}"
             self._error = f"block {number + 1} is <{kind}>, but the template {self._template} {rule}"
         else:
-            self._open = _Open(kind, token)
+            self._open = _OpenBlock(kind, token)
         return None
 
-    def _close(self, block: _Open, began: int, token: int) -> Closed | None:
+    def _close(self, block: _OpenBlock, began: int, token: int) -> Closed | None:
         if block.first is None and block.kind == ANSWER:
             self._error = f"block {len(self._blocks) + 1}, <{ANSWER}>, is blank"
             return None
         first = began if block.first is None else block.first
-        closed = Block(block.kind, "".join(block.runs), block.opened, first, token)
+        closed = ParsedBlock(block.kind, "".join(block.runs), block.opened, first, token)
         self._blocks.append(closed)
         self._open = None
         return Closed(closed)
@@ -207,7 +207,7 @@ def parse(pieces: Sequence[str], template: str = "interleave") -> Parsed:
     return parser.finish()
 
 
-def render(blocks: Iterable[tuple[str, str] | Block]) -> str:
+def render(blocks: Iterable[tuple[str, str] | ParsedBlock]) -> str:
     """Returns the text of a response; `blocks`: (kind, text) of each block, or blocks that were parsed."""
     return "".join(f"<{kind}>{text}</{kind}>" for kind, text, *_ in blocks)
 

@@ -25,7 +25,7 @@ class ToolCall(NamedTuple):
     arguments: Mapping[str, Any]
 
 
-class Answer(NamedTuple):
+class AnswerParts(NamedTuple):
     """A sampled text in its parts."""
 
     content: str
@@ -49,7 +49,7 @@ def is_in_thought(prompt: str) -> bool:
     return prompt.rstrip().endswith(OPEN)
 
 
-def parsed_answer(text: str, notation: Notation, is_in_thought: bool = False) -> Answer:
+def parsed_answer(text: str, notation: Notation, is_in_thought: bool = False) -> AnswerParts:
     """Returns the parts of a sampled text, without its end token; never raises, whatever was sampled.
 
     `is_in_thought`: the answer begins inside a thought, because the prompt ended with <think>.
@@ -62,10 +62,10 @@ def parsed_answer(text: str, notation: Notation, is_in_thought: bool = False) ->
         return _hermes(text, reasoning)
     if notation == "llama":
         return _llama(text, reasoning)
-    return Answer(text, reasoning, (), 0)
+    return AnswerParts(text, reasoning, (), 0)
 
 
-def _hermes(text: str, reasoning: str) -> Answer:
+def _hermes(text: str, reasoning: str) -> AnswerParts:
     calls, broken, content, end, at = [], 0, [], 0, 0
     while (start := text.find(CALL, at)) >= 0:
         call, at = _hermes_call(text, start + len(CALL))
@@ -78,7 +78,7 @@ def _hermes(text: str, reasoning: str) -> Answer:
     content.append(text[end:])
     joined = "".join(content)
     # Between calls and around them models write line ends, which are no content.
-    return Answer(joined.strip("\n") if calls else joined, reasoning, tuple(calls), broken)
+    return AnswerParts(joined.strip("\n") if calls else joined, reasoning, tuple(calls), broken)
 
 
 def _hermes_call(text: str, at: int) -> tuple[ToolCall | None, int]:
@@ -97,7 +97,7 @@ def _hermes_call(text: str, at: int) -> tuple[ToolCall | None, int]:
     return None, len(text) if found < 0 else found + len(END)
 
 
-def _llama(text: str, reasoning: str) -> Answer:
+def _llama(text: str, reasoning: str) -> AnswerParts:
     body = text.strip().removeprefix(TAG).lstrip()
     calls, at = [], 0
     while at < len(body):
@@ -107,8 +107,8 @@ def _llama(text: str, reasoning: str) -> Answer:
         calls.append(call)
         at = _past(_BETWEEN, body, after)
     if calls and at == len(body):
-        return Answer("", reasoning, tuple(calls), 0)
-    return Answer(text, reasoning, (), int(body.startswith('{"name"')))
+        return AnswerParts("", reasoning, tuple(calls), 0)
+    return AnswerParts(text, reasoning, (), int(body.startswith('{"name"')))
 
 
 def _decoded(text: str, at: int) -> tuple[Any, int]:
@@ -157,7 +157,7 @@ def finish_reason(stop_reason: str | None, has_calls: bool) -> str | None:
     return "tool_calls" if has_calls and stop_reason == "stop" else stop_reason
 
 
-def message_of(answer: Answer, ids: Sequence[str]) -> dict[str, Any]:
+def message_of(answer: AnswerParts, ids: Sequence[str]) -> dict[str, Any]:
     """Returns the answer as an assistant message in OpenAI's form; `ids[i]` names tool call i."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.content or None}
     if not answer.calls:

@@ -13,7 +13,6 @@ from areal_jax.algorithms import masked
 from areal_jax.algorithms.logprobs import PackedTokens, TokenStats, packed_stats, token_stats
 from areal_jax.algorithms.shapes import check_batch
 from areal_jax.models.attention import Attention
-from areal_jax.models.exact import packed_attention
 from areal_jax.models.kernels.packed_attention import choose, on_mesh
 from areal_jax.models.model import Model, Params
 from areal_jax.models.transformer import Execution, Remat
@@ -72,7 +71,7 @@ class Forward:
     def hidden(self, params: Params, micro: Batch | PreparedBatch) -> Float[Array, "R T D"]:
         """Returns the model's hidden state at each token of packed rows, after the last norm."""
         check_batch(micro)
-        attend = packed_attention(self.model.config, micro, self.kernel, self.mesh)
+        attend = self.model.packed_attention(micro, self.kernel, self.mesh)
         return self.attended(params, micro.tokens, micro.positions, attend, None)[0]
 
     def attended(

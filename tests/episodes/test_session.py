@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areal_jax.episodes.session import Sampled, Session, Turn
+from areal_jax.episodes.session import AskedTurn, ChatSession
 from areal_jax.tasks.errors import TaskError
 from areal_jax.tasks.hf_tokenizer import HFTokenizer
 from areal_jax.tasks.tool_calls import Notation
@@ -29,9 +29,9 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, HFTokenize
     return {family: tokenizer_of(folder / family, family) for family in FAMILIES}
 
 
-def session_of(tokenizers: dict[str, HFTokenizer], family: str, history: Any = "exact") -> Session:
+def session_of(tokenizers: dict[str, HFTokenizer], family: str, history: Any = "exact") -> ChatSession:
     assert tokenizers[family].notation == FAMILIES[family]
-    return Session(tokenizers[family], history)
+    return ChatSession(tokenizers[family], history)
 
 
 # --- a policy and a client ----------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ def random_call(rng: np.random.Generator, notation: Notation) -> str:
     return json.dumps(dict(items), ensure_ascii=bool(rng.integers(2)), indent=[None, 1][rng.integers(2)])
 
 
-def sampled_by(rng: np.random.Generator, tokenizer: HFTokenizer, notation: Notation) -> Sampled:
+def sampled_by(rng: np.random.Generator, tokenizer: HFTokenizer, notation: Notation) -> list[int]:
     """A random answer, of tokens that the tokenizer may never choose; some end by their length."""
     thought = (
         f"<think>\n{random_text(rng)}\n</think>\n\n" if rng.random() < 0.4 and notation == "hermes" else ""
@@ -80,14 +80,7 @@ def sampled_by(rng: np.random.Generator, tokenizer: HFTokenizer, notation: Notat
     if rng.random() < 0.5:
         tokens = tokenizer.encode(thought + text)
     is_cut = rng.random() < 0.2
-    tokens = tokens if is_cut else [*tokens, tokenizer.eos_id]
-    n = len(tokens)
-    return Sampled(
-        np.array(tokens, np.int32),
-        rng.normal(-1, 1, n).astype(np.float32),
-        np.sort(rng.integers(0, 3, n)).astype(np.int32),
-        "length" if is_cut else "stop",
-    )
+    return tokens if is_cut else [*tokens, tokenizer.eos_id]
 
 
 def in_javascript(value: Any) -> Any:
@@ -124,14 +117,14 @@ def reply(rng: np.random.Generator, answer: dict[str, Any]) -> list[dict[str, An
     return results or [{"role": "user", "content": random_text(rng)}]
 
 
-def play(rng: np.random.Generator, session: Session, tokenizer: HFTokenizer, turns: int) -> list[Any]:
+def play(rng: np.random.Generator, session: ChatSession, tokenizer: HFTokenizer, turns: int) -> list[Any]:
     """Talks for so many turns, each of which must continue the tokens of the last; returns the messages."""
     said, last = list(FIRST), None
     for _ in range(turns):
         turn = session.ask(said, TOOLS if tokenizer.notation != "none" else ())
         if last is not None:
             assert turn.parent is last and session.branches == 0
-            before = [*last.prompt, *last.sampled.tokens.tolist()]
+            before = [*last.prompt, *last.sampled]
             assert turn.prompt[: len(before)] == before and len(turn.prompt) > len(before)
         answer = session.answered(turn, sampled_by(rng, tokenizer, tokenizer.notation))
         said += [kept_by_client(rng, answer), *reply(rng, answer)]
@@ -151,7 +144,7 @@ def test_five_hundred_turns_of_ten_conversations_continue_exact_tokens(tokenizer
         exact: list[int] = []
         for turn in session.turns:
             assert turn.prompt == [*exact, *turn.added]
-            exact = [*turn.prompt, *turn.sampled.tokens.tolist()]
+            exact = [*turn.prompt, *turn.sampled]
 
 
 def edited(rng: np.random.Generator, said: list[Any]) -> tuple[list[Any], int]:
@@ -193,18 +186,16 @@ def test_edited_histories_branch_where_they_differ(tokenizers, family):
         session.answered(branch, sampled_by(rng, tokenizers[family], FAMILIES[family]))
         assert session.branches == int(is_edit)
         branched += session.branches
-        before = [*kept[-1].prompt, *kept[-1].sampled.tokens.tolist()] if kept else []
+        before = [*kept[-1].prompt, *kept[-1].sampled] if kept else []
         assert branch.prompt == [*before, *branch.added]
     assert branched > 30
 
 
 def answered(
-    session: Session, tokenizer: HFTokenizer, said: list[Any], text: str
-) -> tuple[Turn, dict[str, Any]]:
+    session: ChatSession, tokenizer: HFTokenizer, said: list[Any], text: str
+) -> tuple[AskedTurn, dict[str, Any]]:
     turn, tokens = session.ask(said), [*tokenizer.encode(text), tokenizer.eos_id]
-    n = len(tokens)
-    sampled = Sampled(np.array(tokens, np.int32), np.zeros(n, np.float32), np.zeros(n, np.int32), "stop")
-    return turn, session.answered(turn, sampled)
+    return turn, session.answered(turn, tokens)
 
 
 def test_equal_questions_branch_and_the_newest_of_equal_answers_goes_on(tokenizers):
@@ -245,7 +236,7 @@ def test_with_history_template_a_branch_shares_the_answers_before_the_dropped_th
     assert [turn.parent for turn in turns] == [None, turns[0], turns[0], turns[2]]
     assert turns[3].prompt == tokenizer.encode_chat(tokenizer.chat_text(said[:-2]))
     assert session.branches == 1
-    first, second = (tokenizer.decode([*turn.prompt, *turn.sampled_ids]) for turn in (turns[1], turns[3]))
+    first, second = (tokenizer.decode([*turn.prompt, *turn.sampled]) for turn in (turns[1], turns[3]))
     assert "hm" in first and "hm" not in second
 
 

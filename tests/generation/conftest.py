@@ -16,7 +16,7 @@ from areal_jax.generation.engine import Engine
 from areal_jax.models.attention import PackedAttention
 from areal_jax.models.config import model_config
 from areal_jax.models.kernels import paged_attention as paged_kernels
-from areal_jax.models.kernels.packed_attention import Choice
+from areal_jax.models.kernels.packed_attention import KernelChoice
 from areal_jax.models.kernels.paged_attention import softmax_over
 from areal_jax.models.model import Model
 from areal_jax.tasks.tokenizers import CharTokenizer
@@ -102,7 +102,7 @@ def with_kernel(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def make(**sizes: Any) -> tuple[Engine, list[tuple[int, ...]]]:
         monkeypatch.setattr(paged_kernels, "KERNELS", {"pages": kernel})
-        monkeypatch.setattr(paged_kernels, "choose", lambda *_, **__: Choice("pages", {}))
+        monkeypatch.setattr(paged_kernels, "choose", lambda *_, **__: KernelChoice("pages", {}))
         return make_engine(model, **sizes), calls
 
     return make

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from areal_jax.generation.commands import Start
-from areal_jax.models.kernels.packed_attention import Choice
+from areal_jax.models.kernels.packed_attention import KernelChoice
 from areal_jax.types import SampleId, Sampling
 from areal_jax.weights.memory import MemoryStore
 from tests.generation.conftest import LENGTH
@@ -25,7 +25,7 @@ def test_on_a_cpu_an_engine_decodes_by_blocks(engine):
 def test_a_host_samples_the_same_by_kernel_and_by_blocks(engine, with_kernel, versions):
     """Prompts shared by groups, a pool so small that samples are evicted, and a swap of versions."""
     tight, calls = with_kernel(kv_tokens=2 * LENGTH)
-    assert tight.attention == Choice("pages", {})
+    assert tight.attention == KernelChoice("pages", {})
     found = []
     for used in (tight, engine):
         heard, store = Heard(), MemoryStore(used.canary)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from areal_jax.control.events import SampleFailed, TurnFinished
-from areal_jax.generation.commands import Command, Expect, Start, Stop
+from areal_jax.generation.commands import Expect, InboxCommand, Start, Stop
 from areal_jax.types import ArealError, SampleId, Sampling, Trajectory
 from areal_jax.weights.memory import MemoryStore
 from tests.generation.conftest import LENGTH
@@ -158,7 +158,7 @@ def test_a_host_that_drains_waits_for_the_first_turns_of_its_episodes(engine, st
     turns = Turns(engine, store, on_update="drain")
     done, (first, second, newer) = turns.heard.done, (SampleId(0, 0), SampleId(0, 1), SampleId(1, 0))
 
-    def after(*commands: Command) -> dict[SampleId, int]:
+    def after(*commands: InboxCommand) -> dict[SampleId, int]:
         """The first version of each turn that has ended after these commands and some steps."""
         for command in commands:
             turns.host.inbox.put(command)

@@ -12,13 +12,13 @@ import pytest
 from areal_jax.control.events import HostAdopted, SampleFailed, Serve, TakeBack
 from areal_jax.generation.commands import (
     HandOver,
+    HostSample,
     Pause,
     SoFar,
     Start,
     Stop,
     TakeOver,
     Unpause,
-    Work,
 )
 from areal_jax.generation.slots import Penalties
 from areal_jax.types import SampleId, Sampling, VersionedParams
@@ -261,8 +261,8 @@ def test_reserved_slots_and_their_pages_are_for_requests_alone(model, store, ver
 # --- moving -------------------------------------------------------------------------------------------------
 
 
-def moved(host, sample: SampleId) -> Work | None:
-    found: list[Work] = []
+def moved(host, sample: SampleId) -> HostSample | None:
+    found: list[HostSample] = []
     host.inbox.put(HandOver((sample,), found.extend))
     host.take_commands()
     return found[0] if found else None

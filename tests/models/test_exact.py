@@ -19,12 +19,12 @@ from areal_jax.models.exact import (
     TILE,
     ExactPackedAttention,
     as_attended,
-    as_published,
     in_tiles,
     is_exact,
     rounded,
 )
 from areal_jax.models.model import Model
+from areal_jax.models.transformer import as_published
 from areal_jax.tasks.tokenizers import CharTokenizer
 
 SIZES = dict(layers=2, width=16, heads=4, kv_heads=2, head_dim=4, mlp_width=24)

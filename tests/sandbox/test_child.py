@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from areal_jax.sandbox.runner import Limits, Ran, run_tests
+from areal_jax.sandbox.runner import Ran, SandboxLimits, run_tests
 
 pytestmark = pytest.mark.usefixtures("sandbox")
 
@@ -74,4 +74,4 @@ KNOWN = "needle"
         {"code": "assert secret([51, 49, 51, 51, 55] * 4) is False, 31337313373133731337"},
         {"code": "assert secret([110, 101, 101, 100, 108, 101]), 'it does look'"},
     ]
-    assert verdicts(run_tests(source, tests, Limits(seconds=20))) == [{}, {}, {}]
+    assert verdicts(run_tests(source, tests, SandboxLimits(seconds=20))) == [{}, {}, {}]

@@ -14,7 +14,7 @@ import pytest
 
 from areal_jax.sandbox import runner
 from areal_jax.sandbox.errors import SandboxError
-from areal_jax.sandbox.runner import Limits, require_sandbox, run_python, run_tests
+from areal_jax.sandbox.runner import SandboxLimits, require_sandbox, run_python, run_tests
 from areal_jax.tasks.pool import RewardPool
 from areal_jax.tasks.task import Task
 from areal_jax.types import Completion, Prompt
@@ -23,14 +23,14 @@ from tests.hangs import HANG_S, wait_for
 pytestmark = pytest.mark.usefixtures("sandbox")
 
 ROOT = Path(__file__).parents[2]
-PATIENT = Limits(seconds=120.0)
+PATIENT = SandboxLimits(seconds=120.0)
 """For programs that end by themselves or by another limit, also on a slow and busy machine."""
 
 
-def marked(seconds: float = PATIENT.seconds) -> tuple[Limits, str]:
+def marked(seconds: float = PATIENT.seconds) -> tuple[SandboxLimits, str]:
     """Limits, and the text by which every process of a run with them is known."""
     disk_bytes = (16 << 20) + random.SystemRandom().randrange(1 << 20)
-    return Limits(seconds=seconds, disk_bytes=disk_bytes), f'"RLIMIT_FSIZE": {disk_bytes}'
+    return SandboxLimits(seconds=seconds, disk_bytes=disk_bytes), f'"RLIMIT_FSIZE": {disk_bytes}'
 
 
 def alive(marker: str) -> list[int]:
@@ -326,14 +326,14 @@ def test_processor_time_is_limited_where_the_clock_is_not_yet_over():
 
 def test_a_program_that_only_waits_has_more_time_than_one_that_computes():
     """As on a busy machine, where a right answer takes longer; the limit is one on CPU time."""
-    ran = run_python("import time; time.sleep(1.5); print('done')", limits=Limits(seconds=1.0))
+    ran = run_python("import time; time.sleep(1.5); print('done')", limits=SandboxLimits(seconds=1.0))
     assert (ran.outcome, ran.stdout) == ("ok", "done\n")
 
 
 @pytest.mark.parametrize("where", ["answer", "test"])
 def test_computing_without_end_in_tests_is_timed_out_too(where: str):
     source, code = ("def f():\n while True: pass", "f()") if where == "answer" else ("", "while True: pass")
-    ran = run_tests(source, [{"code": "1"}, {"code": code}], Limits(seconds=1.0))
+    ran = run_tests(source, [{"code": "1"}, {"code": code}], SandboxLimits(seconds=1.0))
     assert (ran.outcome, ran.stdout) == ("timed_out", "{}\n")
 
 
@@ -341,7 +341,7 @@ class Stuck(Task):
     """Its score runs a program that outlives every patience."""
 
     def score(self, prompt: Prompt, completion: Completion) -> float:
-        limits = Limits(seconds=1000.0, disk_bytes=prompt.info["disk_bytes"])
+        limits = SandboxLimits(seconds=1000.0, disk_bytes=prompt.info["disk_bytes"])
         run_python("import time\nwhile True: time.sleep(1)", limits=limits)
         return 1.0
 
@@ -390,4 +390,4 @@ def test_a_missing_or_forbidden_bubblewrap_is_named(tmp_path: Path, monkeypatch:
         probe()
     fake_bubblewrap(tmp_path, "exec /bin/sleep 60")
     with pytest.raises(SandboxError, match="did not start within"):
-        run_python("print(1)", limits=Limits(seconds=0.3))
+        run_python("print(1)", limits=SandboxLimits(seconds=0.3))

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from areal_jax.control import events as e
-from areal_jax.episodes.session import Sampled
 from areal_jax.episodes.token_paths import TokenPaths
 from tests.hangs import HANG_S
 from tests.serving.test_episode_gateway import LIMITS, TOKENIZER, client_of, playing, text_of
@@ -107,8 +106,7 @@ def test_the_longest_of_several_paths_is_continued_and_of_equal_ones_the_newest(
 
     def turn(said: list[int], answer: list[int]) -> tuple[int, int | None, tuple[int, ...]]:
         asked = paths.ask(said)
-        nothing = np.zeros(len(answer))
-        paths.answered(asked, Sampled(np.array(answer, np.int32), nothing, nothing, "stop"))
+        paths.answered(asked, answer)
         return asked.number, None if asked.parent is None else asked.parent.number, asked.added
 
     assert turn([1], [2]) == (0, None, (1,))

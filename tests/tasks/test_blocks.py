@@ -13,11 +13,11 @@ from areal_jax.tasks.blocks import (
     ANSWER,
     TEMPLATES,
     THINK,
-    Block,
     BlockParser,
     Closed,
     Opened,
     Parsed,
+    ParsedBlock,
     parse,
     render,
     ttft_share,
@@ -79,14 +79,14 @@ def leading_blocks(text: str, template: str) -> tuple[list[re.Match[str]], int]:
     return found, at
 
 
-def as_blocks(matches: list[re.Match[str]], pieces: list[str]) -> list[Block]:
+def as_blocks(matches: list[re.Match[str]], pieces: list[str]) -> list[ParsedBlock]:
     """The blocks of `matches`, with the tokens that hold the characters at their offsets."""
     token = [number for number, piece in enumerate(pieces) for _ in piece]
     blocks = []
     for match in matches:
         tag, closing = match.start(2) - 1, match.end(2)
         content = next((i for i in range(*match.span(2)) if not match.string[i].isspace()), closing)
-        blocks.append(Block(match[1], match[2], token[tag], token[content], token[match.end() - 1]))
+        blocks.append(ParsedBlock(match[1], match[2], token[tag], token[content], token[match.end() - 1]))
     return blocks
 
 
@@ -111,7 +111,7 @@ def test_any_cut_of_any_text_gives_the_blocks_of_a_regular_expression(pieces: li
 def test_events_come_with_the_first_token_that_decides_them(pieces: list[str], template: str):
     parser = BlockParser(template)
     opened: list[tuple[str, int]] = []
-    closed: list[Block] = []
+    closed: list[ParsedBlock] = []
     for number, piece in enumerate(pieces):
         for event in parser.feed(piece):
             if isinstance(event, Opened):
@@ -217,24 +217,24 @@ def test_tokens_are_those_that_hold_the_characters():
     """Token:  0      1      2     3    4        5      6     7     8   9         10     11  12."""
     pieces = ["<thi", "nk>", " \n", "go", "</", "think><", "answer", "> ", "", "4", "2</answ", "er", ">"]
     parsed = parse(pieces)
-    assert parsed.blocks == (Block(THINK, " \ngo", 1, 3, 5), Block(ANSWER, " 42", 7, 9, 12))
+    assert parsed.blocks == (ParsedBlock(THINK, " \ngo", 1, 3, 5), ParsedBlock(ANSWER, " 42", 7, 9, 12))
     assert ttft_share(parsed, len(pieces)) == 9 / 13
 
 
 def test_content_that_begins_like_a_tag_counts_from_its_first_token():
     """The "<" of token 1 might have become </answer>; token 3 shows that it is content."""
     parser = BlockParser()
-    assert parser.feed("<think></think><answer>") == (Closed(Block(THINK, "", 0, 0, 0)),)
+    assert parser.feed("<think></think><answer>") == (Closed(ParsedBlock(THINK, "", 0, 0, 0)),)
     assert parser.feed("<") == parser.feed("/an") == ()
     assert parser.feed("y") == (Opened(ANSWER, 1),)
-    assert parser.feed("</answer>") == (Closed(Block(ANSWER, "</any", 0, 1, 4)),)
+    assert parser.feed("</answer>") == (Closed(ParsedBlock(ANSWER, "</any", 0, 1, 4)),)
     assert parser.finish().is_valid
 
 
 def test_a_blank_thought_counts_from_its_closing_tag():
     parser = BlockParser()
     events = [parser.feed(piece) for piece in ("<think>", " ", "<", "/think>")]
-    assert events == [(), (), (), (Closed(Block(THINK, " ", 0, 2, 3)),)]
+    assert events == [(), (), (), (Closed(ParsedBlock(THINK, " ", 0, 2, 3)),)]
 
 
 def test_no_event_comes_after_an_error():

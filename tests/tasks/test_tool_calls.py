@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse
 from areal_jax.tasks.chat_messages import canonical, checked, same_answer
 from areal_jax.tasks.errors import TaskError
 from areal_jax.tasks.plain_json import MOST_LEVELS, is_plain, loads, readable
-from areal_jax.tasks.tool_calls import Answer, ToolCall, is_in_thought, message_of, parsed_answer
+from areal_jax.tasks.tool_calls import AnswerParts, ToolCall, is_in_thought, message_of, parsed_answer
 from tests.tasks.rubbish import RUBBISH, drawn
 
 ADD = '{"name": "add", "arguments": {"a": 1, "b": [2.5, "x"]}}'
@@ -23,17 +23,17 @@ CALL = ToolCall("add", {"a": 1, "b": [2.5, "x"]})
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("7", Answer("7", "", (), 0)),
-        (f"<tool_call>\n{ADD}\n</tool_call>", Answer("", "", (CALL,), 0)),
-        (f"Well.\n<tool_call>{ADD}</tool_call>\n<tool_call>{ADD}", Answer("Well.", "", (CALL, CALL), 0)),
-        (f"<think>\nhm\n</think>\n\n<tool_call>{ADD}</tool_call>", Answer("", "hm", (CALL,), 0)),
-        ("<think>hm", Answer("", "hm", (), 0)),
-        ("hm</think>\n\n7\n", Answer("hm</think>\n\n7\n", "", (), 0)),
-        ("<tool_call>add(1)</tool_call>", Answer("<tool_call>add(1)</tool_call>", "", (), 1)),
-        (f"<tool_call>{ADD[:-3]}", Answer(f"<tool_call>{ADD[:-3]}", "", (), 1)),
+        ("7", AnswerParts("7", "", (), 0)),
+        (f"<tool_call>\n{ADD}\n</tool_call>", AnswerParts("", "", (CALL,), 0)),
+        (f"Well.\n<tool_call>{ADD}</tool_call>\n<tool_call>{ADD}", AnswerParts("Well.", "", (CALL, CALL), 0)),
+        (f"<think>\nhm\n</think>\n\n<tool_call>{ADD}</tool_call>", AnswerParts("", "hm", (CALL,), 0)),
+        ("<think>hm", AnswerParts("", "hm", (), 0)),
+        ("hm</think>\n\n7\n", AnswerParts("hm</think>\n\n7\n", "", (), 0)),
+        ("<tool_call>add(1)</tool_call>", AnswerParts("<tool_call>add(1)</tool_call>", "", (), 1)),
+        (f"<tool_call>{ADD[:-3]}", AnswerParts(f"<tool_call>{ADD[:-3]}", "", (), 1)),
     ],
 )
-def test_hermes(text: str, wanted: Answer):
+def test_hermes(text: str, wanted: AnswerParts):
     assert parsed_answer(text, "hermes") == wanted
 
 
@@ -57,11 +57,13 @@ def in_tags(*texts: str) -> str:
 )
 def test_calls_as_models_write_them(text: str, arguments: dict):
     call = ToolCall("f", arguments)
-    assert parsed_answer(in_tags(text, ADD), "hermes") == Answer("", "", (call, CALL), 0)
-    assert parsed_answer(f"<tool_call>{text}<tool_call>{ADD}", "hermes") == Answer("", "", (call, CALL), 0)
+    assert parsed_answer(in_tags(text, ADD), "hermes") == AnswerParts("", "", (call, CALL), 0)
+    assert parsed_answer(f"<tool_call>{text}<tool_call>{ADD}", "hermes") == AnswerParts(
+        "", "", (call, CALL), 0
+    )
     if "arguments" in text or "parameters" in text:
-        assert parsed_answer(text, "llama") == Answer("", "", (call,), 0)
-    (sent,) = message_of(Answer("", "", (call,), 0), ["id"])["tool_calls"]
+        assert parsed_answer(text, "llama") == AnswerParts("", "", (call,), 0)
+    (sent,) = message_of(AnswerParts("", "", (call,), 0), ["id"])["tool_calls"]
     assert json.loads(sent["function"]["arguments"].encode()) == arguments
 
 
@@ -84,18 +86,18 @@ def test_calls_as_models_write_them(text: str, arguments: dict):
 )
 def test_a_broken_call_is_shown_as_text_and_the_others_count(text: str):
     broken = f"<tool_call>\n{text}\n</tool_call>"
-    assert parsed_answer(broken, "hermes") == Answer(broken, "", (), 1)
-    assert parsed_answer(f"{broken}\n{in_tags(ADD)}", "hermes") == Answer(broken, "", (CALL,), 1)
+    assert parsed_answer(broken, "hermes") == AnswerParts(broken, "", (), 1)
+    assert parsed_answer(f"{broken}\n{in_tags(ADD)}", "hermes") == AnswerParts(broken, "", (CALL,), 1)
     assert parsed_answer(text, "llama").calls == ()
 
 
 def test_an_object_with_a_name_alone_is_a_call_only_in_tags():
-    assert parsed_answer('{"name": "Ada"}', "llama") == Answer('{"name": "Ada"}', "", (), 1)
+    assert parsed_answer('{"name": "Ada"}', "llama") == AnswerParts('{"name": "Ada"}', "", (), 1)
 
 
 def test_a_prompt_may_end_inside_a_thought():
     assert is_in_thought("assistant\n<think>\n") and not is_in_thought("<think>\n\n</think>\n\n")
-    assert parsed_answer("hm</think>\n\n7\n", "hermes", True) == Answer("7\n", "hm", (), 0)
+    assert parsed_answer("hm</think>\n\n7\n", "hermes", True) == AnswerParts("7\n", "hm", (), 0)
 
 
 LLAMA = ADD.replace("arguments", "parameters")
@@ -104,15 +106,15 @@ LLAMA = ADD.replace("arguments", "parameters")
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        (LLAMA, Answer("", "", (CALL,), 0)),
-        (f"<|python_tag|>{LLAMA}; {LLAMA}\n", Answer("", "", (CALL, CALL), 0)),
-        (f"I add: {LLAMA}", Answer(f"I add: {LLAMA}", "", (), 0)),
-        (LLAMA[:-2], Answer(LLAMA[:-2], "", (), 1)),
-        ("[1, 2]", Answer("[1, 2]", "", (), 0)),
-        ("7", Answer("7", "", (), 0)),
+        (LLAMA, AnswerParts("", "", (CALL,), 0)),
+        (f"<|python_tag|>{LLAMA}; {LLAMA}\n", AnswerParts("", "", (CALL, CALL), 0)),
+        (f"I add: {LLAMA}", AnswerParts(f"I add: {LLAMA}", "", (), 0)),
+        (LLAMA[:-2], AnswerParts(LLAMA[:-2], "", (), 1)),
+        ("[1, 2]", AnswerParts("[1, 2]", "", (), 0)),
+        ("7", AnswerParts("7", "", (), 0)),
     ],
 )
-def test_llama(text: str, wanted: Answer):
+def test_llama(text: str, wanted: AnswerParts):
     assert parsed_answer(text, "llama") == wanted
 
 
@@ -135,12 +137,12 @@ def test_deeply_nested_json_is_no_call():
 
 
 def test_an_answer_is_a_message():
-    message = message_of(Answer("", "hm", (CALL,), 0), ["call_1"])
+    message = message_of(AnswerParts("", "hm", (CALL,), 0), ["call_1"])
     assert message["content"] is None and message["reasoning_content"] == "hm"
     (call,) = message["tool_calls"]
     assert (call["id"], call["type"], call["function"]["name"]) == ("call_1", "function", "add")
     assert json.loads(call["function"]["arguments"]) == CALL.arguments
-    assert message_of(Answer("", "", (), 0), []) == {"role": "assistant", "content": ""}
+    assert message_of(AnswerParts("", "", (), 0), []) == {"role": "assistant", "content": ""}
 
 
 def calling(arguments: object, **fields: object) -> dict:
@@ -251,7 +253,7 @@ def test_a_call_that_is_no_json_to_others_is_text(given: str):
         (f'<tool_call>{{"name": "f", "arguments": {given}}}</tool_call>', "hermes"),
         (f'{{"name": "f", "parameters": {given}}}', "llama"),
     ):
-        assert parsed_answer(text, notation) == Answer(text, "", (), 1)
+        assert parsed_answer(text, notation) == AnswerParts(text, "", (), 1)
 
 
 def readable_by_all(text: str) -> None:

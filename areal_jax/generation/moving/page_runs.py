@@ -18,7 +18,7 @@ from areal_jax.types import ArealError
 from areal_jax.weights.digest import to_plain
 from areal_jax.weights.transfer.pieces import Box, are_whole, assemble, cut, own_pieces
 
-Pieces = Mapping[str, Sequence[tuple[Box, HostArray]]]
+KVPieces = Mapping[str, Sequence[tuple[Box, HostArray]]]
 """Leaf of KVPages -> (box, data) of each piece; box: the piece's position in the leaf, data: (L, run, K,
 page, h) in device memory or host memory.
 """
@@ -45,7 +45,7 @@ def runs(pages: int) -> list[tuple[int, int]]:
     return found
 
 
-def pieces_of(kv: Prefix) -> Pieces:
+def pieces_of(kv: Prefix) -> KVPieces:
     """Returns the pieces of the pages in use, where the prefix is: on devices or in host memory."""
     spans = runs(used_pages(kv))
     return {
@@ -64,7 +64,7 @@ def _run(leaf: HostArray, start: int, stop: int) -> list[tuple[Box, HostArray]]:
     ]
 
 
-def assembled(kv: Prefix, pieces: Pieces) -> Prefix:
+def assembled(kv: Prefix, pieces: KVPieces) -> Prefix:
     """Returns `kv`, with leaves that are ShapeDtypeStructs with shardings, with arrays made of `pieces`.
 
     Raises ArealError if the pieces do not cover the pages in use.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from areal_jax.generation.commands import SoFar, Work
+from areal_jax.generation.commands import HostSample, SoFar
 from areal_jax.generation.engine import Engine
-from areal_jax.generation.moving.page_runs import Pieces, assembled, used_bytes
+from areal_jax.generation.moving.page_runs import KVPieces, assembled, used_bytes
 from areal_jax.generation.moving.ticket import InFile, MoveError, OnDevices, Ticket, decode, names_of
 from areal_jax.generation.slots import Prefix
 from areal_jax.parallel.mesh import replicated
@@ -29,8 +29,6 @@ from areal_jax.weights.transfer.pieces import Box, size_of
 MEASURED = 16
 """Number of fetches over which the bandwidth is averaged."""
 POLL_S = 0.01
-
-Boxes = Mapping[str, Sequence[Box]]
 
 
 class Receiver:
@@ -58,7 +56,7 @@ class Receiver:
         sizes, seconds = zip(*self._fetched, strict=True)
         return sum(sizes) / sum(seconds)
 
-    def fetch(self, ticket: bytes) -> list[Work]:
+    def fetch(self, ticket: bytes) -> list[HostSample]:
         """Returns the samples of a Sender's ticket, with their KV.
 
         Raises MoveError if the ticket or the KV is damaged or released, or if the KV has not arrived after
@@ -82,14 +80,14 @@ class Receiver:
             for work in offer.works
         ]
 
-    def without_kv(self, ticket: bytes) -> list[Work]:
+    def without_kv(self, ticket: bytes) -> list[HostSample]:
         """Returns the samples of a ticket without fetching KV: theirs is blank, and marked as stale.
 
         For samples with KV that is recomputed in less time than it moves, see `forecast.is_move_cheaper`.
         """
         return [self._recomputed(work) for work in decode(ticket).works]
 
-    def _recomputed(self, work: Work) -> Work:
+    def _recomputed(self, work: HostSample) -> HostSample:
         if work.so_far is None:
             return work
         rows = work.so_far.rows
@@ -112,7 +110,7 @@ class Receiver:
 
     def _pull(
         self, open_now: ExitStack, offer: Ticket, wanted: Sequence[Prefix], end_s: float
-    ) -> Iterator[Pieces]:
+    ) -> Iterator[KVPieces]:
         """Yields the pieces of each prefix; the connections are open until `open_now` closes."""
         assert isinstance(offer.place, OnDevices)
         address, number = offer.place
@@ -137,7 +135,7 @@ class Receiver:
 
     # --- through files --------------------------------------------------------------------------------------
 
-    def _read(self, place: InFile, wanted: Sequence[Prefix], end_s: float) -> Iterator[Pieces]:
+    def _read(self, place: InFile, wanted: Sequence[Prefix], end_s: float) -> Iterator[KVPieces]:
         """Yields the pieces of each prefix, after a check of the whole file."""
         data = _when_there(self._folder / place.path, end_s)
         if zlib.crc32(data) != place.checksum:

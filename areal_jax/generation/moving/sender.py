@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from areal_jax.generation.commands import Work
-from areal_jax.generation.moving.page_runs import Pieces, pieces_of
+from areal_jax.generation.commands import HostSample
+from areal_jax.generation.moving.page_runs import KVPieces, pieces_of
 from areal_jax.generation.moving.ticket import InFile, MoveError, OnDevices, Ticket, encode, names_of
 from areal_jax.generation.slots import Prefix
 from areal_jax.types import SampleId
@@ -34,7 +34,7 @@ class Sender(Protocol):
     address: str
     """The host:port at which receivers fetch KV; empty if they fetch it from files."""
 
-    def offer(self, works: Sequence[Work]) -> bytes:
+    def offer(self, works: Sequence[HostSample]) -> bytes:
         """Returns a ticket, with which a Receiver can fetch the samples with their KV until `release`.
 
         Does not change `works`, with which this process may continue if the move fails. Raises MoveError if
@@ -92,10 +92,12 @@ class DirectSender:
         self._offered: dict[int, dict[SampleId, Prefix]] = {}
         """Offer's number -> sample -> the sample's KV."""
         self._lock = threading.Lock()
-        self._listener = Listener(address, secret, lambda: _Session(self, self._listener.host), IDLE_S)
+        self._listener = Listener(
+            address, secret, lambda: _ReceiverSession(self, self._listener.host), IDLE_S
+        )
         self.address = self._listener.address
 
-    def offer(self, works: Sequence[Work]) -> bytes:
+    def offer(self, works: Sequence[HostSample]) -> bytes:
         number = secrets.randbits(63)
         held = {work.sample: work.so_far.kv for work in works if work.so_far is not None}
         with self._lock:
@@ -122,7 +124,7 @@ class DirectSender:
             self._offered.clear()
 
 
-class _Session:
+class _ReceiverSession:
     """Answers the requests of one receiver. A request names an offer and a sample, which is then pulled."""
 
     def __init__(self, sender: DirectSender, host: str) -> None:
@@ -169,7 +171,7 @@ class StagedSender:
         self._lock = threading.Lock()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def offer(self, works: Sequence[Work]) -> bytes:
+    def offer(self, works: Sequence[HostSample]) -> bytes:
         path = self._folder / f"{secrets.token_hex(8)}.kv"
         kvs = [pieces_of(work.so_far.kv) for work in works if work.so_far is not None]
         try:
@@ -200,7 +202,7 @@ class StagedSender:
             self._files.clear()
 
 
-def _write(path: Path, kvs: Sequence[Pieces]) -> tuple[int, int]:
+def _write(path: Path, kvs: Sequence[KVPieces]) -> tuple[int, int]:
     """Writes all pieces to `path`, which appears when it is complete; returns its size and CRC-32."""
     path.parent.mkdir(parents=True, exist_ok=True)
     staged, size, checksum = path.with_suffix(".part"), 0, 0
@@ -215,11 +217,11 @@ def _write(path: Path, kvs: Sequence[Pieces]) -> tuple[int, int]:
     return size, checksum
 
 
-def _in_order(pieces: Pieces) -> Iterator[tuple[Any, Any]]:
+def _in_order(pieces: KVPieces) -> Iterator[tuple[Any, Any]]:
     """Yields the pieces in the order in which they are sent: that of `_boxes`."""
     for one in pieces.values():
         yield from one
 
 
-def _boxes(pieces: Pieces) -> dict[str, Any]:
+def _boxes(pieces: KVPieces) -> dict[str, Any]:
     return {name: tuple(box for box, _ in one) for name, one in pieces.items()}

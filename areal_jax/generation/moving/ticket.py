@@ -1,7 +1,7 @@
 """The ticket of half-decoded samples that move: their records, and how the receiver fetches their KV.
 
-A ticket is bytes: a magic number, a checksum and msgpack. It contains all fields of each sample's Work and
-its tokens' records, but of the KV only shapes and dtypes.
+A ticket is bytes: a magic number, a checksum and msgpack. It contains all fields of each HostSample and its
+tokens' records, but of the KV only shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import msgpack
 import numpy as np
 
-from areal_jax.generation.commands import SoFar, Start, Work
+from areal_jax.generation.commands import HostSample, SoFar, Start
 from areal_jax.generation.live_slots import record_dtype
 from areal_jax.generation.slots import Penalties, Prefix
 from areal_jax.models.kv_pages import KVPages
@@ -60,10 +60,10 @@ class Ticket(NamedTuple):
     source: str
     """Name of the host that offers the samples."""
     place: OnDevices | InFile
-    works: tuple[Work, ...]
+    works: tuple[HostSample, ...]
 
 
-def names_of(works: Sequence[Work]) -> str:
+def names_of(works: Sequence[HostSample]) -> str:
     """Returns the samples as text, for errors: ordinal/member.attempt of each."""
     samples = ", ".join(f"{o}/{member}.{attempt}" for o, member, attempt in (work.sample for work in works))
     return f"samples {samples}" if len(works) > 1 else f"sample {samples}"
@@ -110,18 +110,20 @@ def decode(blob: bytes) -> Ticket:
 
 # --- parts --------------------------------------------------------------------------------------------------
 
-_PLAIN = tuple(field.name for field in fields(Work) if field.name not in ("start", "sampling", "so_far"))
+_PLAIN = tuple(
+    field.name for field in fields(HostSample) if field.name not in ("start", "sampling", "so_far")
+)
 _STARTS = tuple(field.name for field in fields(Start))
 
 
-def _plain(work: Work) -> list[Any]:
+def _plain(work: HostSample) -> list[Any]:
     return [astuple(work.sampling), *(getattr(work, name) for name in _PLAIN)]
 
 
-def _work(start: Start, plain: Sequence[Any], so_far: Sequence[Any] | None) -> Work:
+def _work(start: Start, plain: Sequence[Any], so_far: Sequence[Any] | None) -> HostSample:
     named = dict(zip(_PLAIN, plain[1:], strict=True))
     named["sample"], named["rebuilds"] = SampleId(*named["sample"]), tuple(named["rebuilds"])
-    return Work(start=start, sampling=Sampling(*plain[0]), so_far=_so_far(so_far), **named)
+    return HostSample(start=start, sampling=Sampling(*plain[0]), so_far=_so_far(so_far), **named)
 
 
 def _start(values: Sequence[Any]) -> Start:

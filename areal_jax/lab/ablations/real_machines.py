@@ -12,7 +12,7 @@ from typing import Any
 from areal_jax.assembly.parts import Parts
 from areal_jax.control import events as e
 from areal_jax.episodes.conversation import TurnRequest
-from areal_jax.generation.commands import HandOver, Stop, TakeOver, Work, command_of
+from areal_jax.generation.commands import HandOver, HostSample, Stop, TakeOver, command_of
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host
 from areal_jax.lab.simulation.decoders import Call
@@ -75,7 +75,7 @@ class EngineDecoder:
         self._host.inbox.put(e.Serve(self._host.name, version))
 
     def hand_over(self, samples: Sequence[SampleId]) -> tuple[tuple[SampleId, ...], Offer]:
-        found: list[Work] = []
+        found: list[HostSample] = []
         self._host.inbox.put(HandOver(tuple(samples), found.extend))
         self._host.take_commands()
         return tuple(work.sample for work in found), found

@@ -27,8 +27,7 @@ from areal_jax.lab.bench.measure import (
     read_bandwidth,
     timed_s,
 )
-from areal_jax.models.device_layout import Layout
-from areal_jax.models.exact import paged_attention
+from areal_jax.models.device_layout import WeightLayout
 from areal_jax.models.model import Model
 from areal_jax.plan.targets import target_of
 from areal_jax.types import SampleId, Sampling, VersionedParams
@@ -44,7 +43,7 @@ def decode(
     decode_steps: int = 8,
     page_tokens: int | None = None,
     kv_dtype: str = "auto",
-    weight_layout: Layout | Literal["auto"] = "auto",
+    weight_layout: WeightLayout | Literal["auto"] = "auto",
     repeats: int = 5,
 ) -> dict[str, Any]:
     """Measures sampled tokens per second of the whole engine with every slot live, log-probs included.
@@ -78,7 +77,7 @@ def bench_engine(
     slots: int,
     decode_steps: int,
     page_tokens: int | None = None,
-    weight_layout: Layout | Literal["auto"] = "auto",
+    weight_layout: WeightLayout | Literal["auto"] = "auto",
     **sizes: Any,
 ) -> tuple[Engine, VersionedParams]:
     """Returns an engine for samples of `tokens` tokens, prompt included, and random parameters in its layout.
@@ -262,9 +261,8 @@ def _bare(engine: Engine) -> Callable[[Any, DecodeState], DecodeState]:
         # As in the engine, a step computes the KV of the last token and chooses the one after it.
         at = state.filled[:, None] - 1
         fed = jnp.take_along_axis(state.tokens, at, axis=1)
-        attend = paged_attention(
-            model.config, state.pages.table, at, jnp.ones_like(at, bool), engine._programs.kernel
-        )
+        kernel = engine._programs.kernel
+        attend = model.paged_attention(state.pages.table, at, jnp.ones_like(at, bool), kernel)
         hidden, cache = model.hidden(params, fed, at, attend, state.cache)
         chosen = model.logits(params, hidden[:, 0]).argmax(-1)
         tokens = state.tokens.at[jnp.arange(slots), state.filled].set(chosen)

@@ -22,8 +22,8 @@ from areal_jax.models.io.families import FAMILIES, axis_sizes, read_config, scal
 from areal_jax.models.io.gguf_tokenizer import write_tokenizer
 from areal_jax.models.io.safetensors_folder import (
     CONFIG,
-    Entry,
     FolderExists,
+    NewTensor,
     staged,
     write_json,
     write_tensors,
@@ -221,7 +221,7 @@ def _rope_scaling(fields: Fields, kind: str, base: np.ndarray, factors: Any) -> 
     return rule
 
 
-def _entries(config: ModelConfig, tensors: Mapping[str, Any], kind: str) -> list[Entry]:
+def _entries(config: ModelConfig, tensors: Mapping[str, Any], kind: str) -> list[NewTensor]:
     """Returns the tensors to write, in the order of `tensors_of`.
 
     `tensors`: name -> tensor of the GGUF file. `kind`: the architecture that the file names.
@@ -249,7 +249,7 @@ def _entries(config: ModelConfig, tensors: Mapping[str, Any], kind: str) -> list
                 )
             heads = {"blocks.attention.q": config.heads, "blocks.attention.k": config.kv_heads}
             pairs = heads.get(tensor.path, 0) if kind == "llama" else 0
-            entries.append(Entry(name, shape, partial(_dequantized, found, shape, pairs)))
+            entries.append(NewTensor(name, shape, partial(_dequantized, found, shape, pairs)))
     surplus = sorted(set(tensors) - used - {ROPE_DIVISORS})
     if surplus:
         raise ArealError(

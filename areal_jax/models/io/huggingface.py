@@ -19,7 +19,7 @@ from areal_jax.models.io.safetensors_folder import (
     ABOUT,
     CONFIG,
     READABLE,
-    Entry,
+    NewTensor,
     Stored,
     read_header,
     read_json,
@@ -204,7 +204,7 @@ def export_folder(
     leaves = leaves_of(params, sep=".")
     sizes = axis_sizes(config)
     entries = [
-        Entry(name, tensor.shape(sizes), partial(_stored, tensor, leaves[tensor.path], layer, sizes))
+        NewTensor(name, tensor.shape(sizes), partial(_stored, tensor, leaves[tensor.path], layer, sizes))
         for tensor in tensors_of(config)
         for layer, name in enumerate(tensor.names(config.layers))
     ]

@@ -15,7 +15,7 @@ import numpy as np
 
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.io.families import Tensor, axis_sizes, tensors_of
-from areal_jax.models.io.safetensors_folder import Entry, require_dtype, save_tensors, staged, write_json
+from areal_jax.models.io.safetensors_folder import NewTensor, require_dtype, save_tensors, staged, write_json
 from areal_jax.models.lora import SUFFIX, leaves_of
 from areal_jax.models.model import Params
 from areal_jax.types import ArealError
@@ -67,7 +67,7 @@ def _name(tensor: Tensor) -> str:
 
 def _entries(
     tensor: Tensor, leaves: Mapping[str, jax.Array], layers: int, sizes: Mapping[str, int]
-) -> Iterator[Entry]:
+) -> Iterator[NewTensor]:
     outputs, inputs = tensor.shape(sizes)
     a, b = (leaves[f"{tensor.path}{SUFFIX}.{name}"] for name in "ab")
     factors = {"A": (a, (inputs, b.shape[1])), "B": (b, (b.shape[1], outputs))}
@@ -75,7 +75,7 @@ def _entries(
         beside = f"base_model.model.{name.removesuffix('.weight')}"
         for letter, (leaf, shape) in factors.items():
             value = partial(_factor, leaf, layer, shape)
-            yield Entry(f"{beside}.lora_{letter}.weight", shape[::-1], value)
+            yield NewTensor(f"{beside}.lora_{letter}.weight", shape[::-1], value)
 
 
 def _factor(leaf: jax.Array, layer: int, shape: tuple[int, int]) -> np.ndarray:

@@ -106,7 +106,7 @@ def _indexed(folder: Path) -> list[Path]:
     return files
 
 
-class Entry(NamedTuple):
+class NewTensor(NamedTuple):
     """A tensor to write; `value()` returns the data and is called just before the file is written."""
 
     name: str
@@ -114,7 +114,7 @@ class Entry(NamedTuple):
     value: Callable[[], np.ndarray]
 
 
-def write_tensors(folder: Path, entries: Sequence[Entry], dtype: str) -> None:
+def write_tensors(folder: Path, entries: Sequence[NewTensor], dtype: str) -> None:
     """Write the tensors to one file, or to several and an index if one file would exceed SHARD_BYTES."""
     width = np.dtype(DTYPES[dtype]).itemsize
     shards = list(_shards(entries, width))
@@ -135,7 +135,7 @@ def require_dtype(dtype: str) -> None:
         raise ArealError(f"dtype={dtype} cannot be exported; choose one of: {', '.join(DTYPES)}")
 
 
-def save_tensors(path: Path, entries: Iterable[Entry], dtype: str) -> None:
+def save_tensors(path: Path, entries: Iterable[NewTensor], dtype: str) -> None:
     """Write the tensors to one file.
 
     Raises ArealError if a value exceeds the dtype's range, or if the file cannot be written.
@@ -152,7 +152,7 @@ def save_tensors(path: Path, entries: Iterable[Entry], dtype: str) -> None:
     path.chmod(mode)
 
 
-def _cast(entry: Entry, dtype: str) -> np.ndarray:
+def _cast(entry: NewTensor, dtype: str) -> np.ndarray:
     try:
         with np.errstate(over="raise"):
             return np.ascontiguousarray(entry.value(), DTYPES[dtype])
@@ -160,8 +160,8 @@ def _cast(entry: Entry, dtype: str) -> np.ndarray:
         raise ArealError(f"{entry.name} has values beyond {dtype}'s range; use --dtype float32") from None
 
 
-def _shards(entries: Iterable[Entry], width: int) -> Iterator[list[Entry]]:
-    shard: list[Entry] = []
+def _shards(entries: Iterable[NewTensor], width: int) -> Iterator[list[NewTensor]]:
+    shard: list[NewTensor] = []
     filled = 0
     for entry in entries:
         size = width * int(np.prod(entry.shape))

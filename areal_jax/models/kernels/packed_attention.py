@@ -40,7 +40,7 @@ HALF_TOLERANCE = 3e-2
 """Largest accepted error of a kernel's output or gradient, relative to its largest value in float32."""
 
 
-class Choice(NamedTuple):
+class KernelChoice(NamedTuple):
     """The selected attention path, and the kernels that failed before it."""
 
     path: str
@@ -124,7 +124,7 @@ def choose(
     head_dim: int,
     dtype: str,
     absent: Any | None = None,
-) -> Choice:
+) -> KernelChoice:
     """Returns the choice of the first kernel that passes `self_test` on this device, or BLOCKS (JAX code).
 
     Each self-test runs in a process of its own. On other devices than GPUs, and unless `dtype` is bfloat16,
@@ -133,9 +133,9 @@ def choose(
     forward and backward.
     """
     if platform not in ("gpu", "cuda"):
-        return Choice(BLOCKS, dict.fromkeys(KERNELS, f"needs CUDA; this device is {platform}"))
+        return KernelChoice(BLOCKS, dict.fromkeys(KERNELS, f"needs CUDA; this device is {platform}"))
     if dtype != "bfloat16":
-        return Choice(BLOCKS, dict.fromkeys(KERNELS, f"needs model.dtype=bfloat16; it is {dtype}"))
+        return KernelChoice(BLOCKS, dict.fromkeys(KERNELS, f"needs model.dtype=bfloat16; it is {dtype}"))
     if absent is not None:
         arrays = [((1, 256, n, head_dim), dtype) for n in (heads, kv_heads, kv_heads)]
         arguments = abstract_on(absent, *arrays, ((1, 256), "int32"))
@@ -168,7 +168,7 @@ def compiled_trial(function: Callable[..., Any], *arguments: Any) -> Trial:
     return Trial(None)
 
 
-def first_passing(kernels: Mapping[str, Callable], test: Callable[[Any], Trial]) -> Choice:
+def first_passing(kernels: Mapping[str, Callable], test: Callable[[Any], Trial]) -> KernelChoice:
     """Returns the first kernel in which `test` finds no problem, or BLOCKS (JAX code) if there is none.
 
     The result also has the problem of each kernel that was tried before it.
@@ -176,9 +176,9 @@ def first_passing(kernels: Mapping[str, Callable], test: Callable[[Any], Trial])
     rejected: dict[str, str] = {}
     for name, kernel in kernels.items():
         if (problem := test(kernel).problem) is None:
-            return Choice(name, rejected)
+            return KernelChoice(name, rejected)
         rejected[name] = problem
-    return Choice(BLOCKS, rejected)
+    return KernelChoice(BLOCKS, rejected)
 
 
 def ragged_rows(rows: int, length: int) -> Int[np.ndarray, "B T"]:
@@ -304,7 +304,7 @@ def _bits(results: list[np.ndarray]) -> list[bytes]:
     return [each.tobytes() for each in results]
 
 
-def on_mesh(choice: Choice, mesh: Mesh, kv_heads: int) -> Kernel | None:
+def on_mesh(choice: KernelChoice, mesh: Mesh, kv_heads: int) -> Kernel | None:
     """Returns the chosen kernel, split over a trainer's mesh; None if the choice is BLOCKS."""
     return None if choice.path == BLOCKS else over_mesh(KERNELS[choice.path], mesh, kv_heads)
 
@@ -324,6 +324,6 @@ def over_mesh(attend: Callable[..., Array], mesh: Mesh, kv_heads: int, ids: int 
     return jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=each, check_vma=False)
 
 
-def describe(choice: Choice) -> dict[str, Any]:
+def describe(choice: KernelChoice) -> dict[str, Any]:
     """Returns the choice as a dict of plain values, for reports and JSON."""
     return {"path": choice.path, "not_used": dict(choice.rejected)}

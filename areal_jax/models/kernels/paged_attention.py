@@ -21,7 +21,7 @@ from areal_jax.models.config import ModelConfig
 from areal_jax.models.kernels.packed_attention import (
     BLOCKS,
     HALF_TOLERANCE,
-    Choice,
+    KernelChoice,
     abstract_on,
     compiled_trial,
     first_passing,
@@ -44,7 +44,7 @@ KERNELS: Mapping[str, PagedKernel] = {"pages": pages}
 
 def choose_for(
     config: ModelConfig, mesh: Mesh, kv_dtype: str, page_tokens: int
-) -> tuple[Choice, PagedKernel | None]:
+) -> tuple[KernelChoice, PagedKernel | None]:
     """Returns the attention path for a model on a generator's mesh, and its kernel (BLOCKS, JAX code: None).
 
     Heads are split over the devices if the mesh's tensor axis divides the number of kv heads; else every
@@ -76,8 +76,8 @@ def choose_for(
     return choice, attend
 
 
-def _none(reason: str) -> Choice:
-    return Choice(BLOCKS, dict.fromkeys(KERNELS, reason))
+def _none(reason: str) -> KernelChoice:
+    return KernelChoice(BLOCKS, dict.fromkeys(KERNELS, reason))
 
 
 @lru_cache
@@ -91,7 +91,7 @@ def choose(
     kv_dtype: str,
     page_tokens: int,
     absent: Any | None = None,
-) -> Choice:
+) -> KernelChoice:
     """Returns the choice of the first kernel that passes `self_test`, or BLOCKS (JAX code) if none does.
 
     Each self-test runs in a process of its own. Off GPUs, if `dtype` is not bfloat16, or if `kv_dtype` is

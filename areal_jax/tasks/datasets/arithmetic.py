@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Sequence
 from decimal import Decimal
 
-import numpy as np
-
 from areal_jax.tasks.chat import Chat, check_split
+from areal_jax.tasks.datasets.drawn import Drawn, Draws, check_operations, first_drawn, is_in_split
 from areal_jax.tasks.datasets.verify import last_boxed
 from areal_jax.tasks.errors import TaskError
-from areal_jax.tasks.task import Task
 from areal_jax.types import Completion, Prompt, Reward
 
 OPERATIONS = "+-*"
 
-_TEST_ONE_IN = 10
 _MAX_DIGITS = 12
 _MAX_TERMS = 16
 _TAIL_CHARS = 2_000
@@ -27,7 +23,7 @@ _TAIL_CHARS = 2_000
 _NUMBER = re.compile(r"(?:(?<![\w)\]])[-−])?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
 
 
-class Arithmetic(Task):
+class Arithmetic(Drawn):
     """Sums, differences and products of a chosen difficulty: procedural, no files.
 
     A prompt asks for the value of a problem such as "3 + 5"; the reward is 1 for the right value, else 0.
@@ -62,27 +58,18 @@ class Arithmetic(Task):
             )
         if not 2 <= terms <= _MAX_TERMS:
             raise TaskError(f"terms={terms} is out of range; give 2 to {_MAX_TERMS}")
-        if not operations or any(operation not in tuple(OPERATIONS) for operation in operations):
-            raise TaskError(
-                f"operations={operations!r}: give one or more of {OPERATIONS}, in quotes as in '\"+-\"'"
-            )
+        check_operations(operations, OPERATIONS)
         check_split(split)
-        if size < 1:
-            raise TaskError(f"size={size} is not positive; give at least 1")
+        super().__init__(size)
         self._grades = range(min_digits, digits + 1)
         self._terms = terms
         self._operations = tuple(operations)
-        self._is_test = split == "test"
-        self._size = size
+        self._split = split
         self._chat = Chat(question, system)
 
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, i: int) -> Prompt:
-        if not 0 <= i < self._size:
-            raise IndexError(f"there is no prompt {i}: the task has {self._size}, numbered from 0")
-        numbers, operations = self._draw(i)
+    def _prompt(self, i: int) -> Prompt:
+        draws = Draws.of(i)
+        numbers, operations = first_drawn(lambda: self._drawn(draws), self._split)
         problem = str(numbers[0])
         for operation, number in zip(operations, numbers[1:], strict=True):
             problem += f" {operation} {number}"
@@ -104,22 +91,17 @@ class Arithmetic(Task):
     def reference(self, prompt: Prompt) -> str:
         return str(prompt.info["answer"])
 
-    def _draw(self, i: int) -> tuple[list[int], list[str]]:
-        """Returns (numbers, operations) of prompt i.
+    def _drawn(self, draws: Draws) -> tuple[list[int], list[str]] | None:
+        """Returns (numbers, operations) of a drawn problem, or None if it is in the other split.
 
-        Draws problems from a random stream that depends on i alone, until a problem is in this task's split.
+        Problems with the same numbers, in any order, are in the same split.
         """
-        stream = np.random.Philox(key=i)
-        while True:
-            grade, *bits = (int(raw) for raw in stream.random_raw(2 * self._terms))
-            digits = self._grades[_below(grade, len(self._grades))]
-            least = 10 ** (digits - 1) if digits > 1 else 0
-            numbers = [least + _below(raw, 10**digits - least) for raw in bits[: self._terms]]
-            if _is_test(numbers) == self._is_test:
-                operations = [
-                    self._operations[_below(raw, len(self._operations))] for raw in bits[self._terms :]
-                ]
-                return numbers, operations
+        digits = draws.one(self._grades)
+        least = 10 ** (digits - 1) if digits > 1 else 0
+        numbers = [least + draws.below(10**digits - least) for _ in range(self._terms)]
+        operations = [draws.one(self._operations) for _ in range(self._terms - 1)]
+        content = ",".join(map(str, sorted(numbers)))
+        return (numbers, operations) if is_in_split(content, self._split) else None
 
 
 def last_number(text: str) -> Decimal | None:
@@ -132,16 +114,3 @@ def last_number(text: str) -> Decimal | None:
     boxed = last_boxed(tail)
     numbers = _NUMBER.findall(tail if boxed is None else boxed)
     return Decimal(numbers[-1].replace(",", "").replace("−", "-")) if numbers else None
-
-
-def _below(raw: int, bound: int) -> int:
-    """Returns a number in 0..bound-1, made of `raw`, 64 random bits; all numbers are equally likely."""
-    # Scales instead of taking a remainder: each number's probability is exact to 2**-64.
-    return raw * bound >> 64
-
-
-def _is_test(numbers: Sequence[int]) -> bool:
-    """Returns whether the problems with these numbers, in any order, are in the test split."""
-    name = ",".join(map(str, sorted(numbers)))
-    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") % _TEST_ONE_IN == 0

@@ -9,13 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-import numpy as np
-
 from areal_jax.tasks.chat import check_split
 from areal_jax.tasks.datasets.arithmetic import last_number
-from areal_jax.tasks.datasets.procedural import Draws, first_drawn, is_in_split
+from areal_jax.tasks.datasets.drawn import Drawn, Draws, check_operations, first_drawn, is_in_split
 from areal_jax.tasks.errors import TaskError
-from areal_jax.tasks.task import Task
 from areal_jax.types import Prompt, Reward
 
 QUESTIONS: Mapping[str, tuple[str, ...]] = {
@@ -88,7 +85,7 @@ def call_in(text: str) -> str | None:
     return found[1].strip() if found else None
 
 
-class Calculator(Task):
+class Calculator(Drawn):
     """Problems with numbers too large for a small model, solved with a calculator: procedural, no files.
 
     An episode has two turns. The policy calls the calculator by writing calc(37*46), and the workflow adds
@@ -110,8 +107,7 @@ class Calculator(Task):
         `call_reward`: the reward of a wrong answer after a call that has a value; a right answer has 1.
         `split`: train or test; `size`: number of prompts.
         """
-        if not operations or any(each not in QUESTIONS for each in operations):
-            raise TaskError(f"operations={operations!r}: give one or more of {''.join(QUESTIONS)}, in quotes")
+        check_operations(operations, QUESTIONS)
         if not 0 <= examples <= len(EXAMPLES):
             raise TaskError(f"examples={examples} is out of range; give 0 to {len(EXAMPLES)}")
         if not 0 <= call_reward < 1:
@@ -119,19 +115,12 @@ class Calculator(Task):
                 f"call_reward={call_reward} must be at least 0 and below 1, a right answer's reward"
             )
         check_split(split)
-        if size < 1:
-            raise TaskError(f"size={size} is not positive; give at least 1")
-        self._operations, self._call_reward = tuple(operations), call_reward
-        self._split, self._size = split, size
+        super().__init__(size)
+        self._operations, self._call_reward, self._split = tuple(operations), call_reward, split
         self._examples = "".join(map(_example, EXAMPLES[:examples]))
 
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, i: int) -> Prompt:
-        if not 0 <= i < self._size:
-            raise IndexError(f"there is no prompt {i}: the task has {self._size}, numbered from 0")
-        draws = Draws(np.random.Philox(key=i))
+    def _prompt(self, i: int) -> Prompt:
+        draws = Draws.of(i)
         question, expression, answer = first_drawn(lambda: self._drawn(draws), self._split)
         info = {"expression": expression, "answer": answer}
         return Prompt(f"{self._examples}Question: {question}\nCall:", info=info)

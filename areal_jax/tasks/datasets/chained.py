@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from areal_jax.tasks.datasets.drawn import Draws, check_operations
 from areal_jax.tasks.datasets.instructions import INSTRUCTIONS, with_parts
-from areal_jax.tasks.datasets.procedural import SEPARATOR, Draws, Procedural, numbers_up_to
+from areal_jax.tasks.datasets.procedural import SEPARATOR, Procedural, numbers_up_to
 from areal_jax.tasks.errors import TaskError
 from areal_jax.types import Prompt
 
@@ -91,10 +92,7 @@ class Chained(Procedural):
         self._lengths = numbers_up_to("steps", steps, min_steps, STEPS)
         if modulus not in MODULI:
             raise TaskError(f"modulus={modulus} is out of range; give {MODULI[0]} to {MODULI[-1]}")
-        if not operations or any(operation not in tuple(OPERATIONS) for operation in operations):
-            raise TaskError(
-                f"operations={operations!r}: give one or more of {OPERATIONS}, in quotes as in '\"+-\"'"
-            )
+        check_operations(operations, OPERATIONS)
         self._modulus = modulus
         if not 0 <= solved <= 1:
             raise TaskError(f"solved={solved} is not a fraction; give 0 (the format alone) to 1")
@@ -102,7 +100,7 @@ class Chained(Procedural):
         self._solved = solved
         for length in self._lengths:
             # With few distinct problems, a split may have none of a length: an error now, not in a run.
-            self._problem(Draws(np.random.Philox(key=0)), length)
+            self._problem(Draws.of(0), length)
 
     def guess(self, prompt: Prompt, rng: np.random.Generator) -> tuple[list[str], list[str]]:
         """Returns the steps as thoughts, with drawn results as answers.

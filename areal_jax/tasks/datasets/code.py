@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_jax.sandbox import child as sandboxed
-from areal_jax.sandbox.runner import Limits, Ran, require_sandbox, run_python, run_tests
+from areal_jax.sandbox.runner import Ran, SandboxLimits, require_sandbox, run_python, run_tests
 from areal_jax.tasks.datasets.jsonl import JsonLines
 from areal_jax.tasks.errors import TaskError
 from areal_jax.types import WALL_PER_CPU, Completion, Prompt, Reward
@@ -68,7 +68,7 @@ class Code(JsonLines):
                 f"and memory_mib={memory_mib} at least 64, which Python itself needs"
             )
         require_sandbox()
-        self._limits = Limits(seconds=test_timeout_s, memory_bytes=memory_mib << 20)
+        self._limits = SandboxLimits(seconds=test_timeout_s, memory_bytes=memory_mib << 20)
         self._timeout_s = timeout_s
         super().__init__(path=str(_file(path, data_dir, split)), answer="tests")
 

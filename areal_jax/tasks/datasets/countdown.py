@@ -8,8 +8,8 @@ from string import ascii_lowercase, ascii_uppercase
 
 import numpy as np
 
+from areal_jax.tasks.datasets.drawn import Drawn
 from areal_jax.tasks.errors import TaskError
-from areal_jax.tasks.task import Task
 from areal_jax.tasks.tokenizers import CharTokenizer
 from areal_jax.types import Completion, Prompt, Reward
 
@@ -19,7 +19,7 @@ ASK = ">"
 """The last character of a prompt."""
 
 
-class Countdown(Task):
+class Countdown(Drawn):
     """Count down from a letter: procedural, no files, learnt within a minute.
 
     A prompt asks for all letters before a given one, from the last to the first: "f>" -> "edcba". The
@@ -41,18 +41,13 @@ class Countdown(Task):
             raise TaskError(
                 f"size={size} and median={median} must be positive, and sigma={sigma} must not be negative"
             )
-        self._size = size
+        super().__init__(size)
         self._letters = letters
         self._median = median
         self._sigma = sigma
         self.tokenizer = self._chars = CharTokenizer(LETTERS[:letters] + ASK)
 
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, i: int) -> Prompt:
-        if not 0 <= i < self._size:
-            raise IndexError(f"there is no prompt {i}: the task has {self._size}, numbered from 0")
+    def _prompt(self, i: int) -> Prompt:
         below = self._below(i)
         return Prompt(LETTERS[below] + ASK, info={"answer": LETTERS[:below][::-1]})
 

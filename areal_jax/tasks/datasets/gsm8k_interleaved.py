@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from areal_jax.tasks.datasets.arithmetic import last_number
+from areal_jax.tasks.datasets.drawn import Draws
 from areal_jax.tasks.datasets.instructions import INSTRUCTIONS, system_message, with_parts
 from areal_jax.tasks.datasets.math_data import Gsm8k
-from areal_jax.tasks.datasets.procedural import Draws
 from areal_jax.tasks.datasets.verify import verify_math
 from areal_jax.tasks.interleaved import Interleaved
 from areal_jax.types import Prompt

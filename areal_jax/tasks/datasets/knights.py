@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from areal_jax.tasks.datasets.drawn import Draws
 from areal_jax.tasks.datasets.instructions import INSTRUCTIONS, with_parts
-from areal_jax.tasks.datasets.procedural import SEPARATOR, Draws, Procedural, numbers_up_to
+from areal_jax.tasks.datasets.procedural import SEPARATOR, Procedural, numbers_up_to
 from areal_jax.tasks.errors import TaskError
 from areal_jax.types import Prompt
 

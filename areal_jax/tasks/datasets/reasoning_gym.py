@@ -9,8 +9,8 @@ from typing import Any
 
 from areal_jax.plugin import check_settings, did_you_mean
 from areal_jax.tasks.chat import Chat, check_split
+from areal_jax.tasks.datasets.drawn import Drawn
 from areal_jax.tasks.errors import TaskError, import_extra
-from areal_jax.tasks.task import Task
 from areal_jax.types import Completion, Prompt, Reward
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -20,7 +20,7 @@ _TEST_SEEDS = 2**30
 _NOTE_CHARS = 60
 
 
-class ReasoningGym(Task):
+class ReasoningGym(Drawn):
     """One of reasoning-gym's procedural data sets, by name (dataset=chain_sum), with its own score.
 
     The reward is the data set's score of the answer, from 0 to 1. The answer is the content of the
@@ -52,7 +52,7 @@ class ReasoningGym(Task):
             raise TaskError(f"size={size} and seed={seed} violate 1 <= size, 0 <= seed, size + seed <= 2**30")
         self._chat = Chat(question, system)
         self._name = dataset
-        self._size = size
+        super().__init__(size)
         self._settings = dict(settings or {})
         self._seeds = {"seed": seed if split == "train" else _TEST_SEEDS + seed, "size": size}
         self._data = self._make()
@@ -63,12 +63,7 @@ class ReasoningGym(Task):
                 "repeat its prompts; choose another dataset"
             )
 
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, i: int) -> Prompt:
-        if not 0 <= i < self._size:
-            raise IndexError(f"there is no prompt {i}: the task has {self._size}, numbered from 0")
+    def _prompt(self, i: int) -> Prompt:
         entry = self._dataset()[i]
         return self._chat.prompt(entry["question"], entry)
 

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-
 from areal_jax.tasks.chat import check_split
-from areal_jax.tasks.datasets.procedural import Draws, first_drawn, is_in_split
+from areal_jax.tasks.datasets.drawn import Drawn, Draws, first_drawn, is_in_split
 from areal_jax.tasks.datasets.warehouse import (
     LETTERS,
     ROOMS,
-    Call,
     Game,
-    State,
+    GameCall,
+    GameState,
     after,
     building,
     by_progress,
     distance,
 )
-from areal_jax.tasks.datasets.warehouse_texts import ALPHABET, ASK, END, RESULT, Compact, Words, all_calls
+from areal_jax.tasks.datasets.warehouse_texts import (
+    ALPHABET,
+    ASK,
+    END,
+    RESULT,
+    CompactTexts,
+    PlainTexts,
+    all_calls,
+)
 from areal_jax.tasks.errors import TaskError
-from areal_jax.tasks.task import Task
 from areal_jax.tasks.tokenizers import CharTokenizer
 from areal_jax.types import Completion, Prompt, Reward
 
@@ -29,14 +34,14 @@ _GRAIN = 1_000_000
 """The setting `useless` counts in steps of 1 / _GRAIN."""
 
 
-class Turn(NamedTuple):
+class PlayedCall(NamedTuple):
     """A call of the scripted player, and the state after it."""
 
-    call: Call
-    state: State
+    call: GameCall
+    state: GameState
 
 
-class ToolGame(Task):
+class ToolGame(Drawn):
     """Bring a parcel through a warehouse by tool calls, one call a prompt: procedural, no files.
 
     The parcel is in a locked case, to be opened with a key, and must be brought to a room. Each turn of a
@@ -73,10 +78,10 @@ class ToolGame(Task):
         if not 0 <= useless <= 1:
             raise TaskError(f"useless={useless} is not a fraction; give 0 to 1")
         self.successive = self._turns = turns
-        self._size = -(-size // turns) * turns
+        super().__init__(-(-size // turns) * turns)
         self._building, self._rooms = building(rooms), rooms
         self._useless, self._split, self._is_compact = useless, split, compact
-        self._texts = Compact() if compact else Words()
+        self._texts = CompactTexts() if compact else PlainTexts()
         self.rules = self._texts.rules(self._building)
         self.calls = all_calls(self._texts)
         self.tokenizer = CharTokenizer(ALPHABET) if compact else None
@@ -88,16 +93,11 @@ class ToolGame(Task):
                 "more rooms or fewer turns"
             )
         # A split without such a game: an error now, not in a run.
-        self._game(Draws(np.random.Philox(key=0)))
+        self._game(Draws.of(0))
 
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, i: int) -> Prompt:
-        if not 0 <= i < self._size:
-            raise IndexError(f"there is no prompt {i}: the task has {self._size}, numbered from 0")
+    def _prompt(self, i: int) -> Prompt:
         number, turn = divmod(i, self._turns)
-        draws = Draws(np.random.Philox(key=number))
+        draws = Draws.of(number)
         game = self._game(draws)
         played = self._played(draws, game, turn)
         info = {"goal": game.goal, "state": played[-1].state if played else game.start, "turn": turn + 1}
@@ -111,7 +111,7 @@ class ToolGame(Task):
         Illegal is a call that the state does not allow, any text beside the call (in chats, except white
         space around it), and a completion without an end.
         """
-        state, goal = State(*prompt.info["state"]), prompt.info["goal"]
+        state, goal = GameState(*prompt.info["state"]), prompt.info["goal"]
         call = self.calls.get(completion.text.strip()) if completion.stop_reason == "stop" else None
         then = None if call is None else after(self._building, state, call)
         if then is None:
@@ -123,7 +123,7 @@ class ToolGame(Task):
         return Reward(progress, {"legal": 1.0, "progress": progress}, note)
 
     def reference(self, prompt: Prompt) -> str:
-        good, _ = by_progress(self._building, State(*prompt.info["state"]), prompt.info["goal"])
+        good, _ = by_progress(self._building, GameState(*prompt.info["state"]), prompt.info["goal"])
         return self._texts.call(good[0])
 
     def _game(self, draws: Draws) -> Game:
@@ -131,14 +131,14 @@ class ToolGame(Task):
 
         def draw() -> Game | None:
             room, key, parcel, goal = (draws.below(self._rooms) for _ in range(4))
-            game = Game(State(room, key, parcel, is_open=False), goal)
+            game = Game(GameState(room, key, parcel, is_open=False), goal)
             is_long = distance(self._building, game.start, goal) >= self._turns
             content = "".join(LETTERS[place] for place in (room, key, parcel, goal))
             return game if is_long and is_in_split(content, self._split) else None
 
         return first_drawn(draw, self._split)
 
-    def _played(self, draws: Draws, game: Game, turns: int) -> list[Turn]:
+    def _played(self, draws: Draws, game: Game, turns: int) -> list[PlayedCall]:
         """Returns the scripted player's first turns; the draws of a turn do not depend on their number."""
         played, state = [], game.start
         for _ in range(turns):
@@ -146,11 +146,11 @@ class ToolGame(Task):
             call = draws.one(useless if draws.below(_GRAIN) < self._useless * _GRAIN else good)
             then = after(self._building, state, call)
             assert then is not None
-            played.append(Turn(call, then))
+            played.append(PlayedCall(call, then))
             state = then
         return played
 
-    def _symbols(self, game: Game, played: list[Turn]) -> str:
+    def _symbols(self, game: Game, played: list[PlayedCall]) -> str:
         texts = self._texts
         turns = (
             ASK + texts.call(turn.call) + RESULT + texts.seen(self._building, turn.state) + END
@@ -158,7 +158,7 @@ class ToolGame(Task):
         )
         return self.rules + texts.game(self._building, game) + "".join(turns) + ASK
 
-    def _messages(self, game: Game, played: list[Turn]) -> tuple[dict[str, str], ...]:
+    def _messages(self, game: Game, played: list[PlayedCall]) -> tuple[dict[str, str], ...]:
         texts = self._texts
         said = [("system", self.rules), ("user", texts.game(self._building, game))]
         for turn in played:

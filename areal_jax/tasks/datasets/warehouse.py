@@ -8,9 +8,7 @@ from functools import lru_cache
 from string import ascii_uppercase
 from typing import NamedTuple
 
-import numpy as np
-
-from areal_jax.tasks.datasets.procedural import Draws
+from areal_jax.tasks.datasets.drawn import Draws
 
 ROOMS = range(4, 17)
 LETTERS = ascii_uppercase[: ROOMS[-1]]
@@ -23,19 +21,23 @@ KEY, PARCEL = "key", "parcel"
 ITEMS = (KEY, PARCEL)
 
 
-class Call(NamedTuple):
+class GameCall(NamedTuple):
     """A call of a tool: go to a room, take an item, put an item down, or look (without an argument)."""
 
     tool: str
     argument: str = ""
 
 
-LOOK = Call("look")
-CALLS = (*(Call("go", room) for room in LETTERS), *(Call(t, i) for t in ("take", "put") for i in ITEMS), LOOK)
+LOOK = GameCall("look")
+CALLS = (
+    *(GameCall("go", room) for room in LETTERS),
+    *(GameCall(t, i) for t in ("take", "put") for i in ITEMS),
+    LOOK,
+)
 """All calls that the tools understand, of which the state allows some."""
 
 
-class State(NamedTuple):
+class GameState(NamedTuple):
     """Where the player and the items are; HELD: the player carries the item."""
 
     room: int
@@ -62,14 +64,14 @@ class Building:
 class Game(NamedTuple):
     """A game in a building: the state at its start, and the room to which the parcel must be brought."""
 
-    start: State
+    start: GameState
     goal: int
 
 
 @lru_cache(maxsize=len(ROOMS))
 def building(rooms: int) -> Building:
     """Returns the building with this number of rooms, always the same: a random tree and some corridors."""
-    draws = Draws(np.random.Philox(key=rooms))
+    draws = Draws.of(rooms)
     joined = {(draws.below(room), room) for room in range(1, rooms)}
     for _ in range(rooms // 3):
         one, two = sorted(draws.some(range(rooms), 2))
@@ -94,7 +96,7 @@ def _steps_from(start: int, neighbours: tuple[tuple[int, ...], ...]) -> tuple[in
     return tuple(found[room] for room in range(len(neighbours)))
 
 
-def after(of: Building, state: State, call: Call) -> State | None:
+def after(of: Building, state: GameState, call: GameCall) -> GameState | None:
     """Returns the state after a call; None if the state does not allow the call, which changes nothing then.
 
     A corridor must lead to the room. An item must lie in the player's room to be taken, and the parcel's case
@@ -115,7 +117,7 @@ def after(of: Building, state: State, call: Call) -> State | None:
     return state._replace(key=new) if argument == KEY else state._replace(parcel=new, is_open=True)
 
 
-def distance(of: Building, state: State, goal: int) -> int:
+def distance(of: Building, state: GameState, goal: int) -> int:
     """Returns the smallest number of calls that end the game; 0 if the unlocked parcel lies at the goal."""
     calls, room = 0, state.room
     if not state.is_open and state.key != HELD:
@@ -127,7 +129,7 @@ def distance(of: Building, state: State, goal: int) -> int:
     return calls + of.steps[room][goal] + 1
 
 
-def by_progress(of: Building, state: State, goal: int) -> tuple[list[Call], list[Call]]:
+def by_progress(of: Building, state: GameState, goal: int) -> tuple[list[GameCall], list[GameCall]]:
     """Returns the allowed calls, in the order of CALLS: those that reduce the distance, and the others."""
     now, good, useless = distance(of, state, goal), [], []
     for call in CALLS:

@@ -3,26 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
 
-from areal_jax.tasks.datasets.warehouse import CALLS, HELD, KEY, LETTERS, Building, Call, Game, State
-
-
-class Texts(Protocol):
-    """How rules, a game, a call and its result are written."""
-
-    def rules(self, of: Building) -> str: ...
-
-    def game(self, of: Building, game: Game) -> str:
-        """Returns the game's task and what the player sees at its start."""
-        ...
-
-    def call(self, call: Call) -> str: ...
-
-    def seen(self, of: Building, state: State) -> str:
-        """Returns the result of a call that led to this state."""
-        ...
-
+from areal_jax.tasks.datasets.warehouse import CALLS, HELD, KEY, LETTERS, Building, Game, GameCall, GameState
 
 SYMBOLS = {"go": "g", "take": "t", "put": "p", "look": "l"}
 """Tool -> its letter in compact calls. The key is k; the parcel is x, or c while it is in its locked case."""
@@ -36,8 +18,8 @@ ALPHABET = LETTERS + "".join(sorted({*_COMPACT_RULES, *"+-/|", ASK, RESULT} - {*
 """The characters of compact texts: the same for all settings."""
 
 
-class Compact:
-    """Texts in few symbols.
+class CompactTexts:
+    """Rules, a game, a call and its result in few symbols.
 
     A turn is ">gB=B-ACE/k/x;": call, room and its corridors, what lies there, what the player carries.
     """
@@ -51,12 +33,12 @@ class Compact:
         places = f"k{LETTERS[start.key]}c{LETTERS[start.parcel]}+{LETTERS[game.goal]}"
         return f"{places}:{self.seen(of, start)}{END}"
 
-    def call(self, call: Call) -> str:
+    def call(self, call: GameCall) -> str:
         item = "k" if call.argument == KEY else "x"
         argument = call.argument if call.tool == "go" else item if call.argument else ""
         return SYMBOLS[call.tool] + argument
 
-    def seen(self, of: Building, state: State) -> str:
+    def seen(self, of: Building, state: GameState) -> str:
         around = "".join(LETTERS[room] for room in of.neighbours[state.room])
         parcel = "x" if state.is_open else "c"
         lying, held = (
@@ -113,8 +95,8 @@ which is described in the last result, and do not repeat their mistakes.
 The plan of the building. Each corridor joins two rooms:"""
 
 
-class Words:
-    """Texts in plain English, for chats."""
+class PlainTexts:
+    """The same in plain English, for chats."""
 
     def rules(self, of: Building) -> str:
         corridors = (f"{LETTERS[one]} and {LETTERS[two]}" for one, two in of.corridors)
@@ -128,10 +110,10 @@ class Words:
             f"{self.seen(of, start)}"
         )
 
-    def call(self, call: Call) -> str:
+    def call(self, call: GameCall) -> str:
         return " ".join(call).strip()
 
-    def seen(self, of: Building, state: State) -> str:
+    def seen(self, of: Building, state: GameState) -> str:
         around = of.neighbours[state.room]
         leads = "Corridors lead" if len(around) > 1 else "A corridor leads"
         to = f"{leads} to {_listed(LETTERS[room] for room in around)}."
@@ -143,7 +125,7 @@ class Words:
         return f"You are in room {LETTERS[state.room]}. {to} Here lies: {lying}. You carry: {held}."
 
 
-def all_calls(texts: Texts) -> dict[str, Call]:
+def all_calls(texts: CompactTexts | PlainTexts) -> dict[str, GameCall]:
     """Returns the text of each call -> the call."""
     return {texts.call(call): call for call in CALLS}
 

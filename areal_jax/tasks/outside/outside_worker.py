@@ -207,7 +207,7 @@ def _chat(base_url: str, messages: list[dict[str, str]]) -> str | None:
 KINDS: dict[str, Callable[[dict[str, Any]], Any]] = {"verifiers": Verifiers, "textarena": TextArena}
 
 
-class Server:
+class WorkerServer:
     """Answers the requests of one parent."""
 
     def __init__(self, make: Callable[[dict[str, Any]], Any], write: Callable[[str], object]) -> None:
@@ -285,7 +285,7 @@ async def main(kind: str) -> None:
             os._exit(1)  # the parent has died
 
     threading.Thread(target=read, daemon=True).start()
-    await Server(KINDS[kind], write).serve(queue)
+    await WorkerServer(KINDS[kind], write).serve(queue)
     os._exit(0)  # threads that wait for a turn would keep the process
 
 

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from areal_jax.generation.commands import HandOver, Work
+from areal_jax.generation.commands import HandOver, HostSample
 from areal_jax.generation.moving.sender import Sender, make_sender
 from areal_jax.types import SampleId
 from areal_jax.weights.memory import MemoryStore
@@ -31,7 +31,7 @@ def make_senders(folder: Path) -> dict[str, Sender]:
     }
 
 
-def halfway() -> dict[SampleId, Work]:
+def halfway() -> dict[SampleId, HostSample]:
     """The samples of one group after CALLS decode calls, handed over."""
     engine, found = make_engine(make_model()), {}
     store = MemoryStore(engine.canary)

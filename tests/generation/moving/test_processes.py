@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from areal_jax.generation.commands import TakeOver, Work
+from areal_jax.generation.commands import HostSample, TakeOver
 from areal_jax.generation.host import Host
 from areal_jax.generation.moving.receiver import Receiver
 from areal_jax.generation.moving.ticket import MoveError, decode
@@ -58,7 +58,7 @@ def target(engine, store: MemoryStore) -> Host:
     return host
 
 
-def taken_over(host: Host, works: list[Work]) -> list[str]:
+def taken_over(host: Host, works: list[HostSample]) -> list[str]:
     """Reasons of refusals, after a command for each sample."""
     answers: list[str] = []
     for work in works:

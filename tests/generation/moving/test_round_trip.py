@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from areal_jax.generation.admission import reason_against_kv
-from areal_jax.generation.commands import SoFar, Start, Work
+from areal_jax.generation.commands import HostSample, SoFar, Start
 from areal_jax.generation.live_slots import record_dtype
 from areal_jax.generation.moving import sender as sending
 from areal_jax.generation.moving.page_runs import pieces_of, runs, used_bytes
@@ -67,7 +67,7 @@ def random_bits(numbers: np.random.Generator, shape: tuple[int, ...], dtype: str
 
 def half_decoded(
     member: int = 0, tokens: int = 20, dtype: str = "float32", sharding: object = None, is_host: bool = False
-) -> Work:
+) -> HostSample:
     numbers = np.random.default_rng(member)
     shape = (LAYERS, 1 + BUCKET, HEADS, PAGE, DIM)
     leaves = [random_bits(numbers, shape, dtype) for _ in range(2)]
@@ -79,7 +79,9 @@ def half_decoded(
     padded = np.zeros(LENGTH, np.int32)
     padded[:tokens] = rows["tokens"]
     cache = KVPages(*(leaves if is_host else jax.device_put(leaves, sharding)))
-    work = Work(SampleId(4, member, 1), START, Sampling(0.7, 5, 0.9, 0.01, 64, ("so", "stop")), 11, (1, 2))
+    work = HostSample(
+        SampleId(4, member, 1), START, Sampling(0.7, 5, 0.9, 0.01, 64, ("so", "stop")), 11, (1, 2)
+    )
     return replace(
         work,
         so_far=SoFar(rows, Prefix(cache, padded, np.asarray(tokens, np.int32))),
@@ -105,7 +107,7 @@ def bits(leaf: object) -> bytes:
     return np.ascontiguousarray(np.asarray(leaf)).tobytes()
 
 
-def assert_same_kv(found: Work, sent: Work) -> None:
+def assert_same_kv(found: HostSample, sent: HostSample) -> None:
     """Used pages to the bit, and zeros elsewhere."""
     assert found.so_far is not None and sent.so_far is not None
     here, there = found.so_far.kv, sent.so_far.kv
@@ -157,7 +159,7 @@ def test_every_field_of_a_groups_samples_arrives(make, receiver, way):
     assert len(ticket) < 4096
     found = receiver.fetch(ticket)
     for mine, its in zip(found, sent, strict=True):
-        for field in fields(Work):
+        for field in fields(HostSample):
             if field.name != "so_far":
                 assert getattr(mine, field.name) == getattr(its, field.name), field.name
     assert found[1].so_far is None and found[0].start is found[1].start

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from areal_jax.lab.multihop import MultiHop
 from areal_jax.tasks.blocks import parse
 from areal_jax.tasks.datasets.chained import Chained
+from areal_jax.tasks.datasets.drawn import Draws
 from areal_jax.tasks.datasets.knights import Knights
-from areal_jax.tasks.datasets.procedural import Draws, Procedural, numbers_up_to
+from areal_jax.tasks.datasets.procedural import Procedural, numbers_up_to
 from areal_jax.tasks.errors import TaskError
 
 TASKS = (Chained, Knights, MultiHop)

@@ -9,29 +9,38 @@ from itertools import pairwise, product
 import pytest
 
 from areal_jax.tasks.datasets.tool_game import ToolGame
-from areal_jax.tasks.datasets.warehouse import CALLS, HELD, LETTERS, Call, State, after, building, distance
+from areal_jax.tasks.datasets.warehouse import (
+    CALLS,
+    HELD,
+    LETTERS,
+    GameCall,
+    GameState,
+    after,
+    building,
+    distance,
+)
 from areal_jax.tasks.errors import TaskError
 from areal_jax.tasks.tokenizers import ByteTokenizer
 from areal_jax.types import Completion, Prompt, Reward
 
-GO, TAKE_KEY, TAKE, PUT_KEY, PUT = "go", *(Call(t, i) for t in ("take", "put") for i in ("key", "parcel"))
+GO, TAKE_KEY, TAKE, PUT_KEY, PUT = "go", *(GameCall(t, i) for t in ("take", "put") for i in ("key", "parcel"))
 
 
 def judged(task: ToolGame, prompt: Prompt, text: str, stop_reason: str = "stop") -> Reward:
     return task.score(prompt, Completion(text, (1,), stop_reason))
 
 
-def all_states(rooms: int) -> list[State]:
+def all_states(rooms: int) -> list[GameState]:
     """Every state that a game may reach; a parcel that is carried has left its case."""
     places = [HELD, *range(rooms)]
-    states = [State(*each) for each in product(range(rooms), places, places, (False, True))]
+    states = [GameState(*each) for each in product(range(rooms), places, places, (False, True))]
     return [state for state in states if state.is_open or state.parcel != HELD]
 
 
-def searched(rooms: int, goal: int) -> dict[State, int]:
+def searched(rooms: int, goal: int) -> dict[GameState, int]:
     """The distance of each state, by a breadth-first search backwards from all ends."""
     states = all_states(rooms)
-    before: dict[State, list[State]] = {state: [] for state in states}
+    before: dict[GameState, list[GameState]] = {state: [] for state in states}
     for state in states:
         for call in CALLS:
             then = after(building(rooms), state, call)
@@ -55,8 +64,17 @@ def test_the_distance_is_that_of_a_search_over_all_states(rooms: int, goal: int)
 
 def test_what_the_tools_do():
     """In the building of 6 rooms: A joins B, C, D and F, and B joins E."""
-    of, start = building(6), State(room=0, key=1, parcel=4, is_open=False)
-    calls = [Call("look"), Call(GO, "B"), TAKE_KEY, Call(GO, "E"), TAKE, PUT_KEY, Call(GO, "B"), PUT]
+    of, start = building(6), GameState(room=0, key=1, parcel=4, is_open=False)
+    calls = [
+        GameCall("look"),
+        GameCall(GO, "B"),
+        TAKE_KEY,
+        GameCall(GO, "E"),
+        TAKE,
+        PUT_KEY,
+        GameCall(GO, "B"),
+        PUT,
+    ]
     states = [start]
     for call in calls:
         then = after(of, states[-1], call)
@@ -73,10 +91,10 @@ def test_what_the_tools_do():
         (1, 4, HELD, True),
         (1, 4, 1, True),
     ]
-    for refused in (Call(GO, "A"), Call(GO, "E"), Call(GO, "G"), TAKE_KEY, TAKE, PUT_KEY, PUT):
+    for refused in (GameCall(GO, "A"), GameCall(GO, "E"), GameCall(GO, "G"), TAKE_KEY, TAKE, PUT_KEY, PUT):
         assert after(of, start, refused) is None, refused
-    assert after(of, State(4, 1, 4, False), TAKE) is None, "without the key the case stays locked"
-    assert after(of, State(4, 1, 4, True), TAKE) == (4, 1, HELD, True)
+    assert after(of, GameState(4, 1, 4, False), TAKE) is None, "without the key the case stays locked"
+    assert after(of, GameState(4, 1, 4, True), TAKE) == (4, 1, HELD, True)
 
 
 @pytest.mark.parametrize("compact", [True, False])
@@ -85,7 +103,7 @@ def test_every_call_is_paid_by_the_distance_of_the_state_that_it_leads_to(compac
     right, seen = {goal: searched(6, goal) for goal in range(6)}, Counter()
     for i in range(120):
         prompt = task[i]
-        state, distances = State(*prompt.info["state"]), right[prompt.info["goal"]]
+        state, distances = GameState(*prompt.info["state"]), right[prompt.info["goal"]]
         for text, call in task.calls.items():
             then = after(building(6), state, call)
             legal = float(then is not None)
@@ -130,7 +148,7 @@ def test_the_history_is_what_the_environment_answers_to_the_scripted_calls(usele
     task, made_progress = ToolGame(useless=useless, compact=True), []
     for game in range(30):
         texts = [task[8 * game + turn].text for turn in range(8)]
-        states = [State(*task[8 * game + turn].info["state"]) for turn in range(8)]
+        states = [GameState(*task[8 * game + turn].info["state"]) for turn in range(8)]
         goal = task[8 * game].info["goal"]
         for turn in range(7):
             call, room, around, lying, held = re.fullmatch(

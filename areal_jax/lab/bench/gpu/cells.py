@@ -39,7 +39,7 @@ from areal_jax.lab.bench.measure import (
 from areal_jax.lab.bench.packed import skewed_groups
 from areal_jax.lab.bench.parity import parity
 from areal_jax.lab.bench.sync import sync
-from areal_jax.models.device_layout import Layout
+from areal_jax.models.device_layout import WeightLayout
 from areal_jax.models.kernels import packed_attention, paged_attention
 from areal_jax.models.kv_pages import KVPages
 from areal_jax.plan.bounds import products
@@ -192,7 +192,7 @@ def decoding(
     slots: int,
     prompt: int,
     decode_steps: int,
-    layout: Layout | Literal["auto"],
+    layout: WeightLayout | Literal["auto"],
     dtype: str = "bfloat16",
     page_tokens: int = 64,
     repeats: int = 3,
